@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -36,13 +36,13 @@ class Backend(Protocol):
     """A model in training (or only scoring), spread over the workers of a role."""
 
     def token_logps(self, sequences: Sequences, *, micro_batch_size: int, temperature: float = 1.0) -> Ragged:
-        """float32 log-probabilities of the target tokens of each row under softmax(logits / temperature); no gradient."""
+        """float32 log-probabilities of each row's targets under softmax(logits / temperature); no gradient."""
         ...
 
     def step(
         self,
         sequences: Sequences,
-        loss_function: LossFunction,
+        loss_function: LossFunction[Any],
         *,
         micro_batch_size: int,
         temperature: float = 1.0,

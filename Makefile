@@ -1,20 +1,27 @@
-PYTHON ?= .venv/bin/python
+PYTHON = .venv/bin/python
+export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup check test format
+.PHONY: setup check test quickstart format
 
-setup: ## a virtual environment with everything pinned
-	python3 -m venv .venv
-	.venv/bin/pip install -q -r requirements/dev.txt
-	.venv/bin/pip install -q --no-deps --no-build-isolation -e .
+setup: .venv/installed ## a virtual environment with everything pinned
 
-check: ## formatting, lint and types
+.venv/installed: requirements/run.txt requirements/dev.txt setup.py
+	test -d .venv || python3 -m venv .venv
+	$(PYTHON) -m pip install -q -r requirements/dev.txt
+	$(PYTHON) -m pip install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+check: setup ## formatting, lint and types
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 
-test: ## the whole test suite
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -n 2 --dist loadfile tests
+test: setup ## the whole test suite
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest -n 2 --dist loadgroup tests
 
-format: ## rewrites files
+quickstart: setup ## GRPO on two-digit addition, on Ray
+	$(PYTHON) -m trainers.grpo --config examples/grpo/quickstart.yaml --use_ray true
+
+format: setup ## rewrites files
 	$(PYTHON) -m ruff format .
 	$(PYTHON) -m ruff check --fix .

@@ -1,0 +1,39 @@
+"""One plain class, roles on device groups: the public names."""
+
+from rayhelper.device_groups import DeviceGroup, DeviceGroups
+from rayhelper.errors import (
+    CollectError,
+    ConfigError,
+    DeadlineError,
+    DecorationError,
+    DispatchError,
+    PlacementError,
+    RayHelperError,
+    RoleError,
+    ShardError,
+    WorkerDiedError,
+    WorkerError,
+)
+from rayhelper.futures import Future
+from rayhelper.helper import RayHelper
+from rayhelper.runtime import Shard, WorkerInfo
+
+__all__ = [
+    "CollectError",
+    "ConfigError",
+    "DeadlineError",
+    "DecorationError",
+    "DeviceGroup",
+    "DeviceGroups",
+    "DispatchError",
+    "Future",
+    "PlacementError",
+    "RayHelper",
+    "RayHelperError",
+    "RoleError",
+    "Shard",
+    "ShardError",
+    "WorkerDiedError",
+    "WorkerError",
+    "WorkerInfo",
+]

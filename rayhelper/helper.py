@@ -1,0 +1,206 @@
+"""``RayHelper``: the two decorators and the few calls around them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+
+from rayhelper import dispatch as dispatching
+from rayhelper import futures
+from rayhelper.device_groups import DeviceGroups
+from rayhelper.errors import ConfigError, DecorationError, RayHelperError, ShardError
+from rayhelper.futures import Future
+from rayhelper.roles import DRIVER, RoleMethod, decorate_class
+from rayhelper.runtime import Shard, WorkerInfo, state
+
+C = TypeVar("C")
+S = TypeVar("S")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Function:
+    """The decorator that ``RayHelper.function(...)`` returns; kept apart for its types."""
+
+    def __init__(self, role: str, dispatch: Any, execute: Any, collect: Any) -> None:
+        self.settings = (role, dispatch, execute, collect)
+
+    @overload
+    def __call__(self, function: staticmethod[P, R]) -> RoleMethod[P, R]: ...
+    @overload
+    def __call__(self, function: classmethod[S, P, R]) -> RoleMethod[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[S, P], R]) -> RoleMethod[P, R]: ...
+    def __call__(self, function: Any) -> Any:
+        if isinstance(function, staticmethod):
+            return RoleMethod(function.__func__, *self.settings, kind="static")
+        if isinstance(function, classmethod):
+            return RoleMethod(function.__func__, *self.settings, kind="class")
+        return RoleMethod(function, *self.settings)
+
+
+class RayHelper:
+    """Says which role each method of a plain class belongs to, and where the roles run."""
+
+    @staticmethod
+    def worker(group: str | list[str]) -> Callable[[type[C]], type[C]]:
+        """Class decorator: the roles that the class's methods belong to.
+
+        Raises:
+            DecorationError: no role, the reserved role 'driver', or a method whose role is not among them.
+        """
+        roles = (group,) if isinstance(group, str) else tuple(group) if isinstance(group, (list, tuple)) else ()
+        if not roles or not all(isinstance(role, str) and role for role in roles):
+            raise DecorationError(f"RayHelper.worker(group=...) takes a role or a list of roles, got {group!r}")
+        if DRIVER in roles:
+            raise DecorationError("role 'driver' is reserved: methods marked with it run on the driver of any class")
+
+        def decorate(cls: type[C]) -> type[C]:
+            if not isinstance(cls, type):
+                raise DecorationError(f"RayHelper.worker decorates classes, got {cls!r}; use RayHelper.function")
+            return decorate_class(cls, roles)
+
+        return decorate
+
+    @staticmethod
+    def function(
+        group: str,
+        dispatch: Literal["slice", "all"] | Callable[..., Any] = "all",
+        execute: Literal["first", "all"] = "all",
+        collect: Literal["none", "flatten"] | Callable[..., Any] = "none",
+    ) -> _Function:
+        """Method decorator: the role it belongs to, and how its calls travel when that role runs elsewhere.
+
+        Args:
+            group: The role; 'driver' for methods that only the driver runs.
+            dispatch: 'all' sends the arguments to every worker, 'slice' cuts them along their first dimension, a
+                callable ``f(n, i, data)`` returns what shard i of n gets, ``RayHelper.balanced(...)`` cuts by cost.
+            execute: 'all' calls every worker, 'first' worker 0 alone.
+            collect: 'none' gives the list of the shard leaders' values, 'flatten' joins them, a callable gets the list.
+
+        Raises:
+            DecorationError: an unknown value, or 'first' with a dispatch that divides.
+        """
+        return _Function(group, dispatch, execute, collect)
+
+    @staticmethod
+    def initialize(
+        device_groups: Mapping[str, Any] | str | DeviceGroups,
+        *,
+        runtime: Literal["ray", "off"] = "ray",
+        ray_address: str | None = None,
+    ) -> None:
+        """Starts the workers of ``device_groups``; classes may have been defined before or after.
+
+        Args:
+            device_groups: Either form of the configuration, as a mapping or a JSON or YAML string.
+            runtime: 'ray', or 'off' to only check the configuration.
+            ray_address: A cluster to join; None joins RAY_ADDRESS if set, else starts a cluster on this machine.
+
+        Raises:
+            ConfigError: a mistake in the configuration, found before any process starts.
+            PlacementError: the cluster lacks the resources.
+        """
+        if runtime not in ("ray", "off"):
+            raise ConfigError(f"runtime must be 'ray' or 'off', got {runtime!r}")
+        groups = DeviceGroups.parse(device_groups)
+        if state.active is not None:
+            raise RayHelperError("RayHelper.initialize was called twice; call RayHelper.teardown() in between")
+        if runtime == "ray":
+            from rayhelper.driver import DriverRuntime  # ray is imported only when it is used
+
+            state.active = DriverRuntime(groups, ray_address)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def session(
+        device_groups: Mapping[str, Any] | str | DeviceGroups,
+        *,
+        runtime: Literal["ray", "off"] = "ray",
+        ray_address: str | None = None,
+    ) -> Iterator[None]:
+        """``initialize`` as a context manager: the workers are stopped when it is left, however it is left."""
+        RayHelper.initialize(device_groups, runtime=runtime, ray_address=ray_address)
+        try:
+            yield
+        finally:
+            RayHelper.teardown()
+
+    @staticmethod
+    def teardown() -> None:
+        """Stops every worker and frees every placement group. Does nothing while Ray is off."""
+        if state.active is not None:
+            state.active.teardown()
+
+    @staticmethod
+    def current() -> WorkerInfo:
+        """Who this process is. With Ray off: the one worker of everything."""
+        if state.active is None:
+            return WorkerInfo((), "off", 0, 1, 0, 1, 0, Shard(0, 1))
+        return state.active.current()
+
+    @staticmethod
+    def shard(index: int, count: int, leader: bool = True) -> None:
+        """Called on a worker: its data-parallel coordinate for the role whose method is running (in ``__init__``: all).
+
+        Workers that share an index get the same slice; only the leader's value is collected.
+
+        Raises:
+            ShardError: index or count out of range.
+        """
+        if count < 1 or not 0 <= index < count:
+            raise ShardError(f"shard index must lie in 0..count-1, got index {index} of {count}")
+        if state.active is not None:
+            state.active.report_shard(Shard(index, count, leader))
+
+    @staticmethod
+    def init_process_group(backend: str | None = None, timeout_s: float = 1800) -> None:
+        """Joins the workers of this worker's group in torch.distributed's default process group.
+
+        Args:
+            backend: None: nccl where GPUs are visible, gloo otherwise.
+            timeout_s: Seconds after which a collective fails.
+
+        Does nothing if the process has joined already. With Ray off the group has one member.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            return
+        backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        timeout = timedelta(seconds=timeout_s)
+        info = RayHelper.current()
+        if info.world_size == 1:
+            dist.init_process_group(
+                backend,
+                store=dist.HashStore(),  # type: ignore[attr-defined]
+                rank=0,
+                world_size=1,
+                timeout=timeout,
+            )
+            return
+        if backend == "nccl":
+            torch.cuda.set_device(info.local_rank)
+        dist.init_process_group(backend, rank=info.rank, world_size=info.world_size, timeout=timeout)
+
+    @staticmethod
+    def whole(value: Any) -> Any:
+        """Wraps an argument so that every worker gets it uncut, whatever the dispatch."""
+        return dispatching.whole(value)
+
+    @staticmethod
+    def balanced(cost: Callable[[Any], float] | None = None) -> Any:
+        """A dispatch that evens out the cost of the shards; 'flatten' restores the caller's order.
+
+        Args:
+            cost: The cost of one item of the first sliced argument; None: its length.
+        """
+        return dispatching.balanced(cost)
+
+    @staticmethod
+    def as_completed(waiting: Iterable[Future[R]]) -> Iterator[Future[R]]:
+        """The futures, each as soon as it is done."""
+        return futures.as_completed(waiting)

@@ -1,0 +1,106 @@
+"""Where workers live: the Ray cluster, its free resources, and one placement group a device group.
+
+A bundle asks for the worker's accelerators and a sliver of a CPU, so that a machine with two cores can host sixteen
+workers: CPUs order the workers over nodes, they never forbid them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from rayhelper.device_groups import DeviceGroup, DeviceGroups
+from rayhelper.errors import PlacementError
+from rayhelper.plan import NodeResources, Slot, assign
+
+CPU_SLIVER = 0.001
+LOOPBACK = "127.0.0.1"
+
+
+def connect(address: str | None) -> bool:
+    """Joins the cluster at ``address`` (or RAY_ADDRESS), or starts one on this machine; True if it is ours to stop."""
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address:
+        ray.init(address=address, logging_level=logging.WARNING)
+        return True
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        _node_ip_address=LOOPBACK,
+        logging_level=logging.WARNING,
+    )
+    return True
+
+
+def place(groups: DeviceGroups, *, wait_s: float) -> dict[str, tuple[Slot, ...]]:
+    """A slot for every rank of every group, waiting up to ``wait_s`` for nodes to join or be freed.
+
+    Raises:
+        PlacementError: with what was asked and what each node has free.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            return assign(groups, cluster_nodes())
+        except PlacementError as error:
+            if time.monotonic() >= deadline:
+                if wait_s:
+                    error.add_note(f"waited {wait_s:g} s for the cluster to provide it")
+                raise
+        time.sleep(0.2)
+
+
+def cluster_nodes() -> list[NodeResources]:
+    """The live nodes with their free resources, this driver's own first, then by address."""
+    free = ray._private.state.available_resources_per_node()  # the only source of *free* resources
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+    nodes.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]))
+    return [
+        NodeResources(
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            cpus=int(node["Resources"].get("CPU", 0)),
+            gpus=int(free.get(node["NodeID"], {}).get("GPU", 0)),
+            npus=int(free.get(node["NodeID"], {}).get("NPU", 0)),
+            label=node["NodeManagerHostname"],
+        )
+        for node in nodes
+    ]
+
+
+def resources(group: DeviceGroup) -> dict[str, float]:
+    """What one worker of the group asks of its node."""
+    ask: dict[str, float] = {"CPU": CPU_SLIVER}
+    if group.device != "CPU":
+        ask[group.device] = group.gpus_per_worker
+    return ask
+
+
+def reserve(group: DeviceGroup, slots: tuple[Slot, ...], *, wait_s: float) -> PlacementGroup:
+    """A placement group with one bundle a rank, each on the node of its slot.
+
+    Raises:
+        PlacementError: the cluster did not provide it within ``wait_s``.
+    """
+    reserved: Any = placement_group(
+        [resources(group) for _ in slots],
+        strategy="PACK",
+        bundle_label_selector=[{"ray.io/node-id": slot.node_id} for slot in slots],
+    )
+    if not reserved.wait(wait_s):
+        remove_placement_group(reserved)
+        raise PlacementError(
+            f"group {group.name!r} asked for {len(slots)} x {resources(group)}, and the cluster did not provide it "
+            f"within {wait_s:g} s: something else took the resources. Free: {ray.available_resources()}"
+        )
+    return reserved  # type: ignore[no-any-return]

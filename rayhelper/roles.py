@@ -1,0 +1,401 @@
+"""What a decorated class and a decorated method do in this process.
+
+    trainer.update(batch)
+        -> BoundRoleMethod (a functools.partial of the wrapper and the instance)
+        -> invoke(method, target, args, kwargs)
+             Ray off                      the method itself
+             on the driver                placement.submit(...).result()        worker_group.py
+             on a worker                  the method itself, or RoleError       host.py
+
+    Trainer(config)
+        -> construct(init, instance, args, kwargs)
+             Ray off                      __init__ itself
+             on the driver                the same construction on every worker, then __init__ here
+             on a worker                  __init__ itself, calls to roles hosted elsewhere skipped
+
+The decorators only store what they were told. Where a call runs is decided when it is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, overload
+
+from rayhelper.collect import validate_collect
+from rayhelper.dispatch import Whole, validate_dispatch
+from rayhelper.errors import DecorationError, RoleError
+from rayhelper.futures import Future, finished
+from rayhelper.runtime import Placement, state
+
+S = TypeVar("S")
+P = ParamSpec("P")
+R = TypeVar("R")
+Kind = Literal["method", "static", "class"]
+Flavour = Literal["plain", "async", "generator", "async generator"]
+
+DRIVER = "driver"  # the reserved role of methods that only the driver runs
+
+
+class RoleMethod(Generic[P, R]):
+    """A method together with the role it belongs to and the way its calls travel."""
+
+    def __init__(
+        self, function: Callable[..., Any], role: str, dispatch: Any, execute: str, collect: Any, kind: Kind = "method"
+    ) -> None:
+        if not isinstance(role, str) or not role:
+            raise DecorationError(f"RayHelper.function(group=...) takes the name of one role, got {role!r}")
+        if not callable(function):
+            raise DecorationError(f"RayHelper.function decorates methods, got {type(function).__name__}")
+        validate_dispatch(dispatch, execute)
+        validate_collect(collect)
+        self.__setstate__((function, role, dispatch, execute, collect, kind))
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return (self.function, self.role, self.dispatch, self.execute, self.collect, self.kind)
+
+    def __setstate__(self, fields: tuple[Any, ...]) -> None:
+        self.function, self.role, self.dispatch, self.execute, self.collect, self.kind = fields
+        functools.update_wrapper(self, self.function)
+        self.flavour = _flavour(self.function)
+        self.wrapper = _WRAPPERS[self.flavour](self)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.__name__ = name
+
+    def __str__(self) -> str:
+        return f"{self.function.__qualname__} (role {self.role!r})"
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> RoleMethod[P, R]: ...
+    @overload
+    def __get__(self, instance: object, owner: Any = None) -> BoundRoleMethod[P, R]: ...
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is not None:
+            return BoundRoleMethod(self.wrapper, instance)
+        return self if self.kind == "method" else BoundRoleMethod(self.wrapper, owner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
+        """``Class.method(instance, ...)``, and what ``property`` and other decorators call."""
+        return self.wrapper(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The undecorated method's own value."""
+        if self.kind == "static":
+            return self.function(*args, **kwargs)
+        if self.kind == "class":
+            target = target if isinstance(target, type) else type(target)
+        return self.function(target, *args, **kwargs)
+
+    def finished_call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The value of a whole call: coroutines are awaited and generators drained into a list."""
+        value = self.call(target, args, kwargs)
+        if self.flavour == "async":
+            return asyncio.run(value)
+        if self.flavour == "generator":
+            return list(value)
+        if self.flavour == "async generator":
+            return asyncio.run(_drain(value))
+        return value
+
+
+class BoundRoleMethod(functools.partial, Generic[P, R]):  # type: ignore[type-arg]
+    """A decorated method of an instance: callable as the method itself, with ``defer`` and ``stream``.
+
+    A subclass of ``functools.partial`` so that ``inspect`` sees the method's signature and whether it is a coroutine
+    function or a generator.
+    """
+
+    if TYPE_CHECKING:
+
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return self.func.__doc__
+
+    @property
+    def __name__(self) -> str:
+        return self.func.__name__
+
+    @property
+    def __self__(self) -> Any:
+        return self.args[0]
+
+    @property
+    def __func__(self) -> Any:
+        return self.func
+
+    def defer(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+        """A ``Future`` of the call, at once. With Ray off the call is made now and the future is already done."""
+        return defer(self.func.method, self.__self__, args, kwargs)  # type: ignore[attr-defined]
+
+    def stream(self, *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
+        """The leaders' values, each as soon as its worker has finished, in no fixed order; ``collect`` is not applied.
+
+        With Ray off: the one value.
+        """
+        return defer(self.func.method, self.__self__, args, kwargs).as_parts()  # type: ignore[attr-defined]
+
+
+def invoke(method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The value of a decorated call: the method's own if it stays in this process, else what ``collect`` makes."""
+    placement = getattr(target, "_rayhelper", None)
+    if placement is None:
+        if state.active is None:
+            return method.call(target, *_plain(args, kwargs))
+        placement = state.active.placement(method, target)
+    route = placement.route(method)
+    if route == "here":
+        return placement.run(method, target, *_plain(args, kwargs))
+    if route == "skip":
+        return None
+    return placement.submit(method, args, kwargs).result()
+
+
+async def invoke_async(method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As ``invoke`` for ``async def`` methods; a call that goes to a group does not block the event loop."""
+    route, placement = _route(method, target)
+    if route == "here":
+        return await method.call(target, *_plain(args, kwargs))
+    if route == "skip" or placement is None:
+        return None
+    return await asyncio.to_thread(placement.submit(method, args, kwargs).result)
+
+
+def invoke_generator(
+    method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[Any]:
+    """As ``invoke`` for generator methods; a group's workers run theirs to the end before the first item is here."""
+    route, placement = _route(method, target)
+    if route == "here":
+        yield from method.call(target, *_plain(args, kwargs))
+    elif route == "group" and placement is not None:
+        yield from placement.submit(method, args, kwargs).result()
+
+
+async def invoke_async_generator(
+    method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AsyncIterator[Any]:
+    """As ``invoke_generator`` for asynchronous generator methods."""
+    route, placement = _route(method, target)
+    if route == "here":
+        async for item in method.call(target, *_plain(args, kwargs)):
+            yield item
+    elif route == "group" and placement is not None:
+        for item in await asyncio.to_thread(placement.submit(method, args, kwargs).result):
+            yield item
+
+
+def defer(method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+    """The future of a decorated call; one that stays in this process is made now."""
+    route, placement = _route(method, target)
+    if route == "group" and placement is not None:
+        return placement.submit(method, args, kwargs)
+    if route == "skip":
+        return finished(lambda: None)
+    plain_args, plain_kwargs = _plain(args, kwargs)
+    return finished(lambda: method.finished_call(target, plain_args, plain_kwargs))
+
+
+def construct(init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Runs ``__init__`` on this instance and, on a driver, on every worker that hosts one of its roles."""
+    if state.active is None or instance._rayhelper is not None:
+        init(instance, *args, **kwargs)
+    else:
+        check_roles(type(instance))
+        state.active.construct(init, instance, args, kwargs)
+
+
+def decorate_class(cls: type[S], roles: tuple[str, ...]) -> type[S]:
+    """The class itself, its construction and that of its subclasses routed through ``construct``."""
+    if not cls.__dictoffset__:
+        raise DecorationError(f"{cls.__name__} has __slots__ and no __dict__; add '__dict__' to its __slots__.")
+    inherited = getattr(cls, "__rayhelper_roles__", ())
+    cls.__rayhelper_roles__ = tuple(dict.fromkeys((*inherited, *roles)))  # type: ignore[attr-defined]
+    cls._rayhelper = None  # type: ignore[attr-defined]
+    _adopt(cls)
+    if not hasattr(cls.__init_subclass__, "wraps_init"):
+        cls.__init_subclass__ = _wrapping_init_subclass(cls)  # type: ignore[method-assign]
+    check_roles(cls)
+    return cls
+
+
+def check_roles(cls: type) -> None:
+    """Raises DecorationError if a method belongs to a role that the class does not declare."""
+    declared = cls.__rayhelper_roles__  # type: ignore[attr-defined]
+    for name, method in role_methods(cls).items():
+        if method.role not in declared and method.role != DRIVER:
+            raise DecorationError(
+                f"{cls.__name__}.{name} belongs to role {method.role!r}, which the class does not declare "
+                f"(declared: {', '.join(declared)}). Add it to @RayHelper.worker(group=[...])."
+            )
+
+
+def role_methods(cls: type) -> dict[str, RoleMethod[..., Any]]:
+    """The decorated methods of a class by name, inherited ones included."""
+    names = {name for base in cls.__mro__ for name in vars(base)}
+    found = {name: inspect.getattr_static(cls, name) for name in sorted(names)}
+    return {name: method for name, method in found.items() if isinstance(method, RoleMethod)}
+
+
+def _flavour(function: Callable[..., Any]) -> Flavour:
+    if inspect.iscoroutinefunction(function):
+        return "async"
+    if inspect.isasyncgenfunction(function):
+        return "async generator"
+    return "generator" if inspect.isgeneratorfunction(function) else "plain"
+
+
+def _route(method: RoleMethod[..., Any], target: Any) -> tuple[str, Placement | None]:
+    placement = getattr(target, "_rayhelper", None)
+    if placement is None:
+        if state.active is None:
+            return "here", None
+        placement = state.active.placement(method, target)
+    return placement.route(method), placement
+
+
+def _plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call that stays here: ``whole`` is taken off, futures give their values."""
+    for value in args:
+        if isinstance(value, (Whole, Future)):
+            args = tuple(_open(value) for value in args)
+            break
+    if kwargs:
+        kwargs = {name: _open(value) for name, value in kwargs.items()}
+    return args, kwargs
+
+
+def _open(value: Any) -> Any:
+    if isinstance(value, Whole):
+        return value.value
+    return value.result() if isinstance(value, Future) else value
+
+
+async def _drain(items: AsyncIterator[Any]) -> list[Any]:
+    return [item async for item in items]
+
+
+# The wrappers. Each body is one call of a module-level function, because pickle copies what a wrapper closes over.
+
+
+def _plain_wrapper(method: RoleMethod[..., Any]) -> Callable[..., Any]:
+    def wrapper(target: Any = None, /, *args: Any, **kwargs: Any) -> Any:
+        return invoke(method, target, args, kwargs)
+
+    return _named(wrapper, method)
+
+
+def _async_wrapper(method: RoleMethod[..., Any]) -> Callable[..., Any]:
+    async def wrapper(target: Any = None, /, *args: Any, **kwargs: Any) -> Any:
+        return await invoke_async(method, target, args, kwargs)
+
+    return _named(wrapper, method)
+
+
+def _generator_wrapper(method: RoleMethod[..., Any]) -> Callable[..., Any]:
+    def wrapper(target: Any = None, /, *args: Any, **kwargs: Any) -> Any:
+        yield from invoke_generator(method, target, args, kwargs)
+
+    return _named(wrapper, method)
+
+
+def _async_generator_wrapper(method: RoleMethod[..., Any]) -> Callable[..., Any]:
+    async def wrapper(target: Any = None, /, *args: Any, **kwargs: Any) -> Any:
+        async for item in invoke_async_generator(method, target, args, kwargs):
+            yield item
+
+    return _named(wrapper, method)
+
+
+_WRAPPERS: dict[Flavour, Callable[[RoleMethod[..., Any]], Callable[..., Any]]] = {
+    "plain": _plain_wrapper,
+    "async": _async_wrapper,
+    "generator": _generator_wrapper,
+    "async generator": _async_generator_wrapper,
+}
+
+
+def _named(wrapper: Callable[..., Any], method: RoleMethod[..., Any]) -> Callable[..., Any]:
+    functools.update_wrapper(wrapper, method.function)
+    wrapper.method = method  # type: ignore[attr-defined]
+    if method.kind == "static":  # the wrapper takes a target that the function itself does not
+        signature = inspect.signature(method.function)
+        first = inspect.Parameter("target", inspect.Parameter.POSITIONAL_ONLY)
+        wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[first, *signature.parameters.values()]
+        )
+    return wrapper
+
+
+def _adopt(cls: type) -> None:
+    """Makes what a class itself defines ready for roles: its constructor, and static methods in either order."""
+    for name, entry in list(vars(cls).items()):
+        if isinstance(entry, (staticmethod, classmethod)) and isinstance(entry.__func__, RoleMethod):
+            below = entry.__func__
+            kind: Kind = "static" if isinstance(entry, staticmethod) else "class"
+            setattr(cls, name, RoleMethod(*(*below.__getstate__()[:-1], kind)))
+    if "__init__" in vars(cls) or not getattr(cls.__init__, "constructs", False):  # type: ignore[misc]
+        _wrap_init(cls)
+
+
+def _wrap_init(cls: type) -> None:
+    """Routes ``cls.__init__`` through ``construct``; a class without its own gets one that calls the next in line."""
+    init = cls.__dict__.get("__init__")
+    if getattr(init, "constructs", False):
+        return
+    own = init is not None
+    original: Callable[..., None] = init if init is not None else functools.partial(_next_init, cls)
+
+    def __init__(self: Any, /, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        construct(original, self, args, kwargs)
+
+    functools.update_wrapper(__init__, init if own else cls.__init__)  # type: ignore[arg-type, misc]
+    __init__.constructs = True  # type: ignore[attr-defined]
+    cls.__init__ = __init__  # type: ignore[misc]
+
+
+def _next_init(cls: type, instance: Any, *args: Any, **kwargs: Any) -> None:
+    inherited: Any = super(cls, instance).__init__  # type: ignore[arg-type]
+    overridden: Any = type(instance).__new__
+    if getattr(inherited, "__objclass__", None) is object and overridden is not object.__new__:
+        return  # as in Python itself: the arguments were for __new__
+    inherited(*args, **kwargs)
+
+
+def _wrapping_init_subclass(cls: type) -> Any:
+    original = cls.__dict__.get("__init_subclass__")
+
+    def __init_subclass__(subclass: type, /, **kwargs: Any) -> None:  # noqa: N807
+        init_subclass(original, cls, subclass, kwargs)
+
+    __init_subclass__.wraps_init = True  # type: ignore[attr-defined]
+    return classmethod(__init_subclass__)
+
+
+def init_subclass(original: Any, cls: type, subclass: type, kwargs: dict[str, Any]) -> None:
+    """What a subclass of a decorated class goes through when it is defined."""
+    if original is None:
+        super(cls, subclass).__init_subclass__(**kwargs)  # type: ignore[arg-type]
+    else:
+        original.__get__(None, subclass)(**kwargs)
+    _adopt(subclass)
+
+
+def not_constructed(method: RoleMethod[..., Any], target: Any) -> RoleError:
+    """The error for a call whose target has no workers of its own."""
+    if isinstance(target, type) or method.kind != "method":
+        return RoleError(
+            f"{method} was called on the class; only an instance has workers. Call it on an instance of "
+            f"{target.__name__ if isinstance(target, type) else 'the class'}."
+        )
+    name = type(target).__name__
+    if not hasattr(target, "__rayhelper_roles__"):
+        return RoleError(f"{method} was called on a {name}, a class without @RayHelper.worker(group=...). Add it.")
+    return RoleError(
+        f"{method} was called on a {name} that has no workers: it was constructed before RayHelper.initialize (or its "
+        "__init__ was replaced after @RayHelper.worker, which must be the topmost decorator). Construct it after."
+    )

@@ -1,0 +1,84 @@
+"""The one module-level object: what this process is.
+
+``state.active`` is None while Ray is off, a driver's runtime after ``RayHelper.initialize``, and a worker's runtime in
+a worker process. Everything else that the library knows belongs to an instance of a user's class, through the
+``Placement`` that its construction left on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from rayhelper.futures import Future
+    from rayhelper.roles import RoleMethod
+
+Route = Literal["here", "skip", "group"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A worker's data-parallel coordinate: slice ``index`` of ``count`` is its own; leaders' values are collected."""
+
+    index: int
+    count: int
+    leader: bool = True
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """Who the calling process is, as ``RayHelper.current()`` tells it. With Ray off it describes one worker."""
+
+    roles: tuple[str, ...]
+    group: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    shard: Shard
+
+
+class Placement(Protocol):
+    """Where the roles of one instance of a user's class run, seen from this process."""
+
+    def route(self, method: RoleMethod[..., Any]) -> Route:
+        """Whether a call runs here, is skipped (a constructor still runs), or goes to a group. Raises RoleError."""
+        ...
+
+    def run(self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The value of a call that stays here."""
+        ...
+
+    def submit(self, method: RoleMethod[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        """The future of a call that goes to a group."""
+        ...
+
+
+class Runtime(Protocol):
+    """What a process is while Ray is on."""
+
+    def construct(
+        self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Runs a user's ``__init__`` and leaves a ``Placement`` on the instance."""
+        ...
+
+    def placement(self, method: RoleMethod[..., Any], target: Any) -> Placement:
+        """The placement for a call on a target that has none of its own. Raises RoleError."""
+        ...
+
+    def current(self) -> WorkerInfo: ...
+
+    def report_shard(self, shard: Shard) -> None: ...
+
+    def teardown(self) -> None: ...
+
+
+class _State:
+    active: Runtime | None = None
+
+
+state = _State()

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -15,12 +16,12 @@ import ray
 from ray import cloudpickle
 
 from rayhelper import placement as placing
-from rayhelper.device_groups import DeviceGroups
+from rayhelper.device_groups import DRIVER, DeviceGroups
 from rayhelper.errors import RoleError
 from rayhelper.futures import Future
 from rayhelper.host import find_method, method_address
 from rayhelper.modules import user_modules
-from rayhelper.roles import DRIVER, RoleMethod, not_constructed
+from rayhelper.roles import RoleMethod, not_constructed
 from rayhelper.runtime import Route, Shard, WorkerInfo, state
 from rayhelper.worker_group import WorkerGroup
 
@@ -36,20 +37,21 @@ class DriverRuntime:
         self.groups: dict[str, WorkerGroup] = {}
         self.ids = itertools.count()
         self.stopped = False
+        ray_address = ray_address or os.environ.get("RAY_ADDRESS")
         self.owns_ray = placing.connect(ray_address)
         atexit.register(self.teardown)
         try:
-            self._start(wait_s=_CLUSTER_WAIT_S if ray_address else _LOCAL_WAIT_S)
+            self._start(ray_address)
         except BaseException:
             self.teardown()
             raise
 
-    def _start(self, wait_s: float) -> None:
-        slots = placing.place(self.config, wait_s=wait_s)
+    def _start(self, ray_address: str | None) -> None:
+        slots = placing.place(self.config, wait_s=_CLUSTER_WAIT_S if ray_address else _LOCAL_WAIT_S)
         for group in self.config.groups:
             self.groups[group.name] = WorkerGroup(group, slots[group.name], wait_s=_CLUSTER_WAIT_S)
         for started in self.groups.values():
-            started.prepare()
+            started.prepare(inherits=self.owns_ray and not ray_address)
 
     def construct(
         self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

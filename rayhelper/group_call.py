@@ -60,7 +60,7 @@ class GroupCall:
     def _collect(self, replies: list[Any]) -> Any:
         values = [self.group.note_shards(self.instance_id, rank, reply) for rank, reply in enumerate(replies)]
         if self.method.execute == "first":
-            return join_first(self.method.collect, values[0])
+            return join_first(self.method.collect, values[0], where=self.group.where(self.method))
         return join(
             self.method.collect,
             [values[rank] for rank in self.leaders],
@@ -117,7 +117,9 @@ def late_calls(
                 stop = start + len(pending.refs)
                 source = pending.method
                 first = source.execute == "first"
-                value = FuturePart(start, stop, source.collect, first, pending.leaders, pending.group.where(source))
+                value = FuturePart(
+                    start, stop, source.collect, first, pending.leaders, pending.order, pending.group.where(source)
+                )
                 start = stop
             else:
                 value = value.result()

@@ -9,10 +9,10 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 from rayhelper import dispatch as dispatching
 from rayhelper import futures
-from rayhelper.device_groups import DeviceGroups
+from rayhelper.device_groups import DRIVER, DeviceGroups
 from rayhelper.errors import ConfigError, DecorationError, RayHelperError, ShardError
 from rayhelper.futures import Future
-from rayhelper.roles import DRIVER, RoleMethod, decorate_class
+from rayhelper.roles import RoleMethod, decorate_class
 from rayhelper.runtime import Shard, WorkerInfo, state
 
 C = TypeVar("C")

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rayhelper.collect import join
+from rayhelper.collect import join, join_first
+from rayhelper.device_groups import DRIVER
 from rayhelper.dispatch import split_call
 from rayhelper.errors import RoleError
 from rayhelper.modules import missing_modules
-from rayhelper.roles import DRIVER, RoleMethod, not_constructed
+from rayhelper.roles import RoleMethod, not_constructed
 from rayhelper.runtime import Route, Shard, WorkerInfo, state
 
 _HELD_PORTS: list[socket.socket] = []  # until this process ends, or the port is used
@@ -36,6 +37,7 @@ class FuturePart:
     collect: Any
     first: bool
     leaders: tuple[int, ...]
+    order: list[int] | None
     where: str
 
 
@@ -181,8 +183,10 @@ class Host:
         _HELD_PORTS.append(held)
         return int(held.getsockname()[1])
 
-    def prepare(self, info: WorkerInfo, env: dict[str, str], node: str) -> None:
-        """Makes this process worker ``info`` of its group, with the environment ``env`` added."""
+    def prepare(self, info: WorkerInfo, env: dict[str, str], forgotten: list[str], node: str) -> None:
+        """Makes this process worker ``info`` of its group, its environment cleared of ``forgotten``, ``env`` added."""
+        for name in forgotten:
+            os.environ.pop(name, None)
         os.environ.update(env)
         state.active = WorkerRuntime(info, node)
 
@@ -287,5 +291,5 @@ def _future_value(value: Any, parts: Sequence[Any]) -> Any:
     replies = parts[value.start : value.stop]
     values = [reply.value if isinstance(reply, Reported) else reply for reply in replies]
     if value.first:
-        return values[0] if not callable(value.collect) else value.collect(values)
-    return join(value.collect, [values[k] for k in value.leaders], where=value.where)
+        return join_first(value.collect, values[0], where=value.where)
+    return join(value.collect, [values[k] for k in value.leaders], order=value.order, where=value.where)

@@ -16,28 +16,23 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from rayhelper.device_groups import DeviceGroup, DeviceGroups
 from rayhelper.errors import PlacementError
+from rayhelper.patches import ray_on_loopback
 from rayhelper.plan import NodeResources, Slot, assign
 
 CPU_SLIVER = 0.001
-LOOPBACK = "127.0.0.1"
 
 
 def connect(address: str | None) -> bool:
-    """Joins the cluster at ``address`` (or RAY_ADDRESS), or starts one on this machine; True if it is ours to stop."""
+    """Joins the cluster at ``address``, or starts one on this machine; True if it is ours to stop."""
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    address = address or os.environ.get("RAY_ADDRESS")
     if address:
         ray.init(address=address, logging_level=logging.WARNING)
         return True
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        _node_ip_address=LOOPBACK,
-        logging_level=logging.WARNING,
-    )
+    with ray_on_loopback():
+        ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
     return True
 
 

@@ -25,6 +25,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 from rayhelper.collect import validate_collect
+from rayhelper.device_groups import DRIVER
 from rayhelper.dispatch import Whole, validate_dispatch
 from rayhelper.errors import DecorationError, RoleError
 from rayhelper.futures import Future, finished
@@ -35,8 +36,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Kind = Literal["method", "static", "class"]
 Flavour = Literal["plain", "async", "generator", "async generator"]
-
-DRIVER = "driver"  # the reserved role of methods that only the driver runs
 
 
 class RoleMethod(Generic[P, R]):

@@ -17,8 +17,21 @@ _MANY_ITEMS = 2000  # a container of more leaves than this counts as large witho
 
 def shared(value: Any, num_readers: int) -> Any:
     """The value itself, or an ObjectRef of it: fit to be passed to ``num_readers`` remote calls."""
+    value = compact(value)
     if num_readers > 1 and is_large(value):
         return ray.put(value)
+    return value
+
+
+def compact(value: Any) -> Any:
+    """The value with tensors that are views of larger ones copied: pickle would send the whole of what they view."""
+    if type(value) in (list, tuple):
+        return type(value)(compact(item) for item in value) if len(value) <= _MANY_ITEMS else value
+    if type(value) is dict:
+        return {name: compact(item) for name, item in value.items()}
+    storage = getattr(value, "untyped_storage", None)
+    if storage is not None and storage().nbytes() > value.nbytes:
+        return value.detach().clone()
     return value
 
 

@@ -22,6 +22,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rayhelper import environment
 from rayhelper import placement as placing
 from rayhelper.device_groups import DeviceGroup
 from rayhelper.dispatch import split_call, unwrap
@@ -35,25 +36,6 @@ from rayhelper.runtime import Shard, WorkerInfo
 from rayhelper.shards import check_shards
 from rayhelper.transport import shared
 
-# What workers take over from the driver's environment, besides the group's own ``env``. Nothing else travels.
-PASSED_ENV_PREFIXES = (
-    "HF_",
-    "TRANSFORMERS_",
-    "TOKENIZERS_",
-    "NCCL_",
-    "GLOO_",
-    "TORCH",
-    "PYTORCH_",
-    "VLLM_",
-    "RAYHELPER_",
-)
-PASSED_ENV = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "PYTHONHASHSEED",
-    "CUBLAS_WORKSPACE_CONFIG",
-)
 _STEP_S = 0.5  # how often a call that takes long looks for failures of single workers
 
 
@@ -79,13 +61,17 @@ class WorkerGroup:
         }
         return ray.remote(Host).options(**options).remote(cloudpickle.dumps)
 
-    def prepare(self) -> None:
-        """Gives every process its rank and environment; the group is usable afterwards."""
+    def prepare(self, *, inherits: bool) -> None:
+        """Gives every process its rank and environment; the group is usable afterwards.
+
+        ``inherits``: the processes descend from this driver, and so have its whole environment until now.
+        """
+        forgotten = environment.forgotten(os.environ) if inherits else []
         facts = self.get([actor.describe.remote() for actor in self.actors], "start")
         port = self.get([self.actors[0].hold_port.remote()], "start")[0]
         self.get(
             [
-                actor.prepare.remote(self._info(slot), self._env(slot, port, facts), slot.address)
+                actor.prepare.remote(self._info(slot), self._env(slot, port, facts), forgotten, slot.address)
                 for actor, slot in zip(self.actors, self.slots, strict=True)
             ],
             "start",
@@ -104,11 +90,7 @@ class WorkerGroup:
         )
 
     def _env(self, slot: Slot, port: int, facts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        env = {
-            name: value
-            for name, value in os.environ.items()
-            if name in PASSED_ENV or name.startswith(PASSED_ENV_PREFIXES)
-        }
+        env = environment.passed(os.environ)
         if "OMP_NUM_THREADS" not in env:  # as torchrun: several workers share a node's cores, one alone has them all
             env["OMP_NUM_THREADS"] = "1" if slot.local_world_size > 1 else str(len(os.sched_getaffinity(0)))
         env |= {

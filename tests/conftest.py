@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -21,17 +22,31 @@ def ray_cluster() -> Iterator[None]:
 
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=2,
-        num_gpus=8,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        object_store_memory=512 * 1024 * 1024,
-        logging_level=logging.WARNING,
-    )
+    from rayhelper.patches import ray_on_loopback
+
+    with ray_on_loopback():
+        ray.init(
+            address="local",
+            num_cpus=2,
+            num_gpus=8,
+            include_dashboard=False,
+            object_store_memory=512 * 1024 * 1024,
+            logging_level=logging.WARNING,
+        )
     yield
     ray.shutdown()
+
+
+@contextlib.contextmanager
+def without_runtime() -> Iterator[None]:
+    """Inside, this process is as before ``RayHelper.initialize``, whatever a wider fixture has started."""
+    from rayhelper.runtime import state
+
+    outer, state.active = state.active, None
+    try:
+        yield
+    finally:
+        state.active = outer
 
 
 @pytest.fixture(scope="module", autouse=True)

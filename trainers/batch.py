@@ -69,7 +69,12 @@ class Ragged:
             if not 0 <= position < len(self):
                 raise IndexError(f"row {index} of {len(self)}")
             return self.values[self.offsets[position] : self.offsets[position + 1]]
-        return Ragged.of([self[int(i)] for i in index], self.dtype)
+        rows = np.asarray(index, np.int64)
+        rows = np.where(rows < 0, rows + len(self), rows)
+        lengths = self.lengths[rows]
+        ends = np.cumsum(lengths)
+        shift = np.repeat(self.offsets[rows] - (ends - lengths), lengths)  # from place in the result to place here
+        return Ragged.split(self.values[np.arange(len(shift)) + shift], lengths)
 
     @classmethod
     def concat(cls, parts: Sequence[Ragged]) -> Ragged:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from rayhelper import CollectError, DispatchError, RayHelper, RoleError
+from tests.conftest import without_runtime
 
 GROUPS = {
     "trainers": {"device": "CPU", "ranks": 2, "workers": ["train"]},
@@ -35,7 +36,7 @@ def total(values: list[int]) -> int:
     return sum(values)
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """An exception with a constructor of its own."""
 
     def __init__(self, code: int, why: str) -> None:
@@ -157,7 +158,7 @@ class Trainer:
     @RayHelper.function(group="train", dispatch="slice")
     def refuse(self, items: list[int]) -> None:
         if 3 in items:
-            raise Refused(3, "three")
+            raise RefusedError(3, "three")
 
     def step(self, items: list[int]) -> list[int]:
         """An undecorated method: it runs on the driver and strings roles together."""
@@ -208,15 +209,13 @@ def trainer(on_groups: None) -> Trainer:
 
 
 @pytest.fixture(params=["off", "ray"])
-def either(request: pytest.FixtureRequest) -> Trainer:
+def either(request: pytest.FixtureRequest) -> Iterator[Trainer]:
     """The same class with Ray off, and on groups of 2 and 3 workers."""
     if request.param == "ray":
-        return request.getfixturevalue("trainer")
-    from rayhelper.runtime import state
-
-    active, state.active = state.active, None
-    request.addfinalizer(lambda: setattr(state, "active", active))
-    return Trainer()
+        yield request.getfixturevalue("trainer")
+    else:
+        with without_runtime():
+            yield Trainer()
 
 
 @pytest.mark.parametrize("value", [None, 0, 5, {"a": 1}, [1, 2], [], "text", (1, [2])], ids=repr)
@@ -388,23 +387,20 @@ def test_a_static_call_on_the_class_says_that_an_instance_is_needed(on_groups: N
 
 
 def test_an_exception_of_a_worker_arrives_as_its_own_type_with_its_place(trainer: Trainer) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(RefusedError) as caught:
         trainer.refuse([1, 2, 3, 4])
     assert (caught.value.code, caught.value.why) == (3, "three")
     note = "".join(caught.value.__notes__)
     assert "Trainer.refuse" in note
     assert "'train'" in note
     assert "rank 1" in note
-    assert "raise Refused" in str(caught.value.__cause__)
+    assert "raise RefusedError" in str(caught.value.__cause__)
     assert trainer.lengths([1]) == [1, 0]
 
 
 def test_a_trainer_built_before_initialize_says_so(on_groups: None) -> None:
-    from rayhelper.runtime import state
-
-    active, state.active = state.active, None
-    early = Trainer()
-    state.active = active
+    with without_runtime():
+        early = Trainer()
     with pytest.raises(RoleError, match=r"before RayHelper\.initialize"):
         early.every(1)
 
@@ -424,13 +420,13 @@ def test_defer_gives_a_future_and_futures_are_arguments(either: Trainer) -> None
 
 def test_a_deferred_failure_is_raised_by_result_and_passed_on(either: Trainer) -> None:
     failed = either.refuse.defer([1, 2, 3])
-    assert isinstance(failed.exception(), Refused)
-    with pytest.raises(Refused):
+    assert isinstance(failed.exception(), RefusedError)
+    with pytest.raises(RefusedError):
         failed.result()
 
 
 def test_a_future_that_failed_fails_the_call_that_needs_it(trainer: Trainer) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         trainer.every(trainer.refuse.defer([3, 3]))
 
 
@@ -454,3 +450,12 @@ def test_the_decorators_keep_signature_docstring_and_kind() -> None:
     assert list(inspect.signature(trainer.static).parameters) == ["value"]
     assert list(inspect.signature(trainer.named).parameters) == ["suffix"]
     assert list(inspect.signature(Trainer).parameters) == ["start"]
+
+
+def test_a_balanced_future_reaches_the_next_call_in_the_callers_order(either: Trainer) -> None:
+    words = ["a", "bbbbbb", "cc", "ddd", "e", "ff"]
+    assert either.same(either.by_length.defer(words)) == [word.upper() for word in words]
+
+
+def test_whole_is_taken_off_for_first_too(either: Trainer) -> None:
+    assert either.first(RayHelper.whole([1, 2])) == [1, 2]

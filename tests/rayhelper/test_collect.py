@@ -1,0 +1,332 @@
+"""What the caller receives of the workers' values."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import pandas
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import BatchEncoding
+
+from rayhelper.collect import join, join_first, validate_collect
+from rayhelper.dispatch import balanced, split_call
+from rayhelper.errors import CollectError, DecorationError
+from trainers.batch import Prompts, Ragged, Rollouts, Samples
+from trainers.metrics import Metrics
+
+
+class Scored(NamedTuple):
+    texts: list[str]
+    scores: Any
+
+
+def round_trip(dispatch: Any, num_shards: int, value: Any) -> Any:
+    """What the caller gets from workers that return what they were given."""
+    division = split_call(dispatch, num_shards, (value,), {})
+    return join("flatten", [args[0] for args, _ in division.calls], order=division.order)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in type, dtype, shape and values."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (np.ndarray, torch.Tensor)):
+        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
+    if isinstance(one, (dict, collections.UserDict)):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, datasets.Dataset):
+        return bool(one.features == other.features and one[:] == other[:])
+    if isinstance(one, (pandas.DataFrame, pandas.Series)):
+        return bool(one.equals(other))
+    return bool(one == other)
+
+
+def columns(count: int) -> st.SearchStrategy[Any]:
+    """Values of ``count`` items: flat ones, and tables of them nested two deep."""
+    numbers = st.lists(st.integers(-9, 9), min_size=count, max_size=count)
+    rows = st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=count, max_size=count)
+    ragged = rows.map(lambda lists: Ragged.of(lists, np.int64))
+    torch_dtypes = st.sampled_from([torch.int64, torch.bfloat16, torch.bool])
+    flat = st.one_of(
+        numbers,
+        rows,
+        st.lists(st.text(max_size=3), min_size=count, max_size=count),
+        st.builds(lambda xs, dtype: np.array(xs).astype(dtype), numbers, st.sampled_from(["i8", "f4", "?", "U4"])),
+        numbers.map(lambda xs: np.array(xs, np.float32).reshape(count, 1).repeat(2, axis=1)),
+        st.builds(lambda xs, dtype: torch.tensor(xs, dtype=torch.int64).to(dtype), numbers, torch_dtypes),
+        ragged,
+        st.builds(Prompts, ragged),
+        st.builds(
+            lambda ids, xs: Samples(
+                ids, Ragged(ids.values > 3, ids.offsets), advantages=np.array(xs, np.float32).reshape(count)
+            ),
+            ragged,
+            numbers,
+        ),
+    )
+
+    def tables(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        return st.one_of(
+            st.dictionaries(st.sampled_from("abc"), inner, min_size=1),
+            st.dictionaries(st.sampled_from("abc"), inner, min_size=1).map(BatchEncoding),
+            st.dictionaries(st.sampled_from("abc"), inner, min_size=1).map(collections.OrderedDict),
+            st.builds(Scored, inner, inner),
+        )
+
+    return st.recursive(flat, tables, max_leaves=4)
+
+
+tables_and_shards = st.tuples(st.integers(0, 64).flatmap(columns), st.integers(1, 16))
+
+
+@settings(deadline=None)
+@given(case=tables_and_shards)
+def test_slice_then_flatten_gives_back_what_was_sent(case: tuple[Any, int]) -> None:
+    value, num_shards = case
+    assert same(round_trip("slice", num_shards, value), value)
+
+
+@settings(deadline=None)
+@given(case=tables_and_shards, weights=st.lists(st.integers(0, 5), min_size=64, max_size=64))
+def test_balanced_then_flatten_gives_back_the_callers_order(case: tuple[Any, int], weights: list[int]) -> None:
+    value, num_shards = case
+    upcoming = iter(weights)
+    assert same(round_trip(balanced(lambda item: next(upcoming)), num_shards, value), value)
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_tables_come_back_as_they_were_sent(count: int, num_shards: int) -> None:
+    lengths = [(7 * i) % 5 + 1 for i in range(count)]
+    dataset = datasets.Dataset.from_dict(
+        {"n": lengths, "text": ["x"] * count},
+        features=datasets.Features({"n": datasets.Value("int64"), "text": datasets.Value("string")}),
+    )
+    frame = pandas.DataFrame({"n": np.array(lengths, np.int64)}, index=np.arange(count) * 10)
+    for table in (dataset, frame, frame["n"]):
+        cost = (lambda row: row) if isinstance(table, pandas.Series) else (lambda row: row["n"])
+        assert same(round_trip("slice", num_shards, table), table)
+        assert same(round_trip(balanced(cost), num_shards, table), table)
+
+
+# none and callables
+
+
+def test_none_gives_the_values_as_they_are() -> None:
+    values: list[Any] = [([1], {"a": 2}), None]
+    assert join("none", values) is values
+
+
+def test_a_callable_gets_the_list_of_values() -> None:
+    assert join(sum, [1, 2]) == 3
+    assert join(len, ["only"]) == 1
+
+
+def test_metrics_are_merged_over_workers() -> None:
+    parts = [Metrics(), Metrics()]
+    parts[0].mean("loss", total=2.0, weight=1.0)
+    parts[1].mean("loss", total=4.0, weight=5.0)
+    assert join(Metrics.merge, parts).values() == {"loss": 1.0}
+
+
+def test_an_exception_of_the_callable_says_whose_it_is() -> None:
+    with pytest.raises(ValueError, match="empty") as caught:
+        join(lambda values: max(values[1], key=len), [[1], []], where="T.f")
+    assert "of T.f, for 2 values" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("value", [None, 3, [1, [2]], {"a": 1}, ("x",)])
+def test_first_gives_the_value_itself(value: Any) -> None:
+    assert join_first("none", value) is value
+    assert join_first("flatten", value) is value
+    assert join_first(lambda values: values, value) == [value]
+
+
+# flatten
+
+
+def test_flatten_joins_lists_one_level_deep() -> None:
+    assert join("flatten", [[1, [2]], [], [[3]]]) == [1, [2], [3]]
+
+
+def test_flatten_of_nothing_but_none_is_none() -> None:
+    assert join("flatten", [None, None]) is None
+    assert join("flatten", [None]) is None
+
+
+def test_flatten_joins_tuples_position_by_position() -> None:
+    values = [([1], np.array([1.0]), None), ([2, 3], np.array([2.0, 3.0]), None)]
+    numbers, array, nothing = join("flatten", values)
+    assert numbers == [1, 2, 3]
+    assert array.tolist() == [1.0, 2.0, 3.0]
+    assert nothing is None
+
+
+def test_flatten_keeps_a_named_tuple() -> None:
+    joined = join("flatten", [Scored(["a"], torch.tensor([1])), Scored(["b"], torch.tensor([2]))])
+    assert isinstance(joined, Scored)
+    assert joined.texts == ["a", "b"]
+    assert joined.scores.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.bool])
+def test_flatten_keeps_a_tensors_dtype_and_trailing_shape(dtype: torch.dtype) -> None:
+    joined = join("flatten", [torch.ones((2, 3), dtype=dtype), torch.ones((0, 3), dtype=dtype)])
+    assert joined.dtype == dtype
+    assert joined.shape == (2, 3)
+
+
+def test_flatten_does_not_let_an_empty_shard_decide_the_dtype() -> None:
+    joined = join("flatten", [np.array([1, 2]), np.array([])])
+    assert joined.dtype == np.int64
+    assert join("flatten", [torch.tensor([]), torch.ones((1, 4), dtype=torch.int64)]).dtype == torch.int64
+
+
+def test_flatten_joins_texts_of_any_width_and_masked_arrays_with_their_masks() -> None:
+    assert join("flatten", [np.array(["a"]), np.array(["bcd"])]).tolist() == ["a", "bcd"]
+    masked = np.ma.masked_equal([1, -1], -1)
+    assert join("flatten", [masked, masked]).tolist() == [1, None, 1, None]
+
+
+def test_flatten_of_one_read_only_array_can_be_written_to() -> None:
+    array = np.arange(3)
+    array.flags.writeable = False
+    joined = join("flatten", [array])
+    joined[0] = 9
+    assert array[0] == 0
+
+
+def test_flatten_joins_mappings_of_columns_in_the_first_ones_type_and_order() -> None:
+    values = [
+        BatchEncoding({"ids": [[1]], "x": torch.tensor([1])}),
+        BatchEncoding({"x": torch.tensor([2]), "ids": [[2]]}),
+    ]
+    joined = join("flatten", values)
+    assert isinstance(joined, BatchEncoding)
+    assert list(joined) == ["ids", "x"]
+    assert joined["ids"] == [[1], [2]]
+    assert joined["x"].tolist() == [1, 2]
+
+
+def test_flatten_joins_typed_batches_by_their_concat() -> None:
+    ids, logps = Ragged.of([[1, 2]], np.int64), Ragged.of([[-1.0, -2.0]], np.float32)
+    one = Rollouts(prompt_ids=ids, completion_ids=ids, rollout_logps=logps, truncated=np.array([True]))
+    assert join("flatten", [one, one[:0], one]) == Rollouts.concat([one, one])
+    assert join("flatten", [one]) == one
+
+
+def test_flatten_numbers_new_frames_through_and_keeps_given_labels() -> None:
+    new = [pandas.DataFrame({"a": [1, 2]}), pandas.DataFrame({"a": [3]})]
+    assert join("flatten", new).index.tolist() == [0, 1, 2]
+    balanced_new = join("flatten", new, order=[0, 2, 1])
+    assert balanced_new["a"].tolist() == [1, 3, 2]
+    assert balanced_new.index.tolist() == [0, 1, 2]
+    labelled = [frame.set_index(frame["a"] * 10) for frame in new]
+    assert join("flatten", labelled).index.tolist() == [10, 20, 30]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, 0.5, True, "text", b"bytes", {1}, range(2), np.float32(1), np.array(1), torch.tensor(1), object(), iter([])],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_flatten_refuses_what_it_cannot_join_and_says_what_to_do(value: Any, num_shards: int) -> None:
+    message = rf"T.f: value is an? {type(value).__name__}.* on shard 0 of {num_shards}.*callable as collect.*'none'"
+    with pytest.raises(CollectError, match=message):
+        join("flatten", [value] * num_shards, where="T.f")
+
+
+def test_flatten_refuses_a_dict_of_scalars_and_names_the_key() -> None:
+    with pytest.raises(CollectError, match=r"value\['loss'\] is a float"):
+        join("flatten", [{"loss": 0.5}, {"loss": 0.25}])
+    with pytest.raises(CollectError, match=r"value\[1\] is a dict on shard 0 and None on shard 1"):
+        join("flatten", [([1], {"a": [2]}), ([3], None)])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([[1], (2,)], "a list on shard 0 and a tuple on shard 1"),
+        ([[1], None], "a list on shard 0 and None on shard 1"),
+        ([np.zeros(1), torch.zeros(1)], "a ndarray on shard 0 and a Tensor on shard 1"),
+        ([([1],), ([1], [2])], "a tuple of 1 on shard 0 and of 2 on shard 1"),
+        ([{"a": [1]}, {"b": [1]}], r"the keys \['a'\] on shard 0 and \['b'\] on shard 1"),
+        ([np.zeros(1, np.int64), np.zeros(1)], "dtype int64 .* on shard 0 and dtype float64 .* on shard 1"),
+        ([np.zeros((1, 2)), np.zeros((1, 3))], r"trailing shape \(2,\) on shard 0 and .* \(3,\) on shard 1"),
+        ([torch.zeros(1), torch.zeros(1).bfloat16()], "dtype torch.float32.* and dtype torch.bfloat16"),
+        ([torch.zeros(1, 2), torch.zeros(1, 3)], r"trailing shape \(2,\).* and .*trailing shape \(3,\)"),
+        ([pandas.DataFrame({"a": [1]}), pandas.DataFrame({"b": [1]})], "'a': int64 .* and columns 'b': int64"),
+        (
+            [datasets.Dataset.from_dict({"a": [1]}), datasets.Dataset.from_dict({"b": [1]})],
+            r"columns \['a'\] on shard 0 and columns \['b'\]",
+        ),
+        ([datasets.Dataset.from_dict({"a": [1]}), datasets.Dataset.from_dict({"a": ["x"]})], "do not fit together"),
+    ],
+)
+def test_flatten_refuses_values_that_differ_and_names_both(values: list[Any], message: str) -> None:
+    with pytest.raises(CollectError, match=message):
+        join("flatten", values)
+
+
+# order
+
+
+def test_order_reaches_every_position_and_column() -> None:
+    order = [2, 0, 1]
+    values = [([2], {"x": np.array([20])}), ([0, 1], {"x": np.array([0, 10])})]
+    numbers, table = join("flatten", values, order=order)
+    assert numbers == [0, 1, 2]
+    assert table["x"].tolist() == [0, 10, 20]
+
+
+def test_order_leaves_none_and_other_collects_alone() -> None:
+    assert join("flatten", [None, None], order=[1, 0]) is None
+    assert join("none", [[1], [0]], order=[1, 0]) == [[1], [0]]
+    assert join(list, [[1], [0]], order=[1, 0]) == [[1], [0]]
+
+
+def test_order_asks_for_one_item_per_item_sent() -> None:
+    with pytest.raises(CollectError, match=r"value has 1 items in all, but RayHelper.balanced shared out 2"):
+        join("flatten", [[1], []], order=[1, 0])
+
+
+def test_order_needs_a_type_that_can_be_indexed_by_positions() -> None:
+    class Pile(list):  # type: ignore[type-arg]
+        @classmethod
+        def concat(cls, parts: list[Pile]) -> Heap:
+            return Heap(len(parts))
+
+    class Heap:
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        def __len__(self) -> int:
+            return self.size
+
+    with pytest.raises(CollectError, match="cannot be put back into the caller's order"):
+        join("flatten", [Pile(), Pile()], order=[1, 0])
+
+
+# decoration
+
+
+@pytest.mark.parametrize("collect", ["none", "flatten", sum, max, Metrics.merge])
+def test_known_collects_are_accepted(collect: Any) -> None:
+    validate_collect(collect)
+
+
+@pytest.mark.parametrize("collect", ["flat", None, 3, lambda one, two: one])
+def test_an_unknown_collect_is_refused(collect: Any) -> None:
+    with pytest.raises(DecorationError, match=r"collect="):
+        validate_collect(collect)
+    with pytest.raises(TypeError):
+        join(collect, [[1]])

@@ -1,0 +1,214 @@
+"""What a worker process is given: ranks, environment, devices, a process group, shards."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rayhelper import DeadlineError, PlacementError, RayHelper, ShardError, WorkerDiedError, WorkerError
+from tests.conftest import without_runtime
+
+NAMES = (
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK MASTER_ADDR MASTER_PORT CUDA_VISIBLE_DEVICES "
+    "OMP_NUM_THREADS MY_SETTING DRIVER_SECRET HF_HUB_OFFLINE"
+).split()
+
+
+@RayHelper.worker(group=["train", "rollout", "judge"])
+class Probe:
+    def __init__(self, layout: str = "none") -> None:
+        self.layout = layout
+        self.report_train()
+
+    @RayHelper.function(group="train")
+    def report_train(self) -> None:
+        rank = RayHelper.current().rank
+        if self.layout == "pairs":  # ranks 0,1 are one replica, 2,3 the other
+            RayHelper.shard(rank // 2, 2, leader=rank % 2 == 1)
+        if self.layout == "no leader":
+            RayHelper.shard(rank // 2, 2, leader=False)
+        if self.layout == "silent" and rank != 3:
+            RayHelper.shard(rank // 2, 2, leader=rank % 2 == 0)
+
+    @RayHelper.function(group="train")
+    def train_env(self) -> dict[str, str | None]:
+        return {name: os.environ.get(name) for name in NAMES}
+
+    @RayHelper.function(group="rollout")
+    def rollout_env(self) -> dict[str, str | None]:
+        return {name: os.environ.get(name) for name in NAMES}
+
+    @RayHelper.function(group="judge")
+    def judge_env(self) -> dict[str, str | None]:
+        return {name: os.environ.get(name) for name in NAMES}
+
+    @RayHelper.function(group="train", collect="flatten")
+    def who(self) -> list[Any]:
+        return [RayHelper.current()]
+
+    @RayHelper.function(group="train", dispatch="slice", collect="flatten")
+    def echo(self, items: list[int]) -> list[int]:
+        return items
+
+    @RayHelper.function(group="train", dispatch="slice")
+    def slices(self, items: list[int]) -> list[int]:
+        return items
+
+    @RayHelper.function(group="rollout", dispatch="slice")
+    def rollout_slices(self, items: list[int]) -> list[int]:
+        return items
+
+    @RayHelper.function(group="train")
+    def reduced(self) -> float:
+        RayHelper.init_process_group(timeout_s=60)
+        value = torch.tensor([float(RayHelper.current().rank)])
+        torch.distributed.all_reduce(value)
+        torch.distributed.destroy_process_group()
+        return value.item()
+
+    @RayHelper.function(group="train")
+    def reduced_by_env(self) -> float:
+        """As a user's own code does it, who knows nothing of RayHelper."""
+        torch.distributed.init_process_group("gloo", init_method="env://")
+        value = torch.ones(1)
+        torch.distributed.all_reduce(value)
+        torch.distributed.destroy_process_group()
+        return value.item()
+
+    @RayHelper.function(group="train")
+    def die(self, rank: int) -> None:
+        if RayHelper.current().rank == rank:
+            os._exit(3)
+
+    @RayHelper.function(group="judge")
+    def hang(self) -> None:
+        threading.Event().wait(4)
+
+    @RayHelper.function(group="judge")
+    def unsendable(self) -> Any:
+        return threading.Lock()
+
+
+GROUPS = {
+    "nproc_per_node": 8,
+    "actors": {"device": "gpu", "ranks": "list(range(0, 4))", "workers": ["train"]},
+    "samplers": {"device": "GPU", "ranks": [4, 5], "workers": ["rollout"]},
+    "judges": {"device": "CPU", "ranks": 1, "workers": ["judge"], "timeout_s": 1, "env": {"MY_SETTING": 5}},
+}
+
+
+@pytest.fixture(scope="module")
+def probe(ray_cluster: None) -> Iterator[Probe]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRIVER_SECRET", "not for workers")
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        with RayHelper.session(GROUPS):
+            yield Probe()
+
+
+def test_every_rank_has_what_torchrun_would_set(probe: Probe) -> None:
+    envs = probe.train_env()
+    assert [env["RANK"] for env in envs] == ["0", "1", "2", "3"]
+    assert [env["LOCAL_RANK"] for env in envs] == ["0", "1", "2", "3"]
+    assert {env["WORLD_SIZE"] for env in envs} == {env["LOCAL_WORLD_SIZE"] for env in envs} == {"4"}
+    assert {env["NODE_RANK"] for env in envs} == {"0"}
+    assert {env["MASTER_ADDR"] for env in envs} == {"127.0.0.1"}
+    assert len({env["MASTER_PORT"] for env in envs}) == 1
+    assert envs[0]["MASTER_PORT"] != probe.rollout_env()[0]["MASTER_PORT"]
+
+
+def test_gpu_workers_see_the_devices_of_their_group_and_cpu_workers_none(probe: Probe) -> None:
+    train = {env["CUDA_VISIBLE_DEVICES"] for env in probe.train_env()}
+    rollout = {env["CUDA_VISIBLE_DEVICES"] for env in probe.rollout_env()}
+    assert len(train) == len(rollout) == 1
+    train_devices, rollout_devices = (set(one.pop().split(",")) for one in (train, rollout))
+    assert (len(train_devices), len(rollout_devices)) == (4, 2)
+    assert not train_devices & rollout_devices
+    assert probe.judge_env()[0]["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_only_the_declared_variables_of_the_driver_reach_a_worker(probe: Probe) -> None:
+    env = probe.judge_env()[0]
+    assert env["DRIVER_SECRET"] is None
+    assert env["HF_HUB_OFFLINE"] == "1"
+    assert env["MY_SETTING"] == "5"
+
+
+def test_current_tells_a_worker_who_it_is(probe: Probe) -> None:
+    third = probe.who()[2]
+    assert (third.roles, third.group, third.rank, third.world_size, third.local_rank, third.node_rank) == (
+        ("train",),
+        "actors",
+        2,
+        4,
+        2,
+        0,
+    )
+
+
+def test_current_off_describes_one_worker() -> None:
+    info = RayHelper.current()
+    assert (info.rank, info.world_size, info.shard.count, info.shard.leader) == (0, 1, 1, True)
+
+
+def test_the_held_port_serves_our_process_group_and_a_users_own(probe: Probe) -> None:
+    assert probe.reduced() == [6.0] * 4
+    assert probe.reduced_by_env() == [4.0] * 4
+
+
+def test_workers_of_one_shard_get_one_slice_and_its_leader_answers(probe: Probe) -> None:
+    pairs = Probe("pairs")
+    assert pairs.slices([1, 2, 3]) == [[1, 2], [3]]
+    assert pairs.echo([1, 2, 3]) == [1, 2, 3]
+    assert [info.shard.index for info in pairs.who()] == [0, 1]
+    assert pairs.rollout_slices([1, 2, 3]) == [[1, 2], [3]]
+    assert probe.slices([1, 2, 3]) == [[1], [2], [3], []]
+
+
+@pytest.mark.parametrize(("layout", "words"), [("no leader", "leader"), ("silent", r"ranks \[3\] did not")])
+def test_shards_that_do_not_fit_together_are_refused(probe: Probe, layout: str, words: str) -> None:
+    wrong = Probe(layout)
+    with pytest.raises(ShardError, match=words):
+        wrong.slices([1, 2])
+
+
+def test_a_shard_index_out_of_range_is_refused() -> None:
+    with pytest.raises(ShardError, match=r"0\.\.count-1"):
+        RayHelper.shard(2, 2)
+
+
+def test_a_call_beyond_the_deadline_names_the_rank_and_the_key(probe: Probe) -> None:
+    with pytest.raises(DeadlineError, match=r"ranks 0.*timeout_s"):
+        probe.hang()
+
+
+def test_a_value_that_cannot_be_sent_names_the_method(ray_cluster: None, probe: Probe) -> None:
+    with pytest.raises(WorkerError, match="unsendable"):
+        probe.unsendable.defer().result(timeout_s=60)
+
+
+def test_a_dead_worker_is_named(ray_cluster: None) -> None:
+    groups = {
+        "actors": {"device": "CPU", "ranks": 2, "workers": ["train"]},
+        "rest": {"device": "CPU", "ranks": 1, "workers": ["rollout", "judge"]},
+    }
+    with (
+        without_runtime(),
+        RayHelper.session(groups),
+        pytest.raises(WorkerDiedError, match=r"rank 1 of group 'actors'.*Probe\.die"),
+    ):
+        Probe().die(1)
+
+
+def test_too_many_gpus_end_in_a_table_of_what_is_free(ray_cluster: None) -> None:
+    with without_runtime():
+        with pytest.raises(PlacementError) as caught:
+            RayHelper.initialize({"big": {"device": "GPU", "ranks": 64, "workers": ["train"]}})
+        assert "64" in str(caught.value)
+        assert "big" in str(caught.value)
+        assert RayHelper.current().group == "off"

@@ -1,0 +1,178 @@
+"""Advantages against plain loops; against TRL in tests/golden/test_losses_trl.py."""
+
+from __future__ import annotations
+
+import math
+import statistics as stdlib
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainers.advantages import add_reward_metrics, group_advantages
+from trainers.metrics import Metrics
+
+SCORES = [1.0, 0.0, 0.5, 2.0, -1.0, -1.0, 3.0, 0.0]  # two groups of four
+
+
+def table(scores: list[Any]) -> list[list[Any]]:
+    """One reward function."""
+    return [[score] for score in scores]
+
+
+def by_hand(scores: list[float], scale: str) -> list[float]:
+    advantages = []
+    for start in (0, 4):
+        group = scores[start : start + 4]
+        divisor = {
+            "group": stdlib.stdev(group) + 1e-4,  # stdev divides by n - 1
+            "batch": stdlib.stdev(scores) + 1e-4,
+            "none": 1.0,
+        }[scale]
+        advantages += [(score - sum(group) / 4) / divisor for score in group]
+    return advantages
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_equal_a_loop(scale: str) -> None:
+    advantages, _ = group_advantages(table(SCORES), num_generations=4, scale_rewards=scale)
+    assert advantages.dtype == np.float32
+    assert advantages.tolist() == pytest.approx(by_hand(SCORES, scale), rel=1e-6)
+
+
+@pytest.mark.parametrize(("flag", "name"), [(True, "group"), (False, "none")])
+def test_true_and_false_mean_group_and_none(flag: bool, name: str) -> None:
+    by_flag, _ = group_advantages(table(SCORES), num_generations=4, scale_rewards=flag)
+    by_name, _ = group_advantages(table(SCORES), num_generations=4, scale_rewards=name)
+    assert by_flag.tolist() == by_name.tolist()
+
+
+def test_standard_deviation_is_bessels_plus_the_floor() -> None:
+    advantages, _ = group_advantages([[0.0], [1.0]], num_generations=2)
+    assert advantages.tolist() == pytest.approx([-0.5 / (math.sqrt(0.5) + 1e-4), 0.5 / (math.sqrt(0.5) + 1e-4)])
+
+
+def test_functions_are_weighted_then_summed() -> None:
+    both = [[score, 2.0 * i] for i, score in enumerate(SCORES)]
+    advantages, statistics = group_advantages(both, num_generations=4, weights_K=[0.5, -1.0])
+    sums = [0.5 * score - 2.0 * i for i, score in enumerate(SCORES)]
+    assert advantages.tolist() == pytest.approx(by_hand(sums, "group"), rel=1e-6)
+    assert statistics.reward == pytest.approx(sum(sums) / 8)
+    assert statistics.reward_std == pytest.approx(stdlib.stdev(sums))
+    assert statistics.function_means.tolist() == pytest.approx([sum(SCORES) / 8, 7.0])
+    assert statistics.function_stds.tolist() == pytest.approx([stdlib.stdev(SCORES), 2 * stdlib.stdev(range(8))])
+
+
+def test_normalize_then_sum_gives_every_function_one_voice() -> None:
+    """A function on a scale a thousand times larger counts no more: each is z-scored in its group, then the sums."""
+    second = [0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0]
+    rewards = [[score, 1000 * other] for score, other in zip(SCORES, second, strict=True)]
+    advantages, _ = group_advantages(
+        rewards, num_generations=4, weights_K=[1.0, 2.0], multi_objective_aggregation="normalize_then_sum"
+    )
+    first_scores, second_scores = by_hand(SCORES, "group"), by_hand([1000 * other for other in second], "group")
+    sums = [one + 2 * other for one, other in zip(first_scores, second_scores, strict=True)]
+    mean, std = sum(sums) / 8, stdlib.stdev(sums)
+    assert advantages.tolist() == pytest.approx([(total - mean) / (std + 1e-4) for total in sums], rel=1e-5)
+
+
+@pytest.mark.parametrize("missing", [None, math.nan])
+def test_unscored_completion_leaves_its_group_as_if_it_were_not_there(missing: float | None) -> None:
+    scores = [1.0, missing, 0.5, 2.0]
+    advantages, statistics = group_advantages(table(scores), num_generations=4)
+    scored = [1.0, 0.5, 2.0]
+    mean, std = sum(scored) / 3, stdlib.stdev(scored)
+    assert advantages[1] == 0.0
+    assert advantages[[0, 2, 3]].tolist() == pytest.approx([(s - mean) / (std + 1e-4) for s in scored])
+    assert statistics.reward == pytest.approx(mean)
+    assert statistics.reward_std == pytest.approx(std)
+
+
+def test_function_without_an_opinion_adds_nothing_to_a_scored_completion() -> None:
+    rewards = [[1.0, None], [None, 3.0], [0.0, 1.0], [2.0, 0.0]]
+    advantages, statistics = group_advantages(rewards, num_generations=4)
+    expected, _ = group_advantages(table([1.0, 3.0, 1.0, 2.0]), num_generations=4)
+    assert advantages.tolist() == expected.tolist()
+    assert statistics.function_means.tolist() == pytest.approx([1.0, 4 / 3])
+
+
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_group_with_one_scored_completion_teaches_nothing(scale: str, aggregation: str) -> None:
+    scores = [5.0, None, None, None, 1.0, 1.0, 1.0, 1.0]
+    advantages, _ = group_advantages(
+        table(scores), num_generations=4, scale_rewards=scale, multi_objective_aggregation=aggregation
+    )
+    assert advantages.tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize(("scale", "expected"), [("group", 0.5), ("none", 0.5), ("batch", 0.0)])
+def test_share_of_completions_without_a_spread(scale: str, expected: float) -> None:
+    scores = [0.1, 0.1, 0.1, 0.1, 1.0, 0.0, 1.0, 0.0]
+    advantages, statistics = group_advantages(table(scores), num_generations=4, scale_rewards=scale)
+    assert statistics.frac_reward_zero_std == expected
+    assert advantages[:4].tolist() == [0.0] * 4
+
+
+def test_single_generations_have_no_advantage() -> None:
+    advantages, _ = group_advantages(table([1.0, 2.0, 3.0]), num_generations=1)
+    assert advantages.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_nothing_scored_is_reported_as_nothing_and_without_warnings() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        advantages, statistics = group_advantages([[None, 1.0], [None, 0.0]], num_generations=2)
+        empty, nothing = group_advantages(np.zeros((0, 2)), num_generations=2)
+    metrics = Metrics()
+    add_reward_metrics(metrics, statistics, ["silent", "loud"])
+    add_reward_metrics(metrics, nothing, ["silent", "loud"])
+    assert metrics.values() == pytest.approx(
+        {
+            "reward": 0.5,
+            "reward_std": math.sqrt(0.5),
+            "frac_reward_zero_std": 0.0,
+            "rewards/loud/mean": 0.5,
+            "rewards/loud/std": math.sqrt(0.5),
+        }
+    )
+    assert len(advantages) == 2
+    assert len(empty) == 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    groups=st.lists(st.lists(st.floats(-5, 5), min_size=4, max_size=4), min_size=1, max_size=5),
+    shift=st.floats(-10, 10),
+)
+def test_advantages_of_a_group_sum_to_zero_and_ignore_a_shift_of_rewards(
+    groups: list[list[float]], shift: float
+) -> None:
+    rewards = np.array(groups).reshape(-1, 1)
+    advantages, _ = group_advantages(rewards, num_generations=4)
+    shifted, _ = group_advantages(rewards + shift, num_generations=4)
+    np.testing.assert_allclose(advantages.reshape(-1, 4).sum(1), 0.0, atol=1e-5)
+    np.testing.assert_allclose(shifted, advantages, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "options", "words"),
+    [
+        (table(SCORES), {"num_generations": 3}, "8 completions do not fill groups of num_generations=3"),
+        (SCORES, {"num_generations": 4}, r"a table \(completions, reward functions\), got an array of shape \(8,\)"),
+        (table(SCORES), {"num_generations": 4, "weights_K": [1.0, 1.0]}, "1 reward functions, but 2 reward weights"),
+        ([[0.0], [math.inf]], {"num_generations": 2}, "reward function 0 gave inf for completion 1"),
+        (table(SCORES), {"num_generations": 4, "scale_rewards": "global"}, "one of group, batch, none, got 'global'"),
+        (
+            table(SCORES),
+            {"num_generations": 4, "multi_objective_aggregation": "sum"},
+            "multi_objective_aggregation must be one of sum_then_normalize, normalize_then_sum, got 'sum'",
+        ),
+    ],
+)
+def test_mistakes_are_named(rewards: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        group_advantages(rewards, **options)

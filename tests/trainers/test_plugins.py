@@ -1,0 +1,140 @@
+"""Plugins: found, imported once, and never silently replaced."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainers import plugins
+from trainers.plugins import DATASETS, MODELS, REWARDS, load_plugins, register_reward, resolve_model
+from trainers.rewards import resolve_rewards
+
+PLUGIN = """
+from trainers.plugins import register_dataset, register_model, register_reward
+
+@register_reward("short")
+def short(completions, **columns):
+    return [float(len(completion) < 3) for completion in completions]
+
+@register_dataset("letters")
+def letters():
+    return [{"prompt": letter} for letter in "abc"]
+
+@register_model("nothing")
+def nothing(output_dir, seed):
+    return output_dir
+
+@register_model("something")
+def something(output_dir, seed):
+    folder = output_dir / f"seed{seed}"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clean_registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for registry in (REWARDS, DATASETS, MODELS):
+        monkeypatch.setattr(registry, "entries", dict(registry.entries))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("plugin_"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> Path:
+    file = tmp_path / "random.py"  # the name of a standard module
+    file.write_text(PLUGIN)
+    return file
+
+
+def test_a_plugin_file_registers_by_name_and_hides_no_other_module(plugin: Path) -> None:
+    import random
+
+    [module] = load_plugins([plugin])
+    assert REWARDS["short"] is module.short
+    assert len(DATASETS["letters"]()) == 3
+    assert sys.modules["random"] is random
+    assert pickle.loads(pickle.dumps(module.short)) is module.short
+
+
+def test_a_plugin_is_imported_once_under_any_spelling_of_its_path(
+    plugin: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(plugin.parent)
+    first, second, third = load_plugins([str(plugin), "random.py", "./random.py"])
+    assert first is second is third
+
+
+def test_a_file_that_is_imported_again_replaces_what_it_registered(plugin: Path) -> None:
+    [module] = load_plugins([plugin])
+    del sys.modules[module.__name__]
+    [again] = load_plugins([plugin])
+    assert again is not module
+    assert REWARDS["short"] is again.short
+
+
+def test_a_name_that_another_file_registered_is_refused(plugin: Path) -> None:
+    load_plugins([plugin])
+    with pytest.raises(ValueError, match=r"reward 'short' is registered twice: by short of .*random.py and by"):
+        register_reward("short")(len)
+
+
+def test_two_functions_of_one_file_cannot_share_a_name() -> None:
+    @register_reward("twin")
+    def one() -> None: ...
+
+    def other() -> None: ...
+
+    with pytest.raises(ValueError, match="registered twice"):
+        register_reward("twin")(other)
+    assert REWARDS["twin"] is one
+
+
+def test_a_decorator_without_a_name_says_so() -> None:
+    with pytest.raises(TypeError, match=r"Write @register_reward\('name'\)"):
+        register_reward(len)  # type: ignore[arg-type]
+
+
+def test_a_missing_file_is_answered_with_the_nearest_one(plugin: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"Did you mean 'random.py'\?"):
+        load_plugins([plugin.with_name("randon.py")])
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"), [("1 / 0", "ZeroDivisionError"), ("def", "SyntaxError"), ("import nowhere_at_all", "nowhere")]
+)
+def test_a_plugin_that_fails_names_its_file_and_the_reason(tmp_path: Path, code: str, reason: str) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text(code)
+    with pytest.raises(ImportError, match=rf"broken\.py' cannot be imported: .*{reason}"):
+        load_plugins([file])
+    assert not [name for name in sys.modules if name.startswith("plugin_broken")]
+
+
+def test_a_plugin_may_be_a_module_name(plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin.rename(plugin.with_name("plugin_by_name.py"))
+    monkeypatch.syspath_prepend(str(plugin.parent))
+    load_plugins(["plugin_by_name"])
+    assert resolve_rewards("short")[0] == [(REWARDS["short"], "short")]
+    with pytest.raises(ImportError, match=r"'plugin_by_nam' cannot be imported: ModuleNotFoundError"):
+        load_plugins(["plugin_by_nam"])
+
+
+def test_a_registered_model_is_built_and_any_other_name_is_kept(plugin: Path, tmp_path: Path) -> None:
+    load_plugins([plugin])
+    assert resolve_model("something", output_dir=tmp_path, seed=7) == str(tmp_path / "seed7")
+    assert resolve_model("org/model", output_dir=tmp_path, seed=7) == "org/model"
+    with pytest.raises(FileNotFoundError, match=r"model 'nothing' returned .* no config\.json"):
+        resolve_model("nothing", output_dir=tmp_path / "x", seed=7)
+
+
+def test_nearest_is_silent_when_nothing_is_near() -> None:
+    assert plugins.nearest("zzz", ["abc"]) == ""

@@ -187,7 +187,7 @@ class RayHelper:
         dist.init_process_group(backend, rank=info.rank, world_size=info.world_size, timeout=timeout)
 
     @staticmethod
-    def whole(value: Any) -> Any:
+    def whole(value: R) -> R:
         """Wraps an argument so that every worker gets it uncut, whatever the dispatch."""
         return dispatching.whole(value)
 

@@ -11,17 +11,14 @@ from __future__ import annotations
 import ast
 import difflib
 import itertools
-import json
 import math
-import re
 import reprlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
-import yaml
-
 from rayhelper.errors import ConfigError
+from rayhelper.text import parse_text
 
 Device = Literal["GPU", "NPU", "CPU"]
 
@@ -132,7 +129,7 @@ def _opened(config: Any) -> Mapping[Any, Any]:
 
 
 def _mapping(config: Any) -> Mapping[Any, Any]:
-    value = _parsed_text(config) if isinstance(config, str) else config
+    value = parse_text(config, "device_groups") if isinstance(config, str) else config
     value = {} if value is None else value
     if not isinstance(value, Mapping):
         is_path = isinstance(config, str) and config.endswith((".yaml", ".yml", ".json"))
@@ -543,48 +540,3 @@ def _shown(value: Any) -> str:
 
 
 # Text
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML in which a key may be written once, and 1e-6 is a number."""
-
-    def compose_mapping_node(self, anchor: Any) -> Any:
-        node = super().compose_mapping_node(anchor)
-        seen: set[Any] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is written twice", problem_mark=key.start_mark)
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
-        return node
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
-
-
-def _parsed_text(text: str) -> Any:
-    """The value of JSON or YAML text. Raises ConfigError with the position of the mistake."""
-    try:
-        return json.loads(text, object_pairs_hook=_once)
-    except ConfigError:
-        raise
-    except (ValueError, RecursionError) as error:
-        problem = f"JSON: {error}"
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        # malformed tags and dates make PyYAML raise more than YAMLError
-        if not re.match(r'\s*\{\s*"', text):
-            problem = f"YAML: {' '.join(str(error).split())}"
-    raise ConfigError(f"device_groups is not valid {problem}. Correct the text there.")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of a JSON text. Raises ConfigError if a key is written twice."""
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ConfigError(f"key {name!r} is written twice in device_groups. Remove one of them.")
-        found[name] = value
-    return found

@@ -10,7 +10,8 @@ worker, by ``padded``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -94,6 +95,10 @@ class Ragged:
         lengths = torch.from_numpy(self.lengths)
         width = int(lengths.max()) if len(lengths) else 0
         return (torch.arange(width)[None, :] < lengths[:, None]).to(device)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        """The rows, as views."""
+        return (self.values[start:stop] for start, stop in itertools.pairwise(self.offsets))
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -215,3 +220,8 @@ class Samples(Sequences):
     old_logps: Ragged | None = None  # float32: the policy that generated (None: the current one)
     ref_logps: Ragged | None = None  # float32: the reference policy
     rollout_logps: Ragged | None = None  # float32: as the rollout engine reported them
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Targets that the loss counts."""
+        return int((self.target_mask if self.loss_mask is None else self.loss_mask).values.sum())

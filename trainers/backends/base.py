@@ -35,6 +35,8 @@ class LossFunction(Protocol[BatchT]):
 class Backend(Protocol):
     """A model in training (or only scoring), spread over the workers of a role."""
 
+    module: Any  # the model, for engines that share it
+
     def token_logps(self, sequences: Sequences, *, micro_batch_size: int, temperature: float = 1.0) -> Ragged:
         """float32 log-probabilities of each row's targets under softmax(logits / temperature); no gradient."""
         ...
@@ -61,6 +63,10 @@ class Backend(Protocol):
 
     def save(self, folder: Path) -> None:
         """Writes model (a Hugging Face folder), optimizer, scheduler and every rank's RNG state into ``folder``."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Writes the model alone, as a Hugging Face folder."""
         ...
 
     def load(self, folder: Path) -> None:

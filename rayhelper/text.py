@@ -1,0 +1,56 @@
+"""JSON or YAML text to values, strictly: a key written twice is a mistake, and 1e-6 is a number. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import yaml
+
+from rayhelper.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key may be written once, and 1e-6 is a number."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        seen: set[Any] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is written twice", problem_mark=key.start_mark)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        return node
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def parse_text(text: str, name: str) -> Any:
+    """The value of JSON or YAML text. Raises ConfigError with ``name`` and the position of the mistake."""
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        problem = f"JSON: {error}"
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        # malformed tags and dates make PyYAML raise more than YAMLError
+        if not re.match(r'\s*\{\s*"', text):
+            problem = f"YAML: {' '.join(str(error).split())}"
+    raise ConfigError(f"{name} is not valid {problem}. Correct the text there.")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a JSON text. Raises ConfigError if a key is written twice."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ConfigError(f"key {name!r} is written twice. Remove one of them.")
+        found[name] = value
+    return found

@@ -1,0 +1,201 @@
+"""Supervised fine-tuning, and pretraining as its text-only form.
+
+    driver                                 train workers
+    ------                                 -------------
+    rows ─► tokenize ─► pack
+    batch of sequences ──────────────────► update      one optimizer step; slice, merge
+
+The loss is the mean over the loss tokens of the whole optimizer step, over all workers, however the batch is cut into
+micro-batches and slices. Names, defaults and metrics are TRL's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rayhelper import ConfigError, RayHelper
+from trainers.backends.base import Backend
+from trainers.batch import Sequences
+from trainers.config import TrainConfig, at_least, sequences_per_step, total_steps
+from trainers.data import Batches, PackingStrategy, TruncationMode, load_rows, pack, tokenize_sft
+from trainers.losses import SFTLossType, sft_loss
+from trainers.metrics import Metrics
+from trainers.run import Run, build_backend, load_model_and_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(TrainConfig):
+    """SFT's keys beside the shared ones."""
+
+    output_dir: str = "outputs/sft"
+    shuffle_dataset: bool = True
+    """Go through the rows in a new random order every epoch."""
+    dataset_text_field: str = "text"
+    """The column that holds plain text."""
+    dataset_num_proc: int | None = None
+    """Processes that tokenize."""
+    eos_token: str | None = None
+    """What ends plain texts and completions; null: the tokenizer's."""
+    max_length: int | None = 1024
+    """Tokens a sequence (a row, when packing); longer ones are cut."""
+    truncation_mode: TruncationMode = "keep_start"
+    packing: bool = False
+    """Put several documents into each row of ``max_length`` tokens."""
+    packing_strategy: PackingStrategy = "bfd"
+    """bfd: whole documents; bfd_split: long ones are split; wrapped: one stream cut into rows."""
+    completion_only_loss: bool | None = None
+    """Learn only completions; null: where rows have prompt and completion."""
+    assistant_only_loss: bool = False
+    """Learn only assistant turns; the chat template must mark them with {% generation %}."""
+    loss_type: SFTLossType = "nll"
+    per_device_eval_batch_size: int = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 2, "max_length")
+        at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size")
+        if self.packing and self.max_length is None:
+            raise ConfigError("packing needs max_length, the tokens of a packed row")
+        if self.packing and self.truncation_mode != "keep_start":
+            raise ConfigError(f"packing keeps the start of long documents; truncation_mode is {self.truncation_mode!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig(SFTConfig):
+    """SFT on plain text, cut from one stream of tokens."""
+
+    output_dir: str = "outputs/pretrain"
+    packing: bool = True
+    packing_strategy: PackingStrategy = "wrapped"
+
+
+@RayHelper.worker(group="train")
+class SFTTrainer:
+    """``SFTTrainer(config).train()``; its one role is ``train``."""
+
+    def __init__(self, config: SFTConfig) -> None:
+        self.config = config
+        self.prepare()
+
+    @RayHelper.function(group="driver")
+    def prepare(self) -> None:
+        """Reads and tokenizes the data."""
+        config = self.config
+        self.model_path, self.tokenizer = load_model_and_tokenizer(config)
+        self.sequences = self.read(config.dataset, config.dataset_split)
+        self.eval_sequences = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
+
+    def read(self, source: Any, split: str) -> Sequences:
+        """The sequences of a dataset, packed if asked for."""
+        config = self.config
+        rows = load_rows(
+            source,
+            split=split,
+            columns=config.columns,
+            prompt_template=config.prompt_template,
+            system=config.system,
+        )
+        cuts_rows = config.packing and config.packing_strategy != "bfd"
+        sequences = tokenize_sft(
+            rows,
+            self.tokenizer,
+            max_length=None if cuts_rows else config.max_length,
+            truncation_mode=config.truncation_mode,
+            completion_only_loss=config.completion_only_loss,
+            assistant_only_loss=config.assistant_only_loss,
+            text_field=config.dataset_text_field,
+            eos=config.eos_token,
+            num_proc=config.dataset_num_proc,
+        )
+        if config.packing:
+            assert config.max_length is not None
+            sequences = pack(sequences, max_length=config.max_length, strategy=config.packing_strategy)
+        if not len(sequences):
+            raise ConfigError(f"no row of {source!r} has a token to learn within max_length={config.max_length}")
+        return sequences
+
+    def train(self) -> dict[str, float]:
+        """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
+        config = self.config
+        batch_size = sequences_per_step(config, self.num_train_workers())
+        batches = Batches(len(self.sequences), batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
+        num_steps = total_steps(config, batches.steps_per_epoch)
+        self.build(self.model_path, num_steps)
+        with Run(config, num_steps, headline=("loss", "mean_token_accuracy", "learning_rate")) as run:
+            run.resume(self.load)
+            while run.step < num_steps:
+                batch = self.sequences[batches[run.step]]
+                metrics = self.update(batch, int(batch.target_mask.values.sum()))
+                metrics.sum("num_tokens", len(batch.input_ids.values))
+                run.log_step(metrics, epoch=(run.step + 1) / batches.steps_per_epoch)
+                if run.due(config.eval_steps):
+                    run.log_evaluation(self.evaluate())
+                if run.due(config.save_steps):
+                    run.save_checkpoint(self.save, self.tokenizer)
+            if self.eval_sequences is not None:
+                run.log_evaluation(self.evaluate())
+            return run.finish(self.export, self.tokenizer)
+
+    def evaluate(self) -> dict[str, float]:
+        """The mean loss over the loss tokens of the evaluation data."""
+        assert self.eval_sequences is not None
+        return {f"eval_{name}": value for name, value in self.measure(self.eval_sequences).values().items()}
+
+    @RayHelper.function(group="train", execute="first")
+    def num_train_workers(self) -> int:
+        return RayHelper.current().shard.count
+
+    @RayHelper.function(group="train")
+    def build(self, model: str, num_steps: int) -> None:
+        self.backend: Backend = build_backend(self.config, model, num_training_steps=num_steps)
+
+    @RayHelper.function(group="train", dispatch="slice", collect=Metrics.merge)
+    def update(self, batch: Sequences, num_tokens: int) -> Metrics:
+        """One optimizer step over all train workers; ``num_tokens`` are the loss tokens of the whole step."""
+        loss = partial(supervised_loss, self.config.loss_type, num_tokens)
+        return self.backend.step(batch, loss, micro_batch_size=self.config.per_device_train_batch_size)
+
+    @RayHelper.function(group="train", dispatch="slice", collect=Metrics.merge)
+    def measure(self, sequences: Sequences) -> Metrics:
+        """Loss without learning."""
+        logps = self.backend.token_logps(sequences, micro_batch_size=self.config.per_device_eval_batch_size)
+        metrics = Metrics()
+        metrics.mean("loss", -float(logps.values.sum(dtype="float64")), len(logps.values))
+        return metrics
+
+    @RayHelper.function(group="train")
+    def save(self, folder: Path) -> None:
+        self.backend.save(folder)
+
+    @RayHelper.function(group="train")
+    def export(self, folder: Path) -> None:
+        self.backend.export(folder)
+
+    @RayHelper.function(group="train")
+    def load(self, folder: Path) -> None:
+        self.backend.load(folder)
+
+
+def supervised_loss(
+    loss_type: SFTLossType,
+    num_tokens: int,
+    logps_BT: torch.Tensor,
+    entropy_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    micro: Sequences,
+    metrics: Metrics,
+) -> torch.Tensor:
+    """The loss of one micro-batch, divided by the loss tokens of the whole optimizer step."""
+    metrics.mean("entropy", float((entropy_BT * mask_BT).sum()), int(mask_BT.sum()))
+    return sft_loss(logps_BT, mask_BT, normaliser=num_tokens, loss_type=loss_type)
+
+
+if __name__ == "__main__":
+    from trainers.cli import main
+
+    main("sft")

@@ -160,13 +160,17 @@ class WorkerRuntime:
         raise RoleError(f"RayHelper.teardown() belongs on the driver, and was called on {self.describe()}.")
 
 
-@dataclass
+@dataclass(repr=False)
 class Host:
     """A worker process as its group's handle sees it."""
 
+    name: str  # as it stands before what the process prints
     dumps: Callable[[Any], bytes]  # a pickler that takes classes of __main__ by value
     trainers: dict[int, Any] = field(default_factory=dict)
     methods: dict[str, tuple[Any, RoleMethod[..., Any]]] = field(default_factory=dict)  # by address
+
+    def __repr__(self) -> str:
+        return self.name
 
     def describe(self) -> dict[str, Any]:
         """Facts the driver needs before it can set the environment of the group."""

@@ -59,7 +59,7 @@ class WorkerGroup:
             "max_restarts": 0,
             "name": None,
         }
-        return ray.remote(Host).options(**options).remote(cloudpickle.dumps)
+        return ray.remote(Host).options(**options).remote(f"{self.group.name}[{slot.rank}]", cloudpickle.dumps)
 
     def prepare(self, *, inherits: bool) -> None:
         """Gives every process its rank and environment; the group is usable afterwards.

@@ -65,12 +65,13 @@ class FsdpBackend:
         self.dtype = getattr(torch, dtype)
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         trains = learning_rate is not None
-        self.module: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             model,
             dtype=torch.float32 if trains else self.dtype,
             trust_remote_code=trust_remote_code,
             **dict(model_init_kwargs or {}),
-        ).to(self.device)
+        )
+        self.module: Any = loaded.to(self.device)
         if disable_dropout:
             _disable_dropout(self.module)
         self.module.train(trains)
@@ -79,7 +80,7 @@ class FsdpBackend:
         self.scorer = Scorer(self.module)
         self.forward: torch.nn.Module = self.scorer
         self.optimizer: torch.optim.Optimizer | None = None
-        if not trains:
+        if learning_rate is None:
             self.module.requires_grad_(False)
             return
         if self.world_size > 1:
@@ -102,7 +103,7 @@ class FsdpBackend:
 
     @torch.no_grad()
     def token_logps(self, sequences: Sequences, *, micro_batch_size: int, temperature: float = 1.0) -> Ragged:
-        """float32 log-probabilities of each row's targets under softmax(logits / temperature). Any rank, alone or not."""
+        """float32 log-probabilities of each row's targets under softmax(logits / temperature). Any rank, alone too."""
         parts = [
             self._scores(self.scorer, sequences[start : start + micro_batch_size], temperature).logps_N.cpu().numpy()
             for start in range(0, len(sequences), micro_batch_size)
@@ -267,7 +268,8 @@ def padded_inputs(micro: Sequences, device: torch.device) -> tuple[torch.Tensor 
 def num_targets(sequences: Sequences) -> np.ndarray:
     """(B,) target tokens of each row."""
     ends = np.concatenate([[0], np.cumsum(sequences.target_mask.values)])
-    return ends[sequences.target_mask.offsets[1:]] - ends[sequences.target_mask.offsets[:-1]]
+    counts: np.ndarray = ends[sequences.target_mask.offsets[1:]] - ends[sequences.target_mask.offsets[:-1]]
+    return counts
 
 
 def load_named_weights(module: Any, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -334,7 +336,7 @@ def _disable_dropout(module: torch.nn.Module) -> None:
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.0
         if hasattr(part, "attention_dropout"):
-            part.attention_dropout = 0.0
+            part.attention_dropout = 0.0  # type: ignore[assignment]
 
 
 def _restarting(lengths: np.ndarray, width: int) -> np.ndarray:

@@ -45,7 +45,7 @@ class Head:
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """(N, V) float32."""
-        logits_NV = self.linear(hidden_NH).float()
+        logits_NV: torch.Tensor = self.linear(hidden_NH).float()
         if self.scale != 1.0:
             logits_NV = logits_NV * self.scale
         if self.softcap:

@@ -56,7 +56,7 @@ class HfEngine:
         """One completion a prompt, in order; the same weights, prompts and seed give the same ones.
 
         Raises:
-            ValueError: an empty prompt, or a field of ``generation_kwargs`` that does not exist or has a key of its own.
+            ValueError: an empty prompt, or a wrong field of ``generation_kwargs``.
         """
         empty = np.flatnonzero(prompts.prompt_ids.lengths == 0)
         if len(empty):

@@ -37,6 +37,7 @@ class DriverRuntime:
         self.groups: dict[str, WorkerGroup] = {}
         self.ids = itertools.count()
         self.stopped = False
+        self.unused: list[DriverPlacement] = []  # of instances that are gone; freed when the next one is constructed
         ray_address = ray_address or os.environ.get("RAY_ADDRESS")
         self.owns_ray = placing.connect(ray_address)
         atexit.register(self.teardown)
@@ -59,6 +60,8 @@ class DriverRuntime:
         roles = type(instance).__rayhelper_roles__
         groups = {role: self.groups[self.config.group_of(role).name] for role in roles}
         hosting = list(dict.fromkeys(groups.values()))
+        while self.unused:
+            self.unused.pop().drop()
         placement = DriverPlacement(self, next(self.ids), groups, type(instance))
         object.__setattr__(instance, "_rayhelper", placement)
         payload = _construction(type(instance), args, kwargs, hosting)
@@ -72,7 +75,7 @@ class DriverRuntime:
             raise
         placement.constructing = False
         with contextlib.suppress(TypeError):  # a class without weak references keeps its workers until teardown
-            weakref.finalize(instance, placement.drop).atexit = False
+            weakref.finalize(instance, self.unused.append, placement).atexit = False
 
     def placement(self, method: RoleMethod[..., Any], target: Any) -> Any:
         raise not_constructed(method, target)

@@ -129,6 +129,21 @@ class RayHelper:
             RayHelper.teardown()
 
     @staticmethod
+    @contextlib.contextmanager
+    def local() -> Iterator[None]:
+        """Inside, this process is as with Ray off: what is constructed here runs here, in every role.
+
+        For a short piece of work beside a running session, such as preparing a model on the driver. What was
+        constructed outside keeps its workers; what is constructed inside cannot be used after. Holds for all threads.
+        """
+        outer, state.active = state.active, None
+        try:
+            yield
+        finally:
+            RayHelper.teardown()  # of what was initialized inside
+            state.active = outer
+
+    @staticmethod
     def teardown() -> None:
         """Stops every worker and frees every placement group. Does nothing while Ray is off."""
         if state.active is not None:

@@ -10,10 +10,11 @@ submit(method, args, kwargs)
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -29,7 +30,7 @@ from rayhelper.dispatch import split_call, unwrap
 from rayhelper.errors import DeadlineError, DispatchError, WorkerDiedError, WorkerError
 from rayhelper.futures import Future
 from rayhelper.group_call import GroupCall, future_refs, late_calls, parameter_names
-from rayhelper.host import Failure, Host, Reported
+from rayhelper.host import NUM_SLOTS, Failure, Host, Reported
 from rayhelper.plan import Slot
 from rayhelper.roles import RoleMethod
 from rayhelper.runtime import Shard, WorkerInfo
@@ -47,6 +48,8 @@ class WorkerGroup:
         self.slots = slots
         self.reserved: PlacementGroup = placing.reserve(group, slots, wait_s=wait_s)
         self.actors = [self._actor(slot) for slot in slots]
+        self.remotes: dict[str, list[Callable[..., Any]]] = {}  # by address
+        self.bound: dict[str, int] = {}  # numbers of the hosts' slots, by address
         self.shards: dict[tuple[int, str], dict[int, Shard]] = {}
 
     def _actor(self, slot: Slot) -> Any:
@@ -127,6 +130,9 @@ class WorkerGroup:
 
     def drop(self, instance_id: int) -> None:
         """Frees an instance on every worker, without waiting."""
+        for address in [known for known in self.remotes if known.startswith(f"{instance_id} ")]:
+            del self.remotes[address]
+            self.bound.pop(address, None)
         for actor in self.actors:
             actor.drop.remote(instance_id)
 
@@ -136,10 +142,9 @@ class WorkerGroup:
         """One call on every worker of the group (or worker 0 alone), not waited for."""
         leaders: tuple[int, ...]
         if method.execute == "first":
-            shard_of, leaders, num_shards, targets = [0], (0,), 1, self.actors[:1]
+            shard_of, leaders, num_shards = [0], (0,), 1
         else:
             shard_of, leaders, num_shards = self.layout(instance_id, method.role)
-            targets = self.actors
         order: list[int] | None = None
         parts = future_refs(args, kwargs)
         if parts:
@@ -152,11 +157,27 @@ class WorkerGroup:
             calls, order = list(division.calls), division.order
         sent = self._payloads(calls, shard_of) if args or kwargs else [()] * num_shards
         try:
-            refs = [actor.call.remote(address, *sent[k], *parts) for actor, k in zip(targets, shard_of, strict=True)]
+            refs = [call(*sent[k], *parts) for call, k in zip(self._remotes(address), shard_of, strict=False)]
         except TypeError as error:
             where = self.where(method)
             raise DispatchError(f"an argument of {where} cannot be sent to another process: {error}") from error
         return Future(GroupCall(self, instance_id, method, refs, leaders, order))
+
+    def _remotes(self, address: str) -> list[Callable[..., Any]]:
+        """What to call, for each worker, to run the method at ``address`` there."""
+        known = self.remotes.get(address)
+        if known is not None:
+            return known
+        slot = next((number for number in range(NUM_SLOTS) if number not in self.bound.values()), None)
+        if slot is None:
+            known = [functools.partial(actor.call.remote, address) for actor in self.actors]
+        else:
+            self.bound[address] = slot
+            for actor in self.actors:
+                actor.bind.remote(slot, address)
+            known = [getattr(actor, f"slot_{slot}").remote for actor in self.actors]
+        self.remotes[address] = known
+        return known
 
     def _payloads(self, calls: list[Any], shard_of: list[int]) -> list[tuple[Any, ...]]:
         """What each shard is sent; what several workers read goes into the object store once, if it is large."""

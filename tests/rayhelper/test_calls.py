@@ -459,3 +459,16 @@ def test_a_balanced_future_reaches_the_next_call_in_the_callers_order(either: Tr
 
 def test_whole_is_taken_off_for_first_too(either: Trainer) -> None:
     assert either.first(RayHelper.whole([1, 2])) == [1, 2]
+
+
+def test_more_methods_than_slots_and_dropped_instances_keep_calls_apart(on_groups: None) -> None:
+    import gc
+
+    trainers = [Trainer(k) for k in range(40)]
+    assert [one.attribute("start")[0] for one in trainers] == list(range(40))
+    assert [one.first(k) for k, one in enumerate(trainers)] == list(range(40))  # 80 addresses, 64 slots
+    del trainers[:30]
+    gc.collect()
+    fresh = Trainer(99)
+    assert fresh.attribute("start") == [99, 99]
+    assert [one.attribute("start")[0] for one in trainers] == list(range(30, 40))

@@ -1,0 +1,54 @@
+"""Arrows point one way: who may import what."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RAY_FILES = {"driver.py", "worker_group.py", "group_call.py", "placement.py", "transport.py", "patches.py"}
+ALGORITHMS = {"trainers.grpo", "trainers.sft"}
+
+
+def imports(file: Path, *, top_level: bool = False) -> set[str]:
+    """The modules that a file imports; ``top_level``: without those inside functions and TYPE_CHECKING."""
+    tree = ast.parse(file.read_text())
+    nodes = tree.body if top_level else list(ast.walk(tree))
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def roots(modules: set[str]) -> set[str]:
+    return {module.partition(".")[0] for module in modules}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "rayhelper").glob("*.py")), ids=lambda file: file.name)
+def test_the_core_knows_no_model_and_ray_only_where_it_is_wrapped(file: Path) -> None:
+    found = roots(imports(file))
+    assert not found & {"transformers", "trainers", "trl", "vllm", "megatron", "datasets"}
+    assert file.name in RAY_FILES or "ray" not in found
+    assert "torch" not in roots(imports(file, top_level=True))
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "trainers").rglob("*.py")), ids=lambda file: file.name)
+def test_the_parts_of_trainers_do_not_know_the_algorithms(file: Path) -> None:
+    found = imports(file)
+    assert "ray" not in roots(found)
+    assert not found & ALGORITHMS or file.name in {"grpo.py", "sft.py"}
+    if file.parent.name in {"backends", "rollout"}:
+        assert not found & {"trainers.run", "trainers.config", "trainers.cli"}
+
+
+def test_mathematics_is_plain() -> None:
+    for name in ("losses.py", "advantages.py"):
+        found = imports(ROOT / "trainers" / name)
+        assert not {
+            module for module in found if module.startswith(("rayhelper", "torch.distributed", "trainers.config"))
+        }

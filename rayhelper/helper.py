@@ -107,6 +107,12 @@ class RayHelper:
             raise ConfigError(f"runtime must be 'ray' or 'off', got {runtime!r}")
         groups = DeviceGroups.parse(device_groups)
         if state.active is not None:
+            info = RayHelper.current()
+            if info.group != DRIVER:
+                raise RayHelperError(
+                    f"RayHelper.initialize was called on rank {info.rank} of group {info.group!r}, probably by a module "
+                    "that calls it when imported. Put the call under `if __name__ == '__main__':`."
+                )
             raise RayHelperError("RayHelper.initialize was called twice; call RayHelper.teardown() in between")
         if runtime == "ray":
             from rayhelper.driver import DriverRuntime  # ray is imported only when it is used

@@ -222,9 +222,10 @@ class Host:
 
     def call(self, address: str, arguments: Any = ((), {}), *parts: Any) -> Any:
         """The value of one call, wrapped only if there is more to say than the value."""
-        instance, method = self.methods.get(address) or self._resolve(address)
-        placement = instance._rayhelper
+        method: Any = address
         try:
+            instance, method = self.methods.get(address) or self._resolve(address)
+            placement = instance._rayhelper
             if parts:
                 for part in parts:
                     if isinstance(part, Failure):
@@ -235,7 +236,7 @@ class Host:
                 value = method.finished_call(instance, args, kwargs)
             return _reply(placement, value)
         except (Exception, SystemExit) as error:
-            return failure(error, self.dumps, f"{method} on {placement.runtime.describe()}")
+            return failure(error, self.dumps, f"{method} on {_runtime().describe()}")
 
     def bind(self, slot: int, address: str) -> None:
         """From now on ``slot_N(...)`` is ``call(address, ...)``."""

@@ -27,6 +27,7 @@ def connect(address: str | None) -> bool:
     if ray.is_initialized():
         return False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # says at every start that it is on
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address:
         ray.init(address=address, logging_level=logging.WARNING)

@@ -184,3 +184,35 @@ def test_a_cluster_of_our_own_listens_on_loopback_and_hides_the_drivers_secrets(
         "print(ray.is_initialized(), psutil.Process().children())\n"
     )
     assert run(tmp_path, "program.py") == "None\n{'127.0.0.1'}\nFalse []\n"
+
+
+def test_an_existing_cluster_of_two_nodes_is_joined_and_outlives_us(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import os, ray\n"
+        "from ray.cluster_utils import Cluster\n"
+        "from rayhelper import RayHelper\n"
+        "@RayHelper.worker(group=['train', 'judge'])\n"
+        "class Probe:\n"
+        "    @RayHelper.function(group='train')\n"
+        "    def where(self):\n"
+        "        info = RayHelper.current()\n"
+        "        return info.rank, info.node_rank, info.local_rank, ray.get_runtime_context().get_node_id()\n"
+        "    @RayHelper.function(group='judge', execute='first')\n"
+        "    def secret(self):\n        return os.environ.get('RANK')\n"
+        "cluster = Cluster(initialize_head=True, head_node_args={'num_cpus': 1})\n"
+        "for _ in range(2):\n"
+        "    cluster.add_node(num_cpus=1, num_gpus=2)\n"
+        "groups = {'nproc_per_node': 2, 'trainers': {'device': 'GPU', 'ranks': [0, 1, 2, 3], 'workers': ['train']},\n"
+        "          'judges': {'device': 'CPU', 'ranks': 2, 'workers': ['judge']}}\n"
+        "with RayHelper.session(groups, ray_address=cluster.address):\n"
+        "    probe = Probe()\n"
+        "    found = probe.where()\n"
+        "    print([one[:3] for one in found], len({one[3] for one in found}), probe.secret())\n"
+        "    assert found[0][3] == found[1][3]\n"
+        "ray.init(address=cluster.address, logging_level=40)\n"
+        "print(ray.available_resources()['GPU'])\n"
+        "ray.shutdown()\n"
+        "cluster.shutdown()\n"
+    )
+    expected = "[(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)] 2 0\n4.0\n"
+    assert run(tmp_path, "program.py") == expected

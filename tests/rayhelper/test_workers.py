@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayhelper import DeadlineError, PlacementError, RayHelper, ShardError, WorkerDiedError, WorkerError
+from rayhelper import DeadlineError, PlacementError, RayHelper, RayHelperError, ShardError, WorkerDiedError, WorkerError
 from tests.conftest import without_runtime
 
 NAMES = (
@@ -88,6 +88,10 @@ class Probe:
     @RayHelper.function(group="judge")
     def hang(self) -> None:
         threading.Event().wait(4)
+
+    @RayHelper.function(group="judge")
+    def initializes(self) -> None:
+        RayHelper.initialize(GROUPS)
 
     @RayHelper.function(group="judge")
     def unsendable(self) -> Any:
@@ -212,3 +216,8 @@ def test_too_many_gpus_end_in_a_table_of_what_is_free(ray_cluster: None) -> None
         assert "64" in str(caught.value)
         assert "big" in str(caught.value)
         assert RayHelper.current().group == "off"
+
+
+def test_initialize_on_a_worker_says_where_the_call_belongs(probe: Probe) -> None:
+    with pytest.raises(RayHelperError, match=r"rank 0 of group 'judges'.*__main__"):
+        probe.initializes()

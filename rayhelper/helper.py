@@ -110,8 +110,8 @@ class RayHelper:
             info = RayHelper.current()
             if info.group != DRIVER:
                 raise RayHelperError(
-                    f"RayHelper.initialize was called on rank {info.rank} of group {info.group!r}, probably by a module "
-                    "that calls it when imported. Put the call under `if __name__ == '__main__':`."
+                    f"RayHelper.initialize was called on rank {info.rank} of group {info.group!r}, probably by a module"
+                    " that calls it when imported. Put the call under `if __name__ == '__main__':`."
                 )
             raise RayHelperError("RayHelper.initialize was called twice; call RayHelper.teardown() in between")
         if runtime == "ray":

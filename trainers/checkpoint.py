@@ -2,6 +2,7 @@
 
 output_dir/checkpoint-40/        model, optimizer, schedule, rng_state_*.pth (backend), trainer_state.json (here)
 output_dir/checkpoint-60.tmp/    being written; what a killed run leaves of it is removed by the next one
+output_dir/checkpoint-20.old/    being replaced; gets its name back if a kill came before the new one had it
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 from rayhelper import ConfigError
 
 STATE_FILE = "trainer_state.json"
-_NAME = re.compile(r"checkpoint-(\d+)")
+_NAME = re.compile(r"checkpoint-\d+")
 
 
 @contextlib.contextmanager
@@ -33,14 +35,13 @@ def writing(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    if folder.exists():  # an earlier run's; renamed first, so that one of the two is always whole
-        old = folder.with_name(folder.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
+    old = folder.with_name(folder.name + ".old")
+    _restore(old)
+    if folder.exists():  # an earlier run's; moved aside first, so that one of the two is always whole
         folder.rename(old)
-        unfinished.rename(folder)
-        shutil.rmtree(old)
-    else:
-        unfinished.rename(folder)
+    unfinished.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def checkpoint_folder(output_dir: Path, step: int) -> Path:
@@ -48,18 +49,30 @@ def checkpoint_folder(output_dir: Path, step: int) -> Path:
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    found = {int(match[1]): path for path in output_dir.glob("checkpoint-*") if (match := _NAME.fullmatch(path.name))}
-    return [found[step] for step in sorted(found) if (found[step] / STATE_FILE).is_file()]
+    """The whole checkpoints in a folder, in the order in which they were written.
+
+    That is the order of their steps within a run, and tells apart what an earlier, longer run left in the folder.
+    """
+    ages = {path: _age(path) for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name)}
+    return [path for path, age in sorted(ages.items(), key=lambda item: item[1] or ()) if age is not None]
+
+
+def latest(output_dir: Path) -> Path | None:
+    """The checkpoint that was written last, or None. What a killed run left unfinished is put right first."""
+    for old in _left_over(output_dir, ".old"):
+        _restore(old)
+    return next(reversed(checkpoints(output_dir)), None)
 
 
 def rotate(output_dir: Path, save_total_limit: int | None) -> None:
     """Removes the oldest checkpoints beyond the limit, and what killed runs left unfinished."""
-    for unfinished in [*output_dir.glob("checkpoint-*.tmp"), *output_dir.glob("checkpoint-*.old")]:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    for old in _left_over(output_dir, ".old"):
+        _restore(old)
     if save_total_limit is not None:
         for oldest in checkpoints(output_dir)[:-save_total_limit]:
-            shutil.rmtree(oldest)
+            oldest.rename(oldest.with_name(oldest.name + ".tmp"))  # at no time half a checkpoint under its name
+    for unfinished in _left_over(output_dir, ".tmp"):
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def resolve_resume(value: str | bool | None, output_dir: Path) -> Path | None:
@@ -71,8 +84,7 @@ def resolve_resume(value: str | bool | None, output_dir: Path) -> Path | None:
     if value is None or value is False:
         return None
     if value is True or value == "auto":
-        found = checkpoints(output_dir)
-        return found[-1] if found else None
+        return latest(output_dir)
     folder = Path(value)
     if not (folder / STATE_FILE).is_file():
         known = ", ".join(str(path) for path in checkpoints(folder)) or "none there"
@@ -83,19 +95,48 @@ def resolve_resume(value: str | bool | None, output_dir: Path) -> Path | None:
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    (folder / STATE_FILE).write_text(json.dumps(dict(state), indent=2), encoding="utf-8")
+    """Writes ``trainer_state.json``: ``state``, and ``saved_at``, in seconds since 1970."""
+    text = json.dumps({**state, "saved_at": time.time()}, indent=2)
+    (folder / STATE_FILE).write_text(text, encoding="utf-8")
 
 
 def read_state(folder: Path) -> dict[str, Any]:
+    """What ``write_state`` wrote."""
     state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     return state
+
+
+def _age(folder: Path) -> tuple[float, int] | None:
+    """When a checkpoint was written, and its step; None if it is not whole."""
+    try:
+        return read_state(folder).get("saved_at", 0.0), int(folder.name.rpartition("-")[2])
+    except (OSError, ValueError):  # no trainer_state.json, or a torn copy of one
+        return None
+
+
+def _left_over(output_dir: Path, suffix: str) -> list[Path]:
+    """What a killed run may have left of checkpoints and of the final model."""
+    names = [path for path in output_dir.glob(f"checkpoint-*{suffix}") if _NAME.fullmatch(path.stem)]
+    return [*names, *output_dir.glob(f"final{suffix}")]
+
+
+def _restore(old: Path) -> None:
+    """Gives a folder that was being replaced its name back, or removes it if its replacement has the name."""
+    folder = old.with_suffix("")
+    if old.is_dir() and not folder.exists():
+        old.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _flush(folder: Path) -> None:
     """Makes what was written survive a power cut before the folder gets its name."""
     for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -7,14 +7,18 @@ the command line is ``cli.py``.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from rayhelper import ConfigError, DeviceGroups
+from rayhelper.device_groups import OPTION_KEYS, SIZE_KEYS
+from trainers.trackers import check_installed
 
 REPORTERS = ("tensorboard", "wandb", "none")
+SECTION_KEYS = (*SIZE_KEYS, "device", *OPTION_KEYS)  # what the section of a role may hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +96,7 @@ class TrainConfig:
     """Optimizer steps between checkpoints; 0: only the final model is saved."""
     save_total_limit: int | None = None
     """Checkpoints to keep; the oldest go first."""
-    resume_from_checkpoint: str | bool | None = None
+    resume_from_checkpoint: bool | str | None = None
     """A checkpoint folder; true or 'auto': the newest one of output_dir, if there is one."""
 
     # Placement
@@ -101,6 +105,10 @@ class TrainConfig:
     """Which roles run on which devices, as a mapping or JSON; null: all roles in one worker."""
     ray_address: str | None = None
     """The Ray cluster to join; null: RAY_ADDRESS, else a cluster on this machine."""
+    timeout_s: float | None = None
+    """Seconds that a call to a role may take, in groups that do not say it themselves; null: no limit."""
+    env: dict[str, str | int | float] = field(default_factory=dict)
+    """Environment variables of every process; they win over the shell's, and a group's own ``env`` over them."""
 
     def __post_init__(self) -> None:
         check_shared(self)
@@ -108,17 +116,16 @@ class TrainConfig:
 
 def check_shared(config: TrainConfig) -> None:
     """Raises ConfigError naming the first shared key whose value has no meaning."""
-    from transformers import SchedulerType
-
     at_least(config, 1, "per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps")
     at_least(config, 1, "global_batch_size", "eval_steps", "save_total_limit")
     at_least(config, 0, "learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps", "save_steps")
+    at_least(config, 0, "seed")
     for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
         if not 0 <= getattr(config, name) < 1:
             raise ConfigError(f"{name} must lie in [0, 1), got {getattr(config, name)}")
     if config.max_steps <= 0 and config.num_train_epochs <= 0:
         raise ConfigError(
-            f"nothing would be trained: max_steps is {config.max_steps} and num_train_epochs {config.num_train_epochs}. "
+            f"nothing would be trained: max_steps is {config.max_steps}, num_train_epochs {config.num_train_epochs}. "
             "Make one of them positive."
         )
     if config.global_batch_size is not None and config.gradient_accumulation_steps != 1:
@@ -126,9 +133,14 @@ def check_shared(config: TrainConfig) -> None:
             "global_batch_size and gradient_accumulation_steps say the same thing; remove gradient_accumulation_steps "
             "(the micro-batch is per_device_train_batch_size)"
         )
-    one_of("lr_scheduler_type", config.lr_scheduler_type, [kind.value for kind in SchedulerType])
+    if config.warmup_steps and config.warmup_ratio:
+        raise ConfigError(
+            f"warmup_steps={config.warmup_steps} and warmup_ratio={config.warmup_ratio} say the same thing; remove one"
+        )
+    _check_schedule(config.lr_scheduler_type, config.lr_scheduler_kwargs)
     for reporter in config.report_to:
         one_of("report_to", reporter, REPORTERS)
+    check_installed(config.report_to)
     if config.dataset is None or config.dataset == [] or config.dataset == "":
         raise ConfigError("dataset is empty; give a file, a folder, a hub name, a plugin's dataset, or rows")
     if config.eval_steps is not None and not config.eval_dataset:
@@ -138,21 +150,57 @@ def check_shared(config: TrainConfig) -> None:
             _check_file(name, source, (".jsonl", ".json", ".parquet", ".csv"))
     for plugin in config.external_plugins:
         _check_file("external_plugins", plugin, (".py",))
+    _check_folder("model", config.model)
+    _check_folder("tokenizer", config.tokenizer)
+    if config.chat_template is not None and "{" not in config.chat_template:
+        _check_file("chat_template", config.chat_template, ("",))
     resume = config.resume_from_checkpoint
     if isinstance(resume, str) and resume != "auto" and not Path(resume).is_dir():
         raise ConfigError(
             f"resume_from_checkpoint: there is no folder {resume!r}. Give a checkpoint-N folder, or 'auto' for the "
             "newest of output_dir."
         )
+    if config.timeout_s is not None and not 0 < config.timeout_s < math.inf:
+        raise ConfigError(f"timeout_s must be a positive number of seconds, got {config.timeout_s}")
     if config.device_groups is not None:
-        DeviceGroups.parse(config.device_groups)
+        check_sections(DeviceGroups.parse(config.device_groups))
+
+
+def check_sections(groups: DeviceGroups) -> None:
+    """Raises ConfigError if the section of a role says more than where the role runs: nobody would read it."""
+    for role, settings in groups.role_settings.items():
+        for key in settings:
+            close = difflib.get_close_matches(key, SECTION_KEYS, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ConfigError(
+                f"section {role!r} has the key {key!r}{hint}: a section says where its role runs "
+                f"({', '.join(SECTION_KEYS)}). Move other keys to the top level, where they hold for all roles."
+            )
+
+
+def _check_schedule(name: str, kwargs: dict[str, Any]) -> None:
+    from transformers import SchedulerType
+
+    by_metric = ("reduce_lr_on_plateau", "greedy")  # they look at an evaluation, not at the step
+    names = [kind.value for kind in SchedulerType if kind.value not in by_metric]
+    one_of("lr_scheduler_type", name, names)
+    if not kwargs and name in ("linear", "cosine", "constant", "constant_with_warmup"):
+        return
+    import torch
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    try:
+        get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=1, scheduler_specific_kwargs=dict(kwargs))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"lr_scheduler_kwargs={kwargs} do not fit lr_scheduler_type={name}: {error}") from None
 
 
 def at_least(config: Any, least: float, *names: str) -> None:
-    """Raises ConfigError if a named key is set and below ``least``."""
+    """Raises ConfigError if a named key is set and below ``least``, or no finite number."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and value < least:
+        if value is not None and not least <= value < math.inf:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
@@ -183,12 +231,17 @@ def _listed(source: Any) -> list[Any]:
     return source if isinstance(source, list) else [source]
 
 
+def _check_folder(name: str, folder: str | None) -> None:
+    if folder is not None and folder.startswith(("/", "./", "../")) and not Path(folder).exists():
+        raise ConfigError(f"{name}: there is no folder {folder!r} (looked from {Path.cwd()}). Give a folder or a name.")
+
+
 def _check_file(name: str, source: Any, suffixes: tuple[str, ...]) -> None:
     if not isinstance(source, str) or not source.endswith(suffixes) or any(mark in source for mark in "*?["):
         return
-    path = Path(source)
+    path = Path(source).expanduser()
     if not path.is_file():
         beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         close = difflib.get_close_matches(path.name, beside, n=1)
-        hint = f" Did you mean {str(path.parent / close[0])!r}?" if close else f" (looked from {Path.cwd()})"
-        raise ConfigError(f"{name}: there is no file {source!r}.{hint}")
+        hint = f"Did you mean {str(path.parent / close[0])!r}?" if close else f"It was looked for from {Path.cwd()}."
+        raise ConfigError(f"{name}: there is no file {source!r}. {hint}")

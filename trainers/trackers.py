@@ -1,23 +1,32 @@
 """Where the numbers of a run go: a progress bar, the console, ``metrics.jsonl``, TensorBoard, wandb.
 
-``metrics.jsonl`` holds every step at full precision, one JSON object a line, NaN written as null. Completions go to
-``completions/completions_00010.parquet``, under the names of TRL.
+``metrics.jsonl`` holds every step at full precision, one JSON object a line; NaN and infinity, which JSON lacks, are
+written as null. Completions go to ``completions/completions_00010.parquet``, under the names of TRL.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import math
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rayhelper import ConfigError
 
 
 class Trackers:
-    """Open files and connections of one run; a context manager."""
+    """Open files and connections of one run; a context manager.
+
+    ``first_step`` is the step that a resumed run goes on from, 0 for a new one; ``headline`` names the few numbers that
+    the progress bar and the console show. Raises ConfigError if ``report_to`` needs what is not installed.
+    """
 
     def __init__(
         self,
@@ -38,6 +47,7 @@ class Trackers:
         self.logging_steps = logging_steps
         self.tensorboard: Any = None
         self.wandb: Any = None
+        check_installed(report_to)
         output_dir.mkdir(parents=True, exist_ok=True)
         _keep_until(output_dir / "metrics.jsonl", first_step)
         self.lines = (output_dir / "metrics.jsonl").open("a", encoding="utf-8")
@@ -46,12 +56,9 @@ class Trackers:
 
             self.tensorboard = SummaryWriter(str(output_dir / "tensorboard"), purge_step=first_step + 1)
         if "wandb" in report_to:
-            try:
-                import wandb
-            except ImportError:
-                raise ConfigError("report_to has wandb, which is not installed: pip install wandb") from None
-            self.wandb = wandb.init(project="rayhelper", name=run_name, dir=str(output_dir), config=dict(config))
-        self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
+            self.wandb = _open_wandb(output_dir, run_name, config, is_new=first_step == 0)
+        # None: no bar where stderr is a file; the console lines are enough there
+        self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None)
 
     def __enter__(self) -> Trackers:
         return self
@@ -61,8 +68,9 @@ class Trackers:
 
     def log(self, step: int, numbers: Mapping[str, float], *, advance: bool = True) -> None:
         """Writes one step's numbers everywhere; ``advance`` moves the progress bar."""
-        clean = {name: None if math.isnan(value) else value for name, value in numbers.items()}
-        self.lines.write(json.dumps({"step": step, **clean}) + "\n")
+        numbers = {name: float(value) for name, value in numbers.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+        self.lines.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self.lines.flush()
         if self.tensorboard is not None:
             for name, value in numbers.items():
@@ -84,15 +92,15 @@ class Trackers:
         self.bar.write(f"step {step}: " + "  ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
 
     def completions(self, step: int, columns: Mapping[str, Sequence[Any]], *, num_shown: int = 2) -> None:
-        """Keeps the completions of a step in a Parquet file and shows the first few."""
+        """Keeps the completions of a step in a Parquet file and shows the first few as a table."""
         import pandas as pd
 
         folder = self.output_dir / "completions"
         folder.mkdir(exist_ok=True)
         table = pd.DataFrame({"step": step, **{name: list(column) for name, column in columns.items()}})
         table.to_parquet(folder / f"completions_{step:05d}.parquet")
-        for _, row in table.head(num_shown).iterrows():
-            self.bar.write("  " + "  ".join(f"{name}={str(row[name])[:120]!r}" for name in columns))
+        rows = table[list(columns)].head(num_shown).to_numpy().tolist()
+        self.bar.write(_drawn(f"step {step}", list(columns), [[_cell(value) for value in row] for row in rows]))
 
     def close(self) -> None:
         """Closes everything; nothing is lost."""
@@ -104,8 +112,61 @@ class Trackers:
             self.wandb.finish()
 
 
+def check_installed(report_to: Sequence[str]) -> None:
+    """Raises ConfigError with the line that installs what ``report_to`` needs and this Python lacks."""
+    for name in ("tensorboard", "wandb"):
+        if name in report_to and not _is_installed(name):
+            raise ConfigError(
+                f"report_to has {name}, which is not installed. Run `pip install {name}`, or take it out of report_to "
+                "(report_to: none leaves metrics.jsonl)."
+            )
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _open_wandb(output_dir: Path, run_name: str | None, config: Mapping[str, Any], *, is_new: bool) -> Any:
+    """The wandb run: that of the output folder if training is resumed. WANDB_PROJECT names the project."""
+    import wandb
+
+    file = output_dir / "wandb_run_id.txt"
+    run_id = file.read_text(encoding="utf-8").strip() if file.exists() and not is_new else None
+    project = os.environ.get("WANDB_PROJECT", "rayhelper")
+    run = wandb.init(
+        project=project, name=run_name, dir=str(output_dir), config=dict(config), id=run_id, resume="allow"
+    )
+    file.write_text(str(run.id), encoding="utf-8")
+    return run
+
+
+def _cell(value: Any) -> str:
+    """A value as a table shows it: numbers short, text cut in the middle."""
+    if isinstance(value, (float, np.floating)):
+        return f"{value:.4g}"
+    text = str(value)
+    return text if len(text) <= 400 else f"{text[:200]} [...] {text[-200:]}"
+
+
+def _drawn(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The text of a table."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, show_lines=True, title_justify="left")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))  # Text: a completion may hold what looks like markup
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip()
+
+
 def _keep_until(file: Path, last_step: int) -> None:
-    """Drops the lines of steps after ``last_step``: a resumed run writes them again.
+    """Drops the lines of steps after ``last_step``, and one that a kill cut short: a resumed run writes them again.
 
     A run that starts anew leaves the file of an earlier one as ``metrics.1.jsonl``, ``metrics.2.jsonl``, ...
     """
@@ -115,6 +176,8 @@ def _keep_until(file: Path, last_step: int) -> None:
         names = (file.with_name(f"metrics.{number}.jsonl") for number in itertools.count(1))
         file.rename(next(name for name in names if not name.exists()))
         return
-    lines = file.read_text(encoding="utf-8").splitlines()
-    kept = [line for line in lines if line and json.loads(line)["step"] <= last_step]
-    file.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= last_step]
+    rewritten = file.with_name(file.name + ".tmp")
+    rewritten.write_text("".join(kept), encoding="utf-8")
+    rewritten.replace(file)

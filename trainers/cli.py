@@ -12,13 +12,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import json
 import logging
 import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
@@ -63,6 +64,7 @@ REFUSED = {
 
 SHARED_PLACEMENT_KEYS = ("colocate_groups", "nproc_per_node", "nnodes")
 COMMAND_LINE = "command line"
+MAX_SAVED_ROWS = 1000  # YAML takes milliseconds a row
 OPTION = re.compile(r"--([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
 
 
@@ -99,9 +101,18 @@ def run(trainer: Any, config: Any) -> dict[str, float]:
             )
         if config.device_groups is not None:
             logging.getLogger(__name__).info("device_groups is not used, because use_ray is false")
+        _check_run(trainer, config, None)
         return dict(trainer(config).train())
-    with RayHelper.session(placement(trainer, config), ray_address=config.ray_address):
+    groups = placement(trainer, config)
+    _check_run(trainer, config, groups)
+    with RayHelper.session(groups, ray_address=config.ray_address):
         return dict(trainer(config).train())
+
+
+def _check_run(trainer: Any, config: Any, groups: DeviceGroups | None) -> None:
+    """Lets the trainer say what is wrong before anything starts, if it has anything to say."""
+    if hasattr(trainer, "check"):
+        trainer.check(config, groups)
 
 
 def placement(trainer: Any, config: Any) -> DeviceGroups:
@@ -182,6 +193,9 @@ def save_config(config: Any, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) > MAX_SAVED_ROWS:
+            values[name] = f"{len(value)} rows passed in Python, from {value[0]!r} on"
     unfinished = folder / "config.yaml.tmp"
     unfinished.write_text(_yaml(values), encoding="utf-8")
     unfinished.replace(folder / "config.yaml")
@@ -235,6 +249,8 @@ def _options(argv: Sequence[str]) -> tuple[list[tuple[list[str], list[str]]], li
         if match:
             path = [part.replace("-", "_") for part in match[1].split(".")]
             options.append((path, [] if match[2] is None else [match[2]]))
+        elif re.match(r"--[A-Za-z_]", argument):
+            mistakes.append(f"{COMMAND_LINE}: {argument!r} is no option; write --key value")
         elif options:
             options[-1][1].append(argument)
         else:
@@ -333,16 +349,18 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
             value = _bracketed(value)
             if member is Any or isinstance(value, get_origin(member)):
                 return list(map(_bracketed, value)) if isinstance(value, list) else value
+            if get_origin(member) is dict and isinstance(value, str) and value.startswith("{"):
+                return value if str in kinds else parse_text(value, name)  # both say what is wrong with it
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=hint)
     try:
-        if value is None and type(None) not in kinds:
+        if value is None and NoneType not in kinds:
             raise TypeError
         return parser.parse_object({"value": value}, defaults=False).value
     except (jsonargparse.ArgumentError, TypeError):
         legal = [str(option) for member in members if get_origin(member) is Literal for option in get_args(member)]
         quoted = isinstance(value, (str, list, Mapping))
-        got = repr(value) if quoted else {None: "null"}.get(value, str(value))
+        got = repr(value) if quoted else json.dumps(value, default=str)
         hint_of_quotes = " Put it in quotes." if str in kinds and not quoted else ""
         raise ConfigError(
             f"{name} must be {_expected(hint)}, got {got}{nearest(str(value), legal)}.{hint_of_quotes}"
@@ -365,7 +383,7 @@ def _bracketed(value: Any) -> Any:
 
 def _expected(hint: Any) -> str:
     """A type in words."""
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_expected(member) for member in get_args(hint))
     if get_origin(hint) is Literal:
@@ -392,7 +410,7 @@ def _print_help(config_type: Any, prog: str | None) -> NoReturn:
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of the keys below")
     parser.add_argument("--print_config", action="store_true", help="print the configuration as YAML and exit")
     parser.add_class_arguments(config_type, None)
-    parser.print_help()
+    print(re.sub(r", --\w+\+ \[ITEM,\.\.\.\]", "", parser.format_help()), end="")  # appending is not offered
     sys.exit(0)
 
 

@@ -11,13 +11,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rayhelper import ConfigError, DeviceGroups
 from rayhelper.device_groups import OPTION_KEYS, SIZE_KEYS
 from trainers.trackers import check_installed
 
 REPORTERS = ("tensorboard", "wandb", "none")
+PLAIN_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 SECTION_KEYS = (*SIZE_KEYS, "device", *OPTION_KEYS)  # what the section of a role may hold
 
 
@@ -35,17 +36,21 @@ class TrainConfig:
     model_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of AutoModelForCausalLM.from_pretrained."""
     trust_remote_code: bool = False
+    """Run Python code that comes with a model or tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the forward pass; auto: bfloat16 on GPUs that have it, else float32. Trained weights are float32."""
     backend: Literal["fsdp"] = "fsdp"
+    """What trains the model. fsdp: transformers and torch."""
 
     # Data
     dataset: Any
     """JSONL, JSON, Parquet or CSV files (globs, lists), a folder, a hub name, a plugin's dataset, or a list of rows."""
     dataset_split: str = "train"
+    """The split of a folder or hub dataset to train on."""
     eval_dataset: Any = None
     """As ``dataset``; null: no evaluation."""
     eval_dataset_split: str = "test"
+    """The split of ``eval_dataset``."""
     columns: dict[str, str] = field(default_factory=dict)
     """Columns to rename, from the data's name to ours: {question: prompt}."""
     prompt_template: str | None = None
@@ -53,39 +58,54 @@ class TrainConfig:
     system: str | None = None
     """System message put before every conversation that has none; text prompts become conversations by it."""
     shuffle_dataset: bool = True
+    """Go through the rows in a new random order every epoch."""
     external_plugins: list[str] = field(default_factory=list)
     """Python files or modules that register reward functions, datasets and models."""
 
     # Optimization
     learning_rate: float = 2e-5
+    """AdamW's, after warm-up."""
     weight_decay: float = 0.0
+    """AdamW's; biases and norms do not decay."""
     adam_beta1: float = 0.9
+    """Decay of AdamW's mean of gradients."""
     adam_beta2: float = 0.999
+    """Decay of AdamW's mean of squared gradients."""
     adam_epsilon: float = 1e-8
+    """Added to the root of that mean."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0: never."""
     lr_scheduler_type: str = "linear"
     """One of transformers' schedules: linear, cosine, constant, constant_with_warmup, ..."""
     lr_scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the schedule, such as {min_lr: 1e-6} of cosine_with_min_lr."""
     warmup_steps: int = 0
+    """Optimizer steps in which the learning rate rises from 0."""
     warmup_ratio: float = 0.0
     """Share of all steps to warm up for, where ``warmup_steps`` is 0."""
     num_train_epochs: float = 3.0
+    """Times to go through the rows; may be a fraction."""
     max_steps: int = -1
     """Optimizer steps in all; overrides ``num_train_epochs`` where positive."""
     per_device_train_batch_size: int = 8
     """Sequences that a worker passes through the model at once (the micro-batch)."""
     gradient_accumulation_steps: int = 1
+    """Micro-batches of a worker in an optimizer step."""
     global_batch_size: int | None = None
     """Sequences an optimizer step, over all workers; null: per_device_train_batch_size x gradient_accumulation_steps x
     workers. Where it is set, gradient_accumulation_steps must be left alone."""
     gradient_checkpointing: bool = False
+    """Compute activations twice instead of keeping them: less memory, more time."""
     disable_dropout: bool = True
+    """Train without the model's dropout."""
     seed: int = 42
+    """Of shuffling, sampling, dropout and new weights."""
 
     # Output
     output_dir: str = "outputs"
+    """Folder of the trained model (final), checkpoints, metrics and the resolved configuration."""
     run_name: str | None = None
+    """Name of the run in wandb."""
     logging_steps: int = 10
     """Optimizer steps between lines on the console; the metrics files hold every step."""
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
@@ -101,6 +121,7 @@ class TrainConfig:
 
     # Placement
     use_ray: bool = False
+    """Run the roles in workers on a Ray cluster; false: in this process."""
     device_groups: dict[str, Any] | str | None = None
     """Which roles run on which devices, as a mapping or JSON; null: all roles in one worker."""
     ray_address: str | None = None
@@ -119,7 +140,8 @@ def check_shared(config: TrainConfig) -> None:
     at_least(config, 1, "per_device_train_batch_size", "gradient_accumulation_steps", "logging_steps")
     at_least(config, 1, "global_batch_size", "eval_steps", "save_total_limit")
     at_least(config, 0, "learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps", "save_steps")
-    at_least(config, 0, "seed")
+    at_least(config, 0, "seed", "num_train_epochs")
+    check_choices(config)
     for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
         if not 0 <= getattr(config, name) < 1:
             raise ConfigError(f"{name} must lie in [0, 1), got {getattr(config, name)}")
@@ -179,13 +201,13 @@ def check_sections(groups: DeviceGroups) -> None:
 
 
 def _check_schedule(name: str, kwargs: dict[str, Any]) -> None:
+    if name in PLAIN_SCHEDULES and not kwargs:
+        return  # without importing transformers, so that a typo elsewhere is answered at once
     from transformers import SchedulerType
 
     by_metric = ("reduce_lr_on_plateau", "greedy")  # they look at an evaluation, not at the step
     names = [kind.value for kind in SchedulerType if kind.value not in by_metric]
     one_of("lr_scheduler_type", name, names)
-    if not kwargs and name in ("linear", "cosine", "constant", "constant_with_warmup"):
-        return
     import torch
     from transformers import get_scheduler
 
@@ -194,6 +216,16 @@ def _check_schedule(name: str, kwargs: dict[str, Any]) -> None:
         get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=1, scheduler_specific_kwargs=dict(kwargs))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"lr_scheduler_kwargs={kwargs} do not fit lr_scheduler_type={name}: {error}") from None
+
+
+def check_choices(config: Any) -> None:
+    """Raises ConfigError for a key that has none of the values it may have: Python checks no types."""
+    for name, hint in get_type_hints(type(config)).items():
+        kinds = [hint, *get_args(hint)]
+        allowed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+        value = getattr(config, name)
+        if allowed and not (isinstance(value, bool) and bool in kinds):
+            one_of(name, value, allowed)
 
 
 def at_least(config: Any, least: float, *names: str) -> None:

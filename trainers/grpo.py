@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,19 +30,31 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from rayhelper import ConfigError, RayHelper
+from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers import losses
 from trainers.advantages import Aggregation, Scale, add_reward_metrics, group_advantages
 from trainers.backends.base import Backend
 from trainers.batch import Prompts, Ragged, Rollouts, Samples
 from trainers.config import TrainConfig, at_least, sequences_per_step
-from trainers.data import Batches, load_rows, prompt_of, tokenize_prompts
+from trainers.data import Batches, prompt_of, tokenize_prompts
 from trainers.losses import ImportanceLevel, PolicyLossType
 from trainers.metrics import Metrics
+from trainers.plugins import load_plugins
 from trainers.rewards import chat_completions, resolve_rewards, score
 from trainers.rollout.base import Engine, Sampling
 from trainers.rollout.hf import HfEngine
-from trainers.run import Run, build_backend, load_model_and_tokenizer, load_tokenizer, resolve_dtype
+from trainers.run import (
+    Run,
+    build_backend,
+    load_model_and_tokenizer,
+    load_tokenizer,
+    mistakes_of,
+    num_train_workers,
+    read_rows,
+    resolve_dtype,
+)
+
+ENGINES = {"hf": HfEngine}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,41 +80,55 @@ class GRPOConfig(TrainConfig):
 
     # Generation
     rollout_engine: Literal["hf"] = "hf"
+    """What completes prompts. hf: transformers' generate."""
     rollout_batch_size: int | None = None
     """Prompts that a rollout worker completes at once; null: all of its slice."""
     max_completion_length: int = 512
     """Tokens, the stop token included."""
     temperature: float = 1.0
+    """Logits are divided by it, in sampling and in the loss."""
     top_p: float = 1.0
+    """Draw from the likeliest tokens that hold this share of the probability; 1: from all."""
     top_k: int = 0
+    """Draw from so many of the likeliest tokens; 0: from all."""
     min_p: float | None = None
+    """Draw from tokens at least this share as likely as the likeliest; null: from all."""
     repetition_penalty: float = 1.0
+    """Tokens that have occurred become less likely by it; 1: never."""
     generation_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of transformers' GenerationConfig."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false}."""
 
     # Rewards
     reward_funcs: list[Any] = field(default_factory=list)
     """Names, dotted paths, or {name: ..., argument: value}; see ``rewards.py``."""
     reward_weights: list[float] | None = None
+    """One a reward function; null: 1 for each."""
     multi_objective_aggregation: Aggregation = "sum_then_normalize"
+    """sum_then_normalize rewards, or normalize_then_sum (each function on its own, GDPO)."""
     scale_rewards: Scale | bool = "group"
+    """Divide advantages by the standard deviation of rewards in the group or batch; none (or false): do not."""
 
     # Loss
     loss_type: PolicyLossType = "dapo"
+    """How token losses are averaged; the formulas and papers stand in losses.py."""
     importance_sampling_level: ImportanceLevel = "token"
     """token, or sequence (GSPO)."""
     beta: float = 0.0
     """Weight of the KL to the reference model; 0: no reference model is loaded."""
     epsilon: float = 0.2
+    """The ratio to the old policy is clipped to 1 - epsilon, 1 + epsilon."""
     epsilon_high: float | None = None
     """Upper clip range; null: ``epsilon``. For cispo the cap of the ratio itself."""
     delta: float | None = None
     """Cap of the ratio of negative advantages (two-sided clipping)."""
     use_bias_correction_kl: bool = True
+    """Multiply the KL by the ratio to the old policy, so that its gradient is unbiased off policy."""
     mask_truncated_completions: bool = False
     """Leave completions that ran into ``max_completion_length`` out of the loss."""
     entropy_coef: float = 0.0
+    """Weight of the entropy bonus; 0: none."""
 
     # Evaluation
     val_before_train: bool = False
@@ -126,11 +153,17 @@ def check_grpo(config: GRPOConfig) -> None:
         raise ConfigError("generation_batch_size and steps_per_generation say the same thing; set one of them")
     if not config.reward_funcs:
         raise ConfigError("reward_funcs is empty: GRPO needs at least one reward function, such as exact_answer")
-    if config.temperature <= 0:
+    if not 0 < config.temperature < math.inf:
         raise ConfigError(f"temperature must be positive to explore, got {config.temperature}; see eval_temperature")
+    if not 0 < config.repetition_penalty < math.inf:
+        raise ConfigError(f"repetition_penalty must be positive, got {config.repetition_penalty}; 1 changes nothing")
+    if config.min_p is not None and not 0 <= config.min_p <= 1:
+        raise ConfigError(f"min_p must lie in [0, 1], got {config.min_p}; null keeps every token")
+    if config.val_before_train and not config.eval_dataset:
+        raise ConfigError("val_before_train is set, but there is no eval_dataset to evaluate on. Add one.")
     if not 0 < config.top_p <= 1:
         raise ConfigError(f"top_p must lie in (0, 1], got {config.top_p}; 1 keeps every token")
-    at_least(config, 0, "beta", "epsilon", "epsilon_high", "entropy_coef", "top_k", "min_p", "eval_temperature")
+    at_least(config, 0, "beta", "epsilon", "epsilon_high", "entropy_coef", "top_k", "eval_temperature")
     at_least(config, 1, "num_iterations", "max_completion_length", "max_prompt_length", "rollout_batch_size")
     at_least(config, 1, "generation_batch_size", "steps_per_generation", "num_generations_eval", "delta")
     if config.loss_type == "cispo" and (config.epsilon_high is None or config.epsilon_high < 1):
@@ -191,6 +224,11 @@ class StepPlan:
         """Optimizer steps on a generation of so many prompts."""
         return -(-num_prompts * self.num_generations // self.step_size) * self.num_iterations
 
+    def order(self) -> dict[str, int]:
+        """What decides which rows a step sees."""
+        names = ("num_rows", "num_generations", "num_prompts", "step_size", "num_iterations")
+        return {name: getattr(self, name) for name in names}
+
     @property
     def steps_per_epoch(self) -> int:
         whole, rest = divmod(self.num_rows, self.num_prompts)
@@ -227,6 +265,15 @@ class GRPOTrainer:
         self.reference: Backend | None = None
         self.prepare()
 
+    @staticmethod
+    def check(config: GRPOConfig, groups: DeviceGroups | None) -> None:
+        """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
+        with mistakes_of("external_plugins"):
+            load_plugins(config.external_plugins)
+        with mistakes_of("reward_funcs"):
+            resolve_rewards(config.reward_funcs, config.reward_weights)
+        StepPlan.of(config, 1, num_train_workers(groups))
+
     # The driver's part
 
     @RayHelper.function(group="driver")
@@ -234,21 +281,13 @@ class GRPOTrainer:
         """Reads the data and resolves what the configuration names."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
-        self.rewards, self.reward_weights = resolve_rewards(config.reward_funcs, config.reward_weights)
-        self.rows: Any = self.read(config.dataset, config.dataset_split)
-        self.eval_rows: Any = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
+        with mistakes_of("reward_funcs"):
+            self.rewards, self.reward_weights = resolve_rewards(config.reward_funcs, config.reward_weights)
+        self.rows: Any = read_rows(config, config.dataset, config.dataset_split)
+        self.eval_rows: Any = None
+        if config.eval_dataset:
+            self.eval_rows = read_rows(config, config.eval_dataset, config.eval_dataset_split)
         self.async_runner = asyncio.Runner()  # one event loop for all calls: clients may hold connections
-
-    def read(self, source: Any, split: str) -> Any:
-        """The rows of a dataset, each with a ``prompt``."""
-        config = self.config
-        return load_rows(
-            source,
-            split=split,
-            columns=config.columns,
-            prompt_template=config.prompt_template,
-            system=config.system,
-        )
 
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
@@ -257,14 +296,15 @@ class GRPOTrainer:
         batches = Batches(len(self.rows), plan.num_prompts, seed=config.seed, shuffle=config.shuffle_dataset)
         self.build_train(self.model_path, plan.num_steps)
         self.build_rollout(self.model_path)
-        with Run(config, plan.num_steps, headline=("reward", "loss", "completions/mean_length")) as run:
+        headline = ("reward", "loss", "completions/mean_length")
+        with Run(config, plan.num_steps, headline=headline, order=plan.order()) as run:
             run.resume(self.load)
             self.sync_weights()
             if config.val_before_train and run.step == 0:
                 run.log_evaluation(self.evaluate())
             while run.step < plan.num_steps:
                 start, generation = run.step, plan.generation(run.step)
-                samples, metrics = self.explore(self.rows.select(batches[generation]), generation, run)
+                samples, metrics = self.explore(self.rows.select(batches[generation]), plan, run)
                 samples = self.with_logps(samples, off_policy=plan.num_updates(plan.num_prompts) > 1)
                 for chunk in plan.chunks(samples, seed=(config.seed, generation)):
                     learned = self.learn(chunk, samples)
@@ -281,12 +321,15 @@ class GRPOTrainer:
                 run.log_evaluation(self.evaluate())
             return run.finish(self.export, self.tokenizer)
 
-    def explore(self, rows: Any, generation: int, run: Run) -> tuple[Samples, Metrics]:
+    def explore(self, rows: Any, plan: StepPlan, run: Run) -> tuple[Samples, Metrics]:
         """G completions of every row, rewarded and compared: what to learn from, and what was seen."""
         config = self.config
+        num_updates = plan.num_updates(len(rows))
         rows = rows.select(np.repeat(np.arange(len(rows)), config.num_generations))
-        rollouts = self.rollout(rows, config.temperature, generation)
-        rewards_BK = self.score(rows, rollouts, run)
+        rollouts = self.rollout(rows, config.temperature, plan.generation(run.step))
+        rewards_BK = self.score(rows, rollouts)
+        if config.log_completions and run.shows_completions(num_updates):
+            run.log_completions(self.shown(rows, rollouts, rewards_BK))
         advantages_B, statistics = group_advantages(
             rewards_BK,
             num_generations=config.num_generations,
@@ -318,18 +361,18 @@ class GRPOTrainer:
         )
         return self.generate(Prompts(Ragged.of(prompt_ids, np.int64)), sampling, generation)
 
-    def score(self, rows: Any, rollouts: Rollouts, run: Run | None = None) -> np.ndarray:
+    def score(self, rows: Any, rollouts: Rollouts) -> np.ndarray:
         """(B, K) float32 rewards, NaN where a function had nothing to say."""
         prompts = [prompt_of(row) for row in rows]
         texts = self.tokenizer.batch_decode(list(rollouts.completion_ids), skip_special_tokens=True)
         completions = chat_completions(prompts, texts)
-        rewards_BK = score(
-            self.rewards, prompts, completions, rollouts.completion_ids, rows[:], runner=self.async_runner
-        )
-        if run is not None and self.config.log_completions:
-            shown: dict[str, Any] = {name: rewards_BK[:, k] for k, (_, name) in enumerate(self.rewards)}
-            run.log_completions({"prompt": prompts, "completion": texts, **shown})
-        return rewards_BK
+        return score(self.rewards, prompts, completions, rollouts.completion_ids, rows[:], runner=self.async_runner)
+
+    def shown(self, rows: Any, rollouts: Rollouts, rewards_BK: np.ndarray) -> dict[str, Any]:
+        """Prompts, completions and rewards as the columns of a table."""
+        texts = self.tokenizer.batch_decode(list(rollouts.completion_ids), skip_special_tokens=True)
+        rewards = {name: rewards_BK[:, k] for k, (_, name) in enumerate(self.rewards)}
+        return {"prompt": [prompt_of(row) for row in rows], "completion": texts, **rewards}
 
     def with_logps(self, samples: Samples, off_policy: bool) -> Samples:
         """The samples with the log-probabilities that the loss compares with: of the old policy and the reference."""
@@ -381,7 +424,7 @@ class GRPOTrainer:
     @RayHelper.function(group="rollout")
     def build_rollout(self, model: str) -> None:
         config = self.config
-        self.engine: Engine = HfEngine(
+        self.engine: Engine = ENGINES[config.rollout_engine](
             model if self.backend is None else self.backend.module,
             load_tokenizer(config, model),
             batch_size=config.rollout_batch_size,
@@ -488,7 +531,7 @@ def grpo_loss(
     loss, diagnostics = losses.policy_gradient_loss(
         logps_BT,
         padded(micro.old_logps),
-        torch.from_numpy(micro.advantages).to(logps_BT),
+        torch.tensor(micro.advantages).to(logps_BT),  # a copy: what came through Ray is read-only
         loss_mask_BT,
         loss_type=config.loss_type,
         normaliser=normaliser,
@@ -502,6 +545,8 @@ def grpo_loss(
         entropy_BT=entropy_BT.detach(),
     )
     if config.entropy_coef:
+        metrics.sum("policy_loss", loss.item())
+        metrics.same("entropy_coef", config.entropy_coef)
         loss = loss + losses.entropy_bonus(
             entropy_BT, loss_mask_BT, coefficient=config.entropy_coef, num_tokens=num_tokens
         )

@@ -5,36 +5,47 @@ Also the few things that every trainer builds from the shared keys: tokenizer, m
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
-from rayhelper import ConfigError, RayHelper
+from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.backends.fsdp import FsdpBackend
 from trainers.checkpoint import checkpoint_folder, read_state, resolve_resume, rotate, write_state, writing
 from trainers.cli import save_config
 from trainers.config import TrainConfig
+from trainers.data import load_rows
 from trainers.metrics import Metrics
 from trainers.plugins import load_plugins, resolve_model
 from trainers.trackers import Trackers
 
+BACKENDS = {"fsdp": FsdpBackend}
 SaveFunction = Callable[[Path], Any]
 Dtype = Literal["float32", "bfloat16"]
 
 
 class Run:
-    """Progress, logs and checkpoints of one call of ``train()``; a context manager that closes the logs."""
+    """Progress, logs and checkpoints of one call of ``train()``; a context manager that closes the logs.
 
-    def __init__(self, config: TrainConfig, num_steps: int, *, headline: Sequence[str]) -> None:
+    ``order`` says what decides which rows a step sees. Raises ConfigError if a checkpoint was written under another.
+    """
+
+    def __init__(
+        self, config: TrainConfig, num_steps: int, *, headline: Sequence[str], order: Mapping[str, Any]
+    ) -> None:
         self.config = config
         self.num_steps = num_steps
         self.output_dir = Path(config.output_dir)
         self.checkpoint = resolve_resume(config.resume_from_checkpoint, self.output_dir)
         state = read_state(self.checkpoint) if self.checkpoint else {}
+        self.order = {**order, "seed": config.seed, "shuffle_dataset": config.shuffle_dataset}
+        _check_same_order(state.get("order", {}), self.order, self.checkpoint)
         self.step: int = state.get("step", 0)
         self.num_tokens: float = state.get("num_tokens", 0.0)
         self.first_evaluation: dict[str, float] = state.get("first_evaluation", {})
@@ -50,7 +61,7 @@ class Run:
             first_step=self.step,
             headline=headline,
             logging_steps=config.logging_steps,
-            config=asdict(config),
+            config={field.name: getattr(config, field.name) for field in fields(config)},
         )
 
     def __enter__(self) -> Run:
@@ -83,10 +94,14 @@ class Run:
         self.trackers.log(self.step, numbers, advance=False)
         self.clock = time.perf_counter()
 
+    def shows_completions(self, num_steps: int) -> bool:
+        """Whether the first step or a multiple of ``logging_steps`` is among the next ``num_steps`` steps."""
+        every = self.config.logging_steps
+        return self.step == 0 or (self.step + num_steps) // every > self.step // every
+
     def log_completions(self, columns: Mapping[str, Sequence[Any]]) -> None:
         """Keeps the completions that the next step learns from."""
-        if (self.step + 1) % self.config.logging_steps == 0 or self.step == 0:
-            self.trackers.completions(self.step + 1, columns)
+        self.trackers.completions(self.step + 1, columns)
 
     def due(self, every: int | None, num_steps: int = 1) -> bool:
         """Whether a multiple of ``every`` was passed in the last ``num_steps`` steps, and steps remain."""
@@ -100,7 +115,7 @@ class Run:
             save(folder)
             tokenizer.save_pretrained(folder)
             state = {"step": self.step, "num_tokens": self.num_tokens, "first_evaluation": self.first_evaluation}
-            write_state(folder, state)
+            write_state(folder, {**state, "order": self.order})
         rotate(self.output_dir, self.config.save_total_limit)
 
     def finish(self, export: SaveFunction, tokenizer: Any) -> dict[str, float]:
@@ -116,13 +131,59 @@ class Run:
         return self.last
 
 
+def _check_same_order(saved: Mapping[str, Any], order: Mapping[str, Any], checkpoint: Path | None) -> None:
+    changed = [
+        f"{name} was {saved[name]} and is {value}" for name, value in order.items() if saved.get(name, value) != value
+    ]
+    if changed:
+        raise ConfigError(
+            f"resume_from_checkpoint: {checkpoint} belongs to a run that went through the data otherwise "
+            f"({'; '.join(changed)}), so that rows would be repeated or left out. Change that back (global_batch_size "
+            "sets the sequences of a step for any number of workers), or start anew from the checkpoint as model."
+        )
+
+
+@contextlib.contextmanager
+def mistakes_of(key: str) -> Iterator[None]:
+    """Inside, what is found wrong with something that the user wrote or named is a ConfigError that names the key.
+
+    An error in the code of a plugin keeps its traceback.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
+        if isinstance(error, ImportError) and not isinstance(error.__cause__, (ImportError, NoneType)):
+            raise
+        raise ConfigError("; ".join([f"{key}: {error}", *getattr(error, "__notes__", [])])) from error
+
+
+def num_train_workers(groups: DeviceGroups | None) -> int:
+    """The workers of role train that ``groups`` will start; None: this process is the only one."""
+    return 1 if groups is None else groups.group_of("train").num_workers
+
+
+def read_rows(config: TrainConfig, source: Any, split: str) -> Any:
+    """The rows of ``dataset`` or ``eval_dataset``. Raises ConfigError if there are none of the kind."""
+    with mistakes_of("dataset"):
+        return load_rows(
+            source,
+            split=split,
+            columns=config.columns,
+            prompt_template=config.prompt_template,
+            system=config.system,
+        )
+
+
 def load_model_and_tokenizer(config: TrainConfig) -> tuple[str, Any]:
     """The folder or hub name of the model, built first if a plugin builds it, and its tokenizer.
 
     Raises:
         ConfigError: a tokenizer that cannot be loaded, or that has no end-of-sequence token.
     """
-    load_plugins(config.external_plugins)
+    with mistakes_of("external_plugins"):
+        load_plugins(config.external_plugins)
     model = resolve_model(config.model, output_dir=config.output_dir, seed=config.seed)
     return model, load_tokenizer(config, model)
 
@@ -163,7 +224,7 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
     if RayHelper.current().world_size > 1:
         RayHelper.init_process_group()
     steps = num_training_steps or 0
-    return FsdpBackend(
+    return BACKENDS[config.backend](
         model,
         dtype=resolve_dtype(config),
         learning_rate=None if num_training_steps is None else config.learning_rate,

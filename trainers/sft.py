@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 
-from rayhelper import ConfigError, RayHelper
+from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Sequences
 from trainers.config import TrainConfig, at_least, sequences_per_step, total_steps
-from trainers.data import Batches, PackingStrategy, TruncationMode, load_rows, pack, tokenize_sft
+from trainers.data import Batches, PackingStrategy, TruncationMode, pack, tokenize_sft
 from trainers.losses import SFTLossType, sft_loss
 from trainers.metrics import Metrics
-from trainers.run import Run, build_backend, load_model_and_tokenizer
+from trainers.plugins import load_plugins
+from trainers.run import Run, build_backend, load_model_and_tokenizer, mistakes_of, read_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +34,6 @@ class SFTConfig(TrainConfig):
     """SFT's keys beside the shared ones."""
 
     output_dir: str = "outputs/sft"
-    shuffle_dataset: bool = True
-    """Go through the rows in a new random order every epoch."""
     dataset_text_field: str = "text"
     """The column that holds plain text."""
     dataset_num_proc: int | None = None
@@ -44,6 +43,7 @@ class SFTConfig(TrainConfig):
     max_length: int | None = 1024
     """Tokens a sequence (a row, when packing); longer ones are cut."""
     truncation_mode: TruncationMode = "keep_start"
+    """keep_start or keep_end of a sequence that is too long."""
     packing: bool = False
     """Put several documents into each row of ``max_length`` tokens."""
     packing_strategy: PackingStrategy = "bfd"
@@ -53,7 +53,9 @@ class SFTConfig(TrainConfig):
     assistant_only_loss: bool = False
     """Learn only assistant turns; the chat template must mark them with {% generation %}."""
     loss_type: SFTLossType = "nll"
+    """nll: negative log-likelihood; dft: weighed by the token's probability (arXiv 2508.05629)."""
     per_device_eval_batch_size: int = 8
+    """Sequences that a worker passes through the model at once in evaluation."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,6 +84,12 @@ class SFTTrainer:
         self.config = config
         self.prepare()
 
+    @staticmethod
+    def check(config: SFTConfig, groups: DeviceGroups | None) -> None:
+        """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
+        with mistakes_of("external_plugins"):
+            load_plugins(config.external_plugins)
+
     @RayHelper.function(group="driver")
     def prepare(self) -> None:
         """Reads and tokenizes the data."""
@@ -93,25 +101,20 @@ class SFTTrainer:
     def read(self, source: Any, split: str) -> Sequences:
         """The sequences of a dataset, packed if asked for."""
         config = self.config
-        rows = load_rows(
-            source,
-            split=split,
-            columns=config.columns,
-            prompt_template=config.prompt_template,
-            system=config.system,
-        )
+        rows = read_rows(config, source, split)
         cuts_rows = config.packing and config.packing_strategy != "bfd"
-        sequences = tokenize_sft(
-            rows,
-            self.tokenizer,
-            max_length=None if cuts_rows else config.max_length,
-            truncation_mode=config.truncation_mode,
-            completion_only_loss=config.completion_only_loss,
-            assistant_only_loss=config.assistant_only_loss,
-            text_field=config.dataset_text_field,
-            eos=config.eos_token,
-            num_proc=config.dataset_num_proc,
-        )
+        with mistakes_of("dataset"):
+            sequences = tokenize_sft(
+                rows,
+                self.tokenizer,
+                max_length=None if cuts_rows else config.max_length,
+                truncation_mode=config.truncation_mode,
+                completion_only_loss=config.completion_only_loss,
+                assistant_only_loss=config.assistant_only_loss,
+                text_field=config.dataset_text_field,
+                eos=config.eos_token,
+                num_proc=config.dataset_num_proc,
+            )
         if config.packing:
             assert config.max_length is not None
             sequences = pack(sequences, max_length=config.max_length, strategy=config.packing_strategy)
@@ -126,7 +129,9 @@ class SFTTrainer:
         batches = Batches(len(self.sequences), batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.build(self.model_path, num_steps)
-        with Run(config, num_steps, headline=("loss", "mean_token_accuracy", "learning_rate")) as run:
+        headline = ("loss", "mean_token_accuracy", "learning_rate")
+        order = {"sequences": len(self.sequences), "sequences a step": batch_size}
+        with Run(config, num_steps, headline=headline, order=order) as run:
             run.resume(self.load)
             while run.step < num_steps:
                 batch = self.sequences[batches[run.step]]

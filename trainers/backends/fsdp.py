@@ -12,6 +12,7 @@ micro-batches, the last ones empty if need be, so that collectives stay in step 
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +25,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainers.backends.base import LossFunction
 from trainers.backends.head import Head, Scores
+from trainers.backends.hf_model import (
+    build_model,
+    default_device,
+    evaluating,
+    load_named_weights,
+    named_weights,
+    read_weights,
+    write_model,
+    zero_dropout,
+)
 from trainers.batch import Ragged, Sequences
 from trainers.metrics import Metrics
 
@@ -32,7 +43,7 @@ class FsdpBackend:
     """A causal language model and, unless it only scores, its AdamW optimizer and schedule.
 
     Weights and optimizer states are float32; ``dtype='bfloat16'`` runs the forward pass under autocast. A model that
-    only scores (``learning_rate=None``) is kept in ``dtype``.
+    only scores (``learning_rate=None``) is kept in ``dtype``. ``device`` None: the GPU of this process, or the CPU.
     """
 
     def __init__(
@@ -40,6 +51,7 @@ class FsdpBackend:
         model: str | Path,
         *,
         dtype: Literal["float32", "bfloat16"] = "float32",
+        device: str | torch.device | None = None,
         learning_rate: float | None = None,
         num_training_steps: int = 0,
         weight_decay: float = 0.0,
@@ -56,24 +68,23 @@ class FsdpBackend:
         model_init_kwargs: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        from transformers import AutoModelForCausalLM, get_scheduler, set_seed
+        from transformers import get_scheduler, set_seed
 
         set_seed(seed)
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        )
-        self.dtype = getattr(torch, dtype)
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.device = default_device() if device is None else torch.device(device)
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         trains = learning_rate is not None
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        self.module: Any = build_model(
             model,
             dtype=torch.float32 if trains else self.dtype,
+            device=self.device,
+            model_init_kwargs=model_init_kwargs,
             trust_remote_code=trust_remote_code,
-            **dict(model_init_kwargs or {}),
         )
-        self.module: Any = loaded.to(self.device)
+        self.config = copy.deepcopy(self.module.config)  # as it is written: with its dropout
         if disable_dropout:
-            _disable_dropout(self.module)
+            zero_dropout(self.module)
         self.module.train(trains)
         if gradient_checkpointing and trains:
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -85,13 +96,14 @@ class FsdpBackend:
             return
         if self.world_size > 1:
             devices = [self.device.index] if self.device.type == "cuda" else None
-            self.forward = DistributedDataParallel(self.scorer, device_ids=devices)
+            self.forward = DistributedDataParallel(self.scorer, device_ids=devices, gradient_as_bucket_view=True)
         self.max_grad_norm = max_grad_norm
         self.optimizer = torch.optim.AdamW(
             _parameter_groups(self.module, weight_decay),
             lr=learning_rate,
             betas=(adam_beta1, adam_beta2),
             eps=adam_epsilon,
+            fused=self.device.type == "cuda",
         )
         self.scheduler = get_scheduler(
             lr_scheduler_type,
@@ -103,12 +115,16 @@ class FsdpBackend:
 
     @torch.no_grad()
     def token_logps(self, sequences: Sequences, *, micro_batch_size: int, temperature: float = 1.0) -> Ragged:
-        """float32 log-probabilities of each row's targets under softmax(logits / temperature). Any rank, alone too."""
-        parts = [
-            self._scores(self.scorer, sequences[start : start + micro_batch_size], temperature).logps_N.cpu().numpy()
-            for start in range(0, len(sequences), micro_batch_size)
-        ]
-        values = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+        """float32 log-probabilities of each row's targets under softmax(logits / temperature). Any rank, alone too.
+
+        Without dropout they are, bit for bit, those that ``step`` finds for the same micro-batches.
+        """
+        with evaluating(self.module):
+            parts = [
+                self._scores(self.scorer, sequences[start : start + micro_batch_size], temperature).logps_N
+                for start in range(0, len(sequences), micro_batch_size)
+            ]
+        values = torch.cat(parts).cpu().numpy() if parts else np.zeros(0, np.float32)
         return Ragged.split(values, num_targets(sequences))
 
     def step(
@@ -160,53 +176,49 @@ class FsdpBackend:
         return int(counts)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights under their Hugging Face names, tied ones once. Any rank."""
-        seen: set[int] = set()
-        for name, weight in self.module.state_dict(keep_vars=True).items():
-            if weight.data_ptr() not in seen or not weight.numel():
-                seen.add(weight.data_ptr())
-                yield name, weight.detach()
+        """The weights under the names of a checkpoint, tied ones once. Any rank."""
+        return named_weights(self.module)
 
     def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes the weights in place; see ``load_named_weights``."""
+        """Takes the weights in place; see ``load_named_weights``. Every rank."""
         load_named_weights(self.module, named_weights)
 
     def export(self, folder: Path, tokenizer: Any = None) -> None:
-        """Writes a Hugging Face folder (rank 0 does)."""
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            self.module.save_pretrained(folder)
+        """Writes the model alone in ``dtype``, as a Hugging Face folder (rank 0 does)."""
+        if self.rank == 0:
+            write_model(self.module, Path(folder), dtype=self.dtype, config=self.config)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
 
     def save(self, folder: Path) -> None:
-        """Writes model, optimizer, schedule and every rank's random state. Every rank calls it."""
+        """Writes the model as it is in memory, optimizer, schedule and every rank's random state. Every rank."""
         folder = Path(folder)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self.export(folder)
-        if rank == 0 and self.optimizer is not None:
-            torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
-            torch.save(self.scheduler.state_dict(), folder / "scheduler.pt")
-        torch.save(random_state(), folder / f"rng_state_{rank}.pth")
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.rank == 0:
+            write_model(self.module, folder, dtype=self.module.dtype, config=self.config)
+            if self.optimizer is not None:
+                torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
+                torch.save(self.scheduler.state_dict(), folder / "scheduler.pt")
+        torch.save(random_state(self.device), folder / f"rng_state_{self.rank}.pth")
         if self.world_size > 1:
             dist.barrier()
 
     def load(self, folder: Path) -> None:
-        """Restores what ``save`` wrote, bit for bit. Every rank calls it.
+        """Restores what ``save`` wrote, bit for bit. Every rank.
 
         A rank that had no part in the saved run (there were fewer) keeps its own random state.
-        """
-        from safetensors.torch import load_file
 
+        Raises:
+            FileNotFoundError: the folder is not one that ``save`` of a training backend wrote.
+        """
         folder = Path(folder)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        for file in sorted(folder.glob("model*.safetensors")):
-            load_named_weights(self.module, load_file(file, device=str(self.device)).items())
+        load_named_weights(self.module, read_weights(folder))
         if self.optimizer is not None:
-            self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location=self.device))
-            self.scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=False))
-        states = folder / f"rng_state_{rank}.pth"
+            self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu"))
+            self.scheduler.load_state_dict(torch.load(folder / "scheduler.pt"))
+        states = folder / f"rng_state_{self.rank}.pth"
         if states.exists():
-            set_random_state(torch.load(states, weights_only=False))
+            set_random_state(torch.load(states, weights_only=False), self.device)
 
 
 class Scorer(torch.nn.Module):
@@ -220,49 +232,49 @@ class Scorer(torch.nn.Module):
     def forward(
         self,
         input_ids_BT: torch.Tensor,
-        attention_mask_BT: torch.Tensor | None,
-        position_ids_BT: torch.Tensor,
+        position_ids_BT: torch.Tensor | None,
         predicting_N: torch.Tensor,
         target_ids_N: torch.Tensor,
         temperature: float,
         entropy_gradient: bool,
     ) -> tuple[torch.Tensor, ...]:
         """``predicting_N``: places, in the flattened (B, T), whose logits predict ``target_ids_N``."""
-        hidden_BTH = self.model.base_model(
-            input_ids=input_ids_BT,
-            attention_mask=attention_mask_BT,
-            position_ids=position_ids_BT,
-            use_cache=False,
-        ).last_hidden_state
-        hidden_NH = hidden_BTH.flatten(0, 1)[predicting_N]
-        return tuple(self.head.scores(hidden_NH, target_ids_N, temperature, entropy_gradient=entropy_gradient))
+        inputs = {"input_ids": input_ids_BT}
+        if position_ids_BT is not None:
+            inputs["position_ids"] = position_ids_BT
+        features_NX = self.head.features(self.model, predicting_N, **inputs)
+        return tuple(self.head.scores(features_NX, target_ids_N, temperature, entropy_gradient=entropy_gradient))
 
 
 def padded_inputs(micro: Sequences, device: torch.device) -> tuple[torch.Tensor | None, ...]:
-    """What ``Scorer`` is called with: rows padded on the right. An empty micro-batch becomes one token of padding.
+    """What ``Scorer`` is called with: rows padded on the right. A micro-batch without tokens becomes one of padding.
 
-    Packed rows have positions that start anew with every document and no attention mask: transformers then keeps the
-    documents apart; the padding behind them is a document of its own.
+    There is no attention mask: no token looks at what follows it, so padding on the right reaches no target, and
+    attention keeps its fastest kernel. Packed rows have positions that start anew with every document, by which
+    transformers keeps the documents apart; the padding behind them is a document of its own.
+
+    Raises:
+        ValueError: a target that is the first token of its document, or documents that do not add up to their row.
     """
-    if not len(micro):
+    input_ids_BT = micro.input_ids.padded(0)
+    if not input_ids_BT.numel():
         nothing = torch.zeros(0, dtype=torch.long, device=device)
-        one = torch.zeros(1, 1, dtype=torch.long, device=device)
-        return one, torch.ones_like(one), one, nothing, nothing
-    input_ids_BT = micro.input_ids.padded(0, device)
-    is_target_BT = micro.target_mask.padded(False, device)
-    width = input_ids_BT.shape[1]
-    if micro.segment_lengths is None:
-        attention_mask_BT = micro.input_ids.mask(device).long()
-        position_ids_BT = torch.arange(width, device=device).expand_as(input_ids_BT)
-    else:
-        attention_mask_BT = None
-        rows = [_restarting(lengths, width) for lengths in micro.segment_lengths]
-        position_ids_BT = torch.from_numpy(np.stack(rows)).to(device)
-    targets_N = is_target_BT.flatten().nonzero().squeeze(-1)
-    first = (targets_N % width == 0) if micro.segment_lengths is None else position_ids_BT.flatten()[targets_N] == 0
-    if bool(first.any()):
-        raise ValueError("the first token of a document has nothing before it and cannot be a target")
-    return input_ids_BT, attention_mask_BT, position_ids_BT, targets_N - 1, input_ids_BT.flatten()[targets_N]
+        return torch.zeros(1, 1, dtype=torch.long, device=device), None, nothing, nothing
+    position_ids_BT = None if micro.segment_lengths is None else _positions(micro, input_ids_BT.shape[1])
+    is_first_BT = torch.zeros_like(input_ids_BT, dtype=torch.bool)
+    is_first_BT[:, 0] = True
+    if position_ids_BT is not None:
+        is_first_BT = position_ids_BT == 0
+    is_target_BT = micro.target_mask.padded(False)
+    wrong = (is_target_BT & is_first_BT).any(1).nonzero().flatten().tolist()
+    if wrong:
+        raise ValueError(
+            f"the first token of a document has nothing before it and cannot be a target (row {wrong[0]} of a "
+            f"micro-batch of {len(micro)}): set its target_mask to False"
+        )
+    targets_N = is_target_BT.flatten().nonzero().flatten()
+    tensors = (input_ids_BT, position_ids_BT, targets_N - 1, input_ids_BT.flatten()[targets_N])
+    return tuple(None if tensor is None else tensor.to(device) for tensor in tensors)
 
 
 def num_targets(sequences: Sequences) -> np.ndarray:
@@ -272,50 +284,31 @@ def num_targets(sequences: Sequences) -> np.ndarray:
     return counts
 
 
-def load_named_weights(module: Any, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copies weights into a model by their names; those tied to a given one follow.
-
-    Raises:
-        ValueError: a name or shape the model does not have, or a weight that was not given.
-    """
-    own = module.state_dict(keep_vars=True)
-    given: set[int] = set()
-    with torch.no_grad():
-        for name, weight in named_weights:
-            if name not in own or own[name].shape != weight.shape:
-                there = tuple(own[name].shape) if name in own else "no such weight"
-                raise ValueError(f"weight {name!r} {tuple(weight.shape)} does not fit the model: {there}")
-            own[name].copy_(weight)
-            given.add(own[name].data_ptr())
-    missing = [name for name, weight in own.items() if weight.numel() and weight.data_ptr() not in given]
-    if missing:
-        raise ValueError(f"{len(missing)} weights of the model were not given, among them {missing[:3]}")
-
-
-def random_state() -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The states of Python's, NumPy's and torch's generators, those of ``device`` among them."""
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
 
 
-def set_random_state(state: Mapping[str, Any]) -> None:
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Puts back what ``random_state`` gave."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def _loss(scores: Scores, loss_function: LossFunction[Any], micro: Sequences, metrics: Metrics) -> torch.Tensor:
+    nothing = scores.logps_N[:0].sum()  # reaches every weight, with gradients of zero, whatever the loss looks at
+    if not len(micro):
+        return nothing
     counts = torch.from_numpy(num_targets(micro)).to(scores.logps_N.device)
-    width = int(counts.max()) if len(counts) else 0
-    mask_BT = torch.arange(width, device=counts.device)[None, :] < counts[:, None]
+    mask_BT = torch.arange(int(num_targets(micro).max()), device=counts.device)[None, :] < counts[:, None]
     logps_BT = torch.zeros(mask_BT.shape, device=counts.device).masked_scatter(mask_BT, scores.logps_N)
     entropy_BT = torch.zeros(mask_BT.shape, device=counts.device).masked_scatter(mask_BT, scores.entropy_N)
     metrics.mean("mean_token_accuracy", float(scores.is_top1_N.sum()), len(scores.is_top1_N))
-    loss = loss_function(logps_BT, entropy_BT, mask_BT, micro, metrics)
-    return loss + 0.0 * scores.logps_N.sum()  # an empty micro-batch still has a gradient, of zeros
+    return loss_function(logps_BT, entropy_BT, mask_BT, micro, metrics) + nothing
 
 
 def _parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -331,14 +324,15 @@ def _parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict
     ]
 
 
-def _disable_dropout(module: torch.nn.Module) -> None:
-    for part in module.modules():
-        if isinstance(part, torch.nn.Dropout):
-            part.p = 0.0
-        if hasattr(part, "attention_dropout"):
-            part.attention_dropout = 0.0  # type: ignore[assignment]
-
-
-def _restarting(lengths: np.ndarray, width: int) -> np.ndarray:
-    lengths = np.append(lengths, width - lengths.sum())
-    return np.concatenate([np.arange(length) for length in lengths])
+def _positions(micro: Sequences, width: int) -> torch.Tensor:
+    """(B, width) positions within documents."""
+    assert micro.segment_lengths is not None
+    rows = []
+    for row, (lengths, total) in enumerate(zip(micro.segment_lengths, micro.input_ids.lengths, strict=True)):
+        if lengths.sum() != total:
+            raise ValueError(
+                f"segment_lengths of row {row} of a micro-batch add up to {lengths.sum()}; the row has {total} tokens"
+            )
+        lengths = np.append(lengths, width - total)
+        rows.append(np.arange(width) - np.repeat(np.cumsum(lengths) - lengths, lengths))
+    return torch.from_numpy(np.stack(rows))

@@ -6,14 +6,18 @@ a chunk at a time, and a chunk's logits are computed again in the backward pass 
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from trainers.backends.hf_model import evaluating
 from trainers.losses import token_entropy, token_logps
 
 CHUNK_BYTES = 256 * 1024 * 1024  # of float32 logits
+
+logger = logging.getLogger(__name__)
 
 
 class Scores(NamedTuple):
@@ -27,51 +31,87 @@ class Scores(NamedTuple):
 class Head:
     """The output embedding of a Hugging Face model, with what its architecture does to the logits afterwards.
 
+    Architectures differ in that last part, and the same configuration key multiplies in one and divides in another. So
+    the head is compared with the model itself once; where the two disagree the model's own logits are used, correct but
+    with the memory of all of them (``features``).
+
     Raises:
         ValueError: the model has no output embedding that can be called on its own.
     """
 
     def __init__(self, model: Any) -> None:
-        self.linear = model.get_output_embeddings()
-        if self.linear is None or model.base_model is model:
+        linear = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        if linear is None or model.base_model is model:
             raise ValueError(
-                f"{type(model).__name__} has no backbone and output embedding to be called one by one; "
-                "the fsdp backend trains causal language models (AutoModelForCausalLM)."
+                f"{type(model).__name__} has no backbone and output embedding that can be called one after the other; "
+                "the fsdp backend trains causal language models (what AutoModelForCausalLM builds)."
             )
+        self.linear: Any = linear
         config = model.config.get_text_config()
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)  # Gemma 2
         self.scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
         self.scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+        self.known = self._agrees_with(model)
+        if not self.known:
+            logger.warning(
+                "%s does something to its logits that is not known here: its own forward pass is used, which holds the "
+                "logits of a whole micro-batch. Choose small micro-batches.",
+                type(model).__name__,
+            )
 
-    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+    def features(self, model: Any, predicting_N: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """(N, H) hidden states at ``predicting_N``, places of the flattened (B, T); logits if the head is not known."""
+        if self.known:
+            outputs_BTX = model.base_model(**inputs, use_cache=False).last_hidden_state
+        else:
+            outputs_BTX = model(**inputs, use_cache=False).logits
+        features_NX: torch.Tensor = outputs_BTX.flatten(0, 1).index_select(0, predicting_N)
+        return features_NX
+
+    def scores(
+        self, features_NX: torch.Tensor, ids_N: torch.Tensor, temperature: float, *, entropy_gradient: bool = False
+    ) -> Scores:
+        """Log-probabilities of ``ids_N`` under softmax(logits / temperature), entropies, and top-1 hits."""
+        rows = max(1, CHUNK_BYTES // (4 * self.linear.weight.shape[0]))
+        parts = [
+            self._chunk(features_NX[start : start + rows], ids_N[start : start + rows], temperature, entropy_gradient)
+            for start in range(0, max(1, len(ids_N)), rows)
+        ]
+        return Scores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+    def logits(self, features_NX: torch.Tensor) -> torch.Tensor:
         """(N, V) float32."""
-        logits_NV: torch.Tensor = self.linear(hidden_NH).float()
+        if not self.known:
+            return features_NX.float()
+        logits_NV: torch.Tensor = self.linear(features_NX).float()
         if self.scale != 1.0:
             logits_NV = logits_NV * self.scale
         if self.softcap:
             logits_NV = torch.tanh(logits_NV / self.softcap) * self.softcap
         return logits_NV
 
-    def scores(
-        self, hidden_NH: torch.Tensor, ids_N: torch.Tensor, temperature: float, *, entropy_gradient: bool = False
-    ) -> Scores:
-        """Log-probabilities of ``ids_N`` under softmax(logits / temperature), entropies, and top-1 hits."""
-        rows = max(1, CHUNK_BYTES // (4 * self.linear.weight.shape[0]))
-        parts = [
-            self._chunk(hidden_NH[start : start + rows], ids_N[start : start + rows], temperature, entropy_gradient)
-            for start in range(0, max(1, len(ids_N)), rows)
-        ]
-        return Scores(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-    def _chunk(self, hidden_NH: torch.Tensor, ids_N: torch.Tensor, temperature: float, with_gradient: bool) -> Scores:
+    def _chunk(self, features_NX: torch.Tensor, ids_N: torch.Tensor, temperature: float, with_gradient: bool) -> Scores:
         if not torch.is_grad_enabled():
-            return Scores(*self._score(hidden_NH, ids_N, temperature, with_gradient))
-        return Scores(*checkpoint(self._score, hidden_NH, ids_N, temperature, with_gradient, use_reentrant=False))
+            return Scores(*self._score(features_NX, ids_N, temperature, with_gradient))
+        return Scores(*checkpoint(self._score, features_NX, ids_N, temperature, with_gradient, use_reentrant=False))
 
     def _score(
-        self, hidden_NH: torch.Tensor, ids_N: torch.Tensor, temperature: float, with_gradient: bool
+        self, features_NX: torch.Tensor, ids_N: torch.Tensor, temperature: float, with_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits_NV = self.logits(hidden_NH)
+        logits_NV = self.logits(features_NX)
+        # The recomputation of the backward pass ends with the last tensor that a gradient needs, so what has no
+        # gradient stands last and is computed once.
+        logps_N = token_logps(logits_NV, ids_N, temperature)
         entropy_N = token_entropy(logits_NV if with_gradient else logits_NV.detach(), temperature)
         is_top1_N = (logits_NV.detach().argmax(-1) == ids_N).float()
-        return token_logps(logits_NV, ids_N, temperature), entropy_N, is_top1_N
+        return logps_N, entropy_N, is_top1_N
+
+    @torch.no_grad()
+    def _agrees_with(self, model: Any) -> bool:
+        self.known = True
+        ids_BT = torch.arange(4, device=self.linear.weight.device)[None] % self.linear.weight.shape[0]
+        with evaluating(model):
+            wanted = model(input_ids=ids_BT, use_cache=False).logits.float()
+            found = self.logits(model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state)
+        tolerance = 1e-4 if self.linear.weight.dtype == torch.float32 else 2e-2
+        return found.shape == wanted.shape and bool((found - wanted).abs().max() <= tolerance * wanted.abs().max())

@@ -9,19 +9,37 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from trainers.backends.fsdp import load_named_weights
+from trainers.backends.hf_model import build_model, default_device, evaluating, load_named_weights
 from trainers.batch import Prompts, Ragged, Rollouts
+from trainers.losses import token_logps
 from trainers.plugins import nearest
 from trainers.rollout.base import Sampling
 
-_OWN_FIELDS = {"max_new_tokens", "max_length", "do_sample", "num_return_sequences", "num_beams", "pad_token_id"}
+# Fields of GenerationConfig that may not be given, and why
+_TAKEN = {
+    "it is set by a key of the trainer": ["max_new_tokens", "max_length", "do_sample", "eos_token_id", "pad_token_id"],
+    "a prompt has one completion, drawn token by token": [
+        *["num_beams", "num_return_sequences", "prompt_lookup_num_tokens", "assistant_early_exit", "is_assistant"],
+        *[
+            "penalty_alpha",
+            "dola_layers",
+            "prefill_chunk_size",
+            "guidance_scale",
+            "token_healing",
+            "return_dict_in_generate",
+            "use_cache",
+        ],
+    ],
+    "log-probabilities are taken as the model runs, which must not be compiled": ["disable_compile", "compile_config"],
+    "a completion ends with a stop token; use stop_token_ids": ["stop_strings"],
+}
 
 
 class HfEngine:
@@ -34,19 +52,21 @@ class HfEngine:
         *,
         batch_size: int | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
+        device: str | torch.device | None = None,
         model_init_kwargs: dict[str, Any] | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        self.dtype = getattr(torch, dtype)
+        self.dtype: torch.dtype = getattr(torch, dtype)
         if isinstance(model, torch.nn.Module):
             self.module: Any = model
         else:
-            from transformers import AutoModelForCausalLM
-
-            self.module = AutoModelForCausalLM.from_pretrained(
-                model, dtype=self.dtype, trust_remote_code=trust_remote_code, **(model_init_kwargs or {})
-            )
-            self.module.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+            self.module = build_model(
+                model,
+                dtype=self.dtype,
+                device=default_device() if device is None else torch.device(device),
+                model_init_kwargs=model_init_kwargs,
+                trust_remote_code=trust_remote_code,
+            ).eval()
         self.batch_size = batch_size
         self.stop_token_ids = _stop_token_ids(self.module, tokenizer)
         pad = tokenizer.pad_token_id
@@ -60,29 +80,34 @@ class HfEngine:
         """
         empty = np.flatnonzero(prompts.prompt_ids.lengths == 0)
         if len(empty):
-            raise ValueError(f"prompt {empty[0]} of {len(prompts)} has no tokens; a completion needs at least one")
+            raise ValueError(
+                f"prompt {empty[0]} of {len(prompts)} has no tokens, and a completion needs one to begin with: "
+                "drop the row, or start every prompt with a token such as bos"
+            )
         size = self.batch_size or max(1, len(prompts))
         stops = sorted(self.stop_token_ids | set(sampling.stop_token_ids))
         config = self._generation_config(sampling, stops)
-        with self._generating(), torch.random.fork_rng(self._cuda_devices()):
-            torch.manual_seed(seed)
-            parts = [
-                self._complete(prompts[start : start + size].prompt_ids, config, stops, sampling.temperature or 1.0)
-                for start in range(0, len(prompts), size)
-            ]
+        parts = []
+        with self._generating():
+            for start in range(0, len(prompts), size):
+                self._seed(seed, start)
+                prompt_ids = prompts[start : start + size].prompt_ids
+                parts.append(self._complete(prompt_ids, config, stops, sampling.temperature or 1.0))
         return Rollouts.concat(parts) if parts else _no_rollouts()
 
     def _complete(self, prompt_ids: Ragged, config: Any, stops: list[int], temperature: float) -> Rollouts:
         device = self.module.device
         flipped = Ragged.of([row[::-1] for row in prompt_ids], np.int64)  # padding on the left
-        input_ids_BT = flipped.padded(self.pad_token_id, device).flip(1)
         attention_mask_BT = flipped.mask(device).long().flip(1)
+        # Attention does not see the padding but a repetition penalty does, so it must not be eos: any token of the row
+        last_B1 = torch.tensor([[row[-1]] for row in prompt_ids], device=device)
+        input_ids_BT = torch.where(attention_mask_BT.bool(), flipped.padded(0, device).flip(1), last_B1)
         with _LogpRecorder(self.module, temperature) as recorder:
             sequences = self.module.generate(
                 input_ids=input_ids_BT, attention_mask=attention_mask_BT, generation_config=config
             )
         completions_BT = sequences[:, input_ids_BT.shape[1] :]
-        logps_BT = recorder.finish(completions_BT[:, -1])
+        logps_BT = recorder.logps_of(completions_BT)
         is_stop_BT = torch.isin(completions_BT, torch.tensor(stops, device=device))
         truncated_B = ~is_stop_BT.any(1)
         width = completions_BT.shape[1]
@@ -103,12 +128,7 @@ class HfEngine:
     def _generation_config(self, sampling: Sampling, stops: list[int]) -> Any:
         from transformers import GenerationConfig
 
-        known = set(GenerationConfig().to_dict())
-        for name in sampling.generation_kwargs:
-            if name in _OWN_FIELDS | {f.name for f in dataclasses.fields(Sampling)}:
-                raise ValueError(f"generation_kwargs may not hold {name!r}: it is set by the trainer's own keys")
-            if name not in known:
-                raise ValueError(f"generation_kwargs: GenerationConfig has no field {name!r}. {nearest(name, known)}")
+        _check_generation_kwargs(sampling.generation_kwargs)
         greedy = sampling.temperature == 0
         return GenerationConfig(
             **{
@@ -121,34 +141,44 @@ class HfEngine:
                 "repetition_penalty": sampling.repetition_penalty,
                 "eos_token_id": stops,
                 "pad_token_id": self.pad_token_id,
+                "use_cache": True,
+                "disable_compile": True,
                 **sampling.generation_kwargs,
             }
         )
 
     @contextlib.contextmanager
     def _generating(self) -> Iterator[None]:
-        """Evaluation mode and no defaults of the model's own; a shared model is left as it was found."""
+        """Evaluation mode and no defaults of the model's own; model and generators are left as they were found."""
         from transformers import GenerationConfig
 
-        training, defaults = self.module.training, self.module.generation_config
-        self.module.eval()
+        device, defaults = self.module.device, self.module.generation_config
+        casts = self.dtype != torch.float32 and self.module.dtype == torch.float32
         self.module.generation_config = GenerationConfig()
         try:
-            with torch.autocast(self.module.device.type, self.dtype, enabled=self._needs_autocast()):
+            with (
+                evaluating(self.module),
+                torch.autocast(device.type, self.dtype, enabled=casts),
+                torch.random.fork_rng([device] if device.type == "cuda" else []),
+            ):
                 yield
         finally:
             self.module.generation_config = defaults
-            self.module.train(training)
 
-    def _needs_autocast(self) -> bool:
-        return bool(self.dtype != torch.float32 and self.module.dtype == torch.float32)
-
-    def _cuda_devices(self) -> list[torch.device]:
-        return [self.module.device] if self.module.device.type == "cuda" else []
+    def _seed(self, seed: int, start: int) -> None:
+        """Every chunk of prompts has draws of its own, whatever those before it used."""
+        drawn = int(np.random.SeedSequence([seed, start]).generate_state(1)[0])
+        torch.default_generator.manual_seed(drawn)
+        device = self.module.device
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index].manual_seed(drawn)
 
 
 class _LogpRecorder:
-    """Log-probabilities of the sampled tokens, from the logits of each forward pass of ``generate``."""
+    """Log-probabilities of the sampled tokens, from the logits of each forward pass of ``generate``.
+
+    ``LogitsProcessor`` would be the usual place, but those of a caller run behind the repetition penalty.
+    """
 
     def __init__(self, module: Any, temperature: float) -> None:
         self.module = module
@@ -166,18 +196,35 @@ class _LogpRecorder:
     def _after_forward(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if self.previous_BV is not None:
             self._record(kwargs["input_ids"][:, -1])
-        self.previous_BV = output.logits[:, -1]
+        self.previous_BV = output.logits[:, -1].clone()  # a view would keep the logits of a whole prompt alive
 
     def _record(self, chosen_B: torch.Tensor) -> None:
-        assert self.previous_BV is not None
-        from trainers.losses import token_logps
-
+        assert self.previous_BV is not None, "generate runs the model before it draws a token"
         self.logps.append(token_logps(self.previous_BV, chosen_B, self.temperature))
 
-    def finish(self, chosen_B: torch.Tensor) -> torch.Tensor:
-        """(B, T) log-probabilities, the last tokens being ``chosen_B``."""
-        self._record(chosen_B)
+    def logps_of(self, completions_BT: torch.Tensor) -> torch.Tensor:
+        """(B, T) log-probabilities; the last tokens have not been seen by the model, so they come from here."""
+        width = completions_BT.shape[1]
+        if len(self.logps) < width:
+            self._record(completions_BT[:, -1])
+        assert len(self.logps) == width, f"{len(self.logps)} log-probabilities for {width} tokens a row"
         return torch.stack(self.logps, 1)
+
+
+def _check_generation_kwargs(given: Mapping[str, Any]) -> None:
+    from transformers import GenerationConfig
+
+    known = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
+    reasons = {name: reason for reason, names in _TAKEN.items() for name in names}
+    reasons |= {field.name: "Sampling has a field for it" for field in dataclasses.fields(Sampling)}
+    for name in given:
+        if name in reasons:
+            raise ValueError(f"generation_kwargs may not hold {name!r}: {reasons[name]}")
+        if name not in known:
+            raise ValueError(
+                f"generation_kwargs: transformers' GenerationConfig has no field {name!r}. "
+                f"{nearest(name, known - reasons.keys())}"
+            )
 
 
 def _stop_token_ids(module: Any, tokenizer: Any) -> set[int]:

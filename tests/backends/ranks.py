@@ -1,0 +1,112 @@
+"""Several ranks of one process group, for as long as one function runs.
+
+Ranks are forked from a server that has imported everything and computed nothing: they start in milliseconds, however
+many threads this process has, and this process never joins a process group itself.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import pickle
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_forkserver = multiprocessing.get_context("forkserver")
+_forkserver.set_forkserver_preload(
+    [
+        "torch.nn.parallel",
+        "torch._dynamo",
+        "pytest",
+        "huggingface_hub.hf_file_system",
+        "peft",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.qwen3.modeling_qwen3",
+        "transformers.optimization",
+        "transformers.trainer_pt_utils",
+        "safetensors.torch",
+    ]
+)
+
+
+def run_ranks(
+    num_ranks: int, function: Callable[..., Any], *args: Any, folder: Path, timeout_s: float = 60.0
+) -> list[Any]:
+    """What ``function(rank, *args)`` returned on each of ``num_ranks`` gloo ranks; ``folder`` is where they meet.
+
+    Raises:
+        AssertionError: a rank failed, with its traceback, or did not finish in time; the others are stopped.
+    """
+    meeting = folder / f"ranks_{time.monotonic_ns()}"
+    processes, pipes = [], {}
+    for rank in range(num_ranks):
+        ours, theirs = _forkserver.Pipe(duplex=False)
+        process = _forkserver.Process(
+            target=_rank, args=(theirs, rank, num_ranks, meeting, timeout_s, function, args), daemon=True
+        )
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes[ours] = rank
+    try:
+        values = _collect(pipes, num_ranks, time.monotonic() + timeout_s)
+        for process in processes:
+            process.join(timeout_s)
+        return values
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        for pipe in list(pipes):
+            pipe.close()
+        meeting.unlink(missing_ok=True)
+
+
+def _collect(pipes: dict[Connection, int], num_ranks: int, deadline: float) -> list[Any]:
+    values: dict[int, Any] = {}
+    while len(values) < num_ranks:
+        waiting = [pipe for pipe, rank in pipes.items() if rank not in values]
+        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+        assert ready, f"ranks {sorted(pipes[pipe] for pipe in waiting)} of {num_ranks} did not finish in time"
+        for pipe in ready:
+            rank = pipes[pipe]  # type: ignore[index]
+            try:
+                succeeded, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                raise AssertionError(f"rank {rank} of {num_ranks} died without a word") from None
+            assert succeeded, f"rank {rank} of {num_ranks} failed:\n{value}"
+            values[rank] = value
+    return [values[rank] for rank in range(num_ranks)]
+
+
+def _rank(
+    pipe: Connection,
+    rank: int,
+    num_ranks: int,
+    meeting: Path,
+    timeout_s: float,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{meeting}",
+            rank=rank,
+            world_size=num_ranks,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        answer = pickle.dumps((True, function(rank, *args)))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        answer = pickle.dumps((False, traceback.format_exc()))
+    pipe.send_bytes(answer)

@@ -1,0 +1,109 @@
+"""Small runs of both trainers, and what they leave behind: what the tests of whole runs share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import load_file
+
+from trainers.grpo import GRPOConfig
+from trainers.run import Run
+from trainers.sft import SFTConfig
+
+WORDS = "a bee sees two deer near the sea where no one ever was before and they all rest".split()
+TEXTS = [" ".join(WORDS[k % 5 : k % 5 + 1 + 3 * k % 11]) for k in range(11)]  # 11 texts of unequal length
+
+
+def shared(model: str, folder: Path) -> dict[str, Any]:
+    return {
+        "model": model,
+        "output_dir": str(folder),
+        "dtype": "float32",
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "weight_decay": 0.01,
+        "report_to": ["none"],
+        "logging_steps": 100,
+        "seed": 7,
+    }
+
+
+def sft_config(model: str, folder: Path, **keys: Any) -> SFTConfig:
+    """Three epochs of three steps over 11 rows; the last batch of an epoch has 3 rows, the others 4."""
+    settings: dict[str, Any] = {
+        **shared(model, folder),
+        "dataset": [{"text": text} for text in TEXTS],
+        "per_device_train_batch_size": 2,
+        "global_batch_size": 4,
+        "num_train_epochs": 3,
+        "save_steps": 0,
+    }
+    return SFTConfig(**(settings | keys))
+
+
+def grpo_config(model: str, folder: Path, **keys: Any) -> GRPOConfig:
+    """Two epochs of six steps over 6 prompts: generations of 16 and 8 completions, 8 a step, gone through twice."""
+    settings: dict[str, Any] = {
+        **shared(model, folder),
+        "dataset": [{"prompt": text} for text in TEXTS[:6]],
+        "eval_dataset": [{"prompt": text} for text in TEXTS[6:8]],
+        "eval_temperature": 0.0,
+        "reward_funcs": ["tests.e2e.runs.evenness", "tests.e2e.runs.shortness"],
+        "reward_weights": [1.0, 0.1],
+        "num_generations": 4,
+        "generation_batch_size": 16,
+        "num_iterations": 2,
+        "max_completion_length": 8,
+        "beta": 0.05,
+        "per_device_train_batch_size": 3,
+        "global_batch_size": 8,
+        "num_train_epochs": 2,
+        "save_steps": 0,
+    }
+    return GRPOConfig(**(settings | keys))
+
+
+def evenness(completion_ids: Sequence[Any], **_: Any) -> list[float]:
+    """The share of even tokens."""
+    return [sum(int(token) % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def shortness(completion_ids: Sequence[Any], **_: Any) -> list[float | None]:
+    """Fewer tokens are better; what is a single token is not scored."""
+    return [None if len(ids) == 1 else -float(len(ids)) for ids in completion_ids]
+
+
+@contextmanager
+def interrupted_after(step: int) -> Iterator[None]:
+    """Inside, Ctrl-C comes when the numbers of ``step`` have been written."""
+    log_step = Run.log_step
+
+    def log_and_stop(run: Run, *args: Any, **kwargs: Any) -> None:
+        log_step(run, *args, **kwargs)
+        if run.step == step:
+            raise KeyboardInterrupt
+
+    with patch.object(Run, "log_step", log_and_stop):
+        yield
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl`` without the seconds that a step took."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "step_time"} for line in found]
+
+
+def final_bytes(folder: Path) -> bytes:
+    """The weights of the trained model as they stand in the file."""
+    return (folder / "final" / "model.safetensors").read_bytes()
+
+
+def final_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "final" / "model.safetensors")

@@ -1,0 +1,58 @@
+"""A run that was stopped and resumed equals one that never stopped, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayhelper import RayHelper
+from tests.e2e.runs import final_bytes, grpo_config, interrupted_after, lines, sft_config
+from tests.golden.tiny import save_tiny
+from trainers.grpo import GRPOTrainer
+from trainers.sft import SFTTrainer
+
+CASES: dict[str, tuple[Any, Any, int, int, dict[str, Any]]] = {  # trainer, config, steps, interrupted after, keys
+    "sft": (SFTTrainer, sft_config, 9, 6, {"save_steps": 2}),
+    "sft with dropout": (SFTTrainer, sft_config, 9, 5, {"save_steps": 4, "disable_dropout": False}),
+    "sft packed": (SFTTrainer, sft_config, 9, 7, {"save_steps": 3, "packing": True, "max_length": 64, "max_steps": 9}),
+    "grpo": (GRPOTrainer, grpo_config, 12, 9, {"save_steps": 4, "eval_steps": 4, "val_before_train": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("model"), attention_dropout=0.1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_run_equals_one_that_never_stopped(name: str, model: str, tmp_path: Path) -> None:
+    trainer, config, num_steps, stop, keys = CASES[name]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    numbers = trainer(config(model, whole, **keys)).train()
+    with interrupted_after(stop), pytest.raises(KeyboardInterrupt):
+        trainer(config(model, parted, **keys)).train()
+    assert lines(parted)[-1]["step"] == stop
+    assert not (parted / "final").exists()
+
+    resumed = trainer(config(model, parted, **keys, resume_from_checkpoint="auto")).train()
+
+    assert lines(whole)[-1]["step"] == num_steps
+    assert len({line["loss"] for line in lines(whole) if "loss" in line}) == num_steps  # it did learn something
+    assert lines(parted) == lines(whole)
+    assert final_bytes(parted) == final_bytes(whole)
+    assert resumed.keys() == numbers.keys()
+
+
+def test_two_workers_resume_bit_for_bit(model: str, tmp_path: Path, ray_cluster: None) -> None:
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    keys: dict[str, Any] = {"save_steps": 2, "disable_dropout": False}
+    with RayHelper.session({"cpus": {"device": "CPU", "ranks": 2, "workers": ["train"]}}):
+        SFTTrainer(sft_config(model, whole, **keys)).train()
+        with interrupted_after(5), pytest.raises(KeyboardInterrupt):
+            SFTTrainer(sft_config(model, parted, **keys)).train()
+        SFTTrainer(sft_config(model, parted, **keys, resume_from_checkpoint=True)).train()
+    assert {path.name for path in (whole / "checkpoint-8").glob("rng_state_*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+    assert lines(parted) == lines(whole)
+    assert final_bytes(parted) == final_bytes(whole)

@@ -1,0 +1,130 @@
+"""The same numbers, however many workers there are, wherever the roles run, and whether or not the workers are Ray's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rayhelper import RayHelper
+from tests.e2e.runs import final_bytes, grpo_config, lines, sft_config
+from tests.golden.tiny import save_tiny
+from trainers.batch import Ragged, Samples
+from trainers.grpo import GRPOTrainer
+from trainers.sft import SFTTrainer
+
+Step = tuple[dict[str, float], dict[str, torch.Tensor]]  # the metrics of one optimizer step, and the weights after it
+TRAINERS = {"sft": (SFTTrainer, sft_config), "grpo": (GRPOTrainer, grpo_config)}
+CASES = {  # loss, sequences: four workers get 2, 2, 2, 1 of seven and 1, 1, 1, 0 of three; and micro-batches of
+    "sft": ("nll", 7, (1, 2, 8)),
+    "sft of three sequences": ("nll", 3, (2,)),
+    "grpo": ("dapo", 7, (1, 2, 8)),
+    "grpo with the mean of means": ("grpo", 7, (2,)),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Step]:
+    """One step of each case in this process, all sequences at once."""
+    return {case: one_step(case, 8, model, tmp_path_factory.mktemp("alone")) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def off(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whole runs of both trainers in this process."""
+    folder = tmp_path_factory.mktemp("off")
+    for name, (trainer, config) in TRAINERS.items():
+        trainer(config(model, folder / name)).train()
+    return folder
+
+
+def one_step(case: str, micro_batch_size: int, model: str, folder: Path) -> Step:
+    """One optimizer step from the weights of ``model``, over the workers there are."""
+    loss_type, num_sequences, _ = CASES[case]
+    # Adam divides gradients by their own size: an epsilon above their rounding errors keeps those from growing
+    keys: dict[str, Any] = {"per_device_train_batch_size": micro_batch_size, "warmup_steps": 0, "adam_epsilon": 1e-4}
+    if case.startswith("sft"):
+        sft = SFTTrainer(sft_config(model, folder, **keys))
+        sft.build(model, 10)
+        batch = sft.sequences[np.arange(num_sequences)]
+        metrics = sft.update(batch, int(batch.target_mask.values.sum()))
+        sft.export(folder)
+    else:
+        grpo = GRPOTrainer(grpo_config(model, folder, **keys, loss_type=loss_type, entropy_coef=0.01, temperature=0.9))
+        grpo.build_train(model, 10)
+        samples = grpo.with_logps(injected_samples(), off_policy=False)
+        metrics = grpo.learn(samples, samples)
+        grpo.export(folder)
+    return metrics.values(), load_file(folder / "model.safetensors")
+
+
+def injected_samples() -> Samples:
+    """Seven completions of 1 to 13 random tokens, some so far off the policy that they are clipped, one masked out."""
+    random = np.random.default_rng(5)
+    prompts, completions = [2, 9, 4, 1, 6, 3, 5], [13, 1, 7, 2, 10, 5, 1]
+    lengths = np.add(prompts, completions)
+    return Samples(
+        input_ids=Ragged.split(random.integers(4, 260, lengths.sum()), lengths),
+        target_mask=Ragged.of([[False] * p + [True] * c for p, c in zip(prompts, completions, strict=True)], bool),
+        advantages=random.normal(size=7).astype(np.float32),
+        loss_mask=Ragged.of([[k != 3] * length for k, length in enumerate(completions)], bool),
+        old_logps=Ragged.split(random.normal(-6.0, 0.7, sum(completions)).astype(np.float32), completions),
+    )
+
+
+def assert_same_step(found: Step, expected: Step, where: str) -> None:
+    """Metrics and weights equal to 1e-6, those of weights that were trained."""
+    assert found[0] == pytest.approx(expected[0], rel=1e-6, abs=1e-6), where
+    furthest = {name: float((found[1][name] - weight).abs().max()) for name, weight in expected[1].items()}
+    assert max(furthest.values()) < 1e-6, f"{where}: {furthest}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_micro_batches_do_not_change_a_step(case: str, alone: dict[str, Step], model: str, tmp_path: Path) -> None:
+    untrained = load_file(Path(model) / "model.safetensors")
+    assert max(float((weight - untrained[name]).abs().max()) for name, weight in alone[case][1].items()) > 1e-3
+    for size in CASES[case][2]:
+        assert_same_step(one_step(case, size, model, tmp_path), alone[case], f"micro-batches of {size}")
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_a_step_over_several_workers_is_the_step_of_one(
+    num_workers: int, alone: dict[str, Step], model: str, tmp_path: Path, ray_cluster: None
+) -> None:
+    groups = {"cpus": {"device": "CPU", "ranks": num_workers, "workers": ["train", "rollout"]}}
+    with RayHelper.session(groups):
+        for case in CASES:
+            for size in CASES[case][2]:
+                found = one_step(case, size, model, tmp_path)
+                assert_same_step(found, alone[case], f"{case}, micro-batches of {size} on {num_workers} workers")
+
+
+def test_one_ray_worker_equals_ray_off_bit_for_bit(off: Path, model: str, tmp_path: Path, ray_cluster: None) -> None:
+    with RayHelper.session({"cpus": {"device": "CPU", "ranks": 1, "workers": ["train", "rollout"]}}):
+        for name, (trainer, config) in TRAINERS.items():
+            trainer(config(model, tmp_path / name)).train()
+            assert lines(tmp_path / name) == lines(off / name)
+            assert final_bytes(tmp_path / name) == final_bytes(off / name)
+
+
+def test_roles_on_separate_groups_equal_roles_that_share_one(
+    off: Path, model: str, tmp_path: Path, ray_cluster: None
+) -> None:
+    """Every completion was drawn from weights that went from one worker to the other."""
+    group = {"device": "CPU", "ranks": 1}
+    with RayHelper.session({"learner": {**group, "workers": ["train"]}, "actor": {**group, "workers": ["rollout"]}}):
+        trainer = GRPOTrainer(grpo_config(model, tmp_path))
+        trainer.train()
+        greedy = trainer.evaluate()
+        assert lines(tmp_path) == lines(off / "grpo")
+        assert final_bytes(tmp_path) == final_bytes(off / "grpo")
+        assert greedy == {name: value for name, value in lines(off / "grpo")[-1].items() if name.startswith("eval_")}

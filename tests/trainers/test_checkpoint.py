@@ -1,0 +1,213 @@
+"""Checkpoints are whole or not there, whatever kills the run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rayhelper import ConfigError
+from trainers import checkpoint
+from trainers.checkpoint import (
+    checkpoint_folder,
+    checkpoints,
+    latest,
+    read_state,
+    resolve_resume,
+    rotate,
+    write_state,
+    writing,
+)
+
+
+def save(output_dir: Path, step: int, content: str = "weights") -> Path:
+    with writing(checkpoint_folder(output_dir, step)) as folder:
+        (folder / "model.bin").write_text(content)
+        write_state(folder, {"step": step})
+    return checkpoint_folder(output_dir, step)
+
+
+def names(output_dir: Path) -> list[str]:
+    return sorted(path.name for path in output_dir.iterdir())
+
+
+class Killed(BaseException):
+    """Stands for a signal: nothing of the library runs after it where it is raised by a patched call."""
+
+
+def kill_at_rename(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The process dies at its ``number``-th rename, counted from 1, before that rename."""
+    real, count = Path.rename, 0
+
+    def rename(self: Path, target: Path) -> Path:
+        nonlocal count
+        count += 1
+        if count == number:
+            raise Killed
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+
+
+def test_a_checkpoint_appears_only_when_it_is_whole(tmp_path: Path) -> None:
+    with writing(checkpoint_folder(tmp_path, 10)) as folder:
+        (folder / "model.bin").write_text("weights")
+        write_state(folder, {"step": 10})
+        assert latest(tmp_path) is None
+    assert names(tmp_path) == ["checkpoint-10"]
+    assert latest(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with writing(checkpoint_folder(tmp_path, 10)) as folder:
+            (folder / "model.bin").write_text("half")
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        interrupted()
+    assert names(tmp_path) == []
+
+
+def test_a_kill_between_write_and_rename_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 10)
+    with monkeypatch.context() as patch:
+        kill_at_rename(patch, 1)
+        with pytest.raises(Killed):
+            save(tmp_path, 20)
+    assert names(tmp_path) == ["checkpoint-10", "checkpoint-20.tmp"]
+    assert latest(tmp_path) == tmp_path / "checkpoint-10"
+    rotate(tmp_path, None)
+    assert names(tmp_path) == ["checkpoint-10"]
+
+
+@pytest.mark.parametrize("rename", [1, 2])
+def test_a_kill_while_a_checkpoint_is_replaced_keeps_the_old_one(
+    rename: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 10, "old")
+    with monkeypatch.context() as patch:
+        kill_at_rename(patch, rename)
+        with pytest.raises(Killed):
+            save(tmp_path, 10, "new")
+    found = latest(tmp_path)
+    assert found is not None
+    assert (found / "model.bin").read_text() == "old"
+    save(tmp_path, 10, "new")
+    assert (found / "model.bin").read_text() == "new"
+    assert names(tmp_path) == ["checkpoint-10"]
+
+
+def test_rotating_after_a_killed_replacement_keeps_the_old_one(tmp_path: Path) -> None:
+    save(tmp_path, 10).rename(tmp_path / "checkpoint-10.old")
+    rotate(tmp_path, 1)
+    assert names(tmp_path) == ["checkpoint-10"]
+
+
+def test_the_final_model_survives_a_killed_replacement_too(tmp_path: Path) -> None:
+    (tmp_path / "final.old").mkdir()
+    (tmp_path / "final.tmp").mkdir()
+    rotate(tmp_path, None)
+    assert names(tmp_path) == ["final"]
+
+
+@pytest.mark.parametrize("state", [None, "", '{"step": 3'])
+def test_a_partial_folder_is_no_checkpoint(state: str | None, tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    partial = tmp_path / "checkpoint-30"
+    partial.mkdir()
+    (partial / "model.bin").write_text("copied")
+    if state is not None:
+        (partial / "trainer_state.json").write_text(state)
+    assert latest(tmp_path) == tmp_path / "checkpoint-10"
+
+
+def test_steps_are_compared_as_numbers(tmp_path: Path) -> None:
+    for step in (5, 10, 100):
+        save(tmp_path, step)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-5", "checkpoint-10", "checkpoint-100"]
+
+
+def test_what_an_earlier_longer_run_left_is_older_than_a_new_runs_first_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 500)
+    save(tmp_path, 10)
+    assert latest(tmp_path) == tmp_path / "checkpoint-10"
+    rotate(tmp_path, 1)
+    assert names(tmp_path) == ["checkpoint-10"]
+
+
+def test_checkpoints_of_one_instant_are_ordered_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint.time, "time", lambda: 1.0)
+    save(tmp_path, 20)
+    save(tmp_path, 10)
+    assert latest(tmp_path) == tmp_path / "checkpoint-20"
+
+
+def test_rotating_keeps_the_newest_and_touches_nothing_else(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step)
+    for other in ("final", "checkpoint-best", "notes.old", "completions"):
+        (tmp_path / other).mkdir()
+    rotate(tmp_path, 2)
+    assert names(tmp_path) == ["checkpoint-30", "checkpoint-40", "checkpoint-best", "completions", "final", "notes.old"]
+
+
+def test_a_kill_while_rotating_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 10)
+    save(tmp_path, 20)
+
+    def killed(*_: object, **__: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", killed)
+        with pytest.raises(Killed):
+            rotate(tmp_path, 1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-20"]
+    rotate(tmp_path, 1)
+    assert names(tmp_path) == ["checkpoint-20"]
+
+
+def test_everything_is_on_disk_before_the_name_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    real_sync, real_rename = os.fsync, Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        events.append("rename")
+        return real_rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append("sync"), real_sync(descriptor))[1])
+    monkeypatch.setattr(Path, "rename", rename)
+    save(tmp_path, 10)
+    # model.bin, trainer_state.json and their folder; the name; the folder that holds the name
+    assert events == ["sync", "sync", "sync", "rename", "sync"]
+
+
+def test_the_state_is_read_back_and_says_when_it_was_saved(tmp_path: Path) -> None:
+    state = {"step": 7, "num_tokens": 0.1 + 0.2, "first_evaluation": {"eval_loss": 1.5}}
+    write_state(tmp_path, state)
+    found = read_state(tmp_path)
+    assert found.pop("saved_at") > 1.6e9
+    assert found == state
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["step"] == 7
+
+
+def test_resume_from_nothing_true_auto_or_a_folder(tmp_path: Path) -> None:
+    assert resolve_resume(None, tmp_path) is None
+    assert resolve_resume(False, tmp_path) is None
+    assert resolve_resume("auto", tmp_path) is None
+    first, second = save(tmp_path, 10), save(tmp_path, 20)
+    assert resolve_resume(True, tmp_path) == second
+    assert resolve_resume("auto", tmp_path) == second
+    assert resolve_resume(str(first), tmp_path) == first
+    assert resolve_resume(None, tmp_path) is None
+
+
+def test_resuming_from_the_output_folder_names_the_checkpoints_in_it(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    with pytest.raises(ConfigError, match=r"no checkpoint.*checkpoint-10"):
+        resolve_resume(str(tmp_path), tmp_path)

@@ -1,0 +1,563 @@
+"""From a file and a command line to a configuration, and from there to a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+import yaml
+
+from rayhelper import ConfigError, DeviceGroups, RayHelper
+from trainers import cli
+from trainers.cli import load_config, main, placement, save_config
+from trainers.config import TrainConfig
+
+ROOT = Path(__file__).parents[2]
+NEEDED = ["--model", "tiny", "--dataset", "sums"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrainConfig):
+    """Keys of a trainer of these tests."""
+
+    loss_type: Literal["nll", "dft"] = "nll"
+    scale: Literal["group", "none"] | bool = "group"
+    reward_funcs: list[Any] = field(default_factory=list)
+    weights: list[float] | None = None
+    stops: tuple[int, ...] = ()
+
+
+def load(*argv: str, text: str | None = None, tmp_path: Path | None = None) -> Config:
+    """The configuration of a YAML text, if one is given, and arguments."""
+    if text is None:
+        return load_config(Config, [*NEEDED, *argv])
+    assert tmp_path is not None
+    (tmp_path / "x.yaml").write_text("model: tiny\ndataset: sums\n" + text)
+    return load_config(Config, ["--config", str(tmp_path / "x.yaml"), *argv])
+
+
+# What may be written
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "value"),
+    [
+        (["--learning_rate", "1e-5"], "learning_rate", 1e-5),
+        (["--learning-rate=1e-5"], "learning_rate", 1e-5),
+        (["--lr", "1e-5"], "learning_rate", 1e-5),
+        (["--train_iters", "7"], "max_steps", 7),
+        (["--max_steps", "-1"], "max_steps", -1),
+        (["--max_epochs", "0.5"], "num_train_epochs", 0.5),
+        (["--micro_batch_size", "4"], "per_device_train_batch_size", 4),
+        (["--use_ray", "true"], "use_ray", True),
+        (["--use_ray", "False"], "use_ray", False),
+        (["--use_ray"], "use_ray", True),
+        (["--report_to", "none"], "report_to", ["none"]),
+        (["--report_to", "[none]"], "report_to", ["none"]),
+        (["--reward_funcs", "a", "b"], "reward_funcs", ["a", "b"]),
+        (["--reward_funcs", '{"name": "a", "scale": "10"}'], "reward_funcs", [{"name": "a", "scale": "10"}]),
+        (["--weights", "1", "2.5"], "weights", [1.0, 2.5]),
+        (["--stops", "[1, 2]"], "stops", (1, 2)),
+        (["--dataset=a.csv,b"], "dataset", "a.csv,b"),
+        (["--resume_from_checkpoint", "true"], "resume_from_checkpoint", True),
+        (["--resume_from_checkpoint", "auto"], "resume_from_checkpoint", "auto"),
+        (["--run_name", "7"], "run_name", "7"),
+        (["--run_name", "null"], "run_name", None),
+        (["--eval_dataset", "null"], "eval_dataset", None),
+        (["--system", "-- be brief"], "system", "-- be brief"),
+        (["--system=--"], "system", "--"),
+        (["--prompt_template", "{question}"], "prompt_template", "{question}"),
+        (["--scale", "false"], "scale", False),
+        (["--columns.question", "prompt"], "columns", {"question": "prompt"}),
+        (["--device_groups", '{"train": {"cpus": 2}}'], "device_groups", {"train": {"cpus": 2}}),
+        (["--train.cpus", "2"], "device_groups", {"train": {"cpus": 2}}),
+    ],
+    ids=str,
+)
+def test_an_argument_is_read_as_its_key_asks(argv: list[str], name: str, value: Any) -> None:
+    arguments = [*argv, "--model", "tiny"] + ([] if name == "dataset" else ["--dataset", "sums"])
+    found = getattr(load_config(Config, arguments), name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "value"),
+    [
+        ("lr: 1e-5", "learning_rate", 1e-5),
+        ("report_to: none", "report_to", ["none"]),
+        ("reward_funcs: exact", "reward_funcs", ["exact"]),
+        ("reward_funcs: [{name: a, scale: '10'}]", "reward_funcs", [{"name": "a", "scale": "10"}]),
+        ("model_init_kwargs: {a: '10', b: 1e-5}", "model_init_kwargs", {"a": "10", "b": 1e-5}),
+        ("run_name: '007'", "run_name", "007"),
+        ("learning_rate: 1", "learning_rate", 1.0),
+        ("env: {OMP_NUM_THREADS: 1, NAME: '1'}", "env", {"OMP_NUM_THREADS": 1, "NAME": "1"}),
+    ],
+)
+def test_a_key_of_a_file_is_read_as_its_key_asks(text: str, name: str, value: Any, tmp_path: Path) -> None:
+    found = getattr(load(text=text, tmp_path=tmp_path), name)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_the_command_line_wins_over_the_file_under_any_name(tmp_path: Path) -> None:
+    found = load("--lr", "4", text="learning_rate: 3\nseed: 7\n", tmp_path=tmp_path)
+    assert (found.learning_rate, found.seed) == (4.0, 7)
+
+
+def test_a_mistake_is_looked_for_where_it_was_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^command line: seed must be a whole number"):
+        load("--seed", "x", text="seed: 7\n", tmp_path=tmp_path)
+
+
+def test_a_key_inside_a_mapping_can_be_overridden_alone(tmp_path: Path) -> None:
+    found = load("--columns.a", "z", text="columns: {a: x, b: y}\n", tmp_path=tmp_path)
+    assert found.columns == {"a": "z", "b": "y"}
+
+
+def test_an_empty_file_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("# nothing\n")
+    assert load_config(Config, ["--config", str(tmp_path / "x.yaml"), *NEEDED]) == load()
+
+
+def test_any_dataclass_can_be_loaded() -> None:
+    @dataclass
+    class Small:
+        size: int
+        name: str = "x"
+        count: ClassVar[int] = 0
+
+    assert load_config(Small, ["--size", "3"]) == Small(3)
+
+
+# Sections of roles
+
+SECTIONS = """
+colocate_groups: [[train, rollout]]
+train: {gpus: 2, timeout_s: 60}
+rollout: {gpus: 2}
+teacher: {cpus: 1}
+nproc_per_node: 8
+"""
+
+
+def test_sections_of_roles_are_gathered_into_device_groups(tmp_path: Path) -> None:
+    groups = DeviceGroups.parse(load(text=SECTIONS, tmp_path=tmp_path).device_groups or {})
+    assert [group.roles for group in groups.groups] == [("train", "rollout"), ("teacher",)]
+    assert groups.nproc_per_node == 8
+
+
+def test_a_section_can_be_resized_from_the_command_line(tmp_path: Path) -> None:
+    found = load("--teacher.cpus", "3", text=SECTIONS, tmp_path=tmp_path)
+    assert DeviceGroups.parse(found.device_groups or {}).group_of("teacher").num_workers == 3
+
+
+def test_device_groups_of_the_command_line_replace_the_sections_of_the_file(tmp_path: Path) -> None:
+    found = load("--device_groups", '{"train": {"cpus": 1}}', text=SECTIONS, tmp_path=tmp_path)
+    assert found.device_groups == {"train": {"cpus": 1}}
+
+
+# What is refused
+
+FILE_MISTAKES: list[tuple[str, list[str]]] = [
+    ("learning_rat: 1", ["x.yaml", "unknown key learning_rat", "did you mean learning_rate?"]),
+    ("bogus: 1", ["unknown key bogus", "--help lists all keys"]),
+    ("1: 2", ["unknown key 1"]),
+    ("lr: 1\nlearning_rate: 2", ["lr and learning_rate", "two names of one key", "remove one"]),
+    ("seed: 1\nseed: 2", ["x.yaml", "'seed' is written twice", "line 4"]),
+    ("seed: abc", ["x.yaml", "seed must be a whole number", "'abc'"]),
+    ("seed: 1.5", ["seed must be a whole number", "1.5"]),
+    ("seed: true", ["seed must be a whole number", "true"]),
+    ("seed:", ["seed must be a whole number", "null"]),
+    ("learning_rate: fast", ["learning_rate must be a number", "'fast'"]),
+    ("run_name: 7", ["run_name must be text or null", "got 7", "Put it in quotes"]),
+    ("run_name: 2024-01-01", ["run_name must be text or null", "2024-01-01", "Put it in quotes"]),
+    ("use_ray: 1", ["use_ray must be true or false", "got 1"]),
+    ("dtype: float16", ["dtype must be one of auto, float32, bfloat16", "'float16'", "did you mean bfloat16?"]),
+    ("loss_type: nl", ["loss_type must be one of nll, dft", "did you mean nll?"]),
+    ("columns: [a]", ["columns must be a mapping", "['a']"]),
+    ("columns: {a: 1}", ["columns must be a mapping (each value text)"]),
+    ("external_plugins: [1]", ["external_plugins must be a list (each item text)"]),
+    ("weights: [a]", ["weights must be a list (each item a number) or null"]),
+    ("[a", ["x.yaml", "not valid YAML"]),
+    ("min_lr: 1e-6", ["min_lr is not supported", "cosine_with_min_lr"]),
+    ("bf16: true", ["bf16 is not supported", "dtype: bfloat16"]),
+    ("rlhf_type: grpo", ["rlhf_type", "python -m trainers.grpo"]),
+    ("rollout: {gpu: 2}", ["rollout", "gpus", "did you mean gpus?"]),
+    ("train: {gpus: 2, lr: 1}", ["section 'train'", "'lr'", "gpus", "top level"]),
+    ("train: {gpus: 2}\ndevice_groups: {train: {gpus: 2}}", ["device_groups and train both", "move everything"]),
+    ("train: {gpus: 2}\ncolocate_groups: [[train, rolout]]", ["colocate_groups", "'rolout'", "section"]),
+    ("env: [A]", ["env must be a mapping"]),
+    ("env: {A: true}", ["env must be a mapping (each value text or"]),
+    ("learning_rate: -1", ["learning_rate must be at least 0", "-1"]),
+]
+
+
+@pytest.mark.parametrize(("text", "told"), FILE_MISTAKES, ids=lambda value: str(value)[:50])
+def test_a_mistake_in_a_file_is_told_with_its_remedy(text: str, told: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(text=text, tmp_path=tmp_path)
+    for words in told:
+        assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--learning_rat", "1"], ["command line", "learning_rat", "did you mean learning_rate?"]),
+        (["--lr"], ["--learning_rate has no value"]),
+        (["--run_name"], ["--run_name has no value"]),
+        (["--dataset"], ["--dataset has no value"]),
+        (["--lr", "1", "--learning_rate", "2"], ["learning_rate and lr", "give one of them"]),
+        (["--seed", "1", "--seed", "2"], ["seed and seed"]),
+        (["--seed", "1", "2"], ["seed must be a whole number", "['1', '2']"]),
+        (["--config", "a.yaml", "--config", "b.yaml"], ["--config is given twice"]),
+        (["--config"], ["--config takes the name of one YAML file"]),
+        (["--device_groups", "{broken"], ["device_groups"]),
+        (["--device_groups", "groups.yaml"], ["device_groups"]),
+        (["--train.cpu", "2"], ["unknown key train", "did you mean cpus?"]),
+    ],
+    ids=lambda value: " ".join(value)[:50],
+)
+def test_a_mistake_on_the_command_line_is_told_with_its_remedy(argv: list[str], told: list[str]) -> None:
+    needed = ["--model", "tiny"] if "--dataset" in argv else NEEDED
+    with pytest.raises(ConfigError) as error:
+        load_config(Config, [*needed, *argv])
+    for words in told:
+        assert words in str(error.value)
+
+
+def test_all_mistakes_of_file_and_command_line_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(
+            "--warmup_step",
+            "3",
+            "--seed",
+            "x",
+            text="bogus: 1\nloss_type: nl\nlr: 1\nlearning_rate: 2\n",
+            tmp_path=tmp_path,
+        )
+    message = str(error.value)
+    for words in ("bogus", "loss_type", "lr and learning_rate", "warmup_steps?", "seed must be"):
+        assert words in message
+    assert message.count("\n  - ") == 5
+
+
+def test_a_missing_file_is_answered_with_the_one_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "quickstart.yaml").write_text("")
+    with pytest.raises(ConfigError, match=r"no file .*quickstrat.yaml.*did you mean quickstart.yaml\?"):
+        load_config(Config, ["--config", str(tmp_path / "quickstrat.yaml")])
+
+
+def test_keys_that_must_be_given_are_all_named() -> None:
+    with pytest.raises(ConfigError, match="model and dataset must be given"):
+        load_config(Config, [])
+
+
+def test_an_argument_without_a_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'x\.yaml' belongs to no key"):
+        load_config(Config, ["x.yaml", *NEEDED])
+
+
+def test_every_alias_names_a_key_of_some_trainer_and_no_key() -> None:
+    from trainers.grpo import GRPOConfig
+    from trainers.sft import SFTConfig
+
+    keys = {field.name for kind in (SFTConfig, GRPOConfig) for field in dataclasses.fields(kind)}
+    assert set(cli.ALIASES.values()) <= keys
+    assert not set(cli.ALIASES) & keys
+    assert not set(cli.REFUSED) & keys
+
+
+# Help, printing, saving
+
+
+def test_help_tells_every_key_its_meaning_and_its_other_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        load_config(Config, ["--help"], prog="python -m trainers.grpo")
+    assert exit_.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(f"--{key.name} " in shown for key in dataclasses.fields(Config))
+    assert "Gradients are scaled down to this norm; 0: never." in shown
+    assert "lr = learning_rate" in shown
+
+
+def test_what_is_printed_reads_back_to_the_same_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        load("--lr", "1e-5", "--stops", "[1, 2]", "--print_config")
+    assert exit_.value.code == 0
+    (tmp_path / "x.yaml").write_text(capsys.readouterr().out)
+    found = load_config(Config, ["--config", str(tmp_path / "x.yaml")])
+    assert found == load("--lr", "1e-5", "--stops", "[1, 2]")
+
+
+def test_the_printed_defaults_are_a_template_even_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_config(Config, ["--print_config"])
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert list(printed) == [key.name for key in dataclasses.fields(Config)]
+    assert printed["model"] is None
+
+
+def test_a_saved_configuration_reads_back_to_an_equal_one(tmp_path: Path) -> None:
+    config = Config(
+        model="tiny",
+        dataset=[{"prompt": "1+1=", "answer": "2"}, {"prompt": "ü\n'\"", "answer": "on"}],
+        learning_rate=1e-5,
+        adam_epsilon=1e-08,
+        weight_decay=0.1 + 0.2,
+        run_name="007",
+        system="",
+        prompt_template="Q: {question}\n",
+        model_init_kwargs={"a": "10", "b": [1, 2.5, None], "c": {"d": "null"}},
+        reward_funcs=["exact", {"name": "length", "target": 3}],
+        weights=[0.1, 1.0],
+        stops=(1, 2),
+        scale=False,
+        save_total_limit=2,
+        resume_from_checkpoint=True,
+        device_groups={"train": {"cpus": 2, "env": {"A": "1"}}},
+        env={"A": "1", "B": 2},
+        report_to=["none"],
+    )
+    save_config(config, tmp_path / "outputs")
+    assert load_config(Config, ["--config", str(tmp_path / "outputs" / "config.yaml")]) == config
+    assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["config.yaml"]
+
+
+def test_what_python_alone_can_pass_is_saved_as_a_description(tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"prompt": "1+1="}])
+    config = Config(model="tiny", dataset=rows, reward_funcs=[len], output_dir=str(tmp_path))
+    save_config(config, tmp_path)
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert saved["dataset"].startswith("Dataset(")
+    assert saved["reward_funcs"] == ["<built-in function len>"]
+
+
+# Running
+
+
+@RayHelper.worker(group=["train", "rollout"])
+class DummyTrainer:
+    """Remembers that it ran."""
+
+    made: ClassVar[list[Config]] = []
+    problem: ClassVar[BaseException | None] = None
+
+    def __init__(self, config: Config) -> None:
+        self.made.append(config)
+
+    def train(self) -> dict[str, float]:
+        if self.problem is not None:
+            raise self.problem
+        return {"loss": 0.5}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The trainer ``dummy``, and the configurations of those that ran."""
+    monkeypatch.setitem(cli.TRAINERS, "dummy", (__name__, "DummyTrainer", "Config"))
+    monkeypatch.setattr(DummyTrainer, "made", [])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    return DummyTrainer.made
+
+
+def test_main_runs_the_trainer_with_its_configuration(made: list[Config]) -> None:
+    main("dummy", [*NEEDED, "--seed", "7"])
+    assert [config.seed for config in made] == [7]
+
+
+def test_main_answers_a_mistake_with_one_line_and_exit_code_2(
+    made: list[Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main("dummy", [*NEEDED, "--sead", "7"])
+    assert exit_.value.code == 2
+    assert (
+        capsys.readouterr().err == "error: command line: unknown key sead (did you mean seed?); --help lists all keys\n"
+    )
+    assert made == []
+
+
+def test_a_mistake_that_the_trainer_finds_is_answered_the_same_way(
+    made: list[Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(DummyTrainer, "problem", ConfigError("no row has a prompt"))
+    with pytest.raises(SystemExit) as exit_:
+        main("dummy", NEEDED)
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == "error: no row has a prompt\n"
+
+
+def test_a_bug_keeps_its_traceback(made: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DummyTrainer, "problem", RuntimeError("bug"))
+    with pytest.raises(RuntimeError, match="bug"):
+        main("dummy", NEEDED)
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stands for Ray: what the session was opened with, and 'closed' once it was left."""
+    events: list[Any] = []
+
+    @contextmanager
+    def opened(device_groups: DeviceGroups, *, ray_address: str | None = None) -> Iterator[None]:
+        events.extend([device_groups, ray_address])
+        try:
+            yield
+        finally:
+            events.append("closed")
+
+    monkeypatch.setattr(RayHelper, "session", opened)
+    return events
+
+
+def test_ctrl_c_stops_the_workers_and_exits_with_130(
+    made: list[Config], session: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(DummyTrainer, "problem", KeyboardInterrupt())
+    with pytest.raises(SystemExit) as exit_:
+        main("dummy", [*NEEDED, "--use_ray", "true"])
+    assert exit_.value.code == 130
+    assert session[-1] == "closed"
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_without_device_groups_one_worker_hosts_all_roles(made: list[Config], session: list[Any]) -> None:
+    main("dummy", [*NEEDED, "--use_ray", "true", "--ray_address", "head:6379"])
+    groups, address, _ = session
+    (group,) = groups.groups
+    assert (group.roles, group.num_workers, address) == (("train", "rollout"), 1, "head:6379")
+    assert len(made) == 1
+
+
+def test_device_groups_without_use_ray_are_told_to_be_unused(
+    made: list[Config], session: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="trainers.cli"):
+        main("dummy", [*NEEDED, "--train.cpus", "1", "--rollout.cpus", "1"])
+    assert session == []
+    assert "device_groups is not used, because use_ray is false" in caplog.text
+
+
+def config_on(groups: dict[str, Any], **changed: Any) -> Config:
+    return Config(model="tiny", dataset="sums", device_groups=groups, **changed)
+
+
+def test_timeout_and_env_hold_for_groups_that_say_nothing_else() -> None:
+    groups = placement(
+        DummyTrainer,
+        config_on(
+            {"train": {"cpus": 1}, "rollout": {"cpus": 1, "timeout_s": 5, "env": {"A": "own"}}},
+            timeout_s=60.0,
+            env={"A": "shared", "B": 2},
+        ),
+    )
+    train, rollout = groups.groups
+    assert (train.timeout_s, dict(train.env)) == (60.0, {"A": "shared", "B": "2"})
+    assert (rollout.timeout_s, dict(rollout.env)) == (5.0, {"A": "own", "B": "2"})
+
+
+def test_a_role_of_the_trainer_must_be_hosted() -> None:
+    with pytest.raises(ConfigError, match="role 'rollout' is not in device_groups"):
+        placement(DummyTrainer, config_on({"train": {"cpus": 1}}))
+
+
+def test_a_role_that_no_trainer_has_would_stand_idle(tmp_path: Path) -> None:
+    groups = {"train": {"cpus": 1}, "rollout": {"cpus": 1}, "judge": {"cpus": 1}}
+    with pytest.raises(ConfigError, match=r"hosts 'judge', but DummyTrainer has only the roles train, rollout"):
+        placement(DummyTrainer, config_on(groups))
+    (tmp_path / "judges.py").write_text("")
+    assert "judge" in placement(DummyTrainer, config_on(groups, external_plugins=[str(tmp_path / "judges.py")])).roles
+
+
+def test_several_torchrun_processes_without_ray_are_refused(
+    made: list[Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit):
+        main("dummy", NEEDED)
+    assert "torchrun started 4 processes" in capsys.readouterr().err
+    assert made == []
+
+
+def test_env_of_the_file_is_exported_and_wins_over_the_shell(
+    made: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINERS_TEST_A", "shell")
+    monkeypatch.setenv("TRAINERS_TEST_B", "shell")
+    (tmp_path / "x.yaml").write_text("env: {TRAINERS_TEST_A: 1}\n")
+    main("dummy", ["--config", str(tmp_path / "x.yaml"), *NEEDED])
+    assert (os.environ["TRAINERS_TEST_A"], os.environ["TRAINERS_TEST_B"]) == ("1", "shell")
+
+
+# As a user meets it: a process of its own
+
+
+def python(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_an_unknown_trainer_is_answered_with_the_nearest() -> None:
+    done = python("-m", "trainers", "grop", "--config", "x.yaml")
+    assert done.returncode == 2
+    assert "there is no trainer 'grop' (did you mean grpo?)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_typo_costs_one_line_and_exit_code_2() -> None:
+    done = python("-m", "trainers", "sft", "--learning_rat", "1")
+    assert done.returncode == 2
+    (line, *rest) = done.stderr.splitlines()[-3:]
+    assert line == "error: several mistakes"
+    assert "did you mean learning_rate?" in rest[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_env_reaches_what_is_read_at_import(tmp_path: Path) -> None:
+    """``python -m trainers.x`` imports torch before main() can say anything: such a process starts over."""
+    (tmp_path / "x.yaml").write_text("env: {READ_AT_IMPORT: 3}\n")
+    (tmp_path / "reader.py").write_text(
+        "import dataclasses, os, torch\n"
+        "from trainers import cli\n"
+        "at_import = os.environ.get('READ_AT_IMPORT')\n"
+        "@dataclasses.dataclass\n"
+        "class Config:\n"
+        "    env: dict\n"
+        "    use_ray: bool = False\n"
+        "    device_groups: str | None = None\n"
+        "class Trainer:\n"
+        "    def __init__(self, config): pass\n"
+        "    def train(self):\n"
+        "        print(__import__('__main__').at_import)\n"
+        "        return {}\n"
+        "cli.TRAINERS['reader'] = ('reader', 'Trainer', 'Config')\n"
+        "if __name__ == '__main__':\n"
+        "    cli.main('reader')\n"
+    )
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    done = python("-m", "reader", "--config", str(tmp_path / "x.yaml"), READ_AT_IMPORT="1", PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "3\n"

@@ -1,0 +1,233 @@
+"""The numbers of a run: nothing lost, nothing twice, nothing rounded."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from rayhelper import ConfigError
+from trainers import trackers as module
+from trainers.trackers import Trackers, check_installed
+
+
+def opened(output_dir: Path, **changed: Any) -> Trackers:
+    settings: dict[str, Any] = {
+        "report_to": ["none"],
+        "run_name": None,
+        "total_steps": 4,
+        "first_step": 0,
+        "headline": ("loss", "reward"),
+        "logging_steps": 2,
+        "config": {"seed": 42},
+    }
+    return Trackers(output_dir, **(settings | changed))
+
+
+def lines(output_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_step_is_a_line_that_begins_with_the_step(tmp_path: Path) -> None:
+    with opened(tmp_path) as trackers:
+        for step in (1, 2, 3):
+            trackers.log(step, {"loss": 1 / step})
+    assert [list(line) for line in lines(tmp_path)] == [["step", "loss"]] * 3
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+
+
+def test_numbers_keep_every_bit(tmp_path: Path) -> None:
+    values = [0.1 + 0.2, 1 / 3, 5e-324, float(np.float32(0.1)), 1e22]
+    with opened(tmp_path) as trackers:
+        trackers.log(1, {str(i): value for i, value in enumerate(values)})
+    (line,) = lines(tmp_path)
+    assert [line[str(i)] for i in range(len(values))] == values
+
+
+def test_nan_and_infinity_are_null_as_json_has_neither(tmp_path: Path) -> None:
+    with opened(tmp_path) as trackers:
+        trackers.log(1, {"loss": math.nan, "grad_norm": math.inf, "reward": 1.0})
+    assert lines(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "reward": 1.0}]
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    with opened(tmp_path) as trackers:
+        trackers.log(1, {"loss": np.float32(0.5), "count": np.int64(3)})  # type: ignore[dict-item]
+    assert lines(tmp_path) == [{"step": 1, "loss": 0.5, "count": 3.0}]
+
+
+def test_a_line_is_on_disk_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    with opened(tmp_path) as trackers:
+        trackers.log(1, {"loss": 1.0})
+        assert lines(tmp_path) == [{"step": 1, "loss": 1.0}]
+
+
+def test_a_resumed_run_drops_the_steps_that_it_will_repeat(tmp_path: Path) -> None:
+    with opened(tmp_path) as trackers:
+        for step in (1, 2, 3):
+            trackers.log(step, {"loss": float(step)})
+    with opened(tmp_path, first_step=2) as trackers:
+        trackers.log(3, {"loss": 30.0})
+    assert [line["loss"] for line in lines(tmp_path)] == [1.0, 2.0, 30.0]
+
+
+def test_a_resumed_run_drops_a_line_that_a_kill_cut_short(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n{"step": 2, "lo')
+    with opened(tmp_path, first_step=2) as trackers:
+        trackers.log(3, {"loss": 3.0})
+    assert [line["step"] for line in lines(tmp_path)] == [1, 3]
+
+
+def test_a_new_run_keeps_the_numbers_of_earlier_ones(tmp_path: Path) -> None:
+    for run in (1.0, 2.0, 3.0):
+        with opened(tmp_path) as trackers:
+            trackers.log(1, {"loss": run})
+    found = {path.name: json.loads(path.read_text())["loss"] for path in tmp_path.glob("metrics*.jsonl")}
+    assert found == {"metrics.1.jsonl": 1.0, "metrics.2.jsonl": 2.0, "metrics.jsonl": 3.0}
+
+
+def test_the_console_shows_the_headline_every_logging_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(tmp_path) as trackers:
+        for step in (1, 2, 3, 4):
+            trackers.log(step, {"loss": 0.123456, "reward": step / 10, "step_time": 1.0})
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == ["step 2: loss 0.1235  reward 0.2", "step 4: loss 0.1235  reward 0.4"]
+
+
+def test_an_evaluation_is_shown_whole_and_is_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(tmp_path) as trackers:
+        trackers.log(1, {"eval_loss": 2.0}, advance=False)
+        assert trackers.bar.n == 0
+    assert capsys.readouterr().out == "step 1: eval_loss 2\n"
+
+
+def test_where_stderr_is_a_file_no_bar_fills_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(tmp_path) as trackers:
+        trackers.log(1, {"loss": 1.0})
+    assert capsys.readouterr().err == ""
+
+
+def test_completions_are_kept_under_trls_name_and_shown_as_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = {
+        "prompt": ["1+1=", "2+2=", "3+3="],
+        "completion": ["2", "[red]4[/red]", "not shown"],
+        "accuracy": np.array([1.0, 0.12345678, math.nan], np.float32),
+    }
+    with opened(tmp_path) as trackers:
+        trackers.completions(10, columns, num_shown=2)
+    table = pd.read_parquet(tmp_path / "completions" / "completions_00010.parquet")
+    assert list(table.columns) == ["step", "prompt", "completion", "accuracy"]
+    assert list(table["step"]) == [10, 10, 10]
+    assert list(table["completion"]) == columns["completion"]
+    shown = capsys.readouterr().out
+    assert "[red]4[/red]" in shown  # a completion is text, whatever it looks like
+    assert "0.1235" in shown
+    assert "not shown" not in shown
+
+
+def test_a_conversation_is_a_prompt_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = [[{"role": "user", "content": "What is 1+1?"}]]
+    with opened(tmp_path) as trackers:
+        trackers.completions(1, {"prompt": prompts, "completion": ["2"]})
+    table = pd.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
+    assert table["prompt"][0][0]["content"] == "What is 1+1?"
+    assert "What is 1+1?" in capsys.readouterr().out
+
+
+def test_a_long_completion_is_shown_with_its_beginning_and_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened(tmp_path) as trackers:
+        trackers.completions(1, {"completion": ["begin" + "x" * 5000 + "end"]})
+    shown = capsys.readouterr().out
+    assert "begin" in shown
+    assert "[...]" in shown
+    assert len(shown) < 1500
+
+
+def test_tensorboard_gets_every_step(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with opened(tmp_path, report_to=["tensorboard"]) as trackers:
+        trackers.log(1, {"loss": 0.5})
+        trackers.log(2, {"loss": 0.25})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
+
+
+def test_tensorboard_is_not_opened_unless_asked_for(tmp_path: Path) -> None:
+    with opened(tmp_path, report_to=["none"]) as trackers:
+        trackers.log(1, {"loss": 0.5})
+    assert not (tmp_path / "tensorboard").exists()
+
+
+class FakeWandb:
+    """Keeps what a run sends."""
+
+    def __init__(self) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self.logged: list[tuple[dict[str, float], int]] = []
+        self.finished = 0
+
+    def init(self, **settings: Any) -> Any:
+        self.inits.append(settings)
+        return SimpleNamespace(
+            id=settings["id"] or f"run{len(self.inits)}",
+            log=lambda numbers, step: self.logged.append((numbers, step)),
+            finish=self.finish,
+        )
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    monkeypatch.setattr(module, "_is_installed", lambda name: True)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    return fake
+
+
+def test_wandb_gets_name_configuration_and_numbers(tmp_path: Path, wandb: FakeWandb) -> None:
+    with opened(tmp_path, report_to=["wandb"], run_name="first") as trackers:
+        trackers.log(1, {"loss": 0.5})
+    assert wandb.inits[0]["name"] == "first"
+    assert wandb.inits[0]["config"] == {"seed": 42}
+    assert wandb.logged == [({"loss": 0.5}, 1)]
+    assert wandb.finished == 1
+
+
+def test_a_resumed_run_goes_on_in_its_wandb_run_and_a_new_one_does_not(tmp_path: Path, wandb: FakeWandb) -> None:
+    opened(tmp_path, report_to=["wandb"]).close()
+    opened(tmp_path, report_to=["wandb"], first_step=2).close()
+    opened(tmp_path, report_to=["wandb"]).close()
+    assert [settings["id"] for settings in wandb.inits] == [None, "run1", None]
+
+
+def test_what_is_not_installed_is_told_before_a_file_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name))
+    with pytest.raises(ConfigError, match=r"report_to has wandb, which is not installed. Run `pip install wandb`"):
+        opened(tmp_path, report_to=["wandb"])
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_what_is_installed_or_not_asked_for_is_fine() -> None:
+    check_installed(["tensorboard", "none"])
+    check_installed([])

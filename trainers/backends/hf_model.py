@@ -1,0 +1,153 @@
+"""A transformers model as backends and engines share it: built, read, written, and its weights by name.
+
+A model in memory and its checkpoint may differ in names and shapes (experts are stacked here and single there). Outside
+this file weights always go by the names of the checkpoint, which is what other engines and tools know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def build_model(
+    model: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    model_init_kwargs: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """The causal language model of a folder or hub name."""
+    from transformers import AutoModelForCausalLM
+
+    built: Any = AutoModelForCausalLM.from_pretrained(
+        model, dtype=dtype, trust_remote_code=trust_remote_code, **dict(model_init_kwargs or {})
+    )
+    return built.to(device)
+
+
+def default_device() -> torch.device:
+    """The GPU of this process if there is one, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def zero_dropout(module: torch.nn.Module) -> None:
+    """Sets every dropout to zero: the layers, and the rates that parts and configurations keep as plain numbers."""
+    for part in module.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+        for holder in (part, getattr(part, "config", None)):
+            for name, value in list(vars(holder).items()) if holder is not None else ():
+                if "drop" in name and isinstance(value, float):
+                    setattr(holder, name, 0.0)
+
+
+@contextlib.contextmanager
+def evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every part is in the mode it was in."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def named_weights(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights under the names of a checkpoint, tied ones once."""
+    weights = _untied(module)
+    if getattr(module, "_weight_conversions", None):
+        from transformers.core_model_loading import revert_weight_conversion
+
+        weights = revert_weight_conversion(module, weights)
+    yield from weights.items()
+
+
+def load_named_weights(module: Any, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copies weights in place by the names of a checkpoint; those tied to a given one follow.
+
+    Raises:
+        ValueError: a name or shape the model does not have, or a weight that was not given.
+    """
+    if getattr(module, "_weight_conversions", None):
+        named_weights = _converted(module, named_weights)
+    own = module.state_dict(keep_vars=True)
+    given: set[int] = set()
+    with torch.no_grad():
+        for name, weight in named_weights:
+            if name not in own or own[name].shape != weight.shape:
+                there = f"has {tuple(own[name].shape)}" if name in own else "has no weight of that name"
+                raise ValueError(
+                    f"weight {name!r} {tuple(weight.shape)} does not fit: {type(module).__name__} {there}. "
+                    "Are these the weights of another model?"
+                )
+            own[name].copy_(weight)
+            given.add(own[name].data_ptr())
+    missing = [name for name, weight in own.items() if weight.numel() and weight.data_ptr() not in given]
+    if missing:
+        raise ValueError(f"{len(missing)} of {len(own)} weights of the model were not given, among them {missing[:3]}")
+
+
+def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights in a checkpoint's safetensors files, one at a time, on the CPU.
+
+    Raises:
+        FileNotFoundError: the folder holds none.
+    """
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no model*.safetensors, so it is no checkpoint of a model")
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (it cannot be iterated)
+                yield name, opened.get_tensor(name)
+
+
+def write_model(module: Any, folder: Path, *, dtype: torch.dtype, config: Any) -> None:
+    """Writes a Hugging Face folder whose parameters have ``dtype`` (buffers keep theirs). One process calls it."""
+    parameters = {name for name, _ in module.named_parameters()}
+    weights = {
+        name: weight.to(dtype) if name in parameters and weight.is_floating_point() else weight
+        for name, weight in _untied(module).items()
+    }
+    module.save_pretrained(folder, state_dict=weights)
+    config = copy.deepcopy(config)
+    config.architectures = [type(module).__name__]
+    config.dtype = dtype
+    config.save_pretrained(folder)
+
+
+def _untied(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights under the names of the model in memory; of those that share their memory, the first."""
+    seen: set[int] = set()
+    weights = {}
+    for name, weight in module.state_dict().items():
+        if weight.data_ptr() not in seen or not weight.numel():
+            seen.add(weight.data_ptr())
+            weights[name] = weight.detach()
+    return weights
+
+
+def _converted(module: Any, named_weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+    """Weights of a checkpoint under the names and in the shapes of the model in memory.
+
+    Only transformers' own loading knows how, so a second model is built on the CPU for the moment.
+    """
+    weights = {name: weight.cpu() for name, weight in named_weights}
+    loaded, report = type(module).from_pretrained(
+        None, config=module.config, state_dict=weights, dtype=module.dtype, output_loading_info=True
+    )
+    wrong = {kind: sorted(names)[:3] for kind, names in report.items() if kind.endswith("_keys") and names}
+    if wrong:
+        raise ValueError(f"the weights do not fit {type(module).__name__}: {wrong}. Are they those of another model?")
+    converted: dict[str, torch.Tensor] = loaded.state_dict()
+    return converted.items()

@@ -13,10 +13,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Ragged:
@@ -57,7 +59,7 @@ class Ragged:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: Any) -> Any:
-        """An int gives one row (a view); a slice or an array of ints gives a ``Ragged``."""
+        """An int gives one row (a view); a slice, an array of ints or a mask gives a ``Ragged``."""
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step == 1:
@@ -70,8 +72,7 @@ class Ragged:
             if not 0 <= position < len(self):
                 raise IndexError(f"row {index} of {len(self)}")
             return self.values[self.offsets[position] : self.offsets[position + 1]]
-        rows = np.asarray(index, np.int64)
-        rows = np.where(rows < 0, rows + len(self), rows)
+        rows = positions(index, len(self))
         lengths = self.lengths[rows]
         ends = np.cumsum(lengths)
         shift = np.repeat(self.offsets[rows] - (ends - lengths), lengths)  # from place in the result to place here
@@ -84,6 +85,8 @@ class Ragged:
 
     def padded(self, fill: Any = 0, device: Any = None) -> torch.Tensor:
         """(rows, longest) tensor, rows left-aligned, the rest ``fill``."""
+        import torch  # here, so that reading a configuration need not wait for it
+
         lengths = self.lengths
         width = int(lengths.max()) if len(lengths) else 0
         out = np.full((len(self), width), fill, self.dtype)
@@ -92,6 +95,8 @@ class Ragged:
 
     def mask(self, device: Any = None) -> torch.Tensor:
         """(rows, longest) bool tensor: True where a row has a value."""
+        import torch
+
         lengths = torch.from_numpy(self.lengths)
         width = int(lengths.max()) if len(lengths) else 0
         return (torch.arange(width)[None, :] < lengths[:, None]).to(device)
@@ -130,9 +135,9 @@ class Batch:
         return next((len(column) for column in self.columns().values()), 0)
 
     def __getitem__(self, index: slice | np.ndarray | Sequence[int]) -> Self:
-        """The samples of a slice or of an array of indices, as a batch of the same type."""
+        """The samples of a slice, of an array of indices or of a mask, as a batch of the same type."""
         if not isinstance(index, slice):
-            index = np.asarray(index, np.int64)
+            index = positions(index, len(self))
         return dataclasses.replace(self, **{name: _take(column, index) for name, column in self.columns().items()})
 
     def __eq__(self, other: object) -> bool:
@@ -158,6 +163,17 @@ class Batch:
             else:
                 columns[field.name] = _join(values)
         return cls(**columns)
+
+
+def positions(index: Any, length: int) -> np.ndarray:
+    """The places, from 0, that an array of ints (negative ones count from the end) or a mask of bools means.
+
+    Raises:
+        IndexError: an index beyond ``length``, or a mask of another length.
+    """
+    index = np.asarray(index)
+    places: np.ndarray = np.arange(length)[index if index.size else np.zeros(0, np.int64)]
+    return places
 
 
 def _take(column: Any, index: slice | np.ndarray) -> Any:

@@ -31,9 +31,9 @@ from rayhelper.text import parse_text
 ConfigT = TypeVar("ConfigT")
 
 TRAINERS = {
-    "sft": ("trainers.sft", "SFTTrainer", "SFTConfig"),
-    "pretrain": ("trainers.sft", "SFTTrainer", "PretrainConfig"),
-    "grpo": ("trainers.grpo", "GRPOTrainer", "GRPOConfig"),
+    "sft": ("trainers.sft:SFTTrainer", "trainers.sft_config:SFTConfig"),
+    "pretrain": ("trainers.sft:SFTTrainer", "trainers.sft_config:PretrainConfig"),
+    "grpo": ("trainers.grpo:GRPOTrainer", "trainers.grpo_config:GRPOConfig"),
 }
 
 # Other systems' names of the same thing.
@@ -73,22 +73,23 @@ def main(name: str, argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     for noisy in ("httpx", "httpx2", "datasets", "absl", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    module, trainer_name, config_name = TRAINERS[name]
+    trainer_name, config_name = TRAINERS[name]
     try:
-        changed = _export_env(sys.argv[1:] if argv is None else argv)
-        if changed and argv is None and "torch" in sys.modules:
-            # libraries read OMP_NUM_THREADS, HF_HOME, ... when they are imported: start over, once
-            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-        loaded = importlib.import_module(module)
         arguments = sys.argv[1:] if argv is None else argv
-        config = load_config(getattr(loaded, config_name), arguments, prog=f"python -m trainers.{name}")
-        run(getattr(loaded, trainer_name), config)
+        _export_env(arguments)  # before torch is imported: libraries read OMP_NUM_THREADS, HF_HOME, ... then
+        config = load_config(_imported(config_name), arguments, prog=f"python -m trainers.{name}")
+        run(_imported(trainer_name), config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def run(trainer: Any, config: Any) -> dict[str, float]:
@@ -436,15 +437,12 @@ def _yaml(values: Mapping[str, Any]) -> str:
     return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def _export_env(argv: Sequence[str]) -> bool:
-    """Exports ``env``, which wins over the shell's, before torch and others are imported. True if anything changed."""
+def _export_env(argv: Sequence[str]) -> None:
+    """Exports ``env``, which wins over the shell's, before torch and others are imported."""
     given, _ = _given(argv, [])
     env = given["env"][0] if "env" in given else None
-    if not isinstance(env, Mapping):  # whatever is wrong with it, load_config says
-        return False
-    before = dict(os.environ)
-    os.environ.update({str(name): str(value) for name, value in env.items()})
-    return before != os.environ
+    if isinstance(env, Mapping):  # whatever else is wrong with it, load_config says
+        os.environ.update({str(name): str(value) for name, value in env.items()})
 
 
 __all__ = ["ALIASES", "TRAINERS", "RayHelperError", "load_config", "main", "placement", "run", "save_config"]

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
+from trainers.loss_types import ImportanceLevel, PolicyLossType, SFTLossType
 from trainers.metrics import Metrics
-
-PolicyLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
-ImportanceLevel = Literal["token", "sequence"]
-SFTLossType = Literal["nll", "dft"]
 
 
 def token_logps(logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.backends.batches import largest_difference, mean_loss, packed, samples_of, weighted_loss, weights_of
 from tests.backends.ranks import run_ranks
@@ -90,6 +91,30 @@ def test_packed_rows_may_be_uneven_too(folder: str, tmp_path: Path) -> None:
     for weights, _ in ranks:
         assert largest_difference(weights, alone) < 1e-6
     assert [len(lengths) for _, lengths in ranks] == [2, 0, 1]
+
+
+def count_reductions(rank: int, folder: str) -> list[int]:
+    """How often each of two steps reduced gradients over the ranks, with one micro-batch and with four."""
+    counts = []
+    for micro_batch_size in (4, 1):
+        backend = FsdpBackend(folder, **SETTINGS)
+        seen: list[int] = []
+        backend.forward.register_comm_hook(seen, _counted)
+        for _ in range(2):
+            mine = samples_of()[rank * 4 : rank * 4 + 4]
+            backend.step(mine, partial(weighted_loss, 50), micro_batch_size=micro_batch_size)
+        counts.append(len(seen))
+    return counts
+
+
+def _counted(seen: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    seen.append(bucket.index())
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+def test_gradients_travel_once_a_step_however_many_micro_batches_it_has(folder: str, tmp_path: Path) -> None:
+    for with_one, with_four in run_ranks(2, count_reductions, folder, folder=tmp_path):
+        assert with_one == with_four > 0
 
 
 def score_on_one_rank(rank: int, folder: str) -> np.ndarray | None:

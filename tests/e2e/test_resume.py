@@ -53,6 +53,9 @@ def test_two_workers_resume_bit_for_bit(model: str, tmp_path: Path, ray_cluster:
         with interrupted_after(5), pytest.raises(KeyboardInterrupt):
             SFTTrainer(sft_config(model, parted, **keys)).train()
         SFTTrainer(sft_config(model, parted, **keys, resume_from_checkpoint=True)).train()
-    assert {path.name for path in (whole / "checkpoint-8").glob("rng_state_*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+    assert {path.name for path in (whole / "checkpoint-8").glob("rng_state_*")} == {
+        "rng_state_0.pth",
+        "rng_state_1.pth",
+    }
     assert lines(parted) == lines(whole)
     assert final_bytes(parted) == final_bytes(whole)

@@ -1,4 +1,4 @@
-"""The same numbers, however many workers there are, wherever the roles run, and whether or not the workers are Ray's."""
+"""The same numbers, however many workers there are, wherever the roles run, with Ray and without."""
 
 from __future__ import annotations
 

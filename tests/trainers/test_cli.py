@@ -369,7 +369,7 @@ class DummyTrainer:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """The trainer ``dummy``, and the configurations of those that ran."""
-    monkeypatch.setitem(cli.TRAINERS, "dummy", (__name__, "DummyTrainer", "Config"))
+    monkeypatch.setitem(cli.TRAINERS, "dummy", (f"{__name__}:DummyTrainer", f"{__name__}:Config"))
     monkeypatch.setattr(DummyTrainer, "made", [])
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     return DummyTrainer.made
@@ -553,7 +553,7 @@ def test_env_reaches_what_is_read_at_import(tmp_path: Path) -> None:
         "    def train(self):\n"
         "        print(__import__('__main__').at_import)\n"
         "        return {}\n"
-        "cli.TRAINERS['reader'] = ('reader', 'Trainer', 'Config')\n"
+        "cli.TRAINERS['reader'] = ('reader:Trainer', 'reader:Config')\n"
         "if __name__ == '__main__':\n"
         "    cli.main('reader')\n"
     )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rayhelper import ConfigError
+from rayhelper import ConfigError, DeviceGroups
 from trainers.config import TrainConfig, sequences_per_step, total_steps
+from trainers.grpo import GRPOConfig, GRPOTrainer
+from trainers.sft import PretrainConfig, SFTConfig, SFTTrainer
+
+TRAINERS = Path(__file__).parents[2] / "trainers"
 
 
 def config(**changed: Any) -> TrainConfig:
@@ -28,6 +34,9 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"save_steps": -1}, ["save_steps", "at least 0", "-1"]),
     ({"global_batch_size": 0}, ["global_batch_size", "at least 1"]),
     ({"seed": -1}, ["seed", "at least 0"]),
+    ({"num_train_epochs": float("nan")}, ["num_train_epochs", "nan"]),
+    ({"dtype": "fp16"}, ["dtype must be one of auto, float32, bfloat16", "'fp16'"]),
+    ({"backend": "fsdp2"}, ["backend must be one of fsdp", "Did you mean 'fsdp'?"]),
     ({"adam_beta2": 1.0}, ["adam_beta2", "[0, 1)", "1.0"]),
     ({"warmup_ratio": 1.5}, ["warmup_ratio", "[0, 1)", "1.5"]),
     ({"warmup_ratio": 0.1, "warmup_steps": 5}, ["warmup_ratio=0.1", "warmup_steps=5", "remove one"]),
@@ -136,3 +145,154 @@ def test_max_steps_come_before_epochs_and_epochs_may_be_parts() -> None:
 def test_a_configuration_does_not_change() -> None:
     with pytest.raises(AttributeError):
         config().seed = 1  # type: ignore[misc]
+
+
+# The keys of the trainers
+
+SFT_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"max_length": 1}, ["max_length must be at least 2", "1"]),
+    ({"packing": True, "max_length": None}, ["packing needs max_length"]),
+    ({"packing": True, "truncation_mode": "keep_end"}, ["packing keeps the start", "truncation_mode is 'keep_end'"]),
+    ({"loss_type": "nl"}, ["loss_type must be one of nll, dft", "Did you mean 'nll'?"]),
+    ({"per_device_eval_batch_size": 0}, ["per_device_eval_batch_size must be at least 1"]),
+    ({"dataset_num_proc": 0}, ["dataset_num_proc must be at least 1"]),
+]
+GRPO_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"num_generations": 1}, ["num_generations must be at least 2", "got 1"]),
+    ({"generation_batch_size": 16, "steps_per_generation": 2}, ["say the same thing", "set one of them"]),
+    ({"reward_funcs": []}, ["reward_funcs is empty", "such as exact_answer"]),
+    ({"temperature": 0.0}, ["temperature must be positive", "see eval_temperature"]),
+    ({"temperature": float("nan")}, ["temperature must be positive", "nan"]),
+    ({"top_p": 0.0}, ["top_p must lie in (0, 1]", "1 keeps every token"]),
+    ({"min_p": 1.5}, ["min_p must lie in [0, 1]", "1.5"]),
+    ({"repetition_penalty": 0.0}, ["repetition_penalty must be positive", "1 changes nothing"]),
+    ({"beta": -0.1}, ["beta must be at least 0"]),
+    ({"delta": 0.5}, ["delta must be at least 1"]),
+    ({"max_completion_length": 0}, ["max_completion_length must be at least 1"]),
+    ({"loss_type": "cispo"}, ["loss_type=cispo", "Set epsilon_high to 5.0"]),
+    ({"loss_type": "ppo"}, ["loss_type must be one of grpo, bnpo", "'ppo'"]),
+    ({"importance_sampling_level": "tokens"}, ["importance_sampling_level", "Did you mean 'token'?"]),
+    ({"scale_rewards": "groups"}, ["scale_rewards must be one of group, batch, none", "Did you mean 'group'?"]),
+    ({"reward_weights": [1.0, 2.0]}, ["reward_weights has 2 values for 1 reward_funcs"]),
+    ({"val_before_train": True}, ["val_before_train", "eval_dataset", "Add one"]),
+    ({"rollout_engine": "vlm"}, ["rollout_engine must be one of hf", "'vlm'"]),
+]
+
+
+@pytest.mark.parametrize(("changed", "told"), SFT_MISTAKES, ids=lambda value: str(value)[:60])
+def test_a_mistake_in_a_key_of_sft_is_told(changed: dict[str, Any], told: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        SFTConfig(**({"model": "tiny", "dataset": "texts"} | changed))
+    for words in told:
+        assert words in str(error.value)
+
+
+def grpo_config(**changed: Any) -> GRPOConfig:
+    return GRPOConfig(**({"model": "tiny", "dataset": "sums", "reward_funcs": ["exact_answer"]} | changed))
+
+
+@pytest.mark.parametrize(("changed", "told"), GRPO_MISTAKES, ids=lambda value: str(value)[:60])
+def test_a_mistake_in_a_key_of_grpo_is_told(changed: dict[str, Any], told: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        grpo_config(**changed)
+    for words in told:
+        assert words in str(error.value)
+
+
+def test_scale_rewards_may_be_true_or_false_as_in_trl() -> None:
+    assert [grpo_config(scale_rewards=value).scale_rewards for value in (True, False, "batch")] == [
+        True,
+        False,
+        "batch",
+    ]
+
+
+def test_pretraining_is_sft_on_one_stream_of_tokens() -> None:
+    config = PretrainConfig(model="tiny", dataset="texts")
+    assert (config.packing, config.packing_strategy, config.output_dir) == (True, "wrapped", "outputs/pretrain")
+
+
+# What can be told before anything starts, beyond the values of single keys
+
+
+@pytest.mark.parametrize(
+    ("changed", "num_workers", "told"),
+    [
+        ({"reward_funcs": ["exact_answr"]}, 1, ["reward_funcs: unknown reward 'exact_answr'", "Did you mean"]),
+        ({"reward_funcs": ["nowhere.reward"]}, 1, ["reward_funcs", "'nowhere.reward' cannot be imported"]),
+        ({"reward_funcs": [{"name": "exact_answer", "slack": 3}]}, 1, ["reward_funcs", "slack"]),
+        ({"reward_funcs": [{"names": "exact_answer"}]}, 1, ["reward_funcs", "needs its `name`"]),
+        ({"external_plugins": ["no.such_plugin"]}, 1, ["external_plugins", "'no.such_plugin' cannot be imported"]),
+        ({"num_generations": 3}, 1, ["a generation of 8 completions", "multiple of num_generations=3"]),
+        ({"num_generations": 16}, 1, ["a generation of 8 completions", "multiple of num_generations=16"]),
+        ({"generation_batch_size": 12}, 1, ["a generation of 12", "multiple of the 8 sequences of an optimizer step"]),
+        ({"generation_batch_size": 24}, 2, ["a generation of 24", "multiple of the 16 sequences of an optimizer step"]),
+    ],
+    ids=str,
+)
+def test_what_keys_say_together_is_checked_before_anything_starts(
+    changed: dict[str, Any], num_workers: int, told: list[str]
+) -> None:
+    groups = DeviceGroups.single(["train", "rollout"], "CPU", num_workers)
+    with pytest.raises(ConfigError) as error:
+        GRPOTrainer.check(grpo_config(**changed), groups)
+    for words in told:
+        assert words in str(error.value)
+
+
+def test_a_generation_may_be_too_small_for_one_worker_and_enough_for_two() -> None:
+    config = grpo_config(num_generations=16)
+    GRPOTrainer.check(config, DeviceGroups.single(["train", "rollout"], "CPU", 2))
+    with pytest.raises(ConfigError):
+        GRPOTrainer.check(config, None)
+
+
+def test_a_broken_plugin_shows_where_it_is_broken(tmp_path: Path) -> None:
+    plugin = tmp_path / "rewards.py"
+    plugin.write_text("import re\n\nundefined_name\n")
+    config = SFTConfig(model="tiny", dataset="texts", external_plugins=[str(plugin)])
+    with pytest.raises(ImportError, match="NameError") as error:
+        SFTTrainer.check(config, None)
+    assert isinstance(error.value.__cause__, NameError)  # the traceback that names the line
+
+
+# Every key has a meaning
+
+
+def trees() -> dict[str, ast.Module]:
+    return {str(path.relative_to(TRAINERS)): ast.parse(path.read_text()) for path in TRAINERS.rglob("*.py")}
+
+
+def is_a_check(node: ast.AST) -> bool:
+    """A function that only judges values: reading a key there is not using it."""
+    return isinstance(node, ast.FunctionDef) and node.name.lstrip("_").startswith(("check_", "post_init__"))
+
+
+def keys_that_are_read() -> set[str]:
+    """The names read as ``config.name`` or ``self.config.name``, or by name (``getattr``), outside of checks."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if is_a_check(node):
+            return
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("config", "self.config"):
+            found.add(node.attr)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    for tree in trees().values():
+        visit(tree)
+    return found
+
+
+@pytest.mark.parametrize("config_type", [SFTConfig, PretrainConfig, GRPOConfig])
+def test_a_key_that_is_accepted_is_a_key_that_is_used(config_type: type[Any]) -> None:
+    assert {field.name for field in dataclasses.fields(config_type)} - keys_that_are_read() == set()
+
+
+def test_reading_a_key_in_a_check_is_not_using_it() -> None:
+    """The test above would find a key that nobody reads."""
+    assert "gradient_checkpointing" in keys_that_are_read()
+    assert "output" not in keys_that_are_read()
+    assert is_a_check(ast.parse("def check_shared(config): return config.x").body[0])
+    assert is_a_check(ast.parse("def __post_init__(self): pass").body[0])

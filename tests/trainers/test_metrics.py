@@ -1,0 +1,95 @@
+"""Numbers measured in parts are those of the whole."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainers.metrics import Metrics
+
+numbers = st.floats(-1e3, 1e3)
+
+
+@given(st.lists(st.lists(numbers, max_size=5), min_size=1, max_size=5).filter(any))
+def test_any_cut_of_a_batch_gives_the_numbers_of_the_whole(parts: list[list[float]]) -> None:
+    """A mean of means would weigh the single value of a short part like many of a long one."""
+    everything = [value for part in parts for value in part]
+    measured = []
+    for part in parts:
+        metrics = Metrics()
+        metrics.mean("mean", sum(part), len(part))
+        metrics.sum("sum", sum(part))
+        for value in part:
+            metrics.max("max", value)
+            metrics.min("min", value)
+        measured.append(metrics)
+    found = Metrics.merge(measured).values()
+    assert found["mean"] == pytest.approx(sum(everything) / len(everything), abs=1e-9)
+    assert found["sum"] == pytest.approx(sum(everything), abs=1e-9)
+    assert (found["max"], found["min"]) == (max(everything), min(everything))
+
+
+def test_a_mean_weighs_every_token_the_same() -> None:
+    long, short = Metrics(), Metrics()
+    long.mean("loss", 9.0, 9)
+    short.mean("loss", 11.0, 1)
+    assert Metrics.merge([long, short]).values() == {"loss": 2.0}
+
+
+def test_what_every_worker_knows_is_told_once() -> None:
+    parts = []
+    for _ in range(3):
+        metrics = Metrics()
+        metrics.same("learning_rate", 1e-5)
+        parts.append(metrics)
+    assert Metrics.merge(parts).values() == {"learning_rate": 1e-5}
+
+
+def test_nothing_measured_is_not_reported() -> None:
+    metrics = Metrics()
+    metrics.mean("nothing", 0.0, 0)
+    metrics.mean("unknown", math.nan, 3)
+    metrics.max("unknown", math.nan)
+    metrics.min("unknown", math.nan)
+    assert metrics.values() == {}
+    assert Metrics.merge([]).values() == {}
+
+
+def test_a_nan_in_a_mean_does_not_hide_the_others() -> None:
+    metrics = Metrics()
+    metrics.mean("reward", math.nan, 2)
+    metrics.mean("reward", 3.0, 2)
+    assert metrics.values() == {"reward": 1.5}
+
+
+def test_a_nan_loss_is_told() -> None:
+    metrics = Metrics()
+    metrics.sum("loss", math.nan)
+    metrics.sum("loss", 1.0)
+    assert math.isnan(metrics.values()["loss"])
+
+
+def test_one_name_is_joined_by_one_rule() -> None:
+    one, other = Metrics(), Metrics()
+    one.sum("loss", 1.0)
+    other.mean("loss", 1.0, 1)
+    with pytest.raises(ValueError, match="'loss' was joined by 'sum' before and by 'mean' now"):
+        Metrics.merge([one, other])
+
+
+def test_merging_leaves_the_parts_alone() -> None:
+    one, other = Metrics(), Metrics()
+    one.sum("loss", 1.0)
+    other.sum("loss", 2.0)
+    assert Metrics.merge([one, other]).values() == {"loss": 3.0}
+    assert (one.values(), other.values()) == ({"loss": 1.0}, {"loss": 2.0})
+
+
+def test_metrics_travel() -> None:
+    metrics = Metrics()
+    metrics.mean("loss", 1.0, 3)
+    assert pickle.loads(pickle.dumps(metrics)).values() == metrics.values()

@@ -1,0 +1,330 @@
+"""A run as its driver sees it: what is counted, when something is due, what a checkpoint keeps."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from rayhelper import ConfigError, DeviceGroups
+from tests.e2e.runs import TEXTS, final_bytes, grpo_config, interrupted_after, lines, sft_config
+from tests.golden.tiny import save_tiny, tiny_tokenizer
+from trainers.checkpoint import checkpoints, read_state
+from trainers.config import TrainConfig
+from trainers.grpo import GRPOTrainer
+from trainers.metrics import Metrics
+from trainers.run import Run, load_tokenizer, mistakes_of, num_train_workers, resolve_dtype
+from trainers.sft import SFTTrainer
+
+ORDER = {"sequences": 11, "sequences a step": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+class Nothing:
+    """A backend and a tokenizer that write one file."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+
+    def save(self, folder: Path) -> None:
+        (folder / "model.bin").write_text("weights")
+
+
+def opened(folder: Path, num_steps: int = 9, order: dict[str, Any] | None = None, **keys: Any) -> Run:
+    config = TrainConfig(model="m", dataset=[{"text": "a"}], output_dir=str(folder), report_to=["none"], **keys)
+    return Run(config, num_steps, headline=("loss",), order=ORDER if order is None else order)
+
+
+def stepped(run: Run, num_steps: int = 1) -> Run:
+    for _ in range(num_steps):
+        metrics = Metrics()
+        metrics.sum("loss", 1 / (run.step + 1))
+        metrics.sum("num_tokens", 10)
+        run.log_step(metrics, epoch=(run.step + 1) / 3)
+    return run
+
+
+# Counting
+
+
+def test_a_step_is_logged_with_the_tokens_so_far_and_its_epoch(tmp_path: Path) -> None:
+    with opened(tmp_path) as run:
+        stepped(run, 3)
+    assert lines(tmp_path)[-1] == {"step": 3, "loss": 1 / 3, "num_tokens": 30.0, "epoch": 1.0}
+    assert all(json.loads(line)["step_time"] > 0 for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("every", "steps_at_once", "due_after"),
+    [(3, 1, [3, 6]), (1, 1, [1, 2, 3, 4, 5, 6, 7, 8]), (4, 3, [6]), (2, 3, [3, 6]), (0, 1, []), (None, 1, [])],
+)
+def test_something_is_due_whenever_a_multiple_was_passed_and_never_at_the_end(
+    every: int | None, steps_at_once: int, due_after: list[int], tmp_path: Path
+) -> None:
+    found = []
+    with opened(tmp_path) as run:
+        while run.step < 9:
+            stepped(run, steps_at_once)
+            if run.due(every, steps_at_once):
+                found.append(run.step)
+    assert found == due_after
+
+
+@pytest.mark.parametrize(("steps_at_once", "shown_before"), [(1, [1, 5, 10]), (4, [1, 5, 9]), (10, [1])])
+def test_completions_are_shown_whatever_the_steps_of_a_generation(
+    steps_at_once: int, shown_before: list[int], tmp_path: Path
+) -> None:
+    found = []
+    with opened(tmp_path, num_steps=12, logging_steps=5) as run:
+        while run.step < 10:
+            if run.shows_completions(steps_at_once):
+                found.append(run.step + 1)
+            stepped(run, steps_at_once)
+    assert found == shown_before
+
+
+# Checkpoints
+
+
+def test_a_checkpoint_keeps_what_the_driver_knows(tmp_path: Path) -> None:
+    with opened(tmp_path) as run:
+        stepped(run, 2)
+        run.log_evaluation({"eval_loss": 0.1 + 0.2})
+        run.save_checkpoint(Nothing().save, Nothing())
+        stepped(run, 2)
+    with opened(tmp_path, resume_from_checkpoint=True) as resumed:
+        assert (resumed.step, resumed.num_tokens, resumed.first_evaluation) == (2, 20.0, {"eval_loss": 0.1 + 0.2})
+        assert [line["step"] for line in lines(tmp_path)] == [1, 2, 2]  # the evaluation too
+    assert {path.name for path in checkpoints(tmp_path)[0].iterdir()} == {
+        "model.bin",
+        "tokenizer.json",
+        "trainer_state.json",
+    }
+
+
+def test_a_failing_worker_leaves_no_checkpoint(tmp_path: Path) -> None:
+    def save(folder: Path) -> None:
+        (folder / "model.bin").write_text("half")
+        raise OSError("disk full")
+
+    with opened(tmp_path) as run:
+        stepped(run)
+        with pytest.raises(OSError, match="disk full"):
+            run.save_checkpoint(save, Nothing())
+    assert checkpoints(tmp_path) == []
+    assert not list(tmp_path.glob("checkpoint*"))
+
+
+def test_old_checkpoints_go_first(tmp_path: Path) -> None:
+    with opened(tmp_path, save_total_limit=2) as run:
+        for _ in range(4):
+            stepped(run).save_checkpoint(Nothing().save, Nothing())
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
+
+
+def test_a_new_run_in_the_folder_of_a_longer_one_resumes_from_its_own_checkpoint(tmp_path: Path) -> None:
+    with opened(tmp_path) as longer:
+        stepped(longer, 8).save_checkpoint(Nothing().save, Nothing())
+    with opened(tmp_path, save_total_limit=1) as run:
+        stepped(run, 2).save_checkpoint(Nothing().save, Nothing())
+    with opened(tmp_path, resume_from_checkpoint="auto") as resumed:
+        assert resumed.step == 2
+
+
+@pytest.mark.parametrize(
+    ("order", "keys", "told"),
+    [
+        ({**ORDER, "sequences a step": 8}, {}, "sequences a step was 4 and is 8"),
+        ({**ORDER, "sequences": 12}, {}, "sequences was 11 and is 12"),
+        (ORDER, {"seed": 1}, "seed was 42 and is 1"),
+        (ORDER, {"shuffle_dataset": False}, "shuffle_dataset was True and is False"),
+    ],
+)
+def test_a_run_that_would_see_other_rows_does_not_resume(
+    order: dict[str, int], keys: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    with opened(tmp_path) as run:
+        stepped(run, 2).save_checkpoint(Nothing().save, Nothing())
+        stepped(run)
+    with pytest.raises(ConfigError, match=rf"{told}.*rows would be repeated or left out.*global_batch_size"):
+        opened(tmp_path, order=order, resume_from_checkpoint=True, **keys)
+    assert len(lines(tmp_path)) == 3  # nothing was touched
+
+
+def test_a_resumed_run_may_be_longer(tmp_path: Path) -> None:
+    with opened(tmp_path) as run:
+        stepped(run, 2).save_checkpoint(Nothing().save, Nothing())
+    with opened(tmp_path, num_steps=20, resume_from_checkpoint=True) as resumed:
+        assert resumed.step == 2
+
+
+def test_the_first_and_the_last_evaluation_are_told_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened(tmp_path) as run:
+        run.log_evaluation({"eval_rewards/exact_answer/mean": 0.25, "eval_loss": 2.0})
+        stepped(run).save_checkpoint(Nothing().save, Nothing())
+    with opened(tmp_path, resume_from_checkpoint=True) as resumed:
+        resumed.log_evaluation({"eval_rewards/exact_answer/mean": 0.75, "eval_loss": 1.0})
+        last = resumed.finish(Nothing().save, Nothing())
+    assert "eval_rewards/exact_answer/mean: 25.0% before, 75.0% after" in capsys.readouterr().out
+    assert last == {"eval_rewards/exact_answer/mean": 0.75, "eval_loss": 1.0}
+    assert (tmp_path / "final" / "model.bin").exists()
+
+
+def test_what_cannot_be_copied_may_be_in_a_configuration(tmp_path: Path) -> None:
+    client = threading.Lock()  # as clients of judges hold
+    with opened(tmp_path, model_init_kwargs={"client": client}) as run:
+        assert run.config.model_init_kwargs["client"] is client
+    assert "lock" in (tmp_path / "config.yaml").read_text()
+
+
+# What trainers build from the shared keys
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    template = "{{ messages }}"
+    (tmp_path / "template.jinja").write_text("{{ messages[0] }}")
+    config = TrainConfig(model=str(tmp_path), dataset="d", chat_template=template)
+    loaded = load_tokenizer(config, str(tmp_path))
+    assert (loaded.pad_token, loaded.chat_template) == (loaded.eos_token, template)
+    config = TrainConfig(model=str(tmp_path), dataset="d", chat_template=str(tmp_path / "template.jinja"))
+    assert load_tokenizer(config, str(tmp_path)).chat_template == "{{ messages[0] }}"
+
+
+def test_a_tokenizer_that_cannot_end_a_sequence_is_refused(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="has no eos_token"):
+        load_tokenizer(TrainConfig(model=str(tmp_path), dataset="d"), str(tmp_path))
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"no tokenizer could be loaded from '{tmp_path}'"):
+        load_tokenizer(TrainConfig(model=str(tmp_path), dataset="d"), str(tmp_path))
+
+
+def test_auto_is_float32_where_no_gpu_has_bfloat16() -> None:
+    config = TrainConfig(model="m", dataset="d")
+    has_bfloat16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    assert resolve_dtype(config) == ("bfloat16" if has_bfloat16 else "float32")
+    assert resolve_dtype(TrainConfig(model="m", dataset="d", dtype="bfloat16")) == "bfloat16"
+
+
+def test_the_train_workers_are_known_before_they_start() -> None:
+    assert num_train_workers(None) == 1
+    assert num_train_workers(DeviceGroups.single(["train", "rollout"], "CPU", 3)) == 3
+
+
+def test_a_bug_in_a_plugin_is_no_mistake_of_the_configuration() -> None:
+    with pytest.raises(ImportError, match="plugin"), mistakes_of("external_plugins"):
+        raise ImportError("plugin 'p.py' cannot be imported: NameError") from NameError("x")
+    with pytest.raises(ConfigError, match="external_plugins: no module p"), mistakes_of("external_plugins"):
+        raise ImportError("no module p") from ModuleNotFoundError("p")
+
+
+def test_a_mistake_is_told_with_the_row_it_was_found_in() -> None:
+    error = ValueError("no prompt")
+    error.add_note("while tokenizing row 3 of the dataset")
+    with pytest.raises(ConfigError, match="dataset: no prompt; while tokenizing row 3"), mistakes_of("dataset"):
+        raise error
+
+
+# Whole runs
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_sft_learns_its_texts(packing: bool, model: str, tmp_path: Path) -> None:
+    config = sft_config(
+        model,
+        tmp_path,
+        packing=packing,
+        max_length=64,
+        num_train_epochs=15,
+        learning_rate=1e-2,
+        eval_dataset=[{"text": text} for text in TEXTS],
+        eval_steps=10,
+    )
+    numbers = SFTTrainer(config).train()
+    evaluations = [line["eval_loss"] for line in lines(tmp_path) if "eval_loss" in line]
+    assert evaluations == sorted(evaluations, reverse=True)
+    assert numbers["eval_loss"] == evaluations[-1] < 1.0 < 5.0 < lines(tmp_path)[0]["loss"]
+
+
+def test_grpo_learns_what_is_rewarded(model: str, tmp_path: Path) -> None:
+    config = grpo_config(
+        model,
+        tmp_path,
+        reward_funcs=["tests.e2e.runs.evenness"],
+        reward_weights=None,
+        num_train_epochs=12,
+        learning_rate=1e-2,
+        beta=0.0,
+        val_before_train=True,
+        log_completions=True,
+        logging_steps=5,
+    )
+    numbers = GRPOTrainer(config).train()
+    (before,) = [line for line in lines(tmp_path) if line["step"] == 0]
+    name = next(key for key in before if key.startswith("eval_rewards/") and key.endswith("/mean"))
+    assert numbers[name] > before[name] + 0.3
+    kept = sorted((tmp_path / "completions").iterdir())
+    tables = pd.concat([pd.read_parquet(path) for path in kept])
+    assert [path.name for path in kept][:3] == [
+        "completions_00001.parquet",
+        "completions_00005.parquet",
+        "completions_00007.parquet",
+    ]
+    assert set(tables.columns) == {"step", "prompt", "completion", name.split("/")[1]}
+
+
+def test_every_step_of_every_generation_is_taken(model: str, tmp_path: Path) -> None:
+    GRPOTrainer(grpo_config(model, tmp_path, save_steps=4)).train()
+    steps = [line for line in lines(tmp_path) if "loss" in line]
+    assert [line["step"] for line in steps] == list(range(1, 13))
+    assert [line["step"] for line in steps if "reward" in line] == [1, 5, 7, 11]  # the first of each generation
+    assert steps[5]["epoch"] == 1.0
+    # 4 steps a generation: 4 and then 8, which is passed at the end of the second epoch's first generation
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-10"]
+    assert read_state(tmp_path / "checkpoint-10")["order"]["num_rows"] == 6
+
+
+def test_max_steps_may_end_a_run_within_a_generation(model: str, tmp_path: Path) -> None:
+    GRPOTrainer(grpo_config(model, tmp_path, max_steps=3)).train()
+    assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [1, 2, 3]
+
+
+def test_resuming_a_finished_run_ends_as_it_did(model: str, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"save_steps": 2, "eval_dataset": [{"text": TEXTS[0]}]}
+    SFTTrainer(sft_config(model, tmp_path, **keys)).train()
+    finished = final_bytes(tmp_path), lines(tmp_path)
+    SFTTrainer(sft_config(model, tmp_path, **keys, resume_from_checkpoint="auto")).train()
+    assert (final_bytes(tmp_path), lines(tmp_path)) == finished
+
+
+def test_the_logs_are_closed_however_a_run_ends(model: str, tmp_path: Path) -> None:
+    opened_logs: list[Any] = []
+    init = Run.__init__
+
+    def remember(self: Run, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        opened_logs.append(self.trackers.lines)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "__init__", remember)
+        with interrupted_after(2), pytest.raises(KeyboardInterrupt):
+            SFTTrainer(sft_config(model, tmp_path)).train()
+    assert [log.closed for log in opened_logs] == [True]

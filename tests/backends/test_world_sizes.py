@@ -107,7 +107,7 @@ def count_reductions(rank: int, folder: str) -> list[int]:
     return counts
 
 
-def _counted(seen: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _counted(seen: list[int], bucket) -> Any:  # type: ignore[no-untyped-def]  # torch refuses annotations as text
     seen.append(bucket.index())
     return default_hooks.allreduce_hook(None, bucket)
 

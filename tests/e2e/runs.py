@@ -12,9 +12,9 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file
 
-from trainers.grpo import GRPOConfig
+from trainers.grpo_config import GRPOConfig
 from trainers.run import Run
-from trainers.sft import SFTConfig
+from trainers.sft_config import SFTConfig
 
 WORDS = "a bee sees two deer near the sea where no one ever was before and they all rest".split()
 TEXTS = [" ".join(WORDS[k % 5 : k % 5 + 1 + 3 * k % 11]) for k in range(11)]  # 11 texts of unequal length

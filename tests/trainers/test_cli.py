@@ -537,27 +537,36 @@ def test_a_typo_costs_one_line_and_exit_code_2() -> None:
 
 
 def test_env_reaches_what_is_read_at_import(tmp_path: Path) -> None:
-    """``python -m trainers.x`` imports torch before main() can say anything: such a process starts over."""
+    """Libraries read the environment when they are imported, so the configuration is read first."""
     (tmp_path / "x.yaml").write_text("env: {READ_AT_IMPORT: 3}\n")
-    (tmp_path / "reader.py").write_text(
-        "import dataclasses, os, torch\n"
-        "from trainers import cli\n"
-        "at_import = os.environ.get('READ_AT_IMPORT')\n"
+    (tmp_path / "reader_config.py").write_text(
+        "import dataclasses\n"
         "@dataclasses.dataclass\n"
         "class Config:\n"
         "    env: dict\n"
         "    use_ray: bool = False\n"
         "    device_groups: str | None = None\n"
+    )
+    (tmp_path / "reader.py").write_text(
+        "import os\n"
+        "at_import = os.environ.get('READ_AT_IMPORT')\n"
         "class Trainer:\n"
         "    def __init__(self, config): pass\n"
         "    def train(self):\n"
-        "        print(__import__('__main__').at_import)\n"
+        "        print(at_import)\n"
         "        return {}\n"
-        "cli.TRAINERS['reader'] = ('reader:Trainer', 'reader:Config')\n"
-        "if __name__ == '__main__':\n"
-        "    cli.main('reader')\n"
     )
+    program = "from trainers import cli; cli.TRAINERS['reader'] = ('reader:Trainer', 'reader_config:Config'); "
     path = f"{tmp_path}{os.pathsep}{ROOT}"
-    done = python("-m", "reader", "--config", str(tmp_path / "x.yaml"), READ_AT_IMPORT="1", PYTHONPATH=path)
+    command = program + "cli.main('reader')"
+    done = python("-c", command, "--config", str(tmp_path / "x.yaml"), READ_AT_IMPORT="1", PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "3\n"
+
+
+@pytest.mark.parametrize("name", ["grpo", "sft"])
+def test_a_mistake_is_told_without_importing_torch(name: str, tmp_path: Path) -> None:
+    done = python("-X", "importtime", "-m", f"trainers.{name}", "--lerning_rate", "1")
+    assert done.returncode == 2
+    assert "did you mean learning_rate?" in done.stderr
+    assert not [line for line in done.stderr.splitlines() if line.endswith((" torch", " transformers", " ray"))]

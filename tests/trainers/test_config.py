@@ -12,8 +12,10 @@ import pytest
 
 from rayhelper import ConfigError, DeviceGroups
 from trainers.config import TrainConfig, sequences_per_step, total_steps
-from trainers.grpo import GRPOConfig, GRPOTrainer
-from trainers.sft import PretrainConfig, SFTConfig, SFTTrainer
+from trainers.grpo import GRPOTrainer
+from trainers.grpo_config import GRPOConfig
+from trainers.sft import SFTTrainer
+from trainers.sft_config import PretrainConfig, SFTConfig
 
 TRAINERS = Path(__file__).parents[2] / "trainers"
 

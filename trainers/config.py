@@ -19,6 +19,16 @@ from trainers.trackers import check_installed
 
 REPORTERS = ("tensorboard", "wandb", "none")
 PLAIN_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
+# Those of transformers that look at the step alone; some need lr_scheduler_kwargs.
+SCHEDULES = (
+    *PLAIN_SCHEDULES,
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+)
 SECTION_KEYS = (*SIZE_KEYS, "device", *OPTION_KEYS)  # what the section of a role may hold
 
 
@@ -201,13 +211,9 @@ def check_sections(groups: DeviceGroups) -> None:
 
 
 def _check_schedule(name: str, kwargs: dict[str, Any]) -> None:
+    one_of("lr_scheduler_type", name, SCHEDULES)
     if name in PLAIN_SCHEDULES and not kwargs:
         return  # without importing transformers, so that a typo elsewhere is answered at once
-    from transformers import SchedulerType
-
-    by_metric = ("reduce_lr_on_plateau", "greedy")  # they look at an evaluation, not at the step
-    names = [kind.value for kind in SchedulerType if kind.value not in by_metric]
-    one_of("lr_scheduler_type", name, names)
     import torch
     from transformers import get_scheduler
 

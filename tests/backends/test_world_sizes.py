@@ -107,7 +107,7 @@ def count_reductions(rank: int, folder: str) -> list[int]:
     return counts
 
 
-def _counted(seen: list[int], bucket) -> Any:  # type: ignore[no-untyped-def]  # torch refuses annotations as text
+def _counted(seen, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are text
     seen.append(bucket.index())
     return default_hooks.allreduce_hook(None, bucket)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers import cli
 from trainers.cli import load_config, main, placement, save_config
 from trainers.config import TrainConfig
+from trainers.grpo_config import GRPOConfig
+from trainers.sft_config import PretrainConfig, SFTConfig
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ["--model", "tiny", "--dataset", "sums"]
@@ -225,6 +228,12 @@ def test_a_mistake_in_a_file_is_told_with_its_remedy(text: str, told: list[str],
         (["--device_groups", "{broken"], ["device_groups"]),
         (["--device_groups", "groups.yaml"], ["device_groups"]),
         (["--train.cpu", "2"], ["unknown key train", "did you mean cpus?"]),
+        (["--report_to+", "wandb"], ["'--report_to+' is no option", "--key value"]),
+        (
+            ["--device_groups", '{"a": {"cpus": 1}, "a": {"cpus": 2}}'],
+            ["device_groups", "key 'a' is written twice", "Remove one"],
+        ),
+        (["--columns", "{a: b, a: c}"], ["columns", "key 'a' is written twice"]),
     ],
     ids=lambda value: " ".join(value)[:50],
 )
@@ -291,6 +300,19 @@ def test_help_tells_every_key_its_meaning_and_its_other_names(capsys: pytest.Cap
     assert "lr = learning_rate" in shown
 
 
+@pytest.mark.parametrize("config_type", [SFTConfig, PretrainConfig, GRPOConfig])
+def test_every_key_of_every_trainer_has_a_meaning_in_its_help(
+    config_type: type[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load_config(config_type, ["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for key in dataclasses.fields(config_type):
+        (told,) = re.findall(rf" --{key.name} .*?(?= --| Other names of keys)", shown)
+        meaning = re.sub(r"^ --\S+ (\{\S+\} |\[\S+\] |[A-Z_]+ |\S+ (?=[A-Z]))?|\((type|required).*", "", told)
+        assert len(meaning.split()) >= 3, told
+
+
 def test_what_is_printed_reads_back_to_the_same_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -334,6 +356,38 @@ def test_a_saved_configuration_reads_back_to_an_equal_one(tmp_path: Path) -> Non
     save_config(config, tmp_path / "outputs")
     assert load_config(Config, ["--config", str(tmp_path / "outputs" / "config.yaml")]) == config
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["config.yaml"]
+
+
+REAL = [
+    SFTConfig(model="tiny", dataset="texts", packing=True, max_length=64, eos_token="", loss_type="dft"),
+    PretrainConfig(model="tiny", dataset=["a.txt", "b"], max_steps=7, run_name="1e-5", seed=0),
+    GRPOConfig(
+        model="tiny",
+        dataset=[{"prompt": [{"role": "user", "content": "1+1="}], "answer": 2}],
+        eval_dataset="sums",
+        reward_funcs=["exact_answer", {"name": "soft_overlong_punishment", "max_completion_len": 9}],
+        reward_weights=[1, 0.1],
+        scale_rewards=False,
+        epsilon_high=0.28,
+        device_groups={"all": {"device": "GPU", "ranks": "list(range(0, 2))", "workers": ["train", "rollout"]}},
+        use_ray=True,
+        generation_kwargs={"typical_p": 0.9},
+        chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}",
+        resume_from_checkpoint="auto",
+    ),
+    GRPOConfig(model="tiny", dataset="sums", reward_funcs=["a"], device_groups='{"all": {"cpus": 2}}'),
+]
+
+
+@pytest.mark.parametrize("config", REAL, ids=lambda config: type(config).__name__)
+def test_the_saved_configuration_of_a_trainer_reads_back_to_an_equal_one(config: Any, tmp_path: Path) -> None:
+    save_config(config, tmp_path)
+    assert load_config(type(config), ["--config", str(tmp_path / "config.yaml")]) == config
+
+
+def test_many_rows_passed_in_python_are_not_written_out(tmp_path: Path) -> None:
+    save_config(Config(model="tiny", dataset=[{"text": "a"}] * 100_000), tmp_path)
+    assert "100000 rows passed in Python, from {'text': 'a'} on" in (tmp_path / "config.yaml").read_text()
 
 
 def test_what_python_alone_can_pass_is_saved_as_a_description(tmp_path: Path) -> None:
@@ -527,13 +581,32 @@ def test_an_unknown_trainer_is_answered_with_the_nearest() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_typo_costs_one_line_and_exit_code_2() -> None:
-    done = python("-m", "trainers", "sft", "--learning_rat", "1")
-    assert done.returncode == 2
-    (line, *rest) = done.stderr.splitlines()[-3:]
-    assert line == "error: several mistakes"
-    assert "did you mean learning_rate?" in rest[0]
-    assert "Traceback" not in done.stderr
+@pytest.fixture
+def no_ray(tmp_path: Path) -> str:
+    """A folder for PYTHONPATH, in which ``ray`` is a package that cannot be imported: nobody starts it unseen."""
+    (tmp_path / "path" / "ray").mkdir(parents=True)
+    (tmp_path / "path" / "ray" / "__init__.py").write_text("raise SystemExit('ray was imported')")
+    return str(tmp_path / "path")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--learning_rat", "1"], "unknown key learning_rat (did you mean learning_rate?)"),
+        (["--device_groups", '{"a": {"device": "CPU", "ranks": 2, "workers": ["train"]}}'], "role 'rollout' is not in"),
+        (["--train.cpus", "2", "--rollout.cpus", "1", "--num_generations", "3"], "multiple of num_generations=3"),
+        (["--reward_funcs", "exact_answr"], "Did you mean 'exact_answer'?"),
+    ],
+    ids=["unknown key", "role without a group", "groups torn apart", "unknown reward"],
+)
+def test_a_mistake_costs_one_line_and_exit_code_2_and_starts_nothing(argv: list[str], told: str, no_ray: str) -> None:
+    needed = ["--model", "tiny", "--dataset", "sums", "--use_ray"]
+    needed += [] if "--reward_funcs" in argv else ["--reward_funcs", "exact_answer"]
+    done = python("-m", "trainers.grpo", *needed, *argv, PYTHONPATH=no_ray)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert told in line
+    assert (done.returncode, done.stdout) == (2, "")
 
 
 def test_env_reaches_what_is_read_at_import(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
     "12+34="  ->  "46"      one token a character
 
-Registers, for ``external_plugins``: the dataset ``addition``, whose splits ``train`` and ``test`` share no problem, and
-the model ``addition``, which starts out solving about a quarter of them.
+Registers, for ``external_plugins``: the dataset ``addition``, whose splits ``train`` and ``test`` share no problem; the
+reward ``correct_sum``; and the model ``addition``, which starts out solving about a third of the problems.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from rayhelper import RayHelper
-from trainers.plugins import register_dataset, register_model
+from trainers.plugins import register_dataset, register_model, register_reward
 
 CHARACTERS = "0123456789+="
 NUM_TEST_PROBLEMS = 500
-WARM_START_STEPS = 130
+WARM_START_STEPS = 150
 
 
 @register_dataset("addition")
@@ -28,6 +28,12 @@ def addition(split: str) -> list[dict[str, str]]:
     order = np.random.default_rng(0).permutation(len(pairs))
     chosen = order[:NUM_TEST_PROBLEMS] if split == "test" else order[NUM_TEST_PROBLEMS:]
     return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in (pairs[k] for k in chosen)]
+
+
+@register_reward("correct_sum")
+def correct_sum(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """1 where the completion is the sum and nothing else."""
+    return [float(text == right) for text, right in zip(completions, answer, strict=True)]
 
 
 @register_model("addition")
@@ -46,7 +52,7 @@ def warm_start(output_dir: Path, seed: int) -> Path:
         seed=seed,
         max_steps=WARM_START_STEPS,
         per_device_train_batch_size=128,
-        learning_rate=1e-3,
+        learning_rate=2e-3,
         warmup_steps=20,
         lr_scheduler_type="constant_with_warmup",
         logging_steps=50,
@@ -71,12 +77,20 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_model(folder: Path, seed: int) -> None:
-    """Saves a Qwen3 of half a million random weights."""
+    """Saves a Qwen3 of 0.13 million random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 
     set_seed(seed)
-    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
     tokens = {"vocab_size": len(CHARACTERS) + 2, "pad_token_id": 12, "eos_token_id": 13, "bos_token_id": None}
-    config = Qwen3Config(**sizes, **heads, **tokens, max_position_embeddings=32, tie_word_embeddings=False)
+    config = Qwen3Config(
+        **sizes,
+        **heads,
+        **tokens,
+        max_position_embeddings=32,
+        rope_parameters={"rope_type": "default", "rope_theta": 10.0},  # sequences have ten tokens
+        initializer_range=0.1,
+        tie_word_embeddings=False,
+    )
     Qwen3ForCausalLM(config).save_pretrained(folder)

@@ -1,0 +1,88 @@
+"""Every example loads, and runs on something small."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rayhelper import RayHelper
+from tests.conftest import without_runtime
+from tests.golden.tiny import save_tiny
+from trainers.cli import load_config, placement, run
+from trainers.grpo import GRPOTrainer
+from trainers.grpo_config import GRPOConfig
+from trainers.sft import SFTTrainer
+from trainers.sft_config import PretrainConfig, SFTConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = {
+    "grpo/quickstart.yaml": (GRPOTrainer, GRPOConfig),
+    "grpo/gsm8k.yaml": (GRPOTrainer, GRPOConfig),
+    "sft/gsm8k.yaml": (SFTTrainer, SFTConfig),
+    "sft/pretrain.yaml": (SFTTrainer, PretrainConfig),
+}
+
+
+@pytest.fixture(autouse=True)
+def _from_the_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import datasets
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def configured(name: str, folder: Path, **keys: Any) -> Any:
+    arguments = [f"--{key}={value}" for key, value in keys.items()]
+    config_type = EXAMPLES[name][1]
+    return load_config(config_type, ["--config", f"examples/{name}", f"--output_dir={folder}", *arguments])
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "step_time"} for line in lines]
+
+
+def test_every_example_is_known_here() -> None:
+    assert {str(path.relative_to(ROOT / "examples")) for path in (ROOT / "examples").rglob("*.yaml")} == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "grpo/quickstart.yaml"])
+def test_an_example_trains_two_steps(name: str, tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model")
+    small = {} if name.startswith("sft") else {"max_completion_length": 6, "global_batch_size": 16}
+    config = configured(name, tmp_path / "out", model=model, max_steps=2, report_to="none", **small)
+    last = run(EXAMPLES[name][0], config)
+    assert last["epoch"] > 0
+    assert len([line for line in metrics(tmp_path / "out") if "loss" in line]) == 2
+    assert (tmp_path / "out" / "final" / "model.safetensors").is_file()
+
+
+def test_the_quickstart_logs_the_same_off_and_with_ray(tmp_path: Path, ray_cluster: None) -> None:
+    small = {"max_steps": 3, "global_batch_size": 64, "eval_steps": 2}
+    with without_runtime():
+        off = run(GRPOTrainer, configured("grpo/quickstart.yaml", tmp_path / "off", **small))
+        config = configured("grpo/quickstart.yaml", tmp_path / "ray", **small)
+        with RayHelper.session({"one": {"device": "CPU", "ranks": 1, "workers": ["train", "rollout"]}}):
+            on = dict(GRPOTrainer(config).train())
+    assert off.keys() == on.keys()
+    assert metrics(tmp_path / "off") == metrics(tmp_path / "ray")
+    assert [line["step"] for line in metrics(tmp_path / "off") if "loss" in line] == [1, 2, 3]
+
+
+def test_the_placements_of_the_readme_are_read() -> None:
+    text = (ROOT / "examples" / "grpo" / "README.md").read_text()
+    snippets = [part.partition("```")[0] for part in text.split("```yaml\n")[1:]]
+    assert len(snippets) == 2
+    sizes = []
+    for snippet in snippets:
+        file = yaml.safe_load(snippet)
+        groups = file.get("device_groups") or {name: value for name, value in file.items() if name != "use_ray"}
+        config = load_config(
+            GRPOConfig, ["--model=m", "--dataset=d", "--reward_funcs=[format]", f"--device_groups={json.dumps(groups)}"]
+        )
+        sizes.append([(group.roles, group.num_workers) for group in placement(GRPOTrainer, config).groups])
+    assert sizes == [[(("train", "rollout"), 4)], [(("train",), 2), (("rollout",), 2)]]

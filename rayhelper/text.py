@@ -11,7 +11,7 @@ import yaml
 from rayhelper.errors import ConfigError
 
 
-class _Loader(yaml.SafeLoader):
+class Loader(yaml.SafeLoader):
     """YAML in which a key may be written once, and 1e-6 is a number."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
@@ -24,7 +24,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_Loader.add_implicit_resolver(
+Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
 
@@ -38,7 +38,7 @@ def parse_text(text: str, name: str) -> Any:
     except (ValueError, RecursionError) as error:
         problem = f"JSON: {error}"
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=Loader)
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         # malformed tags and dates make PyYAML raise more than YAMLError
         if not re.match(r'\s*\{\s*"', text):

@@ -68,11 +68,12 @@ def rotate(output_dir: Path, save_total_limit: int | None) -> None:
     """Removes the oldest checkpoints beyond the limit, and what killed runs left unfinished."""
     for old in _left_over(output_dir, ".old"):
         _restore(old)
-    if save_total_limit is not None:
-        for oldest in checkpoints(output_dir)[:-save_total_limit]:
-            oldest.rename(oldest.with_name(oldest.name + ".tmp"))  # at no time half a checkpoint under its name
     for unfinished in _left_over(output_dir, ".tmp"):
         shutil.rmtree(unfinished, ignore_errors=True)
+    if save_total_limit is not None:
+        for oldest in checkpoints(output_dir)[:-save_total_limit]:
+            # at no time half a checkpoint under its name
+            shutil.rmtree(oldest.rename(oldest.with_name(oldest.name + ".tmp")), ignore_errors=True)
 
 
 def resolve_resume(value: str | bool | None, output_dir: Path) -> Path | None:

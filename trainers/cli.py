@@ -26,7 +26,7 @@ import yaml
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper, RayHelperError
 from rayhelper.device_groups import SIZE_KEYS
-from rayhelper.text import parse_text
+from rayhelper.text import Loader, parse_text
 
 ConfigT = TypeVar("ConfigT")
 
@@ -345,13 +345,13 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
     if list in kinds and not {str, Any} & kinds and isinstance(value, (str, int, float, Mapping)):
         value = _bracketed(value)
         value = value if value is None or isinstance(value, list) else [value]
+    if dict in kinds and isinstance(value, str) and value.startswith("{"):
+        value = parse_text(value, name)
     for member in members:
         if member is Any or Any in get_args(member):  # jsonargparse would turn texts inside, such as "10", into numbers
             value = _bracketed(value)
             if member is Any or isinstance(value, get_origin(member)):
                 return list(map(_bracketed, value)) if isinstance(value, list) else value
-            if get_origin(member) is dict and isinstance(value, str) and value.startswith("{"):
-                return value if str in kinds else parse_text(value, name)  # both say what is wrong with it
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=hint)
     try:
@@ -411,7 +411,7 @@ def _print_help(config_type: Any, prog: str | None) -> NoReturn:
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of the keys below")
     parser.add_argument("--print_config", action="store_true", help="print the configuration as YAML and exit")
     parser.add_class_arguments(config_type, None)
-    print(re.sub(r", --\w+\+ \[ITEM,\.\.\.\]", "", parser.format_help()), end="")  # appending is not offered
+    print(re.sub(r", --\w+\+ \S+", "", parser.format_help()), end="")  # appending is not offered
     sys.exit(0)
 
 
@@ -429,6 +429,7 @@ class _Dumper(yaml.SafeDumper):
         return self.represent_str(repr(data))
 
 
+_Dumper.yaml_implicit_resolvers = Loader.yaml_implicit_resolvers  # text that would be read as a number is quoted
 _Dumper.add_multi_representer(Path, lambda dumper, path: dumper.represent_str(str(path)))
 _Dumper.add_multi_representer(object, _Dumper.describe)
 

@@ -168,11 +168,16 @@ class GRPOTrainer:
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
         with mistakes_of("reward_funcs"):
             self.rewards, self.reward_weights = resolve_rewards(config.reward_funcs, config.reward_weights)
-        self.rows: Any = read_rows(config, config.dataset, config.dataset_split)
-        self.eval_rows: Any = None
-        if config.eval_dataset:
-            self.eval_rows = read_rows(config, config.eval_dataset, config.eval_dataset_split)
+        self.rows: Any = self.read(config.dataset, config.dataset_split)
+        self.eval_rows: Any = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
         self.async_runner = asyncio.Runner()  # one event loop for all calls: clients may hold connections
+
+    def read(self, source: Any, split: str) -> Any:
+        """The rows of a dataset, each with a prompt."""
+        rows = read_rows(self.config, source, split)
+        with mistakes_of("dataset"):
+            prompt_of(rows[0])
+        return rows
 
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""

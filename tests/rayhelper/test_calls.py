@@ -472,3 +472,12 @@ def test_more_methods_than_slots_and_dropped_instances_keep_calls_apart(on_group
     fresh = Trainer(99)
     assert fresh.attribute("start") == [99, 99]
     assert [one.attribute("start")[0] for one in trainers] == list(range(30, 40))
+
+
+def test_inside_local_new_objects_stay_here_and_old_ones_keep_their_workers(trainer: Trainer) -> None:
+    with RayHelper.local():
+        here = Trainer(3)
+        assert here.every(1) == 1
+        assert here.trained == 7
+        assert trainer.every(1) == [1, 1]
+    assert trainer.every(2) == [2, 2]

@@ -102,6 +102,28 @@ def test_a_kill_while_a_checkpoint_is_replaced_keeps_the_old_one(
     assert names(tmp_path) == ["checkpoint-10"]
 
 
+@pytest.mark.parametrize("existing", [False, True])
+def test_a_process_that_dies_while_writing_leaves_the_checkpoint_before(existing: bool, tmp_path: Path) -> None:
+    """Not an exception that somebody could catch: the process is gone, as after kill -9."""
+    save(tmp_path, 10, "old")
+    if existing:
+        save(tmp_path, 20, "old")
+    child = os.fork()
+    if child == 0:
+        with writing(checkpoint_folder(tmp_path, 20)) as folder:
+            (folder / "model.bin").write_text("new")
+            write_state(folder, {"step": 20})
+            os._exit(9)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 9
+    found = resolve_resume("auto", tmp_path)
+    assert found == checkpoint_folder(tmp_path, 20 if existing else 10)
+    assert (found / "model.bin").read_text() == "old"
+    save(tmp_path, 30)
+    rotate(tmp_path, 1)
+    assert names(tmp_path) == ["checkpoint-30"]
+
+
 def test_rotating_after_a_killed_replacement_keeps_the_old_one(tmp_path: Path) -> None:
     save(tmp_path, 10).rename(tmp_path / "checkpoint-10.old")
     rotate(tmp_path, 1)

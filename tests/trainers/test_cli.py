@@ -308,9 +308,9 @@ def test_every_key_of_every_trainer_has_a_meaning_in_its_help(
         load_config(config_type, ["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     for key in dataclasses.fields(config_type):
-        (told,) = re.findall(rf" --{key.name} .*?(?= --| Other names of keys)", shown)
-        meaning = re.sub(r"^ --\S+ (\{\S+\} |\[\S+\] |[A-Z_]+ |\S+ (?=[A-Z]))?|\((type|required).*", "", told)
-        assert len(meaning.split()) >= 3, told
+        (told,) = re.findall(rf" --{key.name} (.*?)\((?:required, )?type", shown)
+        _, *meaning = told.split()  # after what stands for the value
+        assert len(meaning) >= 3, key.name
 
 
 def test_what_is_printed_reads_back_to_the_same_configuration(
@@ -375,7 +375,6 @@ REAL = [
         chat_template="{% for m in messages %}{{ m['content'] }}{% endfor %}",
         resume_from_checkpoint="auto",
     ),
-    GRPOConfig(model="tiny", dataset="sums", reward_funcs=["a"], device_groups='{"all": {"cpus": 2}}'),
 ]
 
 
@@ -387,7 +386,8 @@ def test_the_saved_configuration_of_a_trainer_reads_back_to_an_equal_one(config:
 
 def test_many_rows_passed_in_python_are_not_written_out(tmp_path: Path) -> None:
     save_config(Config(model="tiny", dataset=[{"text": "a"}] * 100_000), tmp_path)
-    assert "100000 rows passed in Python, from {'text': 'a'} on" in (tmp_path / "config.yaml").read_text()
+    saved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert saved["dataset"] == "100000 rows passed in Python, from {'text': 'a'} on"
 
 
 def test_what_python_alone_can_pass_is_saved_as_a_description(tmp_path: Path) -> None:

@@ -243,6 +243,15 @@ def test_a_mistake_is_told_with_the_row_it_was_found_in() -> None:
         raise error
 
 
+def test_a_wrong_column_is_told_before_a_model_is_loaded(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dataset: rows have no prompt: .* got promt, answer"):
+        GRPOTrainer(grpo_config(model, tmp_path, dataset=[{"promt": "1+1=", "answer": "2"}]))
+    with pytest.raises(ConfigError, match=r"dataset: columns: there is no column 'question'.*Columns: prompt"):
+        GRPOTrainer(grpo_config(model, tmp_path, columns={"question": "prompt"}))
+    with pytest.raises(ConfigError, match=r"dataset: a row to learn from has 'body', .*while tokenizing row 0"):
+        SFTTrainer(sft_config(model, tmp_path, dataset_text_field="body"))
+
+
 # Whole runs
 
 

@@ -166,6 +166,19 @@ def test_tensorboard_gets_every_step(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.25)]
 
 
+def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with opened(tmp_path, report_to=["tensorboard"]) as trackers:
+        for step in (1, 2, 3, 4):
+            trackers.log(step, {"loss": float(step)})
+    with opened(tmp_path, report_to=["tensorboard"], first_step=2) as trackers:
+        trackers.log(3, {"loss": 30.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
 def test_tensorboard_is_not_opened_unless_asked_for(tmp_path: Path) -> None:
     with opened(tmp_path, report_to=["none"]) as trackers:
         trackers.log(1, {"loss": 0.5})

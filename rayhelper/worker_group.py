@@ -70,6 +70,7 @@ class WorkerGroup:
         ``inherits``: the processes descend from this driver, and so have its whole environment until now.
         """
         forgotten = environment.forgotten(os.environ) if inherits else []
+        forgotten = [*forgotten, "OMP_NUM_THREADS"]  # Ray sets it to 1; _env says what it is
         facts = self.get([actor.describe.remote() for actor in self.actors], "start")
         port = self.get([self.actors[0].hold_port.remote()], "start")[0]
         self.get(
@@ -94,8 +95,8 @@ class WorkerGroup:
 
     def _env(self, slot: Slot, port: int, facts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         env = environment.passed(os.environ)
-        if "OMP_NUM_THREADS" not in env:  # as torchrun: several workers share a node's cores, one alone has them all
-            env["OMP_NUM_THREADS"] = "1" if slot.local_world_size > 1 else str(len(os.sched_getaffinity(0)))
+        if "OMP_NUM_THREADS" not in env and slot.local_world_size > 1:
+            env["OMP_NUM_THREADS"] = "1"  # as torchrun does; one worker alone is left to torch, like one process
         env |= {
             "RANK": str(slot.rank),
             "WORLD_SIZE": str(len(self.slots)),

@@ -43,6 +43,8 @@ class GroupCall:
         self.outcome: Finished | None = None
 
     def done(self) -> bool:
+        if self.group.stopped:
+            return True
         return self.outcome is not None or len(ray.wait(self.refs, num_returns=len(self.refs), timeout=0)[1]) == 0
 
     def result(self, timeout_s: float | None) -> Any:

@@ -211,7 +211,7 @@ class Host:
             instance = cls(*args, **kwargs)
             self.trainers[instance_id] = instance
             return _reply(instance._rayhelper, None)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             return failure(error, self.dumps, f"__init__ on {runtime.describe()}")
 
     def drop(self, instance_id: int) -> None:
@@ -235,7 +235,7 @@ class Host:
             with placement.runtime.inside(placement, method.role):
                 value = method.finished_call(instance, args, kwargs)
             return _reply(placement, value)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             return failure(error, self.dumps, f"{method} on {_runtime().describe()}")
 
     def bind(self, slot: int, address: str) -> None:
@@ -280,10 +280,9 @@ def failure(error: BaseException, dumps: Callable[[Any], bytes], origin: str) ->
     """The exception in a form that always travels."""
     text = "".join(traceback.format_exception(error))
     pickled: bytes | None = None
-    with contextlib.suppress(Exception):
-        pickled = dumps(error)
-        if type(pickle.loads(pickled)) is not type(error):
-            pickled = None
+    with contextlib.suppress(Exception):  # one with a constructor of its own may pickle and not come back
+        attempt = dumps(error)
+        pickled = attempt if type(pickle.loads(attempt)) is type(error) else None
     return Failure(pickled, "".join(traceback.format_exception_only(error)).strip(), text, origin)
 
 

@@ -27,7 +27,7 @@ from rayhelper import environment
 from rayhelper import placement as placing
 from rayhelper.device_groups import DeviceGroup
 from rayhelper.dispatch import split_call, unwrap
-from rayhelper.errors import DeadlineError, DispatchError, WorkerDiedError, WorkerError
+from rayhelper.errors import DeadlineError, DispatchError, RoleError, WorkerDiedError, WorkerError
 from rayhelper.futures import Future
 from rayhelper.group_call import GroupCall, future_refs, late_calls, parameter_names
 from rayhelper.host import NUM_SLOTS, Failure, Host, Reported
@@ -46,6 +46,7 @@ class WorkerGroup:
     def __init__(self, group: DeviceGroup, slots: tuple[Slot, ...], *, wait_s: float) -> None:
         self.group = group
         self.slots = slots
+        self.stopped = False
         self.reserved: PlacementGroup = placing.reserve(group, slots, wait_s=wait_s)
         self.actors = [self._actor(slot) for slot in slots]
         self.remotes: dict[str, list[Callable[..., Any]]] = {}  # by address
@@ -214,6 +215,8 @@ class WorkerGroup:
             WorkerDiedError: a process ended.
             DeadlineError: ``timeout_s``, or else the group's, has passed.
         """
+        if self.stopped:
+            raise RoleError(f"{what}: the workers of group {self.group.name!r} were stopped by RayHelper.teardown().")
         timeout_s = self.group.timeout_s if timeout_s is None else timeout_s
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -264,6 +267,7 @@ class WorkerGroup:
 
     def stop(self) -> None:
         """Ends every process of the group and frees its resources."""
+        self.stopped = True
         for actor in self.actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor, no_restart=True)

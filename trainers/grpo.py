@@ -44,13 +44,13 @@ from trainers.config import sequences_per_step
 from trainers.data import Batches, prompt_of, tokenize_prompts
 from trainers.grpo_config import GRPOConfig
 from trainers.metrics import Metrics
-from trainers.plugins import load_plugins
 from trainers.rewards import chat_completions, resolve_rewards, score
 from trainers.rollout.base import Engine, Sampling
-from trainers.rollout.hf import HfEngine
+from trainers.rollout.hf import HfEngine, check_generation_kwargs
 from trainers.run import (
     Run,
     build_backend,
+    check_before_start,
     load_model_and_tokenizer,
     load_tokenizer,
     mistakes_of,
@@ -153,10 +153,11 @@ class GRPOTrainer:
     @staticmethod
     def check(config: GRPOConfig, groups: DeviceGroups | None) -> None:
         """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
-        with mistakes_of("external_plugins"):
-            load_plugins(config.external_plugins)
+        check_before_start(config)
         with mistakes_of("reward_funcs"):
             resolve_rewards(config.reward_funcs, config.reward_weights)
+        with mistakes_of("generation_kwargs"):
+            check_generation_kwargs(config.generation_kwargs)
         StepPlan.of(config, 1, num_train_workers(groups))
 
     # The driver's part

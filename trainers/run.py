@@ -156,7 +156,15 @@ def mistakes_of(key: str) -> Iterator[None]:
     except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
         if isinstance(error, ImportError) and not isinstance(error.__cause__, (ImportError, NoneType)):
             raise
-        raise ConfigError("; ".join([f"{key}: {error}", *getattr(error, "__notes__", [])])) from error
+        told = str(error) if str(error).startswith(key) else f"{key}: {error}"
+        raise ConfigError("; ".join([told, *getattr(error, "__notes__", [])])) from error
+
+
+def check_before_start(config: TrainConfig) -> None:
+    """Raises ConfigError for plugins that are not there, and for a checkpoint that is none."""
+    with mistakes_of("external_plugins"):
+        load_plugins(config.external_plugins)
+    resolve_resume(config.resume_from_checkpoint, Path(config.output_dir))
 
 
 def num_train_workers(groups: DeviceGroups | None) -> int:

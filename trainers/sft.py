@@ -31,8 +31,7 @@ from trainers.data import Batches, pack, tokenize_sft
 from trainers.loss_types import SFTLossType
 from trainers.losses import sft_loss
 from trainers.metrics import Metrics
-from trainers.plugins import load_plugins
-from trainers.run import Run, build_backend, load_model_and_tokenizer, mistakes_of, read_rows
+from trainers.run import Run, build_backend, check_before_start, load_model_and_tokenizer, mistakes_of, read_rows
 from trainers.sft_config import SFTConfig
 
 
@@ -47,8 +46,7 @@ class SFTTrainer:
     @staticmethod
     def check(config: SFTConfig, groups: DeviceGroups | None) -> None:
         """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
-        with mistakes_of("external_plugins"):
-            load_plugins(config.external_plugins)
+        check_before_start(config)
 
     @RayHelper.function(group="driver")
     def prepare(self) -> None:

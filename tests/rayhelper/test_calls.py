@@ -14,13 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from rayhelper import CollectError, DispatchError, RayHelper, RoleError
+from rayhelper import CollectError, DispatchError, RayHelper, RoleError, WorkerError
 from tests.conftest import without_runtime
 
 GROUPS = {
     "trainers": {"device": "CPU", "ranks": 2, "workers": ["train"]},
     "judges": {"device": "CPU", "ranks": 3, "workers": ["judge", "format"]},
 }
+
+
+class KeywordError(Exception):
+    """An exception that pickles and cannot be unpickled."""
+
+    def __init__(self, code: int, *, why: str) -> None:
+        super().__init__(f"{code} {why}")
 
 
 def every_other(n: int, i: int, data: Any) -> Any:
@@ -159,6 +166,12 @@ class Trainer:
     def refuse(self, items: list[int]) -> None:
         if 3 in items:
             raise RefusedError(3, "three")
+
+    @RayHelper.function(group="train", execute="first")
+    def fail(self, kind: str) -> None:
+        if kind == "keyword":
+            raise KeywordError(1, why="the real cause")
+        raise {"cancelled": asyncio.CancelledError, "interrupt": KeyboardInterrupt, "exit": SystemExit}[kind]("why")
 
     def step(self, items: list[int]) -> list[int]:
         """An undecorated method: it runs on the driver and strings roles together."""
@@ -481,3 +494,28 @@ def test_inside_local_new_objects_stay_here_and_old_ones_keep_their_workers(trai
         assert here.trained == 7
         assert trainer.every(1) == [1, 1]
     assert trainer.every(2) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("keyword", "KeywordError: 1 the real cause"),
+        ("cancelled", "CancelledError: why"),
+        ("interrupt", "KeyboardInterrupt: why"),
+        ("exit", "SystemExit: why"),
+    ],
+)
+def test_what_cannot_be_raised_as_itself_is_told_in_full(trainer: Trainer, kind: str, name: str) -> None:
+    with pytest.raises(WorkerError, match=name) as caught:
+        trainer.fail(kind)
+    assert "rank 0" in str(caught.value)
+    assert "in fail" in str(caught.value)
+    assert trainer.first(1) == 1
+
+
+def test_a_future_that_outlives_its_session_says_so(ray_cluster: None) -> None:
+    with without_runtime():
+        with RayHelper.session(GROUPS):
+            late = Trainer().first.defer(1)
+        with pytest.raises(RoleError, match="stopped"):
+            late.result()

@@ -128,7 +128,7 @@ class HfEngine:
     def _generation_config(self, sampling: Sampling, stops: list[int]) -> Any:
         from transformers import GenerationConfig
 
-        _check_generation_kwargs(sampling.generation_kwargs)
+        check_generation_kwargs(sampling.generation_kwargs)
         greedy = sampling.temperature == 0
         return GenerationConfig(
             **{
@@ -211,7 +211,9 @@ class _LogpRecorder:
         return torch.stack(self.logps, 1)
 
 
-def _check_generation_kwargs(given: Mapping[str, Any]) -> None:
+def check_generation_kwargs(given: Mapping[str, Any]) -> None:
+    if not given:
+        return
     from transformers import GenerationConfig
 
     known = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}

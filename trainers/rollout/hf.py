@@ -212,6 +212,7 @@ class _LogpRecorder:
 
 
 def check_generation_kwargs(given: Mapping[str, Any]) -> None:
+    """Raises ValueError naming a field that GenerationConfig lacks, or that the trainer sets by keys of its own."""
     if not given:
         return
     from transformers import GenerationConfig

@@ -3,7 +3,7 @@
     "12+34="  ->  "46"      one token a character
 
 Registers, for ``external_plugins``: the dataset ``addition``, whose splits ``train`` and ``test`` share no problem; the
-reward ``correct_sum``; and the model ``addition``, which starts out solving about a third of the problems.
+reward ``correct_sum``; and the model ``addition``, which starts out solving 15 to 35 % of the problems.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from rayhelper.device_groups import DeviceGroup, DeviceGroups
 from rayhelper.errors import (
+    CallCancelledError,
+    ChannelError,
     CollectError,
     ConfigError,
     DeadlineError,
@@ -19,6 +21,8 @@ from rayhelper.helper import RayHelper
 from rayhelper.runtime import Shard, WorkerInfo
 
 __all__ = [
+    "CallCancelledError",
+    "ChannelError",
     "CollectError",
     "ConfigError",
     "DeadlineError",

@@ -1,4 +1,12 @@
-"""The driver while Ray is on: which group hosts which role, and the trainers constructed here."""
+"""The driver: which group hosts which role, and the trainers constructed here.
+
+    DriverRuntime(config, cluster)
+        cluster.start(config)          one Group a device group         ray_cluster.py, inprocess.py
+        construct(instance)            the same __init__ on every worker of its roles, then here
+        DriverPlacement.submit(...)    a call to the group of its role
+
+How a group carries a call to its workers is the group's own business.
+"""
 
 from __future__ import annotations
 
@@ -6,53 +14,81 @@ import atexit
 import contextlib
 import functools
 import itertools
-import os
-import sys
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-import ray
-from ray import cloudpickle
-
-from rayhelper import placement as placing
 from rayhelper.device_groups import DRIVER, DeviceGroups
 from rayhelper.errors import RoleError
 from rayhelper.futures import Future
-from rayhelper.host import find_method, method_address
-from rayhelper.modules import user_modules
-from rayhelper.roles import RoleMethod, not_constructed
+from rayhelper.roles import RoleMethod, find_method, not_constructed
 from rayhelper.runtime import Route, Shard, WorkerInfo, state
-from rayhelper.worker_group import WorkerGroup
+from rayhelper.worker_runtime import join_process_group
 
-_LOCAL_WAIT_S = 0.0  # a cluster of this machine alone will not grow
-_CLUSTER_WAIT_S = 120.0
+
+class Group(Protocol):
+    """The workers of one device group."""
+
+    def construct(self, instance_id: int, construction: Any) -> Any:
+        """Starts the construction of an instance on every worker; what ``constructed`` waits for."""
+        ...
+
+    def constructed(self, instance_id: int, started: Any) -> None:
+        """Waits until every worker has constructed the instance. Raises what a constructor raised."""
+        ...
+
+    def submit(
+        self,
+        instance_id: int,
+        method: RoleMethod[..., Any],
+        address: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Future[Any]:
+        """One call on every worker (or worker 0 alone), not waited for."""
+        ...
+
+    def drop(self, instance_id: int) -> None:
+        """Frees an instance on every worker."""
+        ...
+
+
+class Cluster(Protocol):
+    """Where the groups of a driver run."""
+
+    def start(self, config: DeviceGroups) -> dict[str, Any]:
+        """The groups by name, their workers ready. Raises PlacementError."""
+        ...
+
+    def construction(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], groups: Sequence[Any]) -> Any:
+        """A class and the arguments of its constructor, fit to be given to each group's ``construct``."""
+        ...
+
+    def alive(self) -> bool:
+        """Whether the groups can still be reached."""
+        ...
+
+    def stop(self) -> None:
+        """Ends every worker and frees what they held."""
+        ...
 
 
 class DriverRuntime:
     """What this process is: the driver of ``device_groups``."""
 
-    def __init__(self, groups: DeviceGroups, ray_address: str | None) -> None:
-        self.config = groups
-        self.groups: dict[str, WorkerGroup] = {}
+    def __init__(self, config: DeviceGroups, cluster: Cluster) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.groups: dict[str, Group] = {}
         self.ids = itertools.count()
         self.stopped = False
         self.unused: list[DriverPlacement] = []  # of instances that are gone; freed when the next one is constructed
-        ray_address = ray_address or os.environ.get("RAY_ADDRESS")
-        self.owns_ray = placing.connect(ray_address)
         atexit.register(self.teardown)
         try:
-            self._start(ray_address)
+            self.groups = cluster.start(config)
         except BaseException:
             self.teardown()
             raise
-
-    def _start(self, ray_address: str | None) -> None:
-        slots = placing.place(self.config, wait_s=_CLUSTER_WAIT_S if ray_address else _LOCAL_WAIT_S)
-        for group in self.config.groups:
-            self.groups[group.name] = WorkerGroup(group, slots[group.name], wait_s=_CLUSTER_WAIT_S)
-        for started in self.groups.values():
-            started.prepare(inherits=self.owns_ray and not ray_address)
 
     def construct(
         self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -64,12 +100,12 @@ class DriverRuntime:
             self.unused.pop().drop()
         placement = DriverPlacement(self, next(self.ids), groups, type(instance))
         object.__setattr__(instance, "_rayhelper", placement)
-        payload = _construction(type(instance), args, kwargs, hosting)
-        started = [(group, group.construct(placement.instance_id, payload)) for group in hosting]
+        construction = self.cluster.construction(type(instance), args, kwargs, hosting)
+        started = [(group, group.construct(placement.instance_id, construction)) for group in hosting]
         try:
             init(instance, *args, **kwargs)
-            for group, refs in started:
-                group.constructed(placement.instance_id, refs)
+            for group, waiting in started:
+                group.constructed(placement.instance_id, waiting)
         except BaseException:
             placement.drop()
             raise
@@ -86,17 +122,16 @@ class DriverRuntime:
     def report_shard(self, shard: Shard) -> None:
         raise RoleError("RayHelper.shard(...) is for code that runs on a worker, and was called on the driver")
 
+    def init_process_group(self, backend: str | None, timeout_s: float) -> None:
+        join_process_group(self.current(), backend, timeout_s)
+
     def teardown(self) -> None:
         """Stops every worker; a cluster that was started for this run is stopped too."""
         if self.stopped:
             return
         self.stopped = True
         atexit.unregister(self.teardown)
-        if ray.is_initialized():
-            for group in self.groups.values():
-                group.stop()
-            if self.owns_ray:
-                ray.shutdown()
+        self.cluster.stop()
         if state.active is self:
             state.active = None
 
@@ -104,7 +139,7 @@ class DriverRuntime:
 class DriverPlacement:
     """The workers of one instance, seen from the driver."""
 
-    def __init__(self, runtime: DriverRuntime, instance_id: int, groups: dict[str, WorkerGroup], cls: type) -> None:
+    def __init__(self, runtime: DriverRuntime, instance_id: int, groups: dict[str, Group], cls: type) -> None:
         self.runtime = runtime
         self.instance_id = instance_id
         self.groups = groups
@@ -121,19 +156,17 @@ class DriverPlacement:
     def run(self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return method.call(target, args, kwargs)
 
-    def submit(self, method: RoleMethod[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+    def submit(
+        self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[Any]:
         group = self.groups.get(method.role)
         if group is None:
-            raise RoleError(
-                f"{method} belongs to a role that {self.cls.__name__} does not declare "
-                f"(declared: {', '.join(self.groups)}). Add it to @RayHelper.worker(group=[...])."
-            )
-        address = method_address(self.instance_id, *mro_entry(self.cls, method))
-        return group.submit(self.instance_id, method, address, args, kwargs)
+            raise undeclared(method, self.cls)
+        return group.submit(self.instance_id, method, address_of(self.instance_id, self.cls, method), args, kwargs)
 
     def drop(self) -> None:
         """Frees the instance on its workers."""
-        if not self.runtime.stopped and ray.is_initialized():
+        if not self.runtime.stopped and self.runtime.cluster.alive():
             for group in dict.fromkeys(self.groups.values()):
                 with contextlib.suppress(Exception):
                     group.drop(self.instance_id)
@@ -142,9 +175,18 @@ class DriverPlacement:
         raise RoleError("a trainer cannot be sent to another process; send what it computed instead")
 
 
-@functools.cache
-def mro_entry(cls: type, method: RoleMethod[..., Any]) -> tuple[int, str]:
-    """The index in ``cls.__mro__`` and the name under which the method stands.
+def undeclared(method: RoleMethod[..., Any], cls: type) -> RoleError:
+    """The error for a call to a role that the class has not."""
+    declared = ", ".join(cls.__rayhelper_roles__)  # type: ignore[attr-defined]
+    return RoleError(
+        f"{method} belongs to a role that {cls.__name__} does not declare (declared: {declared}). "
+        "Add it to @RayHelper.worker(group=[...])."
+    )
+
+
+@functools.lru_cache(4096)
+def address_of(instance_id: int, cls: type, method: RoleMethod[..., Any]) -> str:
+    """Which method of which instance, as text: the same name may stand in several classes of ``cls.__mro__``.
 
     So that ``super().update(...)`` runs the parent's method on the workers too.
     """
@@ -152,16 +194,7 @@ def mro_entry(cls: type, method: RoleMethod[..., Any]) -> tuple[int, str]:
         for name, entry in vars(base).items():
             with contextlib.suppress(RoleError):
                 if find_method(entry) is method:
-                    return mro_index, name
+                    return f"{instance_id} {mro_index} {name}"
     raise RoleError(
         f"{method} is not an attribute of {cls.__name__}; decorated methods must stay where they are defined."
     )
-
-
-def _construction(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], groups: list[WorkerGroup]) -> Any:
-    """(class, args, kwargs) pickled once; modules that the nodes lack travel by value."""
-    candidates = user_modules()
-    lacking = set().union(*(group.missing_modules(candidates) for group in groups)) if candidates else set()
-    for name in lacking:
-        cloudpickle.register_pickle_by_value(sys.modules[name])
-    return ray.put(cloudpickle.dumps((cls, args, kwargs)))

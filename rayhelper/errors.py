@@ -7,6 +7,8 @@ went wrong on another machine is a ``WorkerError``.
 
 from __future__ import annotations
 
+import concurrent.futures
+
 
 class RayHelperError(Exception):
     """The parent of all errors of this library."""
@@ -49,4 +51,12 @@ class WorkerDiedError(WorkerError):
 
 
 class DeadlineError(WorkerError, TimeoutError):
-    """A call did not finish within its group's ``timeout_s``."""
+    """A call did not finish within its own or its group's ``timeout_s``; the message shows where each rank is."""
+
+
+class CallCancelledError(RayHelperError, concurrent.futures.CancelledError):
+    """A call was given up: by ``Future.cancel``, or because another worker of the call failed."""
+
+
+class ChannelError(WorkerError):
+    """A stream of tensors between two roles broke off: a process ended, failed, or got other bytes than were sent."""

@@ -21,6 +21,10 @@ class Pending(Protocol):
         """The collected value. Raises what the workers raised, or DeadlineError."""
         ...
 
+    def cancel(self) -> bool:
+        """Whether the call was given up; False if it was done before."""
+        ...
+
     def parts(self) -> Iterator[Any]:
         """The leaders' values as they finish."""
         ...
@@ -41,9 +45,20 @@ class Future(Generic[R]):
         return self._pending.done()
 
     def result(self, timeout_s: float | None = None) -> R:
-        """What the call would have returned. Raises what it would have raised, or DeadlineError after ``timeout_s``."""
+        """What the call would have returned. Raises what it would have raised, or DeadlineError after ``timeout_s``.
+
+        The call goes on after ``timeout_s``: ask again, or ``cancel`` it.
+        """
         value: R = self._pending.result(timeout_s)
         return value
+
+    def cancel(self) -> bool:
+        """Gives the call up: workers that wait do not begin it, those that run it are interrupted.
+
+        Native code is interrupted when it returns to Python, and collectives at once. ``result`` then raises
+        CallCancelledError. False if the call was done before, as always with Ray off.
+        """
+        return self._pending.cancel()
 
     def exception(self, timeout_s: float | None = None) -> Exception | None:
         """The exception that ``result`` raises, or None."""
@@ -84,6 +99,9 @@ class Finished:
             raise self.error
         return self.value
 
+    def cancel(self) -> bool:
+        return False
+
     def parts(self) -> Iterator[Any]:
         yield self.result(None)
 
@@ -91,9 +109,35 @@ class Finished:
         return 0
 
 
+class FinishedCall(Finished):
+    """As ``Finished``, of a call to several workers: ``call`` gives the leaders' values, ``collect`` the caller's."""
+
+    def __init__(self, call: Callable[[], list[Any]], collect: Callable[[list[Any]], Any]) -> None:
+        super().__init__(call)
+        self.collect = collect
+        self.collected: Finished | None = None
+
+    def result(self, timeout_s: float | None) -> Any:
+        if self.collected is None:
+            values = super().result(None)
+            self.collected = Finished(lambda: self.collect(values))
+        return self.collected.result(None)
+
+    def parts(self) -> Iterator[Any]:
+        yield from super().result(None)
+
+
 def finished(call: Callable[[], Any]) -> Future[Any]:
     """A future of a call made now."""
     return Future(Finished(call))
+
+
+def values_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with every future replaced by its value."""
+    if any(isinstance(value, Future) for value in (*args, *kwargs.values())):
+        args = tuple(value.result() if isinstance(value, Future) else value for value in args)
+        kwargs = {name: value.result() if isinstance(value, Future) else value for name, value in kwargs.items()}
+    return args, kwargs
 
 
 def as_completed(futures: Iterable[Future[R]]) -> Iterator[Future[R]]:

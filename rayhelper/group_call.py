@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rayhelper.collect import join, join_first
+from rayhelper.calls import collect
 from rayhelper.dispatch import Balanced
-from rayhelper.errors import DeadlineError, DispatchError
+from rayhelper.errors import CallCancelledError, DeadlineError, DispatchError
 from rayhelper.futures import Finished, Future
-from rayhelper.host import FuturePart, LateCall
+from rayhelper.host import FuturePart, LateCall, call_number, opened
 from rayhelper.roles import RoleMethod
+from rayhelper.shards import Layout
+from rayhelper.waiting import replies_of
 
 if TYPE_CHECKING:
     from rayhelper.worker_group import WorkerGroup
@@ -30,54 +31,118 @@ class GroupCall:
         group: WorkerGroup,
         instance_id: int,
         method: RoleMethod[..., Any],
-        refs: list[Any],
-        leaders: tuple[int, ...],
+        address: str,
+        layout: Layout,
         order: list[int] | None,
+        sent: list[tuple[Any, ...]],
+        sources: tuple[GroupCall, ...],
+        number: int,
     ) -> None:
         self.group = group
         self.instance_id = instance_id
         self.method = method
-        self.refs = refs
-        self.leaders = leaders
+        self.address = address
+        self.layout = layout
         self.order = order
+        self.sent = sent  # by shard, or one for all
+        self.sources = sources  # the calls whose values are arguments
+        self.number = number  # in the recording
+        self.refs: list[Any] = [None] * len(layout.shard_of)
         self.outcome: Finished | None = None
 
+    def send(self, ranks: Iterable[int]) -> None:
+        """Calls these ranks: for the first time, or again on workers that were replaced."""
+        calls = self.group.crew.calls(self.address)
+        parts = [ref for source in self.sources for ref in source.refs]
+        shared = len(self.sent) == 1
+        recording = self.group.recording
+        try:
+            for rank in ranks:
+                sent = self.sent[0 if shared else self.layout.shard_of[rank]]
+                self.refs[rank] = calls[rank](*sent, *parts)
+                if recording:
+                    recording.sent(call_number(self.refs[rank].task_id().hex()), self.number, time.time_ns())
+        except TypeError as error:
+            where = self.group.where(self.method)
+            raise DispatchError(f"an argument of {where} cannot be sent to another process: {error}") from error
+
+    def tasks(self, ranks: Iterable[int]) -> dict[int, list[str]]:
+        """The names of the tasks of these ranks, as ``Host.stop_tasks`` takes them."""
+        return {rank: [self.refs[rank].task_id().hex()] for rank in ranks}
+
+    def unfinished(self) -> list[int]:
+        """The ranks that have not answered."""
+        waiting = set(ray.wait(self.refs, num_returns=len(self.refs), timeout=0)[1])
+        return [rank for rank, ref in enumerate(self.refs) if ref in waiting]
+
     def done(self) -> bool:
-        if self.group.stopped:
-            return True
-        return self.outcome is not None or len(ray.wait(self.refs, num_returns=len(self.refs), timeout=0)[1]) == 0
+        return self.group.stopped or self.outcome is not None or not self.unfinished()
+
+    def wait(self) -> None:
+        """Returns when the workers have answered or the call has failed; collects nothing."""
+        if self.outcome is None:
+            try:
+                self._replies(None)
+            except Exception as error:
+                self._end(Finished.failed(error))
 
     def result(self, timeout_s: float | None) -> Any:
         if self.outcome is None:
             try:
-                replies = self.group.get(self.refs, str(self.method), timeout_s)
-            except DeadlineError:
-                raise  # it may still finish
+                replies = self._replies(timeout_s)
+            except DeadlineError as error:
+                if timeout_s is None:
+                    self._end(Finished.failed(error))
+                raise  # with a deadline of the caller's own, the call goes on
             except Exception as error:
-                self.outcome = Finished.failed(error)
+                self._end(Finished.failed(error))
                 raise
-            self.outcome = Finished(lambda: self._collect(replies))
+            recording, started_ns = self.group.recording, time.time_ns()
+            self._end(Finished(lambda: self._collect(replies)))
+            if recording:
+                recording.collected(self.method, started_ns, self.number)
+        assert self.outcome is not None, "an outcome was stored above"
         return self.outcome.result(None)
 
+    def cancel(self) -> bool:
+        if self.outcome is not None or self.group.stopped:
+            return False
+        waiting = self.unfinished()
+        if not waiting:
+            return False
+        self._end(Finished.failed(CallCancelledError(f"{self.group.where(self.method)} was cancelled")))
+        self.group.recovery.stop_call(self, waiting)
+        return True
+
+    def _end(self, outcome: Finished) -> None:
+        self.outcome = outcome
+        self.group.close(self)
+        self.sent, self.sources = [], ()
+
+    def _replies(self, timeout_s: float | None) -> list[Any]:
+        recording, started_ns = self.group.recording, time.time_ns()
+        try:
+            return replies_of(self.group, self.refs, str(self.method), self, timeout_s)
+        finally:
+            if recording:
+                recording.span("wait", self.method, started_ns, self.number)
+
     def _collect(self, replies: list[Any]) -> Any:
-        values = [self.group.note_shards(self.instance_id, rank, reply) for rank, reply in enumerate(replies)]
-        if self.method.execute == "first":
-            return join_first(self.method.collect, values[0], where=self.group.where(self.method))
-        return join(
-            self.method.collect,
-            [values[rank] for rank in self.leaders],
-            order=self.order,
-            where=self.group.where(self.method),
-        )
+        for rank, reply in enumerate(replies):
+            self.group.note_shards(self.instance_id, rank, reply)
+        values = [opened(replies[rank], writable=True) for rank in self.layout.leaders]
+        return collect(self.method, values, self.order, self.group.where(self.method))
 
     def parts(self) -> Iterator[Any]:
-        waiting = {self.refs[rank]: rank for rank in self.leaders}
-        while waiting:
-            ready = ray.wait(list(waiting), num_returns=1, timeout=_STEP_S)[0]
-            for ref in ready:
-                rank = waiting.pop(ref)
-                reply = self.group.get([ref], str(self.method))[0]
-                yield self.group.note_shards(self.instance_id, rank, reply)
+        left = set(self.layout.leaders)
+        while left:
+            ref_of = {self.refs[rank]: rank for rank in left}
+            for ref in ray.wait(list(ref_of), num_returns=1, timeout=_STEP_S)[0]:
+                rank = ref_of[ref]
+                reply = replies_of(self.group, [ref], str(self.method), None, None)[0]
+                left.discard(rank)
+                yield opened(self.group.note_shards(self.instance_id, rank, reply), writable=True)
+        self._end(Finished(lambda: None)) if self.outcome is None and not self.unfinished() else None
 
     def wait_any(self, others: Sequence[Any]) -> int:
         while True:
@@ -89,13 +154,15 @@ class GroupCall:
             ray.wait(pending, num_returns=1, timeout=_STEP_S)
 
 
-def future_refs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    return [
-        ref
-        for value in (*args, *kwargs.values())
-        if isinstance(value, Future) and isinstance(value._pending, GroupCall)
-        for ref in value._pending.refs
-    ]
+def sources_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[GroupCall, ...]:
+    """The calls whose futures are among the arguments. A future that has failed raises here."""
+    found = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Future) and isinstance(value._pending, GroupCall):
+            if value._pending.outcome is not None and value._pending.outcome.error is not None:
+                value.result()
+            found.append(value._pending)
+    return tuple(found)
 
 
 def late_calls(
@@ -118,9 +185,14 @@ def late_calls(
             if isinstance(pending, GroupCall):
                 stop = start + len(pending.refs)
                 source = pending.method
-                first = source.execute == "first"
                 value = FuturePart(
-                    start, stop, source.collect, first, pending.leaders, pending.order, pending.group.where(source)
+                    start,
+                    stop,
+                    source.collect,
+                    source.execute == "first",
+                    pending.layout.leaders,
+                    pending.order,
+                    pending.group.where(source),
                 )
                 start = stop
             else:
@@ -128,16 +200,4 @@ def late_calls(
         replaced.append(value)
     late_args = tuple(replaced[: len(args)])
     late_kwargs = dict(zip(kwargs, replaced[len(args) :], strict=True))
-    dispatch = "all" if method.execute == "first" else method.dispatch
-    return [
-        LateCall(late_args, late_kwargs, dispatch, num_shards, index, parameter_names(method), where)
-        for index in range(num_shards)
-    ]
-
-
-@functools.cache
-def parameter_names(method: RoleMethod[..., Any]) -> tuple[str, ...]:
-    """The names of the positional parameters, as a caller sees them; for messages."""
-    code = inspect.unwrap(method.function).__code__
-    names: tuple[str, ...] = code.co_varnames[: code.co_argcount]
-    return names if method.kind == "static" else names[1:]
+    return [LateCall(late_args, late_kwargs, num_shards, index, where) for index in range(num_shards)]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import timedelta
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
 from rayhelper import dispatch as dispatching
 from rayhelper import futures
@@ -13,12 +13,23 @@ from rayhelper.device_groups import DRIVER, DeviceGroups
 from rayhelper.errors import ConfigError, DecorationError, RayHelperError, ShardError
 from rayhelper.futures import Future
 from rayhelper.roles import RoleMethod, decorate_class
-from rayhelper.runtime import Shard, WorkerInfo, state
+from rayhelper.runtime import Runtime, Shard, WorkerInfo, state
+from rayhelper.worker_runtime import join_process_group
+
+RUNTIMES = ("ray", "torchrun", "inprocess", "off")
 
 C = TypeVar("C")
 S = TypeVar("S")
 P = ParamSpec("P")
 R = TypeVar("R")
+S_contra = TypeVar("S_contra", contravariant=True)
+R_co = TypeVar("R_co", covariant=True)
+
+
+class _Method(Protocol[S_contra, P, R_co]):
+    """A function whose first parameter is called self: mypy takes one with ``**kwargs`` for no ``Concatenate``."""
+
+    def __call__(_, self: S_contra, *args: P.args, **kwargs: P.kwargs) -> R_co: ...  # noqa: N805
 
 
 class _Function:
@@ -28,11 +39,17 @@ class _Function:
         self.settings = (role, dispatch, execute, collect)
 
     @overload
-    def __call__(self, function: staticmethod[P, R]) -> RoleMethod[P, R]: ...
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: staticmethod[Concatenate[S, P], R]
+    ) -> RoleMethod[P, R, S]: ...
     @overload
-    def __call__(self, function: classmethod[S, P, R]) -> RoleMethod[P, R]: ...
+    def __call__(self, function: classmethod[S, P, R]) -> RoleMethod[P, R, type[S]]: ...
     @overload
-    def __call__(self, function: Callable[Concatenate[S, P], R]) -> RoleMethod[P, R]: ...
+    def __call__(self, function: Callable[Concatenate[S, P], R]) -> RoleMethod[P, R, S]: ...
+    @overload
+    def __call__(self, function: _Method[S, P, R]) -> RoleMethod[P, R, S]: ...
+    @overload
+    def __call__(self, function: Callable[[], R]) -> RoleMethod[[], R]: ...  # a static method of no parameters
     def __call__(self, function: Any) -> Any:
         if isinstance(function, staticmethod):
             return RoleMethod(function.__func__, *self.settings, kind="static")
@@ -89,22 +106,26 @@ class RayHelper:
     def initialize(
         device_groups: Mapping[str, Any] | str | DeviceGroups,
         *,
-        runtime: Literal["ray", "off"] = "ray",
+        runtime: Literal["ray", "torchrun", "inprocess", "off"] = "ray",
         ray_address: str | None = None,
+        trace: str | os.PathLike[str] | None = None,
+        strict: bool = False,
     ) -> None:
         """Starts the workers of ``device_groups``; classes may have been defined before or after.
 
         Args:
             device_groups: Either form of the configuration, as a mapping or a JSON or YAML string.
-            runtime: 'ray', or 'off' to only check the configuration.
+            runtime: 'ray'; 'torchrun', where every process runs this code; 'inprocess', workers simulated one after
+                the other; or 'off' to only check the configuration (and to trace).
             ray_address: A cluster to join; None joins RAY_ADDRESS if set, else starts a cluster on this machine.
+            trace: A .json or .json.gz file: the timeline of every call, written at teardown.
+            strict: With 'inprocess': what would differ on Ray is an error.
 
         Raises:
             ConfigError: a mistake in the configuration, found before any process starts.
             PlacementError: the cluster lacks the resources.
         """
-        if runtime not in ("ray", "off"):
-            raise ConfigError(f"runtime must be 'ray' or 'off', got {runtime!r}")
+        _check_initialize(runtime, ray_address, strict)
         groups = DeviceGroups.parse(device_groups)
         if state.active is not None:
             info = RayHelper.current()
@@ -114,21 +135,20 @@ class RayHelper:
                     " that calls it when imported. Put the call under `if __name__ == '__main__':`."
                 )
             raise RayHelperError("RayHelper.initialize was called twice; call RayHelper.teardown() in between")
-        if runtime == "ray":
-            from rayhelper.driver import DriverRuntime  # ray is imported only when it is used
-
-            state.active = DriverRuntime(groups, ray_address)
+        state.active = _started(groups, runtime, ray_address, trace, strict)
 
     @staticmethod
     @contextlib.contextmanager
     def session(
         device_groups: Mapping[str, Any] | str | DeviceGroups,
         *,
-        runtime: Literal["ray", "off"] = "ray",
+        runtime: Literal["ray", "torchrun", "inprocess", "off"] = "ray",
         ray_address: str | None = None,
+        trace: str | os.PathLike[str] | None = None,
+        strict: bool = False,
     ) -> Iterator[None]:
         """``initialize`` as a context manager: the workers are stopped when it is left, however it is left."""
-        RayHelper.initialize(device_groups, runtime=runtime, ray_address=ray_address)
+        RayHelper.initialize(device_groups, runtime=runtime, ray_address=ray_address, trace=trace, strict=strict)
         try:
             yield
         finally:
@@ -186,26 +206,10 @@ class RayHelper:
 
         Does nothing if the process has joined already. With Ray off the group has one member.
         """
-        import torch
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            return
-        backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        timeout = timedelta(seconds=timeout_s)
-        info = RayHelper.current()
-        if info.world_size == 1:
-            dist.init_process_group(
-                backend,
-                store=dist.HashStore(),  # type: ignore[attr-defined]
-                rank=0,
-                world_size=1,
-                timeout=timeout,
-            )
-            return
-        if backend == "nccl":
-            torch.cuda.set_device(info.local_rank)
-        dist.init_process_group(backend, rank=info.rank, world_size=info.world_size, timeout=timeout)
+        if state.active is None:
+            join_process_group(RayHelper.current(), backend, timeout_s)
+        else:
+            state.active.init_process_group(backend, timeout_s)
 
     @staticmethod
     def whole(value: R) -> R:
@@ -225,3 +229,42 @@ class RayHelper:
     def as_completed(waiting: Iterable[Future[R]]) -> Iterator[Future[R]]:
         """The futures, each as soon as it is done."""
         return futures.as_completed(waiting)
+
+
+def _check_initialize(runtime: str, ray_address: str | None, strict: bool) -> None:
+    if runtime not in RUNTIMES:
+        raise ConfigError(f"runtime must be one of {', '.join(map(repr, RUNTIMES))}, got {runtime!r}")
+    if strict and runtime != "inprocess":
+        raise ConfigError(f"strict=True shows on runtime='inprocess' what would differ on Ray; runtime is {runtime!r}")
+    if ray_address is not None and runtime != "ray":
+        raise ConfigError(f"ray_address={ray_address!r} is for runtime='ray'; runtime is {runtime!r}")
+
+
+def _started(
+    groups: DeviceGroups, runtime: str, ray_address: str | None, trace: str | os.PathLike[str] | None, strict: bool
+) -> Runtime | None:
+    """The runtime, its workers ready. Each is imported only when it is used: torchrun needs no Ray, nor Ray torch."""
+    recording = None
+    if trace is not None:
+        from rayhelper.recording import Recording
+
+        recording = Recording(os.fspath(trace), runtime, groups)
+    if runtime == "ray":
+        from rayhelper.driver import DriverRuntime
+        from rayhelper.ray_cluster import RayCluster
+
+        return DriverRuntime(groups, RayCluster(ray_address, recording))
+    if runtime == "inprocess":
+        from rayhelper.driver import DriverRuntime
+        from rayhelper.inprocess import InprocessCluster
+
+        return DriverRuntime(groups, InprocessCluster(strict=strict, recording=recording))
+    if runtime == "torchrun":
+        from rayhelper.torchrun import TorchrunRuntime
+
+        return TorchrunRuntime(groups, recording)
+    if recording is not None:
+        from rayhelper.off import RecordedOff
+
+        return RecordedOff(recording)
+    return None

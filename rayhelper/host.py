@@ -1,9 +1,10 @@
-"""One worker process: the trainers placed on it, and the calls made to them.
+"""The body of a worker process: the trainers placed on it, and the calls made to them.
 
-    driver: host.construct(id, (class, args, kwargs))     -> the same __init__ runs here
-    driver: host.call(id, method, arguments, *parts)      -> value, Reported(value, shards) or Failure
+    driver: host.construct(id, (class, args, kwargs))      -> the same __init__ runs here
+    driver: host.call(address, arguments, *parts)          -> value, Packed, Reported(value, shards) or Failure
 
-A host knows nothing of Ray: ``worker_group.py`` makes an actor of it.
+A host knows nothing of Ray: ``worker_group.py`` makes an actor of it. While a call runs in the main thread, the driver
+reaches the process through its ``Door``.
 """
 
 from __future__ import annotations
@@ -11,19 +12,26 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import socket
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from rayhelper.calls import divide
 from rayhelper.collect import join, join_first
-from rayhelper.device_groups import DRIVER
-from rayhelper.dispatch import split_call
-from rayhelper.errors import RoleError
+from rayhelper.door import Door
+from rayhelper.errors import CallCancelledError
+from rayhelper.failures import Failure
 from rayhelper.modules import missing_modules
-from rayhelper.roles import RoleMethod, not_constructed
-from rayhelper.runtime import Route, Shard, WorkerInfo, state
+from rayhelper.packing import Ledger, Packed, pack, unpack, worth_packing
+from rayhelper.roles import RoleMethod, find_method
+from rayhelper.runtime import Shard, WorkerInfo, state
+from rayhelper.trace import Span, Tracer
+from rayhelper.worker_runtime import HostedPlacement, WorkerRuntime
 
 # Methods that stand for bound addresses. Every argument of a remote call is serialised on its own, which for a small
 # call is a fifth of its cost: a call through a slot sends nothing but its own arguments.
@@ -39,7 +47,7 @@ class FuturePart:
     start: int
     stop: int
     collect: Any
-    first: bool
+    is_first: bool  # of a call that worker 0 alone made
     leaders: tuple[int, ...]
     order: list[int] | None
     where: str
@@ -51,10 +59,8 @@ class LateCall:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    dispatch: Any
     num_shards: int
     index: int
-    names: tuple[str, ...]
     where: str
 
 
@@ -63,123 +69,41 @@ class Reported:
     """A value together with the shards that the worker reported since the last call, by role."""
 
     value: Any
-    shards: dict[str, Shard]
+    shards: Mapping[str, Shard]
 
 
-@dataclass(frozen=True)
-class Failure:
-    """An exception on its way to the driver."""
-
-    error: bytes | None  # the pickled exception; None if it cannot be pickled
-    summary: str
-    traceback: str
-    origin: str  # role, group, rank, node, method
+class Stopped(BaseException):
+    """Raised in the main thread of a worker whose call the driver has given up."""
 
 
-class HostedPlacement:
-    """The roles of one instance that this worker hosts."""
-
-    def __init__(self, runtime: WorkerRuntime) -> None:
-        self.runtime = runtime
-        self.constructing = True
-        self.shards: dict[str, Shard] = {}
-        self.unreported: set[str] = set()
-
-    def route(self, method: RoleMethod[..., Any]) -> Route:
-        if method.role in self.runtime.info.roles:
-            return "here"
-        if self.constructing:
-            return "skip"
-        info = self.runtime.info
-        if method.role == DRIVER:
-            raise RoleError(f"{method} runs on the driver only, and was called on {self.runtime.describe()}.")
-        raise RoleError(
-            f"{method} was called on {self.runtime.describe()}, which does not host role {method.role!r} (it hosts "
-            f"{', '.join(info.roles)}). Call it from the driver, or let one device group host both roles."
-        )
-
-    def run(self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self.runtime.inside(self, method.role):
-            return method.call(target, args, kwargs)
-
-    def submit(self, method: RoleMethod[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise AssertionError("a call on a worker never goes to a group")
-
-    def __reduce__(self) -> Any:
-        raise RoleError("a trainer cannot be sent to another process; send what it computed instead")
-
-
-class WorkerRuntime:
-    """What this process is: one worker of a device group."""
-
-    def __init__(self, info: WorkerInfo, node: str) -> None:
-        self.info = info
-        self.node = node
-        self.context: list[tuple[HostedPlacement, str | None]] = []
-
-    def construct(
-        self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        placement = HostedPlacement(self)
-        object.__setattr__(instance, "_rayhelper", placement)
-        with self.inside(placement, None):
-            init(instance, *args, **kwargs)
-        placement.constructing = False
-
-    def placement(self, method: RoleMethod[..., Any], target: Any) -> HostedPlacement:
-        if isinstance(target, type) or method.kind != "method":
-            placement = HostedPlacement(self)
-            placement.constructing = False
-            return placement
-        raise not_constructed(method, target)
-
-    def current(self) -> WorkerInfo:
-        if not self.context:
-            return self.info
-        placement, role = self.context[-1]
-        shards = placement.shards
-        known = shards.get(role) if role else next(iter(shards.values()), None)
-        return replace(self.info, shard=known) if known else self.info
-
-    def report_shard(self, shard: Shard) -> None:
-        if not self.context:
-            raise RoleError("RayHelper.shard(...) was called outside any method of a trainer")
-        placement, role = self.context[-1]
-        for name in [role] if role else self.info.roles:
-            placement.shards[name] = shard
-            placement.unreported.add(name)
-
-    @contextlib.contextmanager
-    def inside(self, placement: HostedPlacement, role: str | None) -> Iterator[None]:
-        self.context.append((placement, role))
-        try:
-            yield
-        finally:
-            self.context.pop()
-
-    def describe(self) -> str:
-        return f"rank {self.info.rank} of group {self.info.group!r} on node {self.node}"
-
-    def teardown(self) -> None:
-        raise RoleError(f"RayHelper.teardown() belongs on the driver, and was called on {self.describe()}.")
-
-
-@dataclass(repr=False)
 class Host:
     """A worker process as its group's handle sees it."""
 
-    name: str  # as it stands before what the process prints
-    dumps: Callable[[Any], bytes]  # a pickler that takes classes of __main__ by value
-    trainers: dict[int, Any] = field(default_factory=dict)
-    methods: dict[str, tuple[Any, RoleMethod[..., Any]]] = field(default_factory=dict)  # by address
-    slots: dict[int, str] = field(default_factory=dict)  # addresses that are called by number
+    def __init__(self, name: str, dumps: Callable[[Any], bytes], task_id: Callable[[], Any]) -> None:
+        self.name = name  # as it stands before what the process prints
+        self.dumps = dumps  # a pickler that takes classes of __main__ by value
+        self.task_id = task_id
+        self.trainers: dict[int, Any] = {}
+        self.methods: dict[str, tuple[Any, RoleMethod[..., Any]]] = {}  # by address
+        self.slots: dict[int, str] = {}  # addresses that are called by number
+        self.ledger = Ledger()
+        self.tracer: Tracer | None = None
+        self.running: Any = None  # the task of the call in the main thread
+        self.cancelled: set[str] = set()  # tasks that the driver has given up
+        self.must_rejoin = False
 
     def __repr__(self) -> str:
         return self.name
 
     def describe(self) -> dict[str, Any]:
         """Facts the driver needs before it can set the environment of the group."""
-        return {"pid": os.getpid(), "hostname": socket.gethostname(), "cuda": os.environ.get("CUDA_VISIBLE_DEVICES")}
+        return {
+            "pid": os.getpid(),
+            "hostname": socket.gethostname(),
+            "cuda": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            "time_ns": time.time_ns(),
+            "boot_id": boot_id(),
+        }
 
     def hold_port(self) -> int:
         """A free port of this node, held by a bound socket that does not listen.
@@ -192,12 +116,24 @@ class Host:
         _HELD_PORTS.append(held)
         return int(held.getsockname()[1])
 
-    def prepare(self, info: WorkerInfo, env: dict[str, str], forgotten: list[str], node: str) -> None:
-        """Makes this process worker ``info`` of its group, its environment cleared of ``forgotten``, ``env`` added."""
+    def prepare(
+        self, info: WorkerInfo, env: dict[str, str], forgotten: list[str], node: str, key: bytes, trace: bool
+    ) -> tuple[str, int]:
+        """Makes this process worker ``info`` of its group, its environment cleared of ``forgotten``, ``env`` added.
+
+        The reply is the address of the process's door, which opens to ``key``.
+        """
         for name in forgotten:
             os.environ.pop(name, None)
         os.environ.update(env)
         state.active = WorkerRuntime(info, node)
+        self.tracer = Tracer() if trace else None
+        signal.signal(signal.SIGUSR1, self._interrupt)
+        return Door(self, node, key).address
+
+    def set_environment(self, env: dict[str, str]) -> None:
+        """Changes the environment, after another worker of the group was replaced."""
+        os.environ.update(env)
 
     def missing_modules(self, names: Sequence[str]) -> list[str]:
         """Those of the modules that this process could not import."""
@@ -206,13 +142,19 @@ class Host:
     def construct(self, instance_id: int, payload: bytes) -> Any:
         """Constructs (class, args, kwargs) here; the reply carries the shards it reported."""
         runtime = _runtime()
+        self.running, started = self.task_id(), time.time_ns()
+        where = "__init__"
         try:
             cls, args, kwargs = pickle.loads(payload)
+            where = f"{cls.__name__}.__init__"
             instance = cls(*args, **kwargs)
             self.trainers[instance_id] = instance
-            return _reply(instance._rayhelper, None)
+            return self._reply(instance._rayhelper, None)
         except BaseException as error:
-            return failure(error, self.dumps, f"__init__ on {runtime.describe()}")
+            return self._failure(error, where)
+        finally:
+            self._record("construct", runtime.info.roles[0], where, started)
+            self.running = None
 
     def drop(self, instance_id: int) -> None:
         """Forgets an instance; its memory is freed."""
@@ -223,31 +165,95 @@ class Host:
     def call(self, address: str, arguments: Any = ((), {}), *parts: Any) -> Any:
         """The value of one call, wrapped only if there is more to say than the value."""
         method: Any = address
+        self.running = self.task_id()
+        started = time.time_ns() if self.tracer is not None else 0
         try:
+            if self.cancelled and self.running.hex() in self.cancelled:
+                raise Stopped
+            if self.must_rejoin:
+                self.rejoin()
             instance, method = self.methods.get(address) or self._resolve(address)
             placement = instance._rayhelper
             if parts:
                 for part in parts:
                     if isinstance(part, Failure):
                         return part
-                arguments = _divide_late(arguments, parts)
+            if type(arguments) is Packed:
+                arguments = unpack(arguments, ledger=self.ledger)
+            if parts:
+                arguments = _divide_late(method, arguments, parts, self.ledger)
             args, kwargs = arguments
             with placement.runtime.inside(placement, method.role):
                 value = method.finished_call(instance, args, kwargs)
-            return _reply(placement, value)
+            ended = time.time_ns() if self.tracer is not None else 0
+            if self.ledger.lent:
+                arguments = args = kwargs = None
+                self.ledger.check(f"{method} on {placement.runtime.describe()}")
+            reply = self._reply(placement, value)
+            if self.tracer is not None:
+                self._record("run", method.role, method.function.__qualname__, started, reply, ended)
+            return reply
         except BaseException as error:
-            return failure(error, self.dumps, f"{method} on {_runtime().describe()}")
+            if self.tracer is not None and isinstance(method, RoleMethod):
+                self._record("run", method.role, method.function.__qualname__, started)
+            return self._failure(error, str(method))
+        finally:
+            self.running = None
 
     def bind(self, slot: int, address: str) -> None:
         """From now on ``slot_N(...)`` is ``call(address, ...)``."""
         self.slots[slot] = address
 
+    def rejoin(self) -> None:
+        """Joins torch.distributed's default group anew, after it was left to stop a call."""
+        self.must_rejoin = False
+        joined = _runtime().joined
+        leave_process_group()
+        if joined is not None:  # a group that the user's own code made is the user's to make again
+            _runtime().init_process_group(joined.backend, joined.timeout_s)
+
+    def spans(self) -> tuple[list[Span], int]:
+        """What was recorded since the last time, and how much did not fit."""
+        assert self.tracer is not None, "only a traced worker is asked for its spans"
+        return self.tracer.drain()
+
+    def leave(self) -> bool:
+        """Whether the process was in a process group, which it has left to free those that wait for it."""
+        self.must_rejoin = leave_process_group()
+        return self.must_rejoin
+
+    def stop_tasks(self, tasks: Sequence[str]) -> None:
+        """Gives up the tasks: the one that runs is interrupted, those that wait will not run. From any thread."""
+        self.cancelled.update(tasks)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def _interrupt(self, signum: int, frame: Any) -> None:
+        running = self.running
+        if running is not None and running.hex() in self.cancelled:
+            self.cancelled.discard(running.hex())
+            raise Stopped
+
     def _resolve(self, address: str) -> tuple[Any, RoleMethod[..., Any]]:
-        instance_id, mro_index, name = address.split(" ", 2)
-        instance = self.trainers[int(instance_id)]
-        found = instance, find_method(type(instance).__mro__[int(mro_index)].__dict__[name])
-        self.methods[address] = found
+        found = self.methods[address] = located(self.trainers, address)
         return found
+
+    def _reply(self, placement: HostedPlacement, value: Any) -> Any:
+        if value is not None and worth_packing(value):
+            value = pack(value)
+        return Reported(value, placement.take_reports()) if placement.unreported else value
+
+    def _failure(self, error: BaseException, method: str) -> Failure:
+        runtime = _runtime()
+        if isinstance(error, Stopped):
+            error = CallCancelledError(f"{method} was stopped on {runtime.describe()}: the driver gave the call up")
+        return Failure.of(error, method, runtime.describe(), runtime.info.rank, self.dumps)
+
+    def _record(self, phase: str, role: str, name: str, started_ns: int, reply: Any = None, ended_ns: int = 0) -> None:
+        if self.tracer is not None:
+            value = reply.value if isinstance(reply, Reported) else reply
+            num_bytes = value.nbytes if type(value) is Packed else 0
+            rank, call = _runtime().info.rank, call_number(self.running.hex())
+            self.tracer.record(role, rank, phase, name, started_ns, ended_ns or time.time_ns(), call, num_bytes)
 
 
 def _slot(number: int) -> Callable[..., Any]:
@@ -261,29 +267,52 @@ for _number in range(NUM_SLOTS):
     setattr(Host, f"slot_{_number}", _slot(_number))
 
 
-def method_address(instance_id: int, mro_index: int, name: str) -> str:
-    """Which method of which instance: the same name may stand in several classes of a class's ``__mro__``."""
-    return f"{instance_id} {mro_index} {name}"
+def boot_id() -> str:
+    """What tells machines apart: one clock, one memory."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
 
 
-def find_method(entry: Any) -> RoleMethod[..., Any]:
-    """The decorated method inside a class attribute, which may wrap it (a property, a retry decorator)."""
-    while not isinstance(entry, RoleMethod):
-        inner = getattr(entry, "fget", None) or getattr(entry, "__func__", None) or getattr(entry, "__wrapped__", None)
-        if inner is None:
-            raise RoleError(f"{entry!r} holds no method decorated with RayHelper.function")
-        entry = inner
-    return entry
+def call_number(task: str) -> int:
+    """The number under which a worker records a task: the part of its name that differs, short enough for JSON."""
+    return int(task[:13], 16)
 
 
-def failure(error: BaseException, dumps: Callable[[Any], bytes], origin: str) -> Failure:
-    """The exception in a form that always travels."""
-    text = "".join(traceback.format_exception(error))
-    pickled: bytes | None = None
-    with contextlib.suppress(Exception):  # one with a constructor of its own may pickle and not come back
-        attempt = dumps(error)
-        pickled = attempt if type(pickle.loads(attempt)) is type(error) else None
-    return Failure(pickled, "".join(traceback.format_exception_only(error)).strip(), text, origin)
+def located(trainers: Mapping[int, Any], address: str) -> tuple[Any, RoleMethod[..., Any]]:
+    """The instance and the method at an address, as ``driver.address_of`` writes it."""
+    instance_id, mro_index, name = address.split(" ", 2)
+    instance = trainers[int(instance_id)]
+    return instance, find_method(type(instance).__mro__[int(mro_index)].__dict__[name])
+
+
+def opened(reply: Any, *, writable: bool = False, ledger: Ledger | None = None) -> Any:
+    """The value of a worker's reply."""
+    value = reply.value if isinstance(reply, Reported) else reply
+    return unpack(value, writable=writable, ledger=ledger) if type(value) is Packed else value
+
+
+def in_process_group() -> bool:
+    """Whether this process shares torch.distributed's default group with others."""
+    dist = getattr(sys.modules.get("torch"), "distributed", None)
+    return bool(dist and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def leave_process_group() -> bool:
+    """Whether the process was in torch.distributed's default group with others, and has left it now.
+
+    That frees them: a gloo collective that waits for this process fails at once, an NCCL one is aborted.
+    """
+    if not in_process_group():
+        return False
+    import torch.distributed as dist
+
+    with contextlib.suppress(Exception):
+        if dist.get_backend() == "nccl":
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
+    return True
 
 
 def _runtime() -> WorkerRuntime:
@@ -291,26 +320,19 @@ def _runtime() -> WorkerRuntime:
     return state.active
 
 
-def _reply(placement: HostedPlacement, value: Any) -> Any:
-    if not placement.unreported:
-        return value
-    shards = {role: placement.shards[role] for role in placement.unreported}
-    placement.unreported.clear()
-    return Reported(value, shards)
+def _divide_late(
+    method: RoleMethod[..., Any], late: LateCall, parts: Sequence[Any], ledger: Ledger
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args = tuple(_future_value(value, parts, ledger) for value in late.args)
+    kwargs = {name: _future_value(value, parts, ledger) for name, value in late.kwargs.items()}
+    return divide(method, late.num_shards, args, kwargs, late.where).calls[late.index]
 
 
-def _divide_late(late: LateCall, parts: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args = tuple(_future_value(value, parts) for value in late.args)
-    kwargs = {name: _future_value(value, parts) for name, value in late.kwargs.items()}
-    division = split_call(late.dispatch, late.num_shards, args, kwargs, names=late.names, where=late.where)
-    return division.calls[late.index]
-
-
-def _future_value(value: Any, parts: Sequence[Any]) -> Any:
+def _future_value(value: Any, parts: Sequence[Any], ledger: Ledger) -> Any:
     if not isinstance(value, FuturePart):
         return value
     replies = parts[value.start : value.stop]
-    values = [reply.value if isinstance(reply, Reported) else reply for reply in replies]
-    if value.first:
+    values = [opened(replies[k], ledger=ledger) for k in value.leaders]
+    if value.is_first:
         return join_first(value.collect, values[0], where=value.where)
-    return join(value.collect, [values[k] for k in value.leaders], order=value.order, where=value.where)
+    return join(value.collect, values, order=value.order, where=value.where)

@@ -17,9 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from rayhelper.device_groups import DeviceGroup, DeviceGroups
 from rayhelper.errors import PlacementError
 from rayhelper.patches import ray_on_loopback
-from rayhelper.plan import NodeResources, Slot, assign
-
-CPU_SLIVER = 0.001
+from rayhelper.plan import NodeResources, Slot, assign, resources
 
 
 def connect(address: str | None) -> bool:
@@ -72,14 +70,6 @@ def cluster_nodes() -> list[NodeResources]:
         )
         for node in nodes
     ]
-
-
-def resources(group: DeviceGroup) -> dict[str, float]:
-    """What one worker of the group asks of its node."""
-    ask: dict[str, float] = {"CPU": CPU_SLIVER}
-    if group.device != "CPU":
-        ask[group.device] = group.gpus_per_worker
-    return ask
 
 
 def reserve(group: DeviceGroup, slots: tuple[Slot, ...], *, wait_s: float) -> PlacementGroup:

@@ -3,18 +3,20 @@
 A rank of the configuration lies on a *logical* node, ``rank // nproc_per_node``. All groups share the logical nodes; a
 cluster node is found for each of them that has the accelerators which all groups together ask for there. CPU workers
 are spread over all nodes and never refused: a machine with two cores may host sixteen.
+What a person reads of all this before anything runs is ``plan_report.py``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rayhelper.device_groups import DeviceGroup, DeviceGroups
 from rayhelper.errors import PlacementError
 
 Demand = Counter[str]  # accelerators by device, on one logical node
+CPU_SLIVER = 0.001  # of a worker: CPUs order the workers over nodes, they never forbid them
 
 _TABLE_ROWS = 32
 
@@ -58,7 +60,7 @@ def assign(groups: DeviceGroups, nodes: Sequence[NodeResources]) -> dict[str, tu
     if not nodes:
         raise PlacementError("the cluster has no live node. Start Ray on one, or leave out the cluster's address.")
     layout = {
-        group.name: _workers_by_node(group, _nproc_per_node(groups, nodes))
+        group.name: workers_by_node(group, _nproc_per_node(groups, nodes))
         for group in groups.groups
         if group.device != "CPU"
     }
@@ -73,6 +75,23 @@ def assign(groups: DeviceGroups, nodes: Sequence[NodeResources]) -> dict[str, tu
         else:
             slots[group.name] = _slots(group, [(places[k], count) for k, count in sorted(layout[group.name].items())])
     return slots
+
+
+def resources(group: DeviceGroup) -> dict[str, float]:
+    """What one worker of the group asks of its node."""
+    ask: dict[str, float] = {"CPU": CPU_SLIVER}
+    if group.device != "CPU":
+        ask[group.device] = group.gpus_per_worker
+    return ask
+
+
+def demands(groups: DeviceGroups, layout: Mapping[str, Counter[int]]) -> dict[int, Demand]:
+    """What all groups together ask of each logical node that is used, from their workers by node."""
+    found: dict[int, Demand] = {}
+    for group in groups.groups:
+        for k, count in layout.get(group.name, {}).items():
+            found.setdefault(k, Counter())[group.device] += count * group.gpus_per_worker
+    return found
 
 
 def _slots(group: DeviceGroup, workers: Sequence[tuple[NodeResources, int]]) -> tuple[Slot, ...]:
@@ -97,7 +116,7 @@ def _nproc_per_node(groups: DeviceGroups, nodes: Sequence[NodeResources]) -> int
     return int(max((node.free(device) for device in devices for node in nodes), default=0)) or None
 
 
-def _workers_by_node(group: DeviceGroup, nproc_per_node: int | None) -> Counter[int]:
+def workers_by_node(group: DeviceGroup, nproc_per_node: int | None) -> Counter[int]:
     """How many workers of an accelerator group lie on each logical node. Raises PlacementError for one torn apart."""
     ranks, width = group.ranks, group.gpus_per_worker
     assert ranks is not None, "DeviceGroups gives every accelerator group its ranks"
@@ -120,16 +139,13 @@ def _places(
     groups: DeviceGroups, layout: dict[str, Counter[int]], nodes: Sequence[NodeResources]
 ) -> dict[int, NodeResources]:
     """The cluster node of every logical node that is used. Raises PlacementError if there are too few."""
-    demands: dict[int, Demand] = {}
-    for group in groups.groups:
-        for k, count in layout.get(group.name, {}).items():
-            demands.setdefault(k, Counter())[group.device] += count * group.gpus_per_worker
-    places = _in_order(demands, nodes)
+    asked_of = demands(groups, layout)
+    places = _in_order(asked_of, nodes)
     if places is None:
-        places = _largest_first(demands, nodes)
-    for k in sorted(demands):
+        places = _largest_first(asked_of, nodes)
+    for k in sorted(asked_of):
         if k not in places:
-            asked = " and ".join(f"{count} {device}" for device, count in demands[k].items())
+            asked = " and ".join(f"{count} {device}" for device, count in asked_of[k].items())
             raise PlacementError(
                 f"the cluster cannot hold the device groups: no node is left with {asked} free, which node {k} of the "
                 f"configuration needs.\n{_asked_table(groups, layout)}\n{_free_table(nodes)}\n"
@@ -138,11 +154,11 @@ def _places(
     return places
 
 
-def _in_order(demands: dict[int, Demand], nodes: Sequence[NodeResources]) -> dict[int, NodeResources] | None:
+def _in_order(asked_of: dict[int, Demand], nodes: Sequence[NodeResources]) -> dict[int, NodeResources] | None:
     """Logical node k on the k-th cluster node that has enough; None if one is lacking or wanted twice."""
     places = {}
     fitting: dict[tuple[tuple[str, int], ...], list[NodeResources]] = {}
-    for k, demand in demands.items():
+    for k, demand in asked_of.items():
         key = tuple(sorted(demand.items()))
         if key not in fitting:
             fitting[key] = [node for node in nodes if _fits(demand, node)]
@@ -153,18 +169,23 @@ def _in_order(demands: dict[int, Demand], nodes: Sequence[NodeResources]) -> dic
     return places if distinct else None
 
 
-def _largest_first(demands: dict[int, Demand], nodes: Sequence[NodeResources]) -> dict[int, NodeResources]:
+def _largest_first(asked_of: dict[int, Demand], nodes: Sequence[NodeResources]) -> dict[int, NodeResources]:
     """Logical nodes, the most demanding first, each on the first cluster node that has enough and is not taken.
 
     With one kind of accelerator this places all of them if that is possible at all: a node that has enough for a
     demand has enough for every smaller one.
     """
-    unused = dict(enumerate(nodes))
+    taken: set[int] = set()
+    fitting: dict[tuple[tuple[str, int], ...], Iterator[int]] = {}  # never looks twice at a node for the same demand
     places = {}
-    for k in sorted(demands, key=lambda k: (-demands[k].total(), k)):
-        index = next((index for index, node in unused.items() if _fits(demands[k], node)), None)
+    for k in sorted(asked_of, key=lambda k: (-asked_of[k].total(), k)):
+        key = tuple(sorted(asked_of[k].items()))
+        if key not in fitting:
+            fitting[key] = iter([index for index, node in enumerate(nodes) if _fits(asked_of[k], node)])
+        index = next((index for index in fitting[key] if index not in taken), None)
         if index is not None:
-            places[k] = unused.pop(index)
+            taken.add(index)
+            places[k] = nodes[index]
     return places
 
 

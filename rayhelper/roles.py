@@ -21,8 +21,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, overload
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, overload
+
+from typing_extensions import TypeVar
 
 from rayhelper.collect import validate_collect
 from rayhelper.device_groups import DRIVER
@@ -34,11 +37,14 @@ from rayhelper.runtime import Placement, state
 S = TypeVar("S")
 P = ParamSpec("P")
 R = TypeVar("R")
+P_plain = ParamSpec("P_plain")
+R_co = TypeVar("R_co", covariant=True)
+S_co = TypeVar("S_co", covariant=True, default=Any)  # what the first parameter takes: the instance, unless static
 Kind = Literal["method", "static", "class"]
 Flavour = Literal["plain", "async", "generator", "async generator"]
 
 
-class RoleMethod(Generic[P, R]):
+class RoleMethod(Generic[P, R_co, S_co]):
     """A method together with the role it belongs to and the way its calls travel."""
 
     def __init__(
@@ -67,16 +73,26 @@ class RoleMethod(Generic[P, R]):
     def __str__(self) -> str:
         return f"{self.function.__qualname__} (role {self.role!r})"
 
+    # A type checker shows a decorator a static method as a function like any other. Whether the first parameter takes
+    # the instance tells them apart; that parameter's name is lost.
     @overload
-    def __get__(self, instance: None, owner: Any = None) -> RoleMethod[P, R]: ...
+    def __get__(self, instance: None, owner: Any = None) -> RoleMethod[P, R_co, S_co]: ...
     @overload
-    def __get__(self, instance: object, owner: Any = None) -> BoundRoleMethod[P, R]: ...
+    def __get__(
+        self: RoleMethod[P_plain, R, type[S]], instance: S, owner: Any = None
+    ) -> BoundRoleMethod[P_plain, R]: ...
+    @overload
+    def __get__(self: RoleMethod[P_plain, R, S], instance: S, owner: Any = None) -> BoundRoleMethod[P_plain, R]: ...
+    @overload
+    def __get__(
+        self: RoleMethod[P_plain, R, S], instance: object, owner: Any = None
+    ) -> BoundRoleMethod[Concatenate[S, P_plain], R]: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is not None:
             return BoundRoleMethod(self.wrapper, instance)
         return self if self.kind == "method" else BoundRoleMethod(self.wrapper, owner)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> R:
+    def __call__(self, *args: Any, **kwargs: Any) -> R_co:
         """``Class.method(instance, ...)``, and what ``property`` and other decorators call."""
         return self.wrapper(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -92,15 +108,15 @@ class RoleMethod(Generic[P, R]):
         """The value of a whole call: coroutines are awaited and generators drained into a list."""
         value = self.call(target, args, kwargs)
         if self.flavour == "async":
-            return asyncio.run(value)
+            return _run(value)
         if self.flavour == "generator":
             return list(value)
         if self.flavour == "async generator":
-            return asyncio.run(_drain(value))
+            return _run(_drain(value))
         return value
 
 
-class BoundRoleMethod(functools.partial, Generic[P, R]):  # type: ignore[type-arg]
+class BoundRoleMethod(functools.partial, Generic[P, R_co]):  # type: ignore[type-arg]
     """A decorated method of an instance: callable as the method itself, with ``defer`` and ``stream``.
 
     A subclass of ``functools.partial`` so that ``inspect`` sees the method's signature and whether it is a coroutine
@@ -109,7 +125,7 @@ class BoundRoleMethod(functools.partial, Generic[P, R]):  # type: ignore[type-ar
 
     if TYPE_CHECKING:
 
-        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
     @property
     def __doc__(self) -> str | None:  # type: ignore[override]
@@ -127,11 +143,32 @@ class BoundRoleMethod(functools.partial, Generic[P, R]):  # type: ignore[type-ar
     def __func__(self) -> Any:
         return self.func
 
-    def defer(self, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
+    # A deferred call is made to its end: it gives what a coroutine returns and the items of a generator.
+    @overload
+    def defer(
+        self: BoundRoleMethod[P_plain, Coroutine[Any, Any, R]], *args: P_plain.args, **kwargs: P_plain.kwargs
+    ) -> Future[R]: ...
+    @overload
+    def defer(
+        self: BoundRoleMethod[P_plain, Iterator[R] | AsyncIterator[R]], *args: P_plain.args, **kwargs: P_plain.kwargs
+    ) -> Future[list[R]]: ...
+    @overload
+    def defer(self, *args: P.args, **kwargs: P.kwargs) -> Future[R_co]: ...
+    def defer(self, *args: Any, **kwargs: Any) -> Any:
         """A ``Future`` of the call, at once. With Ray off the call is made now and the future is already done."""
         return defer(self.func.method, self.__self__, args, kwargs)  # type: ignore[attr-defined]
 
-    def stream(self, *args: P.args, **kwargs: P.kwargs) -> Iterator[R]:
+    @overload
+    def stream(
+        self: BoundRoleMethod[P_plain, Coroutine[Any, Any, R]], *args: P_plain.args, **kwargs: P_plain.kwargs
+    ) -> Iterator[R]: ...
+    @overload
+    def stream(
+        self: BoundRoleMethod[P_plain, Iterator[R] | AsyncIterator[R]], *args: P_plain.args, **kwargs: P_plain.kwargs
+    ) -> Iterator[list[R]]: ...
+    @overload
+    def stream(self, *args: P.args, **kwargs: P.kwargs) -> Iterator[R_co]: ...
+    def stream(self, *args: Any, **kwargs: Any) -> Any:
         """The leaders' values, each as soon as its worker has finished, in no fixed order; ``collect`` is not applied.
 
         With Ray off: the one value.
@@ -151,7 +188,7 @@ def invoke(method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwa
         return placement.run(method, target, *_plain(args, kwargs))
     if route == "skip":
         return None
-    return placement.submit(method, args, kwargs).result()
+    return placement.submit(method, target, args, kwargs).result()
 
 
 async def invoke_async(method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -161,7 +198,7 @@ async def invoke_async(method: RoleMethod[..., Any], target: Any, args: tuple[An
         return await method.call(target, *_plain(args, kwargs))
     if route == "skip" or placement is None:
         return None
-    return await asyncio.to_thread(placement.submit(method, args, kwargs).result)
+    return await asyncio.to_thread(placement.submit(method, target, args, kwargs).result)
 
 
 def invoke_generator(
@@ -172,7 +209,7 @@ def invoke_generator(
     if route == "here":
         yield from method.call(target, *_plain(args, kwargs))
     elif route == "group" and placement is not None:
-        yield from placement.submit(method, args, kwargs).result()
+        yield from placement.submit(method, target, args, kwargs).result()
 
 
 async def invoke_async_generator(
@@ -184,7 +221,7 @@ async def invoke_async_generator(
         async for item in method.call(target, *_plain(args, kwargs)):
             yield item
     elif route == "group" and placement is not None:
-        for item in await asyncio.to_thread(placement.submit(method, args, kwargs).result):
+        for item in await asyncio.to_thread(placement.submit(method, target, args, kwargs).result):
             yield item
 
 
@@ -192,7 +229,7 @@ def defer(method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwar
     """The future of a decorated call; one that stays in this process is made now."""
     route, placement = _route(method, target)
     if route == "group" and placement is not None:
-        return placement.submit(method, args, kwargs)
+        return placement.submit(method, target, args, kwargs)
     if route == "skip":
         return finished(lambda: None)
     plain_args, plain_kwargs = _plain(args, kwargs)
@@ -240,6 +277,16 @@ def role_methods(cls: type) -> dict[str, RoleMethod[..., Any]]:
     return {name: method for name, method in found.items() if isinstance(method, RoleMethod)}
 
 
+def find_method(entry: Any) -> RoleMethod[..., Any]:
+    """The decorated method inside a class attribute, which may wrap it (a property, a retry decorator)."""
+    while not isinstance(entry, RoleMethod):
+        inner = getattr(entry, "fget", None) or getattr(entry, "__func__", None) or getattr(entry, "__wrapped__", None)
+        if inner is None:
+            raise RoleError(f"{entry!r} holds no method decorated with RayHelper.function")
+        entry = inner
+    return entry
+
+
 def _flavour(function: Callable[..., Any]) -> Flavour:
     if inspect.iscoroutinefunction(function):
         return "async"
@@ -272,6 +319,16 @@ def _open(value: Any) -> Any:
     if isinstance(value, Whole):
         return value.value
     return value.result() if isinstance(value, Future) else value
+
+
+def _run(coroutine: Any) -> Any:
+    """The coroutine's value, also where an event loop runs already: a worker that lives in its caller's process."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 async def _drain(items: AsyncIterator[Any]) -> list[Any]:

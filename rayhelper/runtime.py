@@ -7,7 +7,8 @@ a worker process. Everything else that the library knows belongs to an instance 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -52,7 +53,9 @@ class Placement(Protocol):
         """The value of a call that stays here."""
         ...
 
-    def submit(self, method: RoleMethod[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+    def submit(
+        self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[Any]:
         """The future of a call that goes to a group."""
         ...
 
@@ -74,6 +77,10 @@ class Runtime(Protocol):
 
     def report_shard(self, shard: Shard) -> None: ...
 
+    def init_process_group(self, backend: str | None, timeout_s: float) -> None:
+        """Joins the workers of this worker's group in torch.distributed's default group, if it is in none."""
+        ...
+
     def teardown(self) -> None: ...
 
 
@@ -82,3 +89,13 @@ class _State:
 
 
 state = _State()
+
+
+@contextlib.contextmanager
+def acting_as(runtime: Runtime | None) -> Iterator[None]:
+    """Inside, this process is what ``runtime`` says; None: as with Ray off."""
+    outer, state.active = state.active, runtime
+    try:
+        yield
+    finally:
+        state.active = outer

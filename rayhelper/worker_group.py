@@ -1,289 +1,185 @@
-"""The driver's handle on the workers of one device group: start, construct, call, stop.
+"""The driver's handle on the workers of one device group: construct, call, wait, recover.
 
 submit(method, args, kwargs)
-    split_call(dispatch)      one (args, kwargs) per shard           dispatch.py
-    shared(...)               put once or sent by value              transport.py
-    actor.call.remote(...)    one call a worker                      host.py
--> Future(GroupCall)          join(collect) of the leaders' values   collect.py
+    divide(...)               one (args, kwargs) per shard           calls.py
+    sendable(...)             packed; put once or sent by value      transport.py
+    crew.calls(address)       one remote call a worker               crew.py, host.py
+-> Future(GroupCall)          waits, collects                        group_call.py
+   what goes wrong meanwhile                                         recovery.py
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
-import pickle
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray import cloudpickle
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rayhelper import environment
-from rayhelper import placement as placing
+from rayhelper.calls import divide, layout_of
+from rayhelper.crew import Crew
 from rayhelper.device_groups import DeviceGroup
-from rayhelper.dispatch import split_call, unwrap
-from rayhelper.errors import DeadlineError, DispatchError, RoleError, WorkerDiedError, WorkerError
+from rayhelper.errors import DispatchError, RoleError
 from rayhelper.futures import Future
-from rayhelper.group_call import GroupCall, future_refs, late_calls, parameter_names
-from rayhelper.host import NUM_SLOTS, Failure, Host, Reported
+from rayhelper.group_call import GroupCall, late_calls, sources_of
+from rayhelper.host import Reported, call_number
 from rayhelper.plan import Slot
+from rayhelper.recording import Recording
+from rayhelper.recovery import Recovery
 from rayhelper.roles import RoleMethod
-from rayhelper.runtime import Shard, WorkerInfo
-from rayhelper.shards import check_shards
-from rayhelper.transport import shared
+from rayhelper.shards import ShardTable
+from rayhelper.transport import sendable
+from rayhelper.waiting import replies_of
 
-_STEP_S = 0.5  # how often a call that takes long looks for failures of single workers
+_CONSTRUCTION_S = 3600.0  # loading a model takes longer than a call
 
 
 class WorkerGroup:
-    """The processes of one device group."""
+    """The workers of one device group, and the calls that are on their way to them."""
 
-    def __init__(self, group: DeviceGroup, slots: tuple[Slot, ...], *, wait_s: float) -> None:
+    def __init__(
+        self,
+        group: DeviceGroup,
+        slots: tuple[Slot, ...],
+        recording: Recording | None,
+        *,
+        inherits: bool,
+        wait_s: float,
+    ) -> None:
         self.group = group
-        self.slots = slots
+        self.recording = recording
+        self.crew = Crew(group, slots, inherits=inherits, trace=recording is not None, wait_s=wait_s)
+        self.shards = ShardTable(len(slots), group.name)
+        self.constructions: dict[int, Any] = {}  # by instance, for workers that are replaced
+        self.open: dict[int, GroupCall] = {}  # calls whose outcome is not known yet, in order
+        self.num_calls = 0
+        self.recovery = Recovery(self)
+        self.lock = threading.RLock()
         self.stopped = False
-        self.reserved: PlacementGroup = placing.reserve(group, slots, wait_s=wait_s)
-        self.actors = [self._actor(slot) for slot in slots]
-        self.remotes: dict[str, list[Callable[..., Any]]] = {}  # by address
-        self.bound: dict[str, int] = {}  # numbers of the hosts' slots, by address
-        self.shards: dict[tuple[int, str], dict[int, Shard]] = {}
 
-    def _actor(self, slot: Slot) -> Any:
-        ask = placing.resources(self.group)
-        options = {
-            "num_cpus": ask.pop("CPU"),
-            "num_gpus": ask.pop("GPU", 0),
-            "resources": ask,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.reserved, slot.rank),
-            "max_restarts": 0,
-            "name": None,
-        }
-        return ray.remote(Host).options(**options).remote(f"{self.group.name}[{slot.rank}]", cloudpickle.dumps)
-
-    def prepare(self, *, inherits: bool) -> None:
-        """Gives every process its rank and environment; the group is usable afterwards.
-
-        ``inherits``: the processes descend from this driver, and so have its whole environment until now.
-        """
-        forgotten = environment.forgotten(os.environ) if inherits else []
-        forgotten = [*forgotten, "OMP_NUM_THREADS"]  # Ray sets it to 1; _env says what it is
-        facts = self.get([actor.describe.remote() for actor in self.actors], "start")
-        port = self.get([self.actors[0].hold_port.remote()], "start")[0]
-        self.get(
-            [
-                actor.prepare.remote(self._info(slot), self._env(slot, port, facts), forgotten, slot.address)
-                for actor, slot in zip(self.actors, self.slots, strict=True)
-            ],
-            "start",
-        )
-
-    def _info(self, slot: Slot) -> WorkerInfo:
-        return WorkerInfo(
-            roles=self.group.roles,
-            group=self.group.name,
-            rank=slot.rank,
-            world_size=len(self.slots),
-            local_rank=slot.local_rank,
-            local_world_size=slot.local_world_size,
-            node_rank=slot.node_rank,
-            shard=Shard(slot.rank, len(self.slots)),
-        )
-
-    def _env(self, slot: Slot, port: int, facts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        env = environment.passed(os.environ)
-        if "OMP_NUM_THREADS" not in env and slot.local_world_size > 1:
-            env["OMP_NUM_THREADS"] = "1"  # as torchrun does; one worker alone is left to torch, like one process
-        env |= {
-            "RANK": str(slot.rank),
-            "WORLD_SIZE": str(len(self.slots)),
-            "LOCAL_RANK": str(slot.local_rank),
-            "LOCAL_WORLD_SIZE": str(slot.local_world_size),
-            "NODE_RANK": str(slot.node_rank),
-            "MASTER_ADDR": self.slots[0].address,
-            "MASTER_PORT": str(port),
-        }
-        if self.group.device == "CPU":
-            env["CUDA_VISIBLE_DEVICES"] = ""
-        elif self.group.gpus_per_worker == 1 and facts[slot.rank]["cuda"]:
-            # as under torchrun: every worker sees all devices of its node's part of the group, and uses cuda:LOCAL_RANK
-            neighbours = [other.rank for other in self.slots if other.node_id == slot.node_id]
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(facts[rank]["cuda"]) for rank in neighbours)
-        return env | dict(self.group.env)
+    def prepare(self) -> None:
+        """Gives every process its rank and environment; the group is usable afterwards."""
+        self.crew.prepare()
 
     def missing_modules(self, names: list[str]) -> set[str]:
         """Those of the modules that some node of the group could not import."""
-        first_ranks = {slot.node_id: slot.rank for slot in reversed(self.slots)}.values()
-        refs = [self.actors[rank].missing_modules.remote(names) for rank in first_ranks]
-        return {name for reply in self.get(refs, "missing_modules") for name in reply}
+        return self.crew.missing_modules(names)
 
-    def construct(self, instance_id: int, payload: Any) -> list[Any]:
-        """Starts the construction of an instance on every worker; references to the replies."""
-        return [actor.construct.remote(instance_id, payload) for actor in self.actors]
+    def construct(self, instance_id: int, construction: Any) -> list[Any]:
+        self.recovery.finish()
+        self.constructions[instance_id] = construction
+        return [actor.construct.remote(instance_id, construction) for actor in self.crew.actors]
 
-    def constructed(self, instance_id: int, refs: list[Any]) -> None:
-        """Waits until every worker has constructed the instance. Raises what a constructor raised."""
-        for rank, reply in enumerate(self.get(refs, "__init__")):
+    def constructed(self, instance_id: int, started: list[Any]) -> None:
+        limit_s = max(_CONSTRUCTION_S, self.group.timeout_s or 0.0)
+        for rank, reply in enumerate(replies_of(self, started, "__init__", None, limit_s)):
             self.note_shards(instance_id, rank, reply)
 
     def drop(self, instance_id: int) -> None:
-        """Frees an instance on every worker, without waiting."""
-        for address in [known for known in self.remotes if known.startswith(f"{instance_id} ")]:
-            del self.remotes[address]
-            self.bound.pop(address, None)
-        for actor in self.actors:
-            actor.drop.remote(instance_id)
+        self.constructions.pop(instance_id, None)
+        self.shards.drop(instance_id)
+        self.crew.forget(instance_id)
 
     def submit(
-        self, instance_id: int, method: RoleMethod[..., Any], address: str, args: tuple[Any, ...], kwargs: Any
+        self,
+        instance_id: int,
+        method: RoleMethod[..., Any],
+        address: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Future[Any]:
-        """One call on every worker of the group (or worker 0 alone), not waited for."""
-        leaders: tuple[int, ...]
-        if method.execute == "first":
-            shard_of, leaders, num_shards = [0], (0,), 1
-        else:
-            shard_of, leaders, num_shards = self.layout(instance_id, method.role)
+        self.recovery.finish()
+        self._make_room()
+        started_ns = time.time_ns() if self.recording else 0
+        where = self.where(method)
+        layout = layout_of(method, self.shards, instance_id)
+        sources = sources_of(args, kwargs)
         order: list[int] | None = None
-        parts = future_refs(args, kwargs)
-        if parts:
-            calls: list[Any] = late_calls(method, args, kwargs, num_shards, self.where(method))
-        elif method.execute == "first" or method.dispatch == "all":
-            calls = [unwrap(args, kwargs)] * num_shards
+        if sources:
+            calls: list[Any] = late_calls(method, args, kwargs, layout.num_shards, where)
         else:
-            names = parameter_names(method)
-            division = split_call(method.dispatch, num_shards, args, kwargs, names=names, where=self.where(method))
-            calls, order = list(division.calls), division.order
-        sent = self._payloads(calls, shard_of) if args or kwargs else [()] * num_shards
+            division = divide(method, layout.num_shards, args, kwargs, where)
+            calls, order = division.calls, division.order
+        number = self.recording.dispatched(method, started_ns) if self.recording else 0
+        sent, num_bytes = self._payloads(calls, layout.shard_of, where) if args or kwargs else ([()], 0)
+        if self.recording:
+            self.recording.span("serialise", method, started_ns, number, num_bytes)
+        call = GroupCall(self, instance_id, method, address, layout, order, sent, sources, number)
+        with self.lock:
+            call.send(range(len(layout.shard_of)))
+            self.num_calls += 1
+            self.open[id(call)] = call
+        return Future(call)
+
+    def _payloads(self, calls: list[Any], shard_of: tuple[int, ...], where: str) -> tuple[list[tuple[Any, ...]], int]:
+        """What each shard is sent (one for all, if it is the same), and its bytes."""
         try:
-            refs = [call(*sent[k], *parts) for call, k in zip(self._remotes(address), shard_of, strict=False)]
-        except TypeError as error:
-            where = self.where(method)
-            raise DispatchError(f"an argument of {where} cannot be sent to another process: {error}") from error
-        return Future(GroupCall(self, instance_id, method, refs, leaders, order))
+            if all(call is calls[0] for call in calls):
+                value, num_bytes = sendable(calls[0], len(shard_of))
+                return [(value,)], num_bytes
+            pairs = [sendable(call, shard_of.count(k)) for k, call in enumerate(calls)]
+        except Exception as error:
+            raise unsendable(where, error) from error
+        return [(value,) for value, _ in pairs], sum(size for _, size in pairs)
 
-    def _remotes(self, address: str) -> list[Callable[..., Any]]:
-        """What to call, for each worker, to run the method at ``address`` there."""
-        known = self.remotes.get(address)
-        if known is not None:
-            return known
-        slot = next((number for number in range(NUM_SLOTS) if number not in self.bound.values()), None)
-        if slot is None:
-            known = [functools.partial(actor.call.remote, address) for actor in self.actors]
-        else:
-            self.bound[address] = slot
-            for actor in self.actors:
-                actor.bind.remote(slot, address)
-            known = [getattr(actor, f"slot_{slot}").remote for actor in self.actors]
-        self.remotes[address] = known
-        return known
+    def _make_room(self) -> None:
+        """Waits until fewer calls than ``max_in_flight`` are on their way."""
+        while len(self.open) >= self.group.max_in_flight:
+            for call in list(self.open.values()):
+                if call.done():
+                    self.close(call)
+            if len(self.open) >= self.group.max_in_flight:
+                oldest = next(iter(self.open.values()))
+                oldest.wait()
+                self.close(oldest)
 
-    def _payloads(self, calls: list[Any], shard_of: list[int]) -> list[tuple[Any, ...]]:
-        """What each shard is sent; what several workers read goes into the object store once, if it is large."""
-        if all(call is calls[0] for call in calls):
-            return [(shared(calls[0], len(shard_of)),)] * len(calls)
-        return [(shared(call, shard_of.count(k)),) for k, call in enumerate(calls)]
+    def close(self, call: GroupCall) -> None:
+        """The outcome of a call is known."""
+        self.open.pop(id(call), None)
 
     def where(self, method: RoleMethod[..., Any]) -> str:
         """The call, as error messages name it."""
         return f"{method} on group {self.group.name!r}"
 
-    def layout(self, instance_id: int, role: str) -> tuple[list[int], tuple[int, ...], int]:
-        """(slice index of each rank, the leaders' ranks in order of their slices, number of slices)."""
-        known = self.shards.get((instance_id, role))
-        size = len(self.actors)
-        if not known:
-            return list(range(size)), tuple(range(size)), size
-        return check_shards(known, size, f"role {role!r} on group {self.group.name!r}")
-
     def note_shards(self, instance_id: int, rank: int, reply: Any) -> Any:
         """The value of a worker's reply; shards that came with it are remembered."""
         if not isinstance(reply, Reported):
             return reply
-        for role, shard in reply.shards.items():
-            self.shards.setdefault((instance_id, role), {})[rank] = shard
+        self.shards.note(instance_id, rank, reply.shards)
         return reply.value
 
-    def get(self, refs: list[Any], what: str, timeout_s: float | None = None) -> list[Any]:
-        """The replies of the workers, in order of rank.
-
-        Raises:
-            The workers' own exception of the lowest rank that failed, as soon as one fails.
-            WorkerDiedError: a process ended.
-            DeadlineError: ``timeout_s``, or else the group's, has passed.
-        """
+    def check_usable(self, what: str) -> None:
+        """Raises RoleError if the group was stopped, WorkerDiedError if a worker is dead for good."""
         if self.stopped:
             raise RoleError(f"{what}: the workers of group {self.group.name!r} were stopped by RayHelper.teardown().")
-        timeout_s = self.group.timeout_s if timeout_s is None else timeout_s
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                replies = ray.get(refs, timeout=_STEP_S if left is None else min(_STEP_S, left))
-                break
-            except GetTimeoutError:
-                self._raise_early(refs, what)
-                if left is not None and left <= _STEP_S:
-                    raise DeadlineError(
-                        f"{what} on group {self.group.name!r} did not finish within {timeout_s:g} s; still running on "
-                        f"ranks {self._unfinished(refs)}. Raise timeout_s of the group if it needs longer."
-                    ) from None
-            except (RayActorError, RayTaskError):
-                self._raise_early(refs, what)
-                raise
-        failures = [reply for reply in replies if isinstance(reply, Failure)]
-        if failures:
-            raise_failure(failures)
-        return replies
+        if self.recovery.dead is not None:
+            raise self.recovery.dead
 
-    def _raise_early(self, refs: list[Any], what: str) -> None:
-        failures = []
-        for rank, ref in enumerate(refs):
-            if not ray.wait([ref], timeout=0)[0]:
-                continue
-            try:
-                reply = ray.get(ref)
-            except RayActorError as error:
-                slot = self.slots[rank]
-                raise WorkerDiedError(
-                    f"rank {rank} of group {self.group.name!r} (roles {', '.join(self.group.roles)}; node "
-                    f"{slot.address}) died during {what}: {error}"
-                ) from None
-            except RayTaskError as error:
-                raise WorkerError(
-                    f"the value of {what} on rank {rank} of group {self.group.name!r} could not be sent back: "
-                    f"{error.cause or error}"
-                ) from None
-            if isinstance(reply, Failure):
-                failures.append(reply)
-        if failures:
-            raise_failure(failures)
-
-    def _unfinished(self, refs: list[Any]) -> str:
-        return ", ".join(str(rank) for rank, ref in enumerate(refs) if not ray.wait([ref], timeout=0)[0])
+    def hand_over_spans(self) -> None:
+        """Gives the recording what the workers recorded; those that do not answer are left out."""
+        assert self.recording is not None, "only a recorded group has spans"
+        asked = {actor.spans.remote(): rank for rank, actor in enumerate(self.crew.actors)}
+        ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=10.0)
+        for ref in ready:
+            rank = asked[ref]
+            with contextlib.suppress(Exception):  # a worker that died took its spans along
+                spans, dropped = ray.get(ref)
+                self.recording.add(spans, dropped, self.crew.clock_offsets_ns[rank])
+        if late:
+            self.recording.missing(f"{self.group.name}[{rank}]" for rank in (asked[ref] for ref in late))
 
     def stop(self) -> None:
         """Ends every process of the group and frees its resources."""
         self.stopped = True
-        for actor in self.actors:
-            with contextlib.suppress(Exception):
-                ray.kill(actor, no_restart=True)
-        with contextlib.suppress(Exception):
-            remove_placement_group(self.reserved)
+        self.crew.end()
 
 
-def raise_failure(failures: Sequence[Failure]) -> None:
-    """Raises the first failure as its own type, with where it happened and the remote traceback as its cause."""
-    first = failures[0]
-    others = f" ({len(failures) - 1} more ranks failed as well)" if len(failures) > 1 else ""
-    remote = WorkerError(f"{first.origin} raised {first.summary}{others}\n\nRemote traceback:\n{first.traceback}")
-    if first.error is None:
-        raise remote
-    original = pickle.loads(first.error)
-    if not isinstance(original, Exception):  # SystemExit in a worker must not end the driver silently
-        raise remote
-    original.add_note(f"[{first.origin}{others}]")
-    raise original from remote
+def unsendable(where: str, error: Exception) -> DispatchError:
+    """The error for arguments that do not pickle."""
+    return DispatchError(f"an argument of {where} cannot be sent to another process: {error}")
+
+
+def task_number(ref: Any) -> int:
+    """The number under which the worker records the task behind a reference."""
+    return call_number(ref.task_id().hex())

@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-RAY_FILES = {"driver.py", "worker_group.py", "group_call.py", "placement.py", "transport.py", "patches.py"}
+RAY_FILES = {
+    "crew.py",
+    "group_call.py",
+    "packing.py",
+    "patches.py",
+    "placement.py",
+    "ray_cluster.py",
+    "recovery.py",
+    "transport.py",
+    "waiting.py",
+    "worker_group.py",
+}
 ALGORITHMS = {"trainers.grpo", "trainers.sft"}
 
 

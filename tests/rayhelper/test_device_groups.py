@@ -95,7 +95,7 @@ def test_options_of_a_group():
 def test_options_of_a_section_are_not_settings_of_its_role():
     section = {"gpus": 4, "device": "gpu", "gpus_per_worker": 2, "timeout_s": 5, "env": {"A": 1}, "model": "tiny"}
     groups = DeviceGroups.parse({"rollout": section})
-    assert groups.groups == (DeviceGroup("rollout", ("rollout",), "GPU", (0, 1, 2, 3), 2, 2, 5.0, (("A", "1"),)),)
+    assert groups.groups == (DeviceGroup("rollout", ("rollout",), "GPU", (0, 1, 2, 3), 2, 2, 5.0, env=(("A", "1"),)),)
     assert groups.role_settings == {"rollout": {"model": "tiny"}}
 
 
@@ -104,12 +104,12 @@ def test_colocated_sections_put_their_options_together():
         {
             "colocate_groups": [["rollout", "train"]],
             "train": {"npus": 2, "env": {"A": 1, "B": 2}},
-            "rollout": {"npus": 2, "env": {"B": 2, "C": 3}, "timeout_s": 9},
+            "rollout": {"npus": 2, "env": {"B": 2, "C": 3}, "timeout_s": 9, "restarts": 3},
         }
     )
     assert groups.groups == (
         DeviceGroup(
-            "rollout+train", ("rollout", "train"), "NPU", (0, 1), 2, 1, 9.0, (("B", "2"), ("C", "3"), ("A", "1"))
+            "rollout+train", ("rollout", "train"), "NPU", (0, 1), 2, 1, 9.0, 3, env=(("B", "2"), ("C", "3"), ("A", "1"))
         ),
     )
 
@@ -225,8 +225,9 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
     "unknown key far from all": (one(flavour="x"), "'flavour' (known: device", "Remove it"),
     "unknown key that is no text": (one() | {"pool": one()["pool"] | {(1,): 2}}, "(1,)", "Remove it"),
     "a size without its s": ({"train": {"gpu": 4}}, "'gpu'", "Did you mean 'gpus'?"),
-    "restarts": (one(restarts=2), "'restarts'", "Remove it"),
-    "restarts of a role": ({"train": {"gpus": 2, "restarts": 2}}, "'restarts'", "Remove it"),
+    "restarts below zero": (one(restarts=-1), "restarts", "leave it out"),
+    "restarts that are no number": ({"train": {"gpus": 2, "restarts": "often"}}, "'often'", "leave it out"),
+    "no call in flight": (one(max_in_flight=0), "max_in_flight", "1 or more"),
     "unknown device": (one(device="TPU"), "'TPU'", "Write one of: GPU, NPU, CPU"),
     "device that is no text": (one(device=["GPU"]), "['GPU']", "Write one of: GPU, NPU, CPU"),
     "no device": (one(device=None), "'pool' has no device", "Add one of: GPU, NPU, CPU"),

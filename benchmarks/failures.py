@@ -1,0 +1,217 @@
+"""How soon is trouble known, and over? An exception, a kill -9, a deadline, a restart, each with 8 workers.
+
+    python -m benchmarks.failures [--workers 8] [--rounds 7] [--json FILE]
+
+The peer is hand-written: Ray actors with the same methods, and `ray.get` of all references. Seconds from the moment the
+worker fails (its own clock, on this machine) until the driver's call raises; then until the group answers again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rayhelper import DeadlineError, RayHelper, WorkerDiedError
+
+
+class FailedError(Exception):
+    """Carries the moment at which it was raised."""
+
+    def __init__(self, moment: float) -> None:
+        super().__init__(moment)
+        self.moment = moment
+
+
+class Work:
+    """What the workers of both sides do."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def fail(self, rank: int, failing: int, others: str) -> None:
+        if rank == failing:
+            time.sleep(0.2)  # the others are busy by then
+            raise FailedError(time.time())
+        if others == "sleep":
+            time.sleep(5)
+        elif others == "collective":
+            torch.distributed.all_reduce(torch.ones(1))
+
+
+@RayHelper.worker(group="work")
+class Ours(Work):
+    def __init__(self) -> None:
+        self.join()
+
+    @RayHelper.function(group="work")
+    def join(self) -> None:
+        RayHelper.init_process_group("gloo", timeout_s=300)
+
+    @RayHelper.function(group="work")
+    def pids(self) -> int:
+        return self.pid()
+
+    @RayHelper.function(group="work")
+    def failing(self, failing: int, others: str) -> None:
+        self.fail(RayHelper.current().rank, failing, others)
+
+    @RayHelper.function(group="work")
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+@RayHelper.worker(group="work")
+class Stateless(Work):
+    @RayHelper.function(group="work")
+    def pids(self) -> int:
+        return self.pid()
+
+    @RayHelper.function(group="work")
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+def told_after(call: Callable[[], Any]) -> float:
+    """Seconds from a worker's exception until ``call`` raises it."""
+    try:
+        call()
+    except FailedError as error:
+        return time.time() - error.moment
+    raise AssertionError("the call did not fail")
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def exceptions(workers: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Told and over, by what the other workers do meanwhile; for the hand-written peer only told."""
+    import ray
+
+    found: dict[str, dict[str, list[float]]] = {}
+    with RayHelper.session({"crew": {"device": "CPU", "ranks": workers, "workers": ["work"]}}):
+        ours = Ours()
+        peers = [ray.remote(Work).options(num_cpus=0).remote() for _ in range(workers)]
+        ray.get([peer.pid.remote() for peer in peers])
+        for others in ("return", "sleep", "collective"):
+            row = found.setdefault(others, {"ours_told_s": [], "ours_usable_again_s": [], "peer_told_s": []})
+            for _ in range(rounds):
+                row["ours_told_s"].append(told_after(lambda others=others: ours.failing(workers - 1, others)))
+                row["ours_usable_again_s"].append(seconds(ours.pids))
+                if others == "collective":
+                    continue  # by hand there is no process group to be freed from: it would wait for its timeout
+                refs = [peer.fail.remote(rank, workers - 1, others) for rank, peer in enumerate(peers)]
+                row["peer_told_s"].append(told_after(lambda refs=refs: ray.get(refs)))
+                ray.wait(refs, num_returns=len(refs))
+    return {others: _medians(row) for others, row in found.items()}
+
+
+def deaths(workers: int, rounds: int) -> dict[str, float]:
+    """Seconds until a kill -9 is noticed: without restarts the call raises, with restarts it returns."""
+    noticed, replaced = [], []
+    for _ in range(rounds):
+        with RayHelper.session({"crew": {"device": "CPU", "ranks": workers, "workers": ["work"]}}):
+            ours = Stateless()
+            pids = ours.pids()
+            call = ours.sleep.defer(30)
+            time.sleep(0.3)
+            killed = time.perf_counter()
+            os.kill(pids[1], signal.SIGKILL)
+            try:
+                call.result()
+            except WorkerDiedError:
+                noticed.append(time.perf_counter() - killed)
+    with RayHelper.session({"crew": {"device": "CPU", "ranks": workers, "workers": ["work"], "restarts": rounds}}):
+        ours = Stateless()
+        for _ in range(rounds):
+            os.kill(ours.pids()[1], signal.SIGKILL)
+            replaced.append(seconds(ours.pids))
+    return {
+        "noticed_s": statistics.median(noticed),
+        "noticed_max_s": max(noticed),
+        "replaced_s": statistics.median(replaced),
+    }
+
+
+def deadlines(workers: int, rounds: int) -> dict[str, float]:
+    """Seconds beyond a deadline of one second until the error with all stacks is there."""
+    late = []
+    with RayHelper.session({"crew": {"device": "CPU", "ranks": workers, "workers": ["work"]}}):
+        ours = Stateless()
+        ours.pids()
+        for _ in range(rounds):
+            call = ours.sleep.defer(30)
+            start = time.perf_counter()
+            try:
+                call.result(timeout_s=1.0)
+            except DeadlineError as error:
+                if "time.sleep(seconds)" not in str(error):
+                    raise AssertionError("the stacks are missing") from error
+                late.append(time.perf_counter() - start - 1.0)
+            call.cancel()
+    return {"stacks_after_s": statistics.median(late)}
+
+
+def traced(workers: int, rounds: int) -> dict[str, float]:
+    """Milliseconds of a no-op on all workers, without and with a trace, in alternating sessions."""
+    plain, recorded = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(rounds):
+            for trace, times in ((None, plain), (f"{folder}/{number}.json", recorded)):
+                groups = {"crew": {"device": "CPU", "ranks": workers, "workers": ["work"]}}
+                with RayHelper.session(groups, trace=trace):
+                    ours = Stateless()
+                    for _ in range(200):
+                        ours.pids()
+                    times.append(10 * min(seconds(lambda ours=ours: hundred(ours)) for _ in range(8)))
+    ratio = statistics.median(on / off for on, off in zip(recorded, plain, strict=True))
+    return {"off_ms": statistics.median(plain), "on_ms": statistics.median(recorded), "ratio": ratio}
+
+
+def hundred(ours: Stateless) -> None:
+    for _ in range(100):
+        ours.pids()
+
+
+def _medians(row: dict[str, list[float]]) -> dict[str, float]:
+    return {name: round(statistics.median(values), 4) for name, values in row.items() if values} | {
+        "ours_told_max_s": round(max(row["ours_told_s"]), 4)
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    result = {
+        "commit": commit,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "exceptions": exceptions(args.workers, args.rounds),
+        "deaths": deaths(args.workers, args.rounds),
+        "deadlines": deadlines(args.workers, args.rounds),
+        "trace": traced(args.workers, args.rounds),
+    }
+    print(json.dumps(result, indent=2))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

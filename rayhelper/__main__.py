@@ -1,0 +1,51 @@
+"""``python -m rayhelper plan | check | timeline``: what can be known of a run before it, and after it.
+
+argparse rather than jsonargparse: the three read their configuration themselves, and answer in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of a subcommand: 0 all is well, 1 something was found, 2 the input cannot be read."""
+    options = vars(_parser().parse_args(arguments))
+    subcommand = options.pop("subcommand")
+    if subcommand == "plan":
+        from rayhelper.plan_report import plan
+
+        return plan(**options)
+    if subcommand == "check":
+        from rayhelper.check import check
+
+        return check(**options)
+    from rayhelper.timeline import timeline
+
+    return timeline(**options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m rayhelper", description=__doc__.splitlines()[0])
+    subcommands = parser.add_subparsers(dest="subcommand", required=True)
+    plan = subcommands.add_parser("plan", help="what a configuration would ask of a cluster, and every rule it breaks")
+    plan.add_argument("--config", required=True, help="a trainer's whole YAML or JSON file, or device groups alone")
+    plan.add_argument("--nodes", type=int, help="nodes of the cluster (default: nnodes, or as many as are needed)")
+    plan.add_argument("--gpus-per-node", "--gpus_per_node", type=int, help="default: nproc_per_node, or 8")
+    plan.add_argument("--model", help="folder or config.json of the model, or its sizes as a mapping")
+    plan.add_argument("--gpu-memory-gib", "--gpu_memory_gib", type=float, default=80.0, help="default: 80")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    check = subcommands.add_parser("check", help="what is wrong with a decorated class, by line")
+    check.add_argument("target", metavar="module:Class")
+    check.add_argument("--device-groups", "--device_groups", help="as JSON or YAML text")
+    check.add_argument("--config", help="a file with device_groups")
+    timeline = subcommands.add_parser("timeline", help="where the time of a traced run went")
+    timeline.add_argument("file", help="the file that trace=... named")
+    timeline.add_argument("--html", help="write a picture that a browser opens")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""A stream of named tensors from one role to another: how weights get from a trainer to the rollout workers.
+
+    channel = Channel(num_receivers=2, bucket_mb=64)  # on the driver
+    sent = trainer.send_weights.defer(channel)        # one worker:   channel.send(named_tensors)
+    got = trainer.load_weights(channel)               # every worker: for name, tensor in channel.receive(): ...
+
+Tensors travel bucket by bucket, so neither side holds more than two buckets besides its own model, and nothing goes
+through the driver, which only tells the two sides where to meet. In one process ``send`` hands over the tensors
+themselves. Otherwise the way is chosen from where the two sides are (``channel_transports.py``); the files beside this
+one go from what is said (``channel_lines``) over meeting (``channel_links``) to a round (``channel_rounds``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, Self
+from weakref import WeakValueDictionary
+
+from rayhelper.channel_buckets import BLOCK, checked
+from rayhelper.channel_links import Link, Terms
+from rayhelper.channel_rounds import Receipt, receive, send
+from rayhelper.channel_transports import TRANSPORTS, this_process
+from rayhelper.errors import ChannelError, ConfigError
+from rayhelper.runtime import state
+
+if TYPE_CHECKING:
+    import torch
+
+TransportName = Literal["auto", "local", "shared_memory", "cuda_ipc", "gloo", "nccl"]
+
+# What this process holds of channels that it got as arguments: every round brings a new copy of the same Channel.
+_LINKS: dict[tuple[str, str], Link] = {}
+
+
+class Handover:
+    """What ``send`` leaves for ``receive`` where both are in one process."""
+
+    def __init__(self) -> None:
+        self.tensors: list[tuple[str, torch.Tensor]] | None = None
+        self.num_left = 0  # how many may yet receive it
+
+
+_HANDOVERS: WeakValueDictionary[str, Handover] = WeakValueDictionary()  # by channel; its copies share one
+
+
+class Channel:
+    """Who sends to how many, and how. Made on the driver, passed to both sides, used for any number of rounds.
+
+    num_receivers: how many workers call ``receive`` in each round; one calls ``send``.
+    bucket_mb: megabytes of a bucket; each side holds two. A larger tensor spans several.
+    timeout_s: how long any wait of either side may take, not a whole round.
+    transport: how the bytes travel; ``auto`` takes the first that fits of cuda_ipc, nccl, shared_memory, gloo.
+        ``local``: sender and receivers are one process. So it is for ``auto`` in the process that made the channel; a
+        driver that itself sends to its workers, or receives from one, must name another.
+    host: under which address the workers reach this process; None: loopback if all of them are on this machine as far
+        as one can tell, else the address by which this machine reaches the others.
+    name: for messages.
+
+    After a failure on either side a channel is of no further use; make another.
+    """
+
+    def __init__(
+        self,
+        num_receivers: int = 1,
+        *,
+        bucket_mb: float = 64,
+        timeout_s: float = 60.0,
+        transport: TransportName = "auto",
+        host: str | None = None,
+        name: str = "weights",
+    ) -> None:
+        if num_receivers < 1 or bucket_mb <= 0 or timeout_s <= 0:
+            raise ConfigError(
+                "a Channel needs num_receivers >= 1, bucket_mb > 0 and timeout_s > 0; "
+                f"got {num_receivers}, {bucket_mb} and {timeout_s}."
+            )
+        if transport not in ("auto", "local", *TRANSPORTS):
+            raise ConfigError(f"transport={transport!r} is not one of auto, local, {', '.join(TRANSPORTS)}.")
+        nbytes = max(1, round(bucket_mb * 2**20 / BLOCK)) * BLOCK
+        identity, token = secrets.token_hex(8), secrets.token_hex(16)
+        self._terms = Terms(name, identity, token, num_receivers, nbytes, float(timeout_s), transport)
+        self._host = host
+        self._home = this_process()
+        self._driver: tuple[str, int] | None = None  # where the store is, once there is one
+        self._store: Any = None  # on the process that made the channel
+        self._handover = _HANDOVERS.setdefault(identity, Handover())
+        self._closed = False
+
+    def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Receipt:
+        """What was sent, once every receiver has read all of it. One process calls this, once a round.
+
+        ``named_tensors`` is consumed as buckets become free. Every name may come once; two names may share a tensor.
+        In one process the tensors are handed over, not copied.
+
+        Raises:
+            ChannelError: a receiver failed or died, the channel was closed, or an item is no tensor that can be sent.
+            DeadlineError: a receiver did not come, or did not read on, for ``timeout_s``.
+            Exception: what ``named_tensors`` raised, as it is; the receivers get a ChannelError with its text.
+        """
+        if not self._is_local():
+            return send(self._link("sender"), named_tensors)
+        handover = self._handover
+        handover.tensors = None  # what is left of the last round goes before this one is collected
+        handover.tensors, handover.num_left = list(checked(named_tensors)), self._terms.num_receivers
+        return _local_receipt(handover.tensors)
+
+    def receive(self, *, copy: bool = True, device: torch.device | str | None = None) -> Reception:
+        """Iterates over (name, tensor) of one round. Every receiver calls this once a round and reads to the end.
+
+        copy: with False, a tensor may lie in the bucket: it is valid until the next one is asked for, and must not be
+            written to. In one process the tensors are the sender's own in either case.
+        device: where the tensors shall be. None: on the current GPU for cuda_ipc and nccl, which are taken only if this
+            process has used one, else on the CPU. In one process: where they are.
+
+        Raises, while iterating:
+            ChannelError: the sender failed or died, the channel was closed, or other bytes came than were sent.
+            DeadlineError: the sender did not come, or did not send on, for ``timeout_s``.
+        """
+        import torch
+
+        place = None if device is None else torch.device(device)
+        if place is not None and place.type == "cuda" and place.index is None:
+            place = torch.device("cuda", torch.cuda.current_device())
+        if self._is_local():
+            return Reception(self._receive_here(place))
+        return Reception(receive(self._link("receiver"), copy=copy, device=place))
+
+    def close(self) -> None:
+        """Frees what this process holds of the channel. On the driver it ends the channel for everybody."""
+        self._closed = True
+        self._handover.tensors, self._store = None, None
+        for key in [key for key in _LINKS if key[0] == self._terms.id]:
+            _LINKS.pop(key).close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Channel({self._terms.name!r}, num_receivers={self._terms.num_receivers})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """To leave this process is what makes the driver open the store where the two sides meet."""
+        self._check_open()
+        if self._terms.transport != "local":
+            self._reachable()
+        return {"_terms": self._terms, "_host": self._host, "_home": self._home, "_driver": self._driver}
+
+    def __setstate__(self, sent: dict[str, Any]) -> None:
+        self.__dict__.update(sent, _store=None, _closed=False)
+        self._handover = _HANDOVERS.setdefault(self._terms.id, Handover())
+
+    def _reachable(self) -> tuple[str, int]:
+        """The address of the store, which is opened if need be."""
+        if self._driver is None:
+            self._store, self._driver = _open_store(self._host or _own_address())
+        return self._driver
+
+    def _is_local(self) -> bool:
+        self._check_open()
+        wanted = self._terms.transport
+        return wanted == "local" or (wanted == "auto" and self._home == this_process())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ChannelError(f"channel {self._terms.name!r} was closed here. Make another.")
+
+    def _link(self, side: str) -> Link:
+        """This process's link, made in the first round. Those of channels that the driver has closed are freed."""
+        for key in [key for key, link in _LINKS.items() if link.is_stale()]:
+            _LINKS.pop(key).close()
+        key = (self._terms.id, side)
+        if key not in _LINKS:
+            _LINKS[key] = Link(self._terms, self._reachable(), side)
+        link = _LINKS[key]
+        if link.broken is not None:
+            raise ChannelError(f"channel {self._terms.name!r} broke off earlier: {link.broken} Make another.")
+        return link
+
+    def _receive_here(self, device: torch.device | None) -> Generator[tuple[str, torch.Tensor], None, Receipt]:
+        tensors = self._handover.tensors
+        if tensors is None:
+            raise ChannelError(
+                f"channel {self._terms.name!r}, receiver: nothing was sent. In one process send() must be called "
+                f"first, and what it sent can be received num_receivers={self._terms.num_receivers} times."
+            )
+        self._handover.num_left -= 1
+        if not self._handover.num_left:
+            self._handover.tensors = None
+        for name, tensor in tensors:
+            yield name, tensor if device is None else tensor.to(device)
+        return _local_receipt(tensors)
+
+
+class Reception(Iterator[tuple[str, "torch.Tensor"]]):
+    """The tensors of one round as they arrive, then the receipt."""
+
+    def __init__(self, stream: Generator[tuple[str, torch.Tensor], None, Receipt]) -> None:
+        self._stream = stream
+        self._receipt: Receipt | None = None
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        try:
+            return next(self._stream)
+        except StopIteration as stop:
+            self._receipt = self._receipt or stop.value
+            raise StopIteration from None
+
+    @property
+    def receipt(self) -> Receipt:
+        """What was received; equal to what ``send`` returned. Raises ChannelError before everything was read."""
+        if self._receipt is None:
+            raise ChannelError("the receipt is there when all tensors have been read.")
+        return self._receipt
+
+    def close(self) -> None:
+        """Stops reading. The channel breaks off if anything was left."""
+        self._stream.close()
+
+
+def _local_receipt(tensors: list[tuple[str, torch.Tensor]]) -> Receipt:
+    return Receipt(len(tensors), sum(tensor.nbytes for _, tensor in tensors), None, "local", 0.0)
+
+
+def _open_store(host: str) -> tuple[Any, tuple[str, int]]:
+    """A store that listens at ``host`` alone, for as long as it is referred to; and its address."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, 0), family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(f"host={host!r} is not an address of this machine: {error}.") from error
+    port = int(listener.getsockname()[1])
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+    )
+    return store, (host, port)
+
+
+def _own_address() -> str:
+    """Loopback unless something tells of other machines: the workers' nodes under Ray, else MASTER_ADDR."""
+    groups: Mapping[str, Any] = getattr(state.active, "groups", {})
+    known = [slot.address for group in groups.values() for slot in getattr(group, "slots", ())] or [
+        os.environ.get("MASTER_ADDR", "127.0.0.1")
+    ]
+    others = [address for address in known if not address.startswith("127.") and address not in ("localhost", "::1")]
+    if others:
+        with contextlib.suppress(OSError):
+            family, kind, _, _, address = socket.getaddrinfo(others[0], 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing: it only asks for the route
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"

@@ -1,0 +1,169 @@
+"""Findings about a decorated class, read from its source: ``python -m rayhelper check module:Class``.
+
+    module:Class  ->  Lineage (check_source.py)  ->  Flow (check_flow.py)  ->  rules  ->  file:line: rule: message
+
+What is found works with Ray off and is an error, a loss or another number on device groups. A rule that cannot be sure
+says nothing. A class that cannot be defined at all is checked as far as its own file goes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rayhelper import check_bodies, check_calls, check_decorators, check_state
+from rayhelper.check_flow import Flow
+from rayhelper.check_module import Finding, ModuleSource
+from rayhelper.check_source import Lineage, lineage_of_class, lineage_of_source
+from rayhelper.device_groups import RANK_KEYS, SIZE_KEYS, TOP_KEYS, DeviceGroups
+from rayhelper.errors import ConfigError, DecorationError, RayHelperError
+from rayhelper.text import parse_text
+
+__all__ = ["Finding", "check", "findings"]
+
+RULES: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
+    check_decorators.roles,
+    check_decorators.settings,
+    check_decorators.flattened_scalars,
+    check_decorators.overrides,
+    check_decorators.order,
+    check_calls.calls_across_roles,
+    check_calls.calls_while_constructing,
+    check_calls.values_in_construction,
+    check_calls.values_of_none,
+    check_calls.arguments,
+    check_calls.returned_values,
+    check_state.attribute_findings,
+    check_state.variable_findings,
+    check_state.environment_findings,
+    check_bodies.mutated_arguments,
+    check_bodies.collectives,
+    check_bodies.ranks_on_driver,
+)
+
+
+def check(target: str, device_groups: str | None = None, config: str | None = None) -> int:
+    """Prints the findings about ``module:Class``: 0 if there is none, 1 if there are, 2 if it cannot be loaded.
+
+    Args:
+        target: The class, as ``package.module:Class``.
+        device_groups: JSON or YAML of the device groups, to know which roles share processes.
+        config: A YAML file that holds them instead.
+    """
+    try:
+        groups = _groups(device_groups, config)
+        found = _findings_of_target(target, groups)
+    except (RayHelperError, LookupError, OSError, SyntaxError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    here = Path.cwd()
+    for finding in found:
+        path = Path(finding.file)
+        print(replace(finding, file=str(path.relative_to(here))) if path.is_relative_to(here) else finding)
+    print(f"{target}: {len(found)} finding{'' if len(found) == 1 else 's'}")
+    return 1 if found else 0
+
+
+def findings(cls: type, groups: DeviceGroups | None = None) -> list[Finding]:
+    """The findings about an imported class and its own bases, sorted by place.
+
+    Without ``groups`` roles are taken to be in processes of their own.
+
+    Raises:
+        RayHelperError: the source of the class cannot be read.
+    """
+    return _apply(lineage_of_class(cls), groups)
+
+
+def _apply(lineage: Lineage, groups: DeviceGroups | None) -> list[Finding]:
+    flow = Flow(lineage, groups)
+    found = {(entry.file, entry.line, entry.rule, _subject(entry)): entry for rule in RULES for entry in rule(flow)}
+    for module in {source.module.path: source.module for source in lineage.classes}.values():
+        found.update(
+            {(entry.file, entry.line, entry.rule, ""): entry for entry in check_bodies.initialized_on_import(module)}
+        )
+    return sorted(found.values())
+
+
+def _subject(finding: Finding) -> str:
+    """What tells two findings of one rule on one line apart: not the way by which the method was reached."""
+    return finding.message.partition(" is ")[0]
+
+
+def _findings_of_target(target: str, groups: DeviceGroups | None) -> list[Finding]:
+    name, _, qualname = target.partition(":")
+    if not name or not qualname:
+        raise LookupError(f"{target!r} names no class. Write module:Class, such as trainers.grpo:GRPOTrainer.")
+    module = _module(name)
+    if check_bodies.initialized_on_import(module):  # importing it would start workers
+        return _apply(lineage_of_source(module, qualname), groups)
+    try:
+        found: Any = importlib.import_module(name)
+        for part in qualname.split("."):
+            found = getattr(found, part)
+    except DecorationError as error:
+        return _undefined(module, qualname, error, groups)
+    except AttributeError as error:
+        raise LookupError(f"module {name} has no class {qualname}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise LookupError(f"module {name} cannot be imported: {type(error).__name__}: {error}") from error
+    if not isinstance(found, type):
+        raise LookupError(f"{target} is a {type(found).__name__}, not a class")
+    return findings(found, groups)
+
+
+def _module(name: str) -> ModuleSource:
+    """The source of a module, which is not executed; packages around it are."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError) as error:
+        raise LookupError(f"module {name} cannot be found: {error}") from error
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise LookupError(f"module {name} cannot be found, or has no Python source")
+    return ModuleSource.read(spec.origin)
+
+
+def _undefined(
+    module: ModuleSource, qualname: str, error: DecorationError, groups: DeviceGroups | None
+) -> list[Finding]:
+    """The findings about a class whose module cannot be imported, one of them at the line of the error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent and frame.lineno]
+    outside = [frame for frame in own if not frame.filename.startswith("<frozen")]
+    last = outside[-1] if outside else None
+    file, line = (last.filename, last.lineno or 1) if last else (module.path, 1)
+    try:
+        found = _apply(lineage_of_source(module, qualname), groups)
+    except LookupError:  # the class is defined elsewhere
+        found = []
+    known = {"first-divides", "unknown-setting", "role-not-declared"}
+    if any(finding.file == file and finding.rule in known for finding in found):
+        return found
+    return sorted([*found, Finding(file, line, "cannot-decorate", f"the class cannot be defined: {error}")])
+
+
+def _groups(device_groups: str | None, config: str | None) -> DeviceGroups | None:
+    if device_groups is not None and config is not None:
+        raise ConfigError("both --device_groups and --config say where roles run. Give one of them.")
+    if device_groups is not None:
+        return DeviceGroups.parse(device_groups)
+    if config is None:
+        return None
+    values = parse_text(Path(config).read_text(encoding="utf-8"), config)
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{config} must hold a mapping, got {type(values).__name__}")
+    if "device_groups" in values:
+        return DeviceGroups.parse(values)
+    keys = (*SIZE_KEYS, *RANK_KEYS)
+    sections = {
+        name: value
+        for name, value in values.items()
+        if name in TOP_KEYS or (isinstance(value, Mapping) and any(key in value for key in keys))
+    }
+    return DeviceGroups.parse(sections) if sections else None

@@ -1,0 +1,310 @@
+"""Rules about calls of decorated methods: where they are made, what they are given, what is done with their value."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from rayhelper.check_flow import EVERYWHERE, ON_DRIVER, Flow, Place, RoleCall
+from rayhelper.check_module import Access, Finding, assigned, is_helper_call, own_nodes
+from rayhelper.check_source import Method
+from rayhelper.check_state import affects, asks_who_it_is, is_tested, none_tests
+from rayhelper.device_groups import DRIVER
+
+BOUND_TO_PROCESS = {  # what cannot be pickled, by the call that makes it
+    "threading": "Lock RLock Thread Timer Event Condition Semaphore BoundedSemaphore Barrier",
+    "queue": "Queue LifoQueue PriorityQueue SimpleQueue",
+    "concurrent.futures": "ThreadPoolExecutor ProcessPoolExecutor",
+    "socket": "socket create_connection",
+    "sqlite3": "connect",
+}
+UNPORTABLE = {f"{module}.{name}" for module, names in BOUND_TO_PROCESS.items() for name in names.split()}
+ITERATORS = ("map", "zip", "filter", "enumerate", "iter", "reversed")
+SCALAR_CALLS = ("len", "int", "float", "str", "bool")
+
+
+def calls_across_roles(flow: Flow) -> Iterator[Finding]:
+    """Rules call-across-roles and call-to-driver: a worker's code calls what its process does not host."""
+    for method, place in flow.reached():
+        for call in flow.calls[method] if place.is_worker else []:
+            role = call.settings.role
+            if flow.together(place.role, role) or asks_who_it_is(method, call.node):
+                continue
+            where = flow.describe(method, place)
+            if role == DRIVER:
+                yield method.finding(
+                    call.node,
+                    "call-to-driver",
+                    f"{call.target.name} belongs to the driver and is called on {where}: RoleError under Ray. Call it "
+                    "on the driver, and hand what it gives to the workers as an argument.",
+                )
+            else:
+                yield method.finding(
+                    call.node,
+                    "call-across-roles",
+                    f"{call.target.name} belongs to role {role!r} and is called on {where}: RoleError under Ray"
+                    f"{flow.unless_together()}. Call it on the driver, one role after the other.",
+                )
+
+
+def calls_while_constructing(flow: Flow) -> Iterator[Finding]:
+    """Rule skipped-in-construction: a driver's method that a constructor calls, calls workers in turn."""
+    for method in flow.while_constructing():
+        for call in flow.calls[method]:
+            if call.settings.role != DRIVER:
+                yield method.finding(
+                    call.node,
+                    "skipped-in-construction",
+                    f"{call.target.name} belongs to role {call.settings.role!r} and is called while the class is "
+                    f"constructed, in {method.name}, which runs on the driver alone: it is skipped there, and so runs "
+                    "nowhere. Call it in __init__ itself, or after construction.",
+                )
+
+
+def values_in_construction(flow: Flow) -> Iterator[Finding]:
+    """Rule init-value-used: the value of a call that is skipped in some of the processes that construct the class."""
+    for method in flow.places:
+        for call in flow.calls[method] if EVERYWHERE in flow.places[method] else []:
+            if not _gives_value(call.target):
+                continue
+            fate, where = _fate(call)
+            tests = none_tests(method)
+            used = ""
+            if fate == "expression" or (fate == "name" and isinstance(where, ast.Name) and where.id not in tests):
+                used = "used here"
+            elif fate == "attribute" and isinstance(where, ast.Attribute):
+                used = _read_elsewhere(flow, call, where.attr)
+            if used:
+                absent = "on the workers" if call.settings.role == DRIVER else "on the driver and on other workers"
+                yield method.finding(
+                    call.node,
+                    "init-value-used",
+                    f"the value of {call.target.name} (role {call.settings.role!r}) is {used}, but while the class is "
+                    f"constructed the call is skipped {absent}, and gives None there. Keep the value in an attribute "
+                    "of its own role, or make the call after construction.",
+                )
+
+
+def values_of_none(flow: Flow) -> Iterator[Finding]:
+    """Rule none-value-used: the value of a collect='none' call, which is a list on groups and a single value off."""
+    for method in flow.places:
+        for call in flow.calls[method] if ON_DRIVER in flow.places[method] else []:
+            settings = call.settings
+            if settings.role == DRIVER or settings.execute == "first" or settings.collect != "none":
+                continue
+            fate, where = _fate(call)
+            if fate == "name" and f"isinstance({ast.unparse(where)}," in ast.unparse(method.node):
+                continue  # knows both shapes
+            if _gives_value(call.target) and fate not in ("discarded", "unknown"):
+                yield method.finding(
+                    call.node,
+                    "none-value-used",
+                    f"{call.target.name} is collected by 'none': its value is a list with an entry for each worker "
+                    "under Ray, and the method's own value with Ray off. Use execute='first', collect='flatten' or a "
+                    "callable that returns what the method returns.",
+                )
+
+
+def arguments(flow: Flow) -> Iterator[Finding]:
+    """Rules argument-cannot-travel, argument-cannot-be-sliced and nothing-to-slice (of a call)."""
+    for method in flow.places:
+        for call in flow.calls[method] if ON_DRIVER in flow.places[method] else []:
+            settings = call.settings
+            if settings.role == DRIVER or not isinstance(call.node, ast.Call):
+                continue
+            divided = settings.dispatch in ("slice", "balanced")
+            for argument in call.arguments:
+                why = unportable(flow, method, argument)
+                if why:
+                    yield method.finding(
+                        argument,
+                        "argument-cannot-travel",
+                        f"{why} is an argument of {call.target.name}, which runs on role {settings.role!r}: it belongs "
+                        "to this process and cannot be sent. Pass plain data (a list for a generator), or make it "
+                        "where it is used.",
+                    )
+                elif divided and _unsliceable(method, argument):
+                    yield method.finding(
+                        argument,
+                        "argument-cannot-be-sliced",
+                        f"{_unsliceable(method, argument)} is an argument of {call.target.name}, whose dispatch cuts "
+                        "its arguments: DispatchError under Ray. Pass a list, or RayHelper.whole(value).",
+                    )
+            if divided and all(_is_scalar(argument) for argument in call.arguments):
+                yield method.finding(
+                    call.node,
+                    "nothing-to-slice",
+                    f"{call.target.name} cuts its arguments over the workers, and this call has nothing to cut: "
+                    "DispatchError under Ray. Pass the items, or decorate it with dispatch='all'.",
+                )
+
+
+def returned_values(flow: Flow) -> Iterator[Finding]:
+    """Rule return-cannot-travel: a worker's method returns what cannot leave its process."""
+    for method in flow.places:
+        if method.settings is None or method.settings.role == DRIVER or method.is_generator:
+            continue
+        if not flow.serves_driver(method):
+            continue
+        for value in method.returns:
+            why = unportable(flow, method, value)
+            if why:
+                yield method.finding(
+                    value,
+                    "return-cannot-travel",
+                    f"{why} is returned from {method.name}, which runs on role {method.settings.role!r}: it cannot be "
+                    "sent to the driver. Return plain data (a list for a generator), or keep it on the worker.",
+                )
+
+
+def unportable(flow: Flow, method: Method, node: ast.expr) -> str:
+    """What a value is that cannot be pickled; '' for all that can, or that nobody knows."""
+    module = method.module
+    if isinstance(node, ast.GeneratorExp):
+        return "a generator"
+    if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
+        return next(filter(None, (unportable(flow, method, entry) for entry in node.elts)), "")
+    if isinstance(node, ast.Call):
+        return _unportable_call(flow, method, node)
+    if isinstance(node, ast.Lambda):
+        inside = {inner.id for inner in ast.walk(node.body) if isinstance(inner, ast.Name)}
+        return "a lambda that holds the trainer itself" if method.self_name in inside else ""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == method.self_name:
+        found = flow.lineage.find(node.attr)
+        return f"self.{node.attr}, and with it the trainer itself," if found and found.kind == "method" else ""
+    if not isinstance(node, ast.Name):
+        return ""
+    if node.id == method.self_name:
+        return "the trainer itself" if method.kind == "method" else ""
+    value = _only_value(method, node.id)
+    parent = module.parents.get(value) if value is not None else None
+    inside_itself = parent is not None and parent in [node, *module.up(node)]
+    return unportable(flow, method, value) if value is not None and not inside_itself else ""
+
+
+def _unportable_call(flow: Flow, method: Method, node: ast.Call) -> str:
+    module, name = method.module, method.module.dotted(node.func)
+    if name in UNPORTABLE:
+        return f"a {name}"
+    if name == "open":
+        modes = [*node.args[1:2], *(word.value for word in node.keywords if word.arg == "mode")]
+        mode = modes[0].value if modes and isinstance(modes[0], ast.Constant) else "r"
+        return f"a file opened as {mode!r}" if set(str(mode)) - set("rt") else ""  # what is read as text does travel
+    if is_helper_call(module, node, "whole") or name == "functools.partial":
+        return next(filter(None, (unportable(flow, method, entry) for entry in node.args)), "")
+    called = module.functions.get(name)
+    if called is not None:
+        is_generator = any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in own_nodes(called))
+        return "a generator" if is_generator and isinstance(called, ast.FunctionDef) else ""
+    if name.startswith(f"{method.self_name}.") and name.count(".") == 1:
+        found = flow.lineage.find(name.partition(".")[2])
+        return "a generator" if found and found.is_generator and isinstance(found.node, ast.FunctionDef) else ""
+    return ""
+
+
+def _only_value(method: Method, name: str) -> ast.expr | None:
+    """What a local variable holds that is given a value once."""
+    bound, values = 0, []
+    for node in own_nodes(method.node, closures=True):
+        bound += isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load)
+        bound += isinstance(node, ast.arg) and node.arg == name
+        values += [value for target, value in assigned(node) if target == name]
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            for item in node.items:
+                if isinstance(item.optional_vars, ast.Name) and item.optional_vars.id == name:
+                    values.append(item.context_expr)
+    parameters = {arg.arg for arg in method.parameters}
+    return values[0] if bound == len(values) == 1 and name not in parameters else None
+
+
+def _unsliceable(method: Method, node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        value = _only_value(method, node.id)
+        return _unsliceable(method, value) if value is not None and not isinstance(value, ast.Name) else ""
+    if isinstance(node, (ast.Set, ast.SetComp)):
+        return "a set, which has no order,"
+    name = method.module.dotted(node.func) if isinstance(node, ast.Call) else ""
+    if name in method.module.functions:
+        return ""
+    if name in ("set", "frozenset"):
+        return "a set, which has no order,"
+    return "an iterator, which has no length," if name in ITERATORS else ""
+
+
+def _is_scalar(node: ast.expr) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in SCALAR_CALLS
+    return isinstance(node, (ast.Constant, ast.JoinedStr))
+
+
+def _gives_value(target: Method) -> bool:
+    return bool(target.returns) or target.is_generator
+
+
+def _fate(call: RoleCall) -> tuple[str, ast.AST]:
+    """What becomes of a call's value: discarded, name, attribute, returned, expression, or unknown; and where."""
+    module, node = call.caller.module, call.node
+    if call.how == "stream":
+        return "unknown", node
+    if call.how == "defer":
+        fetch = module.parents[node]
+        if not (isinstance(fetch, ast.Attribute) and fetch.attr == "result"):
+            return "unknown", node
+        node = module.parents.get(fetch, fetch)  # type: ignore[assignment]
+    if isinstance(call.target.node, ast.AsyncFunctionDef) and not isinstance(module.parents[node], ast.Await):
+        return "unknown", node  # a coroutine or asynchronous generator, and whoever awaits it
+    for parent in module.up(node):
+        if isinstance(parent, ast.Expr):
+            return "discarded", parent
+        if isinstance(parent, ast.Lambda):
+            return "unknown", parent
+        if isinstance(parent, ast.Return):
+            return "returned", parent
+        if isinstance(parent, (ast.Assign, ast.AnnAssign)):
+            return _assigned_fate(call, parent)
+        if isinstance(parent, ast.Compare) and any(
+            isinstance(side, ast.Constant) and side.value is None for side in parent.comparators
+        ):
+            return "unknown", parent
+        passes_on = isinstance(parent, (ast.Await, ast.BoolOp)) or (
+            isinstance(parent, ast.IfExp) and parent.test is not node
+        )
+        is_loop = isinstance(parent, ast.ListComp) and isinstance(module.parents[parent], ast.Expr)
+        if not passes_on and not is_loop:
+            return "expression", parent
+        node = parent  # type: ignore[assignment]
+    return "unknown", node
+
+
+def _assigned_fate(call: RoleCall, statement: ast.Assign | ast.AnnAssign) -> tuple[str, ast.AST]:
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    target = targets[0]
+    if len(targets) == 1 and isinstance(target, ast.Attribute):
+        is_self = isinstance(target.value, ast.Name) and target.value.id == call.caller.self_name
+        return ("attribute" if is_self else "expression"), target
+    if not all(isinstance(entry, ast.Name) for entry in targets):
+        return "expression", target
+    names = {entry.id for entry in targets if isinstance(entry, ast.Name)}
+    loaded = {
+        node.id
+        for node in own_nodes(call.caller.node, closures=True)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+    return ("name" if names & loaded else "discarded"), target
+
+
+def _read_elsewhere(flow: Flow, call: RoleCall, name: str) -> str:
+    """Where an attribute that holds the call's value is read by processes that skipped the call; '' if nowhere."""
+    reads: list[tuple[Method, Access, Place]] = []
+    set_again = set()
+    for method, place in flow.reached():
+        tests = none_tests(method)
+        for access in method.accesses:
+            if access.is_write and affects(access.path, (name,)) and place != EVERYWHERE:
+                set_again.add(flow.host(place.role))
+            elif not access.is_write and access.path[0] == name and not is_tested(method, access, tests):
+                reads.append((method, access, place))
+    for method, access, place in reads:
+        if not flow.together(place.role, call.settings.role) and flow.host(place.role) not in set_again:
+            return f"put into self.{name} and read on {flow.describe(method, place)}, line {access.node.lineno}"
+    return ""

@@ -1,0 +1,182 @@
+"""Rules about the decorators themselves: roles, settings, what they stand on and what stands above them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from rayhelper.check_calls import SCALAR_CALLS
+from rayhelper.check_flow import Flow
+from rayhelper.check_module import Finding
+from rayhelper.check_source import DIVIDED, UNKNOWN, ClassSource, Method
+from rayhelper.device_groups import DRIVER
+
+KNOWN = {
+    "dispatch": ("all", *DIVIDED),
+    "execute": ("all", "first"),
+    "collect": ("none", "flatten", "callable"),
+}
+MODES = ("no_grad", "inference_mode", "enable_grad", "set_grad_enabled", "autocast")
+SCALARS = ("int", "float", "str", "bool", "bytes")
+MARKERS = ("final", "runtime_checkable")  # decorators that return the class as it is
+
+
+def roles(flow: Flow) -> Iterator[Finding]:
+    """Rules role-not-declared, role-not-hosted and class-without-worker."""
+    declared = flow.lineage.roles
+    decorated = [(method, method.settings) for method in flow.lineage.methods if method.settings is not None]
+    if declared is None:
+        if decorated and not flow.lineage.has_unread_bases and not any(map(_is_worker, flow.lineage.classes)):
+            source = decorated[0][0].owner
+            yield decorated[0][0].finding(
+                source.node,
+                "class-without-worker",
+                f"{source.name} has decorated methods and no @RayHelper.worker(group=...): a call raises RoleError "
+                "under Ray. Decorate the class with the roles of its methods.",
+            )
+        return
+    for method, settings in decorated:
+        if settings.role not in (*declared, DRIVER, UNKNOWN):
+            yield method.finding(
+                method.line_of_decorator(),
+                "role-not-declared",
+                f"{method} belongs to role {settings.role!r}, which the class does not declare (declared: "
+                f"{', '.join(declared)}): the class cannot be defined. Add it to @RayHelper.worker(group=[...]).",
+            )
+    for role in declared:
+        if flow.groups is not None and flow.group(role) is None:
+            declaring = [entry for entry in flow.lineage.classes if role in (entry.declared or ())]
+            source = (declaring or flow.lineage.classes)[0]
+            line = (source.worker_decorator or source.node).lineno
+            yield Finding(
+                source.module.path,
+                line,
+                "role-not-hosted",
+                f"role {role!r} of {source.name} is in no device group (hosted: {', '.join(flow.groups.roles)}): "
+                "ConfigError when the class is constructed. Add it to some group's workers.",
+            )
+
+
+def settings(flow: Flow) -> Iterator[Finding]:
+    """Rules first-divides, unknown-setting and nothing-to-slice (of a method)."""
+    for method in flow.lineage.methods:
+        told = method.settings
+        if told is None:
+            continue
+        for key, known in KNOWN.items():
+            value = getattr(told, key)
+            if value not in (*known, UNKNOWN):
+                yield method.finding(
+                    method.line_of_decorator(),
+                    "unknown-setting",
+                    f"{key}={value!r} of {method} is unknown: the class cannot be defined. Write "
+                    f"{', '.join(map(repr, known[:2]))}, or a callable.",
+                )
+        if told.execute == "first" and told.dispatch in DIVIDED:
+            yield method.finding(
+                method.line_of_decorator(),
+                "first-divides",
+                f"{method} calls worker 0 alone, which would get a part of the data under its dispatch: the class "
+                "cannot be defined. Use dispatch='all', or execute='all'.",
+            )
+        elif told.dispatch in ("slice", "balanced") and _takes_scalars(method) and told.role != DRIVER:
+            yield method.finding(
+                method.line_of_decorator(),
+                "nothing-to-slice",
+                f"{method} cuts its arguments over the workers and has none that can be cut: every call is a "
+                "DispatchError under Ray. Give it the items as a parameter, or use dispatch='all'.",
+            )
+
+
+def flattened_scalars(flow: Flow) -> Iterator[Finding]:
+    """Rule flatten-of-scalar: collect='flatten' of what cannot be joined."""
+    for method in flow.lineage.methods:
+        told = method.settings
+        if told is None or (told.collect, told.execute) != ("flatten", "all") or told.role == DRIVER:
+            continue
+        if method.is_generator:
+            continue  # its items are a list
+        nodes: list[ast.expr] = [value for value in method.returns if _is_scalar(value)]
+        annotation = method.node.returns
+        if not nodes and annotation is not None and ast.unparse(annotation).strip("'\"") in SCALARS:
+            nodes = [annotation]
+        for node in nodes:
+            yield method.finding(
+                node,
+                "flatten-of-scalar",
+                f"{method} returns {ast.unparse(node)!r}, a single value, which collect='flatten' cannot join: "
+                "CollectError under Ray. Return a list of one, or pass a callable such as collect=sum.",
+            )
+
+
+def overrides(flow: Flow) -> Iterator[Finding]:
+    """Rule override-runs-on-driver: an undecorated method that takes the place of a decorated one."""
+    for method in flow.lineage.methods:
+        base = flow.lineage.find(method.name, after=method.owner)
+        if method.settings is not None or base is None or base.settings is None or base.settings.role == DRIVER:
+            continue
+        delegates = any(name == method.name for name, _ in method.super_calls) or flow.calls[method]
+        if not delegates:
+            yield method.finding(
+                method.node,
+                "override-runs-on-driver",
+                f"{method} overrides {base}, which belongs to role {base.settings.role!r}, and is not decorated "
+                "itself: it runs on the driver. Decorate it as the method that it overrides.",
+            )
+
+
+def order(flow: Flow) -> Iterator[Finding]:
+    """Rules worker-not-topmost and mode-above-function: decorators above ours are applied in the wrong place."""
+    for source in flow.lineage.classes:
+        above = _above(source.node.decorator_list, source.worker_decorator)
+        for entry in above:
+            name = source.module.dotted(entry.func if isinstance(entry, ast.Call) else entry)
+            if name.rpartition(".")[2] not in MARKERS:
+                yield Finding(
+                    source.module.path,
+                    entry.lineno,
+                    "worker-not-topmost",
+                    f"@{ast.unparse(entry)} stands above @RayHelper.worker of {source.name}, and what it does to the "
+                    "class or its __init__ passes the workers by. Put @RayHelper.worker on top.",
+                )
+    for method in flow.lineage.methods:
+        for entry in _above(method.node.decorator_list, method.decorator):
+            name = method.module.dotted(entry.func if isinstance(entry, ast.Call) else entry)
+            if name.rpartition(".")[2] in MODES:
+                yield method.finding(
+                    entry,
+                    "mode-above-function",
+                    f"@{ast.unparse(entry)} stands above @RayHelper.function of {method}: it holds on the driver, and "
+                    "not on the workers, which run the method itself. Put it below.",
+                )
+
+
+def _is_worker(source: ClassSource) -> bool:
+    return source.worker_decorator is not None
+
+
+def _above(entries: list[ast.expr], decorator: ast.expr | None) -> list[ast.expr]:
+    return entries[: entries.index(decorator)] if decorator in entries else []
+
+
+def _takes_scalars(method: Method) -> bool:
+    """Whether no parameter can hold items, as far as their types say."""
+    return all(
+        parameter.annotation is not None and ast.unparse(parameter.annotation).strip("'\"") in SCALARS
+        for parameter in method.parameters
+    )
+
+
+def _is_scalar(node: ast.expr) -> bool:
+    """Whether an expression is a number or text, or holds one where flattening needs a column."""
+    if isinstance(node, ast.Constant):
+        return node.value is not None
+    if isinstance(node, ast.Dict):
+        return any(_is_scalar(value) for value in node.values)
+    if isinstance(node, ast.Tuple):
+        return any(_is_scalar(value) for value in node.elts)
+    if isinstance(node, ast.Call):
+        called = node.func
+        takes_item = isinstance(called, ast.Attribute) and called.attr == "item" and not node.args
+        return takes_item or (isinstance(called, ast.Name) and called.id in SCALAR_CALLS)
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))

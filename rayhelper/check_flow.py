@@ -1,0 +1,223 @@
+"""Where each method of a class runs: on the driver, on the workers of a role, or wherever the class is constructed.
+
+Undecorated methods belong to whoever calls them. One that no method of the class mentions is called from outside, on
+the driver. What bases outside the class may call is not known, and such a method has no place at all: the rules say
+nothing about it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rayhelper.check_module import Access, Function, own_nodes
+from rayhelper.check_source import UNKNOWN, Lineage, Method, Settings
+from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
+
+CONSTRUCTORS = ("__init__", "__post_init__")
+HARMLESS = ("super", "getattr", "setattr", "hasattr", "isinstance", "type", "id", "vars")  # may be given self
+
+
+@dataclass(frozen=True)
+class Place:
+    """A kind of process: ``role`` is 'driver', a role, or '__init__' for every process that constructs the class."""
+
+    role: str
+    first: bool = False  # worker 0 of the role alone
+
+    @property
+    def is_worker(self) -> bool:
+        return self.role not in (DRIVER, "__init__")
+
+
+ON_DRIVER = Place(DRIVER)
+EVERYWHERE = Place("__init__")
+
+
+@dataclass(frozen=True)
+class RoleCall:
+    """A call of a decorated method; ``how``: call, defer or stream. ``node`` is an attribute for a property."""
+
+    caller: Method
+    node: ast.expr
+    target: Method
+    settings: Settings
+    how: str
+
+    @property
+    def arguments(self) -> list[ast.expr]:
+        return (
+            [*self.node.args, *(word.value for word in self.node.keywords)] if isinstance(self.node, ast.Call) else []
+        )
+
+
+class Flow:
+    """The places of every method, and its calls of decorated ones."""
+
+    def __init__(self, lineage: Lineage, groups: DeviceGroups | None) -> None:
+        self.lineage = lineage
+        self.groups = groups
+        self.places: dict[Method, dict[Place, Method | None]] = {}  # with the method that leads there
+        self.calls: dict[Method, list[RoleCall]] = {}
+        self.edges: dict[Method, list[Method]] = {}
+        for method in lineage.methods:
+            self.calls[method] = []
+            self.edges[method] = list(dict.fromkeys(self._mentioned(method)))
+            self.places[method] = {}
+        self._spread()
+
+    def reached(self) -> Iterator[tuple[Method, Place]]:
+        """Every method with each place where it runs."""
+        for method, places in self.places.items():
+            for place in places:
+                yield method, place
+
+    def group(self, role: str) -> DeviceGroup | None:
+        """The group that hosts the role, if it is known."""
+        return next((group for group in self.groups.groups if role in group.roles), None) if self.groups else None
+
+    def host(self, role: str) -> str:
+        """Equal for roles that are known to share processes."""
+        group = self.group(role)
+        return f"group {group.name}" if group else role
+
+    def together(self, one: str, other: str) -> bool:
+        """Whether two roles are known to share processes."""
+        return self.host(one) == self.host(other)
+
+    def is_single(self, role: str) -> bool:
+        """Whether the role is known to have one worker."""
+        group = self.group(role)
+        return group is not None and group.num_workers == 1
+
+    def describe(self, method: Method, place: Place) -> str:
+        """``role 'train' (helper, reached from update)``."""
+        names, seen, step = [], {method}, self.places[method].get(place)
+        while step is not None and step not in seen:
+            seen.add(step)
+            names.append(step.name)
+            step = self.places[step].get(place)
+        who = {DRIVER: "the driver", "__init__": "every process"}.get(place.role, f"the workers of role {place.role!r}")
+        return f"{who} ({method.name}{', reached from ' + names[-1] if names else ''})"
+
+    def serves_driver(self, method: Method) -> bool:
+        """Whether the driver calls a decorated method; one that nothing here calls is called from outside."""
+        callers = [caller for caller, calls in self.calls.items() for call in calls if call.target is method]
+        return not callers or any(ON_DRIVER in self.places[caller] for caller in callers)
+
+    def unless_together(self) -> str:
+        """What messages add where colocation would change things."""
+        return "" if self.groups else ", unless one device group hosts both"
+
+    def functions(self, method: Method) -> list[Function]:
+        """The method and the functions of its module that it calls, directly or through each other."""
+        found: list[Function] = [method.node]
+        for function in found:
+            for node in own_nodes(function, closures=True):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                    called = method.module.functions.get(node.func.id)
+                    if called is not None and called not in found:
+                        found.append(called)
+        return found
+
+    def _mentioned(self, method: Method) -> Iterator[Method]:
+        """The methods that a method calls or hands on; calls of decorated ones are noted."""
+        for access in method.accesses:
+            found = self.lineage.find(access.path[0])
+            setter = self.lineage.find(f"{access.path[0]}.setter")
+            if access.is_write and len(access.path) == 1:
+                found = setter
+            if found is None:
+                continue
+            self._note(method, found, access)
+            yield found
+        for name, node in method.super_calls:
+            found = self.lineage.find(name, after=method.owner)
+            if found is not None:
+                if found.settings:
+                    self.calls[method].append(RoleCall(method, node, found, found.settings, "call"))
+                yield found
+
+    def _note(self, method: Method, target: Method, access: Access) -> None:
+        settings = target.settings
+        if settings is None or settings.role == UNKNOWN:
+            return
+        if access.call is not None and len(access.path) == 1 and access.called in ("", "defer", "stream"):
+            self.calls[method].append(RoleCall(method, access.call, target, settings, access.called or "call"))
+        elif target.kind == "property":
+            self.calls[method].append(RoleCall(method, access.node, target, settings, "call"))
+
+    def _spread(self) -> None:
+        outermost = [self.lineage.find(name) for name in dict.fromkeys(method.name for method in self.lineage.methods)]
+        plain: list[Method] = []
+        for method in outermost:
+            assert method is not None, "a name of the lineage"
+            if method.settings is None and method.name not in CONSTRUCTORS:
+                plain.append(method)
+            elif method.settings is None:
+                self._reach(method, EVERYWHERE, None)
+            elif method.settings.role != UNKNOWN:
+                self._reach(method, _own_place(method.settings), None)
+        mentioned = {target for method, targets in self.edges.items() for target in targets if target is not method}
+        known = {*mentioned, *(method for method in plain if self._may_run_anywhere(method))}
+        for method in plain:
+            if method not in known:
+                self._reach(method, ON_DRIVER, None)
+
+    def _may_run_anywhere(self, method: Method) -> bool:
+        """Whether code that is not seen here, on a worker too, may call an undecorated method."""
+        hidden = method.name.startswith("__") or method.name in self.lineage.hooks
+        return hidden or (not self.calls[method] and any(map(self._hands_on_self, self.places)))
+
+    def _hands_on_self(self, method: Method) -> bool:
+        """Whether a method that runs on workers gives the object itself to code that may do anything with it."""
+        if not any(place.is_worker or place == EVERYWHERE for place in self.places[method]):
+            return False
+        for node in own_nodes(method.node, closures=True, shadow=method.self_name):
+            if isinstance(node, ast.Name) and node.id == method.self_name:
+                parent = method.module.parents[node]
+                asks = isinstance(parent, ast.Call) and ast.unparse(parent.func) in HARMLESS
+                if not isinstance(parent, ast.Attribute) and not asks:
+                    return True
+        return False
+
+    def _reach(self, method: Method, place: Place, via: Method | None) -> None:
+        if place in self.places[method]:
+            return
+        self.places[method][place] = via
+        for target in self.edges[method]:
+            settings = target.settings
+            if settings is None:
+                self._reach(target, place, method)
+            elif settings.role == UNKNOWN:
+                continue
+            elif place == EVERYWHERE and settings.role != DRIVER:  # while constructing, 'first' runs on all workers
+                self._reach(target, Place(settings.role), method)
+            elif place.is_worker and self.together(place.role, settings.role):
+                self._reach(target, Place(settings.role, place.first), method)
+            elif place == ON_DRIVER or (place == EVERYWHERE and settings.role == DRIVER):
+                self._reach(target, _own_place(settings), method)
+
+    def while_constructing(self) -> list[Method]:
+        """What runs during construction only on the driver: calls to workers are skipped there."""
+        everywhere: list[Method] = []
+        inside: list[Method] = []
+        waiting = [method for method in map(self.lineage.find, CONSTRUCTORS) if method is not None]
+        for method in waiting:
+            everywhere.append(method)
+            for target in self.edges[method]:
+                if target.settings is None and target not in waiting:
+                    waiting.append(target)
+                elif target.settings is not None and target.settings.role == DRIVER and target not in inside:
+                    inside.append(target)
+        for method in inside:
+            for target in self.edges[method]:
+                on_driver = target.settings is None or target.settings.role == DRIVER
+                if on_driver and target not in inside and target not in everywhere:
+                    inside.append(target)
+        return inside
+
+
+def _own_place(settings: Settings) -> Place:
+    return Place(settings.role, settings.execute == "first" and settings.role != DRIVER)

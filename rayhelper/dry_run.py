@@ -1,0 +1,238 @@
+"""A configuration on a cluster that exists only on paper: groups, ranks, nodes, roles, and what is wrong. Pure.
+
+    file -> device groups + shared keys -> Plan of GroupPlans of RolePlans, with findings
+
+Every mistake is found, not only the first; the rules themselves stand in ``device_groups.py``, ``parallel_sizes.py``
+and ``plan_roles.py``. Where workers lie is ``plan.py``; what a person reads is ``plan_report.py``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rayhelper.device_groups import RANK_KEYS, SIZE_KEYS, TOP_KEYS, DeviceGroup, DeviceGroups, check_count
+from rayhelper.errors import ConfigError, PlacementError
+from rayhelper.memory import GIB, RUNTIME_BYTES, peak_bytes
+from rayhelper.model_shape import SHAPE_REMEDY, ModelShape
+from rayhelper.plan import Demand, demands, workers_by_node
+from rayhelper.plan_roles import TRAINED, Findings, Place, RolePlan, Run, plan_role, read_shape
+from rayhelper.text import parse_text
+
+DEFAULT_GPUS_PER_NODE = 8
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """Nodes on which a group has the same number of workers."""
+
+    nodes: tuple[str, ...]  # in runs
+    num_nodes: int
+    num_workers: int  # on each
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """One device group on the cluster."""
+
+    group: DeviceGroup
+    ranks: tuple[str, ...]  # in runs: 0-3, 8-11
+    shares: tuple[NodeShare, ...]  # empty on CPU: such workers go where CPUs are free
+    roles: tuple[RolePlan, ...]
+    peak_bytes: int | None  # of one GPU, with what colocated roles move away; None: no role's memory is known
+    awake_bytes: int | None  # the same if nothing were moved away
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration on a cluster."""
+
+    config: str
+    num_nodes: int
+    gpus_per_node: int
+    num_used: int
+    gpu_bytes: int
+    groups: tuple[GroupPlan, ...]
+    findings: Findings
+    is_partial: bool  # groups with a mistake of their own are left out
+
+    @property
+    def num_gpus(self) -> int:
+        return self.num_nodes * self.gpus_per_node
+
+
+def make_plan(
+    config: str, nodes: int | None, gpus_per_node: int | None, model: str | None, gpu_memory_gib: float
+) -> Plan:
+    """The plan of a file. Raises ConfigError for a file or an argument that cannot be read."""
+    for name, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
+        if value is not None:
+            check_count(name, value, "Write 1 or more.")
+    if not gpu_memory_gib > 0:
+        raise ConfigError(f"--gpu_memory_gib must be positive, got {gpu_memory_gib}. Write e.g. 80.")
+    findings = Findings()
+    written, shared = split(_read(config))
+    shape, unknown = (
+        read_shape(_given(model), "--model", "", findings)
+        if model
+        else read_shape(shared.get("model"), "model", "pass --model", findings)
+    )
+    groups, mistakes = DeviceGroups.read(written) if written or not shared else (DeviceGroups(()), [])
+    findings.mistakes += mistakes
+    if not groups.groups and not mistakes:
+        findings.warnings.append(
+            f"{config} has no device groups: a trainer then runs all its roles in one worker. Add device_groups, or a "
+            "section such as train: {gpus: 4} for each role, to plan more."
+        )
+    if gpus_per_node is None:
+        gpus_per_node = groups.nproc_per_node or DEFAULT_GPUS_PER_NODE
+        if groups.nproc_per_node is None:
+            findings.assume(f"{gpus_per_node} GPUs a node")
+    nproc_per_node = groups.nproc_per_node or (None if groups.nnodes == 1 else gpus_per_node)
+    layout = _layout(groups, nproc_per_node, findings)
+    asked = demands(groups, layout)
+    num_nodes = nodes or groups.nnodes or max(1, len(asked))
+    if nodes is None and groups.nnodes is None:
+        findings.assume(f"{num_nodes:,} {'node' if num_nodes == 1 else 'nodes'}, the fewest that hold the groups")
+    _check_fit(asked, num_nodes, gpus_per_node, findings)
+    trained = [group.num_workers for group in groups.groups if TRAINED & set(group.roles)]
+    gpu_bytes = int(gpu_memory_gib * GIB)
+    run = Run(shared, groups.roles, max(trained, default=1), gpu_bytes, nproc_per_node, findings, shape, unknown)
+    planned = tuple(_plan_group(group, layout.get(group.name, Counter()), groups, run) for group in groups.groups)
+    used = sum(demand.total() for demand in asked.values())
+    return Plan(config, num_nodes, gpus_per_node, used, gpu_bytes, planned, findings, is_partial=bool(mistakes))
+
+
+def _read(config: str) -> Mapping[Any, Any]:
+    """What the file holds. Raises ConfigError if it is none, or holds no mapping."""
+    try:
+        text = Path(config).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(f"--config: {config!r} cannot be read: {reason}. Give a YAML or JSON file.") from None
+    values = parse_text(text, config)
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{config} must hold a mapping of keys to values, got {type(values).__name__}.")
+    return values
+
+
+def split(values: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], dict[str, Any]]:
+    """What a file says about device groups, and the keys that all roles share.
+
+    Device groups stand under ``device_groups``, or are every section with sizes or ranks beside the shared keys.
+    """
+    shared = {name: value for name, value in values.items() if name != "device_groups"}
+    if values.get("device_groups") is not None:
+        beside = {name for name in shared if _is_placement(name, shared[name], ())}
+        written = {name: value for name, value in values.items() if name in beside or name == "device_groups"}
+        return written, {name: value for name, value in shared.items() if name not in beside}
+    lists = values.get("colocate_groups")
+    colocated = (
+        [role for roles in lists if isinstance(roles, list) for role in roles] if isinstance(lists, list) else []
+    )
+    groups = {name: value for name, value in shared.items() if _is_placement(name, value, colocated)}
+    return groups, {name: value for name, value in shared.items() if name not in groups}
+
+
+def _is_placement(name: Any, value: Any, colocated: Sequence[Any]) -> bool:
+    """Whether a key says where roles run; a section whose size is misspelt does too."""
+    if name in TOP_KEYS or not isinstance(value, Mapping):
+        return name in TOP_KEYS
+    keys = (*SIZE_KEYS, *RANK_KEYS)
+    return name in colocated or any(difflib.get_close_matches(str(key), keys, 1, 0.85) for key in value)
+
+
+def _given(model: str) -> Any:
+    """The path or mapping that --model says. Raises ConfigError if it holds no shape."""
+    source = parse_text(model, "--model") if model.lstrip().startswith("{") else model
+    if ModelShape.of(source, "--model") is None:
+        raise ConfigError(f"--model: there is no folder or file {model!r}. {SHAPE_REMEDY}")
+    return source
+
+
+def _layout(groups: DeviceGroups, nproc_per_node: int | None, findings: Findings) -> dict[str, Counter[int]]:
+    """The workers of every accelerator group by node; a group with a torn worker is left out, and noted."""
+    layout = {}
+    for group in groups.groups:
+        if group.device != "CPU":
+            try:
+                layout[group.name] = workers_by_node(group, nproc_per_node)
+            except PlacementError as error:
+                findings.mistakes.note(str(error))
+    return layout
+
+
+def _check_fit(asked: Mapping[int, Demand], num_nodes: int, gpus_per_node: int, findings: Findings) -> None:
+    """Notes demands larger than a node, and more nodes than there are."""
+    large = {k: demand.total() for k, demand in asked.items() if demand.total() > gpus_per_node}
+    if large:
+        k, size = next(iter(large.items()))
+        others = f" (and {len(large) - 1} more nodes ask for too many)" if len(large) > 1 else ""
+        findings.mistakes.note(
+            f"node {k} of the configuration is asked for {size} accelerators, and a node has {gpus_per_node}{others}. "
+            f"Set nproc_per_node to {gpus_per_node}"
+            + (f" and nnodes to {-(-size // gpus_per_node)} or more" if len(asked) == 1 else "")
+            + f", or plan for nodes with {max(large.values())}."
+        )
+    if len(asked) > num_nodes:
+        used = sum(demand.total() for demand in asked.values())
+        missing = len(asked) - num_nodes
+        findings.mistakes.note(
+            f"the groups lie on {len(asked)} nodes ({used} accelerators), and the cluster has {num_nodes} nodes x "
+            f"{gpus_per_node} = {num_nodes * gpus_per_node} accelerators. Add {missing} "
+            f"{'node' if missing == 1 else 'nodes'}, or ask for "
+            + (
+                f"{used - num_nodes * gpus_per_node} accelerators fewer."
+                if used > num_nodes * gpus_per_node
+                else "ranks that fill fewer nodes."
+            )
+        )
+
+
+def _plan_group(group: DeviceGroup, workers: Counter[int], groups: DeviceGroups, run: Run) -> GroupPlan:
+    roles = tuple(plan_role(Place(role, group, groups.role_settings[role], run)) for role in group.roles)
+    memories = [role.memory for role in roles if role.memory is not None]
+    peak = RUNTIME_BYTES + peak_bytes(memories, offloading=True) if memories else None
+    awake = RUNTIME_BYTES + peak_bytes(memories, offloading=False) if memories else None
+    if peak is not None and peak > run.gpu_bytes:
+        counted = peak_bytes([memory.counted for memory in memories], offloading=True)
+        room = ", or let roles make room for each other (offload_model, offload_optimizer, sleep_level)"
+        message = (
+            f"group {group.name!r} needs about {peak / GIB:.1f} GiB of a GPU of {run.gpu_bytes / GIB:g} GiB, of which "
+            f"{counted / GIB:.1f} are counted and not estimated. Give it more workers, larger parallel sizes, smaller "
+            f"micro-batches or gradient_checkpointing{room if len(roles) > 1 else ''}."
+        )
+        if counted > run.gpu_bytes:
+            run.findings.mistakes.note(message)
+        else:
+            run.findings.warnings.append(message)
+    return GroupPlan(group, runs(group.ranks or ()), _shares(workers), roles, peak, awake)
+
+
+def _shares(workers: Counter[int]) -> tuple[NodeShare, ...]:
+    """The nodes of a group by how many workers they have, in the order of the first."""
+    nodes: dict[int, list[int]] = {}
+    for k in sorted(workers):
+        nodes.setdefault(workers[k], []).append(k)
+    return tuple(NodeShare(runs(ks), len(ks), count) for count, ks in nodes.items())
+
+
+def runs(numbers: Sequence[int]) -> tuple[str, ...]:
+    """Rising numbers as few texts: '0-3', '8', '16-62 step 2'."""
+    found = []
+    i = 0
+    while i < len(numbers):
+        step = numbers[i + 1] - numbers[i] if i + 1 < len(numbers) else 1
+        j = i
+        while j + 1 < len(numbers) and numbers[j + 1] - numbers[j] == step:
+            j += 1
+        if step > 1 and j - i < 2:
+            j = i  # two numbers are no pattern
+        last = f"-{numbers[j]}" + (f" step {step}" if step > 1 else "")
+        found.append(f"{numbers[i]}{last if j > i else ''}")
+        i = j + 1
+    return tuple(found)

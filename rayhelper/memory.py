@@ -1,0 +1,248 @@
+"""How much memory a role needs on one GPU: an estimate, as a list of terms. Pure.
+
+    ModelShape x ParallelSizes x Work  ->  terms in bytes  ->  peak of the roles that share a GPU
+
+Weights, gradients and optimizer states are counted, and exact but for padding. Activations follow Korthikanti et al.
+2022 ("Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198), where a layer keeps
+s b h (10 + 24/t + 5 a s / (h t)) bytes under tensor parallelism (equation 2), s b h (34 + 5 a s / h) / t with sequence
+parallelism too (equation 4), and its input alone, 2 s b h, when it is computed again. Departures, because today's
+layers differ from that one: RMSNorm in float32, SwiGLU, grouped queries, no dropout, and attention that never holds
+its scores (so no term in s^2); the output head works on chunks. Not counted: buffers of communication, gradients that
+pass through a layer, and fragmentation, for which ``RUNTIME_BYTES`` is set aside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from rayhelper.model_shape import ModelShape, Weights
+from rayhelper.parallel_sizes import ParallelSizes
+
+GIB = 1024**3
+RUNTIME_BYTES = 3 * GIB // 2  # CUDA context, NCCL and the allocator's leftovers of a process
+LOGITS_CHUNK_BYTES = 256 * 1024**2  # float32 logits at once
+CACHE_BYTES = 2  # of a number in a key-value cache
+
+OFFLOAD_MODEL, OFFLOAD_OPTIMIZER, SLEEP_LEVEL = "offload_model", "offload_optimizer", "sleep_level"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a role does with its model at once."""
+
+    micro_batch: int = 8  # sequences
+    length: int = 1024  # tokens of a sequence
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    compute_bytes: int = 2  # of a number in the forward pass; 2: bfloat16
+    checkpointing: bool = False
+    distributed_optimizer: bool = True  # megatron's: optimizer states are divided over data-parallel workers
+    num_micro_batches: int | None = None  # of an optimizer step; None: enough to fill a pipeline
+    has_reference: bool = False  # a frozen copy of the model beside the trained one
+
+    @property
+    def is_autocast(self) -> bool:
+        """Whether float32 weights meet bfloat16 products, which leaves the stream between layers in float32."""
+        return self.backend == "fsdp" and self.compute_bytes == 2
+
+
+@dataclass(frozen=True)
+class Term:
+    """A part of a role's memory on one GPU."""
+
+    name: str
+    num_bytes: int
+    stays: bool = True  # while another role of the same workers works
+    freed_by: str = ""  # the key that moves it away meanwhile
+    is_estimate: bool = False  # False: counted
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """What one role needs on one GPU."""
+
+    role: str
+    terms: tuple[Term, ...]
+    offloads: frozenset[str] = frozenset()  # of the keys in ``freed_by``, those that are set
+
+    @property
+    def at_work(self) -> int:
+        return sum(term.num_bytes for term in self.terms)
+
+    @property
+    def counted(self) -> RoleMemory:
+        """The part that is no estimate."""
+        return replace(self, terms=tuple(term for term in self.terms if not term.is_estimate))
+
+    def idle(self, *, offloading: bool) -> int:
+        """Bytes that stay while another role works."""
+        away = self.offloads if offloading else frozenset()
+        return sum(term.num_bytes for term in self.terms if term.stays and term.freed_by not in away)
+
+
+def peak_bytes(memories: Sequence[RoleMemory], *, offloading: bool) -> int:
+    """The most that roles of the same workers need, one of them at work at a time; without the runtime's share."""
+    idle = {memory.role: memory.idle(offloading=offloading) for memory in memories}
+    return max(memory.at_work + sum(idle.values()) - idle[memory.role] for memory in memories)
+
+
+def training(shape: ModelShape, sizes: ParallelSizes, work: Work) -> tuple[Term, ...]:
+    """Weights, gradients and AdamW's states as the backend divides them; activations of a micro-batch.
+
+    fsdp: everything in float32 (16 bytes a parameter), divided over the data-parallel workers, and what is gathered of
+    it in the compute type. megatron in bfloat16: 2 + 4 bytes of weights and gradients a parameter of the worker, and 12
+    of master weights and moments, which the distributed optimizer divides.
+    """
+    if work.backend == "megatron":
+        dense, experts = megatron_parameters(shape, sizes)
+        master = 4 if work.compute_bytes == 2 else 0
+        dense_ways, expert_ways = _optimizer_ways(sizes) if work.distributed_optimizer else (1, 1)
+        states = (master + 8) * (math.ceil(dense / dense_ways) + math.ceil(experts / expert_ways))
+        own = dense + experts
+        weights = [
+            Term("weights", work.compute_bytes * own, freed_by=OFFLOAD_MODEL),
+            Term("gradients", 4 * own, freed_by=OFFLOAD_MODEL),
+            Term("optimizer", states, freed_by=OFFLOAD_OPTIMIZER),
+        ]
+    else:
+        own = math.ceil(shape.num_parameters / sizes.data)
+        weights = [
+            Term("weights", 4 * own, freed_by=OFFLOAD_MODEL),
+            Term("gradients", 4 * own, stays=False),  # set to none by the step
+            Term("optimizer", 8 * own, freed_by=OFFLOAD_OPTIMIZER),
+            *_gathered(shape, sizes, work),
+        ]
+    if work.has_reference:
+        weights.append(Term("reference", work.compute_bytes * own, freed_by=OFFLOAD_MODEL))
+    return (*weights, _passing("activations", activation_bytes(shape, sizes, work)), _logits(shape, work))
+
+
+def scoring(shape: ModelShape, sizes: ParallelSizes, work: Work) -> tuple[Term, ...]:
+    """A frozen model in the compute type, divided as in training, and one layer's activations."""
+    if work.backend == "megatron":
+        own = sum(megatron_parameters(shape, sizes))
+        weights = [Term("weights", work.compute_bytes * own, freed_by=OFFLOAD_MODEL)]
+    else:
+        own = math.ceil(shape.num_parameters / sizes.data)
+        gathered = _gathered(shape, sizes, work) if sizes.data > 1 else []
+        weights = [Term("weights", work.compute_bytes * own, freed_by=OFFLOAD_MODEL), *gathered]
+    layer = _layer_bytes(shape, sizes, work, trains=False) * _tokens(sizes, work)
+    return (*weights, _passing("activations", layer), _logits(shape, work))
+
+
+def vllm_engine(shape: ModelShape, tensor: int, utilization: float, gpu_bytes: int) -> tuple[Term, ...]:
+    """bfloat16 weights divided over ``tensor`` GPUs; the cache takes what the engine's share of the GPU leaves."""
+    weights = math.ceil(2 * shape.num_parameters / tensor)
+    cache = max(0, int(utilization * gpu_bytes) - weights)
+    return (
+        Term("weights", weights, freed_by=SLEEP_LEVEL),
+        Term("KV cache", cache, freed_by=SLEEP_LEVEL),
+    )
+
+
+def hf_engine(shape: ModelShape, work: Work, num_sequences: int, *, shares_weights: bool) -> tuple[Term, ...]:
+    """transformers' generate: a cache for all sequences at once, and weights if no trained role lends its own."""
+    own = () if shares_weights else (Term("weights", work.compute_bytes * shape.num_parameters),)
+    cache = num_sequences * work.length * cache_bytes_per_token(shape)
+    return (*own, _passing("KV cache", cache))
+
+
+def cache_bytes_per_token(shape: ModelShape, tensor: int = 1) -> int:
+    """Keys and values of one token on one GPU; every GPU holds at least one head of each."""
+    heads = max(1, shape.num_key_value_heads // tensor)
+    return 2 * CACHE_BYTES * shape.num_hidden_layers * heads * shape.head_dim
+
+
+def megatron_parameters(shape: ModelShape, sizes: ParallelSizes) -> tuple[int, int]:
+    """Parameters on a worker of the fullest pipeline stage, those of experts apart.
+
+    The first stage holds the embedding, the last the head (a copy of the embedding if they are tied) and the last norm.
+    """
+    layers = math.ceil(shape.num_hidden_layers / sizes.pipeline)
+    moe_layers = min(layers, shape.num_moe_layers)
+    kinds: list[tuple[int, Weights]] = [(layers - moe_layers, shape.dense_layer)]
+    kinds += [(moe_layers, shape.moe_layer)] if moe_layers else []
+    dense = sum(count * (math.ceil(part.split / sizes.tensor) + part.replicated) for count, part in kinds)
+    experts = sum(count * math.ceil(part.experts / (sizes.expert * sizes.expert_tensor)) for count, part in kinds)
+    embedding = math.ceil(shape.vocab_size / sizes.tensor) * shape.hidden_size
+    both = sizes.pipeline == 1 and not shape.tie_word_embeddings
+    return dense + embedding * (2 if both else 1) + shape.hidden_size, experts
+
+
+def activation_bytes(shape: ModelShape, sizes: ParallelSizes, work: Work) -> int:
+    """What one worker keeps of its micro-batches from the forward pass to the backward pass.
+
+    The first stage of a pipeline holds a micro-batch for every stage after it (1F1B), so that its layers times those
+    micro-batches are as many as all layers; interleaving adds (p - 1) / (p m) for m pieces a stage (section 4.2.3).
+    With checkpointing each layer keeps its input alone, and one layer at a time is computed again.
+    """
+    tokens, pipeline = _tokens(sizes, work), sizes.pipeline
+    layers = math.ceil(shape.num_hidden_layers / pipeline)
+    in_flight = float(pipeline)
+    if sizes.virtual_pipeline > 1:
+        in_flight *= 1 + (pipeline - 1) / (pipeline * sizes.virtual_pipeline)
+    if work.num_micro_batches is not None:
+        in_flight = min(in_flight, work.num_micro_batches)
+    layer = _layer_bytes(shape, sizes, work)
+    if work.checkpointing:
+        kept = (4 if work.is_autocast else work.compute_bytes) * shape.hidden_size / _norm_ways(sizes)
+        return int(tokens * (kept * layers * in_flight + layer))
+    return int(tokens * layer * layers * in_flight)
+
+
+def _layer_bytes(shape: ModelShape, sizes: ParallelSizes, work: Work, *, trains: bool = True) -> int:
+    """Kept a token by the heaviest kind of layer.
+
+    A norm of n numbers keeps its float32 input, the normalised numbers and its output; attention its queries, keys,
+    values, output and a float32 number a head; SwiGLU two projections, the activation and their product. Under
+    autocast the normalised numbers are float32, and each product that reads a norm's output keeps its own copy of it.
+    Tensor parallelism divides what lies between two of its collectives, sequence parallelism the rest as well.
+    """
+    hidden, compute = shape.hidden_size, work.compute_bytes
+    queries = shape.num_attention_heads * shape.head_dim
+    keys = shape.num_key_value_heads * shape.head_dim
+    whole = 2 * (4 + 2 * compute) * hidden + (10 * hidden if trains and work.is_autocast else 0)
+    heads = compute * (2 * queries + 2 * keys) + 4 * shape.num_attention_heads
+    if shape.qk_norm:
+        heads += (4 + compute) * (queries + keys)
+    if shape.num_moe_layers:
+        each = 4 * compute * shape.moe_intermediate_size / sizes.expert_tensor + 2 * compute * hidden
+        mlp = shape.num_experts_per_tok * each + 8 * shape.num_experts
+    else:
+        mlp = 4 * compute * shape.intermediate_size / sizes.tensor
+    return int(whole / _norm_ways(sizes) + heads / sizes.tensor + mlp)
+
+
+def _norm_ways(sizes: ParallelSizes) -> int:
+    """Over how many workers the tokens of norms and of the stream between layers are divided."""
+    return sizes.tensor if sizes.sequence else 1
+
+
+def _tokens(sizes: ParallelSizes, work: Work) -> int:
+    """Tokens of a micro-batch on one worker."""
+    return math.ceil(work.micro_batch * work.length / sizes.context)
+
+
+def _gathered(shape: ModelShape, sizes: ParallelSizes, work: Work) -> list[Term]:
+    """Whole weights in the compute type: the layer at work and the next, embedding and head. Alone, a copy of all."""
+    if sizes.data > 1:
+        return [_passing("gathered", work.compute_bytes * (shape.ends + 2 * shape.largest_layer))]
+    return [_passing("gathered", 2 * shape.num_parameters)] if work.compute_bytes == 2 else []
+
+
+def _logits(shape: ModelShape, work: Work) -> Term:
+    """A chunk of float32 logits, their softmax and their gradient."""
+    return _passing("logits", 3 * min(LOGITS_CHUNK_BYTES, 4 * shape.vocab_size * work.micro_batch * work.length))
+
+
+def _passing(name: str, num_bytes: int) -> Term:
+    """What exists only while the role works, estimated."""
+    return Term(name, num_bytes, stays=False, is_estimate=True)
+
+
+def _optimizer_ways(sizes: ParallelSizes) -> tuple[int, int]:
+    """Over how many workers the distributed optimizer divides states of dense parameters and of experts."""
+    workers = sizes.data * sizes.context
+    return workers, max(1, workers * sizes.tensor // (sizes.expert * sizes.expert_tensor))

@@ -1,0 +1,165 @@
+"""The shape of a language model, and how many parameters it has: without torch, without its weights. Pure.
+
+Exact for the architectures named in ``BIASES``; any other is counted as if it were a Llama of the same sizes, and
+``is_exact`` says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rayhelper.device_groups import check_count
+from rayhelper.errors import ConfigError
+
+# model_type -> which biases it has where its configuration does not say
+BIASES = {
+    "llama": (),
+    "mistral": (),
+    "mixtral": (),
+    "qwen2": ("qkv_bias",),
+    "qwen3": ("qk_norm",),
+    "qwen3_moe": ("qk_norm",),
+}
+REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+SHAPE_REMEDY = (
+    "Give a folder with a config.json, that file, or {" + ": ..., ".join(REQUIRED) + ": ...} "
+    "(and num_key_value_heads, head_dim, tie_word_embeddings, num_experts, num_experts_per_tok, moe_intermediate_size)."
+)
+
+
+class Weights(NamedTuple):
+    """How many parameters a part of the model has, by how they are divided."""
+
+    split: int  # over tensor-parallel ranks
+    replicated: int  # norms and routers: every tensor-parallel rank has them
+    experts: int = 0  # over expert-parallel and expert-tensor-parallel ranks
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a decoder-only transformer under the names of transformers."""
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tie_word_embeddings: bool = False
+    num_experts: int = 0  # 0: dense
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    num_moe_layers: int = 0
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # a norm on every head's queries and keys
+    is_exact: bool = True  # False: the architecture is not one of BIASES
+
+    @classmethod
+    def of(cls, source: Mapping[str, Any] | str | Path, where: str = "model") -> ModelShape | None:
+        """The shape that a mapping, a config.json or a model's folder says; None for a name of anything else.
+
+        Raises:
+            ConfigError: the file or mapping does not hold a shape.
+        """
+        if isinstance(source, Mapping):
+            return cls._of_mapping(source, where)
+        path = Path(source).expanduser()
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            return None
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{where}: {path} cannot be read as JSON: {error}. {SHAPE_REMEDY}") from None
+        if not isinstance(config, dict):
+            raise ConfigError(f"{where}: {path} holds {type(config).__name__}, no shape. {SHAPE_REMEDY}")
+        return cls._of_mapping(config, f"{where}: {path}")
+
+    @classmethod
+    def _of_mapping(cls, config: Mapping[str, Any], where: str) -> ModelShape:
+        text = config.get("text_config")
+        config = text if isinstance(text, Mapping) else config  # of a model that also sees
+        missing = [name for name in REQUIRED if config.get(name) is None]
+        if missing:
+            raise ConfigError(f"{where} has no {', '.join(missing)}. {SHAPE_REMEDY}")
+
+        def size(*names: str, default: int = 0) -> int:
+            for name in names:
+                if config.get(name) is not None:
+                    return check_count(f"{name} of {where}", config[name], SHAPE_REMEDY)
+            return default
+
+        kind = str(config.get("model_type", "llama"))
+        extras = BIASES.get(kind, ())
+        layers, heads, hidden = size("num_hidden_layers"), size("num_attention_heads"), size("hidden_size")
+        experts = 0 if config.get("num_experts") == 0 else size("num_experts", "num_local_experts")
+        plain = config.get("mlp_only_layers") or []
+        if not isinstance(plain, list):
+            raise ConfigError(f"mlp_only_layers of {where} must be a list of layers, got {plain!r}. Write [0, 1].")
+        step = size("decoder_sparse_step", default=1)
+        sparse = [layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in plain]
+        return cls(
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=size("num_key_value_heads", default=heads),
+            head_dim=size("head_dim", default=hidden // heads),
+            intermediate_size=size("intermediate_size"),
+            vocab_size=size("vocab_size"),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings")),
+            num_experts=experts,
+            num_experts_per_tok=size("num_experts_per_tok", default=1) if experts else 0,
+            moe_intermediate_size=size("moe_intermediate_size", "intermediate_size") if experts else 0,
+            num_moe_layers=len(sparse) if experts else 0,
+            qkv_bias=bool(config.get("attention_bias", "qkv_bias" in extras)),
+            output_bias=bool(config.get("attention_bias")),
+            mlp_bias=bool(config.get("mlp_bias")),
+            qk_norm=bool(config.get("qk_norm", "qk_norm" in extras)),
+            is_exact=kind in BIASES,
+        )
+
+    @property
+    def attention(self) -> Weights:
+        """Of one layer, with both norms of the layer."""
+        heads = (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+        output = self.num_attention_heads * self.head_dim * self.hidden_size
+        norms = 2 * self.hidden_size + 2 * self.head_dim * self.qk_norm + self.hidden_size * self.output_bias
+        return Weights(self.hidden_size * heads + output + heads * self.qkv_bias, norms)
+
+    @property
+    def dense_layer(self) -> Weights:
+        mlp = 3 * self.hidden_size * self.intermediate_size + 2 * self.intermediate_size * self.mlp_bias
+        split, replicated, _ = self.attention
+        return Weights(split + mlp, replicated + self.hidden_size * self.mlp_bias)
+
+    @property
+    def moe_layer(self) -> Weights:
+        split, replicated, _ = self.attention
+        experts = self.num_experts * 3 * self.hidden_size * self.moe_intermediate_size
+        return Weights(split, replicated + self.num_experts * self.hidden_size, experts)
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of the input embedding; those of an untied output head."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def ends(self) -> int:
+        """What is no layer: embedding, output head and the last norm."""
+        return self.embedding * (1 if self.tie_word_embeddings else 2) + self.hidden_size
+
+    @property
+    def largest_layer(self) -> int:
+        return sum(self.moe_layer if self.num_moe_layers else self.dense_layer)
+
+    @property
+    def num_parameters(self) -> int:
+        dense_layers = self.num_hidden_layers - self.num_moe_layers
+        return self.ends + dense_layers * sum(self.dense_layer) + self.num_moe_layers * sum(self.moe_layer)

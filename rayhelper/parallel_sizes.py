@@ -1,0 +1,164 @@
+"""How a role's workers divide a model, and which sizes go together. Pure.
+
+The rules of megatron-core (0.16), whose groups are made of consecutive workers, tensor parallelism innermost. That
+TP x PP x CP divides the workers is checked where device groups are read (``device_groups.check_parallel_sizes``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rayhelper.device_groups import PARALLEL_SIZES, Mistakes, check_count, check_parallel_sizes
+from rayhelper.model_shape import ModelShape
+
+MEGATRON_KEYS, (VLLM_KEY,) = PARALLEL_SIZES
+TENSOR_KEY, PIPELINE_KEY, CONTEXT_KEY = MEGATRON_KEYS
+EXPERT_KEY, EXPERT_TENSOR_KEY = "expert_model_parallel_size", "expert_tensor_parallel_size"
+VIRTUAL_KEY = "virtual_pipeline_model_parallel_size"
+SIZE_KEYS = (*MEGATRON_KEYS, EXPERT_KEY, EXPERT_TENSOR_KEY, VIRTUAL_KEY, VLLM_KEY)
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """The sizes of a role; tensor x pipeline x context x data workers in all."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    data: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    virtual_pipeline: int = 1  # pieces of a pipeline stage
+    sequence: bool = False  # sequence parallelism: norms are divided over tensor-parallel workers too
+
+    @classmethod
+    def of(cls, where: str, settings: Mapping[str, Any], num_workers: int, mistakes: Mistakes) -> ParallelSizes:
+        """The sizes that the settings say; what is no size is noted and counts as 1, what does not divide is noted."""
+        given = {key: value for key, value in settings.items() if key in SIZE_KEYS and value is not None}
+        divided = {key: given[key] for key in MEGATRON_KEYS if key in given}
+        check_parallel_sizes(where, divided, f"{num_workers} workers", num_workers, mistakes)
+
+        def size(key: str, default: int = 1) -> int:
+            value = given.get(key, default)
+            if key not in MEGATRON_KEYS:  # those are noted above
+                return mistakes.attempt(check_count, f"{key} of {where}", value, "Write 1 or more.") or 1
+            return value if type(value) is int and value > 0 else 1
+
+        tensor, pipeline, context = (size(key) for key in MEGATRON_KEYS)
+        return cls(
+            tensor=tensor,
+            pipeline=pipeline,
+            context=context,
+            data=max(1, num_workers // (tensor * pipeline * context)),
+            expert=size(EXPERT_KEY),
+            expert_tensor=size(EXPERT_TENSOR_KEY, tensor),
+            virtual_pipeline=size(VIRTUAL_KEY),
+            sequence=bool(settings.get("sequence_parallel")),
+        )
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether anything but the data is divided."""
+        return max(self.tensor, self.pipeline, self.context, self.expert, self.expert_tensor) > 1
+
+
+def size_mistakes(
+    where: str, sizes: ParallelSizes, settings: Mapping[str, Any], shape: ModelShape | None
+) -> Iterator[str]:
+    """What a training role's sizes break, each with its remedy; those of the model where its shape is known."""
+    tp, ep, etp = sizes.tensor, sizes.expert, sizes.expert_tensor
+    workers = tp * sizes.context * sizes.data
+    if workers % (ep * etp):
+        whole = workers % etp == 0
+        remedy = f"{EXPERT_KEY} among {_divisors(workers // etp)}" if whole else f"{EXPERT_TENSOR_KEY} 1 or {tp}"
+        yield (
+            f"{EXPERT_KEY} {ep} x {EXPERT_TENSOR_KEY} {etp} = {ep * etp} of {where} does not divide the {workers} "
+            f"workers of a pipeline stage (TP {tp} x CP {sizes.context} x DP {sizes.data}). Choose {remedy}."
+        )
+    if sizes.virtual_pipeline > 1 and sizes.pipeline == 1:
+        yield (
+            f"{VIRTUAL_KEY} {sizes.virtual_pipeline} of {where} cuts stages of a pipeline, but {PIPELINE_KEY} is 1. "
+            f"Remove it, or make {PIPELINE_KEY} larger."
+        )
+    if settings.get("sequence_parallel") and tp == 1:
+        yield f"sequence_parallel of {where} divides over tensor-parallel workers, but {TENSOR_KEY} is 1. Remove it."
+    if shape is not None:
+        yield from _shape_mistakes(where, sizes, settings, shape)
+
+
+def _shape_mistakes(where: str, sizes: ParallelSizes, settings: Mapping[str, Any], shape: ModelShape) -> Iterator[str]:
+    tp, ep = sizes.tensor, sizes.expert
+    for name, count in (
+        ("num_attention_heads", shape.num_attention_heads),
+        ("num_key_value_heads", shape.num_key_value_heads),
+    ):
+        if count % tp:
+            yield (
+                f"{TENSOR_KEY} {tp} of {where} does not divide the model's {name} {count}. "
+                f"Choose among {_divisors(count)}."
+            )
+    pieces = sizes.pipeline * sizes.virtual_pipeline
+    if shape.num_hidden_layers % pieces:
+        virtual = f" x {VIRTUAL_KEY} {sizes.virtual_pipeline}" if sizes.virtual_pipeline > 1 else ""
+        yield (
+            f"{PIPELINE_KEY} {sizes.pipeline}{virtual} of {where} does not divide the model's num_hidden_layers "
+            f"{shape.num_hidden_layers}. Choose a product among {_divisors(shape.num_hidden_layers)}."
+        )
+    if not shape.num_experts:
+        if ep > 1:
+            yield f"{EXPERT_KEY} {ep} of {where} divides experts, but the model has none. Remove it."
+        return
+    if shape.num_experts % ep:
+        yield (
+            f"{EXPERT_KEY} {ep} of {where} does not divide the model's num_experts {shape.num_experts}. "
+            f"Choose among {_divisors(shape.num_experts)}."
+        )
+    if shape.moe_intermediate_size % sizes.expert_tensor:
+        yield (
+            f"{EXPERT_TENSOR_KEY} {sizes.expert_tensor} of {where} does not divide the model's moe_intermediate_size "
+            f"{shape.moe_intermediate_size}. Choose among {_divisors(shape.moe_intermediate_size)}."
+        )
+    if tp > 1 and ep == 1 and sizes.expert_tensor != tp:
+        yield (
+            f"{EXPERT_TENSOR_KEY} {sizes.expert_tensor} of {where} differs from {TENSOR_KEY} {tp} while {EXPERT_KEY} "
+            f"is 1: megatron-core then reduces the experts' gradients over the wrong workers. Remove "
+            f"{EXPERT_TENSOR_KEY}, or make {EXPERT_KEY} larger."
+        )
+    if tp > 1 and settings.get("sequence_parallel") is False:
+        yield (
+            f"sequence_parallel of {where} is false, but a mixture of experts under {TENSOR_KEY} {tp} needs it. "
+            "Write sequence_parallel: true."
+        )
+
+
+def engine_mistakes(where: str, tensor: int, shape: ModelShape | None) -> Iterator[str]:
+    """What the tensor-parallel size of a vLLM engine breaks; it repeats key-value heads if there are too few."""
+    if shape is None:
+        return
+    if shape.num_attention_heads % tensor:
+        yield (
+            f"{VLLM_KEY} {tensor} of {where} does not divide the model's num_attention_heads "
+            f"{shape.num_attention_heads}. Choose among {_divisors(shape.num_attention_heads)}."
+        )
+    heads = shape.num_key_value_heads
+    if heads % tensor and tensor % heads:
+        yield (
+            f"{VLLM_KEY} {tensor} of {where} neither divides the model's num_key_value_heads {heads} nor is a multiple "
+            f"of them. Choose among {_divisors(heads)}, or a multiple of {heads}."
+        )
+
+
+def num_torn(ranks: Sequence[int], width: int, nproc_per_node: int | None) -> int:
+    """How many blocks of ``width`` consecutive ranks lie on more than one node."""
+    if nproc_per_node is None or width < 2:
+        return 0
+    return sum(
+        ranks[start] // nproc_per_node != ranks[start + width - 1] // nproc_per_node
+        for start in range(0, len(ranks) - width + 1, width)
+    )
+
+
+def _divisors(count: int) -> str:
+    return ", ".join(str(size) for size in range(1, min(count, 1024) + 1) if count % size == 0)

@@ -1,0 +1,307 @@
+"""What a role does with its workers, as far as a configuration says: parallel sizes, model, memory.
+
+    role x group x settings  ->  RolePlan, and findings: mistakes, warnings, what was assumed
+
+What a role does is read from its name and keys, because the core knows no trainer: the names below are those that
+trainers use. Any other role is planned without memory, unless its section names a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rayhelper.device_groups import DeviceGroup, Mistakes, check_parallel_sizes
+from rayhelper.memory import (
+    GIB,
+    OFFLOAD_MODEL,
+    OFFLOAD_OPTIMIZER,
+    SLEEP_LEVEL,
+    RoleMemory,
+    Work,
+    cache_bytes_per_token,
+    hf_engine,
+    scoring,
+    training,
+    vllm_engine,
+)
+from rayhelper.model_shape import ModelShape
+from rayhelper.parallel_sizes import TENSOR_KEY, VLLM_KEY, ParallelSizes, engine_mistakes, num_torn, size_mistakes
+
+TRAINED = frozenset({"train", "trainer", "actor", "policy", "student", "critic", "value"})
+ENGINES = frozenset({"rollout", "sampler", "generator"})
+FROZEN = frozenset({"ref", "reference", "teacher"})  # of the trained model's shape where nothing else is said
+MICRO_BATCH_KEYS = ("per_device_train_batch_size", "micro_batch_size")
+UTILIZATION_KEY = "vllm_gpu_memory_utilization"
+DEFAULT_UTILIZATION = 0.9  # vLLM's
+DEFAULT_PROMPT = 512  # tokens
+
+Does = Literal["train", "generate", "score", "unknown"]
+
+
+@dataclass
+class Findings:
+    """What a plan says beside its facts, in the order in which it was found."""
+
+    mistakes: Mistakes = field(default_factory=Mistakes)
+    warnings: list[str] = field(default_factory=list)
+    assumed: dict[str, None] = field(default_factory=dict)  # each once
+
+    def assume(self, what: str) -> None:
+        self.assumed[what] = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """What holds for all roles."""
+
+    shared: Mapping[str, Any]  # the keys beside the device groups
+    roles: tuple[str, ...]
+    num_trainers: int  # workers of the trained role
+    gpu_bytes: int
+    nproc_per_node: int | None  # rank r lies on node r // nproc_per_node; None: there is one node
+    findings: Findings
+    shape: ModelShape | None  # of the model that roles share
+    unknown: str  # why there is no shape
+
+
+@dataclass(frozen=True)
+class Place:
+    """A role on its group, with its section of the configuration."""
+
+    role: str
+    group: DeviceGroup
+    section: Mapping[str, Any]
+    run: Run
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Keys of the role's section win over shared ones."""
+        return {**self.run.shared, **self.section}
+
+    @property
+    def where(self) -> str:
+        return f"role {self.role!r}"
+
+    @property
+    def num_accelerators(self) -> int:
+        return self.group.num_workers * max(1, self.group.gpus_per_worker)
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """What one role does on the workers of its group."""
+
+    role: str
+    does: Does
+    sizes: ParallelSizes
+    engine: Literal["vllm", "hf"] | None = None
+    engine_tensor: int = 1  # accelerators of one engine
+    cache_tokens: int | None = None  # that a vLLM engine holds at once
+    shape: ModelShape | None = None
+    memory: RoleMemory | None = None
+    unknown: str = ""  # why there is no memory
+
+
+def plan_role(place: Place) -> RolePlan:
+    """The role's plan; what is wrong with it goes to the findings of the run."""
+    engine = _engine(place)
+    if engine == "vllm":
+        return _plan_vllm(place)
+    if engine == "hf":
+        return _plan_hf(place)
+    return _plan_model(place)
+
+
+def _plan_model(place: Place) -> RolePlan:
+    """A role that trains or scores; parallel sizes beside the device groups are meant for those that train."""
+    findings, where = place.run.findings, place.where
+    does: Does = "train" if place.role in TRAINED else "unknown"
+    if does == "unknown" and (place.role in FROZEN or _own_model(place) is not None):
+        does = "score"
+    settings = place.settings if does == "train" else place.section
+    sizes = ParallelSizes.of(where, settings, place.group.num_workers, findings.mistakes)
+    _warn_of_torn(place, TENSOR_KEY, sizes.tensor * max(1, place.group.gpus_per_worker))
+    shape, unknown = _shape(place) if does != "unknown" else (None, "the configuration does not say its model")
+    _note(place, size_mistakes(where, sizes, settings, shape))
+    memory = None
+    if shape is not None and place.group.device != "CPU":
+        work = _work(place, sizes)
+        terms = (training if does == "train" else scoring)(shape, sizes, work)
+        memory = RoleMemory(place.role, terms, _offloads(place.settings))
+        if work.backend == "fsdp" and sizes.data > 1:
+            findings.assume("fsdp divides weights, gradients and optimizer states over the data-parallel workers")
+    return RolePlan(place.role, does, sizes, None, 1, None, shape, memory, unknown)
+
+
+def _plan_vllm(place: Place) -> RolePlan:
+    """A role that generates with vLLM: an engine on every ``vllm_tensor_parallel_size`` accelerators."""
+    settings, mistakes = place.settings, place.run.findings.mistakes
+    if VLLM_KEY in settings:
+        given = {VLLM_KEY: settings[VLLM_KEY]}
+        asked = f"{place.num_accelerators} {place.group.device}"
+        check_parallel_sizes(place.where, given, asked, place.num_accelerators, mistakes)
+    tensor = _whole(settings, VLLM_KEY) or max(1, place.group.gpus_per_worker)
+    _warn_of_torn(place, VLLM_KEY, tensor)
+    shape, unknown = _shape(place)
+    sizes = ParallelSizes(data=max(1, place.num_accelerators // tensor))
+    memory = tokens = None
+    if shape is not None:
+        _note(place, engine_mistakes(place.where, tensor, shape))
+    if shape is not None and place.group.device != "CPU":
+        share = _utilization(place)
+        terms = vllm_engine(shape, tensor, share, place.run.gpu_bytes)
+        weights, cache = (term.num_bytes for term in terms)
+        tokens = cache // cache_bytes_per_token(shape, tensor)
+        memory = RoleMemory(place.role, terms, _offloads(settings))
+        if not cache:
+            mistakes.note(
+                f"the engine of {place.where} has {share:g} of a GPU of {place.run.gpu_bytes / GIB:g} GiB, and its "
+                f"weights alone take {weights / GIB:.1f} GiB. Raise {UTILIZATION_KEY} or {VLLM_KEY}."
+            )
+    return RolePlan(place.role, "generate", sizes, "vllm", tensor, tokens, shape, memory, unknown)
+
+
+def _plan_hf(place: Place) -> RolePlan:
+    """A role that generates with transformers, every worker on its own, with a trained role's weights if it can."""
+    shape, unknown = _shape(place)
+    memory = None
+    if shape is not None and place.group.device != "CPU":
+        work = _work(place, ParallelSizes())
+        shares = any(role in TRAINED for role in place.group.roles)
+        terms = hf_engine(shape, work, _num_sequences(place, work), shares_weights=shares)
+        memory = RoleMemory(place.role, terms, _offloads(place.settings))
+    sizes = ParallelSizes(data=place.group.num_workers)
+    return RolePlan(place.role, "generate", sizes, "hf", 1, None, shape, memory, unknown)
+
+
+def _engine(place: Place) -> Literal["vllm", "hf"] | None:
+    """What generates for the role; None: it does not generate."""
+    if place.role not in ENGINES and not any(str(key).startswith("vllm_") for key in place.section):
+        return None
+    settings = place.settings
+    uses_vllm = any(str(key).startswith("vllm_") for key in settings) or settings.get("use_vllm") is True
+    return "vllm" if settings.get("rollout_engine", "vllm" if uses_vllm else "hf") == "vllm" else "hf"
+
+
+def _own_model(place: Place) -> Any:
+    """The model that the configuration gives to this role alone."""
+    return place.section.get("model") or place.run.shared.get(f"{place.role}_model")
+
+
+def _shape(place: Place) -> tuple[ModelShape | None, str]:
+    """The shape of the role's model, or why it is not known."""
+    model = _own_model(place)
+    if model is None:
+        return place.run.shape, "" if place.run.shape is not None else place.run.unknown
+    return read_shape(
+        model, f"model of {place.where}", "give its folder, or its sizes as a mapping", place.run.findings
+    )
+
+
+def read_shape(model: Any, where: str, remedy: str, findings: Findings) -> tuple[ModelShape | None, str]:
+    """The shape of a model that the configuration names, or why it is not known."""
+    if not isinstance(model, (str, Mapping)):
+        return None, remedy
+    before = len(findings.mistakes)
+    shape = findings.mistakes.attempt(ModelShape.of, model, where)
+    if len(findings.mistakes) > before:
+        return None, "its shape has a mistake"
+    if shape is None:
+        return None, f"{model!r} is no folder here; {remedy}"
+    if not shape.is_exact:
+        findings.assume(f"the architecture of {where} is not known and counted as a Llama's")
+    return shape, ""
+
+
+def _work(place: Place, sizes: ParallelSizes) -> Work:
+    """What the role does at once; what the configuration leaves out is assumed, and said."""
+    settings, findings = place.settings, place.run.findings
+    micro_batch = _whole(settings, *MICRO_BATCH_KEYS)
+    if micro_batch is None:
+        micro_batch = 8
+        findings.assume(f"{MICRO_BATCH_KEYS[0]} 8")
+    steps = _whole(settings, "gradient_accumulation_steps")
+    batch = _whole(settings, "global_batch_size")
+    is_megatron = settings.get("backend", "megatron" if sizes.is_divided else "fsdp") == "megatron"
+    return Work(
+        micro_batch=micro_batch,
+        length=_length(settings, findings),
+        backend="megatron" if is_megatron else "fsdp",
+        compute_bytes=4 if settings.get("dtype") == "float32" or settings.get("bf16") is False else 2,
+        checkpointing=bool(settings.get("gradient_checkpointing")) or settings.get("recompute_granularity") == "full",
+        distributed_optimizer=settings.get("use_distributed_optimizer", True) is not False,
+        num_micro_batches=math.ceil(batch / (micro_batch * sizes.data)) if batch else steps,
+        has_reference=_has_reference(place),
+    )
+
+
+def _length(settings: Mapping[str, Any], findings: Findings) -> int:
+    """Tokens of a sequence: prompt and completion, or ``max_length``."""
+    completion, whole = _whole(settings, "max_completion_length"), _whole(settings, "max_length")
+    if completion is None:
+        if whole is None:
+            findings.assume("sequences of 1024 tokens")
+        return whole or 1024
+    prompt = _whole(settings, "max_prompt_length") or whole
+    if prompt is None:
+        findings.assume(f"prompts of {DEFAULT_PROMPT} tokens")
+    return completion + (prompt or DEFAULT_PROMPT)
+
+
+def _has_reference(place: Place) -> bool:
+    """Whether GRPO's KL term makes the trained role hold the model that it started from."""
+    settings = place.settings
+    is_policy = place.role in TRAINED - {"critic", "value"} and not {"ref", "reference"} & set(place.run.roles)
+    return is_policy and bool(settings.get("beta")) and bool(settings.get("reward_funcs"))
+
+
+def _num_sequences(place: Place, work: Work) -> int:
+    """Sequences that a worker completes at once: its slice of a generation, unless ``rollout_batch_size`` cuts it."""
+    settings = place.settings
+    steps = _whole(settings, "steps_per_generation", "gradient_accumulation_steps") or 1
+    generation = _whole(settings, "generation_batch_size") or work.micro_batch * steps * place.run.num_trainers
+    own = math.ceil(generation / place.group.num_workers)
+    return min(own, _whole(settings, "rollout_batch_size") or own)
+
+
+def _utilization(place: Place) -> float:
+    share = place.settings.get(UTILIZATION_KEY)
+    if isinstance(share, (int, float)) and not isinstance(share, bool) and 0 < share <= 1:
+        return float(share)
+    if share is not None:
+        place.run.findings.mistakes.note(
+            f"{UTILIZATION_KEY} of {place.where} must be a share in (0, 1], got {share!r}. Write e.g. 0.5."
+        )
+    place.run.findings.assume(f"{UTILIZATION_KEY} {DEFAULT_UTILIZATION}")
+    return DEFAULT_UTILIZATION
+
+
+def _offloads(settings: Mapping[str, Any]) -> frozenset[str]:
+    keys = (OFFLOAD_MODEL, OFFLOAD_OPTIMIZER, SLEEP_LEVEL)
+    return frozenset(key for key in keys if settings.get(key))
+
+
+def _warn_of_torn(place: Place, key: str, width: int) -> None:
+    ranks, nproc_per_node = place.group.ranks or (), place.run.nproc_per_node
+    if torn := num_torn(ranks, width, nproc_per_node):
+        place.run.findings.warnings.append(
+            f"{torn} of {len(ranks) // width} tensor-parallel groups of {place.where} lie on several nodes ({width} "
+            f"{place.group.device} each, {nproc_per_node} a node), which is slow. Make {key} a divisor of "
+            f"{nproc_per_node}, and let the ranks begin at a multiple of it."
+        )
+
+
+def _note(place: Place, messages: Iterator[str]) -> None:
+    for message in messages:
+        place.run.findings.mistakes.note(message)
+
+
+def _whole(settings: Mapping[str, Any], *keys: str) -> int | None:
+    """The first of the keys that holds a positive whole number; what else they hold is for others to refuse."""
+    for key in keys:
+        if type(settings.get(key)) is int and settings[key] > 0:
+            return int(settings[key])
+    return None

@@ -1,0 +1,68 @@
+"""A driver's Ray cluster: joined or started, its groups of workers, and how classes get there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray import cloudpickle
+
+from rayhelper import placement as placing
+from rayhelper.device_groups import DeviceGroups
+from rayhelper.modules import user_modules
+from rayhelper.recording import Recording
+from rayhelper.worker_group import WorkerGroup
+
+_LOCAL_WAIT_S = 0.0  # a cluster of this machine alone will not grow
+_CLUSTER_WAIT_S = 120.0
+
+
+class RayCluster:
+    """The cluster on which a driver's groups run."""
+
+    def __init__(self, address: str | None, recording: Recording | None) -> None:
+        self.address = address or os.environ.get("RAY_ADDRESS")
+        self.recording = recording
+        self.groups: dict[str, WorkerGroup] = {}
+        self.is_ours = False
+
+    def start(self, config: DeviceGroups) -> dict[str, WorkerGroup]:
+        self.is_ours = placing.connect(self.address)
+        slots = placing.place(config, wait_s=_CLUSTER_WAIT_S if self.address else _LOCAL_WAIT_S)
+        inherits = self.is_ours and not self.address
+        for group in config.groups:
+            self.groups[group.name] = WorkerGroup(
+                group, slots[group.name], self.recording, inherits=inherits, wait_s=_CLUSTER_WAIT_S
+            )
+        for started in self.groups.values():
+            started.prepare()
+        return self.groups
+
+    def construction(
+        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], groups: Sequence[WorkerGroup]
+    ) -> Any:
+        """(class, args, kwargs) pickled once; modules that the nodes lack travel by value."""
+        candidates = user_modules()
+        lacking = set().union(*(group.missing_modules(candidates) for group in groups)) if candidates else set()
+        for name in lacking:
+            cloudpickle.register_pickle_by_value(sys.modules[name])
+        return ray.put(cloudpickle.dumps((cls, args, kwargs)))
+
+    def alive(self) -> bool:
+        return bool(ray.is_initialized())
+
+    def stop(self) -> None:
+        """Ends every worker; a cluster that was started for this run is stopped too."""
+        if not ray.is_initialized():
+            return
+        if self.recording is not None:
+            for group in self.groups.values():
+                group.hand_over_spans()
+            self.recording.write()
+        for group in self.groups.values():
+            group.stop()
+        if self.is_ours:
+            ray.shutdown()

@@ -1,0 +1,119 @@
+"""The replies of a group's workers, and the first moment at which it is known that they will not all come."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from rayhelper.errors import DeadlineError, WorkerError
+from rayhelper.failures import Failure, raise_first
+
+if TYPE_CHECKING:
+    from rayhelper.group_call import GroupCall
+    from rayhelper.worker_group import WorkerGroup
+
+_FAST_S = 0.1  # so long all are waited for together, which costs least
+_STEP_S = 0.5
+_SAME_S = 0.1  # failures of other ranks within this time are told together
+
+
+def replies_of(
+    group: WorkerGroup, refs: list[Any], what: str, call: GroupCall | None, timeout_s: float | None
+) -> list[Any]:
+    """The replies, in order of rank.
+
+    Args:
+        refs: One reference a rank; those of ``call`` change when workers are replaced.
+        call: What the references belong to; None: the workers are not replaced for it.
+        timeout_s: Seconds; None: the group's own.
+
+    Raises:
+        What a worker raised, as soon as one did; the others are stopped.
+        WorkerDiedError: a process ended and may not be replaced.
+        DeadlineError: with the Python stacks of all ranks.
+    """
+    group.check_usable(what)
+    limit_s = group.group.timeout_s if timeout_s is None else timeout_s
+    deadline = None if limit_s is None else time.monotonic() + limit_s
+    try:
+        replies = ray.get(refs, timeout=_FAST_S if limit_s is None else min(_FAST_S, limit_s))
+    except (GetTimeoutError, RayActorError, RayTaskError):
+        replies = _one_by_one(group, refs, what, call, deadline, limit_s, timeout_s is None)
+    failures = [reply for reply in replies if isinstance(reply, Failure)]
+    if failures:
+        raise_first(failures)
+    return replies
+
+
+def _one_by_one(
+    group: WorkerGroup,
+    refs: list[Any],
+    what: str,
+    call: GroupCall | None,
+    deadline: float | None,
+    limit_s: float | None,
+    is_groups_limit: bool,
+) -> list[Any]:
+    replies: dict[Any, Any] = {}  # by reference: a worker that was replaced answers with another one
+    while any(ref not in replies for ref in refs):
+        group.check_usable(what)
+        waiting = [ref for ref in refs if ref not in replies]
+        left_s = _STEP_S if deadline is None else min(_STEP_S, deadline - time.monotonic())
+        ready = ray.wait(waiting, num_returns=1, timeout=max(0.0, left_s))[0]
+        if ready and len(waiting) > 1:
+            ready = ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
+        for ref in ready:
+            try:
+                replies[ref] = ray.get(ref)
+            except RayActorError as error:
+                group.recovery.died(error, what, call)
+                break  # the references of the call may be others now
+            except RayTaskError as error:
+                rank = refs.index(ref)
+                raise WorkerError(
+                    f"the value of {what} on {group.crew.describe(rank)} could not be sent back: {error.cause or error}"
+                ) from None
+        if any(isinstance(reply, Failure) for reply in replies.values()):
+            return _with_failures(group, refs, replies, call)
+        if not ready and deadline is not None and time.monotonic() >= deadline:
+            raise _late(group, refs, what, call, limit_s, is_groups_limit)
+    return [replies[ref] for ref in refs]
+
+
+def _with_failures(group: WorkerGroup, refs: list[Any], replies: dict[Any, Any], call: GroupCall | None) -> list[Any]:
+    """The replies that are there shortly after one failed; workers that still run are stopped."""
+    waiting = [ref for ref in refs if ref not in replies]
+    if waiting:
+        ready, late = ray.wait(waiting, num_returns=len(waiting), timeout=_SAME_S)
+        for ref in ready:
+            try:
+                replies[ref] = ray.get(ref)
+            except (RayActorError, RayTaskError):
+                continue  # the failure that was noticed first is the one to tell
+        if late:
+            group.recovery.stop_refs({refs.index(ref): ref for ref in late})
+    return list(replies.values())
+
+
+def _late(
+    group: WorkerGroup, refs: list[Any], what: str, call: GroupCall | None, limit_s: float | None, is_groups_limit: bool
+) -> DeadlineError:
+    """The error for a call that is late; if the deadline was the group's, the call is given up."""
+    waiting = set(ray.wait(refs, num_returns=len(refs), timeout=0)[1])
+    late = {rank: ref for rank, ref in enumerate(refs) if ref in waiting}
+    stacks = group.crew.ask("stacks")
+    by_stack: dict[str, list[int]] = {}
+    for rank in range(len(group.crew.actors)):
+        answer = stacks.get(rank, "no answer: native code holds its interpreter, or the process is gone\n")
+        by_stack.setdefault(answer, []).append(rank)
+    told = "\n".join(f"--- rank {', '.join(map(str, ranks))}\n{stack}" for stack, ranks in by_stack.items())
+    remedy = "The call was given up. Raise timeout_s of the group" if is_groups_limit else "Wait longer"
+    if is_groups_limit:
+        group.recovery.stop_refs(late)
+    return DeadlineError(
+        f"{what} on group {group.group.name!r} did not finish within {limit_s:g} s; still running on ranks "
+        f"{', '.join(map(str, late))}. {remedy} if it needs longer. Where each rank of the group is:\n{told}"
+    )

@@ -1,0 +1,232 @@
+"""What ``python -m rayhelper check`` finds: every seeded mistake, and nothing in code that is right."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayhelper import DeviceGroups, RayHelper, RayHelperError
+from rayhelper.check import Finding, check, findings
+from tests.rayhelper import check_fixture, check_fixture_right
+
+FOLDER = Path(__file__).parent
+MARK = re.compile(r"# finding: ([a-z-]+)")
+
+
+def marked(file: Path) -> set[tuple[int, str]]:
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return {(number, rule) for number, line in enumerate(lines, 1) for rule in MARK.findall(line)}
+
+
+def classes_of(module: Any) -> list[type]:
+    return [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
+
+
+def printed(text: str) -> set[tuple[int, str]]:
+    return {(int(line), rule) for line, rule in re.findall(r"^\S+?:(\d+): ([a-z-]+): ", text, re.MULTILINE)}
+
+
+def groups_of(*hosted: list[str], ranks: int = 2) -> DeviceGroups:
+    sections = {f"g{k}": {"device": "CPU", "ranks": ranks, "workers": roles} for k, roles in enumerate(hosted)}
+    return DeviceGroups.parse(sections)
+
+
+def rules(cls: type, groups: DeviceGroups | None = None) -> set[str]:
+    return {finding.rule for finding in findings(cls, groups)}
+
+
+def test_every_seeded_mistake_is_found_and_nothing_besides() -> None:
+    found = {(finding.line, finding.rule) for cls in classes_of(check_fixture) for finding in findings(cls)}
+    expected = marked(FOLDER / "check_fixture.py")
+    assert found == expected
+    assert len(expected) >= 40
+
+
+def test_correct_code_has_no_finding() -> None:
+    for cls in classes_of(check_fixture_right):
+        assert findings(cls) == []
+        assert findings(cls, groups_of(["train"], ["rollout"], ["judge"])) == []
+
+
+@pytest.mark.parametrize("target", ["trainers.grpo:GRPOTrainer", "trainers.sft:SFTTrainer"])
+def test_our_trainers_have_no_finding(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(target) == 0
+    assert capsys.readouterr().out == f"{target}: 0 findings\n"
+
+
+@pytest.mark.parametrize("hosted", [[["train", "rollout"]], [["train"], ["rollout"]]], ids=["together", "apart"])
+def test_our_trainers_have_no_finding_on_either_placement(hosted: list[list[str]]) -> None:
+    from trainers.grpo import GRPOTrainer
+
+    assert findings(GRPOTrainer, groups_of(*hosted)) == []
+
+
+def test_the_deliberate_mistakes_of_the_tests_are_the_only_ones_there() -> None:
+    from tests.rayhelper import test_calls, test_workers
+
+    source = (FOLDER / "test_calls.py").read_text(encoding="utf-8").splitlines()
+    found = [(source[finding.line - 1].strip(), finding.rule) for finding in findings(test_calls.Trainer)]
+    assert found == [
+        ("return self.grade([1, 2])", "call-across-roles"),
+        ("return self.on_driver()", "call-to-driver"),
+    ]
+    assert findings(test_calls.Judge) == []
+    assert rules(test_workers.Probe) == {"return-cannot-travel"}  # its method unsendable
+
+
+def test_the_examples_of_the_documentation_have_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = FOLDER.parents[1]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    checked = []
+    for page in (root / "README.md", *(root / "docs").glob("*.md")):
+        for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)):
+            if "from rayhelper import" in code:
+                module = f"example_{page.stem}_{number}"
+                (tmp_path / f"{module}.py").write_text(code, encoding="utf-8")
+                names = re.findall(r"^@RayHelper\.worker\(.*\n^class (\w+)", code, re.MULTILINE)
+                checked += [check(f"{module}:{name}") for name in names]
+    assert checked
+    assert set(checked) == {0}
+
+
+def test_a_class_that_cannot_be_defined_is_checked_by_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+    groups = '{"a": {"device": "CPU", "ranks": 1, "workers": ["train"]}}'
+    assert check("tests.rayhelper.check_fixture_undefined:Undefined", device_groups=groups) == 1
+    assert printed(capsys.readouterr().out) == marked(FOLDER / "check_fixture_undefined.py")
+
+
+def test_a_module_that_starts_workers_is_not_imported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check("tests.rayhelper.check_fixture_started:Started") == 1
+    out = capsys.readouterr().out
+    assert printed(out) == marked(FOLDER / "check_fixture_started.py")
+    assert out.endswith("check_fixture_started:Started: 3 findings\n")
+
+
+def test_another_decoration_error_is_told_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["from rayhelper import RayHelper", "", "@RayHelper.worker(group=[])", "class Empty:", "    pass", ""]
+    (tmp_path / "empty_roles.py").write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert check("empty_roles:Empty") == 1
+    out = capsys.readouterr().out
+    assert f"{tmp_path / 'empty_roles.py'}:3: cannot-decorate: " in out
+    assert "takes a role or a list of roles" in out
+
+
+def test_roles_of_one_device_group_share_their_state_and_calls() -> None:
+    apart = groups_of(["train"], ["rollout"])
+    together = groups_of(["train", "rollout"])
+    assert rules(check_fixture.StateAcrossRoles, apart) == {"state-across-roles", "state-from-worker"}
+    assert rules(check_fixture.StateAcrossRoles, together) == {"state-from-worker"}
+    assert rules(check_fixture.CallsAcross, apart) == {"call-across-roles", "call-to-driver"}
+    assert rules(check_fixture.CallsAcross, together) == {"call-to-driver"}
+
+
+def test_without_groups_the_message_says_that_colocation_would_do() -> None:
+    (first, *_) = [found for found in findings(check_fixture.CallsAcross) if found.rule == "call-across-roles"]
+    assert "unless one device group hosts both" in first.message
+    apart = findings(check_fixture.CallsAcross, groups_of(["train"], ["rollout"]))
+    assert all("unless" not in finding.message for finding in apart)
+
+
+def test_one_worker_has_no_others_to_wait_for() -> None:
+    several = rules(check_fixture.Processes, groups_of(["train"]))
+    alone = rules(check_fixture.Processes, groups_of(["train"], ranks=1))
+    assert several - alone == {"collective-on-first", "state-on-first-worker"}
+
+
+def test_a_role_that_no_group_hosts_is_told_for_each_role() -> None:
+    found = [entry.message for entry in findings(check_fixture_right.Tricky, groups_of(["train"]))]
+    assert len(found) == 2
+    assert "'rollout'" in found[0] + found[1]
+    assert "'judge'" in found[0] + found[1]
+
+
+def test_a_message_names_the_way_by_which_a_helper_is_reached() -> None:
+    (found,) = [entry for entry in findings(check_fixture.CallsAcross) if entry.rule == "call-to-driver"]
+    assert "write belongs to the driver" in found.message
+    assert "_log, reached from step" in found.message
+
+
+def test_findings_are_sorted_and_print_as_linters_do() -> None:
+    found = findings(check_fixture.Values)
+    assert found == sorted(found)
+    assert re.fullmatch(r".*check_fixture\.py:\d+: [a-z-]+: .+", str(found[0]))
+    assert str(Finding("a.py", 3, "rule", "why")) == "a.py:3: rule: why"
+
+
+def test_groups_come_from_the_command_line_or_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = "tests.rayhelper.check_fixture:CallsAcross"
+    inside, sections, neither = tmp_path / "inside.yaml", tmp_path / "sections.yaml", tmp_path / "neither.yaml"
+    inside.write_text("lr: 1e-3\ndevice_groups:\n  a: {device: CPU, ranks: 1, workers: [train, rollout]}\n")
+    sections.write_text("lr: 1e-3\ncolocate_groups: [[train, rollout]]\ntrain: {cpus: 2}\nrollout: {cpus: 2}\n")
+    neither.write_text("lr: 1e-3\n")
+    seen = {}
+    for file in (inside, sections, neither):
+        assert check(target, config=str(file)) == 1
+        seen[file.stem] = {rule for _, rule in printed(capsys.readouterr().out)}
+    assert seen["inside"] == seen["sections"] == {"call-to-driver"}
+    assert seen["neither"] == {"call-across-roles", "call-to-driver"}
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("trainers.grpo", "names no class"),
+        ("trainers.nothing_here:Trainer", "cannot be found"),
+        ("nowhere_at_all.inside:Trainer", "cannot be found"),
+        ("tests.rayhelper.check_fixture:Missing", "no class Missing"),
+        ("tests.rayhelper.check_fixture:remember", "not a class"),
+        ("collections.abc:Missing", "no class Missing"),
+        ("broken_module:Trainer", "cannot be imported: ZeroDivisionError"),
+        ("broken_syntax:Trainer", "syntax"),
+    ],
+)
+def test_what_cannot_be_loaded_is_one_line_and_exit_code_2(
+    target: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken_module.py").write_text("1 / 0\n")
+    (tmp_path / "broken_syntax.py").write_text("class\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert check(target) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_mistake_in_the_groups_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check("trainers.sft:SFTTrainer", device_groups="{a: {device: TPU, ranks: 1, workers: [train]}}") == 2
+    assert "TPU" in capsys.readouterr().err
+    assert check("trainers.sft:SFTTrainer", device_groups="{}", config="x.yaml") == 2
+    assert "Give one of them" in capsys.readouterr().err
+
+
+def test_a_class_without_a_file_is_refused() -> None:
+    scope: dict[str, Any] = {"RayHelper": RayHelper, "__name__": "nowhere"}
+    exec("@RayHelper.worker(group='a')\nclass Typed:\n    pass", scope)
+    with pytest.raises(RayHelperError, match="Define the class in a file"):
+        findings(scope["Typed"])
+
+
+def make_local() -> Iterator[type]:
+    @RayHelper.worker(group="a")
+    class Local:
+        @RayHelper.function(group="a")
+        def size(self) -> int:
+            return 1
+
+        def run(self) -> int:
+            return self.size()
+
+    yield Local
+
+
+def test_a_class_inside_a_function_is_read_too() -> None:
+    assert [finding.rule for finding in findings(next(make_local()))] == ["none-value-used"]

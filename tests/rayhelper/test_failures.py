@@ -1,0 +1,244 @@
+"""What goes wrong on a cluster: told at once, as what it is, and over soon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rayhelper import (
+    CallCancelledError,
+    DeadlineError,
+    DispatchError,
+    RayHelper,
+    RoleError,
+    WorkerDiedError,
+    WorkerError,
+)
+from tests.conftest import without_runtime
+from tests.rayhelper.test_calls import GROUPS, Trainer
+
+WORKERS = 4
+
+
+@RayHelper.worker(group="work")
+class Troubled:
+    """Methods that fail, hang or die on some ranks."""
+
+    def __init__(self, joined: bool = False) -> None:
+        self.joined = joined
+        self.calls = 0
+        if joined:
+            self.join()
+
+    @RayHelper.function(group="work")
+    def join(self) -> None:
+        RayHelper.init_process_group("gloo", timeout_s=120)
+
+    @RayHelper.function(group="work")
+    def pid(self) -> int:
+        return os.getpid()
+
+    @RayHelper.function(group="work", dispatch="slice", collect="flatten")
+    def squares(self, items: list[int]) -> list[int]:
+        self.calls += 1
+        return [item * item for item in items]
+
+    @RayHelper.function(group="work")
+    def fail_on(self, rank: int, then: str) -> str:
+        """One rank fails; what the others do meanwhile."""
+        if RayHelper.current().rank == rank:
+            raise KeyError(f"rank {rank} cannot")
+        if then == "sleep":
+            time.sleep(60)
+        elif then == "wait for it":
+            torch.distributed.all_reduce(torch.ones(1))
+        elif then == "spin":
+            while True:
+                pass
+        return "done"
+
+    @RayHelper.function(group="work")
+    def fail_everywhere(self) -> None:
+        raise ValueError("the same everywhere")
+
+    @RayHelper.function(group="work")
+    def reduced(self) -> float:
+        value = torch.ones(1)
+        torch.distributed.all_reduce(value)
+        return value.item()
+
+    @RayHelper.function(group="work")
+    def one_sleeps_others_wait_for_it(self) -> None:
+        if RayHelper.current().rank == 0:
+            threading.Event().wait(60)
+        torch.distributed.all_reduce(torch.ones(1))
+
+    @RayHelper.function(group="work")
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    @RayHelper.function(group="work", execute="first")
+    def slow(self, value: Any, seconds: float = 0.2) -> Any:
+        time.sleep(seconds)
+        return value
+
+    @RayHelper.function(group="work")
+    def change(self, tensor: torch.Tensor) -> None:
+        tensor.mul_(2)
+
+    @RayHelper.function(group="work")
+    def keep(self, tensor: torch.Tensor) -> None:
+        self.kept = tensor
+
+    @RayHelper.function(group="work")
+    def change_kept(self) -> None:
+        self.kept.add_(1)
+
+
+@pytest.fixture(scope="module")
+def group(ray_cluster: None) -> Iterator[None]:
+    with RayHelper.session({"crew": {"device": "CPU", "ranks": WORKERS, "workers": ["work"]}}):
+        yield
+
+
+@pytest.fixture(scope="module")
+def troubled(group: None) -> Troubled:
+    return Troubled(joined=True)
+
+
+@pytest.fixture
+def calls_trainer(ray_cluster: None) -> Iterator[Trainer]:
+    with without_runtime(), RayHelper.session(GROUPS):
+        yield Trainer()
+
+
+@pytest.mark.parametrize("then", ["return", "sleep", "spin", "wait for it"])
+def test_a_failure_is_told_within_a_second_and_the_group_goes_on(troubled: Troubled, then: str) -> None:
+    assert troubled.reduced() == [float(WORKERS)] * WORKERS
+    started = time.monotonic()
+    with pytest.raises(KeyError, match="rank 2 cannot") as caught:
+        troubled.fail_on(2, then)
+    assert time.monotonic() - started < 2  # on a machine that tests share; benchmarks measure it
+    note = "".join(caught.value.__notes__)
+    for words in ("Troubled.fail_on", "'work'", "rank 2", "'crew'", "node 127.0.0.1"):
+        assert words in note
+    assert "in fail_on" in str(caught.value.__cause__)
+    assert troubled.squares(list(range(8))) == [k * k for k in range(8)]
+    assert troubled.reduced() == [float(WORKERS)] * WORKERS
+
+
+def test_equal_failures_of_many_ranks_are_told_once(troubled: Troubled) -> None:
+    with pytest.raises(ValueError, match="the same everywhere") as caught:
+        troubled.fail_everywhere()
+    note = "".join(caught.value.__notes__)
+    assert note.count("ValueError") == 0
+    assert "3 more ranks raised the same" in note
+
+
+def test_a_deadline_shows_where_every_rank_is_even_inside_a_collective(troubled: Troubled) -> None:
+    call = troubled.one_sleeps_others_wait_for_it.defer()
+    with pytest.raises(DeadlineError) as caught:
+        call.result(timeout_s=1.0)
+    told = str(caught.value)
+    assert "--- rank 0\n" in told
+    assert "threading.Event().wait(60)" in told
+    assert "--- rank 1, 2, 3\n" in told
+    assert "torch.distributed.all_reduce(torch.ones(1))" in told
+    assert call.cancel()
+    assert troubled.reduced() == [float(WORKERS)] * WORKERS
+
+
+def test_the_deadline_of_a_group_gives_the_call_up(ray_cluster: None) -> None:
+    groups = {"crew": {"device": "CPU", "ranks": 2, "workers": ["work"], "timeout_s": 1}}
+    with without_runtime(), RayHelper.session(groups):
+        troubled = Troubled()
+        with pytest.raises(DeadlineError, match=r"ranks 0, 1.*timeout_s(?s:.*)time\.sleep\(seconds\)"):
+            troubled.sleep(60)
+        assert troubled.squares([1, 2, 3]) == [1, 4, 9]
+
+
+def test_a_cancelled_call_stops_and_one_that_waits_never_runs(troubled: Troubled) -> None:
+    running, waiting = troubled.sleep.defer(60), troubled.squares.defer(list(range(8)))
+    assert waiting.cancel()
+    assert running.cancel()
+    assert not running.cancel()
+    for future in (running, waiting):
+        with pytest.raises(CallCancelledError):
+            future.result()
+    assert troubled.squares([1, 2]) == [1, 4]
+
+
+def test_a_finished_call_cannot_be_cancelled(troubled: Troubled) -> None:
+    done = troubled.squares.defer([3])
+    assert done.result() == [9]
+    assert not done.cancel()
+    assert done.result() == [9]
+
+
+def test_calls_beyond_the_limit_wait_for_earlier_ones(ray_cluster: None) -> None:
+    groups = {"crew": {"device": "CPU", "ranks": 1, "workers": ["work"], "max_in_flight": 2}}
+    with without_runtime(), RayHelper.session(groups):
+        troubled = Troubled()
+        calls = [troubled.slow.defer(k) for k in range(5)]
+        assert [call.done() for call in calls[:3]] == [True] * 3  # else the fifth would not have been accepted
+        assert [call.result() for call in calls] == list(range(5))
+
+
+def test_a_killed_worker_is_noticed_and_later_calls_name_it(ray_cluster: None) -> None:
+    with without_runtime(), RayHelper.session({"crew": {"device": "CPU", "ranks": 2, "workers": ["work"]}}):
+        troubled = Troubled()
+        pids = troubled.pid()
+        call = troubled.sleep.defer(60)
+        os.kill(pids[1], signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(WorkerDiedError, match=r"rank 1 of group 'crew'.*Troubled\.sleep"):
+            call.result()
+        assert time.monotonic() - started < 4  # on a machine that tests share; benchmarks measure it
+        with pytest.raises(WorkerDiedError, match=r"rank 1 of group 'crew'.*Troubled\.sleep"):
+            troubled.squares([1])
+
+
+def test_a_tensor_that_others_read_cannot_be_changed_in_silence(troubled: Troubled) -> None:
+    for size in (3, 300_000):
+        with pytest.raises(DispatchError, match=r"Troubled\.change.*in place.*clone"):
+            troubled.change(torch.ones(size))
+    troubled.keep(torch.ones(300_000))
+    with pytest.raises(DispatchError, match=r"Troubled\.change_kept.*in place"):
+        troubled.change_kept()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("keyword", "KeywordError: 1 the real cause"),
+        ("cancelled", "CancelledError: why"),
+        ("interrupt", "KeyboardInterrupt: why"),
+        ("exit", "SystemExit: why"),
+    ],
+)
+def test_what_cannot_be_raised_as_itself_is_told_in_full(calls_trainer: Trainer, kind: str, name: str) -> None:
+    with pytest.raises(WorkerError, match=name) as caught:
+        calls_trainer.fail(kind)
+    assert "rank 0" in str(caught.value)
+    assert "in fail" in str(caught.value)
+    assert calls_trainer.first(1) == 1
+
+
+def test_a_future_that_outlives_its_session_says_so(ray_cluster: None) -> None:
+    with without_runtime():
+        with RayHelper.session(GROUPS):
+            late = Trainer().first.defer(1)
+        with pytest.raises(RoleError, match="stopped"):
+            late.result()
+
+
+def test_a_trainer_cannot_be_sent_to_a_worker(calls_trainer: Trainer) -> None:
+    with pytest.raises((RoleError, DispatchError), match="sent to another process"):
+        calls_trainer.every(calls_trainer)

@@ -1,0 +1,143 @@
+"""Parallel sizes that do not go together, or not with the model or the nodes: what a plan says of each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rayhelper.test_plan_report import SHAPE, mistakes, planned
+
+MOE = {**SHAPE, "model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+
+# what is written beside a train section of 8 GPUs, what the message must name, and its remedy
+SIZE_MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "shared sizes that leave a rest": (
+        {"tensor_model_parallel_size": 3},
+        "tensor_model_parallel_size 3 of role 'train' does not divide its 8 workers",
+        "Ask for a multiple of 3",
+    ),
+    "shared TP as text": ({"tensor_model_parallel_size": "2"}, "tensor_model_parallel_size of role", "Write 1 or more"),
+    "EP as text": ({"expert_model_parallel_size": "2"}, "expert_model_parallel_size of role 'train'", "Write 1 or"),
+    "EP beyond the data-parallel workers": (
+        {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 8},
+        "= 16 of role 'train' does not divide the 8 workers of a pipeline stage (TP 2 x CP 1 x DP 4)",
+        "expert_model_parallel_size among 1, 2, 4.",
+    ),
+    "ETP that no worker has": (
+        {"expert_tensor_parallel_size": 3},
+        "expert_tensor_parallel_size 3 = 3 of role 'train'",
+        "Choose expert_tensor_parallel_size 1",
+    ),
+    "EP without experts": ({"model": SHAPE, "expert_model_parallel_size": 2}, "but the model has none", "Remove it"),
+    "EP that tears experts": (
+        {"model": {**MOE, "num_experts": 6}, "expert_model_parallel_size": 4},
+        "does not divide the model's num_experts 6",
+        "among 1, 2, 3, 6",
+    ),
+    "ETP that tears an expert": (
+        {"model": {**MOE, "moe_intermediate_size": 769}, "expert_tensor_parallel_size": 2},
+        "does not divide the model's moe_intermediate_size 769",
+        "among 1, 769",
+    ),
+    "ETP apart from TP without EP": (
+        {"model": MOE, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+        "expert_tensor_parallel_size 1 of role 'train' differs from tensor_model_parallel_size 2",
+        "Remove expert_tensor_parallel_size",
+    ),
+    "experts under TP without sequence parallelism": (
+        {"model": MOE, "tensor_model_parallel_size": 2, "sequence_parallel": False},
+        "sequence_parallel of role 'train' is false",
+        "Write sequence_parallel: true",
+    ),
+    "sequence parallelism without TP": (
+        {"sequence_parallel": True},
+        "tensor_model_parallel_size is 1",
+        "Remove it",
+    ),
+    "VPP without PP": (
+        {"virtual_pipeline_model_parallel_size": 2},
+        "pipeline_model_parallel_size is 1",
+        "make pipeline_model_parallel_size larger",
+    ),
+    "layers that leave a rest": (
+        {"model": SHAPE, "pipeline_model_parallel_size": 8},
+        "pipeline_model_parallel_size 8 of role 'train' does not divide the model's num_hidden_layers 36",
+        "among 1, 2, 3, 4, 6, 9, 12, 18, 36",
+    ),
+    "pieces of layers that leave a rest": (
+        {"model": SHAPE, "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2},
+        "pipeline_model_parallel_size 4 x virtual_pipeline_model_parallel_size 2",
+        "Choose a product among",
+    ),
+    "heads that leave a rest": (
+        {"model": {**SHAPE, "num_attention_heads": 36}, "tensor_model_parallel_size": 8},
+        "the model's num_attention_heads 36",
+        "among 1, 2, 3, 4",
+    ),
+    "key-value heads that leave a rest": (
+        {"model": {**SHAPE, "num_key_value_heads": 4}, "tensor_model_parallel_size": 8},
+        "the model's num_key_value_heads 4",
+        "among 1, 2, 4",
+    ),
+    "a shape without layers": ({"model": {"hidden_size": 8}}, "model has no num_hidden_layers", "Give a folder"),
+}
+
+
+@pytest.mark.parametrize("mistake", SIZE_MISTAKES)
+def test_parallel_sizes_that_do_not_fit_are_named_with_their_remedy(mistake: str, tmp_path: Path) -> None:
+    shared, named, remedy = SIZE_MISTAKES[mistake]
+    (said,) = mistakes(tmp_path, {**shared, "train": {"gpus": 8}}, gpu_memory_gib=1000)
+    assert named in said
+    assert remedy in said
+
+
+@pytest.mark.parametrize(
+    ("shared", "named"),
+    [
+        (
+            {"vllm_tensor_parallel_size": 3, "model": None},
+            "vllm_tensor_parallel_size 3 of role 'rollout' does not divide its 8 GPU",
+        ),
+        ({"vllm_tensor_parallel_size": 8, "model": {**SHAPE, "num_attention_heads": 36}}, "num_attention_heads 36"),
+        ({"vllm_tensor_parallel_size": 4, "model": {**SHAPE, "num_key_value_heads": 6}}, "num_key_value_heads 6"),
+        ({"vllm_gpu_memory_utilization": 1.5}, "must be a share in (0, 1], got 1.5"),
+        ({"vllm_gpu_memory_utilization": 0.1}, "its weights alone take 15.3 GiB. Raise vllm_gpu_memory_utilization"),
+    ],
+)
+def test_an_engine_that_cannot_be_is_told(shared: dict[str, Any], named: str, tmp_path: Path) -> None:
+    (said,) = mistakes(tmp_path, {"model": SHAPE, **shared, "rollout": {"gpus": 8}})
+    assert named in said
+
+
+def test_an_engine_may_repeat_key_value_heads(tmp_path: Path) -> None:
+    shared = {"model": {**SHAPE, "num_key_value_heads": 2}, "vllm_tensor_parallel_size": 8}
+    assert mistakes(tmp_path, {**shared, "rollout": {"gpus": 8}}) == []
+
+
+def test_legal_combinations_are_accepted(tmp_path: Path) -> None:
+    train = {"gpus": 32, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    train |= {"virtual_pipeline_model_parallel_size": 9, "expert_model_parallel_size": 8, "context_parallel_size": 2}
+    found = planned(tmp_path, {"model": MOE, "train": {**train, "expert_tensor_parallel_size": 1}})
+    assert (list(found.findings.mistakes), found.findings.warnings) == ([], [])
+    (role,) = found.groups[0].roles
+    assert (role.sizes.data, role.sizes.expert, role.sizes.expert_tensor) == (4, 8, 1)
+
+
+def test_sizes_beside_the_groups_are_meant_for_roles_that_train(tmp_path: Path) -> None:
+    config = {"tensor_model_parallel_size": 4, "train": {"gpus": 4}, "prm": {"gpus": 3}, "rollout": {"gpus": 1}}
+    found = planned(tmp_path, config)
+    assert list(found.findings.mistakes) == []
+    assert [group.roles[0].sizes.tensor for group in found.groups] == [4, 1, 1]
+
+
+def test_tensor_parallel_groups_on_two_nodes_are_warned_of(tmp_path: Path) -> None:
+    config = {"nproc_per_node": 4, "train": {"gpus": 24, "tensor_model_parallel_size": 3}}
+    found = planned(tmp_path, config)
+    assert list(found.findings.mistakes) == []
+    (warning,) = found.findings.warnings
+    assert "4 of 8 tensor-parallel groups of role 'train' lie on several nodes (3 GPU each, 4 a node)" in warning
+    assert "Make tensor_model_parallel_size a divisor of 4" in warning
+    config = {"nproc_per_node": 4, "rollout": {"gpus": 16, "vllm_tensor_parallel_size": 8}}
+    assert "2 of 2 tensor-parallel groups of role 'rollout'" in planned(tmp_path, config).findings.warnings[0]

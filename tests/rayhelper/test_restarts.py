@@ -1,0 +1,165 @@
+"""Workers that die where the device group has ``restarts``: replaced, and nothing lost or done twice."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from rayhelper import RayHelper, WorkerDiedError
+from tests.conftest import without_runtime
+
+
+@RayHelper.worker(group=["score", "train", "judge"])
+class Mortal:
+    def __init__(self, scale: int = 1) -> None:
+        self.scale = scale
+
+    @RayHelper.function(group="score", dispatch="slice", collect="flatten")
+    def scaled(self, items: list[int], die_once: str = "") -> list[int]:
+        marker = Path(die_once)
+        if die_once and RayHelper.current().rank == 1 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [item * self.scale for item in items]
+
+    @RayHelper.function(group="score")
+    def pid(self) -> int:
+        return os.getpid()
+
+    @RayHelper.function(group="score", dispatch="slice", collect="flatten")
+    def ranked(self, items: list[int]) -> list[tuple[int, int]]:
+        RayHelper.shard(1 - RayHelper.current().rank, 2)
+        return [(item, RayHelper.current().rank) for item in items]
+
+    @RayHelper.function(group="train", collect="flatten")
+    def summed(self, die_once: str = "") -> list[float]:
+        RayHelper.init_process_group("gloo", timeout_s=60)
+        marker = Path(die_once)
+        if die_once and RayHelper.current().rank == 0 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        value = torch.ones(1)
+        torch.distributed.all_reduce(value)
+        return [value.item()]
+
+    @RayHelper.function(group="judge", dispatch="slice", collect="flatten")
+    def judged(self, items: list[int]) -> list[int]:
+        return [item + 1 for item in items]
+
+
+def groups(restarts: int) -> dict[str, object]:
+    return {
+        "scorers": {"device": "CPU", "ranks": 2, "workers": ["score"], "restarts": restarts},
+        "trainers": {"device": "CPU", "ranks": 2, "workers": ["train"], "restarts": restarts},
+        "judges": {"device": "CPU", "ranks": 1, "workers": ["judge"]},
+    }
+
+
+@pytest.fixture(scope="module")
+def mortal(ray_cluster: None) -> Iterator[Mortal]:
+    with RayHelper.session(groups(restarts=50)):
+        yield Mortal(scale=10)
+
+
+def test_a_worker_that_dies_in_a_call_is_replaced_and_its_slice_runs_again(mortal: Mortal, tmp_path: Path) -> None:
+    assert mortal.scaled([1, 2, 3], str(tmp_path / "died")) == [10, 20, 30]
+    assert (tmp_path / "died").exists()
+    assert mortal.scaled([4, 5]) == [40, 50]
+
+
+def test_a_worker_that_dies_between_calls_is_replaced_by_the_next(mortal: Mortal) -> None:
+    pids = mortal.pid()
+    os.kill(pids[0], signal.SIGKILL)
+    assert mortal.scaled([1, 2, 3]) == [10, 20, 30]
+    assert mortal.pid()[1] == pids[1]
+    assert mortal.pid()[0] != pids[0]
+
+
+def test_workers_that_share_a_process_group_are_replaced_together(mortal: Mortal, tmp_path: Path) -> None:
+    assert mortal.summed() == [2.0, 2.0]
+    assert mortal.summed(str(tmp_path / "died")) == [2.0, 2.0]
+    assert mortal.summed() == [2.0, 2.0]
+
+
+def test_a_future_that_was_handed_on_survives_the_death_of_its_maker(mortal: Mortal, tmp_path: Path) -> None:
+    made = mortal.scaled.defer([1, 2, 3, 4], str(tmp_path / "died"))
+    assert mortal.judged(made) == [11, 21, 31, 41]
+    assert made.result() == [10, 20, 30, 40]
+
+
+def test_shards_that_were_reported_hold_for_the_replacement(mortal: Mortal) -> None:
+    crossed = Mortal()
+    crossed.ranked([1, 2])
+    assert crossed.ranked([1, 2]) == [(1, 1), (2, 0)]
+    os.kill(crossed.pid()[1], signal.SIGKILL)
+    crossed.ranked([1, 2])
+    assert crossed.ranked([1, 2]) == [(1, 1), (2, 0)]
+
+
+def test_when_the_restarts_are_used_up_the_error_says_so(ray_cluster: None) -> None:
+    alone = {"device": "CPU", "ranks": 1, "workers": ["score", "train", "judge"], "restarts": 1}
+    with without_runtime(), RayHelper.session({"all": alone}):
+        mortal = Mortal(scale=10)
+        os.kill(mortal.pid()[0], signal.SIGKILL)
+        assert mortal.scaled([1]) == [10]
+        os.kill(mortal.pid()[0], signal.SIGKILL)
+        with pytest.raises(WorkerDiedError, match=r"rank 0 of group 'all'.*all 1 restarts were used"):
+            mortal.scaled([1])
+
+
+def test_chaos_nothing_is_lost_doubled_or_left_behind(ray_cluster: None) -> None:
+    """Two hundred calls, some in flight together, while workers are killed at random moments."""
+    rng = random.Random(7)
+    killed: list[int] = []
+    others = workers()
+    together = {"device": "CPU", "ranks": 3, "workers": ["score", "train", "judge"], "restarts": 1000}
+    with without_runtime(), RayHelper.session({"all": together}):
+        mortal = Mortal(scale=3)
+        over = threading.Event()
+
+        def kill_now_and_then() -> None:
+            while len(killed) < 6 and not over.wait(rng.uniform(1.5, 3.0)):
+                victims = [process for process in workers() if process not in others]
+                if victims:
+                    victim = rng.choice(victims)
+                    killed.append(victim.pid)
+                    victim.kill()
+
+        killer = threading.Thread(target=kill_now_and_then)
+        killer.start()
+        try:
+            in_flight = []
+            for call in range(200):
+                items = list(range(call, call + call % 7))
+                in_flight.append((items, mortal.scaled.defer(items)))
+                while len(in_flight) > 5 or (in_flight and call == 199):
+                    asked, future = in_flight.pop(0)
+                    assert future.result() == [3 * item for item in asked]
+                if len(killed) < 6:  # the calls last as long as the deaths
+                    over.wait(0.05)
+        finally:
+            over.set()
+            killer.join()
+    assert len(killed) >= 3
+    assert not [pid for pid in killed if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+    _, left = psutil.wait_procs([process for process in workers() if process not in others], timeout=10)
+    assert not left
+
+
+def workers() -> list[psutil.Process]:
+    """The processes that host groups on this process's cluster."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != "zombie" and "ray::Host" in " ".join(process.cmdline()):
+                found.append(process)
+    return found

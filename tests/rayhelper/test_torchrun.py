@@ -1,0 +1,163 @@
+"""The contract of decorated calls under torchrun, and what only torchrun has: several processes that run one driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rayhelper import ConfigError, RayHelper
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROGRAM = """
+import json, logging, os, sys
+import numpy as np
+import torch
+from rayhelper import RayHelper, RoleError
+
+@RayHelper.worker(group=["train", "judge"])
+class Trainer:
+    def __init__(self, fail=False):
+        self.where = RayHelper.current()
+        self.report()
+        if fail and self.where.rank == 1:
+            raise ValueError("rank 1 cannot be constructed")
+
+    @RayHelper.function(group="train")
+    def report(self):
+        rank = RayHelper.current().rank
+        RayHelper.shard(rank // 2, 2, leader=rank % 2 == 1)
+        RayHelper.init_process_group("gloo", timeout_s=60)
+
+    @RayHelper.function(group="train", dispatch="slice", collect="flatten")
+    def double(self, items):
+        return [item * 2 for item in items]
+
+    @RayHelper.function(group="train", dispatch="slice")
+    def lengths(self, items):
+        return len(items)
+
+    @RayHelper.function(group="train")
+    def reduced(self):
+        value = torch.ones(1)
+        torch.distributed.all_reduce(value)
+        return value.item()
+
+    @RayHelper.function(group="train")
+    def fails_while_others_wait(self):
+        if RayHelper.current().rank == 2:
+            raise KeyError("rank 2 cannot")
+        torch.distributed.all_reduce(torch.ones(1))
+
+    @RayHelper.function(group="train", execute="first")
+    def large(self, count):
+        return np.arange(count)
+
+    @RayHelper.function(group="judge")
+    def judges(self):
+        return RayHelper.current().rank, RayHelper.current().world_size
+
+    @RayHelper.function(group="driver")
+    def who(self):
+        return RayHelper.current()
+
+def told(error):
+    return [type(error).__name__, str(error), "".join(getattr(error, "__notes__", []))]
+
+with RayHelper.session(json.loads(sys.argv[1]), runtime="torchrun", trace=sys.argv[3]):
+    logging.warning("said by rank 0 alone")
+    trainer = Trainer()
+    facts = {
+        "double": trainer.double([1, 2, 3]),
+        "lengths": trainer.lengths([1, 2, 3]),
+        "reduced": trainer.reduced(),
+        "large": int(trainer.large(300_000).sum()),
+        "judges": trainer.judges(),
+        "driver": [trainer.who().group, trainer.who().rank, trainer.who().world_size],
+    }
+    try:
+        trainer.fails_while_others_wait()
+    except KeyError as error:
+        facts["failure"] = told(error)
+    facts["after"] = trainer.reduced()
+    try:
+        Trainer(fail=True)
+    except ValueError as error:
+        facts["constructor"] = told(error)
+    try:
+        if int(os.environ["RANK"]) == 0:
+            trainer.lengths([1])
+        else:
+            trainer.double([1])
+    except RoleError as error:
+        facts["differ"] = told(error)
+with open(f"{sys.argv[2]}/{os.environ['RANK']}.json", "w") as file:
+    json.dump(facts, file)
+"""
+
+
+def torchrun(processes: int, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The finished command, run by ``processes`` processes."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return subprocess.run([*start, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
+
+
+def test_the_contract_of_decorated_calls_holds_under_torchrun() -> None:
+    done = torchrun(
+        3, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "tests/rayhelper/test_calls.py", cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    passed = [line for line in done.stdout.splitlines() if "passed" in line]
+    assert len(passed) == 3
+    assert not any("failed" in line or "skipped" in line for line in passed)
+
+
+def test_every_process_sees_what_the_driver_would_see(tmp_path: Path) -> None:
+    groups = {
+        "actors": {"device": "CPU", "ranks": 4, "workers": ["train"]},
+        "judges": {"device": "GPU", "ranks": [1, 3], "workers": ["judge"]},
+    }
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    trace = tmp_path / "trace.json"
+    done = torchrun(4, str(program), json.dumps(groups), str(tmp_path), str(trace), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stderr.count("said by rank 0 alone") == 1
+    facts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    for rank, seen in enumerate(facts):
+        assert seen["double"] == [2, 4, 6]
+        assert seen["lengths"] == [2, 1]  # two shards of two processes, one leader each
+        assert seen["reduced"] == seen["after"] == [4.0, 4.0]
+        assert seen["large"] == sum(range(300_000))
+        assert seen["judges"] == [[0, 2], [1, 2]]
+        assert seen["driver"] == ["driver", rank, 4]
+        assert seen["failure"][:2] == ["KeyError", "'rank 2 cannot'"]
+        assert "rank 2 of group 'actors'" in seen["failure"][2]
+        assert seen["constructor"][:2] == ["ValueError", "rank 1 cannot be constructed"]
+        assert "rank 0 Trainer.lengths" in seen["differ"][1]
+        assert "rank 1 Trainer.double" in seen["differ"][1]
+    from rayhelper.trace import read
+
+    spans, _ = read(trace)
+    assert {(span.role, span.rank) for span in spans if span.name == "Trainer.double" and span.phase == "run"} == {
+        ("train", rank) for rank in range(4)
+    }
+    assert {span.rank for span in spans if span.role == "driver"} == {0, 1, 2, 3}
+
+
+def test_without_torchrun_the_error_says_how_to_start() -> None:
+    with pytest.raises(ConfigError, match="torchrun --nproc-per-node"):
+        RayHelper.initialize({"g": {"device": "CPU", "ranks": 1, "workers": ["w"]}}, runtime="torchrun")
+
+
+def test_a_group_larger_than_the_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"rank 3.*2 processes"):
+        RayHelper.initialize({"g": {"device": "CPU", "ranks": 4, "workers": ["w"]}}, runtime="torchrun")

@@ -13,7 +13,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["rayhelper", "rayhelper.*", "trainers", "trainers.*"]),
-    package_data={"rayhelper": ["py.typed"], "trainers": ["py.typed"]},
+    package_data={"rayhelper": ["py.typed", "timeline/page.html"], "trainers": ["py.typed"]},
     install_requires=[
         "accelerate>=1.0",
         "datasets>=3.0",
@@ -38,6 +38,7 @@ setup(
         "dev": [
             "hypothesis",
             "mypy",
+            "pyright[nodejs]",
             "pytest",
             "pytest-asyncio",
             "pytest-timeout",

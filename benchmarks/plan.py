@@ -9,7 +9,6 @@ ranks, and the first on a cluster with half the nodes that it needs. Reported is
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import subprocess
@@ -20,7 +19,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PROGRAM = "import sys; from rayhelper.plan_report import plan; sys.exit(plan(sys.argv[1], nodes=int(sys.argv[2])))"
 SHAPE = {
     "model_type": "qwen3",
     "hidden_size": 4096,
@@ -53,10 +51,7 @@ def ranks(num_gpus: int) -> dict[str, Any]:
 
 def seconds(file: Path, nodes: int, code: int) -> float:
     """Wall time of one dry run that must end with the exit code."""
-    if importlib.util.find_spec("rayhelper.__main__"):
-        command = [sys.executable, "-m", "rayhelper", "plan", "--config", str(file), "--nodes", str(nodes)]
-    else:
-        command = [sys.executable, "-c", PROGRAM, str(file), str(nodes)]
+    command = [sys.executable, "-m", "rayhelper", "plan", "--config", str(file), "--nodes", str(nodes)]
     start = time.perf_counter()
     ran = subprocess.run(command, capture_output=True, text=True)
     taken = time.perf_counter() - start

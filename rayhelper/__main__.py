@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(_parser().parse_args(arguments))
     subcommand = options.pop("subcommand")
     if subcommand == "plan":
-        from rayhelper.plan_report import plan
+        from rayhelper.planning.plan_report import plan
 
         return plan(**options)
     if subcommand == "check":

@@ -21,7 +21,6 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rayhelper import environment
-from rayhelper import placement as placing
 from rayhelper.device_groups import DeviceGroup
 from rayhelper.door import Address, ask
 from rayhelper.host import NUM_SLOTS, Host
@@ -33,14 +32,14 @@ class Crew:
     """The processes of one device group."""
 
     def __init__(
-        self, group: DeviceGroup, slots: tuple[Slot, ...], *, inherits: bool, trace: bool, wait_s: float
+        self, group: DeviceGroup, slots: tuple[Slot, ...], reserved: PlacementGroup, *, inherits: bool, trace: bool
     ) -> None:
         self.group = group
         self.slots = slots
         self.inherits = inherits  # the processes descend from this driver, and so have its whole environment until now
         self.trace = trace
         self.key = secrets.token_bytes(16)
-        self.reserved: PlacementGroup = placing.reserve(group, slots, wait_s=wait_s)
+        self.reserved = reserved
         self.actors = [self._actor(slot) for slot in slots]
         self.doors: dict[int, Address] = {}
         self.clock_offsets_ns: dict[int, int] = {}

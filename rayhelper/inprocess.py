@@ -10,6 +10,7 @@ is an error here: values that do not pickle, arguments changed in place, writes 
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Sequence
@@ -184,15 +185,21 @@ class _noted:  # noqa: N801
 
 def _sent(call: Any, ledger: Ledger, where: str) -> Any:
     try:
-        packed = pack(call)
+        packed = _carried(call)
     except Exception as error:
         raise DispatchError(f"an argument of {where} cannot be sent to another process: {error}") from error
     return unpack(packed, ledger=ledger)
 
 
+def _carried(value: Any) -> Packed:
+    """The packed value as the other side has it: in memory of its own."""
+    packed: Packed = pickle.loads(pickle.dumps(pack(value)))
+    return packed
+
+
 def _returned(value: Any, where: str) -> Any:
     try:
-        packed = pack(value)
+        packed = _carried(value)
     except Exception as error:
         raise WorkerError(f"the value of {where} could not be sent back: {error}") from error
     return unpack(packed, writable=True)

@@ -19,6 +19,8 @@ from rayhelper.errors import PlacementError
 from rayhelper.patches import ray_on_loopback
 from rayhelper.plan import NodeResources, Slot, assign, resources
 
+_RESERVE_S = 10.0  # for what was free a moment ago
+
 
 def connect(address: str | None) -> bool:
     """Joins the cluster at ``address``, or starts one on this machine; True if it is ours to stop."""
@@ -45,10 +47,8 @@ def place(groups: DeviceGroups, *, wait_s: float) -> dict[str, tuple[Slot, ...]]
     while True:
         try:
             return assign(groups, cluster_nodes())
-        except PlacementError as error:
+        except PlacementError:
             if time.monotonic() >= deadline:
-                if wait_s:
-                    error.add_note(f"waited {wait_s:g} s for the cluster to provide it")
                 raise
         time.sleep(0.2)
 
@@ -72,21 +72,58 @@ def cluster_nodes() -> list[NodeResources]:
     ]
 
 
-def reserve(group: DeviceGroup, slots: tuple[Slot, ...], *, wait_s: float) -> PlacementGroup:
+def reserved_slots(groups: DeviceGroups, *, wait_s: float) -> dict[str, tuple[tuple[Slot, ...], PlacementGroup]]:
+    """The slots of every group and the placement group that holds them, waiting up to ``wait_s`` for nodes.
+
+    What is free may be taken between looking and reserving, or lie on a node that just died: then it is tried again.
+
+    Raises:
+        PlacementError: with what was asked and what each node has free.
+    """
+    deadline = time.monotonic() + wait_s
+    try:
+        while True:
+            found = _reserved_once(groups, deadline)
+            if found is not None:
+                return found
+    except PlacementError as error:
+        if wait_s:
+            error.add_note(f"waited {wait_s:g} s for the cluster to provide it")
+        raise
+
+
+def _reserved_once(groups: DeviceGroups, deadline: float) -> dict[str, tuple[tuple[Slot, ...], PlacementGroup]] | None:
+    """The slots and placement groups; None if something came between and there is time to try again."""
+    slots = place(groups, wait_s=max(0.0, deadline - time.monotonic()))
+    reserved: dict[str, tuple[tuple[Slot, ...], PlacementGroup]] = {}
+    try:
+        for group in groups.groups:
+            reserved[group.name] = slots[group.name], reserve(group, slots[group.name])
+        return reserved
+    except PlacementError:
+        for _, held in reserved.values():
+            remove_placement_group(held)
+        if time.monotonic() >= deadline:
+            place(groups, wait_s=0.0)  # raises with the table, if that is why
+            raise
+        return None
+
+
+def reserve(group: DeviceGroup, slots: tuple[Slot, ...]) -> PlacementGroup:
     """A placement group with one bundle a rank, each on the node of its slot.
 
     Raises:
-        PlacementError: the cluster did not provide it within ``wait_s``.
+        PlacementError: the cluster did not provide it within ten seconds.
     """
     reserved: Any = placement_group(
         [resources(group) for _ in slots],
         strategy="PACK",
         bundle_label_selector=[{"ray.io/node-id": slot.node_id} for slot in slots],
     )
-    if not reserved.wait(wait_s):
+    if not reserved.wait(_RESERVE_S):
         remove_placement_group(reserved)
         raise PlacementError(
             f"group {group.name!r} asked for {len(slots)} x {resources(group)}, and the cluster did not provide it "
-            f"within {wait_s:g} s: something else took the resources. Free: {ray.available_resources()}"
+            f"within {_RESERVE_S:g} s: something else took the resources. Free: {ray.available_resources()}"
         )
     return reserved  # type: ignore[no-any-return]

@@ -12,12 +12,24 @@ from ray import cloudpickle
 
 from rayhelper import placement as placing
 from rayhelper.device_groups import DeviceGroups
+from rayhelper.errors import ConfigError
 from rayhelper.modules import user_modules
 from rayhelper.recording import Recording
 from rayhelper.worker_group import WorkerGroup
 
 _LOCAL_WAIT_S = 0.0  # a cluster of this machine alone will not grow
-_CLUSTER_WAIT_S = 120.0
+_CLUSTER_WAIT_S = 120.0  # unless RAYHELPER_WAIT_S says otherwise
+
+
+def cluster_wait_s() -> float:
+    """Seconds to wait for nodes to join or to be freed. Raises ConfigError if RAYHELPER_WAIT_S is no number."""
+    written = os.environ.get("RAYHELPER_WAIT_S", str(_CLUSTER_WAIT_S))
+    try:
+        return max(0.0, float(written))
+    except ValueError:
+        raise ConfigError(
+            f"RAYHELPER_WAIT_S must be a number of seconds, got {written!r}. Correct or unset it."
+        ) from None
 
 
 class RayCluster:
@@ -31,12 +43,10 @@ class RayCluster:
 
     def start(self, config: DeviceGroups) -> dict[str, WorkerGroup]:
         self.is_ours = placing.connect(self.address)
-        slots = placing.place(config, wait_s=_CLUSTER_WAIT_S if self.address else _LOCAL_WAIT_S)
+        reserved = placing.reserved_slots(config, wait_s=cluster_wait_s() if self.address else _LOCAL_WAIT_S)
         inherits = self.is_ours and not self.address
         for group in config.groups:
-            self.groups[group.name] = WorkerGroup(
-                group, slots[group.name], self.recording, inherits=inherits, wait_s=_CLUSTER_WAIT_S
-            )
+            self.groups[group.name] = WorkerGroup(group, *reserved[group.name], self.recording, inherits=inherits)
         for started in self.groups.values():
             started.prepare()
         return self.groups

@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup
 
 from rayhelper.calls import divide, layout_of
 from rayhelper.crew import Crew
@@ -42,14 +43,14 @@ class WorkerGroup:
         self,
         group: DeviceGroup,
         slots: tuple[Slot, ...],
+        reserved: PlacementGroup,
         recording: Recording | None,
         *,
         inherits: bool,
-        wait_s: float,
     ) -> None:
         self.group = group
         self.recording = recording
-        self.crew = Crew(group, slots, inherits=inherits, trace=recording is not None, wait_s=wait_s)
+        self.crew = Crew(group, slots, reserved, inherits=inherits, trace=recording is not None)
         self.shards = ShardTable(len(slots), group.name)
         self.constructions: dict[int, Any] = {}  # by instance, for workers that are replaced
         self.open: dict[int, GroupCall] = {}  # calls whose outcome is not known yet, in order

@@ -40,7 +40,7 @@ def roots(modules: set[str]) -> set[str]:
     return {module.partition(".")[0] for module in modules}
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "rayhelper").glob("*.py")), ids=lambda file: file.name)
+@pytest.mark.parametrize("file", sorted((ROOT / "rayhelper").rglob("*.py")), ids=lambda file: file.name)
 def test_the_core_knows_no_model_and_ray_only_where_it_is_wrapped(file: Path) -> None:
     found = roots(imports(file))
     assert not found & {"transformers", "trainers", "trl", "vllm", "megatron", "datasets"}

@@ -15,6 +15,7 @@ ms_swift.py      contestant: ms-swift's RayHelper
 verl_workers.py  contestant: verl's RayWorkerGroup
 report.py        tables in Markdown
 sizes.py         the other mode: growth, slopes and plots
+counting.py      its workers
 """
 
 import os

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import sys
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,7 @@ from benchmarks.peers.questions import (
 )
 from benchmarks.peers.work import Contestant
 
+PLOTS = Path(__file__).parent.parent / "plots"
 OTHERS = {"ours": "Ours", "ms_swift": "SwiftRayHelper", "verl_workers": "VerlWorkerGroup"}
 
 
@@ -107,7 +109,8 @@ def main() -> None:
             results: dict[str, Any] = sizes.measured(quick=args.quick)
             print(report.heading(facts, "sh benchmarks/peers.sh " + " ".join(sys.argv[1:])) + "\n")
             print(sizes.described(results))
-            sizes.drawn(results, Path(__file__).parent.parent / "plots")
+            with tempfile.TemporaryDirectory() as nowhere:
+                sizes.drawn(results, Path(nowhere) if args.quick else PLOTS)
         else:
             contestants, missing = entered()
             results = compared(plan, contestants)

@@ -60,7 +60,7 @@ def memory_table(answers: Sequence[Answer], names: Sequence[str]) -> str:
 def _growth(grown: Growth | None) -> str:
     if grown is None:
         return ""
-    return grown.failure or f"{grown.peak_mb:.1f} / {grown.kept_mb:.1f}"
+    return grown.failure or f"{grown.peak_mb:.1f} / {max(grown.kept_mb, 0):.1f}"
 
 
 def times_table(all_times: Sequence[Times], names: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import ray
 
 from benchmarks.peers.by_hand import cut
+from benchmarks.peers.counting import Actor, Trainer
 from benchmarks.peers.measure import alternating, growth, private_bytes, steady
 from rayhelper import RayHelper
 
@@ -22,25 +23,6 @@ WORKERS = (1, 2, 4, 8, 16, 32, 64)
 ITEMS = (1, 10, 100, 1_000, 10_000, 100_000, 1_000_000)
 NUM_SLICES = 4
 NAMES = BY_HAND, OURS = "by hand, naive", "rayhelper"
-
-
-class Actor:
-    def noop(self) -> None:
-        return None
-
-    def plus_one_each(self, items: list[int]) -> list[int]:
-        return [item + 1 for item in items]
-
-
-@RayHelper.worker(group="work")
-class Trainer:
-    @RayHelper.function(group="work")
-    def noop(self) -> None:
-        return None
-
-    @RayHelper.function(group="work", dispatch="slice", collect="flatten")
-    def plus_one_each(self, items: list[int]) -> list[int]:
-        return [item + 1 for item in items]
 
 
 @dataclass
@@ -71,16 +53,17 @@ def by_workers(counts: list[int], num_blocks: int) -> dict[str, Curve]:
     curves = {name: Curve() for name in NAMES}
     with _session(1):  # what is loaded once is no cost of a worker
         Trainer().noop()
+    actors: list[Any] = []
+    held_by_hand = 0.0
     for count in counts:
-        held = {}
         before = private_bytes()
-        actors = _actors(count)
-        held[BY_HAND] = (private_bytes() - before) / 1e6
+        actors += _actors(count - len(actors))
+        held_by_hand += (private_bytes() - before) / 1e6
         before = private_bytes()
         with _session(count):
             trainer = Trainer()
             trainer.noop()
-            held[OURS] = (private_bytes() - before) / 1e6
+            held = {BY_HAND: held_by_hand, OURS: (private_bytes() - before) / 1e6}
             steady()
             calls = {
                 BY_HAND: lambda actors=actors: ray.get([actor.noop.remote() for actor in actors]),
@@ -89,7 +72,7 @@ def by_workers(counts: list[int], num_blocks: int) -> dict[str, Curve]:
             timings = alternating(calls, num_blocks=num_blocks, block_s=0.2, warm_s=1.0)
             for name, call in calls.items():
                 curves[name].add(count, timings[name].seconds, growth(call).peak_mb, held[name])
-        _kill(actors)
+    _kill(actors)
     return curves
 
 
@@ -182,7 +165,9 @@ def drawn(results: dict[str, dict[str, Curve]], folder: Path) -> None:
         left.set(xscale="log", yscale="log", xlabel=axis, ylabel="ms a call")
         right.set(xscale="log", yscale="symlog", ylim=(0, None), xlabel=axis, ylabel=label)
         left.legend(frameon=False)
-        left.minorticks_off()
-        right.minorticks_off()
+        for axes in (left, right):
+            axes.minorticks_off()
+            if axis == "workers":
+                axes.set_xticks(curve.sizes, [str(size) for size in curve.sizes])
         figure.savefig(folder / f"{axis}.svg", metadata={"Date": None, "Creator": None})
         pyplot.close(figure)

@@ -374,10 +374,10 @@ def test_a_receiver_too_many_is_turned_away() -> None:
 
 
 def corrupting_sender(channel: Channel) -> Any:
-    from rayhelper import channel_rounds
+    from rayhelper.channel import rounds
 
-    true_checksum = channel_rounds.checksum
-    channel_rounds.checksum = lambda data: true_checksum(data) ^ 1
+    true_checksum = rounds.checksum
+    rounds.checksum = lambda data: true_checksum(data) ^ 1
     return send(channel, [[("w", torch.ones(3)), ("v", torch.ones(3))]])
 
 

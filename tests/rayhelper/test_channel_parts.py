@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayhelper import ChannelError
-from rayhelper.channel_buckets import ALIGNMENT, BLOCK, Reader, checksum, fill, word_checksum
-from rayhelper.channel_transports import Endpoint, choose
+from rayhelper.channel.buckets import ALIGNMENT, BLOCK, Reader, checksum, fill, word_checksum
+from rayhelper.channel.transports import Endpoint, choose
 
 CPU = torch.device("cpu")
 

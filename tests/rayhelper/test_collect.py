@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from typing import Any, NamedTuple
 
 import datasets
@@ -10,111 +9,17 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import BatchEncoding
 
 from rayhelper.collect import join, join_first, validate_collect
-from rayhelper.dispatch import balanced, split_call
 from rayhelper.errors import CollectError, DecorationError
-from trainers.batch import Prompts, Ragged, Rollouts, Samples
+from trainers.batch import Ragged, Rollouts
 from trainers.metrics import Metrics
 
 
 class Scored(NamedTuple):
     texts: list[str]
     scores: Any
-
-
-def round_trip(dispatch: Any, num_shards: int, value: Any) -> Any:
-    """What the caller gets from workers that return what they were given."""
-    division = split_call(dispatch, num_shards, (value,), {})
-    return join("flatten", [args[0] for args, _ in division.calls], order=division.order)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Equal in type, dtype, shape and values."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, (np.ndarray, torch.Tensor)):
-        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
-    if isinstance(one, (dict, collections.UserDict)):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, datasets.Dataset):
-        return bool(one.features == other.features and one[:] == other[:])
-    if isinstance(one, (pandas.DataFrame, pandas.Series)):
-        return bool(one.equals(other))
-    return bool(one == other)
-
-
-def columns(count: int) -> st.SearchStrategy[Any]:
-    """Values of ``count`` items: flat ones, and tables of them nested two deep."""
-    numbers = st.lists(st.integers(-9, 9), min_size=count, max_size=count)
-    rows = st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=count, max_size=count)
-    ragged = rows.map(lambda lists: Ragged.of(lists, np.int64))
-    torch_dtypes = st.sampled_from([torch.int64, torch.bfloat16, torch.bool])
-    flat = st.one_of(
-        numbers,
-        rows,
-        st.lists(st.text(max_size=3), min_size=count, max_size=count),
-        st.builds(lambda xs, dtype: np.array(xs).astype(dtype), numbers, st.sampled_from(["i8", "f4", "?", "U4"])),
-        numbers.map(lambda xs: np.array(xs, np.float32).reshape(count, 1).repeat(2, axis=1)),
-        st.builds(lambda xs, dtype: torch.tensor(xs, dtype=torch.int64).to(dtype), numbers, torch_dtypes),
-        ragged,
-        st.builds(Prompts, ragged),
-        st.builds(
-            lambda ids, xs: Samples(
-                ids, Ragged(ids.values > 3, ids.offsets), advantages=np.array(xs, np.float32).reshape(count)
-            ),
-            ragged,
-            numbers,
-        ),
-    )
-
-    def tables(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-        return st.one_of(
-            st.dictionaries(st.sampled_from("abc"), inner, min_size=1),
-            st.dictionaries(st.sampled_from("abc"), inner, min_size=1).map(BatchEncoding),
-            st.dictionaries(st.sampled_from("abc"), inner, min_size=1).map(collections.OrderedDict),
-            st.builds(Scored, inner, inner),
-        )
-
-    return st.recursive(flat, tables, max_leaves=4)
-
-
-tables_and_shards = st.tuples(st.integers(0, 64).flatmap(columns), st.integers(1, 16))
-
-
-@settings(deadline=None)
-@given(case=tables_and_shards)
-def test_slice_then_flatten_gives_back_what_was_sent(case: tuple[Any, int]) -> None:
-    value, num_shards = case
-    assert same(round_trip("slice", num_shards, value), value)
-
-
-@settings(deadline=None)
-@given(case=tables_and_shards, weights=st.lists(st.integers(0, 5), min_size=64, max_size=64))
-def test_balanced_then_flatten_gives_back_the_callers_order(case: tuple[Any, int], weights: list[int]) -> None:
-    value, num_shards = case
-    upcoming = iter(weights)
-    assert same(round_trip(balanced(lambda item: next(upcoming)), num_shards, value), value)
-
-
-@pytest.mark.parametrize("count", [0, 1, 5])
-@pytest.mark.parametrize("num_shards", [1, 3])
-def test_tables_come_back_as_they_were_sent(count: int, num_shards: int) -> None:
-    lengths = [(7 * i) % 5 + 1 for i in range(count)]
-    dataset = datasets.Dataset.from_dict(
-        {"n": lengths, "text": ["x"] * count},
-        features=datasets.Features({"n": datasets.Value("int64"), "text": datasets.Value("string")}),
-    )
-    frame = pandas.DataFrame({"n": np.array(lengths, np.int64)}, index=np.arange(count) * 10)
-    for table in (dataset, frame, frame["n"]):
-        cost = (lambda row: row) if isinstance(table, pandas.Series) else (lambda row: row["n"])
-        assert same(round_trip("slice", num_shards, table), table)
-        assert same(round_trip(balanced(cost), num_shards, table), table)
 
 
 # none and callables

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from rayhelper.errors import ConfigError
-from rayhelper.memory import (
+from rayhelper.planning.memory import (
     GIB,
     RoleMemory,
     Term,
@@ -32,8 +32,8 @@ from rayhelper.memory import (
     training,
     vllm_engine,
 )
-from rayhelper.model_shape import ModelShape
-from rayhelper.parallel_sizes import ParallelSizes
+from rayhelper.planning.model_shape import ModelShape
+from rayhelper.planning.parallel_sizes import ParallelSizes
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayhelper.device_groups import DeviceGroups
-from rayhelper.dry_run import Plan, make_plan, runs
 from rayhelper.errors import PlacementError
-from rayhelper.memory import GIB
 from rayhelper.plan import NodeResources, assign
-from rayhelper.plan_report import as_dict, as_lines, plan
+from rayhelper.planning.dry_run import Plan, make_plan, runs
+from rayhelper.planning.memory import GIB
+from rayhelper.planning.plan_report import as_dict, as_lines, plan
 
 SHAPE: dict[str, Any] = {
     "model_type": "qwen3",
@@ -444,7 +444,7 @@ def test_placing_on_nodes_that_do_not_fit_is_no_square_of_them() -> None:
 def test_the_dry_run_loads_neither_ray_nor_torch(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text(ROLE_FORM)
     program = (
-        "import sys; from rayhelper.plan_report import plan; code = plan(sys.argv[1]); "
+        "import sys; from rayhelper.planning.plan_report import plan; code = plan(sys.argv[1]); "
         "print({'ray', 'torch', 'transformers', 'jsonargparse', 'rich'} & set(sys.modules)); sys.exit(code)"
     )
     ran = subprocess.run(

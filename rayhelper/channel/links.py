@@ -5,7 +5,7 @@
     chooses a transport by them and by its own     ->   builds its side of the transport
     tensors: "open"
 
-This costs some milliseconds (a second for nccl), once; rounds follow (``channel_rounds.py``). A side that fails tells
+This costs some milliseconds (a second for nccl), once; rounds follow (``rounds.py``). A side that fails tells
 the others why, and its link is of no further use, so nobody waits for somebody who has given up.
 """
 
@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
-from rayhelper.channel_lines import Line, Lines
-from rayhelper.channel_transports import Endpoint, Transport, accept, choose, offer
+from rayhelper.channel.lines import Line, Lines
+from rayhelper.channel.transports import Endpoint, Transport, accept, choose, offer
 from rayhelper.errors import ChannelError, DeadlineError
 
 if TYPE_CHECKING:

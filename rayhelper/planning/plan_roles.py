@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rayhelper.device_groups import DeviceGroup, Mistakes, check_parallel_sizes
-from rayhelper.memory import (
+from rayhelper.planning.memory import (
     GIB,
     OFFLOAD_MODEL,
     OFFLOAD_OPTIMIZER,
@@ -27,8 +27,15 @@ from rayhelper.memory import (
     training,
     vllm_engine,
 )
-from rayhelper.model_shape import ModelShape
-from rayhelper.parallel_sizes import TENSOR_KEY, VLLM_KEY, ParallelSizes, engine_mistakes, num_torn, size_mistakes
+from rayhelper.planning.model_shape import ModelShape
+from rayhelper.planning.parallel_sizes import (
+    TENSOR_KEY,
+    VLLM_KEY,
+    ParallelSizes,
+    engine_mistakes,
+    num_torn,
+    size_mistakes,
+)
 
 TRAINED = frozenset({"train", "trainer", "actor", "policy", "student", "critic", "value"})
 ENGINES = frozenset({"rollout", "sampler", "generator"})

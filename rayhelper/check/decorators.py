@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from rayhelper.check_calls import SCALAR_CALLS
-from rayhelper.check_flow import Flow
-from rayhelper.check_module import Finding
-from rayhelper.check_source import DIVIDED, UNKNOWN, ClassSource, Method
+from rayhelper.check.calls import SCALAR_CALLS
+from rayhelper.check.flow import Flow
+from rayhelper.check.module import Finding
+from rayhelper.check.source import DIVIDED, UNKNOWN, ClassSource, Method
 from rayhelper.device_groups import DRIVER
 
 KNOWN = {

@@ -6,8 +6,8 @@
 
 Tensors travel bucket by bucket, so neither side holds more than two buckets besides its own model, and nothing goes
 through the driver, which only tells the two sides where to meet. In one process ``send`` hands over the tensors
-themselves. Otherwise the way is chosen from where the two sides are (``channel_transports.py``); the files beside this
-one go from what is said (``channel_lines``) over meeting (``channel_links``) to a round (``channel_rounds``).
+themselves. Otherwise the way is chosen from where the two sides are (``transports.py``); the files beside this
+one go from what is said (``lines``) over meeting (``links``) to a round (``rounds``).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 from weakref import WeakValueDictionary
 
-from rayhelper.channel_buckets import BLOCK, checked
-from rayhelper.channel_links import Link, Terms
-from rayhelper.channel_rounds import Receipt, receive, send
-from rayhelper.channel_transports import TRANSPORTS, this_process
+from rayhelper.channel.buckets import BLOCK, checked
+from rayhelper.channel.links import Link, Terms
+from rayhelper.channel.rounds import Receipt, receive, send
+from rayhelper.channel.transports import TRANSPORTS, this_process
 from rayhelper.errors import ChannelError, ConfigError
 from rayhelper.runtime import state
 

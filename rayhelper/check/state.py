@@ -10,9 +10,9 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rayhelper.check_flow import EVERYWHERE, Flow, Place
-from rayhelper.check_module import Access, Finding, Function, access_of, assigned, own_nodes
-from rayhelper.check_source import Method
+from rayhelper.check.flow import EVERYWHERE, Flow, Place
+from rayhelper.check.module import Access, Finding, Function, access_of, assigned, own_nodes
+from rayhelper.check.source import Method
 from rayhelper.device_groups import DRIVER
 
 CONTAINERS = ("list", "dict", "set", "deque", "defaultdict", "Counter", "OrderedDict")

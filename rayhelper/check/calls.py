@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from rayhelper.check_flow import EVERYWHERE, ON_DRIVER, Flow, Place, RoleCall
-from rayhelper.check_module import Access, Finding, assigned, is_helper_call, own_nodes
-from rayhelper.check_source import Method
-from rayhelper.check_state import affects, asks_who_it_is, is_tested, none_tests
+from rayhelper.check.flow import EVERYWHERE, ON_DRIVER, Flow, Place, RoleCall
+from rayhelper.check.module import Access, Finding, assigned, is_helper_call, own_nodes
+from rayhelper.check.source import Method
+from rayhelper.check.state import affects, asks_who_it_is, is_tested, none_tests
 from rayhelper.device_groups import DRIVER
 
 BOUND_TO_PROCESS = {  # what cannot be pickled, by the call that makes it

@@ -11,8 +11,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rayhelper.check_module import Access, Function, own_nodes
-from rayhelper.check_source import UNKNOWN, Lineage, Method, Settings
+from rayhelper.check.module import Access, Function, own_nodes
+from rayhelper.check.source import UNKNOWN, Lineage, Method, Settings
 from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
 
 CONSTRUCTORS = ("__init__", "__post_init__")

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rayhelper.dry_run import GroupPlan, NodeShare, Plan, make_plan
 from rayhelper.errors import ConfigError
-from rayhelper.memory import GIB, RUNTIME_BYTES, Term
 from rayhelper.plan import resources
-from rayhelper.plan_roles import RolePlan
+from rayhelper.planning.dry_run import GroupPlan, NodeShare, Plan, make_plan
+from rayhelper.planning.memory import GIB, RUNTIME_BYTES, Term
+from rayhelper.planning.plan_roles import RolePlan
 
 SHOWN_RUNS = 6  # of ranks or nodes, on one line
 

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from rayhelper.channel_buckets import Piece, Reader, checked, checksum, fill
-from rayhelper.channel_lines import Message
-from rayhelper.channel_links import Link, meet_receivers, meet_sender, open_transport
-from rayhelper.channel_transports import NUM_BUCKETS, finish_copies
+from rayhelper.channel.buckets import Piece, Reader, checked, checksum, fill
+from rayhelper.channel.lines import Message
+from rayhelper.channel.links import Link, meet_receivers, meet_sender, open_transport
+from rayhelper.channel.transports import NUM_BUCKETS, finish_copies
 from rayhelper.errors import ChannelError
 
 if TYPE_CHECKING:

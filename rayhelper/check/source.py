@@ -2,8 +2,8 @@
 
     class  ->  Lineage (the class and its bases)  ->  ClassSource  ->  Method  ->  Access
 
-Facts only, with the node of the syntax tree that each comes from. Where a method runs is ``check_flow.py``, what is
-wrong with it ``check_rules.py``, ``check_calls.py`` and ``check_state.py``.
+Facts only, with the node of the syntax tree that each comes from. Where a method runs is ``flow.py``, what is
+wrong with it ``decorators.py``, ``calls.py`` and ``state.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from rayhelper.check_module import (
+from rayhelper.check.module import (
     Access,
     Finding,
     Function,

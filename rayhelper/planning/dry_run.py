@@ -17,10 +17,10 @@ from typing import Any
 
 from rayhelper.device_groups import RANK_KEYS, SIZE_KEYS, TOP_KEYS, DeviceGroup, DeviceGroups, check_count
 from rayhelper.errors import ConfigError, PlacementError
-from rayhelper.memory import GIB, RUNTIME_BYTES, peak_bytes
-from rayhelper.model_shape import SHAPE_REMEDY, ModelShape
 from rayhelper.plan import Demand, demands, workers_by_node
-from rayhelper.plan_roles import TRAINED, Findings, Place, RolePlan, Run, plan_role, read_shape
+from rayhelper.planning.memory import GIB, RUNTIME_BYTES, peak_bytes
+from rayhelper.planning.model_shape import SHAPE_REMEDY, ModelShape
+from rayhelper.planning.plan_roles import TRAINED, Findings, Place, RolePlan, Run, plan_role, read_shape
 from rayhelper.text import parse_text
 
 DEFAULT_GPUS_PER_NODE = 8

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from rayhelper.model_shape import ModelShape, Weights
-from rayhelper.parallel_sizes import ParallelSizes
+from rayhelper.planning.model_shape import ModelShape, Weights
+from rayhelper.planning.parallel_sizes import ParallelSizes
 
 GIB = 1024**3
 RUNTIME_BYTES = 3 * GIB // 2  # CUDA context, NCCL and the allocator's leftovers of a process

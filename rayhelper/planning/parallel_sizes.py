@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayhelper.device_groups import PARALLEL_SIZES, Mistakes, check_count, check_parallel_sizes
-from rayhelper.model_shape import ModelShape
+from rayhelper.planning.model_shape import ModelShape
 
 MEGATRON_KEYS, (VLLM_KEY,) = PARALLEL_SIZES
 TENSOR_KEY, PIPELINE_KEY, CONTEXT_KEY = MEGATRON_KEYS

@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rayhelper.channel_buckets import BLOCK
-from rayhelper.channel_lines import Message
+from rayhelper.channel.buckets import BLOCK
+from rayhelper.channel.lines import Message
 from rayhelper.errors import ChannelError
 
 if TYPE_CHECKING:

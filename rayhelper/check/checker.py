@@ -1,6 +1,6 @@
 """Findings about a decorated class, read from its source: ``python -m rayhelper check module:Class``.
 
-    module:Class  ->  Lineage (check_source.py)  ->  Flow (check_flow.py)  ->  rules  ->  file:line: rule: message
+    module:Class  ->  Lineage (source.py)  ->  Flow (flow.py)  ->  rules  ->  file:line: rule: message
 
 What is found works with Ray off and is an error, a loss or another number on device groups. A rule that cannot be sure
 says nothing. A class that cannot be defined at all is checked as far as its own file goes.
@@ -17,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rayhelper import check_bodies, check_calls, check_decorators, check_state
-from rayhelper.check_flow import Flow
-from rayhelper.check_module import Finding, ModuleSource
-from rayhelper.check_source import Lineage, lineage_of_class, lineage_of_source
+from rayhelper.check import bodies, calls, decorators, state
+from rayhelper.check.flow import Flow
+from rayhelper.check.module import Finding, ModuleSource
+from rayhelper.check.source import Lineage, lineage_of_class, lineage_of_source
 from rayhelper.device_groups import RANK_KEYS, SIZE_KEYS, TOP_KEYS, DeviceGroups
 from rayhelper.errors import ConfigError, DecorationError, RayHelperError
 from rayhelper.text import parse_text
@@ -28,23 +28,23 @@ from rayhelper.text import parse_text
 __all__ = ["Finding", "check", "findings"]
 
 RULES: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
-    check_decorators.roles,
-    check_decorators.settings,
-    check_decorators.flattened_scalars,
-    check_decorators.overrides,
-    check_decorators.order,
-    check_calls.calls_across_roles,
-    check_calls.calls_while_constructing,
-    check_calls.values_in_construction,
-    check_calls.values_of_none,
-    check_calls.arguments,
-    check_calls.returned_values,
-    check_state.attribute_findings,
-    check_state.variable_findings,
-    check_state.environment_findings,
-    check_bodies.mutated_arguments,
-    check_bodies.collectives,
-    check_bodies.ranks_on_driver,
+    decorators.roles,
+    decorators.settings,
+    decorators.flattened_scalars,
+    decorators.overrides,
+    decorators.order,
+    calls.calls_across_roles,
+    calls.calls_while_constructing,
+    calls.values_in_construction,
+    calls.values_of_none,
+    calls.arguments,
+    calls.returned_values,
+    state.attribute_findings,
+    state.variable_findings,
+    state.environment_findings,
+    bodies.mutated_arguments,
+    bodies.collectives,
+    bodies.ranks_on_driver,
 )
 
 
@@ -86,7 +86,7 @@ def _apply(lineage: Lineage, groups: DeviceGroups | None) -> list[Finding]:
     found = {(entry.file, entry.line, entry.rule, _subject(entry)): entry for rule in RULES for entry in rule(flow)}
     for module in {source.module.path: source.module for source in lineage.classes}.values():
         found.update(
-            {(entry.file, entry.line, entry.rule, ""): entry for entry in check_bodies.initialized_on_import(module)}
+            {(entry.file, entry.line, entry.rule, ""): entry for entry in bodies.initialized_on_import(module)}
         )
     return sorted(found.values())
 
@@ -101,7 +101,7 @@ def _findings_of_target(target: str, groups: DeviceGroups | None) -> list[Findin
     if not name or not qualname:
         raise LookupError(f"{target!r} names no class. Write module:Class, such as trainers.grpo:GRPOTrainer.")
     module = _module(name)
-    if check_bodies.initialized_on_import(module):  # importing it would start workers
+    if bodies.initialized_on_import(module):  # importing it would start workers
         return _apply(lineage_of_source(module, qualname), groups)
     try:
         found: Any = importlib.import_module(name)
@@ -134,7 +134,8 @@ def _undefined(
 ) -> list[Finding]:
     """The findings about a class whose module cannot be imported, one of them at the line of the error."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent and frame.lineno]
+    library = Path(__file__).parents[1]
+    own = [frame for frame in frames if library not in Path(frame.filename).parents and frame.lineno]
     outside = [frame for frame in own if not frame.filename.startswith("<frozen")]
     last = outside[-1] if outside else None
     file, line = (last.filename, last.lineno or 1) if last else (module.path, 1)

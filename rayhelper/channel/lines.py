@@ -1,6 +1,6 @@
 """The TCP connections over which both sides of a channel tell each other what to do next, and notice a death.
 
-Messages are small JSON objects; the tensors' bytes travel elsewhere (``channel_transports.py``). A process that dies,
+Messages are small JSON objects; the tensors' bytes travel elsewhere (``transports.py``). A process that dies,
 however it dies, closes its connections, and whoever waits here is told at once. Every wait also watches a connection
 to the driver, so that a channel that was closed there, or whose driver died, ends too.
 """

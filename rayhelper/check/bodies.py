@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from rayhelper.check_flow import EVERYWHERE, ON_DRIVER, Flow
-from rayhelper.check_module import Finding, Function, ModuleSource, access_of, is_helper_call, own_nodes
-from rayhelper.check_source import Method
-from rayhelper.check_state import environment_touches
+from rayhelper.check.flow import EVERYWHERE, ON_DRIVER, Flow
+from rayhelper.check.module import Finding, Function, ModuleSource, access_of, is_helper_call, own_nodes
+from rayhelper.check.source import Method
+from rayhelper.check.state import environment_touches
 from rayhelper.device_groups import DRIVER
 
 COLLECTIVES = (

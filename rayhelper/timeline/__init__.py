@@ -1,0 +1,12 @@
+"""Where the time of a traced run went: ``python -m rayhelper timeline trace.json [--html trace.html]``.
+
+command.py     the subcommand
+summary.py     busy and idle time a role and rank; the table
+page.py        the HTML page, drawn by page.html
+"""
+
+from rayhelper.timeline.command import timeline
+from rayhelper.timeline.page import html
+from rayhelper.timeline.summary import Method, Summary, Usage, summarise, union
+
+__all__ = ["Method", "Summary", "Usage", "html", "summarise", "timeline", "union"]

@@ -1,0 +1,160 @@
+"""Several Ray nodes on one machine: where ranks lie, how they meet, what is said when nodes are missing or die."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROGRAM = """
+import json, os, sys, threading, time
+import numpy as np
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from rayhelper import PlacementError, RayHelper, WorkerDiedError
+
+
+@RayHelper.worker(group=["train", "rollout", "judge"])
+class Probe:
+    @RayHelper.function(group="train")
+    def where(self):
+        info = RayHelper.current()
+        node = ray.get_runtime_context().get_node_id()
+        return [info.rank, info.node_rank, info.local_rank, info.local_world_size, node, os.environ["MASTER_ADDR"]]
+
+    @RayHelper.function(group="train")
+    def reduced(self):
+        RayHelper.init_process_group("gloo", timeout_s=60)
+        value = torch.ones(1)
+        torch.distributed.all_reduce(value)
+        return value.item()
+
+    @RayHelper.function(group="train", dispatch="slice", collect="flatten")
+    def doubled(self, values):
+        return values * 2
+
+    @RayHelper.function(group="train")
+    def total(self, tensor):
+        return float(tensor.sum())
+
+    @RayHelper.function(group="train")
+    def sleep(self):
+        time.sleep(60)
+
+    @RayHelper.function(group="rollout")
+    def rollout_node(self):
+        return ray.get_runtime_context().get_node_id()
+
+    @RayHelper.function(group="rollout", collect=sum)
+    def summed(self, values):
+        return float(values.sum())
+
+    @RayHelper.function(group="judge")
+    def judge_node(self):
+        return ray.get_runtime_context().get_node_id()
+
+
+facts = {}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1}, shutdown_at_exit=False)
+nodes = [cluster.add_node(num_cpus=1, num_gpus=gpus) for gpus in (2, 2, 4)]
+groups = {
+    "nproc_per_node": 2,
+    "trainers": {"device": "GPU", "ranks": [0, 1, 2, 3], "workers": ["train"]},
+    "samplers": {"device": "GPU", "ranks": [4, 5], "workers": ["rollout"]},
+    "judges": {"device": "CPU", "ranks": 5, "workers": ["judge"]},
+}
+with RayHelper.session(groups, ray_address=cluster.address):
+    probe = Probe()
+    facts["where"] = probe.where()
+    facts["addresses"] = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    facts["rollout"] = probe.rollout_node()
+    facts["judges"] = probe.judge_node()
+    facts["reduced"] = probe.reduced()
+    facts["flattened"] = float(probe.doubled(np.ones(400_000)).sum())
+    facts["broadcast"] = probe.total(torch.ones(1_000_000))
+    facts["handed over"] = probe.summed(probe.doubled.defer(np.ones(400_000)))
+    call = probe.sleep.defer()
+    time.sleep(0.5)
+    lost = next(node for node in nodes if node.node_id == facts["where"][3][4])
+    cluster.remove_node(lost, allow_graceful=False)
+    try:
+        call.result(timeout_s=60)
+    except WorkerDiedError as error:
+        facts["lost"] = str(error)
+
+os.environ["RAYHELPER_WAIT_S"] = "1"
+try:
+    RayHelper.initialize(groups, ray_address=cluster.address)
+except PlacementError as error:
+    facts["missing"] = [str(error), "".join(error.__notes__)]
+os.environ["RAYHELPER_WAIT_S"] = "60"
+joining = threading.Timer(2.0, lambda: cluster.add_node(num_cpus=1, num_gpus=2))
+joining.start()
+with RayHelper.session(groups, ray_address=cluster.address):
+    facts["waited for"] = [one[:2] for one in Probe().where()]
+joining.join()
+cluster.shutdown()
+print(json.dumps(facts))
+"""
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("nodes")
+    (folder / "program.py").write_text(PROGRAM)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=folder, env=env, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_the_ranks_of_a_group_lie_node_by_node(facts: dict[str, Any]) -> None:
+    assert [one[:4] for one in facts["where"]] == [[0, 0, 0, 2], [1, 0, 1, 2], [2, 1, 0, 2], [3, 1, 1, 2]]
+    first, second = ({one[4] for one in facts["where"][start : start + 2]} for start in (0, 2))
+    assert len(first) == len(second) == 1
+    assert first != second
+
+
+def test_groups_have_nodes_of_their_own_and_cpu_workers_are_spread(facts: dict[str, Any]) -> None:
+    assert len(set(facts["rollout"])) == 1
+    assert not set(facts["rollout"]) & {one[4] for one in facts["where"]}
+    assert len(set(facts["judges"])) == 4
+
+
+def test_ranks_of_different_nodes_meet_at_rank_zeros_address(facts: dict[str, Any]) -> None:
+    assert {one[5] for one in facts["where"]} == {facts["addresses"][facts["where"][0][4]]}
+    assert facts["reduced"] == [4.0] * 4
+
+
+def test_values_travel_between_nodes(facts: dict[str, Any]) -> None:
+    assert facts["flattened"] == 800_000
+    assert facts["broadcast"] == [1_000_000.0] * 4
+    assert facts["handed over"] == 1_600_000
+
+
+def test_a_node_that_dies_is_told_by_rank(facts: dict[str, Any]) -> None:
+    assert "of group 'trainers'" in facts["lost"]
+    assert "rank 2" in facts["lost"] or "rank 3" in facts["lost"]
+
+
+def test_missing_nodes_end_in_a_table_after_a_bounded_wait(facts: dict[str, Any]) -> None:
+    table, waited = facts["missing"]
+    assert "no node is left with 2 GPU free" in table
+    for row in ("trainers", "samplers", "free:", "asked:"):
+        assert row in table
+    assert "waited 1 s" in waited
+
+
+def test_a_node_that_joins_while_we_wait_is_used(facts: dict[str, Any]) -> None:
+    assert facts["waited for"] == [[0, 0], [1, 0], [2, 1], [3, 1]]

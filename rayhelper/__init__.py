@@ -1,5 +1,6 @@
 """One plain class, roles on device groups: the public names."""
 
+from rayhelper.channel import Channel, Receipt
 from rayhelper.device_groups import DeviceGroup, DeviceGroups
 from rayhelper.errors import (
     CallCancelledError,
@@ -22,6 +23,7 @@ from rayhelper.runtime import Shard, WorkerInfo
 
 __all__ = [
     "CallCancelledError",
+    "Channel",
     "ChannelError",
     "CollectError",
     "ConfigError",
@@ -34,6 +36,7 @@ __all__ = [
     "PlacementError",
     "RayHelper",
     "RayHelperError",
+    "Receipt",
     "RoleError",
     "Shard",
     "ShardError",

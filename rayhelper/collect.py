@@ -19,6 +19,8 @@ from rayhelper.dispatch import accepts, name_of
 from rayhelper.errors import CollectError, DecorationError, DispatchError
 from rayhelper.slicing import columns_of, describe, instance_of, rebuild, take
 
+_HUGE_BYTES = 4 * 1024 * 1024
+
 Places = NDArray[np.int64] | None  # for each of the caller's items, where it lies in the joined values
 
 
@@ -159,7 +161,16 @@ def _tensor(values: list[Any], label: str) -> Any:
     def signature(tensor: Any) -> str:
         return f"dtype {tensor.dtype}, trailing shape {tuple(tensor.shape[1:])} and device {tensor.device}"
 
-    return sys.modules["torch"].cat(_filled(values, signature, label, "Return equal ones, or a list of tensors"))
+    filled = _filled(values, signature, label, "Return equal ones, or a list of tensors")
+    torch = sys.modules["torch"]
+    first = filled[0]
+    num_bytes = sum(tensor.nbytes for tensor in filled)
+    if num_bytes < _HUGE_BYTES or first.device.type != "cpu" or first.requires_grad:
+        return torch.cat(filled)
+    # NumPy asks for huge pages, without which new memory costs more than the copy into it
+    memory = torch.from_numpy(np.empty(num_bytes, np.uint8)).view(first.dtype)
+    joined = memory.view(sum(len(tensor) for tensor in filled), *first.shape[1:])
+    return torch.cat([tensor.detach() for tensor in filled], out=joined)
 
 
 def _dataset(values: list[Any], label: str) -> Any:

@@ -51,7 +51,7 @@ class Door:
         if question == "stacks":
             return stacks()
         if question == "stop":
-            self.host.stop_tasks(argument)
+            return self.host.stop_tasks(argument)
         if question == "leave":
             return self.host.leave()
         if question == "joined":

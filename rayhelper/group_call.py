@@ -15,7 +15,7 @@ from rayhelper.futures import Finished, Future
 from rayhelper.host import FuturePart, LateCall, call_number, opened
 from rayhelper.roles import RoleMethod
 from rayhelper.shards import Layout
-from rayhelper.waiting import replies_of
+from rayhelper.waiting import replies_as_they_come, replies_of
 
 if TYPE_CHECKING:
     from rayhelper.worker_group import WorkerGroup
@@ -134,15 +134,8 @@ class GroupCall:
         return collect(self.method, values, self.order, self.group.where(self.method))
 
     def parts(self) -> Iterator[Any]:
-        left = set(self.layout.leaders)
-        while left:
-            ref_of = {self.refs[rank]: rank for rank in left}
-            for ref in ray.wait(list(ref_of), num_returns=1, timeout=_STEP_S)[0]:
-                rank = ref_of[ref]
-                reply = replies_of(self.group, [ref], str(self.method), None, None)[0]
-                left.discard(rank)
-                yield opened(self.group.note_shards(self.instance_id, rank, reply), writable=True)
-        self._end(Finished(lambda: None)) if self.outcome is None and not self.unfinished() else None
+        for rank, reply in replies_as_they_come(self.group, self, self.layout.leaders):
+            yield opened(self.group.note_shards(self.instance_id, rank, reply), writable=True)
 
     def wait_any(self, others: Sequence[Any]) -> int:
         while True:

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,10 +223,12 @@ class Host:
         self.must_rejoin = leave_process_group()
         return self.must_rejoin
 
-    def stop_tasks(self, tasks: Sequence[str]) -> None:
-        """Gives up the tasks: the one that runs is interrupted, those that wait will not run. From any thread."""
+    def stop_tasks(self, tasks: Sequence[str]) -> bool:
+        """Gives up the tasks: one that runs is interrupted (True), those that wait will not run. From any thread."""
+        running = self.running
         self.cancelled.update(tasks)
         os.kill(os.getpid(), signal.SIGUSR1)
+        return running is not None and running.hex() in tasks
 
     def _interrupt(self, signum: int, frame: Any) -> None:
         running = self.running
@@ -244,6 +247,7 @@ class Host:
 
     def _failure(self, error: BaseException, method: str) -> Failure:
         runtime = _runtime()
+        let_go(error)
         if isinstance(error, Stopped):
             error = CallCancelledError(f"{method} was stopped on {runtime.describe()}: the driver gave the call up")
         return Failure.of(error, method, runtime.describe(), runtime.info.rank, self.dumps)
@@ -296,6 +300,16 @@ def in_process_group() -> bool:
     """Whether this process shares torch.distributed's default group with others."""
     dist = getattr(sys.modules.get("torch"), "distributed", None)
     return bool(dist and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def let_go(error: BaseException | None) -> None:
+    """What the frames of an exception hold is freed: the process group of a collective that failed, above all.
+
+    As long as a frame holds it, its connections stay open, and other processes wait at their other ends.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def leave_process_group() -> bool:

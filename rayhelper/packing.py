@@ -16,6 +16,7 @@ import ctypes
 import functools
 import io
 import math
+import operator
 import pickle
 import sys
 import warnings
@@ -34,6 +35,7 @@ _ALIGN = 64
 _MANY = 32  # arrays in a list from which on they are packed as one
 _MANY_LEAVES = 2000  # a container of more leaves than this counts as large without being measured
 _PLAIN = (type(None), bool, int, float)
+_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 @dataclass(frozen=True)
@@ -243,10 +245,11 @@ class _Joined:
     def __init__(self, items: Any, of_tensors: bool) -> None:
         self.of_tensors = of_tensors
         self.kind = type(items)
-        self.shapes = [tuple(item.shape) for item in items]
+        flat = set(map(len, map(_SHAPE, items))) == {1}
+        self.shapes = np.array(list(map(len, items))) if flat else [tuple(item.shape) for item in items]
         self.dtype = _name_of(items[0].dtype) if of_tensors else items[0].dtype
         concatenate = sys.modules["torch"].cat if of_tensors else np.concatenate
-        self.joined = concatenate([item.reshape(-1) for item in items])
+        self.joined = concatenate(items if flat else [item.reshape(-1) for item in items])
 
 
 def _joined_lists(value: Any) -> Any:
@@ -267,7 +270,7 @@ def _joined_lists(value: Any) -> Any:
 def _are_arrays(items: Any) -> bool:
     """Whether all are arrays of one dtype."""
     dtype = items[0].dtype
-    return not dtype.hasobject and all(type(item) is np.ndarray and item.dtype == dtype for item in items)
+    return set(map(type, items)) == {np.ndarray} and not dtype.hasobject and set(map(_DTYPE, items)) == {dtype}
 
 
 def _are_tensors(items: Any) -> bool:
@@ -281,22 +284,23 @@ def _are_tensors(items: Any) -> bool:
     )
 
 
-def _split_arrays(content: Any, dtype: Any, shapes: list[tuple[int, ...]], kind: type[Any]) -> Any:
+def _split_arrays(content: Any, dtype: Any, shapes: Any, kind: type[Any]) -> Any:
     joined = np.frombuffer(content, dtype)
-    items = []
-    start = 0
-    for shape in shapes:
-        stop = start + (shape[0] if len(shape) == 1 else math.prod(shape))
-        items.append(joined[start:stop] if len(shape) == 1 else joined[start:stop].reshape(shape))
-        start = stop
+    flat = isinstance(shapes, np.ndarray)
+    ends = np.cumsum(shapes if flat else [math.prod(shape) for shape in shapes]).tolist()
+    items: Any = [joined[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]
+    if not flat:
+        items = [item.reshape(shape) for item, shape in zip(items, shapes, strict=True)]
     return items if kind is list else tuple(items)
 
 
-def _split_tensors(content: Any, name: str, shapes: list[tuple[int, ...]], kind: type[Any]) -> Any:
+def _split_tensors(content: Any, name: str, shapes: Any, kind: type[Any]) -> Any:
     import torch
 
-    pieces = _lent(content).view(getattr(torch, name)).split([math.prod(shape) for shape in shapes])
-    return kind(piece if len(shape) == 1 else piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+    flat = isinstance(shapes, np.ndarray)
+    sizes = shapes.tolist() if flat else [math.prod(shape) for shape in shapes]
+    pieces = _lent(content).view(getattr(torch, name)).split(sizes)
+    return kind(pieces if flat else [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)])
 
 
 def _read_only(content: Any) -> memoryview:

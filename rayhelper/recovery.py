@@ -61,9 +61,9 @@ class Recovery:
     def _stop(self, late: dict[int, Any]) -> None:
         crew = self.group.crew
         with contextlib.suppress(Exception):  # the group may be torn down meanwhile
-            crew.ask("stop", {rank: [ref.task_id().hex()] for rank, ref in late.items()})
-            refs = list(late.values())
-            if not ray.wait(refs, num_returns=len(refs), timeout=_INTERRUPTED_S)[1]:
+            runs = crew.ask("stop", {rank: [ref.task_id().hex()] for rank, ref in late.items()})
+            refs = [ref for rank, ref in late.items() if runs.get(rank)]  # the others wait their turn, and give up then
+            if not refs or not ray.wait(refs, num_returns=len(refs), timeout=_INTERRUPTED_S)[1]:
                 return
             left = crew.ask("leave")
             waiting = ray.wait(refs, num_returns=len(refs), timeout=_FREED_S)[1]

@@ -30,7 +30,7 @@ from rayhelper.errors import ConfigError, DeadlineError, RoleError, WorkerDiedEr
 from rayhelper.exchange import Exchange
 from rayhelper.failures import Failure, raise_first
 from rayhelper.futures import FinishedCall, Future, values_of
-from rayhelper.host import in_process_group, leave_process_group
+from rayhelper.host import in_process_group, leave_process_group, let_go
 from rayhelper.recording import Recording
 from rayhelper.roles import RoleMethod, not_constructed
 from rayhelper.runtime import Route, Shard, WorkerInfo, acting_as, state
@@ -137,8 +137,7 @@ class TorchrunRuntime:
 
         def leave() -> None:
             left.append(in_process_group())  # before the others are freed, and come
-            if error is not None:
-                traceback.clear_frames(error.__traceback__)  # they hold the group, and keep its connections open
+            let_go(error)
             leave_process_group()
 
         free = threading.Timer(0.0 if _in_collective(error) else _GRACE_S, leave)

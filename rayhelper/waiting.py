@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -42,10 +43,46 @@ def replies_of(
         replies = ray.get(refs, timeout=_FAST_S if limit_s is None else min(_FAST_S, limit_s))
     except (GetTimeoutError, RayActorError, RayTaskError):
         replies = _one_by_one(group, refs, what, call, deadline, limit_s, timeout_s is None)
-    failures = [reply for reply in replies if isinstance(reply, Failure)]
+    failures = list(filter(_failed, replies))
     if failures:
         raise_first(failures)
     return replies
+
+
+def replies_as_they_come(group: WorkerGroup, call: GroupCall, ranks: Iterable[int]) -> Iterator[tuple[int, Any]]:
+    """(rank, reply) of these ranks of a call, in the order in which they finish. Raises as ``replies_of`` does."""
+    what, limit_s = str(call.method), group.group.timeout_s
+    left = set(ranks)
+    while left:
+        group.check_usable(what)
+        rank_of = {call.refs[rank]: rank for rank in left}
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        while not (ready := ray.wait(list(rank_of), num_returns=1, timeout=_STEP_S)[0]):
+            group.check_usable(what)
+            if deadline is not None and time.monotonic() >= deadline:
+                raise _late(group, call.refs, what, call, limit_s, True)
+        try:
+            reply = ray.get(ready[0])
+        except RayActorError as error:
+            group.recovery.died(error, what, call)
+            continue  # the references of the call may be others now
+        except RayTaskError as error:
+            raise _not_sent(group, rank_of[ready[0]], what, error) from None
+        if isinstance(reply, Failure):
+            raise_first([one for one in _with_failures(group, call.refs, {ready[0]: reply}, call) if _failed(one)])
+        left.discard(rank_of[ready[0]])
+        yield rank_of[ready[0]], reply
+
+
+def _failed(reply: Any) -> bool:
+    return isinstance(reply, Failure)
+
+
+def _not_sent(group: WorkerGroup, rank: int, what: str, error: RayTaskError) -> WorkerError:
+    """The error for a value that does not pickle."""
+    return WorkerError(
+        f"the value of {what} on {group.crew.describe(rank)} could not be sent back: {error.cause or error}"
+    )
 
 
 def _one_by_one(
@@ -72,11 +109,8 @@ def _one_by_one(
                 group.recovery.died(error, what, call)
                 break  # the references of the call may be others now
             except RayTaskError as error:
-                rank = refs.index(ref)
-                raise WorkerError(
-                    f"the value of {what} on {group.crew.describe(rank)} could not be sent back: {error.cause or error}"
-                ) from None
-        if any(isinstance(reply, Failure) for reply in replies.values()):
+                raise _not_sent(group, refs.index(ref), what, error) from None
+        if any(map(_failed, replies.values())):
             return _with_failures(group, refs, replies, call)
         if not ready and deadline is not None and time.monotonic() >= deadline:
             raise _late(group, refs, what, call, limit_s, is_groups_limit)

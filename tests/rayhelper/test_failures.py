@@ -75,6 +75,12 @@ class Troubled:
         return value.item()
 
     @RayHelper.function(group="work")
+    def reduced_slowly(self, seconds: float) -> float:
+        if RayHelper.current().rank == 0:
+            time.sleep(seconds)
+        return Troubled.reduced.function(self)  # type: ignore[no-any-return]
+
+    @RayHelper.function(group="work")
     def one_sleeps_others_wait_for_it(self) -> None:
         if RayHelper.current().rank == 0:
             threading.Event().wait(60)
@@ -173,6 +179,20 @@ def test_a_cancelled_call_stops_and_one_that_waits_never_runs(troubled: Troubled
         with pytest.raises(CallCancelledError):
             future.result()
     assert troubled.squares([1, 2]) == [1, 4]
+
+
+def test_giving_up_a_call_that_waits_leaves_the_running_one_and_its_collective_alone(troubled: Troubled) -> None:
+    running, waiting = troubled.reduced_slowly.defer(2.0), troubled.squares.defer([1, 2, 3])
+    assert waiting.cancel()
+    assert running.result() == [float(WORKERS)] * WORKERS
+
+
+def test_a_stream_gives_what_there_is_and_then_the_failure(troubled: Troubled) -> None:
+    parts = troubled.fail_on.stream(2, "return")
+    with pytest.raises(KeyError, match="rank 2 cannot"):
+        assert set(parts) == {"done"}
+    with pytest.raises(KeyError, match="rank 2 cannot"):
+        list(troubled.fail_on.stream(2, "sleep"))
 
 
 def test_a_finished_call_cannot_be_cancelled(troubled: Troubled) -> None:

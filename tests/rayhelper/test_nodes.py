@@ -62,46 +62,53 @@ class Probe:
         return ray.get_runtime_context().get_node_id()
 
 
-facts = {}
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1}, shutdown_at_exit=False)
-nodes = [cluster.add_node(num_cpus=1, num_gpus=gpus) for gpus in (2, 2, 4)]
-groups = {
-    "nproc_per_node": 2,
-    "trainers": {"device": "GPU", "ranks": [0, 1, 2, 3], "workers": ["train"]},
-    "samplers": {"device": "GPU", "ranks": [4, 5], "workers": ["rollout"]},
-    "judges": {"device": "CPU", "ranks": 5, "workers": ["judge"]},
-}
-with RayHelper.session(groups, ray_address=cluster.address):
-    probe = Probe()
-    facts["where"] = probe.where()
-    facts["addresses"] = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    facts["rollout"] = probe.rollout_node()
-    facts["judges"] = probe.judge_node()
-    facts["reduced"] = probe.reduced()
-    facts["flattened"] = float(probe.doubled(np.ones(400_000)).sum())
-    facts["broadcast"] = probe.total(torch.ones(1_000_000))
-    facts["handed over"] = probe.summed(probe.doubled.defer(np.ones(400_000)))
-    call = probe.sleep.defer()
-    time.sleep(0.5)
-    lost = next(node for node in nodes if node.node_id == facts["where"][3][4])
-    cluster.remove_node(lost, allow_graceful=False)
-    try:
-        call.result(timeout_s=60)
-    except WorkerDiedError as error:
-        facts["lost"] = str(error)
+def measured(cluster):
+    facts = {}
+    nodes = [cluster.add_node(num_cpus=1, num_gpus=gpus) for gpus in (2, 2, 4)]
+    groups = {
+        "nproc_per_node": 2,
+        "trainers": {"device": "GPU", "ranks": [0, 1, 2, 3], "workers": ["train"]},
+        "samplers": {"device": "GPU", "ranks": [4, 5], "workers": ["rollout"]},
+        "judges": {"device": "CPU", "ranks": 5, "workers": ["judge"]},
+    }
+    with RayHelper.session(groups, ray_address=cluster.address):
+        probe = Probe()
+        facts["where"] = probe.where()
+        facts["addresses"] = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        facts["rollout"] = probe.rollout_node()
+        facts["judges"] = probe.judge_node()
+        facts["reduced"] = probe.reduced()
+        facts["flattened"] = float(probe.doubled(np.ones(400_000)).sum())
+        facts["broadcast"] = probe.total(torch.ones(1_000_000))
+        facts["handed over"] = probe.summed(probe.doubled.defer(np.ones(400_000)))
+        call = probe.sleep.defer()
+        time.sleep(0.5)
+        lost = next(node for node in nodes if node.node_id == facts["where"][3][4])
+        cluster.remove_node(lost, allow_graceful=False)
+        try:
+            call.result(timeout_s=60)
+        except WorkerDiedError as error:
+            facts["lost"] = str(error)
 
-os.environ["RAYHELPER_WAIT_S"] = "1"
+    os.environ["RAYHELPER_WAIT_S"] = "1"
+    try:
+        RayHelper.initialize(groups, ray_address=cluster.address)
+    except PlacementError as error:
+        facts["missing"] = [str(error), "".join(error.__notes__)]
+    os.environ["RAYHELPER_WAIT_S"] = "60"
+    joining = threading.Timer(2.0, lambda: cluster.add_node(num_cpus=1, num_gpus=2))
+    joining.start()
+    with RayHelper.session(groups, ray_address=cluster.address):
+        facts["waited for"] = [one[:2] for one in Probe().where()]
+    joining.join()
+    return facts
+
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1}, shutdown_at_exit=False)
 try:
-    RayHelper.initialize(groups, ray_address=cluster.address)
-except PlacementError as error:
-    facts["missing"] = [str(error), "".join(error.__notes__)]
-os.environ["RAYHELPER_WAIT_S"] = "60"
-joining = threading.Timer(2.0, lambda: cluster.add_node(num_cpus=1, num_gpus=2))
-joining.start()
-with RayHelper.session(groups, ray_address=cluster.address):
-    facts["waited for"] = [one[:2] for one in Probe().where()]
-joining.join()
-cluster.shutdown()
+    facts = measured(cluster)
+finally:
+    cluster.shutdown()
 print(json.dumps(facts))
 """
 

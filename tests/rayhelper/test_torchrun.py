@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,9 @@ def torchrun(processes: int, *command: str, cwd: Path) -> subprocess.CompletedPr
     """The finished command, run by ``processes`` processes."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return subprocess.run([*start, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
+    with tempfile.TemporaryDirectory() as logs:
+        line = [*start, "--log-dir", logs, *command]
+        return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
 
 
 def test_the_contract_of_decorated_calls_holds_under_torchrun() -> None:

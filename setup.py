@@ -30,6 +30,7 @@ setup(
         "tqdm",
         "transformers>=5.0,<6",
         "trl>=1.16,<2",
+        "typing_extensions>=4.12",
     ],
     extras_require={
         "vllm": ["vllm>=0.26"],

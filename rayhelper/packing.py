@@ -33,6 +33,7 @@ LARGE_BYTES = 64 * 1024
 _OWN_BUFFER_BYTES = 256 * 1024  # contents from here on are not copied into ``small``
 _ALIGN = 64
 _MANY = 32  # arrays in a list from which on they are packed as one
+_DEPTH = 8  # of containers that are looked into for such lists
 _MANY_LEAVES = 2000  # a container of more leaves than this counts as large without being measured
 _PLAIN = (type(None), bool, int, float)
 _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
@@ -57,7 +58,7 @@ def pack(value: Any) -> Packed:
     """The value, ready to travel. Raises what pickling raises."""
     contents: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
-    _pickler()(stream, protocol=5, buffer_callback=contents.append).dump(_joined_lists(value))
+    _pickler()(stream, protocol=5, buffer_callback=contents.append).dump(_joined_lists(value, {}))
     table = np.empty((len(contents), 2), np.int64)
     parts: list[Any] = []
     large: list[Any] = []
@@ -168,7 +169,7 @@ def _reduced(value: Any) -> tuple[Any, ...] | None:
     if kind is np.ndarray:
         if value.dtype.hasobject or value.nbytes == 0:
             return None
-        return _array, (pickle.PickleBuffer(_flat(value)), value.dtype, value.shape)
+        return _array, (pickle.PickleBuffer(_writable(_flat(value))), value.dtype, value.shape)
     if kind is _Joined:
         split = _split_tensors if value.of_tensors else _split_arrays
         contents = _bytes_of(value.joined) if value.of_tensors else _flat(value.joined)
@@ -200,7 +201,8 @@ def _flat(array: NDArray[Any]) -> Any:
 def _bytes_of(tensor: Any) -> Any:
     import torch
 
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # of one element any stride counts as contiguous
+    return flat.view(torch.uint8).numpy()
 
 
 def _name_of(dtype: Any) -> str:
@@ -248,29 +250,48 @@ class _Joined:
         flat = set(map(len, map(_SHAPE, items))) == {1}
         self.shapes = np.array(list(map(len, items))) if flat else [tuple(item.shape) for item in items]
         self.dtype = _name_of(items[0].dtype) if of_tensors else items[0].dtype
-        concatenate = sys.modules["torch"].cat if of_tensors else np.concatenate
-        self.joined = concatenate(items if flat else [item.reshape(-1) for item in items])
+        parts = items if flat else [item.reshape(-1) for item in items]
+        # the dtype is said because concatenate would give the machine's own byte order
+        self.joined = sys.modules["torch"].cat(parts) if of_tensors else np.concatenate(parts, dtype=self.dtype)
 
 
-def _joined_lists(value: Any) -> Any:
-    """The value with its lists of many arrays joined, wherever lists, tuples and dicts lead to one."""
+def _joined_lists(value: Any, known: dict[int, Any], depth: int = 0) -> Any:
+    """The value with its lists of many arrays joined, wherever lists, tuples and dicts lead to one within a few steps.
+
+    ``known``: what became of the containers seen before, by their identity, so that what is one object stays one.
+    """
     kind = type(value)
-    if kind is dict:
-        replaced: Any = {name: _joined_lists(item) for name, item in value.items()}
-        return replaced if any(replaced[name] is not value[name] for name in value) else value
-    if kind is not list and kind is not tuple:
+    if depth > _DEPTH or (kind is not list and kind is not tuple and kind is not dict):
         return value
+    if id(value) not in known:
+        known[id(value)] = value  # what it is while it is looked into, should it hold itself
+        known[id(value)] = _with_joined(value, kind, known, depth)
+    return known[id(value)]
+
+
+def _with_joined(value: Any, kind: type[Any], known: dict[int, Any], depth: int) -> Any:
+    if kind is dict:
+        replaced: Any = {name: _joined_lists(item, known, depth + 1) for name, item in value.items()}
+        return replaced if any(replaced[name] is not value[name] for name in value) else value
     if len(value) >= _MANY:
         of_tensors = type(value[0]) is not np.ndarray
-        return _Joined(value, of_tensors) if (_are_tensors if of_tensors else _are_arrays)(value) else value
-    items = [_joined_lists(item) for item in value]
+        is_repeating = len(set(map(id, value))) < len(value)  # pickle sends such items once
+        if is_repeating or not (_are_tensors if of_tensors else _are_arrays)(value):
+            return value
+        return _Joined(value, of_tensors)
+    items = [_joined_lists(item, known, depth + 1) for item in value]
     return kind(items) if any(one is not other for one, other in zip(items, value, strict=True)) else value
 
 
 def _are_arrays(items: Any) -> bool:
     """Whether all are arrays of one dtype."""
     dtype = items[0].dtype
-    return set(map(type, items)) == {np.ndarray} and not dtype.hasobject and set(map(_DTYPE, items)) == {dtype}
+    return (
+        set(map(type, items)) == {np.ndarray}
+        and not dtype.hasobject
+        and dtype.itemsize > 0
+        and set(map(_DTYPE, items)) == {dtype}
+    )
 
 
 def _are_tensors(items: Any) -> bool:

@@ -1,13 +1,31 @@
-"""One Ray cluster a session, and nothing left behind."""
+"""One Ray cluster a session, and nothing left behind: ``leaks.py`` says what counts."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
+from tests.leaks import Snapshot, left_behind, own_temporary_folder
 
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("suite")
+
+_temporary = contextlib.ExitStack()
+_of_the_cluster: list[Snapshot] = []  # what it brought along, and may keep until the end
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    _temporary.enter_context(own_temporary_folder())
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    _temporary.close()
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything that uses the cluster runs in one process, so that there is one cluster."""
     for item in items:
@@ -24,6 +42,7 @@ def ray_cluster() -> Iterator[None]:
 
     from rayhelper.patches import ray_on_loopback
 
+    before = Snapshot.take()
     with ray_on_loopback():
         ray.init(
             address="local",
@@ -33,8 +52,10 @@ def ray_cluster() -> Iterator[None]:
             object_store_memory=512 * 1024 * 1024,
             logging_level=logging.WARNING,
         )
+    _of_the_cluster.append(Snapshot.take().without(before))
     yield
     ray.shutdown()
+    _of_the_cluster.clear()
 
 
 @contextlib.contextmanager
@@ -50,7 +71,17 @@ def without_runtime() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _off_afterwards() -> Iterator[None]:
+def _nothing_left_behind() -> Iterator[None]:
+    """A module whose tests leave something behind fails, naming it."""
+    before = Snapshot.take()
+    yield
+    left = left_behind(before, *_of_the_cluster)
+    if left:
+        pytest.fail("the tests of this module left behind:\n  " + "\n  ".join(left))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _off_afterwards(_nothing_left_behind: None) -> Iterator[None]:
     """A module whose tests leave workers running fails."""
     yield
     from rayhelper.runtime import state

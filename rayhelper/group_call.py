@@ -59,9 +59,10 @@ class GroupCall:
         try:
             for rank in ranks:
                 sent = self.sent[0 if shared else self.layout.shard_of[rank]]
+                sent_ns = time.time_ns() if recording else 0
                 self.refs[rank] = calls[rank](*sent, *parts)
                 if recording:
-                    recording.sent(call_number(self.refs[rank].task_id().hex()), self.number, time.time_ns())
+                    recording.sent(call_number(self.refs[rank].task_id().hex()), self.number, sent_ns)
         except TypeError as error:
             where = self.group.where(self.method)
             raise DispatchError(f"an argument of {where} cannot be sent to another process: {error}") from error

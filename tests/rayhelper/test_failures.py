@@ -110,7 +110,7 @@ class Troubled:
 
 @pytest.fixture(scope="module")
 def group(ray_cluster: None) -> Iterator[None]:
-    with RayHelper.session({"crew": {"device": "CPU", "ranks": WORKERS, "workers": ["work"]}}):
+    with RayHelper.session({"crew": {"device": "CPU", "ranks": WORKERS, "workers": ["work"]}, **GROUPS}):
         yield
 
 
@@ -119,10 +119,9 @@ def troubled(group: None) -> Troubled:
     return Troubled(joined=True)
 
 
-@pytest.fixture
-def calls_trainer(ray_cluster: None) -> Iterator[Trainer]:
-    with without_runtime(), RayHelper.session(GROUPS):
-        yield Trainer()
+@pytest.fixture(scope="module")
+def calls_trainer(group: None) -> Trainer:
+    return Trainer()
 
 
 @pytest.mark.parametrize("then", ["return", "sleep", "spin", "wait for it"])

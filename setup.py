@@ -31,6 +31,7 @@ setup(
         "transformers>=5.0,<6",
         "trl>=1.16,<2",
         "typing_extensions>=4.12",
+        "xxhash>=3.0",
     ],
     extras_require={
         "vllm": ["vllm>=0.26"],

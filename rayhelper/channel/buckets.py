@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import xxhash
-
 from rayhelper.errors import ChannelError
 
 if TYPE_CHECKING:
@@ -133,6 +131,8 @@ def checksum(data: torch.Tensor) -> int:
     On the CPU XXH3 (24 GB/s on one core; zlib's CRC-32 makes 4). On a GPU ``word_checksum``: the bytes stay there.
     """
     if data.device.type == "cpu":
+        import xxhash
+
         return xxhash.xxh3_64_intdigest(data.numpy().data)
     return word_checksum(data)
 

@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-import xxhash
-
 from rayhelper.channel.buckets import Piece, Reader, checked, checksum, fill
 from rayhelper.channel.lines import Message
 from rayhelper.channel.links import Link, meet_receivers, meet_sender, open_transport
@@ -54,6 +52,8 @@ class Tally:
         self.started = time.perf_counter()
         self.num_tensors = 0
         self.num_bytes = 0
+        import xxhash
+
         self._hash = xxhash.xxh3_64()
 
     def add(self, message: Message, pieces: Iterable[Piece]) -> None:

@@ -57,18 +57,27 @@ def compared(plan: Plan, contestants: list[Contestant]) -> dict[str, Any]:
         times = Times(num_workers)
         all_times.append(times)
         running = started(contestants, num_workers, times)
-        latencies.append(answered(latency(plan, num_workers), running))
+        latencies.append(told(answered(latency(plan, num_workers), running)))
         if num_workers == plan.data_workers:
             words = words_of_their_own(running)
             for question in data_questions(plan):
                 note(question.title)
-                data.append(answered(question, running))
+                data.append(told(answered(question, running)))
         stopped(running, times)
         if num_workers == plan.data_workers:
             for _ in range(plan.num_starts - 1):
                 note("started again")
                 stopped(started(contestants, num_workers, times), times)
     return {"latency": latencies, "data": data, "times": all_times, "words": words}
+
+
+def told(answer: Answer) -> Answer:
+    """The answer, after its medians were noted: a run that is cut short has not been for nothing."""
+    figures = (
+        f"{name} {timing.failure or f'{1e3 * timing.seconds:.2f} ms'}" for name, timing in answer.timings.items()
+    )
+    note(f"{answer.title}: {', '.join(figures)}")
+    return answer
 
 
 def note(text: str) -> None:

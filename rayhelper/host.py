@@ -165,6 +165,13 @@ class Host:
 
     def call(self, address: str, arguments: Any = ((), {}), *parts: Any) -> Any:
         """The value of one call, wrapped only if there is more to say than the value."""
+        try:
+            return self._called(address, arguments, parts)
+        except Stopped as error:  # given up in the very moment in which it ended; it may not reach Ray's own code
+            self.running = None
+            return self._failure(error, address)
+
+    def _called(self, address: str, arguments: Any, parts: tuple[Any, ...]) -> Any:
         method: Any = address
         self.running = self.task_id()
         started = time.time_ns() if self.tracer is not None else 0

@@ -15,7 +15,7 @@ from rayhelper.futures import Finished, Future
 from rayhelper.host import FuturePart, LateCall, call_number, opened
 from rayhelper.roles import RoleMethod
 from rayhelper.shards import Layout
-from rayhelper.waiting import replies_as_they_come, replies_of
+from rayhelper.waiting import answered, replies_as_they_come, replies_of
 
 if TYPE_CHECKING:
     from rayhelper.worker_group import WorkerGroup
@@ -75,6 +75,10 @@ class GroupCall:
         """The ranks that have not answered."""
         waiting = set(ray.wait(self.refs, num_returns=len(self.refs), timeout=0)[1])
         return [rank for rank, ref in enumerate(self.refs) if ref in waiting]
+
+    def is_answered(self) -> bool:
+        """Whether every rank has answered, and none of them has died: then nothing of it will run again."""
+        return not self.unfinished() and all(map(answered, self.refs))
 
     def done(self) -> bool:
         return self.group.stopped or self.outcome is not None or not self.unfinished()

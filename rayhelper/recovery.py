@@ -19,6 +19,7 @@ from ray.exceptions import RayActorError
 
 from rayhelper.errors import WorkerDiedError
 from rayhelper.failures import Failure, raise_first
+from rayhelper.waiting import answered
 
 if TYPE_CHECKING:
     from rayhelper.group_call import GroupCall
@@ -73,8 +74,10 @@ class Recovery:
                 ranks = [rank for rank, ref in late.items() if ref in waiting]
                 _log.warning("group %r: ranks %s did not stop; the next call waits for them", crew.group.name, ranks)
 
-    def died(self, error: RayActorError, what: str, call: GroupCall | None) -> None:
+    def died(self, error: RayActorError, what: str, call: GroupCall | None, called: int) -> None:
         """Replaces a worker that died, or whose death failed this call; every open call is sent to it again.
+
+        ``called``: the rank whose part of the call failed. Its worker may have been replaced since.
 
         Raises:
             WorkerDiedError: the group has no restarts (left).
@@ -85,7 +88,9 @@ class Recovery:
                 self._replace(rank, error, what, call)
             elif call is not None and call.sources:
                 self._send_with_new_sources(call)
-            elif call is None:
+            elif call is not None and self.group.group.restarts:
+                call.send([called])
+            else:
                 raise self._for_good(None, error, what)
 
     def _replace(self, rank: int, error: RayActorError, what: str, call: GroupCall | None) -> None:
@@ -128,7 +133,7 @@ class Recovery:
             source.wait()
             if source.outcome is not None:
                 source.outcome.result(None)
-        call.send(rank for rank, ref in enumerate(call.refs) if not _answered(ref))
+        call.send(rank for rank, ref in enumerate(call.refs) if not answered(ref))
 
     def _for_good(self, rank: int | None, error: RayActorError, what: str) -> WorkerDiedError:
         crew = self.group.crew
@@ -145,15 +150,4 @@ class Recovery:
 def _to_repeat(call: GroupCall, ranks: list[int], together: bool) -> list[int]:
     """The ranks among those replaced whose part of the call must run again."""
     called = [rank for rank in ranks if rank < len(call.refs)]
-    return called if together else [rank for rank in called if not _answered(call.refs[rank])]
-
-
-def _answered(ref: Any) -> bool:
-    """Whether a value is there."""
-    if not ray.wait([ref], timeout=0)[0]:
-        return False
-    try:
-        ray.get(ref)
-    except Exception:
-        return False
-    return True
+    return called if together else [rank for rank in called if not answered(call.refs[rank])]

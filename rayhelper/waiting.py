@@ -64,7 +64,7 @@ def replies_as_they_come(group: WorkerGroup, call: GroupCall, ranks: Iterable[in
         try:
             reply = ray.get(ready[0])
         except RayActorError as error:
-            group.recovery.died(error, what, call)
+            group.recovery.died(error, what, call, rank_of[ready[0]])
             continue  # the references of the call may be others now
         except RayTaskError as error:
             raise _not_sent(group, rank_of[ready[0]], what, error) from None
@@ -106,7 +106,7 @@ def _one_by_one(
             try:
                 replies[ref] = ray.get(ref)
             except RayActorError as error:
-                group.recovery.died(error, what, call)
+                group.recovery.died(error, what, call, refs.index(ref))
                 break  # the references of the call may be others now
             except RayTaskError as error:
                 raise _not_sent(group, refs.index(ref), what, error) from None
@@ -151,3 +151,14 @@ def _late(
         f"{what} on group {group.group.name!r} did not finish within {limit_s:g} s; still running on ranks "
         f"{', '.join(map(str, late))}. {remedy} if it needs longer. Where each rank of the group is:\n{told}"
     )
+
+
+def answered(ref: Any) -> bool:
+    """Whether a value is there."""
+    if not ray.wait([ref], timeout=0)[0]:
+        return False
+    try:
+        ray.get(ref)
+    except Exception:
+        return False
+    return True

@@ -128,7 +128,7 @@ class WorkerGroup:
         """Waits until fewer calls than ``max_in_flight`` are on their way."""
         while len(self.open) >= self.group.max_in_flight:
             for call in list(self.open.values()):
-                if call.done():
+                if call.outcome is not None or call.is_answered():
                     self.close(call)
             if len(self.open) >= self.group.max_in_flight:
                 oldest = next(iter(self.open.values()))

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rayhelper.collect import join, join_first
 from rayhelper.dispatch import Division, split_call, unwrap
+from rayhelper.errors import DispatchError
 from rayhelper.shards import FIRST, Layout, ShardTable
 
 if TYPE_CHECKING:
+    from rayhelper.recording import Recording
     from rayhelper.roles import RoleMethod
 
 
@@ -39,6 +43,31 @@ def collect(method: RoleMethod[..., Any], values: list[Any], order: list[int] | 
     if method.execute == "first":
         return join_first(method.collect, values[0], where=where)
     return join(method.collect, values, order=order, where=where)
+
+
+def collector(
+    method: RoleMethod[..., Any], order: list[int] | None, where: str, recording: Recording | None, call: int
+) -> Callable[[list[Any]], Any]:
+    """``collect`` as a function of the leaders' values, which notes the time that it takes."""
+
+    def collected(values: list[Any]) -> Any:
+        started_ns = time.time_ns()
+        value = collect(method, values, order, where)
+        if recording:
+            recording.span("collect", method, started_ns, call)
+        return value
+
+    return collected
+
+
+def where_of(method: RoleMethod[..., Any], group: str) -> str:
+    """The call, as error messages name it."""
+    return f"{method} on group {group!r}"
+
+
+def unsendable(where: str, error: Exception) -> DispatchError:
+    """The error for arguments that do not pickle."""
+    return DispatchError(f"an argument of {where} cannot be sent to another process: {error}")
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rayhelper import environment
 from rayhelper.device_groups import DeviceGroup
 from rayhelper.door import Address, ask
-from rayhelper.host import NUM_SLOTS, Host
+from rayhelper.host import NUM_SLOTS, Host, boot_id
 from rayhelper.plan import Slot, resources
 from rayhelper.runtime import Shard, WorkerInfo
 
@@ -72,7 +72,7 @@ class Crew:
         self.facts = self.facts or [{}] * len(self.slots)
         for rank, fact in zip(chosen, facts, strict=True):
             self.facts[rank] = fact
-            same_machine = fact["boot_id"] == _boot_id()
+            same_machine = fact["boot_id"] == boot_id()
             self.clock_offsets_ns[rank] = 0 if same_machine else middle_ns - fact["time_ns"]
         if 0 in chosen:
             self.port = ray.get(self.actors[0].hold_port.remote())
@@ -199,9 +199,3 @@ class Crew:
 def _current_task() -> Any:
     """The name of the task that runs in this thread of a worker."""
     return global_worker.core_worker.get_current_task_id()  # type: ignore[attr-defined]
-
-
-def _boot_id() -> str:
-    from rayhelper.host import boot_id
-
-    return boot_id()

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from multiprocessing.connection import Client, Listener
 from typing import TYPE_CHECKING, Any
 
+from rayhelper.process_group import in_process_group
+
 if TYPE_CHECKING:
     from rayhelper.host import Host
 
@@ -46,8 +48,6 @@ class Door:
                 continue
 
     def _answer(self, question: str, argument: Any) -> Any:
-        from rayhelper.host import in_process_group
-
         if question == "stacks":
             return stacks()
         if question == "stop":

@@ -21,9 +21,10 @@ from typing import Any, Protocol
 from rayhelper.device_groups import DRIVER, DeviceGroups
 from rayhelper.errors import RoleError
 from rayhelper.futures import Future
+from rayhelper.process_group import join_process_group
 from rayhelper.roles import RoleMethod, find_method, not_constructed
 from rayhelper.runtime import Route, Shard, WorkerInfo, state
-from rayhelper.worker_runtime import join_process_group
+from rayhelper.worker_runtime import refuse_to_travel
 
 
 class Group(Protocol):
@@ -171,8 +172,7 @@ class DriverPlacement:
                 with contextlib.suppress(Exception):
                     group.drop(self.instance_id)
 
-    def __reduce__(self) -> Any:
-        raise RoleError("a trainer cannot be sent to another process; send what it computed instead")
+    __reduce__ = refuse_to_travel
 
 
 def undeclared(method: RoleMethod[..., Any], cls: type) -> RoleError:

@@ -6,10 +6,12 @@ import contextlib
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rayhelper.errors import CallCancelledError, WorkerError
+from rayhelper.ranks import runs
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,13 @@ class Failure:
         return cls(pickled, summary, text, method, worker, rank, time.time_ns())
 
 
+def raise_failures(replies: Iterable[Any]) -> None:
+    """Raises the first of the failures among the replies, if there is one."""
+    failures = [reply for reply in replies if isinstance(reply, Failure)]
+    if failures:
+        raise_first(failures)
+
+
 def raise_first(failures: Sequence[Failure]) -> None:
     """Raises the failure that came first, as its own type, noted with where it happened.
 
@@ -47,7 +56,7 @@ def raise_first(failures: Sequence[Failure]) -> None:
     origin = f"{first.method} on {first.worker}"
     equal = sorted(failure.rank for failure in causes if failure.summary == first.summary and failure is not first)
     other = [failure for failure in causes if failure.summary != first.summary]
-    note = origin + (f"; {len(equal)} more ranks raised the same: {_ranges(equal)}" if equal else "")
+    note = origin + (f"; {len(equal)} more ranks raised the same: {', '.join(runs(equal))}" if equal else "")
     note += "".join(f"; rank {failure.rank} raised {failure.summary[:200]}" for failure in other[:4])
     remote = WorkerError(f"{origin} raised {first.summary}\n[{note}]\n\nRemote traceback:\n{first.traceback}")
     original = None if first.error is None else pickle.loads(first.error)
@@ -60,14 +69,3 @@ def raise_first(failures: Sequence[Failure]) -> None:
 def _was_stopped(failure: Failure) -> bool:
     """Whether it is only the consequence of another one."""
     return failure.summary.startswith(f"{CallCancelledError.__module__}.{CallCancelledError.__name__}")
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """0-3, 7: rising ranks, shortened."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

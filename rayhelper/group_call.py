@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rayhelper.calls import collect
+from rayhelper.calls import collect, unsendable
 from rayhelper.dispatch import Balanced
 from rayhelper.errors import CallCancelledError, DeadlineError, DispatchError
 from rayhelper.futures import Finished, Future
 from rayhelper.host import FuturePart, LateCall, call_number, opened
 from rayhelper.roles import RoleMethod
 from rayhelper.shards import Layout
-from rayhelper.waiting import answered, replies_as_they_come, replies_of
+from rayhelper.waiting import STEP_S, answered, replies_as_they_come, replies_of, unfinished
 
 if TYPE_CHECKING:
     from rayhelper.worker_group import WorkerGroup
-
-_STEP_S = 0.5
 
 
 class GroupCall:
@@ -64,17 +62,11 @@ class GroupCall:
                 if recording:
                     recording.sent(call_number(self.refs[rank].task_id().hex()), self.number, sent_ns)
         except TypeError as error:
-            where = self.group.where(self.method)
-            raise DispatchError(f"an argument of {where} cannot be sent to another process: {error}") from error
+            raise unsendable(self.group.where(self.method), error) from error
 
-    def tasks(self, ranks: Iterable[int]) -> dict[int, list[str]]:
-        """The names of the tasks of these ranks, as ``Host.stop_tasks`` takes them."""
-        return {rank: [self.refs[rank].task_id().hex()] for rank in ranks}
-
-    def unfinished(self) -> list[int]:
-        """The ranks that have not answered."""
-        waiting = set(ray.wait(self.refs, num_returns=len(self.refs), timeout=0)[1])
-        return [rank for rank, ref in enumerate(self.refs) if ref in waiting]
+    def unfinished(self) -> list[tuple[int, Any]]:
+        """The ranks that have not answered, each with its reference."""
+        return [(self.refs.index(ref), ref) for ref in unfinished(self.refs)]
 
     def is_answered(self) -> bool:
         """Whether every rank has answered, and none of them has died: then nothing of it will run again."""
@@ -105,7 +97,7 @@ class GroupCall:
             recording, started_ns = self.group.recording, time.time_ns()
             self._end(Finished(lambda: self._collect(replies)))
             if recording:
-                recording.collected(self.method, started_ns, self.number)
+                recording.span("collect", self.method, started_ns, self.number)
         assert self.outcome is not None, "an outcome was stored above"
         return self.outcome.result(None)
 
@@ -116,7 +108,7 @@ class GroupCall:
         if not waiting:
             return False
         self._end(Finished.failed(CallCancelledError(f"{self.group.where(self.method)} was cancelled")))
-        self.group.recovery.stop_call(self, waiting)
+        self.group.recovery.stop(waiting)
         return True
 
     def _end(self, outcome: Finished) -> None:
@@ -148,8 +140,7 @@ class GroupCall:
                 if other.done():
                     return position
             refs = [ref for other in others if isinstance(other, GroupCall) for ref in other.refs]
-            pending = ray.wait(refs, num_returns=len(refs), timeout=0)[1]
-            ray.wait(pending, num_returns=1, timeout=_STEP_S)
+            ray.wait(unfinished(refs), num_returns=1, timeout=STEP_S)
 
 
 def sources_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[GroupCall, ...]:

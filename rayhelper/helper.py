@@ -12,9 +12,9 @@ from rayhelper import futures
 from rayhelper.device_groups import DRIVER, DeviceGroups
 from rayhelper.errors import ConfigError, DecorationError, RayHelperError, ShardError
 from rayhelper.futures import Future
+from rayhelper.process_group import join_process_group
 from rayhelper.roles import RoleMethod, decorate_class
-from rayhelper.runtime import Runtime, Shard, WorkerInfo, state
-from rayhelper.worker_runtime import join_process_group
+from rayhelper.runtime import OFF, Runtime, Shard, WorkerInfo, state
 
 RUNTIMES = ("ray", "torchrun", "inprocess", "off")
 
@@ -179,7 +179,7 @@ class RayHelper:
     def current() -> WorkerInfo:
         """Who this process is. With Ray off: the one worker of everything."""
         if state.active is None:
-            return WorkerInfo((), "off", 0, 1, 0, 1, 0, Shard(0, 1))
+            return OFF
         return state.active.current()
 
     @staticmethod

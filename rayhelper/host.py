@@ -14,9 +14,7 @@ import os
 import pickle
 import signal
 import socket
-import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +27,7 @@ from rayhelper.errors import CallCancelledError
 from rayhelper.failures import Failure
 from rayhelper.modules import missing_modules
 from rayhelper.packing import Ledger, Packed, pack, unpack, worth_packing
+from rayhelper.process_group import leave_process_group, let_go
 from rayhelper.roles import RoleMethod, find_method
 from rayhelper.runtime import Shard, WorkerInfo, state
 from rayhelper.trace import Span, Tracer
@@ -142,6 +141,9 @@ class Host:
 
     def construct(self, instance_id: int, payload: bytes) -> Any:
         """Constructs (class, args, kwargs) here; the reply carries the shards it reported."""
+        return self._unstoppable("__init__", self._constructed, instance_id, payload)
+
+    def _constructed(self, instance_id: int, payload: bytes) -> Any:
         runtime = _runtime()
         self.running, started = self.task_id(), time.time_ns()
         where = "__init__"
@@ -165,11 +167,15 @@ class Host:
 
     def call(self, address: str, arguments: Any = ((), {}), *parts: Any) -> Any:
         """The value of one call, wrapped only if there is more to say than the value."""
+        return self._unstoppable(address, self._called, address, arguments, parts)
+
+    def _unstoppable(self, what: str, body: Callable[..., Any], *args: Any) -> Any:
+        """The body's value. One that is given up in the very moment in which it ends does not reach Ray's own code."""
         try:
-            return self._called(address, arguments, parts)
-        except Stopped as error:  # given up in the very moment in which it ended; it may not reach Ray's own code
+            return body(*args)
+        except Stopped as error:
             self.running = None
-            return self._failure(error, address)
+            return self._failure(error, what)
 
     def _called(self, address: str, arguments: Any, parts: tuple[Any, ...]) -> Any:
         method: Any = address
@@ -215,10 +221,8 @@ class Host:
     def rejoin(self) -> None:
         """Joins torch.distributed's default group anew, after it was left to stop a call."""
         self.must_rejoin = False
-        joined = _runtime().joined
         leave_process_group()
-        if joined is not None:  # a group that the user's own code made is the user's to make again
-            _runtime().init_process_group(joined.backend, joined.timeout_s)
+        _runtime().rejoin()
 
     def spans(self) -> tuple[list[Span], int]:
         """What was recorded since the last time, and how much did not fit."""
@@ -230,12 +234,15 @@ class Host:
         self.must_rejoin = leave_process_group()
         return self.must_rejoin
 
-    def stop_tasks(self, tasks: Sequence[str]) -> bool:
-        """Gives up the tasks: one that runs is interrupted (True), those that wait will not run. From any thread."""
+    def stop_tasks(self, tasks: Sequence[str]) -> str | None:
+        """Gives up the tasks: the one that runs, which is named, is interrupted; the others will not begin.
+
+        From any thread.
+        """
         running = self.running
         self.cancelled.update(tasks)
         os.kill(os.getpid(), signal.SIGUSR1)
-        return running is not None and running.hex() in tasks
+        return running.hex() if running is not None and running.hex() in tasks else None
 
     def _interrupt(self, signum: int, frame: Any) -> None:
         running = self.running
@@ -301,39 +308,6 @@ def opened(reply: Any, *, writable: bool = False, ledger: Ledger | None = None) 
     """The value of a worker's reply."""
     value = reply.value if isinstance(reply, Reported) else reply
     return unpack(value, writable=writable, ledger=ledger) if type(value) is Packed else value
-
-
-def in_process_group() -> bool:
-    """Whether this process shares torch.distributed's default group with others."""
-    dist = getattr(sys.modules.get("torch"), "distributed", None)
-    return bool(dist and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-
-
-def let_go(error: BaseException | None) -> None:
-    """What the frames of an exception hold is freed: the process group of a collective that failed, above all.
-
-    As long as a frame holds it, its connections stay open, and other processes wait at their other ends.
-    """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__
-
-
-def leave_process_group() -> bool:
-    """Whether the process was in torch.distributed's default group with others, and has left it now.
-
-    That frees them: a gloo collective that waits for this process fails at once, an NCCL one is aborted.
-    """
-    if not in_process_group():
-        return False
-    import torch.distributed as dist
-
-    with contextlib.suppress(Exception):
-        if dist.get_backend() == "nccl":
-            dist.distributed_c10d._abort_process_group()
-        else:
-            dist.destroy_process_group()
-    return True
 
 
 def _runtime() -> WorkerRuntime:

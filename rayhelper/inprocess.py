@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rayhelper.calls import collect, divide, layout_of
+from rayhelper.calls import collector, divide, layout_of, unsendable, where_of
 from rayhelper.device_groups import DeviceGroup, DeviceGroups
 from rayhelper.errors import DispatchError, RoleError, WorkerError
 from rayhelper.futures import FinishedCall, Future, values_of
@@ -117,7 +117,7 @@ class InprocessGroup:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Future[Any]:
-        where = f"{method} on group {self.group.name!r}"
+        where = where_of(method, self.group.name)
         layout = layout_of(method, self.shards, instance_id)
         recording = self.cluster.recording
         started_ns = time.time_ns()
@@ -133,14 +133,7 @@ class InprocessGroup:
                     recording.ran(method, worker.info.rank, begun_ns, call)
             return [values[rank] for rank in layout.leaders]
 
-        def collected(values: list[Any]) -> Any:
-            begun_ns = time.time_ns()
-            value = collect(method, values, division.order, where)
-            if recording:
-                recording.collected(method, begun_ns, call)
-            return value
-
-        return Future(FinishedCall(leaders_values, collected))
+        return Future(FinishedCall(leaders_values, collector(method, division.order, where, recording, call)))
 
     def _run(self, worker: SimulatedWorker, instance_id: int, address: str, call: Any, where: str) -> Any:
         instance, method = located(worker.trainers, address)
@@ -187,7 +180,7 @@ def _sent(call: Any, ledger: Ledger, where: str) -> Any:
     try:
         packed = _carried(call)
     except Exception as error:
-        raise DispatchError(f"an argument of {where} cannot be sent to another process: {error}") from error
+        raise unsendable(where, error) from error
     return unpack(packed, ledger=ledger)
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rayhelper.futures import Future
+from rayhelper.process_group import join_process_group
 from rayhelper.recording import Recording
 from rayhelper.roles import RoleMethod
-from rayhelper.runtime import Route, Shard, WorkerInfo, state
-from rayhelper.worker_runtime import join_process_group
+from rayhelper.runtime import OFF, Route, Shard, WorkerInfo, state
 
 
 class RecordedOff:
@@ -31,7 +31,7 @@ class RecordedOff:
         return RecordedPlacement(self.recording)
 
     def current(self) -> WorkerInfo:
-        return WorkerInfo((), "off", 0, 1, 0, 1, 0, Shard(0, 1))
+        return OFF
 
     def report_shard(self, shard: Shard) -> None:
         pass  # the one process does everything, whatever its part would be

@@ -26,8 +26,7 @@ class Recording:
 
     def __init__(self, path: str, runtime: str, groups: DeviceGroups) -> None:
         self.path = Path(path)
-        if not str(path).endswith((".json", ".json.gz")):
-            raise ConfigError(f"trace={str(path)!r} must name a .json or .json.gz file.")
+        trace.check_path(self.path)
         if not self.path.parent.is_dir():
             raise ConfigError(f"trace={str(path)!r}: the folder {self.path.parent} does not exist. Make it first.")
         self.rank = 0  # of this process, among those that run the driver's code
@@ -48,10 +47,6 @@ class Recording:
         """Something that the driver did from ``started_ns`` until now."""
         name = method.function.__qualname__
         self.tracer.record(DRIVER, self.rank, phase, name, started_ns, time.time_ns(), call, num_bytes)
-
-    def collected(self, method: RoleMethod[..., Any], started_ns: int, call: int) -> None:
-        """The values of a call were collected since ``started_ns``."""
-        self.span("collect", method, started_ns, call)
 
     def ran(self, method: RoleMethod[..., Any], rank: int, started_ns: int, call: int) -> None:
         """A worker that lives in this process ran a method since ``started_ns``."""

@@ -11,15 +11,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError
 
 from rayhelper.errors import WorkerDiedError
-from rayhelper.failures import Failure, raise_first
-from rayhelper.waiting import answered
+from rayhelper.failures import raise_failures
+from rayhelper.waiting import answered, unfinished
 
 if TYPE_CHECKING:
     from rayhelper.group_call import GroupCall
@@ -48,30 +48,29 @@ class Recovery:
             self.stopping.join()
             self.stopping = None
 
-    def stop_call(self, call: GroupCall, ranks: list[int]) -> None:
-        """Gives up a call on these ranks."""
-        self.stop_refs({rank: call.refs[rank] for rank in ranks})
-
-    def stop_refs(self, late: Mapping[int, Any]) -> None:
-        """Gives up what runs behind these references, by rank. Returns soon; the rest happens beside."""
+    def stop(self, running: Iterable[tuple[int, Any]]) -> None:
+        """Gives up what runs on these ranks behind these references. Returns soon; the rest happens beside."""
         self.finish()
-        self.stopping = threading.Thread(target=self._stop, args=(dict(late),), name="rayhelper-stop", daemon=True)
+        self.stopping = threading.Thread(target=self._stop, args=(list(running),), name="rayhelper-stop", daemon=True)
         self.stopping.start()
         self.stopping.join(_TOLD_WITHIN_S)
 
-    def _stop(self, late: dict[int, Any]) -> None:
+    def _stop(self, given_up: list[tuple[int, Any]]) -> None:
         crew = self.group.crew
+        tasks: dict[int, list[str]] = {}
+        for rank, ref in given_up:
+            tasks.setdefault(rank, []).append(ref.task_id().hex())
         with contextlib.suppress(Exception):  # the group may be torn down meanwhile
-            runs = crew.ask("stop", {rank: [ref.task_id().hex()] for rank, ref in late.items()})
-            refs = [ref for rank, ref in late.items() if runs.get(rank)]  # the others wait their turn, and give up then
-            if not refs or not ray.wait(refs, num_returns=len(refs), timeout=_INTERRUPTED_S)[1]:
+            stopped = crew.ask("stop", tasks)  # by rank: the task that was running; the others will not begin
+            refs = [ref for rank, ref in given_up if stopped.get(rank) == ref.task_id().hex()]
+            if not unfinished(refs, _INTERRUPTED_S):
                 return
             left = crew.ask("leave")
-            waiting = ray.wait(refs, num_returns=len(refs), timeout=_FREED_S)[1]
+            waiting = unfinished(refs, _FREED_S)
             if any(left.values()) and not waiting:
                 ray.get([actor.rejoin.remote() for actor in crew.actors], timeout=_REJOINED_S)
             if waiting:
-                ranks = [rank for rank, ref in late.items() if ref in waiting]
+                ranks = [rank for rank, ref in given_up if ref in waiting]
                 _log.warning("group %r: ranks %s did not stop; the next call waits for them", crew.group.name, ranks)
 
     def died(self, error: RayActorError, what: str, call: GroupCall | None, called: int) -> None:
@@ -83,7 +82,8 @@ class Recovery:
             WorkerDiedError: the group has no restarts (left).
         """
         with self.group.lock:
-            rank = self.group.crew.rank_of(getattr(error, "actor_id", None))
+            actor_id = getattr(error, "actor_id", None)
+            rank = called if actor_id is None else self.group.crew.rank_of(actor_id)
             if rank is not None:
                 self._replace(rank, error, what, call)
             elif call is not None and call.sources:
@@ -94,38 +94,48 @@ class Recovery:
                 raise self._for_good(None, error, what)
 
     def _replace(self, rank: int, error: RayActorError, what: str, call: GroupCall | None) -> None:
-        if self.restarts_left <= 0 or call is None:
-            raise self._for_good(rank, error, what)
-        self.restarts_left -= 1
-        crew, group = self.group.crew, self.group
-        together = any(crew.ask("joined").values())  # its peers wait for it in collectives, or would
-        ranks = list(range(len(crew.actors))) if together else [rank]
-        again = {other: _to_repeat(other, ranks, together) for other in group.open.values()}
+        crew, open_calls = self.group.crew, list(self.group.open.values())
+        replaced: set[int] = set()
+        lost: dict[GroupCall, set[int]] = {other: set() for other in open_calls}
+        while True:  # until no further worker dies meanwhile
+            if self.restarts_left <= 0 or call is None:
+                raise self._for_good(rank, error, what)
+            self.restarts_left -= 1
+            together = any(crew.ask("joined").values())  # its peers wait for it in collectives, or would
+            ranks = set(range(len(crew.actors))) if together else {rank}
+            replaced |= ranks
+            for other in open_calls:
+                lost[other] |= _to_repeat(other, ranks, together)
+            self._log_replacement(rank, what, sorted(ranks), sum(map(bool, lost.values())))
+            try:
+                self._construct_anew(sorted(replaced))
+                break
+            except RayActorError as next_error:
+                next_rank = crew.rank_of(getattr(next_error, "actor_id", None))
+                rank, error = rank if next_rank is None else next_rank, next_error
+            except Exception as failed:  # as its constructor may
+                raise self._for_good(rank, failed, what) from failed
+        for other in open_calls:
+            other.send(sorted(lost[other]))
+
+    def _construct_anew(self, ranks: list[int]) -> None:
+        crew = self.group.crew
+        crew.replace(ranks)
+        for instance_id, construction in self.group.constructions.items():
+            replies = ray.get([crew.actors[rank].construct.remote(instance_id, construction) for rank in ranks])
+            raise_failures(replies)
+            for rank, reply in zip(ranks, replies, strict=True):
+                self.group.note_shards(instance_id, rank, reply)
+
+    def _log_replacement(self, rank: int, what: str, ranks: list[int], num_calls: int) -> None:
         _log.warning(
             "%s died during %s; %s constructed anew, %d calls run again, %d restarts left",
-            crew.describe(rank),
+            self.group.crew.describe(rank),
             what,
-            f"all {len(ranks)} workers, which share a process group, are" if together else "it is",
-            len(again),
+            "it is" if ranks == [rank] else f"all {len(ranks)} workers, which share a process group, are",
+            num_calls,
             self.restarts_left,
         )
-        try:
-            crew.replace(ranks)
-            for instance_id, construction in group.constructions.items():
-                refs = [crew.actors[one].construct.remote(instance_id, construction) for one in ranks]
-                self._constructed(instance_id, ranks, ray.get(refs))
-        except RayActorError as next_error:
-            next_rank = crew.rank_of(getattr(next_error, "actor_id", None))
-            self._replace(rank if next_rank is None else next_rank, next_error, what, call)
-        for other, lost in again.items():
-            other.send(lost)
-
-    def _constructed(self, instance_id: int, ranks: list[int], replies: list[Any]) -> None:
-        failures = [reply for reply in replies if isinstance(reply, Failure)]
-        if failures:
-            raise_first(failures)
-        for rank, reply in zip(ranks, replies, strict=True):
-            self.group.note_shards(instance_id, rank, reply)
 
     def _send_with_new_sources(self, call: GroupCall) -> None:
         """Sends a call again whose argument was lost with a worker of another group, which is replaced first."""
@@ -135,19 +145,18 @@ class Recovery:
                 source.outcome.result(None)
         call.send(rank for rank, ref in enumerate(call.refs) if not answered(ref))
 
-    def _for_good(self, rank: int | None, error: RayActorError, what: str) -> WorkerDiedError:
+    def _for_good(self, rank: int | None, error: Exception, what: str) -> WorkerDiedError:
         crew = self.group.crew
         who = f"a worker of group {crew.group.name!r}" if rank is None else crew.describe(rank)
         spent = f" (all {crew.group.restarts} restarts were used)" if crew.group.restarts else ""
+        if not isinstance(error, RayActorError):
+            spent = " and could not be constructed anew"
         self.dead = WorkerDiedError(f"{who} died during {what}{spent}: {error}")
-        running = {rank: ref for call in self.group.open.values() for rank, ref in enumerate(call.refs)}
-        late = set(ray.wait(list(running.values()), num_returns=len(running), timeout=0)[1]) if running else set()
-        if late:
-            self.stop_refs({rank: ref for rank, ref in running.items() if ref in late})
+        self.stop(item for call in self.group.open.values() for item in call.unfinished())
         return self.dead
 
 
-def _to_repeat(call: GroupCall, ranks: list[int], together: bool) -> list[int]:
+def _to_repeat(call: GroupCall, ranks: set[int], together: bool) -> set[int]:
     """The ranks among those replaced whose part of the call must run again."""
-    called = [rank for rank in ranks if rank < len(call.refs)]
-    return called if together else [rank for rank in called if not answered(call.refs[rank])]
+    called = {rank for rank in ranks if rank < len(call.refs)}
+    return called if together else {rank for rank in called if not answered(call.refs[rank])}

@@ -42,6 +42,9 @@ class WorkerInfo:
     shard: Shard
 
 
+OFF = WorkerInfo((), "off", 0, 1, 0, 1, 0, Shard(0, 1))  # the one worker of everything
+
+
 class Placement(Protocol):
     """Where the roles of one instance of a user's class run, seen from this process."""
 

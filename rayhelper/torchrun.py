@@ -23,19 +23,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rayhelper.calls import collect, divide, layout_of
+from rayhelper.calls import collector, divide, layout_of, where_of
 from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
 from rayhelper.driver import undeclared
 from rayhelper.errors import ConfigError, DeadlineError, RoleError, WorkerDiedError
 from rayhelper.exchange import Exchange
 from rayhelper.failures import Failure, raise_first
 from rayhelper.futures import FinishedCall, Future, values_of
-from rayhelper.host import in_process_group, leave_process_group, let_go
+from rayhelper.process_group import Joined, in_process_group, join_process_group, leave_process_group, let_go
 from rayhelper.recording import Recording
 from rayhelper.roles import RoleMethod, not_constructed
 from rayhelper.runtime import Route, Shard, WorkerInfo, acting_as, state
 from rayhelper.shards import ShardTable
-from rayhelper.worker_runtime import HostedPlacement, Joined, WorkerRuntime, join_process_group
+from rayhelper.worker_runtime import HostedPlacement, WorkerRuntime, refuse_to_travel
 
 _GRACE_S = 2.0  # how long a process that failed lets the others finish before it frees those that wait for it
 _LAST_S = 15.0  # and how long it waits for them in all
@@ -172,18 +172,15 @@ class TorchrunRuntime:
         if self.constructing:
             hosted = self.constructing[-1].first_hosted()
             if hosted is not None:
-                shards = hosted.shards
-                info = hosted.runtime.info
-                return replace(info, shard=next(iter(shards.values()), info.shard))
+                with hosted.runtime.inside(hosted, None):
+                    return hosted.runtime.current()
         return self.driver
 
     def report_shard(self, shard: Shard) -> None:
         if not self.constructing:
             raise RoleError("RayHelper.shard(...) is for code of a role, and was called by the driver's code")
         for hosted in self.constructing[-1].hosted.values():
-            for role in hosted.runtime.info.roles:
-                hosted.shards[role] = shard
-                hosted.unreported.add(role)
+            hosted.report(hosted.runtime.info.roles, shard)
 
     def init_process_group(self, backend: str | None, timeout_s: float) -> None:
         hosted = self.constructing[-1].first_hosted() if self.constructing else None
@@ -229,13 +226,7 @@ class TorchrunWorker(WorkerRuntime):
             return
         self.times_joined += 1
         store = self.exchange.store_of(f"{self.info.group}/{self.times_joined}")
-        self.joined = Joined(join_process_group(self.info, backend, timeout_s, store), timeout_s)
-
-    def rejoin(self) -> None:
-        """Joins anew after a member left to free the others."""
-        if self.joined is not None:
-            leave_process_group()
-            self.init_process_group(self.joined.backend, self.joined.timeout_s)
+        self.joined = join_process_group(self.info, backend, timeout_s, store)
 
 
 class SpmdPlacement:
@@ -288,7 +279,7 @@ class SpmdPlacement:
         group = self.groups.get(method.role)
         if group is None:
             raise undeclared(method, self.cls)
-        where = f"{method} on group {group.name!r}"
+        where = where_of(method, group.name)
         started_ns = time.time_ns()
         layout = layout_of(method, self.runtime.shards[group.name], self.instance_id)
         division = divide(method, layout.num_shards, *values_of(args, kwargs), where)
@@ -319,14 +310,7 @@ class SpmdPlacement:
                 recording.span("wait", method, begun_ns, call)
             return [values[members[leader]] for leader in layout.leaders]
 
-        def collected(values: list[Any]) -> Any:
-            begun_ns = time.time_ns()
-            value = collect(method, values, division.order, where)
-            if recording:
-                recording.collected(method, begun_ns, call)
-            return value
-
-        return Future(FinishedCall(leaders_values, collected))
+        return Future(FinishedCall(leaders_values, collector(method, division.order, where, recording, call)))
 
     def attempt(self, call: str, method: str, who: str, run: Callable[[], Any]) -> tuple[Outcome, Exception | None]:
         """What ``run`` comes to on this process, for the others; and the exception itself."""
@@ -346,8 +330,7 @@ class SpmdPlacement:
             rank = self.runtime.members[name].index(process)
             self.runtime.shards[name].note(self.instance_id, rank, {role: shard})
 
-    def __reduce__(self) -> Any:
-        raise RoleError("a trainer cannot be sent to another process; send what it computed instead")
+    __reduce__ = refuse_to_travel
 
 
 def _in_collective(error: Exception | None) -> bool:

@@ -112,8 +112,7 @@ def write(path: str | Path, spans: Iterable[Span], *, metadata: Mapping[str, Any
         ConfigError: for another ending.
     """
     path = Path(path)
-    if not path.name.endswith((".json", ".json.gz")):
-        raise ConfigError(f"a trace is a .json or .json.gz file, but {path.name!r} was asked for. Rename it.")
+    check_path(path)
     ordered = sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -123,6 +122,12 @@ def write(path: str | Path, spans: Iterable[Span], *, metadata: Mapping[str, Any
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def check_path(path: Path) -> None:
+    """Raises ConfigError if a trace cannot have this name."""
+    if not path.name.endswith((".json", ".json.gz")):
+        raise ConfigError(f"a trace is a .json or .json.gz file, but trace={str(path)!r} was asked for. Rename it.")
 
 
 def read(path: str | Path) -> tuple[list[Span], dict[str, Any]]:

@@ -10,14 +10,15 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from rayhelper.errors import DeadlineError, WorkerError
-from rayhelper.failures import Failure, raise_first
+from rayhelper.failures import Failure, raise_failures
+from rayhelper.ranks import runs
 
 if TYPE_CHECKING:
     from rayhelper.group_call import GroupCall
     from rayhelper.worker_group import WorkerGroup
 
 _FAST_S = 0.1  # so long all are waited for together, which costs least
-_STEP_S = 0.5
+STEP_S = 0.5  # so often a waiting driver looks whether the group is still usable
 _SAME_S = 0.1  # failures of other ranks within this time are told together
 
 
@@ -43,9 +44,7 @@ def replies_of(
         replies = ray.get(refs, timeout=_FAST_S if limit_s is None else min(_FAST_S, limit_s))
     except (GetTimeoutError, RayActorError, RayTaskError):
         replies = _one_by_one(group, refs, what, call, deadline, limit_s, timeout_s is None)
-    failures = list(filter(_failed, replies))
-    if failures:
-        raise_first(failures)
+    raise_failures(replies)
     return replies
 
 
@@ -57,10 +56,10 @@ def replies_as_they_come(group: WorkerGroup, call: GroupCall, ranks: Iterable[in
         group.check_usable(what)
         rank_of = {call.refs[rank]: rank for rank in left}
         deadline = None if limit_s is None else time.monotonic() + limit_s
-        while not (ready := ray.wait(list(rank_of), num_returns=1, timeout=_STEP_S)[0]):
+        while not (ready := ray.wait(list(rank_of), num_returns=1, timeout=STEP_S)[0]):
             group.check_usable(what)
             if deadline is not None and time.monotonic() >= deadline:
-                raise _late(group, call.refs, what, call, limit_s, True)
+                raise _late(group, call.refs, what, limit_s, True)
         try:
             reply = ray.get(ready[0])
         except RayActorError as error:
@@ -69,13 +68,9 @@ def replies_as_they_come(group: WorkerGroup, call: GroupCall, ranks: Iterable[in
         except RayTaskError as error:
             raise _not_sent(group, rank_of[ready[0]], what, error) from None
         if isinstance(reply, Failure):
-            raise_first([one for one in _with_failures(group, call.refs, {ready[0]: reply}, call) if _failed(one)])
+            raise_failures(_with_failures(group, call.refs, {ready[0]: reply}))
         left.discard(rank_of[ready[0]])
         yield rank_of[ready[0]], reply
-
-
-def _failed(reply: Any) -> bool:
-    return isinstance(reply, Failure)
 
 
 def _not_sent(group: WorkerGroup, rank: int, what: str, error: RayTaskError) -> WorkerError:
@@ -98,7 +93,7 @@ def _one_by_one(
     while any(ref not in replies for ref in refs):
         group.check_usable(what)
         waiting = [ref for ref in refs if ref not in replies]
-        left_s = _STEP_S if deadline is None else min(_STEP_S, deadline - time.monotonic())
+        left_s = STEP_S if deadline is None else min(STEP_S, deadline - time.monotonic())
         ready = ray.wait(waiting, num_returns=1, timeout=max(0.0, left_s))[0]
         if ready and len(waiting) > 1:
             ready = ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
@@ -110,14 +105,14 @@ def _one_by_one(
                 break  # the references of the call may be others now
             except RayTaskError as error:
                 raise _not_sent(group, refs.index(ref), what, error) from None
-        if any(map(_failed, replies.values())):
-            return _with_failures(group, refs, replies, call)
+        if any(isinstance(reply, Failure) for reply in replies.values()):
+            return _with_failures(group, refs, replies)
         if not ready and deadline is not None and time.monotonic() >= deadline:
-            raise _late(group, refs, what, call, limit_s, is_groups_limit)
+            raise _late(group, refs, what, limit_s, is_groups_limit)
     return [replies[ref] for ref in refs]
 
 
-def _with_failures(group: WorkerGroup, refs: list[Any], replies: dict[Any, Any], call: GroupCall | None) -> list[Any]:
+def _with_failures(group: WorkerGroup, refs: list[Any], replies: dict[Any, Any]) -> list[Any]:
     """The replies that are there shortly after one failed; workers that still run are stopped."""
     waiting = [ref for ref in refs if ref not in replies]
     if waiting:
@@ -128,34 +123,39 @@ def _with_failures(group: WorkerGroup, refs: list[Any], replies: dict[Any, Any],
             except (RayActorError, RayTaskError):
                 continue  # the failure that was noticed first is the one to tell
         if late:
-            group.recovery.stop_refs({refs.index(ref): ref for ref in late})
+            group.recovery.stop((refs.index(ref), ref) for ref in late)
     return list(replies.values())
 
 
 def _late(
-    group: WorkerGroup, refs: list[Any], what: str, call: GroupCall | None, limit_s: float | None, is_groups_limit: bool
+    group: WorkerGroup, refs: list[Any], what: str, limit_s: float | None, is_groups_limit: bool
 ) -> DeadlineError:
     """The error for a call that is late; if the deadline was the group's, the call is given up."""
-    waiting = set(ray.wait(refs, num_returns=len(refs), timeout=0)[1])
-    late = {rank: ref for rank, ref in enumerate(refs) if ref in waiting}
+    late = [(refs.index(ref), ref) for ref in unfinished(refs)]
     stacks = group.crew.ask("stacks")
     by_stack: dict[str, list[int]] = {}
     for rank in range(len(group.crew.actors)):
         answer = stacks.get(rank, "no answer: native code holds its interpreter, or the process is gone\n")
         by_stack.setdefault(answer, []).append(rank)
-    told = "\n".join(f"--- rank {', '.join(map(str, ranks))}\n{stack}" for stack, ranks in by_stack.items())
+    told = "\n".join(f"--- ranks {', '.join(runs(ranks))}\n{stack}" for stack, ranks in by_stack.items())
     remedy = "The call was given up. Raise timeout_s of the group" if is_groups_limit else "Wait longer"
     if is_groups_limit:
-        group.recovery.stop_refs(late)
+        group.recovery.stop(late)
+    ranks = ", ".join(runs([rank for rank, _ in late]))
     return DeadlineError(
         f"{what} on group {group.group.name!r} did not finish within {limit_s:g} s; still running on ranks "
-        f"{', '.join(map(str, late))}. {remedy} if it needs longer. Where each rank of the group is:\n{told}"
+        f"{ranks}. {remedy} if it needs longer. Where each rank of the group is:\n{told}"
     )
+
+
+def unfinished(refs: list[Any], timeout_s: float = 0.0) -> list[Any]:
+    """Those of the references behind which something still runs, or waits to run, after ``timeout_s``."""
+    return ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[1] if refs else []
 
 
 def answered(ref: Any) -> bool:
     """Whether a value is there."""
-    if not ray.wait([ref], timeout=0)[0]:
+    if unfinished([ref]):
         return False
     try:
         ray.get(ref)

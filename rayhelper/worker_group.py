@@ -18,13 +18,13 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from rayhelper.calls import divide, layout_of
+from rayhelper.calls import divide, layout_of, unsendable, where_of
 from rayhelper.crew import Crew
 from rayhelper.device_groups import DeviceGroup
-from rayhelper.errors import DispatchError, RoleError
+from rayhelper.errors import RoleError
 from rayhelper.futures import Future
 from rayhelper.group_call import GroupCall, late_calls, sources_of
-from rayhelper.host import Reported, call_number
+from rayhelper.host import Reported
 from rayhelper.plan import Slot
 from rayhelper.recording import Recording
 from rayhelper.recovery import Recovery
@@ -54,7 +54,6 @@ class WorkerGroup:
         self.shards = ShardTable(len(slots), group.name)
         self.constructions: dict[int, Any] = {}  # by instance, for workers that are replaced
         self.open: dict[int, GroupCall] = {}  # calls whose outcome is not known yet, in order
-        self.num_calls = 0
         self.recovery = Recovery(self)
         self.lock = threading.RLock()
         self.stopped = False
@@ -109,7 +108,6 @@ class WorkerGroup:
         call = GroupCall(self, instance_id, method, address, layout, order, sent, sources, number)
         with self.lock:
             call.send(range(len(layout.shard_of)))
-            self.num_calls += 1
             self.open[id(call)] = call
         return Future(call)
 
@@ -141,7 +139,7 @@ class WorkerGroup:
 
     def where(self, method: RoleMethod[..., Any]) -> str:
         """The call, as error messages name it."""
-        return f"{method} on group {self.group.name!r}"
+        return where_of(method, self.group.name)
 
     def note_shards(self, instance_id: int, rank: int, reply: Any) -> Any:
         """The value of a worker's reply; shards that came with it are remembered."""
@@ -174,13 +172,3 @@ class WorkerGroup:
         """Ends every process of the group and frees its resources."""
         self.stopped = True
         self.crew.end()
-
-
-def unsendable(where: str, error: Exception) -> DispatchError:
-    """The error for arguments that do not pickle."""
-    return DispatchError(f"an argument of {where} cannot be sent to another process: {error}")
-
-
-def task_number(ref: Any) -> int:
-    """The number under which the worker records the task behind a reference."""
-    return call_number(ref.task_id().hex())

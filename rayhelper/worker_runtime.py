@@ -7,22 +7,20 @@ body of a worker's method.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from rayhelper.device_groups import DRIVER
 from rayhelper.errors import RoleError
+from rayhelper.process_group import Joined, join_process_group, leave_process_group
 from rayhelper.roles import RoleMethod, not_constructed
 from rayhelper.runtime import Route, Shard, WorkerInfo
 
 
-@dataclass(frozen=True)
-class Joined:
-    """How the process joined torch.distributed's default group."""
-
-    backend: str
-    timeout_s: float
+def refuse_to_travel(placement: Any) -> Any:
+    """What pickling a placement, and so an instance of a user's class, comes to."""
+    raise RoleError("a trainer cannot be sent to another process; send what it computed instead")
 
 
 class HostedPlacement:
@@ -54,14 +52,19 @@ class HostedPlacement:
     def submit(self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise AssertionError("a call on a worker never goes to a group")
 
+    def report(self, roles: Iterable[str], shard: Shard) -> None:
+        """The worker's shard in these roles, to be told with its next reply."""
+        for role in roles:
+            self.shards[role] = shard
+            self.unreported.add(role)
+
     def take_reports(self) -> dict[str, Shard]:
         """The shards that were reported since the last time, by role."""
         reported = {role: self.shards[role] for role in self.unreported}
         self.unreported.clear()
         return reported
 
-    def __reduce__(self) -> Any:
-        raise RoleError("a trainer cannot be sent to another process; send what it computed instead")
+    __reduce__ = refuse_to_travel
 
 
 class WorkerRuntime:
@@ -101,9 +104,7 @@ class WorkerRuntime:
         if not self.context:
             raise RoleError("RayHelper.shard(...) was called outside any method of a trainer")
         placement, role = self.context[-1]
-        for name in [role] if role else self.info.roles:
-            placement.shards[name] = shard
-            placement.unreported.add(name)
+        placement.report([role] if role else self.info.roles, shard)
 
     @contextlib.contextmanager
     def inside(self, placement: HostedPlacement, role: str | None) -> Iterator[None]:
@@ -120,29 +121,13 @@ class WorkerRuntime:
 
     def init_process_group(self, backend: str | None, timeout_s: float) -> None:
         """Joins the workers of the group in torch.distributed's default group, if the process is in none."""
-        self.joined = Joined(join_process_group(self.info, backend, timeout_s), timeout_s)
+        self.joined = join_process_group(self.info, backend, timeout_s)
+
+    def rejoin(self) -> None:
+        """Joins anew after a member left to free the others; a group that the user's own code made is the user's."""
+        if self.joined is not None:
+            leave_process_group()
+            self.init_process_group(self.joined.backend, self.joined.timeout_s)
 
     def teardown(self) -> None:
         raise RoleError(f"RayHelper.teardown() belongs on the driver, and was called on {self.describe()}.")
-
-
-def join_process_group(info: WorkerInfo, backend: str | None, timeout_s: float, store: Any = None) -> str:
-    """The backend through which this process now is in the default group; it may have been before.
-
-    ``store``: where the members meet; None: what the environment names, or nowhere for a group of one.
-    """
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        return str(dist.get_backend())
-    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    if info.world_size == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-    elif backend == "nccl":
-        torch.cuda.set_device(info.local_rank)
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
-    return backend

@@ -106,12 +106,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="everything, small: shows that it runs, not how fast")
     parser.add_argument("--sizes", action="store_true", help="the other mode: cost with workers and items, and plots")
     parser.add_argument("--json", type=Path, help="every block's figures, for later")
-    parser.add_argument("--workers", type=int, nargs="+", help="the worker counts (default: 1 2 4 8 16)")
+    parser.add_argument("--workers", type=int, nargs="+", help="the worker counts (default: 1 2 4 8 16; data with 8)")
     parser.add_argument("--scatter_mb", type=int, nargs="+", help="the sizes that are scattered (default: 64 1024)")
     args = parser.parse_args()
     plan = Plan.quick() if args.quick else Plan()
     if args.workers:
-        plan = replace(plan, worker_counts=tuple(args.workers), data_workers=max(args.workers))
+        plan = replace(plan, worker_counts=tuple(args.workers))
     if args.scatter_mb:
         plan = replace(plan, scatter_mb=tuple(args.scatter_mb))
     facts = cluster.facts()

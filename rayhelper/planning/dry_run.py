@@ -21,6 +21,7 @@ from rayhelper.plan import Demand, demands, workers_by_node
 from rayhelper.planning.memory import GIB, RUNTIME_BYTES, peak_bytes
 from rayhelper.planning.model_shape import SHAPE_REMEDY, ModelShape
 from rayhelper.planning.plan_roles import TRAINED, Findings, Place, RolePlan, Run, plan_role, read_shape
+from rayhelper.ranks import runs
 from rayhelper.text import parse_text
 
 DEFAULT_GPUS_PER_NODE = 8
@@ -219,20 +220,3 @@ def _shares(workers: Counter[int]) -> tuple[NodeShare, ...]:
     for k in sorted(workers):
         nodes.setdefault(workers[k], []).append(k)
     return tuple(NodeShare(runs(ks), len(ks), count) for count, ks in nodes.items())
-
-
-def runs(numbers: Sequence[int]) -> tuple[str, ...]:
-    """Rising numbers as few texts: '0-3', '8', '16-62 step 2'."""
-    found = []
-    i = 0
-    while i < len(numbers):
-        step = numbers[i + 1] - numbers[i] if i + 1 < len(numbers) else 1
-        j = i
-        while j + 1 < len(numbers) and numbers[j + 1] - numbers[j] == step:
-            j += 1
-        if step > 1 and j - i < 2:
-            j = i  # two numbers are no pattern
-        last = f"-{numbers[j]}" + (f" step {step}" if step > 1 else "")
-        found.append(f"{numbers[i]}{last if j > i else ''}")
-        i = j + 1
-    return tuple(found)

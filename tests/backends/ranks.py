@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_forkserver = multiprocessing.get_context("forkserver")
-_forkserver.set_forkserver_preload(
+forkserver = multiprocessing.get_context("forkserver")
+forkserver.set_forkserver_preload(
     [
         "torch.nn.parallel",
         "torch._dynamo",
@@ -47,8 +47,8 @@ def run_ranks(
     meeting = folder / f"ranks_{time.monotonic_ns()}"
     processes, pipes = [], {}
     for rank in range(num_ranks):
-        ours, theirs = _forkserver.Pipe(duplex=False)
-        process = _forkserver.Process(
+        ours, theirs = forkserver.Pipe(duplex=False)
+        process = forkserver.Process(
             target=_rank, args=(theirs, rank, num_ranks, meeting, timeout_s, function, args), daemon=True
         )
         process.start()

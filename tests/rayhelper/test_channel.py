@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from rayhelper import ChannelError, ConfigError, DeadlineError, RayHelper
 from rayhelper.channel import Channel, Receipt
-from tests.backends.ranks import _forkserver as processes
+from tests.backends.ranks import forkserver as processes
 from tests.conftest import without_runtime
 
 KIB = 1 / 1024  # in megabytes

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from rayhelper.device_groups import DeviceGroups
 from rayhelper.errors import PlacementError
 from rayhelper.plan import NodeResources, assign
-from rayhelper.planning.dry_run import Plan, make_plan, runs
+from rayhelper.planning.dry_run import Plan, make_plan
 from rayhelper.planning.memory import GIB
 from rayhelper.planning.plan_report import as_dict, as_lines, plan
+from rayhelper.ranks import runs
 
 SHAPE: dict[str, Any] = {
     "model_type": "qwen3",

@@ -56,6 +56,28 @@ class Mortal:
         return [item + 1 for item in items]
 
 
+@RayHelper.worker(group=["score", "train", "judge"])
+class Reluctant:
+    """Its constructor does what a file tells it to, once."""
+
+    def __init__(self, orders: str) -> None:
+        path = Path(orders)
+        order = path.read_text() if path.exists() else ""
+        path.unlink(missing_ok=True)
+        if order == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if order == "raise":
+            raise ValueError("no weights here")
+
+    @RayHelper.function(group="score", dispatch="slice", collect="flatten")
+    def doubled(self, items: list[int], kill: str = "") -> list[int]:
+        path = Path(kill)
+        if kill and RayHelper.current().rank == 0 and path.exists():
+            path.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [2 * item for item in items]
+
+
 def groups(restarts: int) -> dict[str, object]:
     return {
         "scorers": {"device": "CPU", "ranks": 2, "workers": ["score"], "restarts": restarts},
@@ -103,6 +125,37 @@ def test_shards_that_were_reported_hold_for_the_replacement(mortal: Mortal) -> N
     os.kill(crossed.pid()[1], signal.SIGKILL)
     crossed.ranked([1, 2])
     assert crossed.ranked([1, 2]) == [(1, 1), (2, 0)]
+
+
+def test_a_replacement_that_dies_at_once_is_replaced_as_well(mortal: Mortal, tmp_path: Path) -> None:
+    orders, kill = tmp_path / "orders", tmp_path / "kill"
+    reluctant = Reluctant(str(orders))
+    orders.write_text("die")
+    kill.touch()
+    assert reluctant.doubled([1, 2, 3], str(kill)) == [2, 4, 6]
+    assert not orders.exists()
+    assert reluctant.doubled([4, 5]) == [8, 10]
+
+
+def test_all_workers_of_a_group_may_die_at_once(mortal: Mortal) -> None:
+    for pid in mortal.pid():
+        os.kill(pid, signal.SIGKILL)
+    in_flight = [mortal.scaled.defer([call, call + 1]) for call in range(3)]
+    assert [future.result() for future in in_flight] == [[0, 10], [10, 20], [20, 30]]
+
+
+def test_a_constructor_that_fails_on_a_replacement_ends_the_group(ray_cluster: None, tmp_path: Path) -> None:
+    orders, kill = tmp_path / "orders", tmp_path / "kill"
+    alone = {"device": "CPU", "ranks": 2, "workers": ["score", "train", "judge"], "restarts": 5}
+    with without_runtime(), RayHelper.session({"all": alone}):
+        reluctant = Reluctant(str(orders))
+        orders.write_text("raise")
+        kill.touch()
+        with pytest.raises(WorkerDiedError, match=r"could not be constructed anew: no weights here") as caught:
+            reluctant.doubled([1, 2], str(kill))
+        assert isinstance(caught.value.__cause__, ValueError)
+        with pytest.raises(WorkerDiedError, match="no weights here"):
+            reluctant.doubled([1, 2])
 
 
 def test_when_the_restarts_are_used_up_the_error_says_so(ray_cluster: None) -> None:

@@ -11,8 +11,8 @@ What a person reads of a file is ``timeline.py``; which moments of a call become
 The file is in the Trace Event Format of Chromium's trace viewer: a process is a role, the driver first; a thread is a
 rank. Events of one thread must nest, so those that overlap otherwise (``async`` methods, threads of the driver) go on
 in a second thread, ``rank 0 (2)``. A call waits in the queue while earlier ones run, so ``queue`` spans are async
-events, on a track of their own for each rank. Arrows lead from the driver's ``dispatch`` of a call to the ``run`` of
-each worker.
+events, on a track of their own for each rank of a role. Arrows lead from the driver's ``dispatch`` of a call to the
+``run`` of each worker.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _document(ordered: Sequence[Span], metadata: Mapping[str, Any]) -> Iterator[
     yield '{"displayTimeUnit":"ms",\n"otherData":' + json.dumps(other, default=str, allow_nan=False)
     yield ',\n"traceEvents":['
     pids = _processes(ordered)
-    tids, threads = _threads(ordered)
+    tids, threads = _threads(ordered, pids)
     separator = "\n"  # commas stand before events, so that the last needs no care
     for event in _names(pids, threads):
         yield separator + json.dumps(event, separators=(",", ":"))
@@ -202,17 +202,18 @@ def _processes(ordered: Sequence[Span]) -> dict[str, int]:
     return {role: pid for pid, role in enumerate(names, start=1)}
 
 
-def _threads(ordered: Sequence[Span]) -> tuple[list[int], dict[tuple[str, int, int], int]]:
-    """The tid of every span; and of every (role, rank, which of the rank's threads)."""
+def _threads(ordered: Sequence[Span], pids: Mapping[str, int]) -> tuple[list[int], dict[tuple[str, int, int], int]]:
+    """The tid of every span; and of every (role, rank, which of the rank's threads), rising: Perfetto sorts by it."""
     open_ends: dict[tuple[str, int], list[list[int]]] = {}
-    threads: dict[tuple[str, int, int], int] = {}
-    tids = []
+    lanes = []
     for role, rank, phase, _, start_ns, end_ns, _, _ in ordered:
         thread = 0
         if phase != "queue":
             thread = _stack_for(open_ends.setdefault((role, rank), []), start_ns, max(start_ns, end_ns))
-        tids.append(threads.setdefault((role, rank, thread), _FIRST_TID + len(threads)))
-    return tids, threads
+        lanes.append((role, rank, thread))
+    rising = sorted(set(lanes), key=lambda lane: (pids[lane[0]], *lane[1:]))
+    threads = {lane: tid for tid, lane in enumerate(rising, start=_FIRST_TID)}
+    return [threads[lane] for lane in lanes], threads
 
 
 def _names(pids: Mapping[str, int], threads: Mapping[tuple[str, int, int], int]) -> Iterator[dict[str, Any]]:
@@ -220,17 +221,18 @@ def _names(pids: Mapping[str, int], threads: Mapping[tuple[str, int, int], int])
     for role, pid in pids.items():
         yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": role}}
         yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
-    for index, ((role, rank, thread), tid) in enumerate(sorted(threads.items())):
+    for (role, rank, thread), tid in threads.items():
         name = f"rank {rank}" if thread == 0 else f"rank {rank} ({thread + 1})"
         yield {"ph": "M", "pid": pids[role], "tid": tid, "name": "thread_name", "args": {"name": name}}
-        yield {"ph": "M", "pid": pids[role], "tid": tid, "name": "thread_sort_index", "args": {"sort_index": index}}
+        yield {"ph": "M", "pid": pids[role], "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
 
 
 def _events(ordered: Sequence[Span], origin_ns: int, pids: Mapping[str, int], tids: Sequence[int]) -> Iterator[str]:
     """One line a span, followed by the ends of its arrows.
 
     ``ts`` comes before any text, because some viewers read it before they understand escapes; an arrow's end follows
-    its slice, because a viewer ties it to the slice begun last on the thread.
+    its slice, because a viewer ties it to the slice begun last on the thread. A queue's id is local to its process:
+    tracks of one name are one track, and under a plain id they belong to no process.
     """
     quoted = functools.cache(json.dumps)
     leaving, arriving = _arrows(ordered)
@@ -240,7 +242,7 @@ def _events(ordered: Sequence[Span], origin_ns: int, pids: Mapping[str, int], ti
         args = f'"args":{{"call":{call},"bytes":{num_bytes},"phase":{quoted(phase)},"rank":{rank}'
         if phase == "queue":
             end = _microseconds(max(start_ns, end_ns) - origin_ns)
-            track = f'{where},"cat":"queue","id":"0x{i:x}","name":"rank {rank} queue"'
+            track = f'{where},"cat":"queue","id2":{{"local":"0x{i:x}"}},"name":"rank {rank} queue"'
             yield f'{{"ph":"b","ts":{begin},{track},{args},"method":{quoted(name)}}}}}'
             yield f'{{"ph":"e","ts":{end},{track}}}'
             continue
@@ -289,14 +291,14 @@ def _parsed(path: Path) -> Any:
 def _spans(events: Sequence[Mapping[str, Any]], origin_ns: int) -> list[Span]:
     names = (event for event in events if event["ph"] == "M" and event["name"] == "process_name")
     roles = {event["pid"]: event["args"]["name"] for event in names}
-    ends = {event["id"]: event["ts"] for event in events if event["ph"] == "e"}
+    ends = {event["id2"]["local"]: event["ts"] for event in events if event["ph"] == "e"}
     found = []
     for event in events:
         if event["ph"] not in ("X", "b"):
             continue
         args, begin = event["args"], event["ts"]
         queued = event["ph"] == "b"
-        end = ends[event["id"]] if queued else begin + event["dur"]
+        end = ends[event["id2"]["local"]] if queued else begin + event["dur"]
         found.append(
             Span(
                 roles[event["pid"]],

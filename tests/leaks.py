@@ -11,6 +11,7 @@ that run at once do not blame each other.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.util
 import os
 import shutil
 import sys
@@ -215,6 +216,7 @@ def own_temporary_folder() -> Iterator[Path]:
     names = ("TMPDIR", "PYTEST_DEBUG_TEMPROOT")
     before = {name: os.environ.get(name) for name in names}
     shared = tempfile.gettempdir()
+    multiprocessing.util.get_temp_dir()  # it is removed when the process ends, later than this folder
     folder = Path(tempfile.mkdtemp(prefix="own-"))  # short: Ray's sockets lie in it
     os.environ["TMPDIR"] = str(folder)
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", shared)

@@ -79,7 +79,8 @@ def check_nesting(events: list[dict[str, Any]]) -> None:
 def check_async(events: list[dict[str, Any]]) -> None:
     """Every begin has one end, later, of the same category, name, id and process."""
     begun, ended = (
-        {(e["cat"], e["name"], e["id"], e["pid"]): e["ts"] for e in events if e["ph"] == phase} for phase in "be"
+        {(e["cat"], e["name"], e["id2"]["local"], e["pid"]): e["ts"] for e in events if e["ph"] == phase}
+        for phase in "be"
     )
     assert begun.keys() == ended.keys()
     assert len(begun) == sum(e["ph"] in "be" for e in events) / 2
@@ -215,6 +216,28 @@ def test_calls_that_wait_have_a_track_of_their_own_for_each_rank(tmp_path: Path)
         ("rank 1 queue", "T.update"),
         ("rank 0 queue", "T.save"),
     ]
+
+
+def test_two_roles_do_not_share_the_track_of_their_queues(tmp_path: Path) -> None:
+    spans = [Span(role, 0, "queue", "f", 10, 20, call) for call, role in enumerate(["train", "judge"], start=1)]
+    trace.write(tmp_path / "t.json", spans, metadata={})
+    waiting = [e for e in events_of(tmp_path / "t.json") if e["ph"] in "be"]
+    assert len({e["pid"] for e in waiting}) == 2
+    assert all("id" not in e for e in waiting)  # such events belong to no process, so tracks of one name become one
+
+
+def test_viewers_that_sort_threads_by_number_show_ranks_in_order(tmp_path: Path) -> None:
+    spans = [Span(role, rank, "run", "f", 50 - rank, 60, 1) for role in ("train", "judge") for rank in (2, 10, 0)]
+    spans += [Span("train", 2, "run", "beside", 55, 70, 2), Span("driver", 0, "dispatch", "f", 55, 56, 1)]
+    trace.write(tmp_path / "t.json", spans, metadata={})
+    events = events_of(tmp_path / "t.json")
+    roles = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    threads = {e["tid"]: (roles[e["pid"]], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+    sort_index = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
+    for number in (int, sort_index.__getitem__):
+        in_order = [threads[tid] for tid in sorted(threads, key=number)]
+        assert [name for role, name in in_order if role == "judge"] == ["rank 0", "rank 2", "rank 10"]
+        assert [name for role, name in in_order if role == "train"] == ["rank 0", "rank 2", "rank 2 (2)", "rank 10"]
 
 
 def test_a_clock_that_was_set_back_gives_an_empty_span(tmp_path: Path) -> None:

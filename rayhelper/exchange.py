@@ -24,6 +24,7 @@ class Exchange:
         self.rank = rank
         self.size = size
         self.closed = False
+        self.received_bytes = 0  # by the last gathering
         rendezvous: Any = vars(dist)["rendezvous"]
         self.store, _, _ = next(iter(rendezvous("env://", rank, size)))
         gloo: Any = dist.ProcessGroupGloo
@@ -52,6 +53,7 @@ class Exchange:
         else:
             texts = [self._from(source, text, size, timeout_s) for source, size in enumerate(sizes)]
         received = [text[:size].numpy() for text, size in zip(texts, sizes, strict=True)]
+        self.received_bytes = sum(sizes)
         return [(unpack(pickle.loads(text[1:]), writable=True), bool(text[0])) for text in received]
 
     def _all(self, tensor: Any, timeout_s: float) -> list[Any]:

@@ -307,7 +307,7 @@ class SpmdPlacement:
             begun_ns = time.time_ns()
             values = self.runtime.settle(self, outcome, error, group.timeout_s)
             if recording:
-                recording.span("wait", method, begun_ns, call)
+                recording.span("wait", method, begun_ns, call, self.runtime.exchange.received_bytes)
             return [values[members[leader]] for leader in layout.leaders]
 
         return Future(FinishedCall(leaders_values, collector(method, division.order, where, recording, call)))

@@ -8,7 +8,7 @@
 
 What a person reads of a file is ``timeline.py``; which moments of a call become spans is ``recording.py``. Pure.
 
-The file is in the Trace Event Format of Chromium's trace viewer: a process is a role, the driver first; a thread is a
+The file is in the Trace Event Format of Chromium's trace viewer: a process is a role; a thread is a
 rank. Events of one thread must nest, so those that overlap otherwise (``async`` methods, threads of the driver) go on
 in a second thread, ``rank 0 (2)``. A call waits in the queue while earlier ones run, so ``queue`` spans are async
 events, on a track of their own for each rank of a role. Arrows lead from the driver's ``dispatch`` of a call to the

@@ -152,6 +152,7 @@ def test_every_process_sees_what_the_driver_would_see(tmp_path: Path) -> None:
         ("train", rank) for rank in range(4)
     }
     assert {span.rank for span in spans if span.role == "driver"} == {0, 1, 2, 3}
+    assert max(span.num_bytes for span in spans if span.phase == "wait") > 2_000_000  # the large value of one process
 
 
 def test_without_torchrun_the_error_says_how_to_start() -> None:

@@ -159,8 +159,8 @@ class Crew:
             self.actors[rank] = self._actor(self.slots[rank])
         self.prepare(chosen)
         if 0 in chosen:
-            others = [rank for rank in range(len(self.actors)) if rank not in chosen]
-            ray.get([self.actors[rank].set_environment.remote({"MASTER_PORT": str(self.port)}) for rank in others])
+            for rank in set(range(len(self.actors))) - set(chosen):  # not waited for: they may be busy
+                self.actors[rank].set_environment.remote({"MASTER_PORT": str(self.port)})
         for address, known in self.remotes.items():
             for rank in chosen:
                 known[rank] = self._bound_call(rank, address)

@@ -90,7 +90,7 @@ def validate_dispatch(dispatch: Any, execute: Any) -> None:
 
 def unwrap(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The arguments with every ``whole(...)`` replaced by its value; what a call with Ray off does."""
-    return tuple(map(_bare, args)), {name: _bare(value) for name, value in kwargs.items()}
+    return tuple(map(bare, args)), {name: bare(value) for name, value in kwargs.items()}
 
 
 def split_call(
@@ -138,7 +138,7 @@ def _divided(
     calls: list[Call] = []
     for positions in shards:
         parts = [
-            _bare(value) if counts[i] is None else take(value, positions, prefix + labels[i])
+            bare(value) if counts[i] is None else take(value, positions, prefix + labels[i])
             for i, value in enumerate(values)
         ]
         calls.append((tuple(parts[: len(args)]), dict(zip(kwargs, parts[len(args) :], strict=True))))
@@ -247,7 +247,7 @@ def accepts(function: Callable[..., Any], *args: Any) -> bool:
     return True
 
 
-def _bare(value: Any) -> Any:
+def bare(value: Any) -> Any:
     return value.value if isinstance(value, Whole) else value
 
 

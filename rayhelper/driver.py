@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -83,6 +84,7 @@ class DriverRuntime:
         self.groups: dict[str, Group] = {}
         self.ids = itertools.count()
         self.stopped = False
+        self.pid = os.getpid()
         self.unused: list[DriverPlacement] = []  # of instances that are gone; freed when the next one is constructed
         atexit.register(self.teardown)
         try:
@@ -128,13 +130,13 @@ class DriverRuntime:
 
     def teardown(self) -> None:
         """Stops every worker; a cluster that was started for this run is stopped too."""
-        if self.stopped:
+        if self.stopped or os.getpid() != self.pid:  # a forked child has none of it
             return
         self.stopped = True
         atexit.unregister(self.teardown)
-        self.cluster.stop()
         if state.active is self:
             state.active = None
+        self.cluster.stop()
 
 
 class DriverPlacement:

@@ -13,6 +13,8 @@ from typing import Any
 from rayhelper.errors import CallCancelledError, WorkerError
 from rayhelper.ranks import runs
 
+_MOST_TEXT = 100_000  # characters of a message or a traceback that travel
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -29,13 +31,45 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException, method: str, worker: str, rank: int, dumps: Callable[[object], bytes]) -> Failure:
         """The exception, which was raised by ``method`` on ``worker``."""
-        pickled: bytes | None = None
-        with contextlib.suppress(Exception):  # one with a constructor of its own may pickle and not come back
-            attempt = dumps(error)
-            pickled = attempt if type(pickle.loads(attempt)) is type(error) else None
-        summary = "".join(traceback.format_exception_only(error)).strip()
-        text = "".join(traceback.format_exception(error))
-        return cls(pickled, summary, text, method, worker, rank, time.time_ns())
+        summary = "".join(traceback.format_exception_only(error)).strip()[:_MOST_TEXT]
+        text = "".join(traceback.format_exception(error))[-_MOST_TEXT:]
+        return cls(_pickled(error, dumps), summary, text, method, worker, rank, time.time_ns())
+
+
+def _pickled(error: BaseException, dumps: Callable[[object], bytes]) -> bytes | None:
+    """The exception, without what of it does not pickle; None if its type does not."""
+    with contextlib.suppress(Exception):  # one with a constructor of its own may pickle and not come back
+        whole = dumps(error)
+        if type(pickle.loads(whole)) is type(error):
+            return whole
+    args = tuple(arg if _travels(arg, dumps) else repr(arg)[:_MOST_TEXT] for arg in error.args)
+    attributes = {name: value for name, value in vars(error).items() if _travels(value, dumps)}
+    with contextlib.suppress(Exception):
+        parts = dumps((_revived, (type(error), args, attributes)))
+        if type(_loaded(parts)) is type(error):
+            return parts
+    return None
+
+
+def _travels(value: Any, dumps: Callable[[object], bytes]) -> bool:
+    try:
+        pickle.loads(dumps(value))
+    except Exception:
+        return False
+    return True
+
+
+def _loaded(pickled: bytes) -> Any:
+    found = pickle.loads(pickled)
+    return found[0](*found[1]) if isinstance(found, tuple) else found
+
+
+def _revived(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    """An exception as it was, its constructor not called again."""
+    error = kind.__new__(kind, *args)
+    BaseException.__setattr__(error, "args", args)  # also of a frozen dataclass
+    vars(error).update(attributes)
+    return error
 
 
 def raise_failures(replies: Iterable[Any]) -> None:
@@ -54,16 +88,21 @@ def raise_first(failures: Sequence[Failure]) -> None:
     causes = [failure for failure in failures if not _was_stopped(failure)] or list(failures)
     first = min(causes, key=lambda failure: failure.time_ns)
     origin = f"{first.method} on {first.worker}"
-    equal = sorted(failure.rank for failure in causes if failure.summary == first.summary and failure is not first)
+    equal = sorted({failure.rank for failure in causes if failure.summary == first.summary} - {first.rank})
     other = [failure for failure in causes if failure.summary != first.summary]
     note = origin + (f"; {len(equal)} more ranks raised the same: {', '.join(runs(equal))}" if equal else "")
     note += "".join(f"; rank {failure.rank} raised {failure.summary[:200]}" for failure in other[:4])
     remote = WorkerError(f"{origin} raised {first.summary}\n[{note}]\n\nRemote traceback:\n{first.traceback}")
-    original = None if first.error is None else pickle.loads(first.error)
+    original = None if first.error is None else _loaded(first.error)
     if not isinstance(original, Exception):  # SystemExit in a worker must not end the driver silently
         raise remote
-    original.add_note(f"[{note}]")
+    add_note(original, f"[{note}]")
     raise original from remote
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """As ``error.add_note``, also for exceptions that are frozen dataclasses."""
+    vars(error).setdefault("__notes__", []).append(note)
 
 
 def _was_stopped(failure: Failure) -> bool:

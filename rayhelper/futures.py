@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from rayhelper.dispatch import Whole, bare
+
 R = TypeVar("R")
 
 
@@ -39,6 +41,12 @@ class Future(Generic[R]):
 
     def __init__(self, pending: Pending) -> None:
         self._pending = pending
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Future travels as an argument of its own, not inside a list or a dict, and not as a value. Pass it "
+            "alone, or its .result()."
+        )
 
     def done(self) -> bool:
         """Whether ``result`` would return, or raise, at once."""
@@ -133,11 +141,17 @@ def finished(call: Callable[[], Any]) -> Future[Any]:
 
 
 def values_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with every future replaced by its value."""
-    if any(isinstance(value, Future) for value in (*args, *kwargs.values())):
-        args = tuple(value.result() if isinstance(value, Future) else value for value in args)
-        kwargs = {name: value.result() if isinstance(value, Future) else value for name, value in kwargs.items()}
+    """The arguments with every future replaced by its value, also those that are sent whole."""
+    if any(isinstance(bare(value), Future) for value in (*args, *kwargs.values())):
+        args = tuple(map(_value_of, args))
+        kwargs = {name: _value_of(value) for name, value in kwargs.items()}
     return args, kwargs
+
+
+def _value_of(value: Any) -> Any:
+    if isinstance(value, Whole):
+        return Whole(_value_of(value.value))
+    return value.result() if isinstance(value, Future) else value
 
 
 def as_completed(futures: Iterable[Future[R]]) -> Iterator[Future[R]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from rayhelper.calls import collect, unsendable
-from rayhelper.dispatch import Balanced
+from rayhelper.dispatch import Balanced, Whole, bare, whole
 from rayhelper.errors import CallCancelledError, DeadlineError, DispatchError
 from rayhelper.futures import Finished, Future
 from rayhelper.host import FuturePart, LateCall, call_number, opened
@@ -119,7 +119,10 @@ class GroupCall:
     def _replies(self, timeout_s: float | None) -> list[Any]:
         recording, started_ns = self.group.recording, time.time_ns()
         try:
-            return replies_of(self.group, self.refs, str(self.method), self, timeout_s)
+            return replies_of(self.group, str(self.method), self, timeout_s)
+        except KeyboardInterrupt:
+            self.cancel()  # in a notebook the next call would wait for this one
+            raise
         finally:
             if recording:
                 recording.span("wait", self.method, started_ns, self.number)
@@ -143,10 +146,31 @@ class GroupCall:
             ray.wait(unfinished(refs), num_returns=1, timeout=STEP_S)
 
 
+class Construction:
+    """The construction of an instance on every worker of a group, made again where a worker is replaced meanwhile."""
+
+    sources: tuple[GroupCall, ...] = ()
+
+    def __init__(self, group: WorkerGroup, instance_id: int, payload: Any) -> None:
+        self.group = group
+        self.instance_id = instance_id
+        self.payload = payload
+        self.refs: list[Any] = [None] * len(group.crew.actors)
+
+    def send(self, ranks: Iterable[int]) -> None:
+        """Has these ranks construct it."""
+        for rank in ranks:
+            self.refs[rank] = self.group.crew.actors[rank].construct.remote(self.instance_id, self.payload)
+
+    def unfinished(self) -> list[tuple[int, Any]]:
+        """The ranks that have not answered, each with its reference."""
+        return [(self.refs.index(ref), ref) for ref in unfinished(self.refs)]
+
+
 def sources_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[GroupCall, ...]:
     """The calls whose futures are among the arguments. A future that has failed raises here."""
     found = []
-    for value in (*args, *kwargs.values()):
+    for value in map(bare, (*args, *kwargs.values())):
         if isinstance(value, Future) and isinstance(value._pending, GroupCall):
             if value._pending.outcome is not None and value._pending.outcome.error is not None:
                 value.result()
@@ -168,7 +192,8 @@ def late_calls(
         )
     start = 0
     replaced = []
-    for value in (*args, *kwargs.values()):
+    for given in (*args, *kwargs.values()):
+        value = bare(given)
         if isinstance(value, Future):
             pending = value._pending
             if isinstance(pending, GroupCall):
@@ -186,7 +211,7 @@ def late_calls(
                 start = stop
             else:
                 value = value.result()
-        replaced.append(value)
+        replaced.append(whole(value) if isinstance(given, Whole) else value)
     late_args = tuple(replaced[: len(args)])
     late_kwargs = dict(zip(kwargs, replaced[len(args) :], strict=True))
     return [LateCall(late_args, late_kwargs, num_shards, index, where) for index in range(num_shards)]

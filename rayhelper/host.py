@@ -14,16 +14,19 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import GeneratorType
 from typing import Any
 
 from rayhelper.calls import divide
 from rayhelper.collect import join, join_first
+from rayhelper.dispatch import Whole, whole
 from rayhelper.door import Door
-from rayhelper.errors import CallCancelledError
+from rayhelper.errors import CallCancelledError, WorkerError
 from rayhelper.failures import Failure
 from rayhelper.modules import missing_modules
 from rayhelper.packing import Ledger, Packed, pack, unpack, worth_packing
@@ -36,6 +39,8 @@ from rayhelper.worker_runtime import HostedPlacement, WorkerRuntime
 # Methods that stand for bound addresses. Every argument of a remote call is serialised on its own, which for a small
 # call is a fifth of its cost: a call through a slot sends nothing but its own arguments.
 NUM_SLOTS = 64
+
+_IMPORTING_S = 0.1  # after this time it is looked again whether an import has ended that was not to be interrupted
 
 _HELD_PORTS: list[socket.socket] = []  # until this process ends, or the port is used
 
@@ -129,7 +134,7 @@ class Host:
         state.active = WorkerRuntime(info, node)
         self.tracer = Tracer() if trace else None
         signal.signal(signal.SIGUSR1, self._interrupt)
-        return Door(self, node, key).address
+        return Door(node, key, {"stop": self.stop_tasks, "leave": lambda _: self.leave()}).address
 
     def set_environment(self, env: dict[str, str]) -> None:
         """Changes the environment, after another worker of the group was replaced."""
@@ -208,6 +213,7 @@ class Host:
                 self._record("run", method.role, method.function.__qualname__, started, reply, ended)
             return reply
         except BaseException as error:
+            self.ledger.forget_changed()  # or the next call would be blamed
             if self.tracer is not None and isinstance(method, RoleMethod):
                 self._record("run", method.role, method.function.__qualname__, started)
             return self._failure(error, str(method))
@@ -246,16 +252,24 @@ class Host:
 
     def _interrupt(self, signum: int, frame: Any) -> None:
         running = self.running
-        if running is not None and running.hex() in self.cancelled:
-            self.cancelled.discard(running.hex())
-            raise Stopped
+        if running is None or running.hex() not in self.cancelled:
+            return
+        if _is_importing(frame):  # a module that is interrupted half-way cannot be imported again
+            again = threading.Timer(_IMPORTING_S, os.kill, (os.getpid(), signal.SIGUSR1))
+            again.daemon = True
+            again.start()
+            return
+        self.cancelled.discard(running.hex())
+        raise Stopped
 
     def _resolve(self, address: str) -> tuple[Any, RoleMethod[..., Any]]:
         found = self.methods[address] = located(self.trainers, address)
         return found
 
     def _reply(self, placement: HostedPlacement, value: Any) -> Any:
-        if value is not None and worth_packing(value):
+        if isinstance(value, GeneratorType):  # Ray would take one for several values
+            raise WorkerError(f"cannot pickle {value!r}: return a list, or write the method itself as a generator")
+        if value is not None and worth_packing(value, arrays=True):
             value = pack(value)
         return Reported(value, placement.take_reports()) if placement.unreported else value
 
@@ -292,6 +306,15 @@ def boot_id() -> str:
     return socket.gethostname()
 
 
+def _is_importing(frame: Any) -> bool:
+    """Whether the code at this frame runs because a module is being imported."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def call_number(task: str) -> int:
     """The number under which a worker records a task: the part of its name that differs, short enough for JSON."""
     return int(task[:13], 16)
@@ -324,6 +347,8 @@ def _divide_late(
 
 
 def _future_value(value: Any, parts: Sequence[Any], ledger: Ledger) -> Any:
+    if isinstance(value, Whole):
+        return whole(_future_value(value.value, parts, ledger))
     if not isinstance(value, FuturePart):
         return value
     replies = parts[value.start : value.stop]

@@ -19,6 +19,7 @@ from typing import Any
 from rayhelper.calls import collector, divide, layout_of, unsendable, where_of
 from rayhelper.device_groups import DeviceGroup, DeviceGroups
 from rayhelper.errors import DispatchError, RoleError, WorkerError
+from rayhelper.failures import add_note
 from rayhelper.futures import FinishedCall, Future, values_of
 from rayhelper.host import located
 from rayhelper.packing import Ledger, Packed, pack, unpack
@@ -145,11 +146,15 @@ class InprocessGroup:
             _noted(str(method), worker),
             worker.inside(instance._rayhelper, method.role),
         ):
-            value = method.finished_call(instance, args, kwargs)
+            try:
+                value = method.finished_call(instance, args, kwargs)
+            except BaseException:
+                worker.ledger.forget_changed()  # or the next call would be blamed
+                raise
         self._note_shards(instance_id, worker)
         if self.cluster.strict:
-            _check_unchanged(before, _pickles(args, kwargs), f"{method} on {worker.describe()}")
             worker.ledger.check(f"{method} on {worker.describe()}")
+            _check_unchanged(before, _pickles(args, kwargs), f"{method} on {worker.describe()}")
             value = _returned(value, f"{method} on {worker.describe()}")
         return value
 
@@ -170,7 +175,7 @@ class _noted:  # noqa: N801
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
-            error.add_note(f"[{self.what} on {self.worker.describe()}]")
+            add_note(error, f"[{self.what} on {self.worker.describe()}]")
 
 
 # What ``strict`` adds: the way to a worker and back

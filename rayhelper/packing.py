@@ -19,6 +19,7 @@ import math
 import operator
 import pickle
 import sys
+import threading
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -93,15 +94,15 @@ def unpack(packed: Packed, *, writable: bool = False, ledger: Ledger | None = No
         _reading.ledger = outer
 
 
-def worth_packing(value: Any) -> bool:
-    """Whether the value is large (over LARGE_BYTES or 2,000 leaves) or holds a tensor."""
+def worth_packing(value: Any, *, arrays: bool = False) -> bool:
+    """Whether the value is large (over LARGE_BYTES or 2,000 leaves) or holds a tensor (or, if asked, an array)."""
     if type(value) in _PLAIN:
         return False
     total, leaves, stack = 0, 0, [value]
     while stack:
         item = stack.pop()
         leaves += 1
-        if leaves > _MANY_LEAVES or instance_of(item, "torch", "Tensor"):
+        if leaves > _MANY_LEAVES or instance_of(item, "torch", "Tensor") or (arrays and type(item) is np.ndarray):
             return True
         if isinstance(item, (bytes, bytearray, str)):
             total += len(item)
@@ -126,16 +127,20 @@ class Ledger:
     def __init__(self) -> None:
         self.lent: list[Any] = []  # aliases of the tensors; they share the version counter, which writing raises
 
+    def forget_changed(self) -> list[Any]:
+        """The tensors that were changed in place; they are not looked at again."""
+        changed = [alias for alias in self.lent if alias._version]
+        self.lent = [alias for alias in self.lent if not alias._version]
+        return changed
+
     def check(self, where: str) -> None:
         """Forgets what is no longer used.
 
         Raises:
             DispatchError: a tensor was changed in place.
         """
-        if not self.lent:
-            return
-        changed = [alias for alias in self.lent if alias._version]
-        self.lent = [alias for alias in self.lent if not alias._version and _is_used(alias)]
+        changed = self.forget_changed()
+        self.lent = [alias for alias in self.lent if _is_used(alias)]
         if changed:
             shape = tuple(changed[0].shape)
             raise DispatchError(
@@ -144,7 +149,7 @@ class Ledger:
             )
 
 
-class _Reading:
+class _Reading(threading.local):
     ledger: Ledger | None = None
 
 

@@ -12,7 +12,7 @@ from ray import cloudpickle
 
 from rayhelper import placement as placing
 from rayhelper.device_groups import DeviceGroups
-from rayhelper.errors import ConfigError
+from rayhelper.errors import ConfigError, DispatchError
 from rayhelper.modules import user_modules
 from rayhelper.recording import Recording
 from rayhelper.worker_group import WorkerGroup
@@ -59,7 +59,7 @@ class RayCluster:
         lacking = set().union(*(group.missing_modules(candidates) for group in groups)) if candidates else set()
         for name in lacking:
             cloudpickle.register_pickle_by_value(sys.modules[name])
-        return ray.put(cloudpickle.dumps((cls, args, kwargs)))
+        return ray.put(_pickled(cls, args, kwargs))
 
     def alive(self) -> bool:
         return bool(ray.is_initialized())
@@ -68,11 +68,31 @@ class RayCluster:
         """Ends every worker; a cluster that was started for this run is stopped too."""
         if not ray.is_initialized():
             return
-        if self.recording is not None:
+        try:
+            if self.recording is not None:
+                for group in self.groups.values():
+                    group.hand_over_spans()
+                self.recording.write()
+        finally:
             for group in self.groups.values():
-                group.hand_over_spans()
-            self.recording.write()
-        for group in self.groups.values():
-            group.stop()
-        if self.is_ours:
-            ray.shutdown()
+                group.stop()
+            if self.is_ours:
+                ray.shutdown()
+
+
+def _pickled(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """A class and the arguments of its constructor. Raises DispatchError that says which of them does not pickle."""
+    try:
+        return bytes(cloudpickle.dumps((cls, args, kwargs)))
+    except Exception as error:
+        named = {f"positional argument {i + 1} of {cls.__name__}(...)": value for i, value in enumerate(args)}
+        named |= {f"argument {name!r} of {cls.__name__}(...)": value for name, value in kwargs.items()}
+        for name, value in named.items():
+            try:
+                cloudpickle.dumps(value)
+            except Exception as reason:
+                raise DispatchError(f"{name} cannot be sent to a worker: {reason}") from error
+        raise DispatchError(
+            f"class {cls.__name__}, defined in {cls.__module__}, cannot be sent to a worker: {error}. Define it in a "
+            "module of its own, which the workers import."
+        ) from error

@@ -7,6 +7,7 @@ workers keep theirs until the run ends.
 from __future__ import annotations
 
 import itertools
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,6 +30,10 @@ class Recording:
         trace.check_path(self.path)
         if not self.path.parent.is_dir():
             raise ConfigError(f"trace={str(path)!r}: the folder {self.path.parent} does not exist. Make it first.")
+        try:
+            tempfile.TemporaryFile(dir=self.path.parent).close()
+        except OSError as error:
+            raise ConfigError(f"trace={str(path)!r} cannot be written: {error}. Choose another folder.") from None
         self.rank = 0  # of this process, among those that run the driver's code
         num_ranks = {role: group.num_workers for group in groups.groups for role in group.roles}
         self.metadata: dict[str, Any] = {"runtime": runtime, "num_ranks": num_ranks if runtime != "off" else {}}

@@ -19,10 +19,10 @@ from ray.exceptions import RayActorError
 
 from rayhelper.errors import WorkerDiedError
 from rayhelper.failures import raise_failures
-from rayhelper.waiting import answered, unfinished
+from rayhelper.group_call import Construction, GroupCall
+from rayhelper.waiting import CONSTRUCTION_S, answered, unfinished
 
 if TYPE_CHECKING:
-    from rayhelper.group_call import GroupCall
     from rayhelper.worker_group import WorkerGroup
 
 _log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Recovery:
                 ranks = [rank for rank, ref in given_up if ref in waiting]
                 _log.warning("group %r: ranks %s did not stop; the next call waits for them", crew.group.name, ranks)
 
-    def died(self, error: RayActorError, what: str, call: GroupCall | None, called: int) -> None:
+    def died(self, error: RayActorError, what: str, call: GroupCall | Construction | None, called: int) -> None:
         """Replaces a worker that died, or whose death failed this call; every open call is sent to it again.
 
         ``called``: the rank whose part of the call failed. Its worker may have been replaced since.
@@ -85,27 +85,27 @@ class Recovery:
             actor_id = getattr(error, "actor_id", None)
             rank = called if actor_id is None else self.group.crew.rank_of(actor_id)
             if rank is not None:
-                self._replace(rank, error, what, call)
-            elif call is not None and call.sources:
+                self._replace(rank, error, what)
+            elif isinstance(call, GroupCall) and call.sources:
                 self._send_with_new_sources(call)
             elif call is not None and self.group.group.restarts:
                 call.send([called])
             else:
                 raise self._for_good(None, error, what)
 
-    def _replace(self, rank: int, error: RayActorError, what: str, call: GroupCall | None) -> None:
-        crew, open_calls = self.group.crew, list(self.group.open.values())
+    def _replace(self, rank: int, error: RayActorError, what: str) -> None:
+        crew, open_calls = self.group.crew, self._open_calls()
         replaced: set[int] = set()
-        lost: dict[GroupCall, set[int]] = {other: set() for other in open_calls}
+        lost: dict[GroupCall | Construction, set[int]] = {other: set() for other in open_calls}
         while True:  # until no further worker dies meanwhile
-            if self.restarts_left <= 0 or call is None:
+            if self.restarts_left <= 0:
                 raise self._for_good(rank, error, what)
             self.restarts_left -= 1
             together = any(crew.ask("joined").values())  # its peers wait for it in collectives, or would
             ranks = set(range(len(crew.actors))) if together else {rank}
             replaced |= ranks
             for other in open_calls:
-                lost[other] |= _to_repeat(other, ranks, together)
+                lost[other] |= _to_repeat(other, ranks, together or isinstance(other, Construction))
             self._log_replacement(rank, what, sorted(ranks), sum(map(bool, lost.values())))
             try:
                 self._construct_anew(sorted(replaced))
@@ -121,11 +121,18 @@ class Recovery:
     def _construct_anew(self, ranks: list[int]) -> None:
         crew = self.group.crew
         crew.replace(ranks)
-        for instance_id, construction in self.group.constructions.items():
-            replies = ray.get([crew.actors[rank].construct.remote(instance_id, construction) for rank in ranks])
+        for instance_id, payload in self.group.constructions.items():
+            if instance_id in self.group.constructing:
+                continue
+            started = [crew.actors[rank].construct.remote(instance_id, payload) for rank in ranks]
+            replies = ray.get(started, timeout=CONSTRUCTION_S)
             raise_failures(replies)
             for rank, reply in zip(ranks, replies, strict=True):
                 self.group.note_shards(instance_id, rank, reply)
+
+    def _open_calls(self) -> list[GroupCall | Construction]:
+        """What is on its way, in an order in which it can be sent again."""
+        return [*self.group.constructing.values(), *self.group.open.values()]
 
     def _log_replacement(self, rank: int, what: str, ranks: list[int], num_calls: int) -> None:
         _log.warning(
@@ -148,15 +155,26 @@ class Recovery:
     def _for_good(self, rank: int | None, error: Exception, what: str) -> WorkerDiedError:
         crew = self.group.crew
         who = f"a worker of group {crew.group.name!r}" if rank is None else crew.describe(rank)
-        spent = f" (all {crew.group.restarts} restarts were used)" if crew.group.restarts else ""
-        if not isinstance(error, RayActorError):
-            spent = " and could not be constructed anew"
-        self.dead = WorkerDiedError(f"{who} died during {what}{spent}: {error}")
-        self.stop(item for call in self.group.open.values() for item in call.unfinished())
+        if isinstance(error, RayActorError):
+            then = f" (all {crew.group.restarts} restarts were used)" if crew.group.restarts else ""
+            remedy = " Give the group restarts: N to have workers replaced." if not crew.group.restarts else ""
+            self.dead = WorkerDiedError(f"{who} died before or during {what}{then}: {_cause(error)}{remedy}")
+        else:
+            self.dead = WorkerDiedError(
+                f"{who} died before or during {what} and could not be constructed anew: {error}"
+            )
+        self.stop(item for call in self._open_calls() for item in call.unfinished())
         return self.dead
 
 
-def _to_repeat(call: GroupCall, ranks: set[int], together: bool) -> set[int]:
-    """The ranks among those replaced whose part of the call must run again."""
+def _to_repeat(call: GroupCall | Construction, ranks: set[int], whole: bool) -> set[int]:
+    """The ranks among those replaced whose part of the call must run again: all, or those that have not answered."""
     called = {rank for rank in ranks if rank < len(call.refs)}
-    return called if together else {rank for rank in called if not answered(call.refs[rank])}
+    return called if whole else {rank for rank in called if not answered(call.refs[rank])}
+
+
+def _cause(error: RayActorError) -> str:
+    """What Ray knows about a death, without its advice."""
+    text = " ".join(str(error).split())
+    detail = text.partition("Worker exit detail: ")[2] or text
+    return detail.partition(" Some common causes")[0][:300]

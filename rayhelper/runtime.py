@@ -7,8 +7,7 @@ a worker process. Everything else that the library knows belongs to an instance 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -94,11 +93,17 @@ class _State:
 state = _State()
 
 
-@contextlib.contextmanager
-def acting_as(runtime: Runtime | None) -> Iterator[None]:
-    """Inside, this process is what ``runtime`` says; None: as with Ray off."""
-    outer, state.active = state.active, runtime
-    try:
-        yield
-    finally:
-        state.active = outer
+class acting_as:  # noqa: N801
+    """Inside, this process is what ``runtime`` says; None: as with Ray off.
+
+    No generator: those set the traceback of what is raised, which frozen exceptions refuse.
+    """
+
+    def __init__(self, runtime: Runtime | None) -> None:
+        self.runtime = runtime
+
+    def __enter__(self) -> None:
+        self.outer, state.active = state.active, self.runtime
+
+    def __exit__(self, *_: object) -> None:
+        state.active = self.outer

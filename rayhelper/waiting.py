@@ -14,22 +14,20 @@ from rayhelper.failures import Failure, raise_failures
 from rayhelper.ranks import runs
 
 if TYPE_CHECKING:
-    from rayhelper.group_call import GroupCall
+    from rayhelper.group_call import Construction, GroupCall
     from rayhelper.worker_group import WorkerGroup
 
 _FAST_S = 0.1  # so long all are waited for together, which costs least
 STEP_S = 0.5  # so often a waiting driver looks whether the group is still usable
+CONSTRUCTION_S = 3600.0  # loading a model takes longer than a call
 _SAME_S = 0.1  # failures of other ranks within this time are told together
 
 
-def replies_of(
-    group: WorkerGroup, refs: list[Any], what: str, call: GroupCall | None, timeout_s: float | None
-) -> list[Any]:
-    """The replies, in order of rank.
+def replies_of(group: WorkerGroup, what: str, call: GroupCall | Construction, timeout_s: float | None) -> list[Any]:
+    """The replies to a call, in order of rank.
 
     Args:
-        refs: One reference a rank; those of ``call`` change when workers are replaced.
-        call: What the references belong to; None: the workers are not replaced for it.
+        what: The call, for messages.
         timeout_s: Seconds; None: the group's own.
 
     Raises:
@@ -41,9 +39,9 @@ def replies_of(
     limit_s = group.group.timeout_s if timeout_s is None else timeout_s
     deadline = None if limit_s is None else time.monotonic() + limit_s
     try:
-        replies = ray.get(refs, timeout=_FAST_S if limit_s is None else min(_FAST_S, limit_s))
+        replies = ray.get(call.refs, timeout=_FAST_S if limit_s is None else min(_FAST_S, limit_s))
     except (GetTimeoutError, RayActorError, RayTaskError):
-        replies = _one_by_one(group, refs, what, call, deadline, limit_s, timeout_s is None)
+        replies = _one_by_one(group, what, call, deadline, limit_s, timeout_s is None)
     raise_failures(replies)
     return replies
 
@@ -82,14 +80,14 @@ def _not_sent(group: WorkerGroup, rank: int, what: str, error: RayTaskError) -> 
 
 def _one_by_one(
     group: WorkerGroup,
-    refs: list[Any],
     what: str,
-    call: GroupCall | None,
+    call: GroupCall | Construction,
     deadline: float | None,
     limit_s: float | None,
     is_groups_limit: bool,
 ) -> list[Any]:
-    replies: dict[Any, Any] = {}  # by reference: a worker that was replaced answers with another one
+    refs = call.refs  # which change when workers are replaced
+    replies: dict[Any, Any] = {}  # by reference
     while any(ref not in replies for ref in refs):
         group.check_usable(what)
         waiting = [ref for ref in refs if ref not in replies]

@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup
 
 from rayhelper.calls import divide, layout_of, unsendable, where_of
@@ -23,7 +24,7 @@ from rayhelper.crew import Crew
 from rayhelper.device_groups import DeviceGroup
 from rayhelper.errors import RoleError
 from rayhelper.futures import Future
-from rayhelper.group_call import GroupCall, late_calls, sources_of
+from rayhelper.group_call import Construction, GroupCall, late_calls, sources_of
 from rayhelper.host import Reported
 from rayhelper.plan import Slot
 from rayhelper.recording import Recording
@@ -31,9 +32,7 @@ from rayhelper.recovery import Recovery
 from rayhelper.roles import RoleMethod
 from rayhelper.shards import ShardTable
 from rayhelper.transport import sendable
-from rayhelper.waiting import replies_of
-
-_CONSTRUCTION_S = 3600.0  # loading a model takes longer than a call
+from rayhelper.waiting import CONSTRUCTION_S, replies_of
 
 
 class WorkerGroup:
@@ -53,6 +52,7 @@ class WorkerGroup:
         self.crew = Crew(group, slots, reserved, inherits=inherits, trace=recording is not None)
         self.shards = ShardTable(len(slots), group.name)
         self.constructions: dict[int, Any] = {}  # by instance, for workers that are replaced
+        self.constructing: dict[int, Construction] = {}  # by instance
         self.open: dict[int, GroupCall] = {}  # calls whose outcome is not known yet, in order
         self.recovery = Recovery(self)
         self.lock = threading.RLock()
@@ -63,21 +63,34 @@ class WorkerGroup:
         self.crew.prepare()
 
     def missing_modules(self, names: list[str]) -> set[str]:
-        """Those of the modules that some node of the group could not import."""
-        return self.crew.missing_modules(names)
+        """Those of the modules that some node of the group could not import. Raises WorkerDiedError."""
+        while True:
+            self.check_usable("__init__")
+            try:
+                return self.crew.missing_modules(names)
+            except RayActorError as error:
+                self.recovery.died(error, "__init__", None, 0)
 
-    def construct(self, instance_id: int, construction: Any) -> list[Any]:
+    def construct(self, instance_id: int, payload: Any) -> Construction:
         self.recovery.finish()
-        self.constructions[instance_id] = construction
-        return [actor.construct.remote(instance_id, construction) for actor in self.crew.actors]
+        self.check_usable("__init__")
+        call = Construction(self, instance_id, payload)
+        with self.lock:
+            self.constructions[instance_id] = payload
+            self.constructing[instance_id] = call
+            call.send(range(len(self.crew.actors)))
+        return call
 
-    def constructed(self, instance_id: int, started: list[Any]) -> None:
-        limit_s = max(_CONSTRUCTION_S, self.group.timeout_s or 0.0)
-        for rank, reply in enumerate(replies_of(self, started, "__init__", None, limit_s)):
+    def constructed(self, instance_id: int, started: Construction) -> None:
+        limit_s = max(CONSTRUCTION_S, self.group.timeout_s or 0.0)
+        replies = replies_of(self, "__init__", started, limit_s)
+        for rank, reply in enumerate(replies):
             self.note_shards(instance_id, rank, reply)
+        del self.constructing[instance_id]
 
     def drop(self, instance_id: int) -> None:
         self.constructions.pop(instance_id, None)
+        self.constructing.pop(instance_id, None)
         self.shards.drop(instance_id)
         self.crew.forget(instance_id)
 

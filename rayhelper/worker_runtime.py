@@ -6,8 +6,7 @@ body of a worker's method.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +66,20 @@ class HostedPlacement:
     __reduce__ = refuse_to_travel
 
 
+class _Inside:
+    """No generator: those set the traceback of what is raised, which frozen exceptions refuse."""
+
+    def __init__(self, context: list[Any], entry: Any) -> None:
+        self.context = context
+        self.entry = entry
+
+    def __enter__(self) -> None:
+        self.context.append(self.entry)
+
+    def __exit__(self, *_: object) -> None:
+        self.context.pop()
+
+
 class WorkerRuntime:
     """What this process is: one worker of a device group."""
 
@@ -106,14 +119,9 @@ class WorkerRuntime:
         placement, role = self.context[-1]
         placement.report([role] if role else self.info.roles, shard)
 
-    @contextlib.contextmanager
-    def inside(self, placement: HostedPlacement, role: str | None) -> Iterator[None]:
+    def inside(self, placement: HostedPlacement, role: str | None) -> _Inside:
         """Inside, code of the placement's instance runs, for a role or (None) its constructor."""
-        self.context.append((placement, role))
-        try:
-            yield
-        finally:
-            self.context.pop()
+        return _Inside(self.context, (placement, role))
 
     def describe(self) -> str:
         """Who this is, for messages."""

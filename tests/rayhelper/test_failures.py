@@ -236,7 +236,6 @@ def test_a_tensor_that_others_read_cannot_be_changed_in_silence(troubled: Troubl
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        ("keyword", "KeywordError: 1 the real cause"),
         ("cancelled", "CancelledError: why"),
         ("interrupt", "KeyboardInterrupt: why"),
         ("exit", "SystemExit: why"),

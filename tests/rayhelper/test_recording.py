@@ -88,6 +88,20 @@ def test_a_trace_that_cannot_be_written_is_refused_before_anything_starts(tmp_pa
         RayHelper.initialize(GROUPS, trace=tmp_path / "absent" / "trace.json")
 
 
+@pytest.mark.parametrize("runtime", ["off", "inprocess"])
+def test_a_trace_that_cannot_be_written_at_the_end_leaves_the_process_usable(tmp_path: Path, runtime: str) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    groups = {"g": {"device": "CPU", "ranks": 1, "workers": ["w"]}}
+    with without_runtime():
+        RayHelper.initialize(groups, runtime=runtime, trace=folder / "x.json")  # type: ignore[arg-type]
+        folder.rmdir()
+        with pytest.raises(FileNotFoundError):
+            RayHelper.teardown()
+        with RayHelper.session(groups, runtime=runtime):  # type: ignore[arg-type]
+            pass
+
+
 def test_the_timeline_command_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded(tmp_path / "trace.json", runtime="inprocess")
     assert main(["timeline", str(tmp_path / "trace.json"), "--html", str(tmp_path / "trace.html")]) == 0

@@ -158,6 +158,23 @@ def test_a_constructor_that_fails_on_a_replacement_ends_the_group(ray_cluster: N
             reluctant.doubled([1, 2])
 
 
+def test_a_worker_that_dies_in_its_constructor_is_replaced(mortal: Mortal, tmp_path: Path) -> None:
+    orders = tmp_path / "orders"
+    orders.write_text("die")
+    assert Reluctant(str(orders)).doubled([1, 2, 3]) == [2, 4, 6]
+
+
+def test_a_group_that_died_in_a_constructor_says_so_to_the_next(ray_cluster: None, tmp_path: Path) -> None:
+    orders = tmp_path / "orders"
+    alone = {"device": "CPU", "ranks": 2, "workers": ["score", "train", "judge"]}
+    with without_runtime(), RayHelper.session({"all": alone}):
+        orders.write_text("die")
+        with pytest.raises(WorkerDiedError, match=r"group 'all'.*died before or during __init__.*restarts: N"):
+            Reluctant(str(orders))
+        with pytest.raises(WorkerDiedError, match=r"group 'all'.*died before or during __init__"):
+            Reluctant(str(orders))
+
+
 def test_when_the_restarts_are_used_up_the_error_says_so(ray_cluster: None) -> None:
     alone = {"device": "CPU", "ranks": 1, "workers": ["score", "train", "judge"], "restarts": 1}
     with without_runtime(), RayHelper.session({"all": alone}):

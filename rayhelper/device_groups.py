@@ -104,7 +104,8 @@ class DeviceGroups:
     def read(cls, config: Mapping[str, Any] | str) -> tuple[DeviceGroups, list[ConfigError]]:
         """The groups that could be read, and every mistake; ``parse`` raises the first of them.
 
-        A group with a mistake of its own is left out of the groups and of what is checked between groups.
+        A group with a mistake of its own is left out of the groups. Its roles and ranks, where they can be read, still
+        count where groups are compared.
         """
         mistakes = Mistakes()
         return mistakes.attempt(_read, config, mistakes) or cls(()), mistakes
@@ -143,13 +144,12 @@ def _read(config: Any, mistakes: Mistakes) -> DeviceGroups:
     sections = _sections(config, mistakes)
     settings: dict[str, Mapping[str, Any]] = {}
     if _is_role_form(config, sections):
-        groups = _role_groups(sections, config.get("colocate_groups"), mistakes)
+        groups, faulty = _role_groups(sections, config.get("colocate_groups"), mistakes), frozenset[str]()
         settings = {name: _settings(section) for name, section in sections.items()}
     else:
-        read = [_rank_group(name, section, mistakes) for name, section in sections.items()]
-        groups = [group for group in read if group is not None]
+        groups, faulty = _rank_groups(sections, mistakes)
     _check_each_role_once(groups, mistakes)
-    groups = _with_ranks(groups, nproc_per_node, nnodes, mistakes)
+    groups = _with_ranks(groups, faulty, nproc_per_node, nnodes, mistakes)
     settings = {role: settings.get(role, {}) for group in groups for role in group.roles}
     return DeviceGroups(tuple(groups), nproc_per_node, nnodes, settings)
 
@@ -222,9 +222,22 @@ def _is_role_form(config: Mapping[Any, Any], sections: Mapping[str, Mapping[str,
 # Form 1: groups of ranks that host roles
 
 
-def _rank_group(name: str, section: Mapping[str, Any], mistakes: Mistakes) -> DeviceGroup | None:
-    """A group of form 1, or None if it has a mistake; if it is written as a count, its ranks are still None."""
-    where, before = f"group {name!r}", len(mistakes)
+def _rank_groups(
+    sections: Mapping[str, Mapping[str, Any]], mistakes: Mistakes
+) -> tuple[list[DeviceGroup], frozenset[str]]:
+    """The groups of form 1, and the names of those with a mistake, of which only what could be read is known."""
+    groups, faulty = [], set()
+    for name, section in sections.items():
+        before = len(mistakes)
+        groups.append(_rank_group(name, section, mistakes))
+        if len(mistakes) > before:
+            faulty.add(name)
+    return groups, frozenset(faulty)
+
+
+def _rank_group(name: str, section: Mapping[str, Any], mistakes: Mistakes) -> DeviceGroup:
+    """A group of form 1; if it is written as a count, its ranks are still None. What is wrong is noted and left out."""
+    where = f"group {name!r}"
     _check_keys(where, section, mistakes)
     device = mistakes.attempt(_device, where, section.get("device"))
     roles = mistakes.attempt(_roles, where, section.get("workers"))
@@ -237,9 +250,8 @@ def _rank_group(name: str, section: Mapping[str, Any], mistakes: Mistakes) -> De
             f"Write `ranks: {len(ranks)}`."
         )
     options = _options(where, section, device, size, mistakes)
-    if len(mistakes) > before or device is None or roles is None:
-        return None
-    return DeviceGroup(name, roles, device, ranks, **options)
+    indices = None if device in ("CPU", None) else ranks  # of an unknown device, nobody knows what they count
+    return DeviceGroup(name, roles or (), device or "CPU", indices, **options)
 
 
 def _counted_ranks(where: str, section: Mapping[str, Any]) -> int | tuple[int, ...]:
@@ -548,9 +560,16 @@ def _check_each_role_once(groups: Sequence[DeviceGroup], mistakes: Mistakes) -> 
 
 
 def _with_ranks(
-    groups: Sequence[DeviceGroup], nproc_per_node: int | None, nnodes: int | None, mistakes: Mistakes
+    groups: Sequence[DeviceGroup],
+    faulty: Collection[str],
+    nproc_per_node: int | None,
+    nnodes: int | None,
+    mistakes: Mistakes,
 ) -> list[DeviceGroup]:
-    """The groups with the ranks of counts filled in: the lowest that are free, after all explicit ones are taken."""
+    """The groups with the ranks of counts filled in: the lowest that are free, after all explicit ones are taken.
+
+    ``faulty`` groups take their explicit ranks too, and are then left out.
+    """
     if nproc_per_node is None and (nnodes or 1) > 1 and any(group.device != "CPU" for group in groups):
         mistakes.note(f"nnodes is {nnodes}, but nproc_per_node is missing. Add the accelerators of one node.")
     limit = nproc_per_node * nnodes if nproc_per_node and nnodes else None
@@ -560,7 +579,7 @@ def _with_ranks(
         before = len(mistakes)
         _check_ranks(group, nproc_per_node, nnodes, taken, mistakes)
         taken |= dict.fromkeys(group.ranks or (), group.name)
-        sound += [group] if len(mistakes) == before else []
+        sound += [group] if len(mistakes) == before and group.name not in faulty else []
     placed = []
     for group in sound:
         if group.device != "CPU" and group.ranks is None:

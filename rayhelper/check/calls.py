@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from rayhelper.check.flow import EVERYWHERE, ON_DRIVER, Flow, Place, RoleCall
-from rayhelper.check.module import Access, Finding, assigned, is_helper_call, own_nodes
+from rayhelper.check.module import Access, Finding, bindings, is_helper_call, own_nodes
 from rayhelper.check.source import Method
 from rayhelper.check.state import affects, asks_who_it_is, is_tested, none_tests
 from rayhelper.device_groups import DRIVER
@@ -72,8 +72,8 @@ def values_in_construction(flow: Flow) -> Iterator[Finding]:
             used = ""
             if fate == "expression" or (fate == "name" and isinstance(where, ast.Name) and where.id not in tests):
                 used = "used here"
-            elif fate == "attribute" and isinstance(where, ast.Attribute):
-                used = _read_elsewhere(flow, call, where.attr)
+            elif fate == "attribute":
+                used = _read_elsewhere(flow, call, _attribute(where))
             if used:
                 absent = "on the workers" if call.settings.role == DRIVER else "on the driver and on other workers"
                 yield method.finding(
@@ -93,7 +93,8 @@ def values_of_none(flow: Flow) -> Iterator[Finding]:
             if settings.role == DRIVER or settings.execute == "first" or settings.collect != "none":
                 continue
             fate, where = _fate(call)
-            if fate == "name" and f"isinstance({ast.unparse(where)}," in ast.unparse(method.node):
+            around = ast.unparse(method.function_of(call.node))
+            if fate == "name" and f"isinstance({ast.unparse(where)}," in around:
                 continue  # knows both shapes
             if _gives_value(call.target) and fate not in ("discarded", "unknown"):
                 yield method.finding(
@@ -167,16 +168,16 @@ def unportable(flow: Flow, method: Method, node: ast.expr) -> str:
     if isinstance(node, ast.Call):
         return _unportable_call(flow, method, node)
     if isinstance(node, ast.Lambda):
-        inside = {inner.id for inner in ast.walk(node.body) if isinstance(inner, ast.Name)}
-        return "a lambda that holds the trainer itself" if method.self_name in inside else ""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == method.self_name:
+        inside = any(method.is_self(inner) for inner in ast.walk(node.body))
+        return "a lambda that holds the trainer itself" if inside else ""
+    if isinstance(node, ast.Attribute) and method.is_self(node.value):
         found = flow.lineage.find(node.attr)
         return f"self.{node.attr}, and with it the trainer itself," if found and found.kind == "method" else ""
     if not isinstance(node, ast.Name):
         return ""
-    if node.id == method.self_name:
+    if method.is_self(node):
         return "the trainer itself" if method.kind == "method" else ""
-    value = _only_value(method, node.id)
+    value = _only_value(method, node)
     parent = module.parents.get(value) if value is not None else None
     inside_itself = parent is not None and parent in [node, *module.up(node)]
     return unportable(flow, method, value) if value is not None and not inside_itself else ""
@@ -202,24 +203,15 @@ def _unportable_call(flow: Flow, method: Method, node: ast.Call) -> str:
     return ""
 
 
-def _only_value(method: Method, name: str) -> ast.expr | None:
+def _only_value(method: Method, node: ast.Name) -> ast.expr | None:
     """What a local variable holds that is given a value once."""
-    bound, values = 0, []
-    for node in own_nodes(method.node, closures=True):
-        bound += isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load)
-        bound += isinstance(node, ast.arg) and node.arg == name
-        values += [value for target, value in assigned(node) if target == name]
-        if isinstance(node, (ast.With, ast.AsyncWith)):
-            for item in node.items:
-                if isinstance(item.optional_vars, ast.Name) and item.optional_vars.id == name:
-                    values.append(item.context_expr)
-    parameters = {arg.arg for arg in method.parameters}
-    return values[0] if bound == len(values) == 1 and name not in parameters else None
+    values = bindings(method.function_of(node)).get(node.id, [])
+    return values[0] if len(values) == 1 else None
 
 
 def _unsliceable(method: Method, node: ast.expr) -> str:
     if isinstance(node, ast.Name):
-        value = _only_value(method, node.id)
+        value = _only_value(method, node)
         return _unsliceable(method, value) if value is not None and not isinstance(value, ast.Name) else ""
     if isinstance(node, (ast.Set, ast.SetComp)):
         return "a set, which has no order,"
@@ -262,6 +254,8 @@ def _fate(call: RoleCall) -> tuple[str, ast.AST]:
             return "returned", parent
         if isinstance(parent, (ast.Assign, ast.AnnAssign)):
             return _assigned_fate(call, parent)
+        if any(access.by is parent and access.is_write and len(access.path) == 1 for access in call.caller.accesses):
+            return "attribute", parent
         if isinstance(parent, ast.Compare) and any(
             isinstance(side, ast.Constant) and side.value is None for side in parent.comparators
         ):
@@ -276,18 +270,25 @@ def _fate(call: RoleCall) -> tuple[str, ast.AST]:
     return "unknown", node
 
 
+def _attribute(node: ast.AST) -> str:
+    """The attribute of the object that an assignment's target, or a call of ``setattr``, gives a value."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    assert isinstance(node, ast.Call), "what _fate calls an attribute"
+    return str(ast.literal_eval(node.args[1]))
+
+
 def _assigned_fate(call: RoleCall, statement: ast.Assign | ast.AnnAssign) -> tuple[str, ast.AST]:
     targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
     target = targets[0]
     if len(targets) == 1 and isinstance(target, ast.Attribute):
-        is_self = isinstance(target.value, ast.Name) and target.value.id == call.caller.self_name
-        return ("attribute" if is_self else "expression"), target
+        return ("attribute" if call.caller.is_self(target.value) else "expression"), target
     if not all(isinstance(entry, ast.Name) for entry in targets):
         return "expression", target
     names = {entry.id for entry in targets if isinstance(entry, ast.Name)}
     loaded = {
         node.id
-        for node in own_nodes(call.caller.node, closures=True)
+        for node in own_nodes(call.caller.function_of(statement), closures=True)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
     }
     return ("name" if names & loaded else "discarded"), target
@@ -302,7 +303,9 @@ def _read_elsewhere(flow: Flow, call: RoleCall, name: str) -> str:
         for access in method.accesses:
             if access.is_write and affects(access.path, (name,)) and place != EVERYWHERE:
                 set_again.add(flow.host(place.role))
-            elif not access.is_write and access.path[0] == name and not is_tested(method, access, tests):
+            elif access.is_write or access.is_question or access.path[0] != name:
+                continue
+            elif not is_tested(method, access, tests):
                 reads.append((method, access, place))
     for method, access, place in reads:
         if not flow.together(place.role, call.settings.role) and flow.host(place.role) not in set_again:

@@ -3,7 +3,8 @@
     module:Class  ->  Lineage (source.py)  ->  Flow (flow.py)  ->  rules  ->  file:line: rule: message
 
 What is found works with Ray off and is an error, a loss or another number on device groups. A rule that cannot be sure
-says nothing. A class that cannot be defined at all is checked as far as its own file goes.
+says nothing. A class that cannot be defined at all is checked as far as its own file goes. What is not seen of an
+object that has other names, or is handed on, stands in ``accesses.py``.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ RULES: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
 
 
 def check(target: str, device_groups: str | None = None, config: str | None = None) -> int:
-    """Prints the findings about ``module:Class``: 0 if there is none, 1 if there are, 2 if it cannot be loaded.
+    """Prints the findings about ``module:Class``: 0 if there is none, 1 if there are, 2 without a decorated class.
 
     Args:
         target: The class, as ``package.module:Class``.
@@ -102,7 +103,7 @@ def _findings_of_target(target: str, groups: DeviceGroups | None) -> list[Findin
         raise LookupError(f"{target!r} names no class. Write module:Class, such as trainers.grpo:GRPOTrainer.")
     module = _module(name)
     if bodies.initialized_on_import(module):  # importing it would start workers
-        return _apply(lineage_of_source(module, qualname), groups)
+        return _apply(_decorated(lineage_of_source(module, qualname), target), groups)
     try:
         found: Any = importlib.import_module(name)
         for part in qualname.split("."):
@@ -115,7 +116,28 @@ def _findings_of_target(target: str, groups: DeviceGroups | None) -> list[Findin
         raise LookupError(f"module {name} cannot be imported: {type(error).__name__}: {error}") from error
     if not isinstance(found, type):
         raise LookupError(f"{target} is a {type(found).__name__}, not a class")
-    return findings(found, groups)
+    return _apply(_decorated(lineage_of_class(found), target), groups)
+
+
+def _decorated(lineage: Lineage, target: str) -> Lineage:
+    """The lineage. Raises LookupError if no role runs anything of it, so that there is nothing to check."""
+    names = ", ".join(source.name for source in lineage.classes)
+    nodes = [source.node for source in lineage.classes] + [method.node for method in lineage.methods]
+    hidden = lineage.has_unread_bases or any(node.decorator_list for node in nodes)
+    is_loaded = lineage.classes[0].cls is not None
+    if any(method.settings is not None for method in lineage.methods) or (hidden and not is_loaded):
+        return lineage
+    if lineage.roles is None and not any(source.worker_decorator for source in lineage.classes):
+        raise LookupError(
+            f"{target} has no @RayHelper.worker and no method with @RayHelper.function (read: {names}): all of it runs "
+            "on the driver. Decorate it, or check another class."
+        )
+    if lineage.has_unread_bases:
+        return lineage
+    raise LookupError(
+        f"{target} has no method with @RayHelper.function (read: {names}): all of it runs on the driver, and its "
+        "workers have nothing to do. Decorate the methods that belong to a role, or check another class."
+    )
 
 
 def _module(name: str) -> ModuleSource:

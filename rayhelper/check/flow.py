@@ -11,7 +11,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rayhelper.check.module import Access, Function, own_nodes
+from rayhelper.check.accesses import is_name
+from rayhelper.check.module import Access, Function, access_of, assigned, bindings, own_nodes
 from rayhelper.check.source import UNKNOWN, Lineage, Method, Settings
 from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
 
@@ -128,9 +129,11 @@ class Flow:
             setter = self.lineage.find(f"{access.path[0]}.setter")
             if access.is_write and len(access.path) == 1:
                 found = setter
-            if found is None:
+            if found is None or access.is_question:
                 continue
             self._note(method, found, access)
+            for later in _through_variable(method, access) if found.kind != "property" else ():
+                self._note(method, found, later)
             yield found
         for name, node in method.super_calls:
             found = self.lineage.find(name, after=method.owner)
@@ -174,11 +177,11 @@ class Flow:
         """Whether a method that runs on workers gives the object itself to code that may do anything with it."""
         if not any(place.is_worker or place == EVERYWHERE for place in self.places[method]):
             return False
-        for node in own_nodes(method.node, closures=True, shadow=method.self_name):
-            if isinstance(node, ast.Name) and node.id == method.self_name:
-                parent = method.module.parents[node]
-                asks = isinstance(parent, ast.Call) and ast.unparse(parent.func) in HARMLESS
-                if not isinstance(parent, ast.Attribute) and not asks:
+        for function, names in method.touched.names.items():
+            shadow = method.self_name if function is method.node else None
+            for node in own_nodes(function, closures=True, shadow=shadow):
+                is_given = is_name(node, names) and isinstance(getattr(node, "ctx", None), ast.Load)
+                if is_given and not _is_seen(method, node):
                     return True
         return False
 
@@ -217,6 +220,29 @@ class Flow:
                 if on_driver and target not in inside and target not in everywhere:
                     inside.append(target)
         return inside
+
+
+def _is_seen(method: Method, node: ast.AST) -> bool:
+    """Whether it is known what is done with the object: an attribute, an alias, a helper that is read too."""
+    parent = method.module.parents[node]
+    if isinstance(parent, ast.Call):
+        called = ast.unparse(parent.func)
+        return called in HARMLESS or method.module.functions.get(called) in method.functions
+    names = {name for name, _ in assigned(parent)}
+    is_alias = bool(names) and names <= method.touched.names[method.function_of(node)]
+    return isinstance(parent, ast.Attribute) or is_alias
+
+
+def _through_variable(method: Method, access: Access) -> Iterator[Access]:
+    """``f()`` and ``f.defer()``, where ``f`` holds a method of the object and nothing else."""
+    if access.call is not None or access.is_write or len(access.path) > 1:
+        return
+    function = method.function_of(access.node)
+    for name, value in assigned(method.module.parents[access.node]):
+        if value is access.node and len(bindings(function)[name]) == 1:
+            for node in own_nodes(function, closures=True):
+                if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
+                    yield access_of(node, access.path[0], method.module)
 
 
 def _own_place(settings: Settings) -> Place:

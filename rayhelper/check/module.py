@@ -32,6 +32,17 @@ class Access:
     is_write: bool
     call: ast.Call | None = None  # the call of the path, or of ``called`` of it
     called: str = ""  # 'append' in self.a.append(...); '' in self.a(...)
+    by: ast.Call | None = None  # setattr, getattr or hasattr, where the name is an argument of it
+
+    @property
+    def has_default(self) -> bool:
+        """Whether it is ``getattr`` with a value for an attribute that is missing."""
+        return self.by is not None and ast.unparse(self.by.func) == "getattr" and len(self.by.args) > 2
+
+    @property
+    def is_question(self) -> bool:
+        """Whether it is ``hasattr``, which does not give the value."""
+        return self.by is not None and ast.unparse(self.by.func) == "hasattr"
 
 
 @dataclass(eq=False)
@@ -119,6 +130,30 @@ def assigned(statement: ast.AST) -> list[tuple[str, ast.expr]]:
     if isinstance(statement, (ast.AnnAssign, ast.NamedExpr)) and isinstance(statement.target, ast.Name):
         return [(statement.target.id, statement.value)] if statement.value is not None else []
     return []
+
+
+def bindings(function: Function) -> dict[str, list[ast.expr | None]]:
+    """What a function gives to each of its local names, parameters included; None for what no expression says."""
+    args = function.args
+    given = [*args.posonlyargs, *args.args, *args.kwonlyargs]
+    found: dict[str, list[ast.expr | None]] = {}
+    for arg in (*given, *(extra for extra in (args.vararg, args.kwarg) if extra is not None)):
+        found.setdefault(arg.arg, []).append(None)
+    values: dict[ast.AST, ast.expr] = {}
+    for node in own_nodes(function, closures=True):
+        if isinstance(node, ast.Assign):
+            values.update(dict.fromkeys(node.targets, node.value))
+        elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)) and node.value is not None:
+            values[node.target] = node.value
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            values[node.optional_vars] = node.context_expr
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            found.setdefault(node.id, []).append(values.get(node))
+        elif isinstance(node, ast.arg):
+            found.setdefault(node.arg, []).append(None)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.setdefault(node.name, []).append(None)
+    return found
 
 
 def access_of(node: ast.expr, name: str, module: ModuleSource) -> Access:

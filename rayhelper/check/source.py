@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from rayhelper.check.accesses import Touched, is_name, touched
 from rayhelper.check.module import (
     Access,
     Finding,
     Function,
     ModuleSource,
-    access_of,
     assigned,
     is_helper_call,
     own_nodes,
@@ -55,8 +55,7 @@ class Method:
     kind: str  # method, static, class or property
     settings: Settings | None
     decorator: ast.expr | None  # RayHelper.function(...), where it is written as that
-    accesses: list[Access] = field(default_factory=list)
-    super_calls: list[tuple[str, ast.Call]] = field(default_factory=list)
+    touched: Touched = field(default_factory=Touched)
 
     @property
     def module(self) -> ModuleSource:
@@ -73,6 +72,28 @@ class Method:
     def self_name(self) -> str | None:
         names = [*self.node.args.posonlyargs, *self.node.args.args]
         return names[0].arg if names and self.kind != "static" else None
+
+    @property
+    def accesses(self) -> list[Access]:
+        return self.touched.accesses
+
+    @property
+    def super_calls(self) -> list[tuple[str, ast.Call]]:
+        return self.touched.super_calls
+
+    @property
+    def functions(self) -> tuple[Function, ...]:
+        """The method, and the functions of its module that it hands its object to."""
+        return tuple(self.touched.names)
+
+    def function_of(self, node: ast.AST) -> Function:
+        """That of ``functions`` which holds a node."""
+        around = set(self.module.up(node))
+        return next((function for function in self.functions if function in around), self.node)
+
+    def is_self(self, node: ast.AST) -> bool:
+        """Whether a node is the method's object, under whichever name."""
+        return is_name(node, self.touched.names[self.function_of(node)])
 
     @property
     def is_generator(self) -> bool:
@@ -134,7 +155,7 @@ class ClassSource:
             (entry for entry in node.decorator_list if is_helper_call(self.module, entry, "function")), None
         )
         method = Method(name, node, self, kind, self._settings(name, decorator), decorator)
-        method.accesses, method.super_calls = _touched(method)
+        method.touched = touched(node, method.self_name, self.module)
         return method
 
     def _settings(self, name: str, decorator: ast.expr | None) -> Settings | None:
@@ -281,16 +302,3 @@ def _name(value: Any) -> str:
     if isinstance(value, str):
         return value
     return "balanced" if type(value).__name__ == "Balanced" else "callable"
-
-
-def _touched(method: Method) -> tuple[list[Access], list[tuple[str, ast.Call]]]:
-    """Every access to ``self`` in the method, nested functions included, and its calls of ``super()``."""
-    accesses, super_calls = [], []
-    for node in own_nodes(method.node, closures=True, shadow=method.self_name):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == method.self_name:
-            accesses.append(access_of(node, node.attr, method.module))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            base = node.func.value
-            if isinstance(base, ast.Call) and isinstance(base.func, ast.Name) and base.func.id == "super":
-                super_calls.append((node.func.attr, node))
-    return accesses, super_calls

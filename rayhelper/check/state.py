@@ -47,12 +47,11 @@ def attribute_findings(flow: Flow) -> Iterator[Finding]:
             if flow.lineage.find(access.path[0]) is None:
                 path, is_write = _written(access, access.path[0] in containers)
                 asked = f"hasattr {path[0]}" in tests or asks_who_it_is(method, access.node)
-                asked = asked or (path[0] in optional and is_tested(method, access, tests))
+                may_miss = path[0] in optional or access.has_default
+                asked = asked or (may_miss and is_tested(method, access, tests))
                 touches += _everywhere(flow, method, path, access.node, is_write, asked and not is_write)
     baseline |= {touch.path for touch in touches if touch.is_write and touch.place == EVERYWHERE}
-    opaque = {flow.host(place.role) for method, place in flow.reached() if _sets_by_name(method)}
-    known = [touch for touch in touches if touch.place is None or flow.host(touch.place.role) not in opaque]
-    yield from _compare(flow, known, baseline, "self.")
+    yield from _compare(flow, _known(flow, touches), baseline, "self.")
 
 
 def variable_findings(flow: Flow) -> Iterator[Finding]:
@@ -123,14 +122,17 @@ def none_tests(method: Method) -> set[str]:
     Not in ``assert``, which says that the value is there.
     """
     found: set[str] = set()
-    for node in own_nodes(method.node, closures=True):
+    for node in (node for function in method.functions for node in own_nodes(function, closures=True)):
         if any(isinstance(outer, ast.Assert) for outer in method.module.up(node)):
             continue
         for expression in _conditions(node):
+            found.update(f"hasattr {name}" for name in _defaulted(method, expression))
             if isinstance(expression, ast.NamedExpr):
                 found.add(expression.target.id)
                 expression = expression.value
             found.add(ast.unparse(expression))
+            if isinstance(expression, ast.Attribute) and method.is_self(expression.value):
+                found.add(f"{method.self_name}.{expression.attr}")
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hasattr":
             found.update(f"hasattr {name.value!s}" for name in node.args[1:] if isinstance(name, ast.Constant))
     return found
@@ -155,10 +157,34 @@ def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def _sets_by_name(method: Method) -> bool:
-    """Whether a method sets attributes whose names are not in its source."""
-    inside = {ast.unparse(node.func) for node in own_nodes(method.node, closures=True) if isinstance(node, ast.Call)}
-    return bool(inside & {"setattr", "vars"}) or any(access.path[0] == "__dict__" for access in method.accesses)
+def _defaulted(method: Method, condition: ast.expr) -> list[str]:
+    """The attributes that a condition asks for by ``getattr`` with a default."""
+    inside = set(ast.walk(condition))
+    return [access.path[0] for access in method.accesses if access.has_default and access.by in inside]
+
+
+def _known(flow: Flow, touches: list[Touch]) -> list[Touch]:
+    """The touches without the reads of what their own process may have set under a name that is not in the source.
+
+    An attribute that the process also sets plainly is taken to be set there alone.
+    """
+    unknown = {(flow.host(place.role), path) for method, place in flow.reached() for path in method.touched.unknown}
+    known = []
+    for touch in touches:
+        host = flow.host(touch.place.role) if touch.place else ""
+        may_be_set = any(where == host and touch.path[: len(path)] == path for where, path in unknown)
+        if touch.is_write or not may_be_set or _sets_plainly(flow, touches, host, touch.path):
+            known.append(touch)
+    return known
+
+
+def _sets_plainly(flow: Flow, touches: list[Touch], host: str, path: tuple[str, ...]) -> bool:
+    writes = [touch for touch in touches if touch.is_write and touch.place and flow.host(touch.place.role) == host]
+    return any(affects(write.path, path) for write in writes)
+
+
+def _has_default(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 2
 
 
 def _is_container(node: ast.expr) -> bool:
@@ -176,7 +202,11 @@ def _values(flow: Flow) -> dict[str, list[ast.expr]]:
     for method in flow.lineage.methods:
         for access in method.accesses if EVERYWHERE in flow.places[method] else []:
             parent = method.module.parents[access.node]
-            if access.is_write and len(access.path) == 1 and isinstance(parent, (ast.Assign, ast.AnnAssign)):
+            if not access.is_write or len(access.path) > 1:
+                continue
+            if access.by is not None:
+                found.setdefault(access.path[0], []).extend(access.by.args[2:])
+            elif isinstance(parent, (ast.Assign, ast.AnnAssign)):
                 found.setdefault(access.path[0], []).extend([parent.value] if parent.value else [])
     return found
 
@@ -219,7 +249,7 @@ def _compare(
         writes = [write for write in writes if write.place != EVERYWHERE]
         write = _missing(flow, writes, read.place)
         near = write is not None and write.place is not None and flow.together(write.place.role, read.place.role)
-        if near and _names_worker(read.method.node):
+        if near and any(map(_names_worker, read.method.functions)):
             continue  # it may well know that worker 0 alone has the value
         key = (read.method, read.path[0])
         if write is not None and key not in told:
@@ -252,12 +282,12 @@ def _finding(flow: Flow, read: Touch, write: Touch, exists: bool, prefix: str, r
         known, remedy = "state-from-worker", "Return it from a decorated method."
     both = read.place.is_worker and write.place.is_worker and not near
     where = "worker 0 alone" if near else flow.describe(write.method, write.place)
+    gives = "the value from before" if exists else "its default" if _has_default(read.node) else "nothing"
     name = prefix + "".join(read.path).replace("[*]", "[...]")
     return read.method.finding(
         read.node,
         rule or known,
         f"{name} is read on {flow.describe(read.method, read.place)}, and set on {where} in line "
         f"{getattr(write.node, 'lineno', 0)}. Under Ray these are different processes"
-        f"{flow.unless_together() if both else ''}: the read finds {'the value from before' if exists else 'nothing'}. "
-        f"{remedy}",
+        f"{flow.unless_together() if both else ''}: the read finds {gives}. {remedy}",
     )

@@ -55,7 +55,8 @@ class Plan:
     config: str
     num_nodes: int
     gpus_per_node: int
-    num_used: int
+    num_asked: int  # accelerators of the groups
+    fits: bool  # whether the cluster has them, node by node
     gpu_bytes: int
     groups: tuple[GroupPlan, ...]
     findings: Findings
@@ -99,13 +100,14 @@ def make_plan(
     num_nodes = nodes or groups.nnodes or max(1, len(asked))
     if nodes is None and groups.nnodes is None:
         findings.assume(f"{num_nodes:,} {'node' if num_nodes == 1 else 'nodes'}, the fewest that hold the groups")
-    _check_fit(asked, num_nodes, gpus_per_node, findings)
+    fits = _check_fit(asked, num_nodes, gpus_per_node, findings)
     trained = [group.num_workers for group in groups.groups if TRAINED & set(group.roles)]
     gpu_bytes = int(gpu_memory_gib * GIB)
     run = Run(shared, groups.roles, max(trained, default=1), gpu_bytes, nproc_per_node, findings, shape, unknown)
     planned = tuple(_plan_group(group, layout.get(group.name, Counter()), groups, run) for group in groups.groups)
-    used = sum(demand.total() for demand in asked.values())
-    return Plan(config, num_nodes, gpus_per_node, used, gpu_bytes, planned, findings, is_partial=bool(mistakes))
+    num_asked = sum(demand.total() for demand in asked.values())
+    is_partial = bool(mistakes)
+    return Plan(config, num_nodes, gpus_per_node, num_asked, fits, gpu_bytes, planned, findings, is_partial)
 
 
 def _read(config: str) -> Mapping[Any, Any]:
@@ -167,8 +169,8 @@ def _layout(groups: DeviceGroups, nproc_per_node: int | None, findings: Findings
     return layout
 
 
-def _check_fit(asked: Mapping[int, Demand], num_nodes: int, gpus_per_node: int, findings: Findings) -> None:
-    """Notes demands larger than a node, and more nodes than there are."""
+def _check_fit(asked: Mapping[int, Demand], num_nodes: int, gpus_per_node: int, findings: Findings) -> bool:
+    """Whether the cluster has what is asked; notes demands larger than a node, and more nodes than there are."""
     large = {k: demand.total() for k, demand in asked.items() if demand.total() > gpus_per_node}
     if large:
         k, size = next(iter(large.items()))
@@ -192,6 +194,7 @@ def _check_fit(asked: Mapping[int, Demand], num_nodes: int, gpus_per_node: int, 
                 else "ranks that fill fewer nodes."
             )
         )
+    return not large and len(asked) <= num_nodes
 
 
 def _plan_group(group: DeviceGroup, workers: Counter[int], groups: DeviceGroups, run: Run) -> GroupPlan:

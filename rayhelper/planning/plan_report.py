@@ -64,10 +64,7 @@ def as_lines(made: Plan) -> Iterator[str]:
         yield ""
         yield from _group_lines(planned, made.gpu_bytes)
     yield ""
-    yield (
-        f"total: {_count(made.num_nodes, 'node')} x {made.gpus_per_node} = {_count(made.num_gpus, 'GPU')}, "
-        f"{made.num_used:,} used, {max(0, made.num_gpus - made.num_used):,} idle"
-    )
+    yield f"total: {_count(made.num_nodes, 'node')} x {made.gpus_per_node} = {_total_text(made)}"
     if findings.assumed:
         yield f"assumed: {'; '.join(findings.assumed)}"
     if any(planned.peak_bytes is not None for planned in made.groups):
@@ -76,6 +73,15 @@ def as_lines(made: Plan) -> Iterator[str]:
     yield from _numbered("mistake", [str(mistake) for mistake in findings.mistakes])
     if made.is_partial:
         yield "Groups that have a mistake of their own are not shown above."
+
+
+def _total_text(made: Plan) -> str:
+    gpus = _count(made.num_gpus, "GPU")
+    if made.fits:
+        return f"{gpus}, {made.num_asked:,} used, {made.num_gpus - made.num_asked:,} idle"
+    if made.num_asked > made.num_gpus:
+        return f"{gpus}: {made.num_asked:,} asked for, {made.num_gpus:,} there"
+    return f"{gpus}: {made.num_asked:,} asked for, which do not fit the nodes"
 
 
 def _group_lines(planned: GroupPlan, gpu_bytes: int) -> Iterator[str]:
@@ -181,8 +187,9 @@ def as_dict(made: Plan) -> dict[str, Any]:
             "nodes": made.num_nodes,
             "gpus_per_node": made.gpus_per_node,
             "gpus": made.num_gpus,
-            "used": made.num_used,
-            "idle": max(0, made.num_gpus - made.num_used),
+            "asked": made.num_asked,
+            "used": made.num_asked if made.fits else None,
+            "idle": made.num_gpus - made.num_asked if made.fits else None,
             "gpu_memory_bytes": made.gpu_bytes,
         },
         "assumed": list(made.findings.assumed),

@@ -87,6 +87,99 @@ class StateFromDriver:
         self.sample("a b")
 
 
+@RayHelper.worker(group=["train", "rollout"])
+class OtherNames:
+    """Constant names, another name of self, a method in a variable, a helper that is given self."""
+
+    def __init__(self) -> None:
+        self.plain = 0
+        self.config: Any = object()
+
+    @RayHelper.function(group="train")
+    def build(self) -> None:
+        setattr(self, "other", 2)  # noqa: B010
+        setattr(self, "by_name", 1)  # noqa: B010
+        setattr(self.config, "rate", 0.5)  # noqa: B010
+        self.plain = 1
+        me = self
+        again = me
+        again.alias = 1  # type: ignore[attr-defined]
+        equip(self, [1])
+        equip_more(size=2, trainer=me)
+
+    @RayHelper.function(group="rollout")
+    def generate(self) -> None:
+        print(self.plain)  # finding: state-across-roles
+        print(getattr(self, "by_name"))  # noqa: B009  # finding: state-across-roles
+        print(getattr(self, "other", 0))  # finding: state-across-roles
+        me = self
+        print(me.alias)  # type: ignore[attr-defined]  # finding: state-across-roles
+        print(self.tools)  # type: ignore[attr-defined]  # finding: state-across-roles
+        assert hasattr(self, "size")  # finding: state-across-roles
+        print(self.config.rate)  # finding: state-across-roles
+
+    @RayHelper.function(group="rollout", execute="first")
+    def step(self) -> int:
+        train = self.build
+        train()  # finding: call-across-roles
+        me = self
+        me.build()  # finding: call-across-roles
+        getattr(self, "build")()  # noqa: B009  # finding: call-across-roles
+        start(self)
+        return 1
+
+    def run(self) -> None:
+        self.build()
+        self.generate()
+        self.step()
+        tell(self)
+
+
+def equip(trainer: Any, tools: list[int]) -> None:
+    trainer.tools = tools
+
+
+def equip_more(size: int, *, trainer: Any) -> None:
+    me = trainer
+    me.size = size
+
+
+def start(trainer: Any) -> None:
+    start_it = trainer.build
+    start_it.defer()  # finding: call-across-roles
+
+
+def tell(trainer: Any) -> None:
+    print(trainer.plain)  # finding: state-from-worker
+
+
+@RayHelper.worker(group="train")
+class SetByName:
+    """Names that are in no source hide what this process may have set, and nothing else."""
+
+    @RayHelper.function(group="train")
+    def load(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+        self.loss = 0.5
+        print(self.rows)
+
+    @RayHelper.function(group="train", execute="first")
+    def measure(self) -> None:
+        self.score = 1
+
+    @RayHelper.function(group="train")
+    def show(self) -> None:
+        print(self.score)  # finding: state-on-first-worker
+
+    def run(self) -> None:
+        self.rows = [1]
+        self.load({"rows": [2]})
+        self.measure()
+        self.show()
+        print(self.loss)  # finding: state-from-worker
+
+
 @RayHelper.worker(group=["train", "judge"])
 class Construction:
     """Values of calls that are skipped in some of the processes that construct the class."""
@@ -96,6 +189,8 @@ class Construction:
         self.rows = self.read()  # finding: init-value-used
         half = self.count() // 2  # finding: init-value-used
         self.mine = self.count()
+        setattr(self, "named", self.count())  # noqa: B010  # finding: init-value-used
+        setattr(self, "own", self.count())  # noqa: B010
         self.half = half
         self.prepare()
 
@@ -116,10 +211,10 @@ class Construction:
 
     @RayHelper.function(group="train")
     def warm_up(self) -> None:
-        print(self.mine, self.rows)
+        print(self.mine, self.own, self.rows)  # type: ignore[attr-defined]
 
     def run(self) -> int:
-        return self.size + self.half
+        return self.size + self.half + int(getattr(self, "named"))  # noqa: B009
 
 
 @RayHelper.worker(group=["train", "rollout"])

@@ -307,6 +307,69 @@ class Handed:
         return size[0] if isinstance(size, list) else size
 
 
+def fitted(trainer: Any, length: int) -> int:
+    trainer.length = length
+    if trainer.judge is not None:
+        length += int(trainer.judge)
+    if getattr(trainer, "rank", 0) == 0:
+        trainer.told = [*getattr(trainer, "told", []), length]
+    return int(trainer.length)
+
+
+def asked(trainer: Any) -> int:
+    count = trainer.count()
+    return count if isinstance(count, int) else sum(count)
+
+
+@RayHelper.worker(group=["train", "rollout"])
+class OtherNames:
+    """Other names of the object, used as rightly as ``self``."""
+
+    def __init__(self) -> None:
+        me = self
+        me.rows = [1]
+        me.size = me.count()
+        setattr(self, "judge", None)  # noqa: B010
+        self.prepared = False
+        fitted(me, 2)
+
+    @RayHelper.function(group="train")
+    def count(self) -> int:
+        return len(self.rows)
+
+    @RayHelper.function(group="train")
+    def build(self) -> None:
+        setattr(self, "model", {"a": 1})  # noqa: B010
+        self.rank, self.engine, self.judge = 0, object(), 1
+        build_again = self.rebuild
+        build_again()
+        print(getattr(self, "model"), self.size, fitted(self, 1))  # noqa: B009
+
+    @RayHelper.function(group="train")
+    def rebuild(self) -> None:
+        other = self
+        other.model = dict(other.model)
+        other = object()  # type: ignore[assignment]
+        other.model = 1
+
+    @RayHelper.function(group="rollout", execute="first")
+    def close(self) -> int:
+        engine = getattr(self, "engine", None)
+        if engine is not None:
+            engine.close()
+        if hasattr(self, "model"):
+            print(self.model)
+        me = self
+        if me.judge is not None:
+            print(me.judge)
+        return fitted(self, 3)
+
+    def run(self) -> int:
+        self.build()
+        close = self.close
+        return close() + asked(self) + fitted(self, 4)
+
+
 @RayHelper.worker(group="train")
 class Base:
     def __init__(self) -> None:

@@ -134,6 +134,13 @@ def test_without_groups_the_message_says_that_colocation_would_do() -> None:
     assert all("unless" not in finding.message for finding in apart)
 
 
+def test_a_default_is_told_as_what_the_read_finds() -> None:
+    said = {found.message.partition(" is ")[0]: found.message for found in findings(check_fixture.OtherNames)}
+    assert "the read finds its default." in said["self.other"]
+    assert "the read finds nothing." in said["self.by_name"]
+    assert "the read finds the value from before." in said["self.plain"]
+
+
 def test_one_worker_has_no_others_to_wait_for() -> None:
     several = rules(check_fixture.Processes, groups_of(["train"]))
     alone = rules(check_fixture.Processes, groups_of(["train"], ranks=1))
@@ -185,6 +192,10 @@ def test_groups_come_from_the_command_line_or_from_a_file(tmp_path: Path, capsys
         ("collections.abc:Missing", "no class Missing"),
         ("broken_module:Trainer", "cannot be imported: ZeroDivisionError"),
         ("broken_syntax:Trainer", "syntax"),
+        ("tests.rayhelper.check_fixture_right:Timed", "has no @RayHelper.worker and no method with"),
+        ("idle_workers:Idle", "has no method with @RayHelper.function (read: Idle)"),
+        ("idle_workers:Own", "has no @RayHelper.worker and no method with @RayHelper.function (read: Own)"),
+        ("started_plain:Plain", "has no @RayHelper.worker"),
     ],
 )
 def test_what_cannot_be_loaded_is_one_line_and_exit_code_2(
@@ -192,6 +203,10 @@ def test_what_cannot_be_loaded_is_one_line_and_exit_code_2(
 ) -> None:
     (tmp_path / "broken_module.py").write_text("1 / 0\n")
     (tmp_path / "broken_syntax.py").write_text("class\n")
+    idle = "from rayhelper import RayHelper\n@RayHelper.worker(group='a')\nclass Idle:\n    def run(self): ...\n"
+    (tmp_path / "idle_workers.py").write_text(idle + "from threading import Thread\nclass Own(Thread): ...\n")
+    started = "from rayhelper import RayHelper\nRayHelper.initialize({})\nclass Plain: ...\n"
+    (tmp_path / "started_plain.py").write_text(started)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert check(target) == 2
     captured = capsys.readouterr()

@@ -94,6 +94,7 @@ def test_json_says_the_same_facts(tmp_path: Path, capsys: pytest.CaptureFixture[
         "nodes": 2,
         "gpus_per_node": 4,
         "gpus": 8,
+        "asked": 6,
         "used": 6,
         "idle": 2,
         "gpu_memory_bytes": 640 * GIB,
@@ -181,6 +182,32 @@ def test_every_mistake_of_sections_is_told(tmp_path: Path) -> None:
     assert all(begin in message for begin, message in zip(expected, said, strict=True))
 
 
+def test_a_group_with_a_mistake_is_still_compared_with_the_others(tmp_path: Path) -> None:
+    config = """
+nproc_per_node: 4
+nnodes: 1
+one:   {device: GPU, ranks: [0, 1], workers: [train, judge], colour: red}
+two:   {device: GPU, ranks: [1, 2, 4], workers: [judge], timeout_s: -1}
+three: {device: gpux, ranks: [1, 2], workers: [train]}
+four:  {device: CPU, ranks: [0, 1], workers: [score]}
+five:  {device: GPU, ranks: 1, workers: [judge, chat]}
+"""
+    said = mistakes(tmp_path, config)
+    expected = [
+        "group 'one' has the unknown key 'colour'",
+        "timeout_s of group 'two'",
+        "group 'three' has the unknown device 'gpux'",
+        "ranks of group 'four' must be a number of workers",
+        "role 'judge' is in two groups, 'one' and 'two'",
+        "role 'train' is in two groups, 'one' and 'three'",
+        "role 'judge' is in two groups, 'two' and 'five'",
+        "rank 1 is in two groups, 'one' and 'two'",
+        "rank 4 of group 'two' lies beyond the nodes",
+    ]
+    assert len(said) == len(expected)
+    assert all(begin in message for begin, message in zip(expected, said, strict=True))
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -224,6 +251,21 @@ def test_a_cluster_that_is_too_small_is_told_in_numbers(tmp_path: Path) -> None:
     assert "Set nproc_per_node to 8 and nnodes to 2 or more" in said
     (said,) = mistakes(tmp_path, {"train": {"gpus": 12, "gpus_per_worker": 3}})
     assert "worker 2 of group 'train' needs 3 GPU of one node" in said
+
+
+def test_what_does_not_fit_is_neither_used_nor_idle(tmp_path: Path) -> None:
+    def total(config: dict[str, Any], **cluster: int) -> str:
+        found = planned(tmp_path, config, **cluster)
+        assert as_dict(found)["total"]["used"] is as_dict(found)["total"]["idle"] is None
+        assert as_dict(found)["total"]["asked"] == found.num_asked
+        return next(line for line in as_lines(found) if line.startswith("total: "))
+
+    sixteen = {"nodes": 2, "gpus_per_node": 8}
+    assert total({"train": {"gpus": 32}}, **sixteen) == "total: 2 nodes x 8 = 16 GPUs: 32 asked for, 16 there"
+    wide = {"nproc_per_node": 12, "train": {"gpus": 12}}
+    assert total(wide, **sixteen) == "total: 2 nodes x 8 = 16 GPUs: 12 asked for, which do not fit the nodes"
+    far = {"nproc_per_node": 8, "far": {"device": "GPU", "ranks": [0, 8, 16], "workers": "train"}}
+    assert total(far, **sixteen) == "total: 2 nodes x 8 = 16 GPUs: 3 asked for, which do not fit the nodes"
 
 
 def test_a_whole_file_of_a_trainer_is_read_in_both_forms(tmp_path: Path) -> None:

@@ -82,7 +82,9 @@ class Recording:
         """Rank 0 writes what all processes recorded, if they all come within a moment."""
         spans, dropped = self.tracer.drain()
         try:
-            gathered = [value for value, _ in exchange.gather((spans, dropped), lambda: False, 10.0)]
+            found = [value for value, _ in exchange.gather((spans, dropped), lambda: False, 10.0)]
+            gathered = [value for value in found if isinstance(value, tuple)]  # a process may make a call instead
+            self.missing(f"process {rank}" for rank, value in enumerate(found) if not isinstance(value, tuple))
         except (TimeoutError, ConnectionError) as error:
             self.metadata["missing"] = [f"other processes: {error}"]
             gathered = [(spans, dropped)]

@@ -6,7 +6,9 @@
         Exchange.gather(...)       every process gets every leader's value
         collect(values)            the same value everywhere
 
-The driver's code must therefore do the same on every process; a call that others do not make is noticed and named.
+The driver's code must therefore do the same on every process; a call that others do not make, or make with other
+numbers of arguments or items, is noticed and named. A call that is given up leaves the processes out of step: the error
+shows the stacks of all, and is raised again by every later call.
 Device groups may be smaller than the run: their ranks are torchrun's. A deferred call is made at once.
 """
 
@@ -15,42 +17,27 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import pickle
 import threading
-import time
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from rayhelper.calls import collector, divide, layout_of, where_of
 from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
-from rayhelper.driver import undeclared
 from rayhelper.errors import ConfigError, DeadlineError, RoleError, WorkerDiedError
-from rayhelper.exchange import Exchange
-from rayhelper.failures import Failure, raise_first
-from rayhelper.futures import FinishedCall, Future, values_of
+from rayhelper.exchange import Exchange, Watch
+from rayhelper.failures import raise_first
+from rayhelper.outcome import Outcome, check_same_arguments, check_same_call, deadline_error, in_collective
 from rayhelper.process_group import Joined, in_process_group, join_process_group, leave_process_group, let_go
 from rayhelper.recording import Recording
 from rayhelper.roles import RoleMethod, not_constructed
-from rayhelper.runtime import Route, Shard, WorkerInfo, acting_as, state
+from rayhelper.runtime import Shard, WorkerInfo, state
 from rayhelper.shards import ShardTable
-from rayhelper.worker_runtime import HostedPlacement, WorkerRuntime, refuse_to_travel
+from rayhelper.spmd_placement import SpmdPlacement
+from rayhelper.worker_runtime import WorkerRuntime
 
 _GRACE_S = 2.0  # how long a process that failed lets the others finish before it frees those that wait for it
 _LAST_S = 15.0  # and how long it waits for them in all
-_PATIENCE_S = 3600.0  # for the slowest process of a call without a deadline
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a call came to on one process, as the others are told."""
-
-    call: str
-    value: Any = None
-    failure: Failure | None = None
-    shards: tuple[tuple[str, Shard], ...] = ()
-    left: bool = False  # it left its process group, to free those that waited for it
+_TEARDOWN = "RayHelper.teardown()"  # the call of a process that leaves
 
 
 class TorchrunRuntime:
@@ -88,6 +75,7 @@ class TorchrunRuntime:
     def construct(
         self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        self.check_usable(f"{type(instance).__name__}(...)")
         placement = SpmdPlacement(self, self.num_instances, type(instance))
         self.num_instances += 1
         object.__setattr__(instance, "_rayhelper", placement)
@@ -96,33 +84,27 @@ class TorchrunRuntime:
         try:
             hosted = placement.first_hosted()
             who = f"process {self.rank} of torchrun" if hosted is None else hosted.runtime.describe()
-            outcome, error = placement.attempt(name, name, who, lambda: init(instance, *args, **kwargs))
+            with Watch(self.exchange, None) as watch:
+                outcome, error = placement.attempt(name, name, who, lambda: init(instance, *args, **kwargs), watch)
         finally:
             self.constructing.pop()
-        self.settle(placement, outcome, error, None)
+        self.settle(placement, outcome, error, watch)
         placement.is_constructing = False
 
-    def settle(
-        self, placement: SpmdPlacement, outcome: Outcome, error: Exception | None, timeout_s: float | None
-    ) -> list[Any]:
+    def settle(self, placement: SpmdPlacement, outcome: Outcome, error: Exception | None, watch: Watch) -> list[Any]:
         """The values of all processes, after what they reported has been noted.
 
         Raises:
             What a process raised, on every process.
-            RoleError: the processes do not make the same call.
-            WorkerDiedError, DeadlineError: a process ended, or did not come within ``timeout_s``.
+            RoleError: the processes do not make the same call, or not with the same arguments.
+            WorkerDiedError, DeadlineError: a process ended, or did not come in time.
         """
-        outcomes = self._exchanged(outcome, error, timeout_s)
-        calls = {other.call for other in outcomes}
-        if len(calls) > 1:
-            told = ", ".join(f"rank {rank} {other.call}" for rank, other in enumerate(outcomes[:8]))
-            raise RoleError(
-                f"under torchrun every process runs the driver's code and must make the same calls, but now came "
-                f"{told}. Look for a branch, an order or a random number that differs between processes."
-            )
+        outcomes = self._exchanged(outcome, error, watch)
+        check_same_call(outcomes)
         if any(other.left for other in outcomes):
             for worker in self.workers.values():
                 worker.rejoin()
+        check_same_arguments(outcomes)
         failures = [other.failure for other in outcomes if other.failure is not None]
         if failures:
             if error is not None and min(failures, key=lambda one: one.time_ns) is outcome.failure:
@@ -132,38 +114,47 @@ class TorchrunRuntime:
             placement.note(rank, dict(other.shards))
         return [other.value for other in outcomes]
 
-    def _exchanged(self, outcome: Outcome, error: Exception | None, timeout_s: float | None) -> list[Outcome]:
-        left: list[bool] = []
+    def _exchanged(self, outcome: Outcome, error: Exception | None, watch: Watch) -> list[Outcome]:
+        left = [watch.left]
 
         def leave() -> None:
             left.append(in_process_group())  # before the others are freed, and come
             let_go(error)
             leave_process_group()
 
-        free = threading.Timer(0.0 if _in_collective(error) else _GRACE_S, leave)
-        free.daemon = True
+        free = threading.Timer(0.0 if isinstance(error, DeadlineError) or in_collective(error) else _GRACE_S, leave)
+        free.name, free.daemon = "rayhelper-free", True
         if error is not None:
             free.start()  # the others may wait for this process in a collective that it will not join
+        patience_s = watch.left_s()
+        if error is not None:
+            patience_s = _GRACE_S if isinstance(error, DeadlineError) else min(_LAST_S, max(_GRACE_S, patience_s))
+        gathered: list[tuple[Any, bool]] = []
+        trouble: Exception | None = None
         try:
-            patience_s = timeout_s or _PATIENCE_S
-            return [
-                replace(other, left=any_left)
-                for other, any_left in self.exchange.gather(
-                    outcome, lambda: any(left), min(_LAST_S, patience_s) if error is not None else patience_s
-                )
-            ]
+            gathered = self.exchange.gather(outcome, lambda: any(left), patience_s)
         except TimeoutError as late:
-            if error is not None:
-                raise error from None
-            raise DeadlineError(f"{outcome.call} did not finish on every process: {late}") from None
+            trouble = deadline_error(outcome.call, watch, str(late))
         except ConnectionError as lost:
-            if error is not None:
-                raise error from None
-            raise WorkerDiedError(f"another process ended during {outcome.call}: {lost}") from None
+            trouble = WorkerDiedError(f"{outcome.call} cannot end: {lost}")
         finally:
             free.cancel()
             if error is not None:
                 free.join()  # leaving takes a moment, and joining anew must come after
+        if trouble is not None:
+            raise error or trouble
+        return [
+            replace(other, left=any_left) if isinstance(other, Outcome) else Outcome(_TEARDOWN)
+            for other, any_left in gathered
+        ]
+
+    def check_usable(self, what: str) -> None:
+        """Raises DeadlineError if an earlier call was given up."""
+        if self.exchange.broken:
+            raise DeadlineError(
+                f"{what} cannot be made: an earlier call was given up, and the processes are out of step. End the run, "
+                f"or begin a new session on every process. What was seen then: {self.exchange.late}"
+            )
 
     def placement(self, method: RoleMethod[..., Any], target: Any) -> Any:
         raise not_constructed(method, target)
@@ -227,118 +218,6 @@ class TorchrunWorker(WorkerRuntime):
         self.times_joined += 1
         store = self.exchange.store_of(f"{self.info.group}/{self.times_joined}")
         self.joined = join_process_group(self.info, backend, timeout_s, store)
-
-
-class SpmdPlacement:
-    """One instance on this process: it is the driver's, and a worker's in every role that this process hosts."""
-
-    def __init__(self, runtime: TorchrunRuntime, instance_id: int, cls: type) -> None:
-        self.runtime = runtime
-        self.instance_id = instance_id
-        self.cls = cls
-        self.is_constructing = True
-        config = runtime.config
-        self.groups = {role: config.group_of(role) for role in cls.__rayhelper_roles__}  # type: ignore[attr-defined]
-        names = dict.fromkeys(group.name for group in self.groups.values())
-        self.hosted = {name: HostedPlacement(runtime.workers[name]) for name in names if name in runtime.workers}
-
-    def first_hosted(self) -> HostedPlacement | None:
-        """Of the groups that this process belongs to, the first that the class declares."""
-        return next(iter(self.hosted.values()), None)
-
-    def route(self, method: RoleMethod[..., Any]) -> Route:
-        if isinstance(state.active, WorkerRuntime):
-            hosted = self.hosted.get(state.active.info.group)
-            if hosted is None:
-                raise RoleError(f"{method}: this {self.cls.__name__} has no role on {state.active.describe()}.")
-            hosted.constructing = self.is_constructing
-            return hosted.route(method)
-        if method.role == DRIVER:
-            return "here"
-        if self.is_constructing:
-            return "here" if self._hosts(method) else "skip"
-        if self.runtime.exchange.closed:
-            raise RoleError(f"{method}: this {self.cls.__name__} was left by RayHelper.teardown().")
-        return "group"
-
-    def _hosts(self, method: RoleMethod[..., Any]) -> bool:
-        group = self.groups.get(method.role)
-        return group is not None and group.name in self.hosted
-
-    def run(self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if method.role == DRIVER:
-            return method.call(target, args, kwargs)
-        hosted = self.hosted[self.groups[method.role].name]
-        with acting_as(hosted.runtime), hosted.runtime.inside(hosted, method.role):
-            return method.call(target, args, kwargs)
-
-    def submit(
-        self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Future[Any]:
-        """The call, made now on every process of the group."""
-        group = self.groups.get(method.role)
-        if group is None:
-            raise undeclared(method, self.cls)
-        where = where_of(method, group.name)
-        started_ns = time.time_ns()
-        layout = layout_of(method, self.runtime.shards[group.name], self.instance_id)
-        division = divide(method, layout.num_shards, *values_of(args, kwargs), where)
-        recording = self.runtime.recording
-        call = recording.dispatched(method, started_ns) if recording else 0
-        members = self.runtime.members[group.name][: len(layout.shard_of)]
-        rank = members.index(self.runtime.rank) if self.runtime.rank in members else None
-
-        def own_value() -> Any:
-            if rank is None:
-                return None
-            hosted = self.hosted[group.name]
-            begun_ns = time.time_ns()
-            own_args, own_kwargs = division.calls[layout.shard_of[rank]]
-            with acting_as(hosted.runtime), hosted.runtime.inside(hosted, method.role):
-                value = method.finished_call(target, own_args, own_kwargs)
-            if recording:
-                recording.ran(method, rank, begun_ns, call)
-            return value if rank in layout.leaders else None
-
-        def leaders_values() -> list[Any]:
-            who = f"process {self.runtime.rank}" if rank is None else self.hosted[group.name].runtime.describe()
-            name = f"{method} of instance {self.instance_id}"
-            outcome, error = self.attempt(name, str(method), who, own_value)
-            begun_ns = time.time_ns()
-            values = self.runtime.settle(self, outcome, error, group.timeout_s)
-            if recording:
-                recording.span("wait", method, begun_ns, call, self.runtime.exchange.received_bytes)
-            return [values[members[leader]] for leader in layout.leaders]
-
-        return Future(FinishedCall(leaders_values, collector(method, division.order, where, recording, call)))
-
-    def attempt(self, call: str, method: str, who: str, run: Callable[[], Any]) -> tuple[Outcome, Exception | None]:
-        """What ``run`` comes to on this process, for the others; and the exception itself."""
-        try:
-            value = run()
-            shards = tuple((role, shard) for one in self.hosted.values() for role, shard in one.take_reports().items())
-            return Outcome(call, value, None, shards), None
-        except Exception as error:
-            failure = Failure.of(error, method, who, self.runtime.rank, pickle.dumps)
-            error.add_note(f"[{method} on {who}]")
-            return Outcome(call, None, failure), error
-
-    def note(self, process: int, shards: dict[str, Shard]) -> None:
-        """Remembers the shards that another process reported."""
-        for role, shard in shards.items():
-            name = self.groups[role].name if role in self.groups else self.runtime.config.group_of(role).name
-            rank = self.runtime.members[name].index(process)
-            self.runtime.shards[name].note(self.instance_id, rank, {role: shard})
-
-    __reduce__ = refuse_to_travel
-
-
-def _in_collective(error: Exception | None) -> bool:
-    """Whether torch.distributed raised it: the group is broken then, and others wait for this process as well."""
-    if error is None or error.__traceback__ is None:
-        return False
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", "")).startswith("torch.distributed")
 
 
 def torchrun_rank() -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from rayhelper.door import told_stacks
 from rayhelper.errors import DeadlineError, WorkerError
 from rayhelper.failures import Failure, raise_failures
 from rayhelper.ranks import runs
@@ -130,12 +131,7 @@ def _late(
 ) -> DeadlineError:
     """The error for a call that is late; if the deadline was the group's, the call is given up."""
     late = [(refs.index(ref), ref) for ref in unfinished(refs)]
-    stacks = group.crew.ask("stacks")
-    by_stack: dict[str, list[int]] = {}
-    for rank in range(len(group.crew.actors)):
-        answer = stacks.get(rank, "no answer: native code holds its interpreter, or the process is gone\n")
-        by_stack.setdefault(answer, []).append(rank)
-    told = "\n".join(f"--- ranks {', '.join(runs(ranks))}\n{stack}" for stack, ranks in by_stack.items())
+    told = told_stacks(group.crew.ask("stacks"), range(len(group.crew.actors)))
     remedy = "The call was given up. Raise timeout_s of the group" if is_groups_limit else "Wait longer"
     if is_groups_limit:
         group.recovery.stop(late)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rayhelper import ConfigError, RayHelper
+from rayhelper.door import Door, ask, told_stacks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -97,8 +99,79 @@ with RayHelper.session(json.loads(sys.argv[1]), runtime="torchrun", trace=sys.ar
             trainer.double([1])
     except RoleError as error:
         facts["differ"] = told(error)
+    try:
+        trainer.double([1] * int(os.environ["RANK"]))
+    except RoleError as error:
+        facts["other data"] = told(error)
+    facts["after all"] = trainer.double([1, 2])
 with open(f"{sys.argv[2]}/{os.environ['RANK']}.json", "w") as file:
     json.dump(facts, file)
+"""
+
+TROUBLED = """
+import json, os, sys, threading
+from pathlib import Path
+import torch
+from rayhelper import RayHelper
+
+folder = Path(sys.argv[1])
+rank = int(os.environ["RANK"])
+facts = {}
+
+@RayHelper.worker(group="train")
+class Troubled:
+    def __init__(self):
+        self.join()
+
+    @RayHelper.function(group="train")
+    def join(self):
+        RayHelper.init_process_group("gloo", timeout_s=60)
+
+    @RayHelper.function(group="train")
+    def others_wait_for_rank_0(self):
+        if rank == 0:
+            until_the_others_gave_up()
+        torch.distributed.all_reduce(torch.ones(1))
+
+    @RayHelper.function(group="train")
+    def rank(self):
+        return rank
+
+    @RayHelper.function(group="train")
+    def rank_1_dies(self):
+        if rank == 1:
+            os._exit(0)
+
+def until_the_others_gave_up():
+    for _ in range(600):
+        if all((folder / f"gave up {other}").exists() for other in (1, 2)):
+            return
+        threading.Event().wait(0.05)
+
+def told(name, call):
+    try:
+        facts[name] = ["nothing", call()]
+    except Exception as error:
+        facts[name] = [type(error).__name__, str(error)]
+
+def session(**settings):
+    group = {"device": "CPU", "ranks": 3, "workers": ["train"], **settings}
+    return RayHelper.session({"actors": group}, runtime="torchrun")
+
+with session(timeout_s=1):
+    troubled = Troubled()
+    told("late", troubled.others_wait_for_rank_0)
+    (folder / f"gave up {rank}").touch()
+    told("after", troubled.rank)
+with session():
+    troubled = Troubled()
+    if rank == 2:
+        told("alone", troubled.rank)
+with session():
+    troubled = Troubled()
+    told("together", troubled.rank)
+    told("died", troubled.rank_1_dies)
+    (folder / f"{rank}.json").write_text(json.dumps(facts))
 """
 
 
@@ -145,6 +218,8 @@ def test_every_process_sees_what_the_driver_would_see(tmp_path: Path) -> None:
         assert seen["constructor"][:2] == ["ValueError", "rank 1 cannot be constructed"]
         assert "rank 0 Trainer.lengths" in seen["differ"][1]
         assert "rank 1 Trainer.double" in seen["differ"][1]
+        assert "rank 0 divides 0 items (1 argument), rank 1 divides 1 items" in seen["other data"][1]
+        assert seen["after all"] == [2, 4]
     from rayhelper.trace import read
 
     spans, _ = read(trace)
@@ -153,6 +228,78 @@ def test_every_process_sees_what_the_driver_would_see(tmp_path: Path) -> None:
     }
     assert {span.rank for span in spans if span.role == "driver"} == {0, 1, 2, 3}
     assert max(span.num_bytes for span in spans if span.phase == "wait") > 2_000_000  # the large value of one process
+
+
+@pytest.fixture(scope="module")
+def troubles(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]]:
+    """What ranks 0 and 2 of three saw go wrong, in three sessions of one run; rank 1 died in the last."""
+    folder = tmp_path_factory.mktemp("troubles")
+    (folder / "troubled.py").write_text(TROUBLED)
+    done = torchrun(3, str(folder / "troubled.py"), str(folder), cwd=folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 2)]
+
+
+def test_a_late_call_shows_the_stacks_of_all_ranks_also_inside_a_collective(
+    troubles: list[dict[str, list[str]]],
+) -> None:
+    for seen in troubles:
+        kind, message = seen["late"]
+        assert kind == "DeadlineError"
+        assert "others_wait_for_rank_0" in message
+        assert "did not finish on every process within 1 s; " in message
+        assert "still running on ranks 0" in message
+        of_rank_0 = message.split("--- ranks 0\n")[1].split("--- ranks")[0]
+        assert "until_the_others_gave_up" in of_rank_0
+        assert "all_reduce" in message.replace(of_rank_0, "")
+        assert "rayhelper-" not in message  # no thread of the library's own
+
+
+def test_after_a_call_that_was_given_up_later_calls_say_so_until_the_next_session(
+    troubles: list[dict[str, list[str]]],
+) -> None:
+    for seen in troubles:
+        assert seen["after"][0] == "DeadlineError"
+        assert "an earlier call was given up" in seen["after"][1]
+        assert seen["together"] == ["nothing", [0, 1, 2]]
+
+
+def test_a_call_that_one_rank_makes_while_the_others_leave_says_that_they_left(
+    troubles: list[dict[str, list[str]]],
+) -> None:
+    kind, message = troubles[1]["alone"]
+    assert kind == "WorkerDiedError"
+    assert re.search(r"rank(s 0-1| 0| 1) left the run by RayHelper.teardown\(\)", message)
+    assert "no longer answers" not in message
+
+
+def test_a_process_that_died_is_named(troubles: list[dict[str, list[str]]]) -> None:
+    for seen in troubles:
+        kind, message = seen["died"]
+        assert kind == "WorkerDiedError"
+        assert "rank 1 no longer answers" in message
+        assert len(message) < 600
+        assert "GLHF" not in message
+
+
+def test_stacks_are_told_once_for_ranks_that_are_at_the_same_place() -> None:
+    told = told_stacks({0: "in a\n", 1: "in b\n", 2: "in a\n"}, range(4))
+    assert told.split("--- ranks ")[1:] == [
+        "0, 2\nin a\n\n",
+        "1\nin b\n\n",
+        "3\nno answer: native code holds its interpreter, or the process is gone\n",
+    ]
+
+
+def test_a_door_answers_who_knows_the_key_and_nobody_once_it_is_closed() -> None:
+    door = Door("127.0.0.1", b"key", {"double": lambda value: 2 * value})
+    doors = {7: door.address}
+    assert ask(doors, b"key", "double", 21, timeout_s=10) == {7: 42}
+    assert ask(doors, b"key", "unknown", None, timeout_s=10) == {}
+    assert ask(doors, b"another key", "double", 21, timeout_s=10) == {}
+    assert "test_a_door_answers" in ask(doors, b"key", "stacks", None, timeout_s=10)[7]
+    door.close()
+    assert ask(doors, b"key", "double", 21, timeout_s=10) == {}
 
 
 def test_without_torchrun_the_error_says_how_to_start() -> None:

@@ -25,7 +25,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 import yaml
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper, RayHelperError
-from rayhelper.device_groups import SIZE_KEYS
+from rayhelper.device_groups.keys import SIZE_KEYS
 from rayhelper.text import Loader, parse_text
 
 ConfigT = TypeVar("ConfigT")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rayhelper import ConfigError, DeviceGroups
-from rayhelper.device_groups import OPTION_KEYS, SIZE_KEYS
+from rayhelper.device_groups.keys import SECTION_KEYS
 from trainers.trackers import check_installed
 
 REPORTERS = ("tensorboard", "wandb", "none")
@@ -29,7 +29,6 @@ SCHEDULES = (
     "cosine_warmup_with_min_lr",
     "warmup_stable_decay",
 )
-SECTION_KEYS = (*SIZE_KEYS, "device", *OPTION_KEYS)  # what the section of a role may hold
 
 
 @dataclass(frozen=True, kw_only=True)

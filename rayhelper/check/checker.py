@@ -22,7 +22,8 @@ from rayhelper.check import bodies, calls, decorators, state
 from rayhelper.check.flow import Flow
 from rayhelper.check.module import Finding, ModuleSource
 from rayhelper.check.source import Lineage, lineage_of_class, lineage_of_source
-from rayhelper.device_groups import RANK_KEYS, SIZE_KEYS, TOP_KEYS, DeviceGroups
+from rayhelper.device_groups import DeviceGroups
+from rayhelper.device_groups.keys import PLACING_KEYS, TOP_KEYS
 from rayhelper.errors import ConfigError, DecorationError, RayHelperError
 from rayhelper.text import parse_text
 
@@ -183,10 +184,9 @@ def _groups(device_groups: str | None, config: str | None) -> DeviceGroups | Non
         raise ConfigError(f"{config} must hold a mapping, got {type(values).__name__}")
     if "device_groups" in values:
         return DeviceGroups.parse(values)
-    keys = (*SIZE_KEYS, *RANK_KEYS)
     sections = {
         name: value
         for name, value in values.items()
-        if name in TOP_KEYS or (isinstance(value, Mapping) and any(key in value for key in keys))
+        if name in TOP_KEYS or (isinstance(value, Mapping) and any(key in value for key in PLACING_KEYS))
     }
     return DeviceGroups.parse(sections) if sections else None

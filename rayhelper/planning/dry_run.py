@@ -2,7 +2,7 @@
 
     file -> device groups + shared keys -> Plan of GroupPlans of RolePlans, with findings
 
-Every mistake is found, not only the first; the rules themselves stand in ``device_groups.py``, ``parallel_sizes.py``
+Every mistake is found, not only the first; the rules themselves stand in ``device_groups/``, ``parallel_sizes.py``
 and ``plan_roles.py``. Where workers lie is ``plan.py``; what a person reads is ``plan_report.py``.
 """
 
@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayhelper.device_groups import RANK_KEYS, SIZE_KEYS, TOP_KEYS, DeviceGroup, DeviceGroups, check_count
+from rayhelper.device_groups import DeviceGroup, DeviceGroups
+from rayhelper.device_groups.keys import PLACING_KEYS, TOP_KEYS
+from rayhelper.device_groups.mistakes import check_count
 from rayhelper.errors import ConfigError, PlacementError
 from rayhelper.plan import Demand, demands, workers_by_node
 from rayhelper.planning.memory import GIB, RUNTIME_BYTES, peak_bytes
@@ -145,8 +147,7 @@ def _is_placement(name: Any, value: Any, colocated: Sequence[Any]) -> bool:
     """Whether a key says where roles run; a section whose size is misspelt does too."""
     if name in TOP_KEYS or not isinstance(value, Mapping):
         return name in TOP_KEYS
-    keys = (*SIZE_KEYS, *RANK_KEYS)
-    return name in colocated or any(difflib.get_close_matches(str(key), keys, 1, 0.85) for key in value)
+    return name in colocated or any(difflib.get_close_matches(str(key), PLACING_KEYS, 1, 0.85) for key in value)
 
 
 def _given(model: str) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rayhelper.device_groups import check_count
+from rayhelper.device_groups.mistakes import check_count
 from rayhelper.errors import ConfigError
 
 # model_type -> which biases it has where its configuration does not say

@@ -1,7 +1,7 @@
 """How a role's workers divide a model, and which sizes go together. Pure.
 
 The rules of megatron-core (0.16), whose groups are made of consecutive workers, tensor parallelism innermost. That
-TP x PP x CP divides the workers is checked where device groups are read (``device_groups.check_parallel_sizes``).
+TP x PP x CP divides the workers is checked where device groups are read (``check_parallel_sizes``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rayhelper.device_groups import PARALLEL_SIZES, Mistakes, check_count, check_parallel_sizes
+from rayhelper.device_groups.keys import PARALLEL_SIZES
+from rayhelper.device_groups.mistakes import Mistakes, check_count
+from rayhelper.device_groups.role_form import check_parallel_sizes
 from rayhelper.planning.model_shape import ModelShape
 
 MEGATRON_KEYS, (VLLM_KEY,) = PARALLEL_SIZES

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rayhelper.device_groups import DeviceGroup, Mistakes, check_parallel_sizes
+from rayhelper.device_groups import DeviceGroup
+from rayhelper.device_groups.mistakes import Mistakes
+from rayhelper.device_groups.role_form import check_parallel_sizes
 from rayhelper.planning.memory import (
     GIB,
     OFFLOAD_MODEL,
@@ -92,10 +94,6 @@ class Place:
     def where(self) -> str:
         return f"role {self.role!r}"
 
-    @property
-    def num_accelerators(self) -> int:
-        return self.group.num_workers * max(1, self.group.gpus_per_worker)
-
 
 @dataclass(frozen=True)
 class RolePlan:
@@ -148,12 +146,12 @@ def _plan_vllm(place: Place) -> RolePlan:
     settings, mistakes = place.settings, place.run.findings.mistakes
     if VLLM_KEY in settings:
         given = {VLLM_KEY: settings[VLLM_KEY]}
-        asked = f"{place.num_accelerators} {place.group.device}"
-        check_parallel_sizes(place.where, given, asked, place.num_accelerators, mistakes)
+        asked = f"{place.group.size} {place.group.device}"
+        check_parallel_sizes(place.where, given, asked, place.group.size, mistakes)
     tensor = _whole(settings, VLLM_KEY) or max(1, place.group.gpus_per_worker)
     _warn_of_torn(place, VLLM_KEY, tensor)
     shape, unknown = _shape(place)
-    sizes = ParallelSizes(data=max(1, place.num_accelerators // tensor))
+    sizes = ParallelSizes(data=max(1, place.group.size // tensor))
     memory = tokens = None
     if shape is not None:
         _note(place, engine_mistakes(place.where, tensor, shape))

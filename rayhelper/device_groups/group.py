@@ -1,0 +1,32 @@
+"""One device group, and the words for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Device = Literal["GPU", "NPU", "CPU"]
+
+DRIVER = "driver"  # reserved: the role of methods that only the driver runs
+MAX_IN_FLIGHT = 64
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """Named hardware: its workers are processes, each of which hosts all the group's roles."""
+
+    name: str
+    roles: tuple[str, ...]
+    device: Device
+    ranks: tuple[int, ...] | None  # rising global accelerator indices, num_workers * gpus_per_worker; None on CPU
+    num_workers: int
+    gpus_per_worker: int = 1  # accelerators of one worker, whatever their make; 0 on CPU
+    timeout_s: float | None = None  # that a call may take
+    restarts: int = 0  # how many workers that died are replaced, in all
+    max_in_flight: int = MAX_IN_FLIGHT  # deferred calls whose workers have not answered; the next one waits
+    env: tuple[tuple[str, str], ...] = ()  # pairs, as dict() takes them
+
+    @property
+    def size(self) -> int:
+        """How many accelerators, or workers on CPU, the group has."""
+        return self.num_workers * max(1, self.gpus_per_worker)

@@ -8,8 +8,11 @@ as many: a group of one worker behaves like a group of N.
 from __future__ import annotations
 
 import inspect
+import itertools
+import os
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from rayhelper.errors import CollectError, DecorationError, DispatchError
 from rayhelper.slicing import columns_of, describe, instance_of, rebuild, take
 
 _HUGE_BYTES = 4 * 1024 * 1024
+_THREADED_BYTES = 32 * 1024 * 1024
 
 Places = NDArray[np.int64] | None  # for each of the caller's items, where it lies in the joined values
 
@@ -153,8 +157,25 @@ def _array(values: list[Any], label: str) -> Any:
         dtype = array.dtype.kind if array.dtype.kind in "US" else array.dtype  # texts of any width are joined
         return f"dtype {dtype} and trailing shape {array.shape[1:]}"
 
-    concatenate = np.ma.concatenate if isinstance(values[0], np.ma.MaskedArray) else np.concatenate
-    return concatenate(_filled(values, signature, label, "Return equal ones, or a list of arrays"))
+    filled = _filled(values, signature, label, "Return equal ones, or a list of arrays")
+    if isinstance(values[0], np.ma.MaskedArray):
+        return np.ma.concatenate(filled)  # type: ignore[no-untyped-call]
+    is_huge = sum(array.nbytes for array in filled) >= _THREADED_BYTES
+    if is_huge and type(values[0]) is np.ndarray:
+        return _copied_together(filled)
+    joined: NDArray[Any] = np.concatenate(filled)
+    return joined
+
+
+def _copied_together(parts: list[NDArray[Any]]) -> NDArray[Any]:
+    """As ``np.concatenate``, a thread a part: one thread does not use up what the memory can copy."""
+    dtype = np.result_type(*{part.dtype for part in parts})
+    joined = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), dtype)
+    ends = list(itertools.accumulate(map(len, parts)))
+    places = [joined[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]
+    with ThreadPoolExecutor(min(len(parts), os.cpu_count() or 1)) as pool:
+        list(pool.map(np.copyto, places, parts))
+    return joined
 
 
 def _tensor(values: list[Any], label: str) -> Any:

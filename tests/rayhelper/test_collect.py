@@ -17,6 +17,9 @@ from trainers.batch import Ragged, Rollouts
 from trainers.metrics import Metrics
 
 
+LARGE_PARTS = [(0, 3_000_000), (7, 1), (11, 1_500_000)]  # (first number, rows)
+
+
 class Scored(NamedTuple):
     texts: list[str]
     scores: Any
@@ -99,6 +102,14 @@ def test_flatten_joins_texts_of_any_width_and_masked_arrays_with_their_masks() -
     assert join("flatten", [np.array(["a"]), np.array(["bcd"])]).tolist() == ["a", "bcd"]
     masked = np.ma.masked_equal([1, -1], -1)
     assert join("flatten", [masked, masked]).tolist() == [1, None, 1, None]
+
+
+def test_flatten_joins_very_large_arrays_as_it_joins_small_ones() -> None:
+    parts = [np.arange(start, start + 2 * count, dtype=np.int32).reshape(count, 2) for start, count in LARGE_PARTS]
+    joined = join("flatten", parts)
+    assert joined.nbytes > 32 * 1024 * 1024
+    assert joined.dtype == np.int32
+    assert np.array_equal(joined, np.concatenate(parts))
 
 
 def test_flatten_of_one_read_only_array_can_be_written_to() -> None:

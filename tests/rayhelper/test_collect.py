@@ -16,7 +16,6 @@ from rayhelper.errors import CollectError, DecorationError
 from trainers.batch import Ragged, Rollouts
 from trainers.metrics import Metrics
 
-
 LARGE_PARTS = [(0, 3_000_000), (7, 1), (11, 1_500_000)]  # (first number, rows)
 
 

@@ -12,7 +12,7 @@ from rayhelper.calls import collect, unsendable
 from rayhelper.dispatch import Balanced, Whole, bare, whole
 from rayhelper.errors import CallCancelledError, DeadlineError, DispatchError
 from rayhelper.futures import Finished, Future
-from rayhelper.host import FuturePart, LateCall, call_number, opened
+from rayhelper.host import FuturePart, LateCall, opened
 from rayhelper.roles import RoleMethod
 from rayhelper.shards import Layout
 from rayhelper.waiting import STEP_S, answered, replies_as_they_come, replies_of, unfinished
@@ -60,7 +60,7 @@ class GroupCall:
                 sent_ns = time.time_ns() if recording else 0
                 self.refs[rank] = calls[rank](*sent, *parts)
                 if recording:
-                    recording.sent(call_number(self.refs[rank].task_id().hex()), self.number, sent_ns)
+                    recording.sent(self.refs[rank].task_id(), self.number, sent_ns)
         except TypeError as error:
             raise unsendable(self.group.where(self.method), error) from error
 

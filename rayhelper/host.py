@@ -31,6 +31,7 @@ from rayhelper.failures import Failure
 from rayhelper.modules import missing_modules
 from rayhelper.packing import Ledger, Packed, pack, unpack, worth_packing
 from rayhelper.process_group import leave_process_group, let_go
+from rayhelper.recording import task_number
 from rayhelper.roles import RoleMethod, find_method
 from rayhelper.runtime import Shard, WorkerInfo, state
 from rayhelper.trace import Span, Tracer
@@ -284,7 +285,7 @@ class Host:
         if self.tracer is not None:
             value = reply.value if isinstance(reply, Reported) else reply
             num_bytes = value.nbytes if type(value) is Packed else 0
-            rank, call = _runtime().info.rank, call_number(self.running.hex())
+            rank, call = _runtime().info.rank, task_number(self.running)
             self.tracer.record(role, rank, phase, name, started_ns, ended_ns or time.time_ns(), call, num_bytes)
 
 
@@ -313,11 +314,6 @@ def _is_importing(frame: Any) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def call_number(task: str) -> int:
-    """The number under which a worker records a task: the part of its name that differs, short enough for JSON."""
-    return int(task[:13], 16)
 
 
 def located(trainers: Mapping[int, Any], address: str) -> tuple[Any, RoleMethod[..., Any]]:

@@ -39,7 +39,8 @@ class Recording:
         self.metadata: dict[str, Any] = {"runtime": runtime, "num_ranks": num_ranks if runtime != "off" else {}}
         self.tracer = trace.Tracer()
         self.numbers = itertools.count(1)
-        self.tasks: dict[int, tuple[int, int]] = {}  # the call of a worker's task, and when it was sent
+        self.tasks: dict[int, tuple[int, int]] = {}  # by task_number: the call of a worker's task, and when it was sent
+        self.just_sent: list[tuple[Any, int, int]] = []  # what will stand in ``tasks``; made when it is needed
         self.dropped = 0
 
     def dispatched(self, method: RoleMethod[..., Any], started_ns: int) -> int:
@@ -58,9 +59,9 @@ class Recording:
         name = method.function.__qualname__
         self.tracer.record(method.role, rank, "run", name, started_ns, time.time_ns(), call, 0)
 
-    def sent(self, task: int, call: int, sent_ns: int) -> None:
-        """A worker was asked to run a task, which it will record under this number, for a call."""
-        self.tasks[task] = call, sent_ns
+    def sent(self, task_id: Any, call: int, sent_ns: int) -> None:
+        """A worker was asked to run a task for a call."""
+        self.just_sent.append((task_id, call, sent_ns))
 
     def add(self, spans: list[trace.Span], dropped: int, offset_ns: int) -> None:
         """Takes over the spans of a worker whose clock is ``offset_ns`` behind.
@@ -68,6 +69,8 @@ class Recording:
         The time from sending a task until it ran becomes a span of its own.
         """
         self.dropped += dropped
+        self.tasks |= {task_number(task_id): (call, sent_ns) for task_id, call, sent_ns in self.just_sent}
+        self.just_sent.clear()
         for span in trace.shifted(spans, offset_ns):
             call, sent_ns = self.tasks.get(span.call, (0, span.start_ns))
             if sent_ns < span.start_ns:
@@ -100,3 +103,8 @@ class Recording:
 
     def _write(self, spans: list[trace.Span]) -> None:
         trace.write(self.path, spans, metadata={**self.metadata, "dropped": self.dropped})
+
+
+def task_number(task_id: Any) -> int:
+    """The number under which a worker records a task: the part of its name that differs, short enough for JSON."""
+    return int(task_id.hex()[:13], 16)

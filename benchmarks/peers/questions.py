@@ -30,7 +30,7 @@ class Plan:
     hand_over_mb: int = 256
     latency_blocks: int = 11
     data_blocks: int = 5
-    num_starts: int = 3
+    num_starts: int = 1
     block_s: float = 0.2
     object_store_mb: int = 4096
 

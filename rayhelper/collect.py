@@ -75,6 +75,11 @@ def _by_callable(collect: Callable[[list[Any]], Any], values: list[Any], where: 
         raise
 
 
+def has_concat(kind: type) -> bool:
+    """Whether values of this type are joined by a method of their own, ``concat(values)``."""
+    return isinstance(inspect.getattr_static(kind, "concat", None), (classmethod, staticmethod))
+
+
 def _flattened(values: list[Any], places: Places, label: str) -> Any:
     if all(value is None for value in values):
         return None
@@ -85,7 +90,7 @@ def _flattened(values: list[Any], places: Places, label: str) -> Any:
                 f"{label} is {describe(values[0])} on shard 0 and {describe(value)} on shard {shard} of "
                 f"{len(values)}. collect='flatten' joins one type: return it for an empty slice too, or use a callable."
             )
-    if isinstance(inspect.getattr_static(kind, "concat", None), (classmethod, staticmethod)):
+    if has_concat(kind):
         return _reordered(kind.concat(values), places, label)
     if isinstance(values[0], tuple):
         return _tuple(values, places, label)

@@ -12,7 +12,8 @@ from rayhelper.calls import collect, unsendable
 from rayhelper.dispatch import Balanced, Whole, bare, whole
 from rayhelper.errors import CallCancelledError, DeadlineError, DispatchError
 from rayhelper.futures import Finished, Future
-from rayhelper.host import FuturePart, LateCall, opened
+from rayhelper.late_call import FuturePart, LateCall
+from rayhelper.reply import opened
 from rayhelper.roles import RoleMethod
 from rayhelper.shards import Layout
 from rayhelper.waiting import STEP_S, answered, replies_as_they_come, replies_of, unfinished

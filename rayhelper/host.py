@@ -17,23 +17,21 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import GeneratorType
 from typing import Any
 
-from rayhelper.calls import divide
-from rayhelper.collect import join, join_first
-from rayhelper.dispatch import Whole, whole
 from rayhelper.door import Door
 from rayhelper.errors import CallCancelledError, WorkerError
 from rayhelper.failures import Failure
+from rayhelper.late_call import divide_late
 from rayhelper.modules import missing_modules
 from rayhelper.packing import Ledger, Packed, pack, unpack, worth_packing
 from rayhelper.process_group import leave_process_group, let_go
 from rayhelper.recording import task_number
+from rayhelper.reply import Reported
 from rayhelper.roles import RoleMethod, find_method
-from rayhelper.runtime import Shard, WorkerInfo, state
+from rayhelper.runtime import WorkerInfo, state
 from rayhelper.trace import Span, Tracer
 from rayhelper.worker_runtime import HostedPlacement, WorkerRuntime
 
@@ -44,38 +42,6 @@ NUM_SLOTS = 64
 _IMPORTING_S = 0.1  # after this time it is looked again whether an import has ended that was not to be interrupted
 
 _HELD_PORTS: list[socket.socket] = []  # until this process ends, or the port is used
-
-
-@dataclass(frozen=True)
-class FuturePart:
-    """Stands for a future among the arguments: its value is what ``collect`` makes of parts[start:stop]."""
-
-    start: int
-    stop: int
-    collect: Any
-    is_first: bool  # of a call that worker 0 alone made
-    leaders: tuple[int, ...]
-    order: list[int] | None
-    where: str
-
-
-@dataclass(frozen=True)
-class LateCall:
-    """Arguments that hold futures: divided here, where their values arrive, instead of on the driver."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    num_shards: int
-    index: int
-    where: str
-
-
-@dataclass(frozen=True)
-class Reported:
-    """A value together with the shards that the worker reported since the last call, by role."""
-
-    value: Any
-    shards: Mapping[str, Shard]
 
 
 class Stopped(BaseException):
@@ -201,7 +167,7 @@ class Host:
             if type(arguments) is Packed:
                 arguments = unpack(arguments, ledger=self.ledger)
             if parts:
-                arguments = _divide_late(method, arguments, parts, self.ledger)
+                arguments = divide_late(method, arguments, parts, self.ledger)
             args, kwargs = arguments
             with placement.runtime.inside(placement, method.role):
                 value = method.finished_call(instance, args, kwargs)
@@ -323,32 +289,6 @@ def located(trainers: Mapping[int, Any], address: str) -> tuple[Any, RoleMethod[
     return instance, find_method(type(instance).__mro__[int(mro_index)].__dict__[name])
 
 
-def opened(reply: Any, *, writable: bool = False, ledger: Ledger | None = None) -> Any:
-    """The value of a worker's reply."""
-    value = reply.value if isinstance(reply, Reported) else reply
-    return unpack(value, writable=writable, ledger=ledger) if type(value) is Packed else value
-
-
 def _runtime() -> WorkerRuntime:
     assert isinstance(state.active, WorkerRuntime), "the host was used before prepare()"
     return state.active
-
-
-def _divide_late(
-    method: RoleMethod[..., Any], late: LateCall, parts: Sequence[Any], ledger: Ledger
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args = tuple(_future_value(value, parts, ledger) for value in late.args)
-    kwargs = {name: _future_value(value, parts, ledger) for name, value in late.kwargs.items()}
-    return divide(method, late.num_shards, args, kwargs, late.where).calls[late.index]
-
-
-def _future_value(value: Any, parts: Sequence[Any], ledger: Ledger) -> Any:
-    if isinstance(value, Whole):
-        return whole(_future_value(value.value, parts, ledger))
-    if not isinstance(value, FuturePart):
-        return value
-    replies = parts[value.start : value.stop]
-    values = [opened(replies[k], ledger=ledger) for k in value.leaders]
-    if value.is_first:
-        return join_first(value.collect, values[0], where=value.where)
-    return join(value.collect, values, order=value.order, where=value.where)

@@ -25,10 +25,10 @@ from rayhelper.device_groups import DeviceGroup
 from rayhelper.errors import RoleError
 from rayhelper.futures import Future
 from rayhelper.group_call import Construction, GroupCall, late_calls, sources_of
-from rayhelper.host import Reported
 from rayhelper.plan import Slot
 from rayhelper.recording import Recording
 from rayhelper.recovery import Recovery
+from rayhelper.reply import Reported
 from rayhelper.roles import RoleMethod
 from rayhelper.shards import ShardTable
 from rayhelper.transport import sendable

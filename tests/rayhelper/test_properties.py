@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from rayhelper import RayHelper, ShardError
 from rayhelper.collect import join
 from rayhelper.dispatch import balanced, split_call
+from rayhelper.late_call import Parts
 from rayhelper.packing import pack, unpack
 from rayhelper.runtime import Shard
 from rayhelper.shards import check_shards
 from tests.conftest import without_runtime
 from tests.rayhelper.values import arrays, columns, laid_out, leaves, many, nestings, num_rows, same, seeds, tensors
+from trainers.batch import Ragged
 
 pytestmark = pytest.mark.xdist_group("ray")  # one cluster for all
 some_columns = st.integers(0, 64).flatmap(columns)
@@ -88,6 +90,25 @@ def shard_layouts() -> st.SearchStrategy[dict[int, Shard]]:
         return {rank: Shard(index, count, bool(leaders[index] == rank)) for rank, index in enumerate(members)}
 
     return st.tuples(st.integers(1, 6), st.lists(st.integers(0, 5), max_size=6), seeds).map(made)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=16),
+    num_shards=st.integers(1, 16),
+    kind=st.sampled_from([list, np.array, torch.tensor, lambda rows: Ragged.of(rows, np.int64)]),
+)
+def test_any_parts_are_cut_as_their_joined_value_would_be(lengths: list[int], num_shards: int, kind: Any) -> None:
+    values = [kind([[start, row] for row in range(length)]) for start, length in enumerate(lengths)]
+    parts = split_call("slice", num_shards, (Parts(values, "here"),), {}).calls
+    whole = split_call("slice", num_shards, (join("flatten", values),), {}).calls
+    for (part,), (piece,) in zip((args for args, _ in parts), (args for args, _ in whole), strict=True):
+        assert type(part.joined()) is type(piece)
+        assert len(part) == len(piece)
+        assert np.array_equal(_rows(part.joined()), _rows(piece))
+
+
+def _rows(value: Any) -> Any:
+    return np.array([list(row) for row in value])
 
 
 @given(shards=shard_layouts())

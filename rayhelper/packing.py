@@ -279,7 +279,9 @@ def _with_joined(value: Any, kind: type[Any], known: dict[int, Any], depth: int)
         replaced: Any = {name: _joined_lists(item, known, depth + 1) for name, item in value.items()}
         return replaced if any(replaced[name] is not value[name] for name in value) else value
     if len(value) >= _MANY:
-        of_tensors = type(value[0]) is not np.ndarray
+        of_tensors = _is_plain_tensor(value[0])
+        if not of_tensors and type(value[0]) is not np.ndarray:
+            return value
         is_repeating = len(set(map(id, value))) < len(value)  # pickle sends such items once
         if is_repeating or not (_are_tensors if of_tensors else _are_arrays)(value):
             return value

@@ -36,7 +36,7 @@ _ALIGN = 64
 _MANY = 32  # arrays in a list from which on they are packed as one
 _DEPTH = 8  # of containers that are looked into for such lists
 _MANY_LEAVES = 2000  # a container of more leaves than this counts as large without being measured
-_PLAIN = (type(None), bool, int, float)
+_PLAIN = frozenset((type(None), bool, int, float))
 _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
@@ -111,14 +111,17 @@ def worth_packing(value: Any, *, arrays: bool = False) -> bool:
         elif isinstance(item, (list, tuple)):
             if len(item) > _MANY_LEAVES:
                 return True
-            stack.extend(item)
+            if set(map(type, item)) <= _PLAIN:  # without a step of Python for each
+                leaves += len(item)
+            else:
+                stack.extend(item)
         elif isinstance(nbytes := getattr(item, "nbytes", None), int):
             total += nbytes
         elif hasattr(item, "__dict__") and not isinstance(item, type):
             stack.extend(vars(item).values())
         if total > LARGE_BYTES:
             return True
-    return False
+    return leaves > _MANY_LEAVES
 
 
 class Ledger:

@@ -13,7 +13,8 @@ from rayhelper.device_groups import DRIVER, DeviceGroups
 from rayhelper.errors import ConfigError, DecorationError, RayHelperError, ShardError
 from rayhelper.futures import Future
 from rayhelper.process_group import join_process_group
-from rayhelper.roles import RoleMethod, decorate_class
+from rayhelper.role_class import decorate_class
+from rayhelper.roles import RoleMethod
 from rayhelper.runtime import OFF, Runtime, Shard, WorkerInfo, state
 
 RUNTIMES = ("ray", "torchrun", "inprocess", "off")

@@ -1,6 +1,6 @@
 """How soon is trouble known, and over? An exception, a kill -9, a deadline, a restart, each with 8 workers.
 
-    python -m benchmarks.failures [--workers 8] [--rounds 5] [--json FILE]
+    python -m benchmarks.failures [--workers 8] [--rounds 5] [--questions traced deaths ...] [--json FILE]
 
 The peer is hand-written: Ray actors with the same methods, and `ray.get` of all references. Seconds from the moment the
 worker fails (its own clock, on this machine) until the driver's call raises; then until the group answers again.
@@ -198,6 +198,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    questions = {question.__name__: question for question in (exceptions, deaths, deadlines, traced)}
+    parser.add_argument("--questions", nargs="+", choices=list(questions), default=list(questions))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
@@ -206,9 +208,9 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
         "load": round(os.getloadavg()[0], 2),
     }
-    for question in (exceptions, deaths, deadlines, traced):
-        result[question.__name__] = question(args.workers, args.rounds)
-        print(f"... {question.__name__}: {result[question.__name__]}", file=sys.stderr, flush=True)
+    for name in args.questions:
+        result[name] = questions[name](args.workers, args.rounds)
+        print(f"... {name}: {result[name]}", file=sys.stderr, flush=True)
     print(json.dumps(result, indent=2))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2))

@@ -168,19 +168,20 @@ def deadlines(workers: int, rounds: int) -> dict[str, float]:
 
 
 def traced(workers: int, rounds: int) -> dict[str, float]:
-    """Milliseconds of a no-op on all workers, without and with a trace, in alternating sessions."""
-    plain, recorded = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(rounds):
-            for trace, times in ((None, plain), (f"{folder}/{number}.json", recorded)):
-                groups = {"crew": {"device": "CPU", "ranks": workers, "workers": ["work"]}}
-                with RayHelper.session(groups, trace=trace):
-                    ours = Stateless()
-                    for _ in range(200):
-                        ours.pids()
-                    times.append(10 * min(seconds(lambda ours=ours: hundred(ours)) for _ in range(8)))
-    ratio = statistics.median(on / off for on, off in zip(recorded, plain, strict=True))
-    return {"off_ms": statistics.median(plain), "on_ms": statistics.median(recorded), "ratio": ratio}
+    """Milliseconds of a no-op on all workers without and with a trace: two sessions at once, in alternating blocks."""
+    groups = {"crew": {"device": "CPU", "ranks": workers, "workers": ["work"]}}
+    times: dict[str, list[float]] = {"off": [], "on": []}
+    with tempfile.TemporaryDirectory() as folder, RayHelper.session(groups):
+        plain = Stateless()
+        with RayHelper.local(), RayHelper.session(groups, trace=f"{folder}/trace.json"):
+            sides = {"off": plain, "on": Stateless()}
+            for ours in sides.values():
+                hundred(ours)
+            for block in range(10 * rounds):
+                for name in sorted(sides, reverse=bool(block % 2)):
+                    times[name].append(10 * seconds(lambda name=name: hundred(sides[name])))
+    ratio = statistics.median(on / off for on, off in zip(times["on"], times["off"], strict=True))
+    return {"off_ms": statistics.median(times["off"]), "on_ms": statistics.median(times["on"]), "ratio": ratio}
 
 
 def hundred(ours: Stateless) -> None:

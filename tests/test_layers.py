@@ -58,7 +58,8 @@ def test_the_parts_of_trainers_do_not_know_the_algorithms(file: Path) -> None:
 
 
 def test_mathematics_is_plain() -> None:
-    for name in ("losses.py", "advantages.py"):
+    names = ("losses", "preference_losses", "reward_model_losses", "distillation_losses", "advantages")
+    for name in (f"{name}.py" for name in names):
         found = imports(ROOT / "trainers" / name)
         assert not {
             module for module in found if module.startswith(("rayhelper", "torch.distributed", "trainers.config"))

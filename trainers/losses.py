@@ -43,8 +43,8 @@ def sft_loss(
     ``dft`` weighs each token by its own probability, held constant (arXiv 2508.05629). A normaliser of 0,
     a step without loss tokens, gives 0.
     """
-    _check_choice("loss_type", loss_type, SFTLossType)
-    logps = _masked(logps_BT, mask_BT, "logps_BT")
+    check_choice("loss_type", loss_type, SFTLossType)
+    logps = masked(logps_BT, mask_BT, "logps_BT")
     weights = logps.detach().exp() if loss_type == "dft" else 1.0
     return -(weights * logps).sum() / (normaliser or 1.0)
 
@@ -65,7 +65,7 @@ def grpo_normaliser(
     micro-batch and averages those means; dapo and cispo take the tokens of the generation batch times the share of it
     that one optimizer step covers. To have the latter, pass that number, which need not be whole, as ``num_tokens``.
     """
-    _check_choice("loss_type", loss_type, PolicyLossType)
+    check_choice("loss_type", loss_type, PolicyLossType)
     if loss_type == "grpo":
         return float(num_sequences)
     if loss_type == "dr_grpo":
@@ -125,10 +125,10 @@ def policy_gradient_loss(
 
     Raises: ValueError for an unknown type or level, shapes that do not fit, or ``beta`` without ``ref_logps_BT``.
     """
-    _check_choice("loss_type", loss_type, PolicyLossType)
+    check_choice("loss_type", loss_type, PolicyLossType)
     mask = mask_BT.bool()
-    logps = _masked(logps_BT, mask, "logps_BT")
-    old_logps = logps.detach() if old_logps_BT is None else _masked(old_logps_BT, mask, "old_logps_BT")
+    logps = masked(logps_BT, mask, "logps_BT")
+    old_logps = logps.detach() if old_logps_BT is None else masked(old_logps_BT, mask, "old_logps_BT")
     advantages_BX = _per_token("advantages", advantages.unsqueeze(1) if advantages.dim() == 1 else advantages, mask)
     epsilon_high = epsilon if epsilon_high is None else epsilon_high
     ratios_BX = importance_ratios(logps, old_logps, mask, importance_sampling_level)
@@ -143,7 +143,7 @@ def policy_gradient_loss(
     if beta:
         if ref_logps_BT is None:
             raise ValueError(f"beta={beta} asks for the KL to a reference: pass ref_logps_BT, or set beta=0.0")
-        kl_BT = k3_divergence(logps, _masked(ref_logps_BT, mask, "ref_logps_BT"))
+        kl_BT = k3_divergence(logps, masked(ref_logps_BT, mask, "ref_logps_BT"))
         kl_BT = kl_BT * ratios_BX if use_bias_correction_kl else kl_BT
         loss_BX = loss_BX + beta * kl_BT
 
@@ -158,7 +158,7 @@ def importance_ratios(
     logps_BT: torch.Tensor, old_logps_BT: torch.Tensor, mask_BT: torch.Tensor, level: ImportanceLevel
 ) -> torch.Tensor:
     """exp(logps - old_logps): (B, T) for level 'token'; for 'sequence' (B, 1), the geometric mean over loss tokens."""
-    _check_choice("importance_sampling_level", level, ImportanceLevel)
+    check_choice("importance_sampling_level", level, ImportanceLevel)
     log_ratios_BT = logps_BT - old_logps_BT
     if level == "token":
         return log_ratios_BT.exp()
@@ -187,7 +187,7 @@ def entropy_bonus(
 
     Always a mean over tokens, whatever the loss type. Departure from TRL: there it is a mean of micro-batch means.
     """
-    return -coefficient * _masked(entropy_BT, mask_BT, "entropy_BT").sum() / (num_tokens or 1.0)
+    return -coefficient * masked(entropy_BT, mask_BT, "entropy_BT").sum() / (num_tokens or 1.0)
 
 
 def add_policy_metrics(metrics: Metrics, diagnostics: PolicyDiagnostics) -> None:
@@ -197,8 +197,7 @@ def add_policy_metrics(metrics: Metrics, diagnostics: PolicyDiagnostics) -> None
     and ``high_max`` are over all its sequences. Departures from TRL, which averages all of these over micro-batches,
     counts sequences without loss tokens too at sequence level, and looks for clipping after ``delta`` was applied.
     """
-    present = {name: value for name, value in vars(diagnostics).items() if value is not None}
-    seen = dict(zip(present, torch.stack([value.float() for value in present.values()]).tolist(), strict=True))
+    seen = transferred(diagnostics)
     tokens, units = seen["num_tokens"], seen["num_clip_units"]
     for name in ("kl", "entropy"):
         if name in seen:
@@ -232,7 +231,7 @@ def _diagnostics(
         num_tokens=mask_BT.sum(),
         num_clip_units=units_BX.sum(),
         kl=None if kl_BT is None else (kl_BT * mask_BT).sum(),
-        entropy=None if entropy_BT is None else _masked(entropy_BT, mask_BT, "entropy_BT").sum(),
+        entropy=None if entropy_BT is None else masked(entropy_BT, mask_BT, "entropy_BT").sum(),
     )
     if loss_type == "cispo":
         capped_BX = (ratios_BX > epsilon_high) & (advantages_BX > 0)
@@ -248,7 +247,13 @@ def _diagnostics(
     )
 
 
-def _masked(values_BT: torch.Tensor, mask_BT: torch.Tensor, name: str) -> torch.Tensor:
+def transferred(diagnostics: object) -> dict[str, float]:
+    """The fields of a dataclass of 0-dim tensors that are not None, by name, in one transfer from the device."""
+    present = {name: value for name, value in vars(diagnostics).items() if value is not None}
+    return dict(zip(present, torch.stack([value.float() for value in present.values()]).tolist(), strict=True))
+
+
+def masked(values_BT: torch.Tensor, mask_BT: torch.Tensor, name: str) -> torch.Tensor:
     """``values_BT`` with 0 where the mask is False, so that neither values nor gradients there can be NaN."""
     if values_BT.shape != mask_BT.shape:
         raise ValueError(f"{name} must have the mask's shape {tuple(mask_BT.shape)}, got {tuple(values_BT.shape)}")
@@ -259,7 +264,7 @@ def _per_token(name: str, values: torch.Tensor, mask_BT: torch.Tensor) -> torch.
     """``values`` of shape (B, T), cleared outside the mask, or (B, 1), as it is."""
     num_sequences, num_tokens = mask_BT.shape
     if values.shape == (num_sequences, num_tokens):
-        return _masked(values, mask_BT, name)
+        return masked(values, mask_BT, name)
     if values.shape == (num_sequences, 1):
         return values
     raise ValueError(
@@ -268,6 +273,7 @@ def _per_token(name: str, values: torch.Tensor, mask_BT: torch.Tensor) -> torch.
     )
 
 
-def _check_choice(name: str, value: str, choices: object) -> None:
+def check_choice(name: str, value: str, choices: object) -> None:
+    """Raises ValueError if the value is none of a Literal's."""
     if value not in get_args(choices):
         raise ValueError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")

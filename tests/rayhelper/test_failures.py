@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import threading
@@ -21,6 +22,7 @@ from rayhelper import (
     WorkerDiedError,
     WorkerError,
 )
+from rayhelper.runtime import state
 from tests.conftest import without_runtime
 from tests.rayhelper.test_calls import GROUPS, Trainer
 
@@ -247,6 +249,24 @@ def test_what_cannot_be_raised_as_itself_is_told_in_full(calls_trainer: Trainer,
     assert "rank 0" in str(caught.value)
     assert "in fail" in str(caught.value)
     assert calls_trainer.first(1) == 1
+
+
+def test_ctrl_c_that_is_caught_gives_the_call_up(troubled: Troubled) -> None:
+    threading.Timer(1.0, _thread.interrupt_main).start()
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        troubled.sleep(60)
+    assert troubled.squares([3]) == [9]
+    assert time.monotonic() - started < 30
+
+
+def test_a_forked_child_that_ends_leaves_the_workers_alone(troubled: Troubled) -> None:
+    child = os.fork()
+    if not child:
+        state.active.teardown()  # type: ignore[union-attr]  # as it is called when Python ends
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert troubled.squares([3]) == [9]
 
 
 def test_a_future_that_outlives_its_session_says_so(ray_cluster: None) -> None:

@@ -45,8 +45,8 @@ def _pickled(error: BaseException, dumps: Callable[[object], bytes]) -> bytes | 
     args = tuple(arg if _travels(arg, dumps) else repr(arg)[:_MOST_TEXT] for arg in error.args)
     attributes = {name: value for name, value in vars(error).items() if _travels(value, dumps)}
     with contextlib.suppress(Exception):
-        parts = dumps((_revived, (type(error), args, attributes)))
-        if type(_loaded(parts)) is type(error):
+        parts = dumps(_InParts(type(error), args, attributes))
+        if type(pickle.loads(parts)) is type(error):
             return parts
     return None
 
@@ -59,9 +59,14 @@ def _travels(value: Any, dumps: Callable[[object], bytes]) -> bool:
     return True
 
 
-def _loaded(pickled: bytes) -> Any:
-    found = pickle.loads(pickled)
-    return found[0](*found[1]) if isinstance(found, tuple) else found
+class _InParts:
+    """Pickles as what is unpickled by ``_revived(*parts)``."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __reduce__(self) -> Any:
+        return _revived, self.parts
 
 
 def _revived(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
@@ -93,7 +98,7 @@ def raise_first(failures: Sequence[Failure]) -> None:
     note = origin + (f"; {len(equal)} more ranks raised the same: {', '.join(runs(equal))}" if equal else "")
     note += "".join(f"; rank {failure.rank} raised {failure.summary[:200]}" for failure in other[:4])
     remote = WorkerError(f"{origin} raised {first.summary}\n[{note}]\n\nRemote traceback:\n{first.traceback}")
-    original = None if first.error is None else _loaded(first.error)
+    original = None if first.error is None else pickle.loads(first.error)
     if not isinstance(original, Exception):  # SystemExit in a worker must not end the driver silently
         raise remote
     add_note(original, f"[{note}]")

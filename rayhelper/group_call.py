@@ -16,7 +16,7 @@ from rayhelper.late_call import FuturePart, LateCall
 from rayhelper.reply import opened
 from rayhelper.roles import RoleMethod
 from rayhelper.shards import Layout
-from rayhelper.waiting import STEP_S, answered, replies_as_they_come, replies_of, unfinished
+from rayhelper.waiting import STEP_S, answered, replies_as_they_come, replies_of, unfinished, unfinished_ranks
 
 if TYPE_CHECKING:
     from rayhelper.worker_group import WorkerGroup
@@ -65,16 +65,12 @@ class GroupCall:
         except TypeError as error:
             raise unsendable(self.group.where(self.method), error) from error
 
-    def unfinished(self) -> list[tuple[int, Any]]:
-        """The ranks that have not answered, each with its reference."""
-        return [(self.refs.index(ref), ref) for ref in unfinished(self.refs)]
-
     def is_answered(self) -> bool:
         """Whether every rank has answered, and none of them has died: then nothing of it will run again."""
-        return not self.unfinished() and all(map(answered, self.refs))
+        return not unfinished(self.refs) and all(map(answered, self.refs))
 
     def done(self) -> bool:
-        return self.group.stopped or self.outcome is not None or not self.unfinished()
+        return self.group.stopped or self.outcome is not None or not unfinished(self.refs)
 
     def wait(self) -> None:
         """Returns when the workers have answered or the call has failed; collects nothing."""
@@ -105,7 +101,7 @@ class GroupCall:
     def cancel(self) -> bool:
         if self.outcome is not None or self.group.stopped:
             return False
-        waiting = self.unfinished()
+        waiting = unfinished_ranks(self.refs)
         if not waiting:
             return False
         self._end(Finished.failed(CallCancelledError(f"{self.group.where(self.method)} was cancelled")))
@@ -150,8 +146,6 @@ class GroupCall:
 class Construction:
     """The construction of an instance on every worker of a group, made again where a worker is replaced meanwhile."""
 
-    sources: tuple[GroupCall, ...] = ()
-
     def __init__(self, group: WorkerGroup, instance_id: int, payload: Any) -> None:
         self.group = group
         self.instance_id = instance_id
@@ -162,10 +156,6 @@ class Construction:
         """Has these ranks construct it."""
         for rank in ranks:
             self.refs[rank] = self.group.crew.actors[rank].construct.remote(self.instance_id, self.payload)
-
-    def unfinished(self) -> list[tuple[int, Any]]:
-        """The ranks that have not answered, each with its reference."""
-        return [(self.refs.index(ref), ref) for ref in unfinished(self.refs)]
 
 
 def sources_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[GroupCall, ...]:

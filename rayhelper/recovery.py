@@ -20,7 +20,7 @@ from ray.exceptions import RayActorError
 from rayhelper.errors import WorkerDiedError
 from rayhelper.failures import raise_failures
 from rayhelper.group_call import Construction, GroupCall
-from rayhelper.waiting import CONSTRUCTION_S, answered, unfinished
+from rayhelper.waiting import CONSTRUCTION_S, answered, unfinished, unfinished_ranks
 
 if TYPE_CHECKING:
     from rayhelper.worker_group import WorkerGroup
@@ -163,7 +163,7 @@ class Recovery:
             self.dead = WorkerDiedError(
                 f"{who} died before or during {what} and could not be constructed anew: {error}"
             )
-        self.stop(item for call in self._open_calls() for item in call.unfinished())
+        self.stop(item for call in self._open_calls() for item in unfinished_ranks(call.refs))
         return self.dead
 
 

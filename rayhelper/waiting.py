@@ -130,7 +130,7 @@ def _late(
     group: WorkerGroup, refs: list[Any], what: str, limit_s: float | None, is_groups_limit: bool
 ) -> DeadlineError:
     """The error for a call that is late; if the deadline was the group's, the call is given up."""
-    late = [(refs.index(ref), ref) for ref in unfinished(refs)]
+    late = unfinished_ranks(refs)
     told = told_stacks(group.crew.ask("stacks"), range(len(group.crew.actors)))
     remedy = "The call was given up. Raise timeout_s of the group" if is_groups_limit else "Wait longer"
     if is_groups_limit:
@@ -145,6 +145,12 @@ def _late(
 def unfinished(refs: list[Any], timeout_s: float = 0.0) -> list[Any]:
     """Those of the references behind which something still runs, or waits to run, after ``timeout_s``."""
     return ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[1] if refs else []
+
+
+def unfinished_ranks(refs: list[Any]) -> list[tuple[int, Any]]:
+    """The ranks that have not answered, each with its reference; ``refs`` in order of rank."""
+    waiting = set(unfinished(refs))
+    return [(rank, ref) for rank, ref in enumerate(refs) if ref in waiting]
 
 
 def answered(ref: Any) -> bool:

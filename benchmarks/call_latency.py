@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.origin import origin
 from rayhelper import RayHelper
 
 
@@ -80,10 +79,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     result = {
-        "commit": commit,
-        "machine": f"{platform.machine()}, Python {platform.python_version()}",
+        **origin(),
         "off": off(args.rounds),
         "ray": fan_out(args.workers, args.rounds),
     }

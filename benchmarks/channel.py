@@ -14,9 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.origin import origin
 from rayhelper.channel import Channel
 
 processes = multiprocessing.get_context("spawn")
@@ -143,8 +142,7 @@ def main() -> None:
         "channel, gloo": lambda: by_channel("gloo", True, args),
         "torch.distributed, gloo, a tensor at a time": lambda: by_hand(args),
     }
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    result: dict[str, Any] = {"commit": commit, "machine": platform.machine(), "megabytes": args.megabytes, "rows": {}}
+    result: dict[str, Any] = {**origin(), "megabytes": args.megabytes, "rows": {}}
     for name, measure in rows.items():
         seconds = [one for _, one in measure()]
         first, later = (args.megabytes / 1024 / one for one in (seconds[0], statistics.median(seconds[1:])))

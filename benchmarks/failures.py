@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.origin import origin
 from rayhelper import DeadlineError, RayHelper, WorkerDiedError
 
 
@@ -203,10 +202,8 @@ def main() -> None:
     parser.add_argument("--questions", nargs="+", choices=list(questions), default=list(questions))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     result: dict[str, Any] = {
-        "commit": commit,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        **origin(),
         "load": round(os.getloadavg()[0], 2),
     }
     for name in args.questions:

@@ -29,10 +29,8 @@ import argparse
 import json
 import logging
 import os
-import platform
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.origin import origin
 from rayhelper import RayHelper
 
 _GIGABYTE = 1 << 30
@@ -223,10 +222,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     result = {
-        "commit": commit,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        **origin(),
         "load_before": os.getloadavg()[0],
         **measured(args.workers, args.rounds),
         "load_after": os.getloadavg()[0],

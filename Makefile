@@ -1,7 +1,7 @@
 PYTHON = .venv/bin/python
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: setup check test quickstart format
+.PHONY: setup check test quickstart docs format
 
 setup: .venv/installed ## a virtual environment with everything pinned
 
@@ -21,6 +21,9 @@ test: setup ## the whole test suite
 
 quickstart: setup ## GRPO on two-digit addition, on Ray
 	$(PYTHON) -m trainers.grpo --config examples/grpo/quickstart.yaml --use_ray true
+
+docs: setup ## the pages of docs/ as a site in build/docs; fails on a link to nowhere
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build -q -f docs/site/mkdocs.yml
 
 format: setup ## rewrites files
 	$(PYTHON) -m ruff format .

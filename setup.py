@@ -39,6 +39,7 @@ setup(
         "wandb": ["wandb"],
         "dev": [
             "hypothesis",
+            "mkdocs-material",
             "mypy",
             "pyright[nodejs]",
             "pytest",

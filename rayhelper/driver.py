@@ -27,6 +27,8 @@ from rayhelper.roles import RoleMethod, find_method, not_constructed
 from rayhelper.runtime import Route, Shard, WorkerInfo, state
 from rayhelper.worker_runtime import refuse_to_travel
 
+NO_INSTANCE = -1  # methods of role driver may stand in any class, and outside of one
+
 
 class Group(Protocol):
     """The workers of one device group."""
@@ -117,6 +119,8 @@ class DriverRuntime:
             weakref.finalize(instance, self.unused.append, placement).atexit = False
 
     def placement(self, method: RoleMethod[..., Any], target: Any) -> Any:
+        if method.role == DRIVER:
+            return DriverPlacement(self, NO_INSTANCE, {}, type(target))
         raise not_constructed(method, target)
 
     def current(self) -> WorkerInfo:

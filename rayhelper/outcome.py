@@ -22,6 +22,14 @@ class Outcome:
     shards: tuple[tuple[str, Shard], ...] = ()
     given: str = ""  # how many arguments and items
     left: bool = False  # it left its process group, to free those that waited for it
+    depth: int = 0  # the constructors within which the call was made
+
+
+def some_failed_before(outcomes: list[Outcome]) -> bool:
+    """Whether a constructor failed on some process before it came to a call that others make within it."""
+    outermost = min(other.depth for other in outcomes)
+    failed = any(other.failure is not None for other in outcomes if other.depth == outermost)
+    return failed and any(other.depth > outermost for other in outcomes)
 
 
 def check_same_call(outcomes: list[Outcome]) -> None:

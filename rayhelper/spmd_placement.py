@@ -1,7 +1,8 @@
 """One instance of a user's class under torchrun: the driver's and a worker's at once, on every process.
 
 A call is divided here as everywhere, made on this process's own slice if it belongs to the group of the role, and
-settled with the other processes by ``torchrun.py``.
+settled with the other processes by ``torchrun.py``. A driver's method with ``execute='first'`` is run by process 0 for
+all.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from rayhelper.calls import collector, divide, layout_of, where_of
 from rayhelper.device_groups import DRIVER
-from rayhelper.dispatch import Balanced
+from rayhelper.dispatch import Balanced, unwrap
 from rayhelper.driver import undeclared
 from rayhelper.errors import RoleError
 from rayhelper.exchange import Watch
 from rayhelper.failures import Failure, add_note
-from rayhelper.futures import FinishedCall, Future, values_of
+from rayhelper.futures import FinishedCall, Future, finished, values_of
 from rayhelper.outcome import Outcome, deadline_error, in_collective
 from rayhelper.roles import RoleMethod
 from rayhelper.runtime import Route, Shard, acting_as, state
@@ -39,7 +40,7 @@ class SpmdPlacement:
         self.cls = cls
         self.is_constructing = True
         config = runtime.config
-        self.groups = {role: config.group_of(role) for role in cls.__rayhelper_roles__}  # type: ignore[attr-defined]
+        self.groups = {role: config.group_of(role) for role in getattr(cls, "__rayhelper_roles__", ())}
         names = dict.fromkeys(group.name for group in self.groups.values())
         self.hosted = {name: HostedPlacement(runtime.workers[name]) for name in names if name in runtime.workers}
 
@@ -54,9 +55,9 @@ class SpmdPlacement:
                 raise RoleError(f"{method}: this {self.cls.__name__} has no role on {state.active.describe()}.")
             hosted.constructing = self.is_constructing
             return hosted.route(method)
-        if method.role == DRIVER:
+        if method.role == DRIVER and (method.execute == "all" or self.runtime.alone):
             return "here"
-        if self.is_constructing:
+        if self.is_constructing and method.role != DRIVER:
             return "here" if self._hosts(method) else "skip"
         if self.runtime.exchange.closed:
             raise RoleError(f"{method}: this {self.cls.__name__} was left by RayHelper.teardown().")
@@ -77,6 +78,8 @@ class SpmdPlacement:
         self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
         """The call, made now on every process of the group."""
+        if method.role == DRIVER:
+            return self._made_by_first(method, target, args, kwargs)
         group = self.groups.get(method.role)
         if group is None:
             raise undeclared(method, self.cls)
@@ -116,6 +119,35 @@ class SpmdPlacement:
             return [values[members[leader]] for leader in layout.leaders]
 
         return Future(FinishedCall(leaders_values, collector(method, division.order, where, recording, call)))
+
+    def _made_by_first(
+        self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[Any]:
+        """The value of a driver's method, which process 0 alone runs, on every process."""
+        runtime = self.runtime
+        runtime.check_usable(str(method))
+        args, kwargs = unwrap(*values_of(args, kwargs))
+        given = _given(method, args, kwargs)
+
+        def own_value() -> Any:
+            if runtime.rank > 0:
+                return None
+            runtime.alone = str(method)
+            try:
+                return method.finished_call(target, args, kwargs)
+            finally:
+                runtime.alone = ""
+
+        def first_value() -> Any:
+            with Watch(runtime.exchange, None) as watch:
+                outcome, error = self.attempt(str(method), str(method), f"process {runtime.rank}", own_value, watch)
+            begun_ns = time.time_ns()
+            values = runtime.settle(self, replace(outcome, given=given), error, watch)
+            if runtime.recording:
+                runtime.recording.span("wait", method, begun_ns, 0, runtime.exchange.received_bytes)
+            return values[0]
+
+        return finished(first_value)
 
     def attempt(
         self, call: str, method: str, who: str, run: Callable[[], Any], watch: Watch

@@ -6,6 +6,8 @@
         Exchange.gather(...)       every process gets every leader's value
         collect(values)            the same value everywhere
 
+A driver's method with ``execute='first'`` runs on process 0 alone, and every process gets its value, also while an
+instance is being constructed.
 The driver's code must therefore do the same on every process; a call that others do not make, or make with other
 numbers of arguments or items, is noticed and named. A call that is given up leaves the processes out of step: the error
 shows the stacks of all, and is raised again by every later call.
@@ -23,10 +25,18 @@ from dataclasses import replace
 from typing import Any
 
 from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
+from rayhelper.driver import NO_INSTANCE
 from rayhelper.errors import ConfigError, DeadlineError, RoleError, WorkerDiedError
 from rayhelper.exchange import Exchange, Watch
 from rayhelper.failures import raise_first
-from rayhelper.outcome import Outcome, check_same_arguments, check_same_call, deadline_error, in_collective
+from rayhelper.outcome import (
+    Outcome,
+    check_same_arguments,
+    check_same_call,
+    deadline_error,
+    in_collective,
+    some_failed_before,
+)
 from rayhelper.process_group import Joined, in_process_group, join_process_group, leave_process_group, let_go
 from rayhelper.recording import Recording
 from rayhelper.roles import RoleMethod, not_constructed
@@ -60,6 +70,8 @@ class TorchrunRuntime:
         self.shards = {group.name: ShardTable(group.num_workers, group.name) for group in config.groups}
         self.num_instances = 0
         self.constructing: list[SpmdPlacement] = []
+        self.ended: tuple[int, Exception] | None = None  # of a constructor that others left: how deep it is, and why
+        self.alone = ""  # the driver's method that this process runs for all
         self.driver = WorkerInfo((DRIVER,), DRIVER, rank, size, _local_rank(), _local_size(), _node(), Shard(0, 1))
         if rank > 0:
             logging.disable(logging.WARNING)  # what every process would say, rank 0 says; errors are each one's own
@@ -88,26 +100,47 @@ class TorchrunRuntime:
                 outcome, error = placement.attempt(name, name, who, lambda: init(instance, *args, **kwargs), watch)
         finally:
             self.constructing.pop()
+        if self.ended is not None:  # the others have settled this one already, without this process
+            depth, why = self.ended
+            if depth == len(self.constructing):
+                self.ended = None
+            raise why
         self.settle(placement, outcome, error, watch)
         placement.is_constructing = False
 
     def settle(self, placement: SpmdPlacement, outcome: Outcome, error: Exception | None, watch: Watch) -> list[Any]:
         """The values of all processes, after what they reported has been noted.
 
+        A process that has left a constructor, having failed in it, meets those that make a call within it. What it
+        raised is raised by that call, and they leave the constructor without settling it once more.
+
         Raises:
             What a process raised, on every process.
             RoleError: the processes do not make the same call, or not with the same arguments.
             WorkerDiedError, DeadlineError: a process ended, or did not come in time.
         """
-        outcomes = self._exchanged(outcome, error, watch)
-        check_same_call(outcomes)
+        outcomes = self._exchanged(replace(outcome, depth=len(self.constructing)), error, watch)
+        outermost = min(other.depth for other in outcomes)
+        if outermost == len(self.constructing):
+            return self._settled(placement, outcomes, error)
+        try:
+            return self._settled(placement, outcomes, error)
+        except Exception as why:
+            self.ended = outermost, why
+            raise
+
+    def _settled(self, placement: SpmdPlacement, outcomes: list[Outcome], error: Exception | None) -> list[Any]:
+        comparable = not some_failed_before(outcomes)
+        if comparable:
+            check_same_call(outcomes)
         if any(other.left for other in outcomes):
             for worker in self.workers.values():
                 worker.rejoin()
-        check_same_arguments(outcomes)
+        if comparable:
+            check_same_arguments(outcomes)
         failures = [other.failure for other in outcomes if other.failure is not None]
         if failures:
-            if error is not None and min(failures, key=lambda one: one.time_ns) is outcome.failure:
+            if error is not None and min(failures, key=lambda one: one.time_ns) is outcomes[self.rank].failure:
                 raise error
             raise_first(failures)
         for rank, other in enumerate(outcomes):
@@ -149,7 +182,19 @@ class TorchrunRuntime:
         ]
 
     def check_usable(self, what: str) -> None:
-        """Raises DeadlineError if an earlier call was given up."""
+        """Raises if no call can be made here and now.
+
+        Raises:
+            RoleError: process 0 is running a method that the others do not run.
+            DeadlineError: an earlier call was given up.
+        """
+        if self.alone:
+            raise RoleError(
+                f"{what} cannot be made by {self.alone}, which process 0 alone runs under torchrun: the others would "
+                "not make it. Make it in the driver's code that calls the method."
+            )
+        if self.ended is not None:
+            raise self.ended[1]
         if self.exchange.broken:
             raise DeadlineError(
                 f"{what} cannot be made: an earlier call was given up, and the processes are out of step. End the run, "
@@ -157,6 +202,8 @@ class TorchrunRuntime:
             )
 
     def placement(self, method: RoleMethod[..., Any], target: Any) -> Any:
+        if method.role == DRIVER:
+            return SpmdPlacement(self, NO_INSTANCE, type(target))
         raise not_constructed(method, target)
 
     def current(self) -> WorkerInfo:

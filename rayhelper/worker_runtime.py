@@ -103,6 +103,8 @@ class WorkerRuntime:
             placement = HostedPlacement(self)
             placement.constructing = False
             return placement
+        if method.role == DRIVER and self.context:
+            return self.context[-1][0]  # skipped if its instance is being constructed, else refused
         raise not_constructed(method, target)
 
     def current(self) -> WorkerInfo:

@@ -29,7 +29,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Everything that uses the cluster runs in one process, so that there is one cluster."""
     for item in items:
-        if "ray_cluster" in getattr(item, "fixturenames", ()):
+        if "ray_cluster" in getattr(item, "fixturenames", ()) and item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group("ray"))
 
 

@@ -3,6 +3,10 @@
 Rewards come as a table (B, K): B completions, the G = ``num_generations`` of a prompt next to each other, and K reward
 functions. None or NaN means that a function had nothing to say about a completion; a completion about which no
 function had anything to say is *unscored*: it enters no statistic and its advantage is 0.
+
+Four estimators: relative to the group (GRPO and its kin), to the rest of the group (RLOO), to the group and then the
+batch (REINFORCE++ with baseline), or to the batch, a value a token (REINFORCE++). Each is given every completion of a
+step at once. Log-probabilities are ``Ragged``, a row a completion and an entry a token of it.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from trainers.batch import Ragged
 from trainers.metrics import Metrics
 
 Scale = Literal["group", "batch", "none"]
@@ -38,6 +43,7 @@ def group_advantages(
     weights_K: Sequence[float] | np.ndarray | None = None,
     scale_rewards: Scale | bool = "group",
     multi_objective_aggregation: Aggregation = "sum_then_normalize",
+    penalties_B: np.ndarray | None = None,
 ) -> tuple[np.ndarray, RewardStatistics]:
     """float32 advantages (B,) and the statistics of the rewards.
 
@@ -46,14 +52,15 @@ def group_advantages(
     2508.08221) or left out ('none', arXiv 2503.20783). True and False mean 'group' and 'none'.
     ``normalize_then_sum`` (GDPO, arXiv 2601.05242): each function's rewards are normalised within their group, summed
     with their weights, and the sums normalised within the batch; ``scale_rewards`` then has no say.
-    ``weights_K`` None: all 1. Standard deviations are those of a sample (n - 1); a completion that is the only scored
-    one of what it is compared with has none, and its advantage is 0.
+    ``weights_K`` None: all 1. ``penalties_B`` are subtracted from the weighted sums: beta x ``sequence_kl`` puts the KL
+    into the reward. Standard deviations are those of a sample (n - 1); a completion that is the only scored one of what
+    it is compared with has none, and its advantage is 0. The statistics are of rewards without penalties.
 
     Departures from TRL: computed in float64; an infinite reward is refused rather than turned into a huge advantage;
     groups of one completion do not count as groups of zero standard deviation.
 
-    Raises: ValueError for rewards that are no such table, are infinite, or do not fill whole groups, for weights that
-    do not match, and for unknown modes.
+    Raises: ValueError for rewards that are no such table, are infinite, or do not fill whole groups, for weights or
+    penalties that do not match, for unknown modes, and for penalties with ``normalize_then_sum``, which has no sum.
     """
     scale = _scale(scale_rewards)
     rewards_BK = _reward_table(rewards_BK, num_generations)
@@ -61,11 +68,14 @@ def group_advantages(
     unscored_B = np.isnan(rewards_BK).all(axis=1)
     sums_B = _weighted_sum(rewards_BK, weights, unscored_B)
     if multi_objective_aggregation == "sum_then_normalize":
-        sums_PG = sums_B.reshape(-1, num_generations)
+        penalised_B = _penalised(sums_B, penalties_B)
+        sums_PG = penalised_B.reshape(-1, num_generations)
         deviations_B = (sums_PG - _mean(sums_PG, axis=1)).reshape(-1)
-        std = _std(sums_B, axis=0) if scale == "batch" else _std(sums_PG, axis=1).repeat(num_generations)
+        std = _std(penalised_B, axis=0) if scale == "batch" else _std(sums_PG, axis=1).repeat(num_generations)
         advantages_B = deviations_B if scale == "none" else deviations_B / (std + STD_FLOOR)
     elif multi_objective_aggregation == "normalize_then_sum":
+        if penalties_B is not None:
+            raise ValueError("penalties_B need a sum of rewards to be subtracted from: not with normalize_then_sum")
         rewards_PGK = rewards_BK.reshape(-1, num_generations, rewards_BK.shape[1])
         scores_PGK = (rewards_PGK - _mean(rewards_PGK, axis=1)) / (_std(rewards_PGK, axis=1) + STD_FLOOR)
         scores_B = _weighted_sum(scores_PGK.reshape(rewards_BK.shape), weights, unscored_B)
@@ -74,14 +84,124 @@ def group_advantages(
     else:
         known = ", ".join(get_args(Aggregation))
         raise ValueError(f"multi_objective_aggregation must be one of {known}, got {multi_objective_aggregation!r}")
-    statistics = RewardStatistics(
-        reward=_mean(sums_B, axis=0).item(),
-        reward_std=_std(sums_B, axis=0).item(),
-        frac_reward_zero_std=float(np.mean(np.isclose(std, 0.0))) if len(sums_B) else np.nan,
-        function_means=_mean(rewards_BK, axis=0)[0],
-        function_stds=_std(rewards_BK, axis=0)[0],
+    return _float32(advantages_B), _statistics(rewards_BK, sums_B, std)
+
+
+def leave_one_out_advantages(
+    rewards_BK: Any,
+    *,
+    num_generations: int,
+    weights_K: Sequence[float] | np.ndarray | None = None,
+    reward_clip_range: tuple[float, float] | None = None,
+    penalties_B: np.ndarray | None = None,
+    normalize_advantages: bool = False,
+) -> tuple[np.ndarray, RewardStatistics]:
+    """RLOO (arXiv 2402.14740): float32 advantages (B,) r - mean r of the others of its group, and the statistics.
+
+    r is the weighted sum of a completion's rewards, kept within ``reward_clip_range``, less ``penalties_B``: beta x
+    ``sequence_kl`` (k1) in the paper. ``normalize_advantages``: their z-score within the batch, with the sample's
+    standard deviation + 1e-4. Only scored completions are averaged; one that has no scored sibling gets 0. For the rest
+    see ``group_advantages``; the statistics are of rewards as they came.
+
+    Raises: ValueError as ``group_advantages``.
+    """
+    rewards_BK = _reward_table(rewards_BK, num_generations)
+    sums_B = _weighted_sum(rewards_BK, _weights(weights_K, rewards_BK.shape[1]), np.isnan(rewards_BK).all(axis=1))
+    clipped_B = sums_B if reward_clip_range is None else np.clip(sums_B, *reward_clip_range)
+    sums_PG = _penalised(clipped_B, penalties_B).reshape(-1, num_generations)
+    num_others_P1 = (~np.isnan(sums_PG)).sum(axis=1, keepdims=True) - 1
+    others_PG = (np.nansum(sums_PG, axis=1, keepdims=True) - sums_PG) / np.maximum(num_others_P1, 1)
+    advantages_B = np.where(num_others_P1 > 0, sums_PG - others_PG, np.nan).reshape(-1)
+    if normalize_advantages:
+        advantages_B = (advantages_B - _mean(advantages_B, axis=0)) / (_std(advantages_B, axis=0) + STD_FLOOR)
+    std_B = _std(sums_PG, axis=1).repeat(num_generations)
+    return _float32(advantages_B), _statistics(rewards_BK, sums_B, std_B)
+
+
+def batch_advantages(
+    rewards_BK: Any,
+    *,
+    num_generations: int,
+    weights_K: Sequence[float] | np.ndarray | None = None,
+    penalties_B: np.ndarray | None = None,
+) -> tuple[np.ndarray, RewardStatistics]:
+    """REINFORCE++ with baseline (arXiv 2501.03262): (r - mean of the group) / std of all those differences.
+
+    float32 advantages (B,) and the statistics. Unlike ``scale_rewards`` 'batch' of ``group_advantages``, which divides
+    by the spread of the rewards themselves, prompts of unlike difficulty do not make the advantages smaller. ms-swift
+    calls it reinforce_plus_plus with scale_rewards batch. The mean of the differences is 0 in every group, so that
+    subtracting it again, as the paper writes, changes nothing. For the rest see ``group_advantages``.
+
+    Raises: ValueError as ``group_advantages``.
+    """
+    rewards_BK = _reward_table(rewards_BK, num_generations)
+    sums_B = _weighted_sum(rewards_BK, _weights(weights_K, rewards_BK.shape[1]), np.isnan(rewards_BK).all(axis=1))
+    sums_PG = _penalised(sums_B, penalties_B).reshape(-1, num_generations)
+    deviations_B = (sums_PG - _mean(sums_PG, axis=1)).reshape(-1)
+    std = _std(deviations_B, axis=0)
+    return _float32(deviations_B / (std + STD_FLOOR)), _statistics(rewards_BK, sums_B, std)
+
+
+def token_advantages(
+    rewards_BK: Any,
+    old_logps: Ragged,
+    ref_logps: Ragged | None,
+    *,
+    beta: float,
+    loss_mask: Ragged | None = None,
+    weights_K: Sequence[float] | np.ndarray | None = None,
+) -> tuple[Ragged, RewardStatistics]:
+    """REINFORCE++ (arXiv 2501.03262): float32 advantages, one a token, and the statistics of the rewards.
+
+    A token's return is the reward of its completion less beta x the KL from the token to the end, k1 = old_logps -
+    ref_logps of each token; its advantage is the z-score of that among all tokens of the batch. No groups are needed.
+    ``loss_mask`` is True on tokens that count, None: all; the others add no KL, enter no statistic and get 0, like
+    those of unscored completions. ``ref_logps`` may be None if beta is 0.
+
+    Departure from the paper: 1e-4 is added to the standard deviation, which is that of a sample.
+
+    Raises: ValueError as ``group_advantages``, or for log-probabilities that do not fit.
+    """
+    rewards_BK = _reward_table(rewards_BK, 1)
+    sums_B = _weighted_sum(rewards_BK, _weights(weights_K, rewards_BK.shape[1]), np.isnan(rewards_BK).all(axis=1))
+    if len(sums_B) != len(old_logps):
+        raise ValueError(f"there are rewards of {len(sums_B)} completions, but log-probabilities of {len(old_logps)}")
+    counted = _counted(old_logps, loss_mask)
+    kl = _token_kl(old_logps, ref_logps, counted) if beta else np.zeros(len(counted))
+    returns = np.full(len(counted), np.nan)
+    for reward, start, stop in zip(sums_B, old_logps.offsets[:-1], old_logps.offsets[1:], strict=True):
+        returns[start:stop] = reward - beta * np.cumsum(kl[start:stop][::-1])[::-1]
+    returns[~counted] = np.nan
+    advantages = (returns - _mean(returns, axis=0)) / (_std(returns, axis=0) + STD_FLOOR)
+    return Ragged(_float32(advantages), old_logps.offsets), _statistics(rewards_BK, sums_B, _std(sums_B, axis=0))
+
+
+def sequence_kl(old_logps: Ragged, ref_logps: Ragged, loss_mask: Ragged | None = None) -> np.ndarray:
+    """float64 (B,): old_logps - ref_logps summed over the tokens that count, the estimator k1; it may be negative."""
+    counted = _counted(old_logps, loss_mask)
+    rows = np.repeat(np.arange(len(old_logps)), old_logps.lengths)
+    sums_B = np.zeros(len(old_logps))
+    np.add.at(sums_B, rows, _token_kl(old_logps, ref_logps, counted))
+    return sums_B
+
+
+def add_teacher(
+    advantages: np.ndarray | Ragged, teacher_logps: Ragged, old_logps: Ragged, *, teacher_kl_coef: float
+) -> Ragged:
+    """float32 advantages, one a token, with teacher_kl_coef x (teacher_logps - old_logps) added to each.
+
+    That is a one-sample estimate of minus the KL from the policy to the teacher, as a reward of its own at every token
+    (on-policy distillation). ``advantages``: one a completion (B,) or one a token.
+    """
+    _check_rows("teacher_logps", teacher_logps, old_logps)
+    if isinstance(advantages, Ragged):
+        _check_rows("advantages", advantages, old_logps)
+        base = advantages.values
+    else:
+        base = np.repeat(advantages, old_logps.lengths)
+    return Ragged(
+        (base + teacher_kl_coef * (teacher_logps.values - old_logps.values)).astype(np.float32), old_logps.offsets
     )
-    return np.nan_to_num(advantages_B, nan=0.0).astype(np.float32), statistics
 
 
 def add_reward_metrics(metrics: Metrics, statistics: RewardStatistics, names: Sequence[str]) -> None:
@@ -154,3 +274,53 @@ def _std(values: np.ndarray, axis: int) -> np.ndarray:
     count = (~np.isnan(values)).sum(axis, keepdims=True)
     squares = np.nansum((values - mean) ** 2, axis, keepdims=True)
     return np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan)
+
+
+def _penalised(sums_B: np.ndarray, penalties_B: np.ndarray | None) -> np.ndarray:
+    if penalties_B is None:
+        return sums_B
+    if np.shape(penalties_B) != sums_B.shape:
+        raise ValueError(f"penalties_B must hold one value a completion ({len(sums_B)}), got {np.shape(penalties_B)}")
+    penalised_B: np.ndarray = sums_B - penalties_B
+    return penalised_B
+
+
+def _statistics(rewards_BK: np.ndarray, sums_B: np.ndarray, std: np.ndarray) -> RewardStatistics:
+    """``std``: what each completion's reward is, or would be, scaled by."""
+    return RewardStatistics(
+        reward=_mean(sums_B, axis=0).item(),
+        reward_std=_std(sums_B, axis=0).item(),
+        frac_reward_zero_std=float(np.mean(np.isclose(std, 0.0))) if len(sums_B) else np.nan,
+        function_means=_mean(rewards_BK, axis=0)[0],
+        function_stds=_std(rewards_BK, axis=0)[0],
+    )
+
+
+def _float32(advantages: np.ndarray) -> np.ndarray:
+    """What is NaN, having been compared with nothing, becomes 0."""
+    result: np.ndarray = np.where(np.isnan(advantages), 0.0, advantages).astype(np.float32)
+    return result
+
+
+def _token_kl(old_logps: Ragged, ref_logps: Ragged | None, counted: np.ndarray) -> np.ndarray:
+    """float64 old_logps - ref_logps of every token, 0 where none is counted."""
+    if ref_logps is None:
+        raise ValueError("a KL in the reward needs ref_logps; pass them, or set beta=0.0")
+    _check_rows("ref_logps", ref_logps, old_logps)
+    return np.where(counted, old_logps.values.astype(np.float64) - ref_logps.values, 0.0)
+
+
+def _counted(logps: Ragged, loss_mask: Ragged | None) -> np.ndarray:
+    """bool, one a token."""
+    if loss_mask is None:
+        return np.ones(len(logps.values), bool)
+    _check_rows("loss_mask", loss_mask, logps)
+    return loss_mask.values.astype(bool)
+
+
+def _check_rows(name: str, column: Ragged, logps: Ragged) -> None:
+    if not np.array_equal(column.offsets, logps.offsets):
+        raise ValueError(
+            f"{name} must have the rows of old_logps: {len(logps)} rows of {len(logps.values)} tokens, got "
+            f"{len(column)} of {len(column.values)}"
+        )

@@ -212,6 +212,13 @@ class Rollouts(Batch):
     completion_ids: Ragged  # int64; ends with the stop token unless truncated
     rollout_logps: Ragged  # float32, one a completion token: log-probability under softmax(logits / temperature)
     truncated: np.ndarray  # bool: the length limit came before a stop token
+    # What episodes with an environment have beside that
+    is_sampled: Ragged | None = None  # bool, one a completion token: False on what the environment wrote; None: nothing
+    transcripts: list[Any] | None = None  # the completion as messages, or as text where the prompt is
+    environment_rewards: np.ndarray | None = None  # float32; NaN where it gave none
+    num_turns: np.ndarray | None = None  # int64
+    num_tool_calls: np.ndarray | None = None  # int64
+    num_tool_failures: np.ndarray | None = None  # int64
 
 
 @dataclass(eq=False)
@@ -226,16 +233,27 @@ class Sequences(Batch):
     target_mask: Ragged  # bool, lengths of input_ids: True on targets
     segment_lengths: Ragged | None = None  # int64: lengths of the documents packed into each row; None: one a row
 
+    def as_sequences(self) -> Sequences:
+        """Itself: what a backend asks of every batch that it learns from."""
+        return self
+
+    def row_lengths(self) -> np.ndarray:
+        """(rows,) int64: the tokens of each row."""
+        return self.input_ids.lengths
+
 
 @dataclass(eq=False)
 class Samples(Sequences):
     """Completions to learn from; per-token columns have one entry a target token (``target_mask``)."""
 
-    advantages: np.ndarray | None = None  # float32, one a sequence
+    advantages: np.ndarray | Ragged | None = None  # float32, one a sequence or one a target
     loss_mask: Ragged | None = None  # bool: True on targets that the loss counts; None: all of them
     old_logps: Ragged | None = None  # float32: the policy that generated (None: the current one)
     ref_logps: Ragged | None = None  # float32: the reference policy
     rollout_logps: Ragged | None = None  # float32: as the rollout engine reported them
+    teacher_logps: Ragged | None = None  # float32: the teacher's
+    entropies: Ragged | None = None  # float32: of the policy that generated
+    policy_mask: Ragged | None = None  # bool: True on targets with a policy gradient; None: all the loss counts
 
     @property
     def num_loss_tokens(self) -> int:

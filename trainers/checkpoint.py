@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,18 @@ STATE_FILE = "trainer_state.json"
 _NAME = re.compile(r"checkpoint-\d+")
 
 
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes ``folder`` when the block ends; if the block raises, nothing is left."""
-    unfinished = folder.with_name(folder.name + ".tmp")
+def begin(folder: Path) -> Path:
+    """An empty folder to write into, which ``complete`` gives its name."""
+    unfinished = _unfinished(folder)
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        _flush(unfinished)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    return unfinished
+
+
+def complete(folder: Path) -> None:
+    """Gives what was written since ``begin`` the name ``folder``, in place of what had it."""
+    unfinished = _unfinished(folder)
+    _flush(unfinished)
     old = folder.with_name(folder.name + ".old")
     _restore(old)
     if folder.exists():  # an earlier run's; moved aside first, so that one of the two is always whole
@@ -42,6 +42,15 @@ def writing(folder: Path) -> Iterator[Path]:
     unfinished.rename(folder)
     _sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def discard(folder: Path) -> None:
+    """Removes what was written since ``begin``."""
+    shutil.rmtree(_unfinished(folder), ignore_errors=True)
+
+
+def _unfinished(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".tmp")
 
 
 def checkpoint_folder(output_dir: Path, step: int) -> Path:
@@ -64,14 +73,19 @@ def latest(output_dir: Path) -> Path | None:
     return next(reversed(checkpoints(output_dir)), None)
 
 
-def rotate(output_dir: Path, save_total_limit: int | None) -> None:
-    """Removes the oldest checkpoints beyond the limit, and what killed runs left unfinished."""
+def rotate(output_dir: Path, save_total_limit: int | None, best: str | None = None) -> None:
+    """Removes the oldest checkpoints beyond the limit, and what killed runs left unfinished.
+
+    As in transformers the one named ``best`` counts and stays, and the newest stays beside it even if the limit is 1.
+    """
     for old in _left_over(output_dir, ".old"):
         _restore(old)
     for unfinished in _left_over(output_dir, ".tmp"):
         shutil.rmtree(unfinished, ignore_errors=True)
     if save_total_limit is not None:
-        for oldest in checkpoints(output_dir)[:-save_total_limit]:
+        found = checkpoints(output_dir)
+        others = [path for path in found[:-1] if path.name != best]
+        for oldest in others[: max(0, len(found) - save_total_limit)]:
             # at no time half a checkpoint under its name
             shutil.rmtree(oldest.rename(oldest.with_name(oldest.name + ".tmp")), ignore_errors=True)
 
@@ -125,7 +139,8 @@ def _restore(old: Path) -> None:
     """Gives a folder that was being replaced its name back, or removes it if its replacement has the name."""
     folder = old.with_suffix("")
     if old.is_dir() and not folder.exists():
-        old.rename(folder)
+        with contextlib.suppress(FileNotFoundError):  # another process of the run did it at the same time
+            old.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -1,19 +1,24 @@
 """GRPO: groups of completions, rewards, advantages relative to the group, clipped policy gradient.
 
-    driver                rollout workers           train workers
-    ------                ---------------           -------------
-    prompts ────────────► generate
-    completions ◄──────── slice, flatten
+    driver                rollout workers           train workers           reference, teacher, reward
+    ------                ---------------           -------------           --------------------------
+    prompts ────────────► generate, play
+    completions ◄──────── slice, flatten ──────────────────────────────────► model_rewards
+    samples ──────────────────────────────────────► policy_scores ─────────► reference_logps, teacher_logps
+            ◄────────────────────────────────────── slice, flatten ◄──────── slice, flatten: side by side
     rewards, advantages
-    samples ──────────────────────────────────────► token_logps      old and reference policies
-            ◄────────────────────────────────────── slice, flatten
     samples ──────────────────────────────────────► update           one optimizer step
     metrics ◄────────────────────────────────────── slice, merge
                           load_weights ◄─────────── export_weights   nothing to do where one process hosts both
 
-DeepSeekMath (arXiv 2402.03300); the variants' papers stand beside their formulas in ``losses.py``. Names, defaults and
-metrics are TRL's. A *generation* is ``generation_batch_size`` completions, G = ``num_generations`` a prompt. It is
-cut into optimizer steps, and gone through ``num_iterations`` times.
+DeepSeekMath (arXiv 2402.03300); the variants' papers stand beside their formulas in ``policy_losses.py`` and
+``advantages.py``. Names, defaults and metrics are TRL's. A *generation* is ``generation_batch_size`` completions, G =
+``num_generations`` a prompt. It is cut into optimizer steps, and gone through ``num_iterations`` times.
+
+Order of the data: a generation has the next rows of the epoch, each row once in an epoch. With ``dynamic_sample`` it
+draws as many further rows as it has prompts whose completions were rewarded alike, up to ``max_resample_times`` times;
+it learns from the prompts that tell something, in the order drawn, and if these are too few from the first others. A
+row that was drawn and left out comes again in the next epoch. How many were drawn stands in the checkpoint.
 """
 
 from __future__ import annotations
@@ -26,25 +31,42 @@ if __name__ == "__main__":  # first, so that a mistake in the configuration is t
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
+import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
-from trainers import losses
+from trainers import policy_losses
 from trainers.advantages import add_reward_metrics, group_advantages
 from trainers.backends.base import Backend
 from trainers.batch import Prompts, Ragged, Rollouts, Samples
-from trainers.config import sequences_per_step
 from trainers.data import Batches, prompt_of, tokenize_prompts
+from trainers.entropy_coefficient import EntropyCoefficient
+from trainers.environments import Environment, resolve_environment
+from trainers.episodes import Stage
+from trainers.generation_plan import RowStream, StepPlan
 from trainers.grpo_config import GRPOConfig
+from trainers.grpo_loss import StepNumbers, grpo_loss
+from trainers.grpo_samples import (
+    Rewarded,
+    TokenScores,
+    credit,
+    differing_groups,
+    fullest,
+    to_samples,
+    with_policy_mask,
+)
+from trainers.grpo_samples import rollout_metrics as rollout_metrics
 from trainers.metrics import Metrics
+from trainers.plugins import load_plugins
+from trainers.reward_models import RewardModel
 from trainers.rewards import chat_completions, resolve_rewards, score
+from trainers.role_models import check_same_tokens, resolved_models
 from trainers.rollout.base import Engine, Sampling
 from trainers.rollout.hf import HfEngine, check_generation_kwargs
 from trainers.run import (
@@ -57,97 +79,26 @@ from trainers.run import (
     num_train_workers,
     read_rows,
     resolve_dtype,
+    saved_order,
 )
+from trainers.tools import ToolEnvironment, resolve_tools, schemas
+from trainers.weight_sync import exported, first_of
 
 ENGINES = {"hf": HfEngine}
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """How rows become generations and generations become optimizer steps. Sizes are sequences over all workers.
+@RayHelper.worker(group=["train", "rollout", "reference", "teacher", "reward"])
+class GRPOTrainer:
+    """``GRPOTrainer(config).train()``; its roles may share device groups or have their own.
 
-    The last generation of an epoch holds what is left of the rows; it has fewer optimizer steps, none of them empty.
+    ``reference``, ``teacher`` and ``reward`` are hosted with ``train`` unless a device group names them.
     """
 
-    num_rows: int
-    num_generations: int  # completions a prompt, G
-    num_prompts: int  # a generation
-    step_size: int  # sequences an optimizer step
-    num_iterations: int
-    max_steps: int
-    num_epochs: float
-
-    @classmethod
-    def of(cls, config: GRPOConfig, num_rows: int, num_workers: int) -> StepPlan:
-        """Raises ConfigError if groups, generations and steps do not fit into each other."""
-        step_size = sequences_per_step(config, num_workers)
-        size = config.generation_batch_size
-        if size is None and config.steps_per_generation is not None:
-            size = config.per_device_train_batch_size * config.steps_per_generation * num_workers
-        size = step_size if size is None else size
-        if size % step_size:
-            raise ConfigError(
-                f"a generation of {size} completions must be a multiple of the {step_size} sequences of an optimizer "
-                "step; change generation_batch_size (or steps_per_generation) or the batch size"
-            )
-        if size % config.num_generations:
-            raise ConfigError(
-                f"a generation of {size} completions must be a multiple of num_generations={config.num_generations}, "
-                "so that no group is torn apart; change generation_batch_size, the batch size, or num_generations"
-            )
-        return cls(
-            num_rows,
-            config.num_generations,
-            size // config.num_generations,
-            step_size,
-            config.num_iterations,
-            config.max_steps,
-            config.num_train_epochs,
-        )
-
-    def num_updates(self, num_prompts: int) -> int:
-        """Optimizer steps on a generation of so many prompts."""
-        return -(-num_prompts * self.num_generations // self.step_size) * self.num_iterations
-
-    def order(self) -> dict[str, int]:
-        """What decides which rows a step sees."""
-        names = ("num_rows", "num_generations", "num_prompts", "step_size", "num_iterations")
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def steps_per_epoch(self) -> int:
-        whole, rest = divmod(self.num_rows, self.num_prompts)
-        return whole * self.num_updates(self.num_prompts) + (self.num_updates(rest) if rest else 0)
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.max_steps if self.max_steps > 0 else max(1, round(self.num_epochs * self.steps_per_epoch))
-
-    def generation(self, step: int) -> int:
-        """The generation that optimizer step ``step`` (from 0) learns from."""
-        epoch, rest = divmod(step, self.steps_per_epoch)
-        return epoch * -(-self.num_rows // self.num_prompts) + rest // self.num_updates(self.num_prompts)
-
-    def chunks(self, samples: Samples, seed: tuple[int, int]) -> Iterator[Samples]:
-        """The samples of each optimizer step of a generation, shuffled if there are several."""
-        num_chunks = -(-len(samples) // self.step_size)
-        for iteration in range(self.num_iterations):
-            order = np.arange(len(samples))
-            if num_chunks > 1:
-                order = np.random.default_rng([*seed, iteration]).permutation(len(samples))
-            for part in np.array_split(order, num_chunks):
-                yield samples if num_chunks == 1 else samples[part]
-
-
-@RayHelper.worker(group=["train", "rollout"])
-class GRPOTrainer:
-    """``GRPOTrainer(config).train()``; roles ``train`` and ``rollout`` may share a device group or have their own."""
+    default_hosts: ClassVar[dict[str, str]] = dict.fromkeys(("reference", "teacher", "reward"), "train")
 
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config
         self.backend: Backend | None = None
-        self.reference: Backend | None = None
         self.prepare()
 
     @staticmethod
@@ -155,10 +106,12 @@ class GRPOTrainer:
         """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
         check_before_start(config)
         with mistakes_of("reward_funcs"):
-            resolve_rewards(config.reward_funcs, config.reward_weights)
+            resolve_rewards(config.reward_funcs)
         with mistakes_of("generation_kwargs"):
             check_generation_kwargs(config.generation_kwargs)
-        StepPlan.of(config, 1, num_train_workers(groups))
+        environment_of(config)
+        check_used(config, groups)
+        StepPlan.of(config, 1, num_train_workers(groups), saved_order(config))
 
     # The driver's part
 
@@ -167,39 +120,71 @@ class GRPOTrainer:
         """Reads the data and resolves what the configuration names."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
+        judges = {"ref_model": config.ref_model or config.model, "teacher_model": config.teacher_model}
+        named = [name for name in (*judges.values(), *config.reward_model) if name is not None]
+        self.models = resolved_models(config, self.model_path, named)
+        for key, name in judges.items():
+            if name is not None:
+                check_same_tokens(key, self.models[name], self.tokenizer)
         with mistakes_of("reward_funcs"):
-            self.rewards, self.reward_weights = resolve_rewards(config.reward_funcs, config.reward_weights)
+            self.rewards, _ = resolve_rewards(config.reward_funcs)
+        self.reward_names = [name for _, name in self.rewards] + [Path(name).name for name in config.reward_model]
+        self.reward_names += ["environment"] if config.has_environment else []
+        self.reward_weights = np.array(config.reward_weights or [1.0] * len(self.reward_names), np.float32)
         self.rows: Any = self.read(config.dataset, config.dataset_split)
         self.eval_rows: Any = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
         self.async_runner = asyncio.Runner()  # one event loop for all calls: clients may hold connections
+        self.begin({})
+
+    def begin(self, state: dict[str, Any]) -> None:
+        """What changes from step to step, as it is at the start or in a checkpoint's ``state``."""
+        config, num_rows = self.config, len(self.rows)
+        self.entropy_coef = EntropyCoefficient.of(config, state)
+        drawn = state.get("rows_drawn", 0)
+        self.stream = RowStream(num_rows, seed=config.seed, shuffle=config.shuffle_dataset, num_drawn=drawn)
+
+    def state(self) -> dict[str, Any]:
+        """What ``begin`` takes."""
+        return {**self.entropy_coef.state(), "rows_drawn": self.stream.num_drawn}
 
     def read(self, source: Any, split: str) -> Any:
         """The rows of a dataset, each with a prompt."""
         rows = read_rows(self.config, source, split)
         with mistakes_of("dataset"):
-            prompt_of(rows[0])
-        return rows
+            is_text = isinstance(prompt_of(rows[0]), str)
+        if not self.config.tools:
+            return rows
+        if is_text or "tools" in rows.column_names:
+            raise ConfigError(
+                "tools are shown by the chat template: prompts must be conversations, without own 'tools'"
+            )
+        shown = json.dumps(schemas(resolve_tools(self.config.tools)))
+        return rows.add_column("tools", [shown] * len(rows))
 
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
-        plan = StepPlan.of(config, len(self.rows), self.num_train_workers())
-        batches = Batches(len(self.rows), plan.num_prompts, seed=config.seed, shuffle=config.shuffle_dataset)
-        self.build_train(self.model_path, plan.num_steps)
-        self.build_rollout(self.model_path)
+        plan = StepPlan.of(config, len(self.rows), self.num_train_workers(), saved_order(config))
+        self.build(plan.num_steps)
         headline = ("reward", "loss", "completions/mean_length")
         with Run(config, plan.num_steps, headline=headline, order=plan.order()) as run:
             run.resume(self.load)
+            self.begin(run.trainer_state)
             self.sync_weights()
             if config.val_before_train and run.step == 0:
                 run.log_evaluation(self.evaluate())
             while run.step < plan.num_steps:
                 start, generation = run.step, plan.generation(run.step)
-                samples, metrics = self.explore(self.rows.select(batches[generation]), plan, run)
+                explored, metrics = self.explore(plan, run)
+                samples = to_samples(explored, config.mask_truncated_completions)
                 samples = self.with_logps(samples, off_policy=plan.num_updates(plan.num_prompts) > 1)
+                samples, seen = credit(config, samples, explored.rewards, self.reward_weights, self.reward_names)
+                metrics = Metrics.merge([metrics, seen])
                 for chunk in plan.chunks(samples, seed=(config.seed, generation)):
                     learned = self.learn(chunk, samples)
-                    run.log_step(Metrics.merge([metrics, learned]), epoch=(run.step + 1) / plan.steps_per_epoch)
+                    epoch = self.stream.epoch if plan.is_dynamic else (run.step + 1) / plan.steps_per_epoch
+                    run.log_step(Metrics.merge([metrics, learned]), epoch=epoch)
+                    self.sync_reference(run.step)
                     metrics = Metrics()  # what was seen of the rollouts is told with the first step on them
                     if run.step == plan.num_steps:
                         break
@@ -207,40 +192,61 @@ class GRPOTrainer:
                 if run.due(config.eval_steps, run.step - start):
                     run.log_evaluation(self.evaluate())
                 if run.due(config.save_steps, run.step - start):
-                    run.save_checkpoint(self.save, self.tokenizer)
+                    run.save_checkpoint(self.save, self.tokenizer, self.state())
             if self.eval_rows is not None:
                 run.log_evaluation(self.evaluate())
             return run.finish(self.export, self.tokenizer)
 
-    def explore(self, rows: Any, plan: StepPlan, run: Run) -> tuple[Samples, Metrics]:
-        """G completions of every row, rewarded and compared: what to learn from, and what was seen."""
+    def build(self, num_steps: int) -> None:
+        """Builds every model where its role runs; the policy after the others, as building it settles random states."""
         config = self.config
-        num_updates = plan.num_updates(len(rows))
-        rows = rows.select(np.repeat(np.arange(len(rows)), config.num_generations))
-        rollouts = self.rollout(rows, config.temperature, plan.generation(run.step))
-        rewards_BK = self.score(rows, rollouts)
-        if config.log_completions and run.shows_completions(num_updates):
-            run.log_completions(self.shown(rows, rollouts, rewards_BK))
-        advantages_B, statistics = group_advantages(
-            rewards_BK,
-            num_generations=config.num_generations,
-            weights_K=self.reward_weights,
-            scale_rewards=config.scale_rewards,
-            multi_objective_aggregation=config.multi_objective_aggregation,
-        )
-        metrics = rollout_metrics(rollouts)
-        add_reward_metrics(metrics, statistics, [name for _, name in self.rewards])
-        return to_samples(rollouts, advantages_B, config.mask_truncated_completions), metrics
+        if config.beta and not config.is_own_reference:
+            self.build_reference(self.models[config.ref_model or config.model])
+        if config.teacher_model is not None:
+            self.build_teacher(self.models[config.teacher_model])
+        if config.reward_model:
+            self.build_reward([self.models[name] for name in config.reward_model])
+        self.build_train(self.model_path, num_steps)
+        self.build_rollout(self.model_path)
 
-    def rollout(self, rows: Any, temperature: float, generation: int) -> Rollouts:
+    def explore(self, plan: StepPlan, run: Run) -> tuple[Rewarded, Metrics]:
+        """G completions of each of the generation's prompts, rewarded, and what was seen of all that were drawn."""
+        config, generation = self.config, plan.generation(run.step)
+        if not plan.is_dynamic:
+            batches = Batches(len(self.rows), plan.num_prompts, seed=config.seed, shuffle=config.shuffle_dataset)
+            explored = self.completed(batches[generation], generation)
+            metrics = rollout_metrics(explored)
+        else:
+            explored = self.completed(self.stream.take(plan.num_prompts), generation)
+            for attempt in range(1, config.max_resample_times + 1):
+                missing = plan.num_prompts - int(self.differing(explored).sum())
+                if missing <= 0:
+                    break
+                further = self.completed(self.stream.take(missing), generation, attempt)
+                explored = Rewarded.concat([explored, further])
+            metrics = rollout_metrics(explored)
+            num_drawn = len(explored) // config.num_generations
+            metrics.mean("resampled_share", num_drawn - plan.num_prompts, num_drawn)
+            explored = fullest(explored, self.differing(explored), plan.num_prompts, config.num_generations)
+        num_updates = plan.num_updates(len(explored) // config.num_generations)
+        if config.log_completions and run.shows_completions(num_updates):
+            run.log_completions(self.shown(explored))
+        return explored, metrics
+
+    def differing(self, explored: Rewarded) -> np.ndarray:
+        """(P,) bool: prompts whose completions are not all rewarded alike."""
+        assert explored.rewards is not None
+        return differing_groups(explored.rewards, self.reward_weights, self.config.num_generations)
+
+    def completed(self, places: np.ndarray, generation: int, attempt: int = 0) -> Rewarded:
+        """G completions of the rows at ``places``, rewarded."""
+        rows = self.rows.select(np.repeat(places, self.config.num_generations))
+        rollouts = self.rollout(rows, self.config.temperature, generation, attempt)
+        return Rewarded(**rollouts.columns(), prompts=list(map(prompt_of, rows)), rewards=self.reward(rows, rollouts))
+
+    def rollout(self, rows: Any, temperature: float, generation: int, attempt: int = 0) -> Rollouts:
         """One completion of every row's prompt."""
         config = self.config
-        prompt_ids = tokenize_prompts(
-            rows,
-            self.tokenizer,
-            max_prompt_length=config.max_prompt_length,
-            chat_template_kwargs=config.chat_template_kwargs,
-        )
         sampling = Sampling(
             max_completion_length=config.max_completion_length,
             temperature=temperature,
@@ -250,41 +256,95 @@ class GRPOTrainer:
             repetition_penalty=config.repetition_penalty,
             generation_kwargs=config.generation_kwargs,
         )
-        return self.generate(Prompts(Ragged.of(prompt_ids, np.int64)), sampling, generation)
+        if config.has_environment:
+            return self.play(list(rows), sampling, generation, attempt)
+        prompt_ids = tokenize_prompts(
+            rows,
+            self.tokenizer,
+            max_prompt_length=config.max_prompt_length,
+            chat_template_kwargs=config.chat_template_kwargs,
+        )
+        return self.generate(Prompts(Ragged.of(prompt_ids, np.int64)), sampling, generation, attempt)
 
+    def reward(self, rows: Any, rollouts: Rollouts) -> np.ndarray:
+        """(B, K) float32: of the functions, the reward models, the environment; NaN where one had nothing to say."""
+        if not self.config.reward_model:
+            columns = [self.score(rows, rollouts)]
+        else:
+            modelled = self.model_rewards.defer(list(map(prompt_of, rows)), self.completions(rows, rollouts))
+            columns = [self.score(rows, rollouts), modelled.result()]
+        if rollouts.environment_rewards is not None:
+            columns.append(rollouts.environment_rewards[:, None])
+        return np.concatenate(columns, axis=1)
+
+    @RayHelper.function(group="driver", execute="first")
     def score(self, rows: Any, rollouts: Rollouts) -> np.ndarray:
-        """(B, K) float32 rewards, NaN where a function had nothing to say."""
-        prompts = [prompt_of(row) for row in rows]
-        texts = self.tokenizer.batch_decode(list(rollouts.completion_ids), skip_special_tokens=True)
-        completions = chat_completions(prompts, texts)
+        """(B, K) float32 rewards of the functions, NaN where one had nothing to say."""
+        prompts, completions = list(map(prompt_of, rows)), self.completions(rows, rollouts)
         return score(self.rewards, prompts, completions, rollouts.completion_ids, rows[:], runner=self.async_runner)
 
-    def shown(self, rows: Any, rollouts: Rollouts, rewards_BK: np.ndarray) -> dict[str, Any]:
-        """Prompts, completions and rewards as the columns of a table."""
+    def completions(self, rows: Any, rollouts: Rollouts) -> list[Any]:
+        """As texts or messages, in the form of the prompts."""
+        if rollouts.transcripts is not None:
+            return rollouts.transcripts
         texts = self.tokenizer.batch_decode(list(rollouts.completion_ids), skip_special_tokens=True)
-        rewards = {name: rewards_BK[:, k] for k, (_, name) in enumerate(self.rewards)}
-        return {"prompt": [prompt_of(row) for row in rows], "completion": texts, **rewards}
+        return chat_completions(list(map(prompt_of, rows)), texts)
+
+    def shown(self, explored: Rewarded) -> dict[str, Any]:
+        """Prompts, completions and rewards as the columns of a table."""
+        assert explored.prompts is not None
+        assert explored.rewards is not None
+        texts = self.tokenizer.batch_decode(list(explored.completion_ids), skip_special_tokens=True)
+        rewards = {name: explored.rewards[:, k] for k, name in enumerate(self.reward_names)}
+        return {"prompt": explored.prompts, "completion": texts, **rewards}
 
     def with_logps(self, samples: Samples, off_policy: bool) -> Samples:
-        """The samples with the log-probabilities that the loss compares with: of the old policy and the reference."""
-        if off_policy:  # several steps on one generation: the policy that generated is soon gone
-            samples = dataclasses.replace(samples, old_logps=self.policy_logps(samples))
-        if self.config.beta:
-            samples = dataclasses.replace(samples, ref_logps=self.reference_logps(samples))
-        return samples
+        """The samples with what other policies make of them: the one that generated, the reference, the teacher.
+
+        ``off_policy``: several steps on one generation, so that the policy that generated is soon gone.
+        """
+        config = self.config
+        asks_policy = (
+            off_policy
+            or config.has_kl_in_reward
+            or config.advantage_estimator == "reinforce_plus_plus_token"
+            or config.teacher_model is not None
+            or config.rollout_correction is not None
+            or config.top_entropy_quantile < 1
+        )
+        old = self.policy_scores.defer(samples) if asks_policy else None
+        judged: dict[str, Any] = {}
+        if config.beta:
+            judged["ref_logps"] = (self.bare_logps if config.is_own_reference else self.reference_logps).defer(samples)
+        if config.teacher_model is not None:
+            judged["teacher_logps"] = self.teacher_logps.defer(samples)
+        columns = {name: logps.result() for name, logps in judged.items()}
+        if old is not None:
+            scores = old.result()
+            columns |= {"old_logps": scores.logps, "entropies": scores.entropies}
+        return dataclasses.replace(samples, **columns)
 
     def learn(self, chunk: Samples, generation: Samples) -> Metrics:
         """One optimizer step on a chunk of a generation."""
         config = self.config
         share = len(chunk) / len(generation)  # TRL: tokens of the generation, shared out evenly over its steps
         num_tokens = chunk.num_loss_tokens if config.loss_type == "bnpo" else generation.num_loss_tokens * share
-        normaliser = losses.grpo_normaliser(
+        normaliser = policy_losses.grpo_normaliser(
             config.loss_type,
             num_sequences=len(chunk),
             num_tokens=num_tokens,
             max_completion_length=config.max_completion_length,
         )
-        return self.update(chunk, normaliser, chunk.num_loss_tokens)
+        num_bonus_tokens, entropy = chunk.num_loss_tokens, "entropy"
+        if config.top_entropy_quantile < 1:
+            chunk = with_policy_mask(chunk, config.top_entropy_quantile)
+            assert chunk.policy_mask is not None
+            num_bonus_tokens, entropy = int(chunk.policy_mask.values.sum()), "top_entropy"
+        metrics = self.update(chunk, StepNumbers(normaliser, num_bonus_tokens, self.entropy_coef.applied))
+        if self.entropy_coef.is_on:
+            self.entropy_coef = self.entropy_coef.after(metrics.values().get(entropy, 0.0))
+            metrics.same("entropy_coef", self.entropy_coef.coefficient)
+        return metrics
 
     def evaluate(self) -> dict[str, float]:
         """Mean rewards and lengths on the evaluation prompts, under training's names with ``eval_`` before them."""
@@ -295,13 +355,14 @@ class GRPOTrainer:
         rows = self.eval_rows.select(np.repeat(np.arange(len(self.eval_rows)), num_generations))
         rollouts = self.rollout(rows, temperature, generation=-1)
         _, statistics = group_advantages(
-            self.score(rows, rollouts),
+            self.reward(rows, rollouts),
             num_generations=num_generations,
             weights_K=self.reward_weights,
             scale_rewards="none",
         )
         metrics = rollout_metrics(rollouts)
-        add_reward_metrics(metrics, statistics, [name for _, name in self.rewards])
+        add_reward_metrics(metrics, statistics, self.reward_names)
+        metrics.entries.pop("num_tokens")  # of training alone
         return {f"eval_{name}": value for name, value in metrics.values().items()}
 
     def sync_weights(self) -> None:
@@ -310,19 +371,45 @@ class GRPOTrainer:
             weights: Any = self.export_weights.defer()  # goes from worker to workers, not through the driver
             self.load_weights(weights)
 
+    def sync_reference(self, step: int) -> None:
+        """Mixes the policy into a reference that follows it, when that is due."""
+        if self.config.sync_ref_model and step % self.config.ref_model_sync_steps == 0:
+            weights: Any = self.export_weights.defer()
+            self.mix_reference(weights)
+
+    def save(self, folder: Path) -> None:
+        """The policy as it trains; the reference beside it if it has moved."""
+        self.save_policy(folder)
+        if self.config.sync_ref_model:
+            self.save_reference(folder / "reference")
+
+    def load(self, folder: Path) -> None:
+        """The reference first: where both share a process, its random state is the policy's."""
+        if self.config.sync_ref_model:
+            self.load_reference(folder / "reference")
+        self.load_policy(folder)
+
     # Role rollout
 
     @RayHelper.function(group="rollout")
     def build_rollout(self, model: str) -> None:
         config = self.config
+        gather = None if self.backend is None else self.backend.whole_weights
+        tokenizer = load_tokenizer(config, model)
         self.engine: Engine = ENGINES[config.rollout_engine](
             model if self.backend is None else self.backend.module,
-            load_tokenizer(config, model),
+            tokenizer,
             batch_size=config.rollout_batch_size,
             dtype=resolve_dtype(config),
             model_init_kwargs=config.model_init_kwargs,
             trust_remote_code=config.trust_remote_code,
+            whole_weights=None if config.has_environment else gather,
         )
+        environment = environment_of(config)
+        if environment is not None:
+            self.stage = Stage(
+                environment, tokenizer, config.turn_limit, config.max_prompt_length, config.chat_template_kwargs, gather
+            )
 
     @RayHelper.function(group="rollout", execute="first")
     def shares_weights(self) -> bool:
@@ -330,15 +417,68 @@ class GRPOTrainer:
         return self.backend is not None
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
-    def generate(self, prompts: Prompts, sampling: Sampling, generation: int) -> Rollouts:
-        """The seed depends on the generation and the worker alone, so that a resumed run draws the same."""
-        shard = RayHelper.current().shard
-        entropy = [self.config.seed, generation + 1, shard.index]
-        return self.engine.generate(prompts, sampling, seed=int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+    def generate(self, prompts: Prompts, sampling: Sampling, generation: int, attempt: int) -> Rollouts:
+        return self.engine.generate(prompts, sampling, seed=seed_of(self.config.seed, generation, attempt))
+
+    @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
+    def play(self, rows: list[dict[str, Any]], sampling: Sampling, generation: int, attempt: int) -> Rollouts:
+        """An episode of each row's prompt."""
+        return self.stage.play(self.engine, rows, sampling, partial(seed_of, self.config.seed, generation, attempt))
 
     @RayHelper.function(group="rollout")
     def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
         self.engine.load_weights(weights.items())
+
+    # Role reward
+
+    @RayHelper.function(group="reward")
+    def build_reward(self, models: list[str]) -> None:
+        config = self.config
+        self.reward_models = [
+            RewardModel(
+                model,
+                dtype=resolve_dtype(config),
+                batch_size=config.per_device_train_batch_size,
+                trust_remote_code=config.trust_remote_code,
+            )
+            for model in models
+        ]
+
+    @RayHelper.function(group="reward", dispatch="slice", collect="flatten")
+    def model_rewards(self, prompts: list[Any], completions: list[Any]) -> np.ndarray:
+        """(B, models) float32."""
+        scores = [model.score(prompts, completions) for model in self.reward_models]
+        return np.array(scores, np.float32).reshape(len(scores), len(prompts)).T
+
+    # Roles reference and teacher
+
+    @RayHelper.function(group="reference")
+    def build_reference(self, model: str) -> None:
+        self.reference = build_backend(self.config, model, num_training_steps=None)
+
+    @RayHelper.function(group="reference", dispatch="slice", collect="flatten")
+    def reference_logps(self, samples: Samples) -> Ragged:
+        return self.reference.token_logps(samples, **self.scoring())
+
+    @RayHelper.function(group="reference")
+    def mix_reference(self, weights: dict[str, torch.Tensor]) -> None:
+        self.reference.mix_weights(weights.items(), self.config.ref_model_mixup_alpha)
+
+    @RayHelper.function(group="reference")
+    def save_reference(self, folder: Path) -> None:
+        self.reference.save(folder)
+
+    @RayHelper.function(group="reference")
+    def load_reference(self, folder: Path) -> None:
+        self.reference.load(folder)
+
+    @RayHelper.function(group="teacher")
+    def build_teacher(self, model: str) -> None:
+        self.teacher = build_backend(self.config, model, num_training_steps=None)
+
+    @RayHelper.function(group="teacher", dispatch="slice", collect="flatten")
+    def teacher_logps(self, samples: Samples) -> Ragged:
+        return self.teacher.token_logps(samples, **self.scoring())
 
     # Role train
 
@@ -349,125 +489,89 @@ class GRPOTrainer:
     @RayHelper.function(group="train")
     def build_train(self, model: str, num_steps: int) -> None:
         self.backend = build_backend(self.config, model, num_training_steps=num_steps)
-        if self.config.beta:
-            self.reference = build_backend(self.config, model, num_training_steps=None)
 
     @RayHelper.function(group="train", dispatch="slice", collect="flatten")
-    def policy_logps(self, samples: Samples) -> Ragged:
-        return self.scored_by(self.backend, samples)
+    def policy_scores(self, samples: Samples) -> TokenScores:
+        if self.config.top_entropy_quantile == 1:
+            return TokenScores(self.policy.token_logps(samples, **self.scoring()))
+        return TokenScores(*self.policy.token_scores(samples, **self.scoring()))
 
     @RayHelper.function(group="train", dispatch="slice", collect="flatten")
-    def reference_logps(self, samples: Samples) -> Ragged:
-        return self.scored_by(self.reference, samples)
-
-    def scored_by(self, backend: Backend | None, samples: Samples) -> Ragged:
-        assert backend is not None, "build_train comes first"
-        config = self.config
-        return backend.token_logps(
-            samples, micro_batch_size=config.per_device_train_batch_size, temperature=config.temperature
-        )
+    def bare_logps(self, samples: Samples) -> Ragged:
+        """Of the policy without its LoRA adapter."""
+        return self.policy.token_logps(samples, **self.scoring(), adapter=False)
 
     @RayHelper.function(group="train", dispatch="slice", collect=Metrics.merge)
-    def update(self, samples: Samples, normaliser: float, num_tokens: int) -> Metrics:
-        """One optimizer step over all train workers; ``normaliser`` and ``num_tokens`` are those of the whole step."""
-        assert self.backend is not None, "build_train comes first"
-        config = self.config
-        return self.backend.step(
+    def update(self, samples: Samples, step: StepNumbers) -> Metrics:
+        """One optimizer step over all train workers."""
+        return self.policy.step(
             samples,
-            partial(grpo_loss, config, normaliser, num_tokens),
-            micro_batch_size=config.per_device_train_batch_size,
-            temperature=config.temperature,
-            entropy_gradient=config.entropy_coef > 0,
+            partial(grpo_loss, self.config, step),
+            **self.scoring(),
+            entropy_gradient=step.entropy_coef > 0,
         )
 
-    @RayHelper.function(group="train", execute="first")
+    @RayHelper.function(group="train", collect=first_of)
     def export_weights(self) -> dict[str, torch.Tensor]:
-        assert self.backend is not None, "build_train comes first"
-        return {name: weight.detach().cpu() for name, weight in self.backend.named_weights()}
+        return exported(self.policy)
 
     @RayHelper.function(group="train")
-    def save(self, folder: Path) -> None:
-        assert self.backend is not None, "build_train comes first"
-        self.backend.save(folder)
+    def save_policy(self, folder: Path) -> None:
+        self.policy.save(folder)
 
     @RayHelper.function(group="train")
     def export(self, folder: Path) -> None:
-        assert self.backend is not None, "build_train comes first"
-        self.backend.export(folder)
+        self.policy.export(folder)
 
     @RayHelper.function(group="train")
-    def load(self, folder: Path) -> None:
+    def load_policy(self, folder: Path) -> None:
+        self.policy.load(folder)
+
+    @property
+    def policy(self) -> Backend:
         assert self.backend is not None, "build_train comes first"
-        self.backend.load(folder)
+        return self.backend
+
+    def scoring(self) -> dict[str, Any]:
+        """How every model looks at samples."""
+        return {
+            "micro_batch_size": self.config.per_device_train_batch_size,
+            "temperature": self.config.temperature,
+        }
 
 
-def grpo_loss(
-    config: GRPOConfig,
-    normaliser: float,
-    num_tokens: int,
-    logps_BT: torch.Tensor,
-    entropy_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
-    micro: Samples,
-    metrics: Metrics,
-) -> torch.Tensor:
-    """The loss of one micro-batch, already divided by the normalisers of the whole optimizer step."""
-
-    def padded(column: Ragged | None, fill: Any = 0) -> torch.Tensor | None:
-        return None if column is None else column.padded(fill, device=logps_BT.device)
-
-    loss_mask_BT = mask_BT if micro.loss_mask is None else padded(micro.loss_mask, False)
-    assert loss_mask_BT is not None
-    assert micro.advantages is not None
-    loss, diagnostics = losses.policy_gradient_loss(
-        logps_BT,
-        padded(micro.old_logps),
-        torch.tensor(micro.advantages).to(logps_BT),  # a copy: what came through Ray is read-only
-        loss_mask_BT,
-        loss_type=config.loss_type,
-        normaliser=normaliser,
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
-        delta=config.delta,
-        importance_sampling_level=config.importance_sampling_level,
-        ref_logps_BT=padded(micro.ref_logps),
-        beta=config.beta,
-        use_bias_correction_kl=config.use_bias_correction_kl,
-        entropy_BT=entropy_BT.detach(),
-    )
-    if config.entropy_coef:
-        metrics.sum("policy_loss", loss.item())
-        metrics.same("entropy_coef", config.entropy_coef)
-        loss = loss + losses.entropy_bonus(
-            entropy_BT, loss_mask_BT, coefficient=config.entropy_coef, num_tokens=num_tokens
-        )
-    losses.add_policy_metrics(metrics, diagnostics)
-    return loss
+def seed_of(*numbers: int) -> int:
+    """The seed of this worker's completions; it depends on these and the worker alone, so that a resumed run draws
+    the same. ``numbers``: the run's seed, generation (-1: evaluation), attempt, and what comes after.
+    """
+    seed, generation, *further = numbers
+    entropy = [seed, generation + 1, RayHelper.current().shard.index, *further]
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
-def to_samples(rollouts: Rollouts, advantages_B: np.ndarray, mask_truncated: bool) -> Samples:
-    """Prompt and completion as one sequence each, the completion's tokens as targets."""
-    pairs = zip(rollouts.prompt_ids, rollouts.completion_ids, strict=True)
-    lengths = zip(rollouts.prompt_ids.lengths, rollouts.completion_ids.lengths, strict=True)
-    kept_B = ~rollouts.truncated if mask_truncated else np.ones(len(rollouts), bool)
-    return Samples(
-        input_ids=Ragged.of([np.concatenate(pair) for pair in pairs], np.int64),
-        target_mask=Ragged.of([np.repeat([False, True], pair) for pair in lengths], bool),
-        advantages=advantages_B,
-        loss_mask=Ragged.split(np.repeat(kept_B, rollouts.completion_ids.lengths), rollouts.completion_ids.lengths),
-        rollout_logps=rollouts.rollout_logps,
-    )
+def environment_of(config: GRPOConfig) -> Callable[[], Environment] | None:
+    """What makes the environment of an episode; None: there is none. Raises ConfigError for one that cannot be made."""
+    load_plugins(config.external_plugins)
+    if config.tools:
+        with mistakes_of("tools"):
+            return partial(ToolEnvironment, resolve_tools(config.tools))
+    if config.environment is None:
+        return None
+    with mistakes_of("environment"):
+        return resolve_environment(config.environment)
 
 
-def rollout_metrics(rollouts: Rollouts) -> Metrics:
-    """Lengths of the completions, and how many ran into the limit, under TRL's names."""
-    metrics = Metrics()
-    lengths_B = rollouts.completion_ids.lengths
-    finished = lengths_B[~rollouts.truncated]
-    for suffix, lengths in (("length", lengths_B), ("terminated_length", finished if len(finished) else np.zeros(1))):
-        metrics.mean(f"completions/mean_{suffix}", float(lengths.sum()), len(lengths))
-        metrics.min(f"completions/min_{suffix}", float(lengths.min()))
-        metrics.max(f"completions/max_{suffix}", float(lengths.max()))
-    metrics.mean("completions/clipped_ratio", float(rollouts.truncated.sum()), len(rollouts))
-    metrics.sum("num_tokens", float(rollouts.prompt_ids.lengths.sum() + lengths_B.sum()))
-    return metrics
+def check_used(config: GRPOConfig, groups: DeviceGroups | None) -> None:
+    """Raises ConfigError for a device group whose roles have nothing to do."""
+    is_used = {
+        "reference": config.beta > 0 and not config.is_own_reference,
+        "teacher": config.teacher_model is not None,
+        "reward": bool(config.reward_model),
+    }
+    for group in () if groups is None else groups.groups:
+        if not any(is_used.get(role, True) for role in group.roles):
+            raise ConfigError(
+                f"device group {group.name!r} hosts {', '.join(group.roles)} alone, which this run does not use (role "
+                "reference needs beta and, with LoRA, ref_model; teacher: teacher_model; reward: reward_model). Its "
+                "devices would stand idle: remove the group."
+            )

@@ -1,4 +1,4 @@
-"""What users add by name, without touching this library: rewards, datasets, models.
+"""What users add by name, without touching this library: rewards, datasets, models, environments, tools.
 
 A plugin is a Python file, or a module, named under ``external_plugins``; importing it runs its decorators, and from
 then on the configuration may say the names:
@@ -14,6 +14,12 @@ then on the configuration may say the names:
     @register_model("tiny")
     def tiny(output_dir, seed):     # writes model and tokenizer to a folder and returns it
         ...
+
+    @register_environment("game")   # what answers the model's turns: see environments.py
+    class Game: ...
+
+    @register_tool("add")           # a function that the model may call: see tools.py
+    def add(a: int, b: int): ...
 
 Every process of a run imports the plugins, so a plugin should do nothing but define and register.
 """
@@ -99,10 +105,14 @@ def _origin(value: Any) -> tuple[str, str]:
 REWARDS = Registry("reward")
 DATASETS = Registry("dataset")
 MODELS = Registry("model")
+ENVIRONMENTS = Registry("environment")
+TOOLS = Registry("tool")
 
 register_reward = REWARDS.register
 register_dataset = DATASETS.register
 register_model = MODELS.register
+register_environment = ENVIRONMENTS.register
+register_tool = TOOLS.register
 
 
 def load_plugins(external_plugins: Iterable[str | Path]) -> list[ModuleType]:

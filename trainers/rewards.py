@@ -252,6 +252,30 @@ def format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
     return [float(all(text.count(tag) == 1 for tag in tags) and _TAGS.fullmatch(text) is not None) for text in texts]
 
 
+@register_reward("soft_overlong")
+class SoftOverlong:
+    """0 up to soft_max_length - soft_cache_length tokens, then falling to -1 at soft_max_length (DAPO, eq. 13).
+
+    TRL's ``soft_overlong_punishment`` under ms-swift's names; the end token counts.
+    """
+
+    __name__ = "soft_overlong"
+
+    def __init__(self, soft_max_length: int, soft_cache_length: int) -> None:
+        from trl.rewards import get_soft_overlong_punishment  # type: ignore[attr-defined]
+
+        if not 0 < soft_cache_length <= soft_max_length:
+            raise ValueError(
+                f"soft_cache_length={soft_cache_length} must lie in (0, soft_max_length={soft_max_length}]: over so "
+                "many tokens the reward falls"
+            )
+        self.function = get_soft_overlong_punishment(soft_max_length, soft_cache_length)
+
+    def __call__(self, completion_ids: Sequence[Any], **_: Any) -> list[float]:
+        rewards: list[float] = self.function(completion_ids)
+        return rewards
+
+
 class MessagesReward:
     """A function of ``trl.rewards``, which reads completions as messages, for completions in either form."""
 

@@ -1,11 +1,14 @@
 """One training run as its driver sees it: the step it has reached, what it logs, and the checkpoints it leaves.
 
+Under torchrun every process runs the driver's code and so has a ``Run``. They count alike; process 0 alone reads and
+writes the disk (its doors: role driver, ``execute='first'``), as another node may see late what was written.
 Also the few things that every trainer builds from the shared keys: tokenizer, model path, backend.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +20,18 @@ from typing import Any, Literal
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.backends.fsdp import FsdpBackend
-from trainers.checkpoint import checkpoint_folder, read_state, resolve_resume, rotate, write_state, writing
+from trainers.checkpoint import (
+    begin,
+    checkpoint_folder,
+    complete,
+    discard,
+    read_state,
+    resolve_resume,
+    rotate,
+    write_state,
+)
 from trainers.cli import save_config
-from trainers.config import TrainConfig
+from trainers.config import SEQUENCES_PER_STEP, RunConfig, TrainConfig
 from trainers.data import load_rows
 from trainers.metrics import Metrics
 from trainers.plugins import load_plugins, resolve_model
@@ -27,6 +39,7 @@ from trainers.trackers import Trackers
 
 BACKENDS = {"fsdp": FsdpBackend}
 SaveFunction = Callable[[Path], Any]
+logger = logging.getLogger(__name__)
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -41,25 +54,35 @@ class Run:
     ) -> None:
         self.config = config
         self.num_steps = num_steps
+        self.headline = headline
         self.output_dir = Path(config.output_dir)
-        self.checkpoint = resolve_resume(config.resume_from_checkpoint, self.output_dir)
-        state = read_state(self.checkpoint) if self.checkpoint else {}
+        self.checkpoint, state = resumed_state(config)
         self.order = {**order, "seed": config.seed, "shuffle_dataset": config.shuffle_dataset}
         _check_same_order(state.get("order", {}), self.order, self.checkpoint)
         self.step: int = state.get("step", 0)
         self.num_tokens: float = state.get("num_tokens", 0.0)
+        self.trainer_state: dict[str, Any] = state.get("trainer", {})
         self.first_evaluation: dict[str, float] = state.get("first_evaluation", {})
+        self.best_metric: float | None = state.get("best_metric")
+        self.best_checkpoint: str | None = state.get("best_model_checkpoint")
         self.last: dict[str, float] = {}
         self.last_evaluation: dict[str, float] = {}
         self.clock = time.perf_counter()
+        self.trackers: Trackers | None = None  # process 0 has them
+        self.open_logs()
+
+    @RayHelper.function(group="driver", execute="first")
+    def open_logs(self) -> None:
+        """Keeps the configuration, and opens what the run's numbers are written to."""
+        config = self.config
         save_config(config, self.output_dir)
         self.trackers = Trackers(
             self.output_dir,
             report_to=config.report_to,
             run_name=config.run_name,
-            total_steps=num_steps,
+            total_steps=self.num_steps,
             first_step=self.step,
-            headline=headline,
+            headline=self.headline,
             logging_steps=config.logging_steps,
             config={field.name: getattr(config, field.name) for field in fields(config)},
         )
@@ -68,11 +91,16 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.trackers.close()
+        if self.trackers is not None:
+            self.trackers.close()
 
     def resume(self, load: SaveFunction) -> None:
         """Restores the workers from the checkpoint that the run goes on from, if there is one."""
         if self.checkpoint is not None:
+            size = self.order.get(SEQUENCES_PER_STEP)
+            logger.info("going on from %s (step %d of %d)", self.checkpoint, self.step, self.num_steps)
+            if size is not None:
+                logger.info("a step learns from %d sequences, as before, however many workers there are", size)
             load(self.checkpoint)
 
     def log_step(self, metrics: Metrics, *, epoch: float) -> None:
@@ -84,14 +112,20 @@ class Run:
         numbers |= {"num_tokens": self.num_tokens, "epoch": epoch, "step_time": now - self.clock}
         self.clock = now
         self.last |= numbers
-        self.trackers.log(self.step, numbers)
+        if self.trackers is not None:
+            self.trackers.log(self.step, numbers)
 
     def log_evaluation(self, numbers: Mapping[str, float]) -> None:
-        """Writes the numbers of an evaluation; the first and the last are shown side by side at the end."""
+        """Writes the numbers of an evaluation; the first and the last are shown side by side at the end.
+
+        Raises ConfigError if they do not hold the one that ``metric_for_best_model`` names.
+        """
+        judged_by(self.config, numbers)
         self.first_evaluation = self.first_evaluation or dict(numbers)
         self.last_evaluation = dict(numbers)
         self.last |= numbers
-        self.trackers.log(self.step, numbers, advance=False)
+        if self.trackers is not None:
+            self.trackers.log(self.step, numbers, advance=False)
         self.clock = time.perf_counter()
 
     def shows_completions(self, num_steps: int) -> bool:
@@ -101,7 +135,8 @@ class Run:
 
     def log_completions(self, columns: Mapping[str, Sequence[Any]]) -> None:
         """Keeps the completions that the next step learns from."""
-        self.trackers.completions(self.step + 1, columns)
+        if self.trackers is not None:
+            self.trackers.completions(self.step + 1, columns)
 
     def due(self, every: int | None, num_steps: int = 1) -> bool:
         """Whether a multiple of ``every`` was passed in the last ``num_steps`` steps, and steps remain."""
@@ -109,26 +144,113 @@ class Run:
             return False
         return self.step // every > (self.step - num_steps) // every
 
-    def save_checkpoint(self, save: SaveFunction, tokenizer: Any) -> None:
-        """Writes ``checkpoint-N``: the workers' part, tokenizer, position in the data; old ones beyond the limit go."""
-        with writing(checkpoint_folder(self.output_dir, self.step)) as folder:
-            save(folder)
-            tokenizer.save_pretrained(folder)
-            state = {"step": self.step, "num_tokens": self.num_tokens, "first_evaluation": self.first_evaluation}
-            write_state(folder, {**state, "order": self.order})
-        rotate(self.output_dir, self.config.save_total_limit)
+    def save_checkpoint(
+        self, save: SaveFunction, tokenizer: Any, trainer_state: Mapping[str, Any] | None = None
+    ) -> None:
+        """Writes ``checkpoint-N``: the workers' part, tokenizer, position in the data; old ones beyond the limit go.
+
+        ``trainer_state`` is what else the trainer needs to go on, as JSON knows it; a resumed run finds it under this
+        name.
+
+        An evaluation that is due at the same step comes first: it tells whether this is the best checkpoint so far.
+        """
+        folder = checkpoint_folder(self.output_dir, self.step)
+        self.judge(folder)
+        state = {
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+            "first_evaluation": self.first_evaluation,
+            "best_metric": self.best_metric,
+            "best_model_checkpoint": self.best_checkpoint,
+            "order": self.order,
+            "trainer": dict(trainer_state or {}),
+        }
+        self.write(folder, save, tokenizer, state)
+
+    def judge(self, folder: Path) -> None:
+        """Notes ``folder`` as the best checkpoint if the last evaluation found the model better than ever before."""
+        value = judged_by(self.config, self.last_evaluation) if self.last_evaluation else None
+        if value is None or math.isnan(value):
+            return
+        sign = 1 if is_greater_better(self.config) else -1
+        if self.best_metric is None or sign * value > sign * self.best_metric:
+            self.best_metric, self.best_checkpoint = value, str(folder)
+
+    def write(self, folder: Path, save: SaveFunction, tokenizer: Any, state: Mapping[str, Any] | None) -> None:
+        """Writes ``folder``: the workers their parts, process 0 the rest; it has its name once all is written."""
+        unfinished = self.begin(folder)
+        try:
+            save(unfinished)
+            self.complete(folder, unfinished, tokenizer, state)
+        except BaseException:
+            if self.trackers is not None:
+                discard(folder)
+            raise
+
+    @RayHelper.function(group="driver", execute="first")
+    def begin(self, folder: Path) -> Path:
+        """The empty folder that all may write into, once this call has ended."""
+        return begin(folder)
+
+    @RayHelper.function(group="driver", execute="first")
+    def complete(self, folder: Path, unfinished: Path, tokenizer: Any, state: Mapping[str, Any] | None) -> None:
+        """Adds the driver's part of a folder, a checkpoint if it has a ``state``, and gives it its name."""
+        tokenizer.save_pretrained(unfinished)
+        if state is not None:
+            write_state(unfinished, state)
+        complete(folder)
+        if state is not None:
+            best = None if self.best_checkpoint is None else Path(self.best_checkpoint).name
+            rotate(self.output_dir, self.config.save_total_limit, best)
 
     def finish(self, export: SaveFunction, tokenizer: Any) -> dict[str, float]:
         """Writes the trained model to ``output_dir/final`` and says what evaluation found before and after."""
-        with writing(self.output_dir / "final") as folder:
-            export(folder)
-            tokenizer.save_pretrained(folder)
-        for name, after in self.last_evaluation.items():
-            before = self.first_evaluation.get(name)
-            if before is not None and "rewards/" in name and name.endswith("/mean"):
-                self.trackers.bar.write(f"{name}: {before:.1%} before, {after:.1%} after")
-        self.trackers.bar.write(f"the model is in {self.output_dir / 'final'}")
+        folder = self.output_dir / "final"
+        self.write(folder, export, tokenizer, None)
+        if self.trackers is not None:
+            for name, after in self.last_evaluation.items():
+                before = self.first_evaluation.get(name)
+                if before is not None and "rewards/" in name and name.endswith("/mean"):
+                    self.trackers.bar.write(f"{name}: {before:.1%} before, {after:.1%} after")
+            self.trackers.bar.write(f"the model is in {folder}")
+            if self.best_checkpoint is not None:
+                judge = self.config.metric_for_best_model
+                self.trackers.bar.write(
+                    f"the best checkpoint is {self.best_checkpoint} ({judge} {self.best_metric:.4g})"
+                )
         return self.last
+
+
+@RayHelper.function(group="driver", execute="first")
+def resumed_state(config: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint that a run goes on from, and the state in it; None and nothing for a new run."""
+    checkpoint = resolve_resume(config.resume_from_checkpoint, Path(config.output_dir))
+    return checkpoint, read_state(checkpoint) if checkpoint else {}
+
+
+def saved_order(config: TrainConfig) -> Mapping[str, Any]:
+    """What decided which rows a step saw in the run that is gone on with; nothing for a new run."""
+    _, state = resumed_state(config)
+    order: dict[str, Any] = state.get("order", {})
+    return order
+
+
+def judged_by(config: TrainConfig, numbers: Mapping[str, float]) -> float | None:
+    """The number by which checkpoints are compared; None if they are not. Raises ConfigError if it is not there."""
+    name = config.metric_for_best_model
+    if name is None:
+        return None
+    name = name if name.startswith("eval_") else f"eval_{name}"
+    if name not in numbers:
+        raise ConfigError(f"metric_for_best_model: evaluation gives no {name!r}; it gives {', '.join(numbers)}")
+    return numbers[name]
+
+
+def is_greater_better(config: TrainConfig) -> bool:
+    """``greater_is_better``, or what the name of the metric says of it."""
+    if config.greater_is_better is None:
+        return not str(config.metric_for_best_model).endswith("loss")
+    return config.greater_is_better
 
 
 def _check_same_order(saved: Mapping[str, Any], order: Mapping[str, Any], checkpoint: Path | None) -> None:
@@ -164,7 +286,7 @@ def check_before_start(config: TrainConfig) -> None:
     """Raises ConfigError for plugins that are not there, and for a checkpoint that is none."""
     with mistakes_of("external_plugins"):
         load_plugins(config.external_plugins)
-    resolve_resume(config.resume_from_checkpoint, Path(config.output_dir))
+    resumed_state(config)
 
 
 def num_train_workers(groups: DeviceGroups | None) -> int:
@@ -172,7 +294,7 @@ def num_train_workers(groups: DeviceGroups | None) -> int:
     return 1 if groups is None else groups.group_of("train").num_workers
 
 
-def read_rows(config: TrainConfig, source: Any, split: str) -> Any:
+def read_rows(config: RunConfig, source: Any, split: str) -> Any:
     """The rows of ``dataset`` or ``eval_dataset``. Raises ConfigError if there are none of the kind."""
     with mistakes_of("dataset"):
         return load_rows(
@@ -184,7 +306,7 @@ def read_rows(config: TrainConfig, source: Any, split: str) -> Any:
         )
 
 
-def load_model_and_tokenizer(config: TrainConfig) -> tuple[str, Any]:
+def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:
     """The folder or hub name of the model, built first if a plugin builds it, and its tokenizer.
 
     Raises:
@@ -192,11 +314,17 @@ def load_model_and_tokenizer(config: TrainConfig) -> tuple[str, Any]:
     """
     with mistakes_of("external_plugins"):
         load_plugins(config.external_plugins)
-    model = resolve_model(config.model, output_dir=config.output_dir, seed=config.seed)
+    model = model_path(config)
     return model, load_tokenizer(config, model)
 
 
-def load_tokenizer(config: TrainConfig, model: str) -> Any:
+@RayHelper.function(group="driver", execute="first")
+def model_path(config: RunConfig) -> str:
+    """The folder or hub name of the model. One that a plugin builds is built once, and needs a folder that all see."""
+    return resolve_model(config.model, output_dir=config.output_dir, seed=config.seed)
+
+
+def load_tokenizer(config: RunConfig, model: str) -> Any:
     """The tokenizer of the run, with a padding token and the configured chat template."""
     from transformers import AutoTokenizer
 
@@ -218,7 +346,7 @@ def load_tokenizer(config: TrainConfig, model: str) -> Any:
     return tokenizer
 
 
-def resolve_dtype(config: TrainConfig) -> Dtype:
+def resolve_dtype(config: RunConfig) -> Dtype:
     """'float32' or 'bfloat16': what ``auto`` means on this process's device."""
     import torch
 
@@ -227,27 +355,54 @@ def resolve_dtype(config: TrainConfig) -> Dtype:
     return "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
 
 
-def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | None) -> Backend:
-    """The backend of this worker, its process group joined; ``num_training_steps`` None: one that only scores."""
-    if RayHelper.current().world_size > 1:
+def lora_settings(config: TrainConfig) -> dict[str, Any] | None:
+    """Fields of peft's LoraConfig; None: all weights are trained."""
+    if config.tuner_type == "full":
+        return None
+    targets: Any = config.lora_target_modules
+    return {
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": config.lora_dropout,
+        "target_modules": targets[0] if targets == ["all-linear"] else targets,
+        **config.lora_kwargs,
+    }
+
+
+def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | None, **settings: Any) -> Backend:
+    """The backend of this worker, its process group joined; ``num_training_steps`` None: one that only scores.
+
+    ``settings`` are further arguments of the backend, or others than the configuration's, such as ``head="value"`` or
+    another ``learning_rate``.
+    """
+    trains = num_training_steps is not None
+    if RayHelper.current().world_size > 1 or (trains and resolve_dtype(config) != "float32"):
         RayHelper.init_process_group()
     steps = num_training_steps or 0
-    return BACKENDS[config.backend](
-        model,
-        dtype=resolve_dtype(config),
-        learning_rate=None if num_training_steps is None else config.learning_rate,
-        num_training_steps=steps,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        adam_epsilon=config.adam_epsilon,
-        max_grad_norm=config.max_grad_norm,
-        lr_scheduler_type=config.lr_scheduler_type,
-        lr_scheduler_kwargs=config.lr_scheduler_kwargs,
-        warmup_steps=config.warmup_steps or math.ceil(config.warmup_ratio * steps),
-        gradient_checkpointing=config.gradient_checkpointing,
-        disable_dropout=config.disable_dropout,
-        seed=config.seed,
-        model_init_kwargs=config.model_init_kwargs,
-        trust_remote_code=config.trust_remote_code,
-    )
+    arguments: dict[str, Any] = {
+        "dtype": resolve_dtype(config),
+        "learning_rate": None if num_training_steps is None else config.learning_rate,
+        "num_training_steps": steps,
+        "weight_decay": config.weight_decay,
+        "optim": config.optim,
+        "optim_kwargs": config.optim_kwargs,
+        "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2,
+        "adam_epsilon": config.adam_epsilon,
+        "max_grad_norm": config.max_grad_norm,
+        "lr_scheduler_type": config.lr_scheduler_type,
+        "lr_scheduler_kwargs": config.lr_scheduler_kwargs,
+        "warmup_steps": config.warmup_steps or math.ceil(config.warmup_ratio * steps),
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "disable_dropout": config.disable_dropout,
+        "lora": lora_settings(config) if trains else None,
+        "sharding": config.fsdp_sharding_strategy,
+        "reshard_after_forward": config.fsdp_reshard_after_forward,
+        "offload_params": config.fsdp_offload_params,
+        "padding_free": config.padding_free,
+        "token_budget": config.token_budget,
+        "seed": config.seed,
+        "model_init_kwargs": config.model_init_kwargs,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    return BACKENDS[config.backend](model, **arguments | settings)

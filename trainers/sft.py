@@ -26,12 +26,20 @@ import torch
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Sequences
-from trainers.config import sequences_per_step, total_steps
+from trainers.config import SEQUENCES_PER_STEP, sequences_per_step, total_steps
 from trainers.data import Batches, pack, tokenize_sft
 from trainers.loss_types import SFTLossType
 from trainers.losses import sft_loss
 from trainers.metrics import Metrics
-from trainers.run import Run, build_backend, check_before_start, load_model_and_tokenizer, mistakes_of, read_rows
+from trainers.run import (
+    Run,
+    build_backend,
+    check_before_start,
+    load_model_and_tokenizer,
+    mistakes_of,
+    read_rows,
+    saved_order,
+)
 from trainers.sft_config import SFTConfig
 
 
@@ -83,14 +91,16 @@ class SFTTrainer:
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
-        batch_size = sequences_per_step(config, self.num_train_workers())
+        batch_size = sequences_per_step(config, self.num_train_workers(), saved_order(config))
         batches = Batches(len(self.sequences), batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.build(self.model_path, num_steps)
         headline = ("loss", "mean_token_accuracy", "learning_rate")
-        order = {"sequences": len(self.sequences), "sequences a step": batch_size}
+        order = {"sequences": len(self.sequences), SEQUENCES_PER_STEP: batch_size}
         with Run(config, num_steps, headline=headline, order=order) as run:
             run.resume(self.load)
+            if config.val_before_train and run.step == 0:
+                run.log_evaluation(self.evaluate())
             while run.step < num_steps:
                 batch = self.sequences[batches[run.step]]
                 metrics = self.update(batch, int(batch.target_mask.values.sum()))

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from trainers.plugins import DATASETS, nearest
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ def read_source(source: Any, split: str = "train") -> Dataset:
 
     A source is a file or a list of them (.jsonl, .json, .parquet, .csv; patterns with ``*`` too), a folder of files or
     of ``save_to_disk``, a registered dataset, a hub name (``name`` or ``name:configuration``), a Dataset, or a list of
-    mappings. ``split`` chooses among the splits of folders, hub and registered datasets.
+    mappings. ``split`` chooses among the splits of folders, hub and registered datasets. ``name#500`` are 500 rows of a
+    named source, drawn without repetition, the same in every run; of one that has fewer, some come again.
 
     Raises FileNotFoundError or ValueError saying what is wrong and what there is instead.
     """
@@ -54,6 +57,9 @@ def _read_named(name: str, split: str) -> Dataset:
     """The dataset behind a name: registered, a pattern, a folder, a file, or on the hub."""
     import datasets
 
+    whole, _, count = name.rpartition("#")
+    if whole and count.isdigit():
+        return _drawn(_read_named(whole, split), int(count))
     if name in DATASETS:
         function = DATASETS[name]
         takes_split = "split" in inspect.signature(function).parameters
@@ -73,6 +79,12 @@ def _read_named(name: str, split: str) -> Dataset:
     if path.suffix in FILE_TYPES or name.startswith(("/", "./", "../", "~")):
         raise FileNotFoundError(f"dataset file {name!r} does not exist. {_beside(path)}")
     return _read_hub(name, split)
+
+
+def _drawn(rows: Dataset, count: int) -> Dataset:
+    """``count`` of the rows in an order of their own, and all of them before any comes again."""
+    orders = [np.random.default_rng([0, k]).permutation(len(rows)) for k in range(-(-count // max(1, len(rows))))]
+    return rows.select(np.concatenate([np.array([], np.int64), *orders])[:count])
 
 
 def _read_files(files: list[Path]) -> Dataset:

@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu.smoke [--json FILE]
 
-Builds a tiny model, runs SFT and GRPO for a few steps in every placement that the visible GPUs allow, in float32, and
-prints the losses beside those of one CPU process; the float32 columns must agree to about 1e-4, GPU kernels being other
-kernels. bfloat16 runs are shown for what they are. Speed is not measured here.
+Builds a tiny model, runs every trainer for a few steps, SFT and GRPO in every placement that the visible GPUs allow,
+in float32, and prints the losses beside those of one CPU process; the float32 columns must agree to about 1e-4, GPU
+kernels being other kernels. bfloat16 runs are shown for what they are. Speed is not measured here: runs without Ray
+share the machine.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -33,6 +35,15 @@ GRPO = {
     "beta": 0.1,
     "max_completion_length": 8,
     "reward_funcs": ["exact_answer", "benchmarks.gpu.smoke.digits"],
+}
+PAIRS = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": "0"} for row in ROWS]
+SETTINGS = {
+    "sft": SFT,
+    "grpo": GRPO,
+    "dpo": SFT | {"dataset": PAIRS},
+    "reward": SFT | {"dataset": PAIRS},
+    "gkd": SFT | {"lmbda": 0.0, "offload_teacher_model": True},
+    "ppo": {name: value for name, value in GRPO.items() if name not in ("num_iterations", "beta")},
 }
 
 
@@ -59,24 +70,37 @@ def placements(num_gpus: int) -> dict[str, tuple[str, list[str]]]:
         "grpo one GPU": ("grpo", []),
         "grpo one GPU, Ray": ("grpo", ["--use_ray", "true"]),
         "grpo one GPU, bfloat16": ("grpo", ["--dtype", "bfloat16"]),
+        "sft one GPU, LoRA, bfloat16": ("sft", ["--dtype", "bfloat16", "--tuner_type", "lora"]),
     }
+    for trainer in ("dpo", "reward", "gkd", "ppo"):
+        found[f"{trainer} one GPU"] = (trainer, [])
+        found[f"{trainer} one GPU, bfloat16"] = (trainer, ["--dtype", "bfloat16"])
     if num_gpus > 1:
         two = groups(train=(2, ["train"]))
         both = groups(policy=(2, ["train", "rollout"]))
         apart = groups(policy=(1, ["train"]), samplers=(1, ["rollout"]))
+        found["sft two GPUs, torchrun"] = ("sft", ["torchrun"])
+        found["grpo two GPUs, torchrun"] = ("grpo", ["torchrun"])
+        found["sft two GPUs, torchrun, bfloat16"] = ("sft", ["torchrun", "--dtype", "bfloat16"])
         found["sft two GPUs, Ray"] = ("sft", ["--use_ray", "true", "--device_groups", two])
         found["grpo two GPUs, colocated, Ray"] = ("grpo", ["--use_ray", "true", "--device_groups", both])
         found["grpo two GPUs, separate, Ray"] = ("grpo", ["--use_ray", "true", "--device_groups", apart])
     return found
 
 
-def losses(trainer: str, arguments: list[str], folder: Path, *, cpu: bool = False) -> list[float]:
+def losses(name: str, trainer: str, arguments: list[str], folder: Path) -> list[float]:
     """The losses that a run logs."""
-    settings = SFT if trainer == "sft" else GRPO
-    config = {"model": str(folder / "model"), "dataset": ROWS, "output_dir": str(folder / "out"), "dtype": "float32"}
+    folder, models = folder / name, folder
+    settings = SETTINGS[trainer] | ({"teacher_model": str(models / "teacher")} if trainer == "gkd" else {})
+    config = {"model": str(models / "model"), "dataset": ROWS, "output_dir": str(folder / "out"), "dtype": "float32"}
+    (folder / "config.json").parent.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | settings | {"report_to": ["none"], "save_steps": 0}))
-    env = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if cpu else {})
-    command = [sys.executable, "-m", f"trainers.{trainer}", "--config", str(folder / "config.json"), *arguments]
+    env = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if name.endswith("CPU") else {})
+    launcher = [sys.executable]
+    if arguments[:1] == ["torchrun"]:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        arguments = arguments[1:]
+    command = [*launcher, "-m", f"trainers.{trainer}", "--config", str(folder / "config.json"), *arguments]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
@@ -92,14 +116,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_tiny(folder / "model")
-        for trainer in ("sft", "grpo"):
-            found[f"{trainer} CPU"] = losses(trainer, [], folder, cpu=True)
-        for placement, (trainer, arguments) in placements(torch.cuda.device_count()).items():
+        save_tiny(folder / "teacher", seed=1)
+        runs = {f"{trainer} CPU": (trainer, list[str]()) for trainer in SETTINGS} | placements(
+            torch.cuda.device_count()
+        )
+
+        def run(placement: str) -> None:
             try:
-                found[placement] = losses(trainer, arguments, folder)
+                found[placement] = losses(placement, *runs[placement], folder)
             except RuntimeError as error:
                 found[placement] = []
-                print(f"--- {placement} failed\n{error}")
+                print(f"--- {placement} failed\n{error}", flush=True)
+
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(run, [placement for placement in runs if "Ray" not in placement]))
+        for placement in runs:
+            if "Ray" in placement:
+                run(placement)
+        found = {placement: found[placement] for placement in runs}
     for placement, values in found.items():
         print(f"{placement:34s}" + "  ".join(f"{value: .6f}" for value in values))
     if args.json:

@@ -80,6 +80,8 @@ def findings(cls: type, groups: DeviceGroups | None = None) -> list[Finding]:
     Raises:
         RayHelperError: the source of the class cannot be read.
     """
+    if groups is not None:
+        groups = groups.with_default_hosts(getattr(cls, "default_hosts", {}))
     return _apply(lineage_of_class(cls), groups)
 
 

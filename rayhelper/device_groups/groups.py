@@ -8,7 +8,7 @@ Which machine a rank runs on is ``plan.py``; how text becomes plain values is ``
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayhelper.device_groups.assignment import with_ranks
@@ -68,6 +68,20 @@ class DeviceGroups:
     def roles(self) -> tuple[str, ...]:
         """Every role, in the order of the groups."""
         return tuple(role for group in self.groups for role in group.roles)
+
+    def with_default_hosts(self, hosts: Mapping[str, str]) -> DeviceGroups:
+        """The groups, every role of ``hosts`` that none of them names added to the group of the role it lives with.
+
+        A class's ``default_hosts`` are its roles that not every run uses.
+        """
+        groups = self
+        for role, host in hosts.items():
+            if role not in groups.roles and host in groups.roles:
+                home = groups.group_of(host)
+                joined = replace(home, roles=(*home.roles, role))
+                others = tuple(joined if group is home else group for group in groups.groups)
+                groups = replace(groups, groups=others, role_settings={**groups.role_settings, role: {}})
+        return groups
 
     def group_of(self, role: str) -> DeviceGroup:
         """The group that hosts the role. Raises ConfigError if none does."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +11,10 @@ from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, 
 
 from tests.backends.batches import packed, plain_scores, samples_of
 from tests.golden.tiny import save_tiny
-from trainers.backends import head
-from trainers.backends.fsdp import FsdpBackend, padded_inputs
+from trainers.backends import head, linear_scores
+from trainers.backends.fsdp import FsdpBackend
 from trainers.backends.head import Head
+from trainers.backends.inputs import model_inputs
 from trainers.batch import Ragged, Sequences
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def test_entropies_and_top1_hits_are_those_of_the_whole_model(backend: FsdpBacke
             for t in np.flatnonzero(mask)[::2]:
                 ids[t] = int(backend.module(torch.tensor(ids)[None]).logits[0, t - 1].argmax())
         _, entropies_N, is_top1_N = plain_scores(backend.module, samples, 0.7)
-        scores = backend.scorer(*padded_inputs(samples, CPU), 0.7, False)
+        scores = backend.scorer(model_inputs(samples, CPU), 0.7)
     torch.testing.assert_close(scores[1], entropies_N, atol=1e-5, rtol=0)
     assert torch.equal(scores[2], is_top1_N)
     assert 0.2 < is_top1_N.mean() < 0.8
@@ -73,14 +73,14 @@ def test_a_head_in_several_chunks_gives_the_same_values_and_gradients(
         loss = (scores.logps_N * torch.arange(11)).sum() + (scores.entropy_N * torch.arange(11)).sum()
         gradients = torch.autograd.grad(loss, [hidden_NH, weight])
         weight.requires_grad_(False)
-        return [*scores, *gradients]
+        return [*scores[:3], *gradients]
 
     whole = answer()
     monkeypatch.setattr(head, "CHUNK_BYTES", 3 * 4 * 260)  # three tokens a chunk
     rows: list[int] = []
-    score = Head._score
+    logits = linear_scores._logits
     monkeypatch.setattr(
-        Head, "_score", lambda self, hidden, *rest: rows.append(len(hidden)) or score(self, hidden, *rest)
+        linear_scores, "_logits", lambda hidden, *rest: rows.append(len(hidden)) or logits(hidden, *rest)
     )
     for value, expected in zip(answer(), whole, strict=True):
         torch.testing.assert_close(value, expected, atol=1e-5, rtol=1e-5)
@@ -207,16 +207,49 @@ def test_dropout_is_disabled_whether_a_model_keeps_it_as_a_module_or_a_number(fo
     qwen = {"attention_dropout": 0.5}
     for path, settings in ((folder, qwen), (_falcon(tmp_path), {})):
         backend = FsdpBackend(path, learning_rate=1e-3, num_training_steps=1, model_init_kwargs=settings)
-        inputs: Any = padded_inputs(samples_of(), CPU)
-        first, second = (backend.scorer(*inputs, 1.0, False)[0] for _ in range(2))
+        inputs = model_inputs(samples_of(), CPU)
+        first, second = (backend.scorer(inputs, 1.0)[0] for _ in range(2))
         assert torch.equal(first, second)
         noisy = FsdpBackend(
             path, learning_rate=1e-3, num_training_steps=1, disable_dropout=False, model_init_kwargs=settings
         )
-        first, second = (noisy.scorer(*inputs, 1.0, False)[0] for _ in range(2))
+        first, second = (noisy.scorer(inputs, 1.0)[0] for _ in range(2))
         assert not torch.equal(first, second)
 
 
 def test_a_model_without_an_output_embedding_is_refused(folder: str) -> None:
     with pytest.raises(ValueError, match="causal language models"):
         Head(AutoModelForCausalLM.from_pretrained(folder).base_model)
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plain_head_has_the_gradients_of_autograd(
+    backend: FsdpBackend, monkeypatch: pytest.MonkeyPatch, entropy_gradient: bool, dtype: torch.dtype
+) -> None:
+    """Against the same head by autograd, also under autocast, where both round products to bfloat16."""
+    part = Head(backend.module)
+    part.scale = 1.7
+    hidden_NH = torch.randn(11, 64, generator=torch.Generator().manual_seed(1)) * 3
+    ids_N = torch.randint(0, 260, (11,), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(head, "CHUNK_BYTES", 4 * 4 * 260)
+
+    def answer() -> list[torch.Tensor]:
+        features = hidden_NH.clone().requires_grad_()
+        weight = part.linear.weight.requires_grad_()
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            scores = part.scores(features, ids_N, 0.8, entropy_gradient=entropy_gradient)
+        loss = (scores.logps_N * torch.arange(11)).sum()
+        if entropy_gradient:
+            loss = loss + (scores.entropy_N * torch.arange(11).flip(0)).sum()
+        gradients = torch.autograd.grad(loss, [features, weight])
+        weight.requires_grad_(False)
+        return [*scores[:3], *gradients]
+
+    by_hand = answer()
+    monkeypatch.setattr(Head, "is_linear", lambda self: False)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for value, expected in zip(by_hand, answer(), strict=True):
+        assert value.dtype == expected.dtype
+        scale = max(1.0, float(expected.detach().abs().max()))
+        torch.testing.assert_close(value, expected, atol=tolerance * scale, rtol=0)

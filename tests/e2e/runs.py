@@ -12,7 +12,11 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file
 
+from trainers.dpo_config import DPOConfig
+from trainers.gkd_config import GKDConfig
 from trainers.grpo_config import GRPOConfig
+from trainers.ppo_config import PPOConfig
+from trainers.reward_config import RewardConfig
 from trainers.run import Run
 from trainers.sft_config import SFTConfig
 
@@ -48,6 +52,49 @@ def sft_config(model: str, folder: Path, **keys: Any) -> SFTConfig:
     return SFTConfig(**(settings | keys))
 
 
+def pair_rows(count: int = 11) -> list[dict[str, Any]]:
+    """Pairs whose completions differ in length, either way, and by how much the chosen one is better."""
+    return [
+        {
+            "prompt": " ".join(WORDS[: 1 + k % 3]),
+            "chosen": " ".join(WORDS[k % 4 : k % 4 + 1 + 3 * k % 7]),
+            "rejected": " ".join(WORDS[7 + k % 3 : 8 + k % 3 + 5 * k % 6]),
+            "margin": k % 3 / 2,
+        }
+        for k in range(count)
+    ]
+
+
+def dpo_config(model: str, folder: Path, **keys: Any) -> DPOConfig:
+    """Three epochs of three steps over 11 pairs; the last batch of an epoch has 3 pairs, the others 4."""
+    settings: dict[str, Any] = {
+        **shared(model, folder),
+        "dataset": pair_rows(),
+        "eval_dataset": pair_rows(3),
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "global_batch_size": 4,
+        "num_train_epochs": 3,
+        "save_steps": 0,
+    }
+    return DPOConfig(**(settings | keys))
+
+
+def reward_config(model: str, folder: Path, **keys: Any) -> RewardConfig:
+    """As ``dpo_config``."""
+    settings: dict[str, Any] = {
+        **shared(model, folder),
+        "dataset": pair_rows(),
+        "eval_dataset": pair_rows(3),
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "global_batch_size": 4,
+        "num_train_epochs": 3,
+        "save_steps": 0,
+    }
+    return RewardConfig(**(settings | keys))
+
+
 def grpo_config(model: str, folder: Path, **keys: Any) -> GRPOConfig:
     """Two epochs of six steps over 6 prompts: generations of 16 and 8 completions, 8 a step, gone through twice."""
     settings: dict[str, Any] = {
@@ -68,6 +115,45 @@ def grpo_config(model: str, folder: Path, **keys: Any) -> GRPOConfig:
         "save_steps": 0,
     }
     return GRPOConfig(**(settings | keys))
+
+
+def gkd_config(model: str, folder: Path, **keys: Any) -> GKDConfig:
+    """Two epochs of three steps over 11 rows, on-policy or not by the draw; the keys must say who teaches."""
+    settings: dict[str, Any] = {
+        **shared(model, folder),
+        "dataset": [{"prompt": text[:6], "completion": text[6:]} for text in TEXTS],
+        "eval_dataset": [{"prompt": text} for text in TEXTS[6:8]],
+        "lmbda": 0.5,
+        "temperature": 0.9,
+        "sft_alpha": 0.1,
+        "max_completion_length": 8,
+        "per_device_train_batch_size": 2,
+        "global_batch_size": 4,
+        "num_train_epochs": 2,
+        "save_steps": 0,
+    }
+    return GKDConfig(**(settings | keys))
+
+
+def ppo_config(model: str, folder: Path, **keys: Any) -> PPOConfig:
+    """Two epochs of six steps over 6 prompts: batches of 4 and 2 completions, 2 a step, gone through twice."""
+    settings: dict[str, Any] = {
+        **shared(model, folder),
+        "dataset": [{"prompt": text} for text in TEXTS[:6]],
+        "eval_dataset": [{"prompt": text} for text in TEXTS[6:8]],
+        "eval_temperature": 0.0,
+        "reward_funcs": ["tests.e2e.runs.evenness", "tests.e2e.runs.shortness"],
+        "reward_weights": [1.0, 0.1],
+        "num_ppo_epochs": 2,
+        "num_mini_batches": 2,
+        "max_completion_length": 8,
+        "missing_eos_penalty": 0.5,
+        "per_device_train_batch_size": 3,
+        "global_batch_size": 2,
+        "num_train_epochs": 2,
+        "save_steps": 0,
+    }
+    return PPOConfig(**(settings | keys))
 
 
 def evenness(completion_ids: Sequence[Any], **_: Any) -> list[float]:

@@ -19,6 +19,7 @@ from trainers.sft import SFTTrainer
 
 Step = tuple[dict[str, float], dict[str, torch.Tensor]]  # the metrics of one optimizer step, and the weights after it
 TRAINERS = {"sft": (SFTTrainer, sft_config), "grpo": (GRPOTrainer, grpo_config)}
+ROLES = list(GRPOTrainer.__rayhelper_roles__)  # type: ignore[attr-defined]
 CASES = {  # loss, sequences: four workers get 2, 2, 2, 1 of seven and 1, 1, 1, 0 of three; and micro-batches of
     "sft": ("nll", 7, (1, 2, 8)),
     "sft of three sequences": ("nll", 3, (2,)),
@@ -60,7 +61,7 @@ def one_step(case: str, micro_batch_size: int, model: str, folder: Path) -> Step
         sft.export(folder)
     else:
         grpo = GRPOTrainer(grpo_config(model, folder, **keys, loss_type=loss_type, entropy_coef=0.01, temperature=0.9))
-        grpo.build_train(model, 10)
+        grpo.build(10)
         samples = grpo.with_logps(injected_samples(), off_policy=False)
         metrics = grpo.learn(samples, samples)
         grpo.export(folder)
@@ -100,7 +101,7 @@ def test_micro_batches_do_not_change_a_step(case: str, alone: dict[str, Step], m
 def test_a_step_over_several_workers_is_the_step_of_one(
     num_workers: int, alone: dict[str, Step], model: str, tmp_path: Path, ray_cluster: None
 ) -> None:
-    groups = {"cpus": {"device": "CPU", "ranks": num_workers, "workers": ["train", "rollout"]}}
+    groups = {"cpus": {"device": "CPU", "ranks": num_workers, "workers": ROLES}}
     with RayHelper.session(groups):
         for case in CASES:
             for size in CASES[case][2]:
@@ -109,7 +110,7 @@ def test_a_step_over_several_workers_is_the_step_of_one(
 
 
 def test_one_ray_worker_equals_ray_off_bit_for_bit(off: Path, model: str, tmp_path: Path, ray_cluster: None) -> None:
-    with RayHelper.session({"cpus": {"device": "CPU", "ranks": 1, "workers": ["train", "rollout"]}}):
+    with RayHelper.session({"cpus": {"device": "CPU", "ranks": 1, "workers": ROLES}}):
         for name, (trainer, config) in TRAINERS.items():
             trainer(config(model, tmp_path / name)).train()
             assert lines(tmp_path / name) == lines(off / name)
@@ -121,7 +122,8 @@ def test_roles_on_separate_groups_equal_roles_that_share_one(
 ) -> None:
     """Every completion was drawn from weights that went from one worker to the other."""
     group = {"device": "CPU", "ranks": 1}
-    with RayHelper.session({"learner": {**group, "workers": ["train"]}, "actor": {**group, "workers": ["rollout"]}}):
+    learner = [role for role in ROLES if role != "rollout"]
+    with RayHelper.session({"learner": {**group, "workers": learner}, "actor": {**group, "workers": ["rollout"]}}):
         trainer = GRPOTrainer(grpo_config(model, tmp_path))
         trainer.train()
         greedy = trainer.evaluate()

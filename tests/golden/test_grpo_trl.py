@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ from tests.golden.training import (
     recorded,
 )
 from trainers.batch import Prompts, Ragged, Rollouts, Samples
-from trainers.grpo import GRPOConfig, GRPOTrainer, StepPlan
+from trainers.generation_plan import StepPlan
+from trainers.grpo import GRPOConfig, GRPOTrainer
 from trainers.rewards import completion_text
 
 NUM_GENERATIONS = 4
@@ -44,25 +46,63 @@ def injected_completions(generation: int, count: int) -> list[list[int]]:
     return [(tokenizer(word)["input_ids"] + [tokenizer.eos_token_id])[:MAX_COMPLETION_LENGTH] for word in words]
 
 
+def injected_logps(generation: int, completions: Sequence[Sequence[int]]) -> list[list[float]]:
+    """What an engine may have found of the completions: near what the random model does, NaN for one token in ten."""
+    draws = np.random.default_rng([8, generation])
+    logps = [draws.normal(-5.7, 0.4, len(ids)) for ids in completions]
+    return [np.where(draws.random(len(row)) < 0.1, np.nan, row).astype(np.float32).tolist() for row in logps]
+
+
+def sampled_mask(ids: Sequence[int]) -> list[bool]:
+    return [k % 3 != 1 for k in range(len(ids))]
+
+
+def rollout_function(prompts: list[str], trainer: trl.GRPOTrainer) -> dict[str, Any]:
+    """What TRL takes from an environment: completions, and which of their tokens are the model's."""
+    completions = injected_completions(trainer.num_generated, len(prompts))
+    trainer.num_generated += 1
+    ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    masks = [list(map(int, sampled_mask(completion))) for completion in completions]
+    return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None, "env_mask": masks}
+
+
 class OurTrainer(GRPOTrainer):
     """Ours, its rollout engine replaced."""
 
-    def generate(self, prompts: Prompts, sampling: Any, generation: int) -> Rollouts:
+    def generate(self, prompts: Prompts, sampling: Any, generation: int, attempt: int) -> Rollouts:
         completions = Ragged.of(injected_completions(generation, len(prompts)), np.int64)
         truncated = np.array([ids[-1] != self.tokenizer.eos_token_id for ids in completions])
-        unused = Ragged.split(np.zeros(len(completions.values), np.float32), completions.lengths)
-        return Rollouts(prompts.prompt_ids, completions, unused, truncated)
+        logps = Ragged.of(injected_logps(generation, list(completions)), np.float32)
+        rollouts = Rollouts(prompts.prompt_ids, completions, logps, truncated)
+        if self.config.run_name == "environment":  # every third token is not the model's
+            return dataclasses.replace(rollouts, is_sampled=Ragged.of(map(sampled_mask, completions), bool))
+        return rollouts
 
 
 class TrlTrainer(trl.GRPOTrainer):
     """TRL's, its call of ``generate`` replaced."""
 
     num_generated = 0
+    tells_logps = False
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any) -> tuple[list[list[int]], None]:
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], *_: Any
+    ) -> tuple[list[list[int]], list[list[float]] | None]:
+        completions = injected_completions(self.num_generated, len(prompt_ids))
+        logps = injected_logps(self.num_generated, completions) if self.tells_logps else None
+        self.num_generated += 1
+        return completions, logps
+
+
+class TrlRLOOTrainer(trl.RLOOTrainer):
+    """The same."""
+
+    num_generated = 0
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any) -> list[list[int]]:
         completions = injected_completions(self.num_generated, len(prompt_ids))
         self.num_generated += 1
-        return completions, None
+        return completions
 
 
 def letters(completions: list[Any], **_: Any) -> list[float]:
@@ -108,16 +148,23 @@ def train_ours(config: GRPOConfig) -> Training:
 
 
 def train_trls(model: str, case: Case, folder: Path) -> Training:
+    trainer_type, config_type = (TrlTrainer, trl.GRPOConfig) if case.trls is None else (TrlRLOOTrainer, trl.RLOOConfig)
+
     def train() -> tuple[Steps, torch.nn.Module]:
-        trainer = TrlTrainer(
+        named_alike = {key: value for key, value in case.settings.items() if not key.startswith("rollout_")}
+        settings = TRL_ARGUMENTS | SETTINGS | (named_alike if case.trls is None else case.trls)
+        trainer = trainer_type(
             model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),  # the reference is read anew
             reward_funcs=list(case.rewards),
-            args=trl.GRPOConfig(
-                output_dir=str(folder), shuffle_dataset=False, **TRL_ARGUMENTS | SETTINGS | case.settings
-            ),
+            args=config_type(output_dir=str(folder), shuffle_dataset=False, **settings | case.engine),
             train_dataset=Dataset.from_list(case.rows),
             processing_class=tiny_tokenizer(),
+            **({"rollout_func": rollout_function} if case.settings.get("run_name") == "environment" else {}),
         )
+        if case.tells_logps:
+            trainer.tells_logps = True
+        if case.engine:
+            trainer.use_vllm = True  # corrects for the engine, which is replaced
         trainer.train()
         return trainer.state.log_history[:-1], trainer.model  # the last entry sums the run up
 
@@ -126,7 +173,7 @@ def train_trls(model: str, case: Case, folder: Path) -> Training:
 
 def shuffle_of_ours(config: GRPOConfig, num_rows: int) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
     """Puts each generation of TRL's into the order in which ours goes to the optimizer steps."""
-    plan = StepPlan.of(config, num_rows, num_workers=1)
+    plan = StepPlan.of(config, num_rows, num_workers=1, saved_order={})
     generations = itertools.count()
 
     def shuffle(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -148,6 +195,9 @@ class Case:
     rewards: Sequence[Callable[..., Any]] = (letters,)
     rows: Rows = field(default_factory=lambda: ROWS)
     unlike: Sequence[str] = ()
+    trls: dict[str, Any] | None = None  # TRL's RLOOTrainer, with these settings
+    tells_logps: bool = False
+    engine: dict[str, Any] = field(default_factory=dict)  # of TRL: how it corrects for its engine, under its own names
 
 
 SETTINGS: dict[str, Any] = {
@@ -163,10 +213,66 @@ SETTINGS: dict[str, Any] = {
 ACCUMULATED: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
 AVERAGED = ("entropy", "clip_ratio/", "cispo_clip_ratio")
 CHUNKED: dict[str, Any] = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "num_iterations": 1}
+FAR: dict[str, Any] = {"epsilon_high": 5.0, "epsilon": 0.2}
 CASES: dict[str, Case] = {
     "dapo": Case(),
     **{loss_type: Case({"loss_type": loss_type}) for loss_type in ("grpo", "dr_grpo")},
-    "cispo": Case({"loss_type": "cispo", "epsilon_high": 5.0}),
+    "cispo": Case({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.2}),
+    "sapo": Case({"loss_type": "sapo", "epsilon": 0.2, "sapo_temperature_neg": 1.5}),
+    "sapo_kl": Case({"loss_type": "sapo", "epsilon": 0.2, "sapo_temperature_pos": 0.7, "beta": 0.1}),
+    "luspo": Case({"loss_type": "luspo", "importance_sampling_level": "sequence"}),
+    "vespo": Case({"loss_type": "vespo", "epsilon": 0.2, "vespo_k_pos": 1.5, "vespo_lambda_neg": 2.5}),
+    "top_entropy": Case({"top_entropy_quantile": 0.3, "num_iterations": 1}, unlike=("clip_ratio/",)),
+    "top_entropy_bonus": Case({"top_entropy_quantile": 0.5, "num_iterations": 1, "entropy_coef": 1.0}),
+    "adaptive_entropy": Case(
+        {"use_adaptive_entropy": True, "entropy_coef": 0.4, "entropy_coef_delta": 0.3, "entropy_target": 5.45}
+    ),
+    "off_policy_mask": Case({"off_policy_mask_threshold": -0.2}, tells_logps=True),
+    **{
+        f"corrected_{mode}": Case(
+            {
+                "rollout_importance_sampling_mode": mode,
+                "rollout_importance_sampling_clip_max": 1.3,
+                "rollout_importance_sampling_clip_min": 0.6,
+                "num_iterations": iterations,
+                **further,
+            },
+            tells_logps=True,
+            engine={
+                "vllm_importance_sampling_mode": mode,
+                "vllm_importance_sampling_clip_max": 1.3,
+                "vllm_importance_sampling_clip_min": 0.6,
+            },
+        )
+        for mode, iterations, further in [
+            ("token_truncate", 1, {}),
+            ("token_mask", 2, {}),
+            ("sequence_truncate", 1, {"loss_type": "grpo"}),
+            ("sequence_mask", 2, {"beta": 0.1}),
+        ]
+    },
+    "corrected_vespo": Case(
+        {"loss_type": "vespo", "epsilon": 0.2, "rollout_importance_sampling_mode": "token_truncate"},
+        tells_logps=True,
+        engine={"vllm_importance_sampling_mode": "token_truncate"},
+    ),
+    **{
+        f"rloo{name}": Case(
+            {
+                "advantage_estimator": "rloo",
+                "loss_type": "grpo",
+                "importance_sampling_level": "sequence_product",
+                **settings,
+            },
+            rewards=[letters, no_opinion_on_b],
+            trls=settings,
+        )
+        for name, settings in [
+            ("", {"beta": 0.05, "max_steps": 3}),
+            ("_without_kl", {"beta": 0.0, "reward_clip_range": [0.1, 0.9]}),
+            ("_normalized", {"beta": 0.1, "normalize_advantages": True}),
+        ]
+    },
     "sequence_level": Case({"importance_sampling_level": "sequence"}),
     "sequence_level_kl": Case({"importance_sampling_level": "sequence", "loss_type": "grpo", "beta": 0.3}),
     "three_iterations": Case({"num_iterations": 3, "max_steps": 6}),
@@ -187,16 +293,18 @@ CASES: dict[str, Case] = {
     "mask_truncated": Case({"mask_truncated_completions": True}),
     "mask_truncated_grpo": Case({"mask_truncated_completions": True, "loss_type": "grpo"}),
     "conversations": Case(rows=CONVERSATIONS),
+    "environment": Case({"run_name": "environment", "beta": 0.1}),
+    "environment_grpo": Case({"run_name": "environment", "loss_type": "grpo", "mask_truncated_completions": True}),
     "one_epoch": Case({"max_steps": -1, "num_train_epochs": 1}),
     # Where a step has several micro-batches, TRL averages what it measured in them, and its bnpo and its entropy bonus
     # are such averages too; ours are over all tokens of the step. So those numbers and losses are left out here.
     **{
-        f"accumulated_{loss_type}": Case(ACCUMULATED | {"loss_type": loss_type, "epsilon_high": 5.0}, unlike=AVERAGED)
+        f"accumulated_{loss_type}": Case(ACCUMULATED | {"loss_type": loss_type} | FAR, unlike=AVERAGED)
         for loss_type in ("grpo", "dr_grpo", "dapo", "cispo")
     },
     # One generation for several optimizer steps.
     **{
-        f"chunks_{loss_type}": Case(CHUNKED | {"loss_type": loss_type, "epsilon_high": 5.0})
+        f"chunks_{loss_type}": Case(CHUNKED | {"loss_type": loss_type} | FAR)
         for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
     },
     "chunks_accumulated": Case(CHUNKED | ACCUMULATED, unlike=AVERAGED),
@@ -226,7 +334,8 @@ def test_steps_equal_trl(
         output_dir=str(tmp_path / "ours"),
         **OUR_ARGUMENTS | SETTINGS | case.settings,
     )
-    monkeypatch.setattr("trl.trainer.grpo_trainer.shuffle_sequence_dict", shuffle_of_ours(config, len(case.rows)))
+    module = "rloo_trainer" if case.trls is not None else "grpo_trainer"
+    monkeypatch.setattr(f"trl.trainer.{module}.shuffle_sequence_dict", shuffle_of_ours(config, len(case.rows)))
     theirs = train_trls(model, case, tmp_path / "trl")
     ours = train_ours(config)
     assert_same_training(ours, theirs, unlike=case.unlike)

@@ -9,10 +9,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rayhelper import ConfigError, RayHelper
+from rayhelper import ConfigError, RayHelper, RoleError
 from rayhelper.door import Door, ask, told_stacks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,8 +70,64 @@ class Trainer:
     def who(self):
         return RayHelper.current()
 
+@RayHelper.worker(group="train")
+class Prepared:
+    # its constructor asks process 0, unless it fails before
+
+    def __init__(self, failing=(), swallow=False, ask=True):
+        if RayHelper.current().rank in failing:
+            raise ValueError("too early")
+        try:
+            self.drawn = self.draw() if ask or RayHelper.current().rank else None
+        except Exception:
+            if not swallow:
+                raise
+
+    @RayHelper.function(group="driver", execute="first")
+    def draw(self):
+        return os.getpid(), np.arange(3)
+
+    @RayHelper.function(group="driver", execute="first")
+    def fail(self):
+        raise KeyError(f"process {RayHelper.current().rank} cannot")
+
+    @RayHelper.function(group="driver", execute="first")
+    def ask_others(self):
+        return self.draw()[0] == os.getpid(), self.rank()
+
+    @RayHelper.function(group="train")
+    def rank(self):
+        return RayHelper.current().rank
+
+@RayHelper.function(group="driver", execute="first")
+def doubled(number):
+    return 2 * number
+
 def told(error):
     return [type(error).__name__, str(error), "".join(getattr(error, "__notes__", []))]
+
+def error_of(call, *args, **kwargs):
+    try:
+        return ["nothing", str(call(*args, **kwargs))]
+    except Exception as error:
+        return told(error)
+
+def by_process_0():
+    # what calls come to that process 0 makes for all
+    prepared = Prepared()
+    pid, numbers = prepared.draw()
+    numbers += 1  # every process has its own
+    return {
+        "drawn": [prepared.drawn[0], pid, prepared.draw.defer().result()[0]],
+        "numbers": numbers.tolist(),
+        "failed": error_of(prepared.fail),
+        "function": doubled(int(os.environ["RANK"]) + 1),
+        "asked others": error_of(prepared.ask_others),
+        "constructed": error_of(Prepared, failing=[1]),
+        "swallowed": error_of(Prepared, failing=[1], swallow=True),
+        "not asked": error_of(Prepared, ask=False),
+        "in step": prepared.rank(),
+    }
 
 with RayHelper.session(json.loads(sys.argv[1]), runtime="torchrun", trace=sys.argv[3]):
     logging.warning("said by rank 0 alone")
@@ -82,6 +139,7 @@ with RayHelper.session(json.loads(sys.argv[1]), runtime="torchrun", trace=sys.ar
         "large": int(trainer.large(300_000).sum()),
         "judges": trainer.judges(),
         "driver": [trainer.who().group, trainer.who().rank, trainer.who().world_size],
+        "by process 0": by_process_0(),
     }
     try:
         trainer.fails_while_others_wait()
@@ -220,6 +278,7 @@ def test_every_process_sees_what_the_driver_would_see(tmp_path: Path) -> None:
         assert "rank 1 Trainer.double" in seen["differ"][1]
         assert "rank 0 divides 0 items (1 argument), rank 1 divides 1 items" in seen["other data"][1]
         assert seen["after all"] == [2, 4]
+    assert_made_by_process_0([seen["by process 0"] for seen in facts])
     from rayhelper.trace import read
 
     spans, _ = read(trace)
@@ -228,6 +287,21 @@ def test_every_process_sees_what_the_driver_would_see(tmp_path: Path) -> None:
     }
     assert {span.rank for span in spans if span.role == "driver"} == {0, 1, 2, 3}
     assert max(span.num_bytes for span in spans if span.phase == "wait") > 2_000_000  # the large value of one process
+
+
+def assert_made_by_process_0(facts: list[dict[str, Any]]) -> None:
+    assert len({pid for seen in facts for pid in seen["drawn"]}) == 1
+    for rank, seen in enumerate(facts):
+        assert seen["numbers"] == [1, 2, 3]
+        assert seen["function"] == 2
+        assert seen["failed"][:2] == ["KeyError", "'process 0 cannot'"]
+        assert seen["asked others"][0] == "RoleError"
+        assert "Prepared.rank (role 'train') cannot be made by Prepared.ask_others" in seen["asked others"][1]
+        for name in ("constructed", "swallowed"):  # whether it failed before the call or waited in it
+            assert seen[name][:2] == ["ValueError", "too early"], rank
+        assert seen["not asked"][0] == "RoleError"
+        assert "rank 0 Prepared.__init__, rank 1 Prepared.draw" in seen["not asked"][1]
+        assert seen["in step"] == [0, 1, 2, 3]
 
 
 @pytest.fixture(scope="module")
@@ -300,6 +374,37 @@ def test_a_door_answers_who_knows_the_key_and_nobody_once_it_is_closed() -> None
     assert "test_a_door_answers" in ask(doors, b"key", "stacks", None, timeout_s=10)[7]
     door.close()
     assert ask(doors, b"key", "double", 21, timeout_s=10) == {}
+
+
+@RayHelper.function(group="driver", execute="first")
+def worked_out(number: int) -> tuple[int, str]:
+    return 2 * number, RayHelper.current().group
+
+
+@RayHelper.worker(group="train")
+class Asking:
+    def __init__(self) -> None:
+        self.asked = worked_out(3)
+
+    @RayHelper.function(group="train", execute="first")
+    def seen(self) -> Any:
+        return self.asked
+
+    @RayHelper.function(group="train")
+    def ask(self) -> Any:
+        return worked_out(3)
+
+
+def test_elsewhere_a_driver_runs_its_functions_itself() -> None:
+    """And a worker does not: while an object is constructed they are skipped there, later on they are refused."""
+    assert (Asking().asked, Asking().seen()) == ((6, "off"), (6, "off"))
+    with RayHelper.session({"g": {"device": "CPU", "ranks": 2, "workers": ["train"]}}, runtime="inprocess"):
+        asking = Asking()
+        assert (asking.asked, asking.seen()) == ((6, "driver"), None)
+        with pytest.raises(
+            RoleError, match=r"worked_out \(role 'driver'\) runs on the driver only, .* rank 0 of group 'g'"
+        ):
+            asking.ask()
 
 
 def test_without_torchrun_the_error_says_how_to_start() -> None:

@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainers.advantages import add_reward_metrics, group_advantages
+from trainers.advantages import (
+    add_reward_metrics,
+    add_teacher,
+    batch_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    sequence_kl,
+    token_advantages,
+)
+from trainers.batch import Ragged
 from trainers.metrics import Metrics
 
 SCORES = [1.0, 0.0, 0.5, 2.0, -1.0, -1.0, 3.0, 0.0]  # two groups of four
@@ -176,3 +185,161 @@ def test_advantages_of_a_group_sum_to_zero_and_ignore_a_shift_of_rewards(
 def test_mistakes_are_named(rewards: Any, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         group_advantages(rewards, **options)
+
+
+def ragged(*rows: list[float], dtype: Any = np.float32) -> Ragged:
+    return Ragged.of(rows, dtype)
+
+
+def test_penalties_come_before_everything_else() -> None:
+    """A KL in the reward is as if the reward functions had been that much stricter; what is logged is the reward."""
+    penalties = np.array([0.1, 0.0, -0.2, 0.5, 0.0, 0.3, 0.3, 1.0])
+    stricter = [score - penalty for score, penalty in zip(SCORES, penalties, strict=True)]
+    for scale in ("group", "batch", "none"):
+        advantages, statistics = group_advantages(
+            table(SCORES), num_generations=4, scale_rewards=scale, penalties_B=penalties
+        )
+        assert advantages.tolist() == pytest.approx(by_hand(stricter, scale), rel=1e-6)
+        assert statistics.reward == pytest.approx(sum(SCORES) / 8)
+    expected, _ = leave_one_out_advantages(table(stricter), num_generations=4)
+    advantages, _ = leave_one_out_advantages(table(SCORES), num_generations=4, penalties_B=penalties)
+    assert advantages.tolist() == pytest.approx(expected.tolist())
+    expected, _ = batch_advantages(table(stricter), num_generations=4)
+    advantages, _ = batch_advantages(table(SCORES), num_generations=4, penalties_B=penalties)
+    assert advantages.tolist() == pytest.approx(expected.tolist())
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("clip_range", [None, (0.0, 1.5)])
+def test_leave_one_out_equals_a_loop(normalize: bool, clip_range: tuple[float, float] | None) -> None:
+    low, high = clip_range or (-math.inf, math.inf)
+    clipped = [min(max(score, low), high) for score in SCORES]
+    expected = []
+    for i, score in enumerate(clipped):
+        others = [clipped[j] for j in range(i // 4 * 4, i // 4 * 4 + 4) if j != i]
+        expected.append(score - sum(others) / 3)
+    if normalize:
+        mean, std = sum(expected) / 8, stdlib.stdev(expected)
+        expected = [(advantage - mean) / (std + 1e-4) for advantage in expected]
+    advantages, statistics = leave_one_out_advantages(
+        table(SCORES), num_generations=4, reward_clip_range=clip_range, normalize_advantages=normalize
+    )
+    assert advantages.dtype == np.float32
+    assert advantages.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-7)
+    assert statistics.reward == pytest.approx(sum(SCORES) / 8)
+
+
+def test_leave_one_out_is_the_group_mean_scaled_up() -> None:
+    """r - mean of the others = G / (G - 1) x (r - mean of the group)."""
+    others, _ = leave_one_out_advantages(table(SCORES), num_generations=4)
+    group, _ = group_advantages(table(SCORES), num_generations=4, scale_rewards="none")
+    np.testing.assert_allclose(others, group * 4 / 3, rtol=1e-6)
+
+
+def test_leave_one_out_averages_scored_siblings_and_a_lone_one_learns_nothing() -> None:
+    scores = [1.0, None, 0.0, 2.0, None, None, 5.0, None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        advantages, _ = leave_one_out_advantages(table(scores), num_generations=4)
+    assert advantages.tolist() == [0.0, 0.0, -1.5, 1.5, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_batch_advantages_divide_by_the_spread_that_is_left_within_groups() -> None:
+    """An easy and a hard prompt with the same spread: GRPO's batch scaling sees their distance, this does not."""
+    scores = [0.0, 1.0, 0.0, 1.0, 100.0, 101.0, 100.0, 101.0]
+    advantages, _ = batch_advantages(table(scores), num_generations=4)
+    std = stdlib.stdev([-0.5, 0.5] * 4)
+    assert advantages.tolist() == pytest.approx([-0.5 / (std + 1e-4), 0.5 / (std + 1e-4)] * 4)
+    by_rewards, _ = group_advantages(table(scores), num_generations=4, scale_rewards="batch")
+    assert abs(by_rewards).max() == pytest.approx(0.5 / (stdlib.stdev(scores) + 1e-4))
+
+
+def test_batch_advantages_leave_unscored_completions_out() -> None:
+    advantages, _ = batch_advantages(table([1.0, None, 0.0, 2.0, None, None, 5.0, None]), num_generations=4)
+    deviations = [0.0, -1.0, 1.0, 0.0]  # the lone one of the second group equals its mean
+    std = stdlib.stdev(deviations)
+    assert advantages.tolist() == pytest.approx([0.0, 0.0, -1 / (std + 1e-4), 1 / (std + 1e-4), 0, 0, 0, 0])
+
+
+OLD = [[-1.0, -2.0, -0.5], [-0.3], [], [-1.5, -0.2]]
+REF = [[-1.2, -1.9, -0.9], [-0.3], [], [-1.0, -0.4]]
+COUNTED = [[True, True, False], [True], [], [True, True]]
+
+
+def test_sequence_kl_sums_the_tokens_that_count() -> None:
+    old, ref = ragged(*OLD), ragged(*REF)
+    assert sequence_kl(old, ref).tolist() == pytest.approx([0.2 - 0.1 + 0.4, 0.0, 0.0, -0.5 + 0.2], abs=1e-6)
+    kl = sequence_kl(old, ref, ragged(*COUNTED, dtype=bool))
+    assert kl.tolist() == pytest.approx([0.2 - 0.1, 0.0, 0.0, -0.5 + 0.2], abs=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.7])
+def test_token_advantages_equal_a_loop(beta: float) -> None:
+    """The reward at the end, the KL on the way: each token answers for what comes from it on."""
+    scores = [1.0, 0.0, 3.0, -1.0]
+    returns = []
+    for i, score in enumerate(scores):
+        for t, counts in enumerate(COUNTED[i]):
+            if counts:
+                ahead = [s for s in range(t, len(OLD[i])) if COUNTED[i][s]]
+                returns.append(score - beta * sum(OLD[i][s] - REF[i][s] for s in ahead))
+    mean, std = sum(returns) / len(returns), stdlib.stdev(returns)
+    expected = [(value - mean) / (std + 1e-4) for value in returns]
+
+    advantages, statistics = token_advantages(
+        table(scores), ragged(*OLD), ragged(*REF), beta=beta, loss_mask=ragged(*COUNTED, dtype=bool)
+    )
+
+    assert advantages.dtype == np.float32
+    assert advantages.lengths.tolist() == [3, 1, 0, 2]
+    assert advantages.values[[0, 1, 3, 4, 5]].tolist() == pytest.approx(expected, rel=1e-5)
+    assert advantages.values[2] == 0.0
+    assert statistics.reward == pytest.approx(0.75)
+
+
+def test_unscored_completion_enters_no_token_advantage() -> None:
+    with_it, _ = token_advantages(table([1.0, None, 3.0, -1.0]), ragged(*OLD), ragged(*REF), beta=0.1)
+    three = [0, 2, 3]
+    without, _ = token_advantages(
+        table([1.0, 3.0, -1.0]), ragged(*(OLD[i] for i in three)), ragged(*(REF[i] for i in three)), beta=0.1
+    )
+    assert with_it[1].tolist() == [0.0]
+    np.testing.assert_allclose(with_it[np.array(three)].values, without.values, rtol=1e-6)
+
+
+def test_what_the_mask_leaves_out_may_be_nan() -> None:
+    old = [[-1.0, -2.0, math.nan], *OLD[1:]]
+    mask = ragged(*COUNTED, dtype=bool)
+    advantages, _ = token_advantages(table([1.0, 0, 0, 0]), ragged(*old), ragged(*REF), beta=0.5, loss_mask=mask)
+    assert np.isfinite(advantages.values).all()
+    assert np.isfinite(sequence_kl(ragged(*old), ragged(*REF), mask)).all()
+
+
+def test_teacher_adds_its_log_ratio_to_every_token() -> None:
+    base = np.array([1.0, -1.0, 0.0, 2.0], np.float32)
+    once = add_teacher(base, ragged(*REF), ragged(*OLD), teacher_kl_coef=0.5)
+    assert once.dtype == np.float32
+    assert once.values.tolist() == pytest.approx([0.9, 1.05, 0.8, -1.0, 2.25, 1.9])
+    twice = add_teacher(once, ragged(*REF), ragged(*OLD), teacher_kl_coef=0.5)
+    assert twice.values.tolist() == pytest.approx([0.8, 1.1, 0.6, -1.0, 2.5, 1.8])
+
+
+def test_rows_that_do_not_fit_are_named() -> None:
+    short = ragged([0.0], [0.0], [], [0.0])
+    with pytest.raises(ValueError, match="ref_logps must have the rows of old_logps: 4 rows of 6 tokens, got 4 of 3"):
+        sequence_kl(ragged(*OLD), short)
+    with pytest.raises(ValueError, match="teacher_logps must have the rows"):
+        add_teacher(np.zeros(4), short, ragged(*OLD), teacher_kl_coef=1.0)
+    with pytest.raises(ValueError, match="rewards of 3 completions, but log-probabilities of 4"):
+        token_advantages(table([1.0, 2.0, 3.0]), ragged(*OLD), None, beta=0.0)
+    with pytest.raises(ValueError, match=r"needs ref_logps; pass them, or set beta=0\.0"):
+        token_advantages(table([1.0, 2.0, 3.0, 4.0]), ragged(*OLD), None, beta=0.1)
+    with pytest.raises(ValueError, match=r"penalties_B must hold one value a completion \(8\), got \(2,\)"):
+        group_advantages(table(SCORES), num_generations=4, penalties_B=np.zeros(2))
+    with pytest.raises(ValueError, match="not with normalize_then_sum"):
+        group_advantages(
+            table(SCORES),
+            num_generations=4,
+            multi_objective_aggregation="normalize_then_sum",
+            penalties_B=np.zeros(8),
+        )

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rayhelper import ConfigError
 from trainers import checkpoint
 from trainers.checkpoint import (
+    begin,
     checkpoint_folder,
     checkpoints,
+    complete,
     latest,
     read_state,
     resolve_resume,
     rotate,
     write_state,
-    writing,
 )
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[Path]:
+    """The folder to write into, which becomes ``folder`` when the block ends well."""
+    yield begin(folder)
+    complete(folder)
 
 
 def save(output_dir: Path, step: int, content: str = "weights") -> Path:
@@ -58,17 +72,6 @@ def test_a_checkpoint_appears_only_when_it_is_whole(tmp_path: Path) -> None:
         assert latest(tmp_path) is None
     assert names(tmp_path) == ["checkpoint-10"]
     assert latest(tmp_path) == tmp_path / "checkpoint-10"
-
-
-def test_an_error_while_writing_leaves_nothing(tmp_path: Path) -> None:
-    def interrupted() -> None:
-        with writing(checkpoint_folder(tmp_path, 10)) as folder:
-            (folder / "model.bin").write_text("half")
-            raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        interrupted()
-    assert names(tmp_path) == []
 
 
 def test_a_kill_between_write_and_rename_leaves_the_checkpoint_before(
@@ -124,6 +127,49 @@ def test_a_process_that_dies_while_writing_leaves_the_checkpoint_before(existing
     assert names(tmp_path) == ["checkpoint-30"]
 
 
+def test_a_kill_at_any_moment_of_saving_leaves_a_whole_newest_checkpoint(tmp_path: Path) -> None:
+    """A process is killed before each thing that it does to the disk, until it is done with all of them."""
+    for moment in itertools.count():
+        output_dir = tmp_path / str(moment)
+        save(output_dir, 10, "old")
+        save(output_dir, 20, "old")
+        child = os.fork()
+        if child == 0:
+            kill_before(moment)
+            save(output_dir, 20, "new")
+            save(output_dir, 30, "new")
+            rotate(output_dir, 1, best="checkpoint-20")
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        found = resolve_resume("auto", output_dir)
+        assert found is not None, moment
+        assert found.name in ("checkpoint-20", "checkpoint-30"), moment
+        for path in checkpoints(output_dir):
+            assert set(names(path)) == {"model.bin", "trainer_state.json"}, moment
+            assert (path / "model.bin").read_text() in ("old", "new")
+            assert read_state(path)["step"] == int(path.name.removeprefix("checkpoint-"))
+        save(output_dir, 40)
+        rotate(output_dir, 1)
+        assert names(output_dir) == ["checkpoint-40"], moment
+        if os.WIFEXITED(status):
+            break
+    assert moment > 20
+
+
+def kill_before(moment: int) -> None:
+    """This process kills itself before it does anything to the disk for the ``moment``-th time, counted from 0."""
+    moments = itertools.count()
+
+    def look(event: str, _: Any) -> None:
+        if (
+            event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+            and next(moments) == moment
+        ):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(look)
+
+
 def test_rotating_after_a_killed_replacement_keeps_the_old_one(tmp_path: Path) -> None:
     save(tmp_path, 10).rename(tmp_path / "checkpoint-10.old")
     rotate(tmp_path, 1)
@@ -176,6 +222,18 @@ def test_rotating_keeps_the_newest_and_touches_nothing_else(tmp_path: Path) -> N
         (tmp_path / other).mkdir()
     rotate(tmp_path, 2)
     assert names(tmp_path) == ["checkpoint-30", "checkpoint-40", "checkpoint-best", "completions", "final", "notes.old"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "kept"),
+    [(2, "20", ["20", "50"]), (1, "20", ["20", "50"]), (3, "20", ["20", "40", "50"]), (2, "50", ["40", "50"]),
+     (2, "gone", ["40", "50"]), (1, None, ["50"]), (9, "20", ["10", "20", "30", "40", "50"])],
+)  # fmt: skip
+def test_the_best_checkpoint_counts_and_stays(limit: int, best: str | None, kept: list[str], tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40, 50):
+        save(tmp_path, step)
+    rotate(tmp_path, limit, best and f"checkpoint-{best}")
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in kept]
 
 
 def test_a_kill_while_rotating_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

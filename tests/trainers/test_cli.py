@@ -18,10 +18,11 @@ import pytest
 import yaml
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
-from trainers import cli
+from trainers import cli, command_line
 from trainers.cli import load_config, main, placement, save_config
 from trainers.config import TrainConfig
 from trainers.grpo_config import GRPOConfig
+from trainers.other_names import RLHF_TYPES
 from trainers.sft_config import PretrainConfig, SFTConfig
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +84,10 @@ def load(*argv: str, text: str | None = None, tmp_path: Path | None = None) -> C
         (["--columns.question", "prompt"], "columns", {"question": "prompt"}),
         (["--device_groups", '{"train": {"cpus": 2}}'], "device_groups", {"train": {"cpus": 2}}),
         (["--train.cpus", "2"], "device_groups", {"train": {"cpus": 2}}),
+        (["--report_to", "tensorboard none"], "report_to", ["tensorboard", "none"]),
+        (["--weights", "1 2.5"], "weights", [1.0, 2.5]),
+        (["--ENV.A", "1"], "env", {"A": 1}),
+        (["--env", '{"A": "x"}'], "env", {"A": "x"}),
     ],
     ids=str,
 )
@@ -104,12 +109,30 @@ def test_an_argument_is_read_as_its_key_asks(argv: list[str], name: str, value: 
         ("run_name: '007'", "run_name", "007"),
         ("learning_rate: 1", "learning_rate", 1.0),
         ("env: {OMP_NUM_THREADS: 1, NAME: '1'}", "env", {"OMP_NUM_THREADS": 1, "NAME": "1"}),
+        ("ENV: {A: 1}", "env", {"A": 1}),
+        ("env: '{\"A\": 1}'", "env", {"A": 1}),
+        ("lr: '1e-5'", "learning_rate", 1e-5),
+        ("adam_epsilon: 1e-8", "adam_epsilon", 1e-8),
+        ("use_ray: 'true'", "use_ray", True),
+        ("use_ray: 'False'", "use_ray", False),
+        ("report_to: tensorboard none", "report_to", ["tensorboard", "none"]),
+        ("reward_funcs: a b", "reward_funcs", ["a", "b"]),
+        ("reward_funcs: '[a, {name: b, k: 1}]'", "reward_funcs", ["a", {"name": "b", "k": 1}]),
+        ("weights: 0.1 1", "weights", [0.1, 1.0]),
+        ("dataset_split: train", "dataset_split", "train"),
+        ('columns: \' {"a": "b"}\'', "columns", {"a": "b"}),
+        ("model_init_kwargs: {a: 1e-6}", "model_init_kwargs", {"a": 1e-6}),
     ],
 )
 def test_a_key_of_a_file_is_read_as_its_key_asks(text: str, name: str, value: Any, tmp_path: Path) -> None:
     found = getattr(load(text=text, tmp_path=tmp_path), name)
     assert found == value
     assert type(found) is type(value)
+
+
+def test_the_name_of_a_file_may_hold_spaces(tmp_path: Path) -> None:
+    (tmp_path / "my rewards.py").write_text("")
+    assert load("--external_plugins", f"{tmp_path}/my rewards.py").external_plugins == [f"{tmp_path}/my rewards.py"]
 
 
 def test_the_command_line_wins_over_the_file_under_any_name(tmp_path: Path) -> None:
@@ -192,11 +215,7 @@ FILE_MISTAKES: list[tuple[str, list[str]]] = [
     ("external_plugins: [1]", ["external_plugins must be a list (each item text)"]),
     ("weights: [a]", ["weights must be a list (each item a number) or null"]),
     ("[a", ["x.yaml", "not valid YAML"]),
-    ("min_lr: 1e-6", ["min_lr is not supported", "cosine_with_min_lr"]),
-    ("bf16: true", ["bf16 is not supported", "dtype: bfloat16"]),
-    ("rlhf_type: grpo", ["rlhf_type", "python -m trainers.grpo"]),
     ("rollout: {gpu: 2}", ["rollout", "gpus", "did you mean gpus?"]),
-    ("train: {gpus: 2, lr: 1}", ["section 'train'", "'lr'", "gpus", "top level"]),
     ("train: {gpus: 2}\ndevice_groups: {train: {gpus: 2}}", ["device_groups and train both", "move everything"]),
     ("train: {gpus: 2}\ncolocate_groups: [[train, rolout]]", ["colocate_groups", "'rolout'", "section"]),
     ("env: [A]", ["env must be a mapping"]),
@@ -277,16 +296,6 @@ def test_an_argument_without_a_key_is_refused() -> None:
         load_config(Config, ["x.yaml", *NEEDED])
 
 
-def test_every_alias_names_a_key_of_some_trainer_and_no_key() -> None:
-    from trainers.grpo import GRPOConfig
-    from trainers.sft import SFTConfig
-
-    keys = {field.name for kind in (SFTConfig, GRPOConfig) for field in dataclasses.fields(kind)}
-    assert set(cli.ALIASES.values()) <= keys
-    assert not set(cli.ALIASES) & keys
-    assert not set(cli.REFUSED) & keys
-
-
 # Help, printing, saving
 
 
@@ -310,7 +319,7 @@ def test_every_key_of_every_trainer_has_a_meaning_in_its_help(
     for key in dataclasses.fields(config_type):
         (told,) = re.findall(rf" --{key.name} (.*?)\((?:required, )?type", shown)
         _, *meaning = told.split()  # after what stands for the value
-        assert len(meaning) >= 3, key.name
+        assert len(meaning) >= 2, key.name
 
 
 def test_what_is_printed_reads_back_to_the_same_configuration(
@@ -468,8 +477,8 @@ def session(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     events: list[Any] = []
 
     @contextmanager
-    def opened(device_groups: DeviceGroups, *, ray_address: str | None = None) -> Iterator[None]:
-        events.extend([device_groups, ray_address])
+    def opened(device_groups: DeviceGroups, *, runtime: str = "", ray_address: str | None = None) -> Iterator[None]:
+        events.extend([device_groups, runtime or ray_address])
         try:
             yield
         finally:
@@ -530,6 +539,25 @@ def test_a_role_of_the_trainer_must_be_hosted() -> None:
         placement(DummyTrainer, config_on({"train": {"cpus": 1}}))
 
 
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {"default": {"device": "CPU", "ranks": 2, "workers": ["default"]}, "g": {}},
+        {"nproc_per_node": 4, "a": {"device": "CPU", "ranks": 2, "workers": ["rlhf:default"]}, "g": {}},
+        '{"device_groups": {"a": {"device": "CPU", "ranks": 2, "workers": "pt:default"}, "g": {}}}',
+        {"default": {"cpus": 2}, "rollout": {"cpus": 1}},
+    ],
+    ids=["default", "rlhf:default", "in JSON", "as a section"],
+)
+def test_the_names_that_ms_swift_has_for_roles_are_ours(groups: Any) -> None:
+    if isinstance(groups, str):
+        groups = groups.replace('"g": {}', '"g": {"device": "CPU", "ranks": 1, "workers": ["rollout"]}')
+    elif "g" in groups:
+        groups["g"] = {"device": "CPU", "ranks": 1, "workers": ["rollout"]}
+    placed = placement(DummyTrainer, config_on(groups)).groups
+    assert [(group.roles, group.num_workers) for group in placed] == [(("train",), 2), (("rollout",), 1)]
+
+
 def test_a_role_that_no_trainer_has_would_stand_idle(tmp_path: Path) -> None:
     groups = {"train": {"cpus": 1}, "rollout": {"cpus": 1}, "judge": {"cpus": 1}}
     with pytest.raises(ConfigError, match=r"hosts 'judge', but DummyTrainer has only the roles train, rollout"):
@@ -538,15 +566,59 @@ def test_a_role_that_no_trainer_has_would_stand_idle(tmp_path: Path) -> None:
     assert "judge" in placement(DummyTrainer, config_on(groups, external_plugins=[str(tmp_path / "judges.py")])).roles
 
 
-def test_several_torchrun_processes_without_ray_are_refused(
-    made: list[Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def four_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As process 0 of the four that torchrun started."""
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "4", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_the_processes_of_torchrun_host_all_roles(made: list[Config], session: list[Any], four_processes: None) -> None:
+    main("dummy", NEEDED)
+    groups, runtime, closed = session
+    (group,) = groups.groups
+    assert (group.roles, group.num_workers, runtime, closed) == (("train", "rollout"), 4, "torchrun", "closed")
+    assert len(made) == 1
+
+
+def test_device_groups_say_which_processes_of_torchrun_host_a_role(
+    made: list[Config], session: list[Any], four_processes: None
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(SystemExit):
-        main("dummy", NEEDED)
-    assert "torchrun started 4 processes" in capsys.readouterr().err
+    main("dummy", [*NEEDED, "--train.cpus", "3", "--rollout.cpus", "1"])
+    assert [(group.roles, group.num_workers) for group in session[0].groups] == [(("train",), 3), (("rollout",), 1)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--use_ray", "true"], "torchrun started 4 processes, each of which would start the workers of use_ray"),
+        (["--train.cpus", "1", "--rollout.cpus", "1", "--train.env.A", "1"], "group 'train' has env, which torchrun's"),
+    ],
+    ids=["ray", "env"],
+)
+def test_what_torchrun_cannot_do_is_refused(
+    argv: list[str], told: str, made: list[Config], four_processes: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main("dummy", [*NEEDED, *argv])
+    assert exit_.value.code == 2
+    assert told in capsys.readouterr().err
     assert made == []
+
+
+def test_a_mistake_that_process_0_does_not_find_is_told_after_a_while(
+    four_processes: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setenv("RANK", "1")
+    for name in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS"):  # which process 1 sets for itself
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(cli.time, "sleep", waited.append)
+    with pytest.raises(SystemExit) as exit_:
+        main("sft", ["--sead", "7"])
+    assert (exit_.value.code, waited) == (2, [cli.TOLD_BY_FIRST_S])
+    assert "unknown key sead" in capsys.readouterr().err
 
 
 def test_env_of_the_file_is_exported_and_wins_over_the_shell(
@@ -572,6 +644,35 @@ def python(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         timeout=120,
         check=False,
     )
+
+
+def test_the_key_rlhf_type_chooses_the_trainer(
+    made: list[Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(RLHF_TYPES, "grpo", "dummy")
+    monkeypatch.setattr(command_line, "trainer_of", lambda _: "dummy")
+    (tmp_path / "x.yaml").write_text("rlhf_type: grpo\nseed: 7\n")
+    main("rlhf", ["--config", str(tmp_path / "x.yaml"), *NEEDED])
+    assert [config.seed for config in made] == [7]
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ([], "rlhf_type must be given, in the file or as --rlhf_type: one of grpo, gkd, dpo, ppo, rm"),
+        (["--rlhf_type", "kto"], "rlhf_type kto is not supported: it learns from answers that are no pairs"),
+        (["--rlhf_type", "simpo"], "rlhf_type: dpo, reference_free: true, loss_type: sigmoid_norm"),
+        (["--rlhf_type", "ppoo"], "rlhf_type must be one of grpo, gkd, dpo, ppo, rm, got 'ppoo'"),
+    ],
+    ids=["none", "kto", "simpo", "typo"],
+)
+def test_an_rlhf_type_without_a_trainer_is_told_what_to_use(
+    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main("rlhf", argv)
+    assert exit_.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 def test_an_unknown_trainer_is_answered_with_the_nearest() -> None:

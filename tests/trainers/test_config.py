@@ -8,6 +8,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import peft  # noqa: F401  (it sets a variable of the environment when it is first imported)
 import pytest
 
 from rayhelper import ConfigError, DeviceGroups
@@ -55,6 +56,13 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"dataset": ""}, ["dataset is empty", "give a file"]),
     ({"dataset": []}, ["dataset is empty"]),
     ({"eval_steps": 10}, ["eval_steps is 10", "eval_dataset", "Add one"]),
+    ({"val_before_train": True}, ["val_before_train", "eval_dataset", "Add one"]),
+    ({"greater_is_better": True}, ["greater_is_better", "metric_for_best_model"]),
+    ({"metric_for_best_model": "loss"}, ["metric_for_best_model=loss", "multiple of eval_steps", "500 and None"]),
+    (
+        {"metric_for_best_model": "loss", "eval_dataset": "d", "eval_steps": 4, "save_steps": 6},
+        ["save_steps must be a multiple of eval_steps", "6 and 4"],
+    ),
     ({"model": "./nowhere/model"}, ["model", "'./nowhere/model'", "Give a folder or a name"]),
     ({"tokenizer": "/nowhere/tokenizer"}, ["tokenizer", "'/nowhere/tokenizer'"]),
     ({"chat_template": "templates/chatml.jinja"}, ["chat_template", "no file 'templates/chatml.jinja'"]),
@@ -172,9 +180,56 @@ GRPO_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"importance_sampling_level": "tokens"}, ["importance_sampling_level", "Did you mean 'token'?"]),
     ({"scale_rewards": "groups"}, ["scale_rewards must be one of group, batch, none", "Did you mean 'group'?"]),
     ({"reward_weights": [1.0, 2.0]}, ["reward_weights has 2 values for 1 reward_funcs"]),
-    ({"val_before_train": True}, ["val_before_train", "eval_dataset", "Add one"]),
     ({"rollout_engine": "vlm"}, ["rollout_engine must be one of hf", "'vlm'"]),
+    ({"loss_type": "real"}, ["'real' classifies", "it is not built", "nearest relative here is sapo"]),
+    ({"loss_type": "sapo", "epsilon": 0.1}, ["epsilon is 0.1", "nothing looks at with loss_type=sapo"]),
+    ({"loss_type": "vespo", "delta": 2.0}, ["delta is 2.0", "read with grpo, bnpo"]),
+    ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, ["epsilon is 0.1", "loss_type=cispo"]),
+    ({"sapo_temperature_neg": 2.0}, ["sapo_temperature_neg is 2.0", "loss_type=dapo", "read with sapo"]),
+    ({"fipo_clip_range": None}, ["fipo_clip_range is None", "read with fipo"]),
+    ({"reward_clip_range": [0.0, 1.0]}, ["reward_clip_range", "advantage_estimator=grpo", "read with rloo"]),
+    ({"advantage_estimator": "rloo", "reward_clip_range": [1.0, 0.0]}, ["reward_clip_range must be [lowest, highest]"]),
+    ({"advantage_estimator": "rloo", "scale_rewards": "batch"}, ["scale_rewards=batch is for", "rloo divides as"]),
+    ({"kl_in_reward": True}, ["kl_in_reward is set, but beta", "is 0"]),
+    (
+        {"beta": 0.1, "kl_in_reward": True, "multi_objective_aggregation": "normalize_then_sum"},
+        ["not with normalize_then_sum"],
+    ),
+    ({"teacher_kl_coef": 0.5}, ["teacher_kl_coef is set, but teacher_model is not"]),
+    ({"ref_model": "other"}, ["ref_model", "weight beta is 0"]),
+    ({"ref_model_sync_steps": 8}, ["ref_model_sync_steps is 8", "sync_ref_model=False"]),
+    ({"entropy_target": 1.0}, ["entropy_target is 1.0", "use_adaptive_entropy=False"]),
+    ({"top_entropy_quantile": 1.5}, ["top_entropy_quantile must lie in [0, 1]", "1.5"]),
+    ({"max_resample_times": 2}, ["max_resample_times is 2", "dynamic_sample=False"]),
+    ({"rollout_importance_sampling_clip_max": 2.0}, ["clip_max is set", "correction is not"]),
+    (
+        {"rollout_importance_sampling_correction": False, "rollout_importance_sampling_mode": "token_mask"},
+        ["mode is set, but rollout_importance_sampling_correction is not"],
+    ),
+    ({"max_turns": 2}, ["max_turns is set, but there is no environment"]),
+    ({"environment": "e", "tools": ["t"]}, ["environment and tools both answer"]),
+    ({"environment": "e", "max_turns": 2, "max_tool_calling_iterations": 1}, ["say the same thing"]),
+    ({"reward_model": ["judge"], "reward_weights": [1.0]}, ["1 values for 1 reward_funcs and 1 of reward_model"]),
 ]
+
+
+def test_what_other_systems_call_it_means_the_same() -> None:
+    assert grpo_config(rollout_importance_sampling_mode="token_mask").rollout_correction == "token_mask"
+    assert grpo_config(rollout_importance_sampling_correction=True).rollout_correction == "sequence_mask"
+    assert grpo_config(rollout_importance_sampling_correction=False).rollout_correction is None
+    assert grpo_config().rollout_correction is None
+    assert grpo_config(environment="e", max_tool_calling_iterations=2).turn_limit == 3
+    assert not grpo_config(beta=0.1).has_kl_in_reward
+    assert grpo_config(beta=0.1, advantage_estimator="reinforce_plus_plus", scale_rewards="batch").has_kl_in_reward
+    assert grpo_config(advantage_estimator="reinforce_plus_plus_token", num_generations=1).num_generations == 1
+
+
+def test_a_loss_at_another_level_than_its_papers_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    grpo_config(loss_type="luspo", importance_sampling_level="sequence")
+    grpo_config(loss_type="vespo")
+    assert not caplog.records
+    grpo_config(loss_type="luspo")
+    assert "loss_type=luspo is meant with importance_sampling_level=sequence, not token" in caplog.text
 
 
 @pytest.mark.parametrize(("changed", "told"), SFT_MISTAKES, ids=lambda value: str(value)[:60])
@@ -269,16 +324,18 @@ def is_a_check(node: ast.AST) -> bool:
 
 
 def keys_that_are_read() -> set[str]:
-    """The names read as ``config.name`` or ``self.config.name``, or by name (``getattr``), outside of checks."""
+    """The names read as ``config.name`` or ``self.config.name``, or by a configuration's properties, not by checks."""
     found: set[str] = set()
 
-    def visit(node: ast.AST) -> None:
+    def visit(node: ast.AST, names: tuple[str, ...] = ("config", "self.config")) -> None:
         if is_a_check(node):
             return
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("config", "self.config"):
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
+            names = (*names, "self")
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in names:
             found.add(node.attr)
         for child in ast.iter_child_nodes(node):
-            visit(child)
+            visit(child, names)
 
     for tree in trees().values():
         visit(tree)
@@ -296,3 +353,31 @@ def test_reading_a_key_in_a_check_is_not_using_it() -> None:
     assert "output" not in keys_that_are_read()
     assert is_a_check(ast.parse("def check_shared(config): return config.x").body[0])
     assert is_a_check(ast.parse("def __post_init__(self): pass").body[0])
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"lora_rank": 16}, "lora_rank is 16, but tuner_type is full"),
+        ({"optim": "sgd", "adam_beta1": 0.8}, "adam_beta1 is 0.8, but optim is sgd"),
+        ({"fsdp_sharding_strategy": "no_shard", "fsdp_offload_params": True}, "fsdp_offload_params needs"),
+        (
+            {"fsdp_sharding_strategy": "no_shard", "fsdp_reshard_after_forward": False},
+            "fsdp_reshard_after_forward is False, but fsdp_sharding_strategy is no_shard",
+        ),
+        ({"lora_kwargs": {"use_rslora": True}}, "tuner_type: lora"),
+        ({"tuner_type": "lora", "lora_kwargs": {"r": 4}}, "is the key lora_rank"),
+        ({"tuner_type": "lora", "lora_kwargs": {"use_rslor": True}}, "use_rslora"),
+        ({"token_budget": 0}, "token_budget must be at least 1"),
+        ({"optim": "adam"}, "optim must be one of"),
+    ],
+)
+def test_keys_of_the_model_that_nobody_would_read_or_that_have_no_meaning(keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        SFTConfig(**{"model": "m", "dataset": [{"text": "a"}], **keys})
+
+
+def test_keys_of_an_adapter_and_an_optimizer_are_taken() -> None:
+    keys = {"tuner_type": "lora", "lora_rank": 4, "lora_kwargs": {"use_rslora": True}, "optim": "adafactor"}
+    config = SFTConfig(model="m", dataset=[{"text": "a"}], **keys)
+    assert config.lora_rank == 4

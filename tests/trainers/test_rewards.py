@@ -320,3 +320,14 @@ def test_every_gsm8k_answer_is_a_number_and_scores_itself() -> None:
 )
 def test_format(completion: str, reward: float) -> None:
     assert format_reward([completion]) == [reward]
+
+
+def test_soft_overlong_falls_over_its_last_tokens_under_either_name() -> None:
+    theirs = {"name": "soft_overlong_punishment", "max_completion_len": 10, "soft_punish_cache": 4}
+    functions, _ = resolve_rewards([{"name": "soft_overlong", "soft_max_length": 10, "soft_cache_length": 4}, theirs])
+    assert functions[0][1] == "soft_overlong"
+    lengths = [[1] * length for length in (1, 6, 8, 10, 11)]
+    rewards_BK = score(functions, ["p"] * 5, ["c"] * 5, lengths, {})
+    assert rewards_BK[:, 0].tolist() == rewards_BK[:, 1].tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
+    with pytest.raises(ValueError, match="soft_cache_length=0 must lie in"):
+        resolve_rewards([{"name": "soft_overlong", "soft_max_length": 10, "soft_cache_length": 0}])

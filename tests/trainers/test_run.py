@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from rayhelper import ConfigError, DeviceGroups
 from tests.e2e.runs import TEXTS, final_bytes, grpo_config, interrupted_after, lines, sft_config
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.checkpoint import checkpoints, read_state
-from trainers.config import TrainConfig
+from trainers.config import SEQUENCES_PER_STEP, TrainConfig, sequences_per_step
+from trainers.generation_plan import StepPlan
 from trainers.grpo import GRPOTrainer
 from trainers.metrics import Metrics
-from trainers.run import Run, load_tokenizer, mistakes_of, num_train_workers, resolve_dtype
+from trainers.run import Run, load_tokenizer, mistakes_of, num_train_workers, resolve_dtype, saved_order
 from trainers.sft import SFTTrainer
 
 ORDER = {"sequences": 11, "sequences a step": 4}
@@ -131,6 +133,34 @@ def test_old_checkpoints_go_first(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
 
 
+@pytest.mark.parametrize(
+    ("name", "greater", "best"),
+    [("loss", None, 3), ("eval_loss", None, 3), ("reward", None, 2), ("reward", False, 3), ("loss", True, 2)],
+)
+def test_the_best_checkpoint_is_that_of_the_best_evaluation(
+    name: str, greater: bool | None, best: int, tmp_path: Path
+) -> None:
+    """A run that was resumed remembers it; the first of equals counts, and what is not a number never."""
+    keys: dict[str, Any] = {"eval_dataset": [{"text": "a"}], "eval_steps": 1, "save_steps": 1, "save_total_limit": 1}
+    keys |= {"metric_for_best_model": name, "greater_is_better": greater}
+    for values in ([math.nan, 2.0, 1.0], [1.0, 2.0, 1.5]):
+        with opened(tmp_path, resume_from_checkpoint="auto", **keys) as run:
+            for value in values:
+                stepped(run).log_evaluation({"eval_loss": value, "eval_reward": value})
+                run.save_checkpoint(Nothing().save, Nothing())
+    assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{best}", "checkpoint-6"]
+    state = read_state(tmp_path / "checkpoint-6")
+    assert state["best_model_checkpoint"] == str(tmp_path / f"checkpoint-{best}")
+    assert state["best_metric"] == {2: 2.0, 3: 1.0}[best]
+
+
+def test_a_metric_that_evaluation_does_not_give_is_told_with_those_it_gives(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"eval_dataset": [{"text": "a"}], "eval_steps": 1, "save_steps": 1}
+    told = "evaluation gives no 'eval_accuracy'; it gives eval_loss"
+    with opened(tmp_path, metric_for_best_model="accuracy", **keys) as run, pytest.raises(ConfigError, match=told):
+        run.log_evaluation({"eval_loss": 1.0})
+
+
 def test_a_new_run_in_the_folder_of_a_longer_one_resumes_from_its_own_checkpoint(tmp_path: Path) -> None:
     with opened(tmp_path) as longer:
         stepped(longer, 8).save_checkpoint(Nothing().save, Nothing())
@@ -158,6 +188,25 @@ def test_a_run_that_would_see_other_rows_does_not_resume(
     with pytest.raises(ConfigError, match=rf"{told}.*rows would be repeated or left out.*global_batch_size"):
         opened(tmp_path, order=order, resume_from_checkpoint=True, **keys)
     assert len(lines(tmp_path)) == 3  # nothing was touched
+
+
+def test_a_resumed_run_keeps_its_batch_unless_the_configuration_says_another(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"model": "m", "dataset": "d", "output_dir": str(tmp_path), "resume_from_checkpoint": "auto"}
+    config = TrainConfig(**keys, per_device_train_batch_size=2)
+    assert sequences_per_step(config, 4, saved_order(config)) == 8
+    with opened(tmp_path, order={SEQUENCES_PER_STEP: 8}) as run:
+        stepped(run).save_checkpoint(Nothing().save, Nothing())
+    assert sequences_per_step(config, 1, saved_order(config)) == 8
+    config = TrainConfig(**keys, global_batch_size=4)
+    assert sequences_per_step(config, 1, saved_order(config)) == 4
+
+
+def test_a_generation_of_a_resumed_run_keeps_its_size_too(model: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"global_batch_size": None, "generation_batch_size": None, "steps_per_generation": 4}
+    config = grpo_config(model, tmp_path, **sizes, per_device_train_batch_size=2)
+    four = StepPlan.of(config, 6, 4, {})
+    assert (four.step_size, four.num_prompts) == (8, 8)
+    assert StepPlan.of(config, 6, 1, four.order()) == four
 
 
 def test_a_resumed_run_may_be_longer(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""The ``fsdp`` backend: a transformers model, trained by one process or data-parallel over the workers of a role.
+"""The ``fsdp`` backend: a transformers model, in one process or over the workers of a role.
 
-    Sequences (ragged) --pad--> micro-batches --Scorer--> logps, entropy of target tokens --loss function--> gradient
-                                                  |
-                                    DistributedDataParallel when the process group has several members
+    batch (ragged) --cut--> micro-batches --Scorer--> numbers of target tokens --loss function--> gradient --> optimizer
+                                              |
+                              FSDP2 (weights in shards) or DistributedDataParallel, where there are several workers
 
 Gradients are *sums* over micro-batches and workers: the loss function divides by the normaliser of the whole optimizer
-step. DDP averages, so the loss is multiplied by the number of workers. Every worker runs the same number of
+step. FSDP and DDP average, so the loss is multiplied by the number of workers. Every worker runs the same number of
 micro-batches, the last ones empty if need be, so that collectives stay in step and an empty slice is no special case.
 """
 
@@ -13,47 +13,63 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from trainers.backends.base import LossFunction
-from trainers.backends.head import Head, Scores
+from trainers.backends.adapters import add_adapter, is_adapter, load_adapter, own_weights, without_adapter
+from trainers.backends.base import TokenFunction
 from trainers.backends.hf_model import (
+    ModelHead,
     build_model,
     default_device,
     evaluating,
     load_named_weights,
     named_weights,
     read_weights,
+    untied,
     write_model,
     zero_dropout,
 )
+from trainers.backends.inputs import Place, in_order, micro_batches, model_inputs, num_targets
+from trainers.backends.optimizer import OptimizerName, build_optimizer, load_whole_state, move_state, whole_state
+from trainers.backends.random_state import random_state, set_random_state
+from trainers.backends.scorer import Scorer, ValueScorer
+from trainers.backends.sharding import full, reshard, shard, whole_weights
 from trainers.batch import Ragged, Sequences
 from trainers.metrics import Metrics
 
+Sharding = Literal["full_shard", "no_shard"]
+
 
 class FsdpBackend:
-    """A causal language model and, unless it only scores, its AdamW optimizer and schedule.
+    """A model with a language or value head and, unless it only scores, its optimizer and schedule.
 
-    Weights and optimizer states are float32; ``dtype='bfloat16'`` runs the forward pass under autocast. A model that
-    only scores (``learning_rate=None``) is kept in ``dtype``. ``device`` None: the GPU of this process, or the CPU.
+    Weights and optimizer states are float32; ``dtype='bfloat16'`` runs the forward pass in it. What is not trained, a
+    model that only scores (``learning_rate=None``) or one under a LoRA adapter (``lora``: fields of peft's LoraConfig),
+    is kept in ``dtype``. ``device`` None: the GPU of this process, or the CPU.
+
+    ``token_budget`` cuts micro-batches by tokens instead of rows; ``padding_free`` joins the rows of one into a single
+    row of documents. ``values_at``: where a value head is read off, at the token that predicts a target or at itself.
     """
 
     def __init__(
         self,
         model: str | Path,
         *,
+        head: ModelHead = "lm",
+        values_at: Place = "predicting",
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: str | torch.device | None = None,
         learning_rate: float | None = None,
         num_training_steps: int = 0,
+        optim: OptimizerName = "adamw_torch",
+        optim_kwargs: Mapping[str, Any] | None = None,
         weight_decay: float = 0.0,
         adam_beta1: float = 0.9,
         adam_beta2: float = 0.999,
@@ -64,6 +80,12 @@ class FsdpBackend:
         warmup_steps: int = 0,
         gradient_checkpointing: bool = False,
         disable_dropout: bool = True,
+        lora: Mapping[str, Any] | None = None,
+        sharding: Sharding = "no_shard",
+        reshard_after_forward: bool = True,
+        offload_params: bool = False,
+        padding_free: bool = False,
+        token_budget: int | None = None,
         seed: int = 42,
         model_init_kwargs: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
@@ -74,10 +96,19 @@ class FsdpBackend:
         self.device = default_device() if device is None else torch.device(device)
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        trains = learning_rate is not None
+        self.padding_free, self.token_budget = padding_free, token_budget
+        self.place: Place = values_at if head == "value" else "predicting"
+        trains, lowers = learning_rate is not None, self.dtype != torch.float32
+        # FSDP keeps float32 weights and runs the layers in a lower dtype throughout, on a single worker too; autocast
+        # would leave all between the products in float32
+        shards = sharding == "full_shard" and (
+            self.world_size > 1 or (trains and lowers and lora is None and dist.is_initialized())
+        )
+        frozen = not trains or (lora is not None and not shards)  # FSDP wants one dtype for a layer and its adapter
         self.module: Any = build_model(
             model,
-            dtype=torch.float32 if trains else self.dtype,
+            head=head,
+            dtype=self.dtype if frozen else torch.float32,
             device=self.device,
             model_init_kwargs=model_init_kwargs,
             trust_remote_code=trust_remote_code,
@@ -85,25 +116,45 @@ class FsdpBackend:
         self.config = copy.deepcopy(self.module.config)  # as it is written: with its dropout
         if disable_dropout:
             zero_dropout(self.module)
+        self.scorer = Scorer(self.module) if head == "lm" else ValueScorer(self.module)
+        self.adapted: Any = None
+        if lora is not None:
+            self.adapted = add_adapter(self.module, lora, value_head=head == "value")
         self.module.train(trains)
         if gradient_checkpointing and trains:
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.scorer = Scorer(self.module)
-        self.forward: torch.nn.Module = self.scorer
-        self.optimizer: torch.optim.Optimizer | None = None
-        if learning_rate is None:
+        if not trains:
             self.module.requires_grad_(False)
-            return
-        if self.world_size > 1:
+        self.forward: torch.nn.Module = self.scorer
+        self.casts = lowers
+        if shards:
+            shard(
+                self.scorer,
+                self.module,
+                dtype=self.dtype,
+                reshard_after_forward=reshard_after_forward,
+                offload_params=offload_params,
+            )
+            self.casts = False
+            with torch.no_grad():  # the first pass settles which module is the root
+                self._run(self.scorer, None, temperature=1.0)
+            reshard(self.scorer)
+        elif trains and self.world_size > 1:
             devices = [self.device.index] if self.device.type == "cuda" else None
             self.forward = DistributedDataParallel(self.scorer, device_ids=devices, gradient_as_bucket_view=True)
+        self.is_sharded = shards
+        self.optimizer: torch.optim.Optimizer | None = None
+        if learning_rate is None:
+            return
         self.max_grad_norm = max_grad_norm
-        self.optimizer = torch.optim.AdamW(
-            _parameter_groups(self.module, weight_decay),
-            lr=learning_rate,
-            betas=(adam_beta1, adam_beta2),
-            eps=adam_epsilon,
-            fused=self.device.type == "cuda",
+        self.optimizer = build_optimizer(
+            optim,
+            self.module,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            adam_betas=(adam_beta1, adam_beta2),
+            adam_epsilon=adam_epsilon,
+            kwargs=optim_kwargs or {},
         )
         self.scheduler = get_scheduler(
             lr_scheduler_type,
@@ -113,54 +164,157 @@ class FsdpBackend:
             scheduler_specific_kwargs=dict(lr_scheduler_kwargs or {}),
         )
 
-    @torch.no_grad()
-    def token_logps(self, sequences: Sequences, *, micro_batch_size: int, temperature: float = 1.0) -> Ragged:
-        """float32 log-probabilities of each row's targets under softmax(logits / temperature). Any rank, alone too.
+    # Scores
 
-        Without dropout they are, bit for bit, those that ``step`` finds for the same micro-batches.
+    def token_logps(
+        self, sequences: Sequences, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True
+    ) -> Ragged:
+        """float32 log-probabilities of each row's targets under softmax(logits / temperature).
+
+        Any rank, alone too, unless weights lie in shards. Without dropout they are, bit for bit, those that ``step``
+        finds for the same micro-batches.
         """
-        with evaluating(self.module):
-            parts = [
-                self._scores(self.scorer, sequences[start : start + micro_batch_size], temperature).logps_N
-                for start in range(0, len(sequences), micro_batch_size)
-            ]
-        values = torch.cat(parts).cpu().numpy() if parts else np.zeros(0, np.float32)
-        return Ragged.split(values, num_targets(sequences))
+        return self._each(sequences, micro_batch_size, lambda scores: scores[:1], 1, temperature, adapter)[0]
+
+    def token_scores(
+        self, sequences: Sequences, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True
+    ) -> tuple[Ragged, Ragged]:
+        """The log-probabilities of ``token_logps``, and the entropies at the same targets. As ``token_logps``."""
+        logps, entropies = self._each(sequences, micro_batch_size, lambda scores: scores[:2], 2, temperature, adapter)
+        return logps, entropies
+
+    def token_values(self, sequences: Sequences, *, micro_batch_size: int) -> Ragged:
+        """float32 values at each row's targets, of a value head. As ``token_logps``."""
+        return self._each(sequences, micro_batch_size, lambda values: values, 1)[0]
+
+    def top_logps(
+        self, sequences: Sequences, k: int, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True
+    ) -> tuple[Ragged, Ragged]:
+        """The k likeliest ids at each row's targets (values (N, k)) and their log-probabilities. As ``token_logps``."""
+        function = _TopLogps(k, temperature)
+        logps, ids = self._each(
+            sequences, micro_batch_size, lambda scores: scores.further, 2, temperature, adapter, token_function=function
+        )
+        return Ragged(ids.values.astype(np.int64), ids.offsets), logps
+
+    @torch.no_grad()
+    def target_features(self, sequences: Sequences, *, adapter: bool = True) -> torch.Tensor:
+        """(N, H) what ``logits`` takes, of the targets of all rows in one pass. Every rank if weights lie in shards."""
+        with evaluating(self.module), without_adapter(self.adapted, not adapter):
+            features_NX: torch.Tensor = self._run(self.scorer, sequences, temperature=1.0, features_only=True)[0]
+        return features_NX
+
+    def logits(self, features_NX: torch.Tensor) -> torch.Tensor:
+        """(N, V) float32 logits of what ``target_features`` gave."""
+        with self._autocast():
+            logits_NV: torch.Tensor = self.scorer.head.logits(features_NX)  # type: ignore[union-attr, operator]
+        return logits_NV
+
+    @torch.no_grad()
+    def _each(
+        self,
+        sequences: Sequences,
+        micro_batch_size: int,
+        pick: Callable[[Any], tuple[torch.Tensor, ...]],
+        num_columns: int,
+        temperature: float = 1.0,
+        adapter: bool = True,
+        **settings: Any,
+    ) -> list[Ragged]:
+        """The columns that ``pick`` takes of each micro-batch's scores, in the order of the rows."""
+        rows = self._cut(sequences, micro_batch_size)
+        columns: list[list[Ragged]] = [[] for _ in range(num_columns)]
+        with evaluating(self.module), without_adapter(self.adapted, not adapter):
+            for k in range(self._most(len(rows)) if self.is_sharded else len(rows)):
+                micro = sequences[rows[k]] if k < len(rows) else None
+                scores = pick(self._run(self.scorer, micro, temperature=temperature, **settings))
+                if micro is not None:
+                    for column, values in zip(columns, scores, strict=True):
+                        column.append(Ragged.split(values.cpu().numpy(), num_targets(micro)))
+        if not rows:
+            return [Ragged.of([], np.float32) for _ in columns]
+        return [in_order(parts, rows) for parts in columns]
+
+    # Learning
 
     def step(
         self,
-        sequences: Sequences,
-        loss_function: LossFunction[Any],
+        batch: Any,
+        loss_function: Any,
         *,
         micro_batch_size: int,
         temperature: float = 1.0,
         entropy_gradient: bool = False,
+        token_function: TokenFunction | None = None,
     ) -> Metrics:
         """One optimizer step; every rank calls it. See ``Backend.step``."""
         assert self.optimizer is not None, "this model only scores: it was built without a learning rate"
         metrics = Metrics()
-        num_micro = self._most(-(-len(sequences) // micro_batch_size) or 1)
+        rows = self._cut(batch, micro_batch_size)
+        num_micro = self._most(max(1, len(rows)))
+        settings: dict[str, Any] = {}
+        if isinstance(self.scorer, Scorer):
+            settings = {"entropy_gradient": entropy_gradient, "token_function": token_function}
         for k in range(num_micro):
-            micro = sequences[k * micro_batch_size : (k + 1) * micro_batch_size]
+            micro = batch[rows[k] if k < len(rows) else slice(0, 0)]
+            sequences = micro.as_sequences()
+            if token_function is not None:
+                settings["token_inputs"] = token_function.inputs(micro)
             with self._synchronised(last=k == num_micro - 1):
-                scores = self._scores(self.forward, micro, temperature, entropy_gradient)
-                loss = _loss(scores, loss_function, micro, metrics)
+                scores = self._run(self.forward, sequences, temperature=temperature, **settings)
+                names = () if token_function is None else token_function.names
+                loss = self._loss(scores, names, loss_function, micro, sequences, metrics)
                 (loss * self.world_size).backward()
             metrics.sum("loss", loss.item())
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.max_grad_norm or float("inf"))
-        metrics.same("grad_norm", float(grad_norm))
+        trained = [weight for weight in self.module.parameters() if weight.requires_grad]
+        grad_norm = torch.nn.utils.clip_grad_norm_(trained, self.max_grad_norm or float("inf"))
+        metrics.same("grad_norm", float(full(grad_norm)))
         metrics.same("learning_rate", self.scheduler.get_last_lr()[0])
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         return metrics
 
-    def _scores(
-        self, forward: torch.nn.Module, micro: Sequences, temperature: float, entropy_gradient: bool = False
-    ) -> Scores:
-        inputs = padded_inputs(micro, self.device)
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            return Scores(*forward(*inputs, temperature, entropy_gradient))
+    def _run(self, forward: torch.nn.Module, micro: Sequences | None, **settings: Any) -> Any:
+        micro = Sequences(Ragged.of([], np.int64), Ragged.of([], bool)) if micro is None else micro
+        inputs = model_inputs(micro, self.device, padding_free=self.padding_free, place=self.place)
+        if isinstance(self.scorer, ValueScorer):
+            settings = {}
+        with self._autocast():
+            return forward(inputs, **settings)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.casts)
+
+    def _cut(self, batch: Any, micro_batch_size: int) -> list[np.ndarray]:
+        lengths = batch.row_lengths()
+        return micro_batches(lengths, micro_batch_size, token_budget=self.token_budget, padding_free=self.padding_free)
+
+    def _loss(
+        self,
+        scores: Any,
+        names: tuple[str, ...],
+        loss_function: Any,
+        micro: Any,
+        sequences: Sequences,
+        metrics: Metrics,
+    ) -> torch.Tensor:
+        nothing = scores[0][:0].sum()  # reaches every weight, with gradients of zero, whatever the loss looks at
+        if not len(micro):
+            return cast(torch.Tensor, nothing)
+        counts = torch.from_numpy(num_targets(sequences)).to(self.device)
+        mask_BT = torch.arange(int(num_targets(sequences).max()), device=self.device)[None, :] < counts[:, None]
+
+        def table(values_N: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(mask_BT.shape, device=self.device).masked_scatter(mask_BT, values_N)
+
+        if isinstance(self.scorer, ValueScorer):
+            loss = loss_function(table(scores[0]), mask_BT, micro, metrics)
+            return cast(torch.Tensor, loss + nothing)
+        metrics.mean("mean_token_accuracy", float(scores.is_top1_N.sum()), len(scores.is_top1_N))
+        further = {f"{name}_BT": table(values) for name, values in zip(names, scores.further, strict=True)}
+        loss = loss_function(table(scores.logps_N), table(scores.entropy_N), mask_BT, micro, metrics, **further)
+        return cast(torch.Tensor, loss + nothing)
 
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if isinstance(self.forward, DistributedDataParallel) and not last:
@@ -175,33 +329,107 @@ class FsdpBackend:
         dist.all_reduce(counts, dist.ReduceOp.MAX)
         return int(counts)
 
+    # Weights
+
+    def _settle(self) -> None:
+        """Weights as they are kept, before they are read or written."""
+        if self.is_sharded:
+            reshard(self.scorer)
+
+    def whole_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, every rank holds all weights and may run the module at its own pace. Every rank enters."""
+        return whole_weights(self.scorer) if self.is_sharded else contextlib.nullcontext()
+
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights under the names of a checkpoint, tied ones once. Any rank."""
+        """The weights under the names of a checkpoint, tied ones once, an adapter merged.
+
+        Any rank, alone too, unless weights lie in shards.
+        """
+        self._settle()
         return named_weights(self.module)
 
     def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Takes the weights in place; see ``load_named_weights``. Every rank."""
+        self._settle()
         load_named_weights(self.module, named_weights)
 
+    def mix_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]], share: float) -> None:
+        """weights = share x given + (1 - share) x own. Every rank."""
+        self._settle()
+        load_named_weights(self.module, named_weights, share)
+
+    def offload(self) -> None:
+        """Moves weights and optimizer to the memory of the host. Every rank."""
+        if self.device.type != "cpu":
+            self._move(torch.device("cpu"))
+
+    def reload(self) -> None:
+        """Brings back what ``offload`` moved. Every rank."""
+        if self.device.type != "cpu":
+            self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        self._settle()
+        if self.is_sharded:
+            self.scorer.to(device)
+        else:
+            for tensor in [*self.module.parameters(), *self.module.buffers()]:
+                tensor.data = tensor.data.to(device, non_blocking=True)
+        if self.optimizer is not None:
+            move_state(self.optimizer, device)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
     def export(self, folder: Path, tokenizer: Any = None) -> None:
-        """Writes the model alone in ``dtype``, as a Hugging Face folder (rank 0 does)."""
+        """Writes the model alone in ``dtype``, as a Hugging Face folder (rank 0 does). Every rank calls it.
+
+        A LoRA adapter is merged into it, and stands alone in ``adapter``.
+        """
+        self._settle()
+        folder = Path(folder)
+        weights = dict(own_weights(self.module, untied(self.module))) if self.rank == 0 or self.is_sharded else {}
+        adapter = self._adapter_weights()
         if self.rank == 0:
-            write_model(self.module, Path(folder), dtype=self.dtype, config=self.config)
+            write_model(self.module, weights, folder, dtype=self.dtype, config=self.config)
+            if adapter:
+                self.adapted.save_pretrained(folder / "adapter", state_dict=adapter)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
 
     def save(self, folder: Path) -> None:
-        """Writes the model as it is in memory, optimizer, schedule and every rank's random state. Every rank."""
+        """Writes the model as it is in memory, optimizer, schedule and every rank's random state. Every rank.
+
+        Of a model with a LoRA adapter, the adapter alone, as peft writes it.
+        """
         folder = Path(folder)
+        if self.world_size > 1:
+            dist.barrier()  # whoever prepares the folder has done so before any rank writes
         folder.mkdir(parents=True, exist_ok=True)
+        self._settle()
+        adapter = self._adapter_weights()
+        if self.adapted is None and (self.rank == 0 or self.is_sharded):
+            weights = dict(own_weights(self.module, untied(self.module)))
+        optimizer = None
+        if self.optimizer is not None and (self.rank == 0 or self.is_sharded):
+            optimizer = whole_state(self.optimizer)
         if self.rank == 0:
-            write_model(self.module, folder, dtype=self.module.dtype, config=self.config)
-            if self.optimizer is not None:
-                torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
+            if self.adapted is not None:
+                self.adapted.save_pretrained(folder, state_dict=adapter)
+            else:
+                write_model(self.module, weights, folder, dtype=self.module.dtype, config=self.config)
+            if optimizer is not None:
+                torch.save(optimizer, folder / "optimizer.pt")
                 torch.save(self.scheduler.state_dict(), folder / "scheduler.pt")
         torch.save(random_state(self.device), folder / f"rng_state_{self.rank}.pth")
         if self.world_size > 1:
             dist.barrier()
+
+    def _adapter_weights(self) -> dict[str, torch.Tensor]:
+        """The adapter's weights, whole, under peft's names; every rank asks if they lie in shards."""
+        if self.adapted is None:
+            return {}
+        own = self.adapted.state_dict()
+        return {name: full(weight.detach()).cpu() for name, weight in own.items() if is_adapter(name)}
 
     def load(self, folder: Path) -> None:
         """Restores what ``save`` wrote, bit for bit. Every rank.
@@ -212,127 +440,31 @@ class FsdpBackend:
             FileNotFoundError: the folder is not one that ``save`` of a training backend wrote.
         """
         folder = Path(folder)
-        load_named_weights(self.module, read_weights(folder))
+        self._settle()
+        if self.adapted is not None:
+            load_adapter(self.adapted, folder)
+        else:
+            load_named_weights(self.module, read_weights(folder))
         if self.optimizer is not None:
-            self.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", map_location="cpu"))
+            state = torch.load(folder / "optimizer.pt", map_location="cpu")
+            load_whole_state(self.optimizer, state)
             self.scheduler.load_state_dict(torch.load(folder / "scheduler.pt"))
         states = folder / f"rng_state_{self.rank}.pth"
         if states.exists():
             set_random_state(torch.load(states, weights_only=False), self.device)
 
 
-class Scorer(torch.nn.Module):
-    """A language model that answers with the scores of target tokens; what DDP wraps."""
+class _TopLogps:
+    """The token function of ``top_logps``."""
 
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-        self.head = Head(model)
+    names = ("top_logps", "top_ids")
 
-    def forward(
-        self,
-        input_ids_BT: torch.Tensor,
-        position_ids_BT: torch.Tensor | None,
-        predicting_N: torch.Tensor,
-        target_ids_N: torch.Tensor,
-        temperature: float,
-        entropy_gradient: bool,
-    ) -> tuple[torch.Tensor, ...]:
-        """``predicting_N``: places, in the flattened (B, T), whose logits predict ``target_ids_N``."""
-        inputs = {"input_ids": input_ids_BT}
-        if position_ids_BT is not None:
-            inputs["position_ids"] = position_ids_BT
-        features_NX = self.head.features(self.model, predicting_N, **inputs)
-        return tuple(self.head.scores(features_NX, target_ids_N, temperature, entropy_gradient=entropy_gradient))
+    def __init__(self, k: int, temperature: float) -> None:
+        self.k, self.temperature = k, temperature
 
+    def inputs(self, micro: Any) -> tuple[torch.Tensor, ...]:
+        return ()
 
-def padded_inputs(micro: Sequences, device: torch.device) -> tuple[torch.Tensor | None, ...]:
-    """What ``Scorer`` is called with: rows padded on the right. A micro-batch without tokens becomes one of padding.
-
-    There is no attention mask: no token looks at what follows it, so padding on the right reaches no target, and
-    attention keeps its fastest kernel. Packed rows have positions that start anew with every document, by which
-    transformers keeps the documents apart; the padding behind them is a document of its own.
-
-    Raises:
-        ValueError: a target that is the first token of its document, or documents that do not add up to their row.
-    """
-    input_ids_BT = micro.input_ids.padded(0)
-    if not input_ids_BT.numel():
-        nothing = torch.zeros(0, dtype=torch.long, device=device)
-        return torch.zeros(1, 1, dtype=torch.long, device=device), None, nothing, nothing
-    position_ids_BT = None if micro.segment_lengths is None else _positions(micro, input_ids_BT.shape[1])
-    is_first_BT = torch.zeros_like(input_ids_BT, dtype=torch.bool)
-    is_first_BT[:, 0] = True
-    if position_ids_BT is not None:
-        is_first_BT = position_ids_BT == 0
-    is_target_BT = micro.target_mask.padded(False)
-    wrong = (is_target_BT & is_first_BT).any(1).nonzero().flatten().tolist()
-    if wrong:
-        raise ValueError(
-            f"the first token of a document has nothing before it and cannot be a target (row {wrong[0]} of a "
-            f"micro-batch of {len(micro)}): set its target_mask to False"
-        )
-    targets_N = is_target_BT.flatten().nonzero().flatten()
-    tensors = (input_ids_BT, position_ids_BT, targets_N - 1, input_ids_BT.flatten()[targets_N])
-    return tuple(None if tensor is None else tensor.to(device) for tensor in tensors)
-
-
-def num_targets(sequences: Sequences) -> np.ndarray:
-    """(B,) target tokens of each row."""
-    ends = np.concatenate([[0], np.cumsum(sequences.target_mask.values)])
-    counts: np.ndarray = ends[sequences.target_mask.offsets[1:]] - ends[sequences.target_mask.offsets[:-1]]
-    return counts
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """The states of Python's, NumPy's and torch's generators, those of ``device`` among them."""
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
-
-
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Puts back what ``random_state`` gave."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def _loss(scores: Scores, loss_function: LossFunction[Any], micro: Sequences, metrics: Metrics) -> torch.Tensor:
-    nothing = scores.logps_N[:0].sum()  # reaches every weight, with gradients of zero, whatever the loss looks at
-    if not len(micro):
-        return nothing
-    counts = torch.from_numpy(num_targets(micro)).to(scores.logps_N.device)
-    mask_BT = torch.arange(int(num_targets(micro).max()), device=counts.device)[None, :] < counts[:, None]
-    logps_BT = torch.zeros(mask_BT.shape, device=counts.device).masked_scatter(mask_BT, scores.logps_N)
-    entropy_BT = torch.zeros(mask_BT.shape, device=counts.device).masked_scatter(mask_BT, scores.entropy_N)
-    metrics.mean("mean_token_accuracy", float(scores.is_top1_N.sum()), len(scores.is_top1_N))
-    return loss_function(logps_BT, entropy_BT, mask_BT, micro, metrics) + nothing
-
-
-def _parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """As transformers' Trainer: no decay of biases and norms."""
-    from transformers.trainer_pt_utils import get_parameter_names
-
-    forbidden = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-    decayed = set(get_parameter_names(module, [torch.nn.LayerNorm], forbidden))
-    groups = [(True, weight_decay), (False, 0.0)]
-    return [
-        {"params": [p for n, p in module.named_parameters() if (n in decayed) == decays], "weight_decay": decay}
-        for decays, decay in groups
-    ]
-
-
-def _positions(micro: Sequences, width: int) -> torch.Tensor:
-    """(B, width) positions within documents."""
-    assert micro.segment_lengths is not None
-    rows = []
-    for row, (lengths, total) in enumerate(zip(micro.segment_lengths, micro.input_ids.lengths, strict=True)):
-        if lengths.sum() != total:
-            raise ValueError(
-                f"segment_lengths of row {row} of a micro-batch add up to {lengths.sum()}; the row has {total} tokens"
-            )
-        lengths = np.append(lengths, width - total)
-        rows.append(np.arange(width) - np.repeat(np.cumsum(lengths) - lengths, lengths))
-    return torch.from_numpy(np.stack(rows))
+    def __call__(self, logits_NV: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values, ids = (logits_NV / self.temperature).log_softmax(-1).topk(self.k, dim=-1)
+        return values, ids

@@ -1,7 +1,8 @@
 """From hidden states to log-probabilities of single tokens, without the logits of a whole batch.
 
 The output head of a language model is its largest intermediate: tokens x vocabulary. Here only target tokens reach it,
-a chunk at a time, and a chunk's logits are computed again in the backward pass instead of being kept.
+a chunk at a time, and a chunk's logits are computed again in the backward pass instead of being kept: by
+``linear_scores.py`` where the head is a plain product, else by autograd.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from trainers.backends.base import TokenFunction
 from trainers.backends.hf_model import evaluating
+from trainers.backends.linear_scores import LinearScores
 from trainers.losses import token_entropy, token_logps
 
 CHUNK_BYTES = 256 * 1024 * 1024  # of float32 logits
@@ -26,6 +29,7 @@ class Scores(NamedTuple):
     logps_N: torch.Tensor
     entropy_N: torch.Tensor
     is_top1_N: torch.Tensor  # 1.0 where the target is the most probable token
+    further: tuple[torch.Tensor, ...] = ()  # what a token function gave
 
 
 class Head:
@@ -69,15 +73,52 @@ class Head:
         return features_NX
 
     def scores(
-        self, features_NX: torch.Tensor, ids_N: torch.Tensor, temperature: float, *, entropy_gradient: bool = False
+        self,
+        features_NX: torch.Tensor,
+        ids_N: torch.Tensor,
+        temperature: float,
+        *,
+        entropy_gradient: bool = False,
+        token_function: TokenFunction | None = None,
+        token_inputs: tuple[torch.Tensor, ...] = (),
     ) -> Scores:
-        """Log-probabilities of ``ids_N`` under softmax(logits / temperature), entropies, and top-1 hits."""
-        rows = max(1, CHUNK_BYTES // (4 * self.linear.weight.shape[0]))
-        parts = [
-            self._chunk(features_NX[start : start + rows], ids_N[start : start + rows], temperature, entropy_gradient)
-            for start in range(0, max(1, len(ids_N)), rows)
-        ]
-        return Scores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        """The ``Scores`` of ``ids_N`` under softmax(logits / temperature), and what ``token_function`` gives."""
+
+        if token_function is None and self.is_linear():
+            scale = self.scale / temperature
+            found = LinearScores.apply(  # type: ignore[no-untyped-call]
+                features_NX, self.linear.weight, ids_N, scale, self.chunk_rows(), entropy_gradient
+            )
+            return Scores(*found)
+
+        def score(features: torch.Tensor, ids: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            logits_NV = self.logits(features)
+            # The recomputation of the backward pass ends with the last tensor that a gradient needs, so what has no
+            # gradient stands last and is computed once.
+            further = () if token_function is None else token_function(logits_NV, *inputs)
+            logps_N = token_logps(logits_NV, ids, temperature)
+            entropy_N = token_entropy(logits_NV if entropy_gradient else logits_NV.detach(), temperature)
+            is_top1_N = (logits_NV.detach().argmax(-1) == ids).float()
+            return logps_N, entropy_N, is_top1_N, *further
+
+        rows = self.chunk_rows()
+        columns = (features_NX, ids_N, *token_inputs)
+        parts = []
+        for start in range(0, max(1, len(ids_N)), rows):
+            chunk = [column[start : start + rows] for column in columns]
+            with_gradient = torch.is_grad_enabled()
+            parts.append(checkpoint(score, *chunk, use_reentrant=False) if with_gradient else score(*chunk))
+        logps_N, entropy_N, is_top1_N, *further = (torch.cat(column) for column in zip(*parts, strict=True))
+        return Scores(logps_N, entropy_N, is_top1_N, tuple(further))
+
+    def is_linear(self) -> bool:
+        """Whether logits are a plain product with the head's weight, but for a factor."""
+        return self.known and type(self.linear) is torch.nn.Linear and self.linear.bias is None and not self.softcap
+
+    def chunk_rows(self) -> int:
+        """How many tokens' logits are held at once."""
+        rows: int = max(1, CHUNK_BYTES // (4 * self.linear.weight.shape[0]))
+        return rows
 
     def logits(self, features_NX: torch.Tensor) -> torch.Tensor:
         """(N, V) float32."""
@@ -89,22 +130,6 @@ class Head:
         if self.softcap:
             logits_NV = torch.tanh(logits_NV / self.softcap) * self.softcap
         return logits_NV
-
-    def _chunk(self, features_NX: torch.Tensor, ids_N: torch.Tensor, temperature: float, with_gradient: bool) -> Scores:
-        if not torch.is_grad_enabled():
-            return Scores(*self._score(features_NX, ids_N, temperature, with_gradient))
-        return Scores(*checkpoint(self._score, features_NX, ids_N, temperature, with_gradient, use_reentrant=False))
-
-    def _score(
-        self, features_NX: torch.Tensor, ids_N: torch.Tensor, temperature: float, with_gradient: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits_NV = self.logits(features_NX)
-        # The recomputation of the backward pass ends with the last tensor that a gradient needs, so what has no
-        # gradient stands last and is computed once.
-        logps_N = token_logps(logits_NV, ids_N, temperature)
-        entropy_N = token_entropy(logits_NV if with_gradient else logits_NV.detach(), temperature)
-        is_top1_N = (logits_NV.detach().argmax(-1) == ids_N).float()
-        return logps_N, entropy_N, is_top1_N
 
     @torch.no_grad()
     def _agrees_with(self, model: Any) -> bool:

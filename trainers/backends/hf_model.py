@@ -10,9 +10,15 @@ import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch.distributed.tensor import DTensor
+
+from trainers.backends.adapters import own_weights
+from trainers.backends.sharding import as_placed
+
+ModelHead = Literal["lm", "value"]
 
 
 def build_model(
@@ -20,15 +26,21 @@ def build_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    head: ModelHead = "lm",
     model_init_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> Any:
-    """The causal language model of a folder or hub name."""
-    from transformers import AutoModelForCausalLM
+    """The causal language model of a folder or hub name, or a sequence classifier with one label (``value``).
 
-    built: Any = AutoModelForCausalLM.from_pretrained(
-        model, dtype=dtype, trust_remote_code=trust_remote_code, **dict(model_init_kwargs or {})
-    )
+    A classifier may be read from a language model; its head is then drawn from torch's generator.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, **dict(model_init_kwargs or {})}
+    if head == "value":
+        built: Any = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, **settings)
+    else:
+        built = AutoModelForCausalLM.from_pretrained(model, **settings)
     return built.to(device)
 
 
@@ -61,17 +73,19 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
 
 
 def named_weights(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights under the names of a checkpoint, tied ones once."""
-    weights = _untied(module)
+    """The weights under the names of a checkpoint, tied ones once, adapters merged, whole tensors one at a time."""
+    weights = own_weights(module, untied(module))
     if getattr(module, "_weight_conversions", None):
         from transformers.core_model_loading import revert_weight_conversion
 
-        weights = revert_weight_conversion(module, weights)
-    yield from weights.items()
+        weights = iter(revert_weight_conversion(module, dict(weights)).items())
+    yield from weights
 
 
-def load_named_weights(module: Any, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load_named_weights(module: Any, named_weights: Iterable[tuple[str, torch.Tensor]], share: float = 1.0) -> None:
     """Copies weights in place by the names of a checkpoint; those tied to a given one follow.
+
+    ``share`` below 1 moves each weight only that part of the way.
 
     Raises:
         ValueError: a name or shape the model does not have, or a weight that was not given.
@@ -88,9 +102,12 @@ def load_named_weights(module: Any, named_weights: Iterable[tuple[str, torch.Ten
                     f"weight {name!r} {tuple(weight.shape)} does not fit: {type(module).__name__} {there}. "
                     "Are these the weights of another model?"
                 )
-            own[name].copy_(weight)
-            given.add(own[name].data_ptr())
-    missing = [name for name, weight in own.items() if weight.numel() and weight.data_ptr() not in given]
+            if _place(own[name]) in given:
+                continue
+            weight = as_placed(weight, own[name]).to(own[name])
+            own[name].copy_(weight if share == 1.0 else torch.lerp(own[name], weight, share))
+            given.add(_place(own[name]))
+    missing = [name for name, weight in own.items() if weight.numel() and _place(weight) not in given]
     if missing:
         raise ValueError(f"{len(missing)} of {len(own)} weights of the model were not given, among them {missing[:3]}")
 
@@ -112,12 +129,17 @@ def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, opened.get_tensor(name)
 
 
-def write_model(module: Any, folder: Path, *, dtype: torch.dtype, config: Any) -> None:
-    """Writes a Hugging Face folder whose parameters have ``dtype`` (buffers keep theirs). One process calls it."""
-    parameters = {name for name, _ in module.named_parameters()}
+def write_model(
+    module: Any, weights: Mapping[str, torch.Tensor], folder: Path, *, dtype: torch.dtype, config: Any
+) -> None:
+    """Writes a Hugging Face folder of the whole ``weights``, parameters in ``dtype`` (buffers keep theirs).
+
+    One process calls it.
+    """
+    buffers = {name for name, _ in module.named_buffers()}
     weights = {
-        name: weight.to(dtype) if name in parameters and weight.is_floating_point() else weight
-        for name, weight in _untied(module).items()
+        name: weight.to(dtype) if name not in buffers and weight.is_floating_point() else weight
+        for name, weight in weights.items()
     }
     module.save_pretrained(folder, state_dict=weights)
     config = copy.deepcopy(config)
@@ -126,15 +148,20 @@ def write_model(module: Any, folder: Path, *, dtype: torch.dtype, config: Any) -
     config.save_pretrained(folder)
 
 
-def _untied(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def untied(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The weights under the names of the model in memory; of those that share their memory, the first."""
     seen: set[int] = set()
     weights = {}
-    for name, weight in module.state_dict().items():
-        if weight.data_ptr() not in seen or not weight.numel():
-            seen.add(weight.data_ptr())
+    for name, weight in module.state_dict(keep_vars=True).items():
+        if _place(weight) not in seen or not weight.numel():
+            seen.add(_place(weight))
             weights[name] = weight.detach()
     return weights
+
+
+def _place(weight: torch.Tensor) -> int:
+    """What tells apart weights that do not share their memory; a shard may be empty, and then has no memory."""
+    return id(weight) if isinstance(weight, DTensor) else weight.data_ptr()
 
 
 def _converted(module: Any, named_weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,7 +43,10 @@ _TAKEN = {
 
 
 class HfEngine:
-    """Completes prompts with a model of its own (a folder or hub name), or with one it shares with a trainer."""
+    """Completes prompts with a model of its own (a folder or hub name), or with one it shares with a trainer.
+
+    ``whole_weights`` of a shared model gathers its weights where they lie in shards; then every worker generates.
+    """
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class HfEngine:
         device: str | torch.device | None = None,
         model_init_kwargs: dict[str, Any] | None = None,
         trust_remote_code: bool = False,
+        whole_weights: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
         if isinstance(model, torch.nn.Module):
@@ -67,6 +71,7 @@ class HfEngine:
                 model_init_kwargs=model_init_kwargs,
                 trust_remote_code=trust_remote_code,
             ).eval()
+        self.whole_weights = contextlib.nullcontext if whole_weights is None else whole_weights
         self.batch_size = batch_size
         self.stop_token_ids = _stop_token_ids(self.module, tokenizer)
         pad = tokenizer.pad_token_id
@@ -104,7 +109,10 @@ class HfEngine:
         input_ids_BT = torch.where(attention_mask_BT.bool(), flipped.padded(0, device).flip(1), last_B1)
         with _LogpRecorder(self.module, temperature) as recorder:
             sequences = self.module.generate(
-                input_ids=input_ids_BT, attention_mask=attention_mask_BT, generation_config=config
+                input_ids=input_ids_BT,
+                attention_mask=attention_mask_BT,
+                generation_config=config,
+                synced_gpus=False,  # weights are whole: ranks need not take as many steps, nor calls, as each other
             )
         completions_BT = sequences[:, input_ids_BT.shape[1] :]
         logps_BT = recorder.logps_of(completions_BT)
@@ -157,6 +165,7 @@ class HfEngine:
         self.module.generation_config = GenerationConfig()
         try:
             with (
+                self.whole_weights(),
                 evaluating(self.module),
                 torch.autocast(device.type, self.dtype, enabled=casts),
                 torch.random.fork_rng([device] if device.type == "cuda" else []),

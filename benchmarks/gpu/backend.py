@@ -1,0 +1,167 @@
+"""Does the fsdp backend say on a GPU what it says elsewhere, and how fast do weights move to the host and back?
+
+    python -m benchmarks.gpu.backend [--json FILE]    (OUT=FOLDER: FOLDER/backend.json)
+
+Checks, each with the largest difference found and what is allowed: the Triton kernels of the head against the same
+formulas in plain torch, values and gradients; a step in shards of one worker and by autocast against float32, on the
+weights' gradients; a step after ``offload`` and ``reload`` against one without. Then offload and reload of weights and
+AdamW's states of the 596 M Qwen3 shape in GB/s, beside one pinned copy of as many bytes. Exits with 1 if a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.update_memory import save_model
+from benchmarks.origin import origin
+from rayhelper import RayHelper
+from trainers.backends import linear_scores
+from trainers.backends.fsdp import FsdpBackend
+from trainers.batch import Ragged, Sequences
+from trainers.losses import sft_loss
+
+
+def head_differences(dtype: torch.dtype) -> dict[str, float]:
+    """Kernels against plain torch on 300 tokens of a vocabulary that is no multiple of a block."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    features = torch.randn(300, 256, device="cuda", generator=generator, dtype=dtype)
+    weight = torch.randn(50_021, 256, device="cuda", generator=generator, dtype=dtype) / 8
+    ids = torch.randint(0, 50_021, (300,), device="cuda", generator=generator)
+    coefficients = torch.randn(2, 300, device="cuda", generator=generator)
+
+    def answer() -> dict[str, torch.Tensor]:
+        one, other = features.clone().requires_grad_(), weight.clone().requires_grad_()
+        logps, entropy, top1 = linear_scores.LinearScores.apply(one, other, ids, 1 / 0.7, 128, True)  # type: ignore
+        gradients = torch.autograd.grad((coefficients[0] * logps + coefficients[1] * entropy).sum(), [one, other])
+        return {"logps": logps, "entropy": entropy, "top1": top1, "features": gradients[0], "weight": gradients[1]}
+
+    by_kernels = answer()
+    kernels, linear_scores._kernels = linear_scores._kernels, _plain  # type: ignore
+    try:
+        plain = answer()
+    finally:
+        linear_scores._kernels = kernels
+    return {
+        name: float((by_kernels[name] - value).abs().max() / value.abs().max().clamp(min=1e-9))
+        for name, value in plain.items()
+    }
+
+
+class _Plain:
+    statistics = staticmethod(linear_scores._statistics)
+    gradient = staticmethod(linear_scores._gradient)
+
+
+def _plain() -> Any:
+    return _Plain
+
+
+def batch(vocabulary: int) -> Sequences:
+    random = np.random.default_rng(0)
+    lengths = [700, 300, 900, 120]
+    ids = [random.integers(4, vocabulary, length) for length in lengths]
+    return Sequences(Ragged.of(ids, np.int64), Ragged.of([np.arange(len(row)) > 0 for row in ids], bool))
+
+
+def gradient_of_step(model: str, moved: bool = False, **settings: Any) -> tuple[torch.Tensor, FsdpBackend]:
+    """All gradients of one step, as one vector."""
+    backend = FsdpBackend(model, learning_rate=1e-5, num_training_steps=10, max_grad_norm=0.0, **settings)
+    sequences = batch(backend.module.config.vocab_size)
+    found: list[torch.Tensor] = []
+
+    def keep(*_: Any) -> None:
+        grads = [weight.grad for weight in backend.module.parameters()]
+        full = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads]
+        found.append(torch.cat([grad.flatten().float() for grad in full]))
+
+    if moved:
+        before = torch.cuda.memory_allocated()
+        backend.offload()
+        freed = before - torch.cuda.memory_allocated()
+        assert freed > 0.9 * sum(w.numel() * 4 for w in backend.module.parameters()), "the weights are still there"
+        backend.reload()
+    assert backend.optimizer is not None
+    backend.optimizer.register_step_pre_hook(keep)
+
+    def loss(logps: Any, entropy: Any, mask: Any, micro: Any, metrics: Any, num_tokens: float) -> torch.Tensor:
+        return sft_loss(logps, mask, normaliser=num_tokens)
+
+    num_tokens = float(sequences.target_mask.values.sum())
+    backend.step(sequences, partial(loss, num_tokens=num_tokens), micro_batch_size=2)
+    return found[0], backend
+
+
+def moves(model: str, sharding: str) -> dict[str, float]:
+    """GB/s of offload and reload after a step, in the second round, and of pinned copies of as many bytes."""
+    _, backend = gradient_of_step(model, dtype="bfloat16", sharding=sharding)
+    num_bytes = sum(weight.numel() * 12 for weight in backend.module.parameters())
+    seconds = {}
+    for _ in range(2):
+        for name in ("offload", "reload"):
+            torch.cuda.synchronize()
+            since = time.perf_counter()
+            getattr(backend, name)()
+            torch.cuda.synchronize()
+            seconds[name] = time.perf_counter() - since
+    on_gpu = torch.empty(num_bytes // 4, dtype=torch.uint8, device="cuda")
+    pinned = torch.empty(num_bytes // 4, dtype=torch.uint8, pin_memory=True)
+    for name, target, source in (("pinned offload", pinned, on_gpu), ("pinned reload", on_gpu, pinned)):
+        torch.cuda.synchronize()
+        since = time.perf_counter()
+        for _ in range(4):
+            target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        seconds[name] = time.perf_counter() - since
+    return {name: num_bytes / taken / 1e9 for name, taken in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    RayHelper.init_process_group()
+    checks: dict[str, tuple[float, float]] = {}
+    for dtype, allowed in ((torch.float32, 2e-5), (torch.bfloat16, 2e-2)):
+        for name, difference in head_differences(dtype).items():
+            checks[f"head {dtype} {name}"] = (difference, allowed)
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), num_hidden_layers=4)
+        exact = gradient_of_step(folder)[0]
+        for name, settings in (
+            ("autocast", {"dtype": "bfloat16"}),
+            ("shards", {"dtype": "bfloat16", "sharding": "full_shard"}),
+            ("moved", {"moved": True}),
+            ("moved shards", {"dtype": "bfloat16", "sharding": "full_shard", "moved": True}),
+            ("padding free", {"padding_free": True}),
+            ("token budget", {"token_budget": 1000}),
+        ):
+            found = gradient_of_step(folder, **settings)[0]
+            low = "dtype" in settings
+            checks[f"step {name}"] = (float((found - exact).norm() / exact.norm()), 5e-2 if low else 1e-3)
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder))
+        rates = {sharding: moves(folder, sharding) for sharding in ("no_shard", "full_shard")}
+    print(f"{'check':<36}{'difference':>12}{'allowed':>10}")
+    for name, (difference, allowed) in checks.items():
+        print(f"{name:<36}{difference:>12.2e}{allowed:>10.0e}{'' if difference <= allowed else '   FAILED'}")
+    for sharding, row in rates.items():
+        print(f"{sharding}: " + ", ".join(f"{name} {rate:.1f} GB/s" for name, rate in row.items()))
+    file = options.json or (Path(os.environ["OUT"]) / "backend.json" if "OUT" in os.environ else None)
+    if file:
+        Path(file).write_text(json.dumps({**origin(), "checks": checks, "gb_per_s": rates}, indent=2))
+    sys.exit(any(difference > allowed for difference, allowed in checks.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""LoRA: what is trained, what is written, and that a merged adapter is the adapted model."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.backends.batches import largest_difference, mean_loss, samples_of
+from tests.golden.tiny import save_tiny
+from trainers.backends.fsdp import FsdpBackend
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+SETTINGS: dict[str, Any] = {"learning_rate": 1e-2, "num_training_steps": 10, "lora": LORA}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
+
+
+@pytest.fixture
+def trained(folder: str) -> FsdpBackend:
+    backend = FsdpBackend(folder, **SETTINGS)
+    for step in range(3):
+        backend.step(samples_of(seed=step), partial(mean_loss, 50), micro_batch_size=4)
+    return backend
+
+
+def scores(backend: FsdpBackend, **settings: Any) -> np.ndarray:
+    return backend.token_logps(samples_of(), micro_batch_size=4, **settings).values
+
+
+def test_only_the_adapter_is_trained(folder: str, trained: FsdpBackend) -> None:
+    assert np.abs(scores(trained) - scores(FsdpBackend(folder))).max() > 1e-2
+    names = {name for name, weight in trained.module.named_parameters() if weight.requires_grad}
+    assert names
+    assert all("lora_" in name for name in names)
+
+
+def test_a_model_without_its_adapter_scores_as_the_model_it_began_with(folder: str, trained: FsdpBackend) -> None:
+    np.testing.assert_array_equal(scores(trained, adapter=False), scores(FsdpBackend(folder)))
+    assert np.abs(scores(trained) - scores(trained, adapter=False)).max() > 1e-2, "the adapter is back afterwards"
+
+
+def test_merged_weights_are_the_adapted_model_and_leave_it_as_it_was(folder: str, trained: FsdpBackend) -> None:
+    before = scores(trained)
+    merged = FsdpBackend(folder)
+    merged.load_weights(trained.named_weights())
+    np.testing.assert_allclose(scores(merged), before, atol=1e-5)
+    np.testing.assert_array_equal(scores(trained), before)
+
+
+def test_the_exported_folder_is_the_merged_model_with_the_adapter_beside_it(
+    folder: str, trained: FsdpBackend, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    trained.export(tmp_path)
+    np.testing.assert_allclose(scores(FsdpBackend(tmp_path)), scores(trained), atol=1e-5)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    adapted: Any = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.tensor([[5, 9, 40, 7, 100]])
+    torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, atol=1e-5, rtol=0)
+
+
+def test_a_checkpoint_holds_the_adapter_alone_and_resumes_bit_for_bit(
+    folder: str, trained: FsdpBackend, tmp_path: Path
+) -> None:
+    trained.save(tmp_path)
+    files = {file.name for file in tmp_path.iterdir()}
+    assert "adapter_model.safetensors" in files
+    assert "model.safetensors" not in files
+    resumed = FsdpBackend(folder, **SETTINGS)
+    resumed.load(tmp_path)
+    for backend in (trained, resumed):
+        backend.step(samples_of(seed=9), partial(mean_loss, 50), micro_batch_size=4)
+    assert largest_difference(dict(resumed.named_weights()), dict(trained.named_weights())) == 0.0
+
+
+def test_an_adapter_of_another_rank_is_not_loaded(folder: str, trained: FsdpBackend, tmp_path: Path) -> None:
+    trained.save(tmp_path)
+    other = FsdpBackend(folder, **SETTINGS | {"lora": LORA | {"target_modules": ["q_proj"]}})
+    with pytest.raises(ValueError, match="other weights"):
+        other.load(tmp_path)
+    with pytest.raises(FileNotFoundError, match="LoRA"):
+        other.load(tmp_path / "nowhere")
+
+
+def test_the_gradients_of_an_adapter_are_those_of_the_merged_model(folder: str, trained: FsdpBackend) -> None:
+    """dL/dB of W + s B A is s dL/dW A^T: the full gradient of the merged model gives the adapter's."""
+    merged = FsdpBackend(folder, learning_rate=0.0, num_training_steps=1)
+    merged.load_weights(trained.named_weights())
+    seen: dict[str, torch.Tensor] = {}
+    for backend, key in ((trained, "lora_B.default.weight"), (merged, "weight")):
+        assert backend.optimizer is not None
+        name = f"model.layers.0.mlp.down_proj.{key}"
+        weight = dict(backend.module.named_parameters())[name]
+        handle = backend.optimizer.register_step_pre_hook(
+            lambda *_, key=key, weight=weight: seen.update({key: weight.grad.clone()})
+        )
+        a = None if key == "weight" else dict(backend.module.named_parameters())[name.replace("lora_B", "lora_A")]
+        if a is not None:
+            seen["a"] = a.detach().clone()
+        backend.max_grad_norm = 0.0
+        backend.step(samples_of(), partial(mean_loss, 50), micro_batch_size=4)
+        handle.remove()
+    expected = 2.0 * seen["weight"] @ seen["a"].T
+    assert float(expected.abs().max()) > 1e-4
+    torch.testing.assert_close(seen["lora_B.default.weight"], expected, atol=1e-6, rtol=1e-4)
+
+
+def test_a_layer_that_the_model_does_not_have_is_refused(folder: str) -> None:
+    with pytest.raises(ValueError, match=r"no_such_layer"):
+        FsdpBackend(folder, **SETTINGS | {"lora": LORA | {"target_modules": ["no_such_layer"]}})

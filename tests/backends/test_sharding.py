@@ -1,0 +1,153 @@
+"""Weights in shards over ranks give the step, the scores, the files and the completions of one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+from tests.backends.batches import largest_difference, mean_loss, samples_of, weighted_loss
+from tests.backends.ranks import run_ranks
+from tests.golden.tiny import save_tiny, tiny_tokenizer
+from trainers.backends.fsdp import FsdpBackend
+from trainers.batch import Prompts, Ragged
+from trainers.rollout.base import Sampling
+from trainers.rollout.hf import HfEngine
+
+SETTINGS: dict[str, Any] = {
+    "learning_rate": 1e-3,
+    "num_training_steps": 4,
+    "adam_epsilon": 1e-4,  # see test_step.py
+    "max_grad_norm": 0.1,
+    "weight_decay": 0.1,
+    "sharding": "full_shard",
+}
+CUTS = {1: [0, 8], 2: [0, 5, 8], 4: [0, 4, 5, 5, 8]}  # of eight samples; the third rank of four has none
+CASES: dict[str, dict[str, Any]] = {
+    "resharded": {},
+    "kept after forward": {"reshard_after_forward": False},
+    "checkpointing": {"gradient_checkpointing": True},
+    "offloaded": {"offload_params": True},
+    "sgd": {"optim": "sgd", "optim_kwargs": {"momentum": 0.9}},
+    "lora": {"lora": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}, "learning_rate": 1e-2},
+}
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
+
+
+def weights_of(backend: FsdpBackend) -> Weights:
+    return {name: weight.clone() for name, weight in backend.named_weights()}
+
+
+def two_steps(rank: int, folder: str, cuts: list[int], case: str) -> tuple[Weights, np.ndarray, bool]:
+    """Weights after two steps with a scoring pass between them, the scores, and whether weights were in shards."""
+    backend = FsdpBackend(folder, **SETTINGS | CASES[case])
+    scores = Ragged.of([], np.float32)
+    for step in range(2):
+        samples = samples_of(seed=step)
+        loss = partial(weighted_loss, int(samples.target_mask.values.sum()))
+        mine = samples[cuts[rank] : cuts[rank + 1]]
+        backend.step(mine, loss, micro_batch_size=2)
+        scores = backend.token_logps(mine, micro_batch_size=2)
+    weights = weights_of(backend)
+    return weights, scores.values, all(isinstance(weight, DTensor) for weight in backend.module.parameters())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_shards_take_the_steps_of_one_process(folder: str, num_ranks: int, tmp_path: Path) -> None:
+    for case in CASES:
+        expected, scores, _ = two_steps(0, folder, CUTS[1], case)
+        assert largest_difference(expected, weights_of(FsdpBackend(folder))) > 1e-4
+        ranks = run_ranks(num_ranks, two_steps, folder, CUTS[num_ranks], case, folder=tmp_path)
+        for weights, _, is_sharded in ranks:
+            assert is_sharded
+            assert largest_difference(weights, expected) < 1e-6, case
+        np.testing.assert_allclose(np.concatenate([one[1] for one in ranks]), scores, atol=1e-5)
+
+
+def complete(rank: int, folder: str) -> tuple[list[list[int]], Weights]:
+    """Greedy completions by an engine that shares a sharded model, more on one rank than on the other; then a step."""
+    backend = FsdpBackend(folder, **SETTINGS)
+    engine = HfEngine(backend.module, tiny_tokenizer(), whole_weights=backend.whole_weights)
+    samples = samples_of()[rank * 4 : rank * 4 + 4]
+    backend.step(samples, partial(mean_loss, 50), micro_batch_size=2)
+    prompts = Prompts(Ragged.of([[5, 6, 7], [8, 9]][: 1 + rank], np.int64))
+    rollouts = engine.generate(prompts, Sampling(max_completion_length=4 + rank, temperature=0.0), seed=1)
+    assert all(isinstance(weight, DTensor) for weight in backend.module.parameters())
+    backend.step(samples, partial(mean_loss, 50), micro_batch_size=2)
+    return [row.tolist() for row in rollouts.completion_ids], weights_of(backend)
+
+
+def test_an_engine_completes_with_gathered_weights_each_rank_at_its_own_pace(folder: str, tmp_path: Path) -> None:
+    ranks = run_ranks(2, complete, folder, folder=tmp_path)
+    alone = FsdpBackend(folder, **SETTINGS)
+    alone.step(samples_of(), partial(mean_loss, 50), micro_batch_size=8)
+    engine = HfEngine(alone.module, tiny_tokenizer())
+    for rank, (completions, _) in enumerate(ranks):
+        prompts = Prompts(Ragged.of([[5, 6, 7], [8, 9]][: 1 + rank], np.int64))
+        expected = engine.generate(prompts, Sampling(max_completion_length=4 + rank, temperature=0.0), seed=1)
+        assert completions == [row.tolist() for row in expected.completion_ids]
+    alone.step(samples_of(), partial(mean_loss, 50), micro_batch_size=8)
+    assert largest_difference(ranks[0][1], weights_of(alone)) < 1e-6
+
+
+def half_of_a_run(rank: int, folder: str, checkpoint: Path, case: str, num_ranks: int) -> Weights:
+    backend = FsdpBackend(folder, **SETTINGS | CASES[case])
+    start = 0
+    if checkpoint.exists():
+        backend.load(checkpoint)
+        start = 2
+    each = 8 // num_ranks
+    for step in (start, start + 1):
+        mine = samples_of(seed=step)[rank * each : (rank + 1) * each]
+        backend.step(mine, partial(mean_loss, 50), micro_batch_size=2)
+    if start == 0:
+        backend.save(checkpoint)
+    else:
+        backend.export(checkpoint.parent / "final")
+    return weights_of(backend)
+
+
+@pytest.mark.parametrize("case", ["resharded", "lora"])
+def test_a_run_goes_on_over_another_number_of_ranks(folder: str, tmp_path: Path, case: str) -> None:
+    alone = tmp_path / "alone"
+    half_of_a_run(0, folder, alone / "checkpoint", case, 1)
+    expected = half_of_a_run(0, folder, alone / "checkpoint", case, 1)
+    for before, after in ((4, 2), (2, 1), (1, 4)):
+        checkpoint = tmp_path / f"from_{before}" / "checkpoint"
+        run_ranks(before, half_of_a_run, folder, checkpoint, case, before, folder=tmp_path)
+        ranks = run_ranks(after, half_of_a_run, folder, checkpoint, case, after, folder=tmp_path)
+        assert largest_difference(ranks[0], expected) < 2e-6, f"{before} to {after}"
+    final = load_file(tmp_path / "from_4" / "final" / "model.safetensors")
+    assert largest_difference(final, load_file(alone / "final" / "model.safetensors")) < 2e-6
+
+
+def follow(rank: int, folder: str) -> Weights:
+    """A reference that moves a third of the way to a trained policy, after it has scored."""
+    policy = FsdpBackend(folder, **SETTINGS)
+    reference = FsdpBackend(folder, sharding="full_shard")
+    mine = samples_of()[rank * 4 : rank * 4 + 4]
+    policy.step(mine, partial(mean_loss, 50), micro_batch_size=2)
+    reference.token_logps(mine, micro_batch_size=2)
+    reference.mix_weights(policy.named_weights(), 1 / 3)
+    return weights_of(reference)
+
+
+def test_a_reference_in_shards_follows_a_policy_in_shards(folder: str, tmp_path: Path) -> None:
+    policy = FsdpBackend(folder, **SETTINGS)
+    policy.step(samples_of(), partial(mean_loss, 50), micro_batch_size=8)
+    untrained = weights_of(FsdpBackend(folder))
+    expected = {name: untrained[name] + (weight - untrained[name]) / 3 for name, weight in policy.named_weights()}
+    assert largest_difference(expected, untrained) > 1e-4
+    for weights in run_ranks(2, follow, folder, folder=tmp_path):
+        assert largest_difference(weights, expected) < 1e-6

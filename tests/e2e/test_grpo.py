@@ -1,0 +1,311 @@
+"""GRPO's roles on devices of their own, its order of rows, and what it learns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rayhelper import ConfigError, RayHelper
+from tests.e2e.runs import TEXTS, evenness, final_bytes, grpo_config, interrupted_after, lines
+from tests.e2e.test_workers import injected_samples
+from tests.golden.tiny import save_tiny
+from tests.trainers.test_reward_models import save_reward_model
+from trainers import grpo
+from trainers.batch import Ragged, Samples
+from trainers.cli import placement
+from trainers.grpo import GRPOTrainer
+from trainers.grpo_config import GRPOConfig
+from trainers.grpo_samples import credit
+
+GROUP = {"device": "CPU", "ranks": 1}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "policy": save_tiny(folder / "policy"),
+        "teacher": save_tiny(folder / "teacher", seed=1),
+        "reward": save_reward_model(folder / "judge"),
+        "reward too": save_reward_model(folder / "critic", seed=4),
+    }
+
+
+# Roles
+
+
+def judged(models: dict[str, str], folder: Path, **keys: Any) -> GRPOConfig:
+    """A run that uses all roles, with a reference that follows the policy."""
+    settings: dict[str, Any] = {
+        "teacher_model": models["teacher"],
+        "teacher_kl_coef": 0.1,
+        "reward_model": [models["reward"], models["reward too"]],
+        "reward_weights": [1.0, 0.1, 0.5, 0.2],
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 2,
+        "top_entropy_quantile": 0.5,
+        "use_adaptive_entropy": True,
+        "entropy_coef": 0.01,
+        "entropy_target": 6.0,
+        "num_train_epochs": 1,
+    }
+    return grpo_config(models["policy"], folder, **settings | keys)
+
+
+def test_roles_on_groups_of_their_own_equal_one_process(models: dict[str, str], tmp_path: Path) -> None:
+    GRPOTrainer(judged(models, tmp_path / "off")).train()
+    groups = {role: {**GROUP, "workers": [role]} for role in ("train", "rollout", "reference", "teacher", "reward")}
+    with RayHelper.session(groups, runtime="inprocess", strict=True):
+        GRPOTrainer(judged(models, tmp_path / "apart")).train()
+    assert lines(tmp_path / "apart") == lines(tmp_path / "off")
+    assert final_bytes(tmp_path / "apart") == final_bytes(tmp_path / "off")
+    first = lines(tmp_path / "off")[0]
+    assert {"rewards/judge/mean", "rewards/critic/mean", "teacher_kl", "kl", "top_entropy", "entropy_coef"} <= set(
+        first
+    )
+    assert first["teacher_kl"] > 0.1
+    assert lines(tmp_path / "off")[3]["kl"] > 0
+
+
+def test_a_resumed_run_has_its_reference_and_its_coefficient(models: dict[str, str], tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"save_steps": 4, "num_train_epochs": 2}
+    GRPOTrainer(judged(models, tmp_path / "whole", **keys)).train()
+    with interrupted_after(9), pytest.raises(KeyboardInterrupt):
+        GRPOTrainer(judged(models, tmp_path / "parted", **keys)).train()
+    GRPOTrainer(judged(models, tmp_path / "parted", **keys, resume_from_checkpoint="auto")).train()
+    assert lines(tmp_path / "parted") == lines(tmp_path / "whole")
+    assert final_bytes(tmp_path / "parted") == final_bytes(tmp_path / "whole")
+    assert len({line["entropy_coef"] for line in lines(tmp_path / "whole") if "loss" in line}) == 12
+
+
+def test_roles_that_no_group_names_live_with_train(models: dict[str, str], tmp_path: Path) -> None:
+    groups = {"a": {**GROUP, "workers": ["train"]}, "b": {**GROUP, "workers": ["rollout", "teacher"]}}
+    config = judged(models, tmp_path, device_groups=groups)
+    placed = placement(GRPOTrainer, config)
+    assert [group.roles for group in placed.groups] == [("train", "reference", "reward"), ("rollout", "teacher")]
+    GRPOTrainer.check(config, placed)
+    with pytest.raises(ConfigError, match="role 'rollout' is not in device_groups"):
+        placement(GRPOTrainer, judged(models, tmp_path, device_groups={"a": {**GROUP, "workers": ["train"]}}))
+
+
+def test_devices_of_a_role_that_is_not_used_are_told(models: dict[str, str], tmp_path: Path) -> None:
+    groups = {"a": {**GROUP, "workers": ["train", "rollout"]}, "b": {**GROUP, "workers": ["teacher"]}}
+    config = grpo_config(models["policy"], tmp_path, device_groups=groups)
+    with pytest.raises(ConfigError, match="'b' hosts teacher alone, which this run does not use"):
+        GRPOTrainer.check(config, placement(GRPOTrainer, config))
+
+
+def test_a_model_with_other_tokens_is_refused(models: dict[str, str], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    other = AutoTokenizer.from_pretrained(models["teacher"])
+    other.add_tokens(["<new>"])
+    save_tiny(tmp_path / "other")
+    other.save_pretrained(tmp_path / "other")
+    for key in ("teacher_model", "ref_model"):
+        with pytest.raises(ConfigError, match=f"{key}: .* has other tokens than the policy"):
+            GRPOTrainer(grpo_config(models["policy"], tmp_path, **{key: str(tmp_path / "other")}))
+
+
+# What a step is made of
+
+
+def one_step(models: dict[str, str], folder: Path, **keys: Any) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """A step on injected samples, of which one in two tokens is chosen, corrected for the engine."""
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 8,
+        "warmup_steps": 0,
+        "adam_epsilon": 1e-4,
+        "entropy_coef": 0.01,
+        "top_entropy_quantile": 0.5,
+        "rollout_importance_sampling_mode": "token_truncate",
+        "off_policy_mask_threshold": 0.1,
+        "temperature": 0.9,
+    }
+    trainer = GRPOTrainer(grpo_config(models["policy"], folder, **settings | keys))
+    trainer.build(10)
+    samples = injected_samples()
+    assert samples.old_logps is not None
+    engine = samples.old_logps.values + np.random.default_rng(0).normal(0, 0.3, len(samples.old_logps.values))
+    scored = trainer.with_logps(samples, off_policy=False)
+    samples = dataclasses.replace(
+        scored, old_logps=samples.old_logps, rollout_logps=Ragged(engine.astype(np.float32), samples.old_logps.offsets)
+    )
+    metrics = trainer.learn(samples, samples).values()
+    trainer.export(folder)
+    return metrics, load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("keys", [{"tuner_type": "full"}, {"tuner_type": "lora", "beta": 0.3}], ids=["full", "lora"])
+def test_how_a_step_is_cut_does_not_change_it(models: dict[str, str], tmp_path: Path, keys: dict[str, Any]) -> None:
+    metrics, weights = one_step(models, tmp_path / "whole", **keys)
+    for cut in ({"per_device_train_batch_size": 1}, {"padding_free": True}, {"token_budget": 24}):
+        found = one_step(models, tmp_path / "cut", **keys | cut)
+        assert found[0] == pytest.approx(metrics, rel=1e-5, abs=1e-5), cut
+        furthest = max(float((found[1][name] - weight).abs().max()) for name, weight in weights.items())
+        assert furthest < 1e-6, cut
+
+
+def test_the_reference_of_an_adapter_is_the_model_without_it(models: dict[str, str], tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"tuner_type": "lora", "beta": 0.1, "max_steps": 3}
+    own = GRPOTrainer(grpo_config(models["policy"], tmp_path / "own", **keys))
+    own.train()
+    GRPOTrainer(grpo_config(models["policy"], tmp_path / "other", **keys, ref_model=models["policy"])).train()
+    assert lines(tmp_path / "own") == lines(tmp_path / "other")
+    assert lines(tmp_path / "own")[2]["kl"] > 0
+    with pytest.raises(ConfigError, match="sync_ref_model needs a reference of its own"):
+        grpo_config(models["policy"], tmp_path, **keys, sync_ref_model=True)
+
+
+def test_a_teacher_that_is_the_policy_changes_nothing_at_first(models: dict[str, str], tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"max_steps": 1, "num_iterations": 1}
+    GRPOTrainer(grpo_config(models["policy"], tmp_path / "without", **keys)).train()
+    GRPOTrainer(grpo_config(models["policy"], tmp_path / "with", **keys, teacher_model=models["policy"])).train()
+    (without, _), (taught, _) = lines(tmp_path / "without"), lines(tmp_path / "with")
+    assert taught.pop("teacher_kl") == 0.0
+    assert taught == pytest.approx(without, rel=1e-6)
+
+
+# The order of the rows
+
+
+def shared_fate(completion_ids: Sequence[Any], row: Sequence[int], **_: Any) -> list[float]:
+    """Rows 1, 4 and 5 are rewarded alike, whatever is written."""
+    return [0.5 if k in (1, 4, 5) else value for k, value in zip(row, evenness(completion_ids), strict=True)]
+
+
+def dynamic(models: dict[str, str], folder: Path, **keys: Any) -> GRPOConfig:
+    settings: dict[str, Any] = {
+        "dataset": [{"prompt": text, "row": k} for k, text in enumerate(TEXTS[:6])],
+        "eval_dataset": None,
+        "shuffle_dataset": False,
+        "reward_funcs": [shared_fate],
+        "reward_weights": None,
+        "dynamic_sample": True,
+        "generation_batch_size": 8,
+        "global_batch_size": 8,
+        "num_iterations": 1,
+        "max_steps": 6,
+    }
+    return grpo_config(models["policy"], folder, **settings | keys)
+
+
+class NotingTrainer(GRPOTrainer):
+    """Notes which rows were completed and which were learned from."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.drawn: list[list[int]] = []
+        self.learned: list[list[int]] = []
+
+    def completed(self, places: np.ndarray, generation: int, attempt: int = 0) -> Any:
+        self.drawn.append(places.tolist())
+        return super().completed(places, generation, attempt)
+
+    def explore(self, *args: Any) -> Any:
+        explored, metrics = super().explore(*args)
+        self.learned.append([TEXTS.index(prompt) for prompt in explored.prompts[::4]])
+        return explored, metrics
+
+
+def test_prompts_rewarded_alike_give_way_to_the_next_ones(models: dict[str, str], tmp_path: Path) -> None:
+    trainer = NotingTrainer(dynamic(models, tmp_path))
+    trainer.train()
+    epochs = [*[[0, 1], [2]], *[[3, 4], [5], [0]], *[[1, 2], [3]], *[[4, 5], [0, 1], [2]], *[[3, 4], [5], [0]]]
+    assert trainer.drawn == [*epochs, [1, 2], [3]]  # each epoch is 0 to 5, each row once
+    assert trainer.learned == [[0, 2], [3, 0], [2, 3], [0, 2], [3, 0], [2, 3]]
+    told = lines(tmp_path)
+    assert [line["resampled_share"] for line in told] == pytest.approx([1 / 3, 1 / 2, 1 / 3, 3 / 5, 1 / 2, 1 / 3])
+    assert all(line["frac_reward_zero_std"] == 0.0 for line in told)
+    assert told[-1]["epoch"] == 22 / 6
+
+
+def test_prompts_rewarded_alike_fill_up_when_the_tries_are_used_up(models: dict[str, str], tmp_path: Path) -> None:
+    trainer = NotingTrainer(dynamic(models, tmp_path, max_resample_times=1, max_steps=2))
+    trainer.train()
+    assert trainer.drawn == [[0, 1], [2], [3, 4], [5]]
+    assert trainer.learned == [[0, 2], [3, 4]]
+
+
+def test_a_resumed_run_draws_the_rows_that_come_next(models: dict[str, str], tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"save_steps": 2, "shuffle_dataset": True}
+    GRPOTrainer(dynamic(models, tmp_path / "whole", **keys)).train()
+    with interrupted_after(5), pytest.raises(KeyboardInterrupt):
+        GRPOTrainer(dynamic(models, tmp_path / "parted", **keys)).train()
+    GRPOTrainer(dynamic(models, tmp_path / "parted", **keys, resume_from_checkpoint="auto")).train()
+    assert lines(tmp_path / "parted") == lines(tmp_path / "whole")
+    assert final_bytes(tmp_path / "parted") == final_bytes(tmp_path / "whole")
+
+
+# It learns
+
+
+def alternation(completion_ids: Sequence[Any], **_: Any) -> list[float]:
+    """The share of tokens that are even in even places and odd in odd ones."""
+    return [sum(int(token) % 2 == k % 2 for k, token in enumerate(ids)) / len(ids) for ids in completion_ids]
+
+
+def rewards_of_learning(models: dict[str, str], folder: Path, **keys: Any) -> list[float]:
+    """The mean reward of each of 24 steps."""
+    settings: dict[str, Any] = {
+        "dataset": [{"prompt": letter} for letter in "abcdefgh"],
+        "eval_dataset": None,
+        "reward_funcs": [alternation],
+        "reward_weights": None,
+        "num_generations": 16,
+        "generation_batch_size": None,
+        "global_batch_size": 128,
+        "per_device_train_batch_size": 128,
+        "max_completion_length": 2,
+        "learning_rate": 2e-2,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "weight_decay": 0.0,
+        "num_iterations": 1,
+        "beta": 0.0,
+        "max_steps": 24,
+    }
+    GRPOTrainer(grpo_config(models["policy"], folder, **settings | keys)).train()
+    return [line["reward"] for line in lines(folder)]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_learns_what_belongs_in_each_place(models: dict[str, str], tmp_path: Path, seed: int) -> None:
+    rewards = rewards_of_learning(models, tmp_path, seed=seed)
+    assert rewards[0] < 0.6
+    assert np.mean(rewards[-4:]) > 0.85
+
+
+def test_it_does_not_learn_from_advantages_of_the_wrong_sign(models: dict[str, str], tmp_path: Path) -> None:
+    def turned(*args: Any) -> tuple[Samples, Any]:
+        samples, metrics = credit(*args)
+        assert isinstance(samples.advantages, np.ndarray)
+        return dataclasses.replace(samples, advantages=-samples.advantages), metrics
+
+    with patch.object(grpo, "credit", turned):
+        assert np.mean(rewards_of_learning(models, tmp_path)[-4:]) < 0.3
+
+
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "rloo": {"loss_type": "grpo", "importance_sampling_level": "sequence_product"},
+    "reinforce_plus_plus": {"scale_rewards": "batch"},
+    "reinforce_plus_plus_token": {},
+}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_other_estimators_learn_too(models: dict[str, str], tmp_path: Path, estimator: str) -> None:
+    """With a little KL in the reward."""
+    keys: dict[str, Any] = {"advantage_estimator": estimator, "beta": 1e-3, **ESTIMATORS[estimator]}
+    rewards = rewards_of_learning(models, tmp_path, **keys)
+    assert np.mean(rewards[-4:]) > 0.75
+    assert lines(tmp_path)[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert lines(tmp_path)[-1]["kl"] > 0.1

@@ -1,0 +1,273 @@
+"""Whole runs under torchrun: the numbers of Ray, written once, and gone on with by any number of processes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayhelper import ConfigError, RayHelper
+from tests.conftest import without_runtime
+from tests.e2e.runs import (
+    dpo_config,
+    final_bytes,
+    final_weights,
+    gkd_config,
+    grpo_config,
+    interrupted_after,
+    lines,
+    ppo_config,
+    reward_config,
+    sft_config,
+)
+from tests.golden.tiny import save_tiny
+from tests.rayhelper.test_torchrun import torchrun
+from trainers.batch import Sequences
+from trainers.checkpoint import checkpoints, latest, read_state
+from trainers.cli import run
+from trainers.dpo import DPOTrainer
+from trainers.gkd import GKDTrainer
+from trainers.grpo import GRPOTrainer
+from trainers.grpo_config import GRPOConfig
+from trainers.metrics import Metrics
+from trainers.ppo import PPOTrainer
+from trainers.reward import RewardTrainer
+from trainers.sft import SFTTrainer
+from trainers.sft_config import SFTConfig
+
+pytestmark = pytest.mark.xdist_group("ray")  # all look at what one start of torchrun left behind
+
+ROOT = Path(__file__).resolve().parents[2]
+OTHERS: dict[str, Any] = {"dpo": DPOTrainer, "reward": RewardTrainer, "gkd": GKDTrainer, "ppo": PPOTrainer}
+ROLES = sorted({role for cls in (GRPOTrainer, *OTHERS.values()) for role in cls.__rayhelper_roles__})
+PLUGIN = """
+import os
+from pathlib import Path
+
+from tests.e2e.runs import evenness
+from tests.golden.tiny import save_tiny
+from trainers.plugins import register_model, register_reward
+
+def note(what):
+    with Path(__file__).with_name(what).open("a") as file:
+        file.write(f"{os.getpid()}\\n")
+
+@register_model("small")
+def small(output_dir, seed):
+    note("built")
+    return save_tiny(Path(output_dir) / "model", seed)
+
+@register_reward("noted")
+def noted(completion_ids, **columns):
+    note("scored")
+    return evenness(completion_ids)
+"""
+
+
+@RayHelper.worker(group="train")
+class NotingTrainer(SFTTrainer):
+    """Each worker notes the sequences that it learns from, a line a step."""
+
+    @RayHelper.function(group="train", dispatch="slice", collect=Metrics.merge)
+    def update(self, batch: Sequences, num_tokens: int) -> Metrics:
+        info = RayHelper.current()
+        with (Path(self.config.output_dir) / f"trained {info.rank} of {info.world_size}").open("a") as file:
+            file.write(json.dumps([row.tolist() for row in batch.input_ids]) + "\n")
+        return super().update(batch, num_tokens)
+
+
+@RayHelper.worker(group="train")
+class FailingTrainer(SFTTrainer):
+    """Its second worker fails, or dies, while the second checkpoint is being written."""
+
+    killed = False
+
+    @RayHelper.function(group="train")
+    def save(self, folder: Path) -> None:
+        if folder.name.startswith("checkpoint-4") and RayHelper.current().rank == 1:
+            (folder / "part").write_text("half")
+            if self.killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+        super().save(folder)
+        if folder.name.startswith("checkpoint-4") and RayHelper.current().rank == 1:
+            raise OSError("disk full")  # while nobody waits for it in a collective
+
+
+# What torchrun runs: every process comes here
+
+
+def first_part(model: str, folder: Path) -> None:
+    """Of four processes: a run is interrupted after step 5; its last checkpoint is that of step 4."""
+    with interrupted_after(5), pytest.raises(KeyboardInterrupt):
+        run(NotingTrainer, resumable_config(model, folder))
+
+
+def whole_runs(model: str, folder: Path) -> None:
+    """Of two processes: runs of all trainers, the middle of an interrupted one, and what goes wrong."""
+    run(SFTTrainer, judged_config(model, folder / "sft"))
+    run(GRPOTrainer, plugged_config(folder / "grpo"))
+    for name, trainer in OTHERS.items():
+        run(trainer, other_config(name, model, folder / name))
+    with interrupted_after(7), pytest.raises(KeyboardInterrupt):
+        run(NotingTrainer, resumable_config(model, folder / "parted"))
+    with pytest.raises(OSError, match="disk full"):
+        run(FailingTrainer, sft_config(model, folder / "failed", save_steps=2))
+    with pytest.raises(ConfigError, match="dataset: a row to learn from has 'body'"):
+        run(SFTTrainer, sft_config(model, folder / "wrong", dataset_text_field="body"))
+    (folder / f"done {os.environ['RANK']}").touch()
+    FailingTrainer.killed = True
+    run(FailingTrainer, sft_config(model, folder / "killed", save_steps=2))
+
+
+def other_config(name: str, model: str, folder: Path) -> Any:
+    """Three steps and a checkpoint of a trainer of ``OTHERS``."""
+    keys: dict[str, Any] = {"max_steps": 3, "save_steps": 2}
+    if name == "gkd":
+        return gkd_config(model, folder, teacher_model=model, lmbda=1.0, sft_alpha=0.0, **keys)
+    return {"dpo": dpo_config, "reward": reward_config, "ppo": ppo_config}[name](model, folder, **keys)
+
+
+def judged_config(model: str, folder: Path) -> SFTConfig:
+    """Evaluated and saved every two steps, on what the training data makes it forget."""
+    keys: dict[str, Any] = {"eval_dataset": [{"text": "QZX 741 %&$ KJWVQ 963"}], "eval_steps": 2, "save_steps": 2}
+    keys |= {"learning_rate": 1e-2}
+    keys |= {"save_total_limit": 1, "metric_for_best_model": "loss", "val_before_train": True}
+    return sft_config(model, folder, **keys)
+
+
+def plugged_config(folder: Path) -> GRPOConfig:
+    """A model and a reward of a plugin; completions are kept."""
+    keys: dict[str, Any] = {"reward_funcs": ["noted"], "reward_weights": None, "log_completions": True, "save_steps": 4}
+    return grpo_config("small", folder, num_train_epochs=1, external_plugins=[str(folder / "plugin.py")], **keys)
+
+
+def resumable_config(model: str, folder: Path, **keys: Any) -> SFTConfig:
+    """A sequence a worker and step; what belongs to the batch of four workers is not said anywhere else."""
+    settings = {"per_device_train_batch_size": 1, "global_batch_size": None, "save_steps": 2, "adam_epsilon": 1e-4}
+    return sft_config(model, folder, **(settings | {"resume_from_checkpoint": "auto"} | keys))
+
+
+# What the test looks at
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def by_torchrun(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What four processes and then two leave behind."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    (folder / "parted").mkdir()
+    (folder / "grpo").mkdir()
+    (folder / "grpo" / "plugin.py").write_text(PLUGIN)
+    done = torchrun(4, "-m", __name__, "first_part", model, str(folder / "parted"), cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    done = torchrun(2, "-m", __name__, "whole_runs", model, str(folder), cwd=ROOT)
+    assert {path.name for path in folder.glob("done *")} == {"done 0", "done 1"}, done.stderr[-8000:]
+    return folder
+
+
+def test_two_processes_of_torchrun_equal_two_ray_workers_bit_for_bit(
+    by_torchrun: Path, model: str, tmp_path: Path, ray_cluster: None
+) -> None:
+    (tmp_path / "grpo").mkdir()
+    (tmp_path / "grpo" / "plugin.py").write_text(PLUGIN)
+    with without_runtime(), RayHelper.session({"cpus": {"device": "CPU", "ranks": 2, "workers": ROLES}}):
+        SFTTrainer(judged_config(model, tmp_path / "sft")).train()
+        GRPOTrainer(plugged_config(tmp_path / "grpo")).train()
+        for name, trainer in OTHERS.items():
+            trainer(other_config(name, model, tmp_path / name)).train()
+    for name in ("sft", "grpo", *OTHERS):
+        assert lines(by_torchrun / name) == lines(tmp_path / name)
+        assert final_bytes(by_torchrun / name) == final_bytes(tmp_path / name)
+        written = [{path.name for path in (folder / name).iterdir()} for folder in (by_torchrun, tmp_path)]
+        assert written[0] == written[1]
+
+
+def test_the_best_checkpoint_is_kept_and_told(by_torchrun: Path) -> None:
+    losses = {line["step"]: line["eval_loss"] for line in lines(by_torchrun / "sft") if "eval_loss" in line}
+    assert sorted(losses) == [0, 2, 4, 6, 8, 9]
+    found = checkpoints(by_torchrun / "sft")
+    best = min((2, 4, 6, 8), key=lambda step: losses[step])
+    assert best < 8  # or it would tell nothing
+    assert [path.name for path in found] == [f"checkpoint-{best}", "checkpoint-8"]
+    state = read_state(by_torchrun / "sft" / "checkpoint-8")
+    assert state["best_metric"] == losses[best]
+    assert Path(state["best_model_checkpoint"]).name == f"checkpoint-{best}"
+
+
+def test_process_0_alone_builds_the_model_and_scores(by_torchrun: Path) -> None:
+    built = (by_torchrun / "grpo" / "built").read_text().split()
+    scored = (by_torchrun / "grpo" / "scored").read_text().split()
+    assert len(built) == 1
+    assert set(scored) == set(built)
+    assert len(scored) == 2 + 1  # generations, and the evaluation at the end
+
+
+def test_other_numbers_of_processes_go_on_with_a_run(by_torchrun: Path, model: str, tmp_path: Path) -> None:
+    """Four processes, then two, then this one: every sequence once an epoch, and the losses of a run in one piece."""
+    parted = by_torchrun / "parted"
+    run(NotingTrainer, resumable_config(model, parted))
+    run(SFTTrainer, resumable_config(model, tmp_path, global_batch_size=4))
+    trained = [*steps_of(parted, 4)[:4], *steps_of(parted, 2)[:2], *steps_of(parted, 1)]
+    rows = sorted(row.tolist() for row in SFTTrainer(resumable_config(model, tmp_path)).sequences.input_ids)
+    assert [len(step) for step in trained] == [4, 4, 3] * 3
+    assert all(sorted(itertools.chain(*trained[start : start + 3])) == rows for start in (0, 3, 6))
+    found, expected = lines(parted), lines(tmp_path)
+    assert [line["step"] for line in found] == list(range(1, 10))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6)
+    for name, weight in final_weights(tmp_path).items():
+        torch.testing.assert_close(final_weights(parted)[name], weight, rtol=0, atol=1e-5)
+
+
+def steps_of(folder: Path, num_workers: int) -> list[list[list[int]]]:
+    """The sequences of every step that so many workers took, over all of them."""
+    files = [folder / f"trained {rank} of {num_workers}" for rank in range(num_workers)]
+    steps = zip(*(file.read_text().splitlines() for file in files), strict=True)
+    return [list(itertools.chain(*map(json.loads, step))) for step in steps]
+
+
+def test_a_worker_that_fails_or_is_killed_while_saving_leaves_the_checkpoint_before(by_torchrun: Path) -> None:
+    assert [path.name for path in (by_torchrun / "failed").glob("checkpoint*")] == ["checkpoint-2"]
+    found = latest(by_torchrun / "killed")
+    assert found is not None
+    assert read_state(found)["step"] == 2
+    assert not (by_torchrun / "killed" / "checkpoint-4").exists()
+
+
+def test_one_process_of_torchrun_equals_off_bit_for_bit(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    groups = {"cpus": {"device": "CPU", "ranks": 1, "workers": ROLES}}
+    with without_runtime():
+        GRPOTrainer(grpo_config(model, tmp_path / "off", max_steps=3)).train()
+        with RayHelper.session(groups, runtime="torchrun"):
+            GRPOTrainer(grpo_config(model, tmp_path / "on", max_steps=3)).train()
+    assert lines(tmp_path / "on") == lines(tmp_path / "off")
+    assert final_bytes(tmp_path / "on") == final_bytes(tmp_path / "off")
+
+
+def test_a_mistake_is_told_once(tmp_path: Path) -> None:
+    done = torchrun(2, "-m", "trainers.sft", "--model", "m", "--dataset", "d", "--sead", "7", cwd=ROOT)
+    assert done.stderr.count("error: command line: unknown key sead (did you mean seed?)") == 1
+    assert "exitcode  : 2 " in done.stderr
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,163 @@
+"""The pages of docs/: they build without a warning, and what they say of keys, roles and code is so."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from mkdocs.commands.build import build
+from mkdocs.config import load_config as load_site
+
+from rayhelper.text import parse_text
+from trainers import plugins
+from trainers.cli import TRAINERS, placement
+from trainers.config import RunConfig, TrainConfig
+from trainers.environments import resolve_environment
+from trainers.rewards import resolve_rewards
+from trainers.sources import read_source
+from trainers.tools import resolve_tools
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted({config: name for name, (_, config) in reversed(TRAINERS.items())}.values())  # the first name of each
+
+
+def imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+class Rows(HTMLParser):
+    """The cells of every row of every table."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.is_cell = False
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag == "tr":
+            self.rows.append([])
+        elif tag == "td":
+            self.rows[-1].append("")
+            self.is_cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "td":
+            self.is_cell = False
+
+    def handle_data(self, data: str) -> None:
+        if self.is_cell:
+            self.rows[-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built pages; a link to nowhere, or an example that is not there, ends the build."""
+    folder = tmp_path_factory.mktemp("site")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NO_MKDOCS_2_WARNING", "1")
+        build(load_site(str(DOCS / "site" / "mkdocs.yml"), site_dir=str(folder), strict=True))
+    return folder
+
+
+def keys_of(page: Path) -> dict[str, list[str]]:
+    """Type, default and text of every key that a page has a row of."""
+    rows = Rows(page.read_text(encoding="utf-8")).rows
+    return {row[0]: row[1:] for row in rows if len(row) == 4}
+
+
+def default_of(field: Any) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_key_stands_on_the_trainers_page_or_among_the_shared_ones_with_its_default(name: str, site: Path) -> None:
+    config_type = imported(TRAINERS[name][1])
+    base = TrainConfig if issubclass(config_type, TrainConfig) else RunConfig
+    shared = {field.name: default_of(field) for field in dataclasses.fields(base)}
+    own_page, shared_page = keys_of(site / "trainers" / f"{name}.html"), keys_of(site / "shared_keys.html")
+    for field in dataclasses.fields(config_type):
+        default = default_of(field)
+        is_shared = field.name in shared and shared[field.name] == default
+        assert (field.name in own_page) != is_shared, field.name
+        _, shown, text = (shared_page if is_shared else own_page)[field.name]
+        assert text, field.name
+        if default is dataclasses.MISSING:
+            assert shown == "required"
+        else:
+            assert parse_text(shown, field.name) == default, field.name
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_names_every_role_of_its_trainer(name: str, site: Path) -> None:
+    roles = imported(TRAINERS[name][0]).__rayhelper_roles__
+    text = (DOCS / "trainers" / f"{name}.md").read_text(encoding="utf-8").partition("## Data")[0]
+    assert [role for role in roles if not re.search(rf"\b{role}\b", text)] == []
+
+
+def test_every_metric_that_is_measured_is_explained() -> None:
+    code = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "trainers").rglob("*.py"))
+    measured = set(re.findall(r'metrics\.(?:sum|mean|min|max|same)\(\s*"([^"]+)"', code)) - {"chosen_token_accuracy"}
+    assert {"loss", "grad_norm", "clip_ratio/low_min", "rewards/margins"} <= measured
+    pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
+    assert sorted(name for name in measured if f"`{name}`" not in pages) == []
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The code blocks of a page, without those that are files of examples/."""
+    found = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [block for block in found if "--8<--" not in block]
+
+
+def written_configurations() -> list[tuple[str, str]]:
+    """The trainer and the text of each configuration that stands in a page itself."""
+    pages = {name: DOCS / "trainers" / f"{name}.md" for name in PAGES}
+    found = [(name, block) for name, page in pages.items() for block in blocks(page, "yaml")]
+    others = [block for page in ("placement", "rewards") for block in blocks(DOCS / f"{page}.md", "yaml")]
+    return [*found, *(("grpo", block) for block in others)]
+
+
+@pytest.mark.parametrize(("name", "text"), written_configurations(), ids=lambda text: text.split("\n")[0])
+def test_configurations_in_the_pages_have_known_keys_and_a_place_for_every_role(name: str, text: str) -> None:
+    trainer, config_type = (imported(path) for path in TRAINERS[name])
+    found = yaml.safe_load(text)
+    known = {field.name for field in dataclasses.fields(config_type)}
+    sections = {key: value for key, value in found.items() if key == "colocate_groups" or "gpus" in str(value)}
+    sections.pop("device_groups", None)
+    assert found.keys() - sections.keys() <= known
+    groups = found.get("device_groups") or sections
+    if groups:
+        config = SimpleNamespace(device_groups=groups, external_plugins=[], timeout_s=None, env={})
+        hosted = {role for group in placement(trainer, config).groups for role in group.roles}
+        assert hosted == set(trainer.__rayhelper_roles__)
+
+
+def test_the_first_class_of_the_index_gives_what_it_says() -> None:
+    (first, _) = blocks(DOCS / "index.md", "python")
+    names: dict[str, Any] = {"__name__": "docs_index"}
+    exec(compile(first, "docs/index.md", "exec"), names)
+    assert str(names["BestOf"](bonus=1).run([3, 1, 2])) in first
+
+
+def test_the_plugins_of_the_pages_are_found_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for registry in (plugins.REWARDS, plugins.DATASETS, plugins.ENVIRONMENTS, plugins.TOOLS):
+        monkeypatch.setattr(registry, "entries", {})
+    for page in ("data", "rewards"):
+        for block in blocks(DOCS / f"{page}.md", "python"):
+            exec(compile(block, f"docs/{page}.md", "exec"), {"__name__": f"docs_{page}"})
+    assert read_source("sums")[0] == {"prompt": "1+1=", "answer": "2"}
+    ((reward, _),), _ = resolve_rewards(["correct_sum"])
+    assert reward(["46", "47"], answer=["46", "46"]) == [1.0, 0.0]
+    guess = resolve_environment("guess")()
+    guess.reset({"number": "7"})
+    assert (guess.step("6").done, guess.step("7").reward) == (False, 1.0)
+    assert resolve_tools(["add"])["add"](1, 2) == 3

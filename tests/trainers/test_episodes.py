@@ -1,0 +1,276 @@
+"""Episodes of several turns: whose tokens they hold, who waits for whom, and what tools answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.golden.tiny import tiny_tokenizer
+from trainers.batch import Prompts, Ragged, Rollouts
+from trainers.environments import Reply, resolve_environment
+from trainers.episodes import Stage, reply_ids
+from trainers.grpo_samples import rollout_metrics, to_samples
+from trainers.plugins import ENVIRONMENTS, TOOLS
+from trainers.rollout.base import Sampling
+from trainers.tools import ToolEnvironment, resolve_tools
+
+TOKENIZER = tiny_tokenizer()
+END = TOKENIZER.eos_token_id
+Row = dict[str, Any]
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER(text)["input_ids"])
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+class ScriptedEngine:
+    """Writes what ``answer`` makes of the text so far; notes the texts of every call."""
+
+    def __init__(self, answer: Callable[[str], str], ends: bool = True) -> None:
+        self.answer, self.ends = answer, ends
+        self.calls: list[list[str]] = []
+        self.seeds: list[int] = []
+
+    def generate(self, prompts: Prompts, sampling: Sampling, *, seed: int) -> Rollouts:
+        texts = TOKENIZER.batch_decode(list(prompts.prompt_ids))
+        self.calls.append(texts)
+        self.seeds.append(seed)
+        limit = sampling.max_completion_length
+        whole = [ids(self.answer(text)) + [END] * self.ends for text in texts]
+        cut = Ragged.of([row[:limit] for row in whole], np.int64)
+        logps = Ragged.split(-np.arange(len(cut.values), dtype=np.float32), cut.lengths)
+        return Rollouts(prompts.prompt_ids, cut, logps, np.array([len(row) > limit or not self.ends for row in whole]))
+
+    def load_weights(self, named_weights: Any) -> None:
+        raise NotImplementedError
+
+
+class Countdown:
+    """Answers a number with the one below it, until that is 0."""
+
+    def reset(self, row: Mapping[str, Any]) -> None:
+        self.last = row.get("last", "bye")
+
+    def step(self, text: str) -> Reply:
+        number = int(text) - 1
+        if number == 0:
+            return Reply(done=True, reward=1.0)
+        return Reply(f"{number}?", reward=0.25)
+
+
+def after_the_last_mark(text: str) -> str:
+    """The number that was asked for last."""
+    said = text.replace("<|im_end|>", " ").replace("<|im_start|>", " ").replace("\n", " ").replace("?", " ")
+    return next(word for word in reversed(said.split()) if word.isdigit())
+
+
+def play(
+    environment: Any, rows: Sequence[Row], *, engine: Any = None, max_completion_length: int = 200, **keys: Any
+) -> Rollouts:
+    engine = engine or ScriptedEngine(after_the_last_mark)
+    return Stage(environment, TOKENIZER, **keys).play(engine, rows, Sampling(max_completion_length), lambda call: call)
+
+
+def test_a_completion_holds_the_turns_and_the_answers_between_them() -> None:
+    engine = ScriptedEngine(after_the_last_mark)
+    rollouts = play(Countdown, [{"prompt": [user("3?")]}, {"prompt": [user("1?")]}], engine=engine)
+    between = [f"\n<|im_start|>user\n{number}?<|im_end|>\n<|im_start|>assistant\n" for number in (2, 1)]
+    parts = ["3<|im_end|>", between[0], "2<|im_end|>", between[1], "1<|im_end|>"]
+    assert rollouts.completion_ids[0].tolist() == [token for part in parts for token in ids(part)]
+    assert rollouts.is_sampled is not None
+    assert rollouts.is_sampled[0].tolist() == [k % 2 == 0 for k, part in enumerate(parts) for _ in ids(part)]
+    assert TOKENIZER.decode(rollouts.prompt_ids[0]) == "<|im_start|>user\n3?<|im_end|>\n<|im_start|>assistant\n"
+    assert rollouts.completion_ids[1].tolist() == ids("1<|im_end|>")
+    assert [len(call) for call in engine.calls] == [2, 1, 1]
+    assert engine.calls[2] == [TOKENIZER.decode([*rollouts.prompt_ids[0], *rollouts.completion_ids[0][:-2]])]
+    assert engine.seeds == [0, 1, 2]
+    assert rollouts.num_turns is not None
+    assert rollouts.environment_rewards is not None
+    assert rollouts.num_turns.tolist() == [3, 1]
+    assert rollouts.environment_rewards.tolist() == [1.5, 1.0]
+    assert rollouts.truncated.tolist() == [False, False]
+    roles = ["assistant", "user", "assistant", "user", "assistant"]
+    contents = ["3", "2?", "2", "1?", "1"]
+    assert rollouts.transcripts is not None
+    assert rollouts.transcripts[0] == [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+
+
+def test_only_what_the_model_wrote_is_learned() -> None:
+    rollouts = play(Countdown, [{"prompt": "3?"}, {"prompt": "1?"}])
+    assert rollouts.transcripts == ["32?21?1", "1"]
+    samples = to_samples(rollouts, mask_truncated=False)
+    targets = samples.input_ids.values[samples.target_mask.values]
+    assert TOKENIZER.decode(targets) == "3<|im_end|>2<|im_end|>1<|im_end|>1<|im_end|>"
+    assert samples.rollout_logps is not None
+    assert samples.rollout_logps.lengths.tolist() == [6, 2]
+    assert samples.rollout_logps[0].tolist() == [0, -1, 0, -1, 0, -1]  # each as its turn's engine call gave them
+    metrics = rollout_metrics(rollouts).values()
+    assert metrics["completions/mean_length"] == 4.0
+    assert metrics["num_turns"] == 2.0
+
+
+def test_an_episode_ends_where_its_room_or_its_turns_end() -> None:
+    rows = [{"prompt": "9?"}]
+    by_turns = play(Countdown, rows, turn_limit=2)
+    assert by_turns.transcripts == ["98?8"]
+    assert by_turns.truncated.tolist() == [False]
+    without_room = play(Countdown, rows, max_completion_length=4)  # "9", end and "8?" fill it: no turn would follow
+    assert without_room.transcripts == ["9"]
+    assert without_room.truncated.tolist() == [True]
+    cut = play(Countdown, rows, engine=ScriptedEngine(lambda text: "123"), max_completion_length=2)
+    assert cut.transcripts == ["12"]
+    assert cut.truncated.tolist() == [True]
+
+
+def test_what_reset_says_follows_the_prompt() -> None:
+    class Opening(Countdown):
+        async def reset(self, row: Mapping[str, Any]) -> Any:  # type: ignore[override]
+            return [user(row["opening"])] if row["opening"] else None
+
+    rows = [{"prompt": [user("count")], "opening": "1?"}, {"prompt": [user("1?")], "opening": ""}]
+    rollouts = play(Opening, rows)
+    shown = TOKENIZER.decode(rollouts.prompt_ids[0])
+    assert shown == "<|im_start|>user\ncount<|im_end|>\n<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_slow_environment_holds_up_no_other() -> None:
+    """The slow one waits for what the last of the others does."""
+    others_are_done = asyncio.Event()
+
+    class Waiting(Countdown):
+        num_open = 0
+
+        def reset(self, row: Mapping[str, Any]) -> None:
+            self.is_slow = row["prompt"] == "2?"
+            Waiting.num_open += not self.is_slow
+
+        async def step(self, text: str) -> Reply:  # type: ignore[override]
+            if self.is_slow:
+                await asyncio.wait_for(others_are_done.wait(), timeout=60)
+            reply = super().step(text)
+            if not self.is_slow and reply.done:
+                Waiting.num_open -= 1
+                if not Waiting.num_open:
+                    others_are_done.set()
+            return reply
+
+    engine = ScriptedEngine(after_the_last_mark)
+    rollouts = play(Waiting, [{"prompt": f"{number}?"} for number in (2, 4, 3)], engine=engine)
+    assert rollouts.transcripts == ["21?1", "43?32?21?1", "32?21?1"]  # in the order of the rows
+    assert [len(call) for call in engine.calls] == [3, 2, 2, 1, 1]
+    assert engine.calls[-1] == ["2?2<|im_end|>1?"]
+
+
+def test_an_error_of_an_environment_rises() -> None:
+    class Broken(Countdown):
+        def step(self, text: str) -> Reply:
+            raise KeyError("no such room")
+
+    with pytest.raises(KeyError, match="no such room"):
+        play(Broken, [{"prompt": "1?"}, {"prompt": "2?"}])
+    with pytest.raises(TypeError, match="step must return a Reply, got str"):
+        play(lambda: type("Wrong", (Countdown,), {"step": lambda self, text: "2"})(), [{"prompt": "1?"}])
+
+
+def test_no_rows_are_no_episodes() -> None:
+    assert len(play(Countdown, [])) == 0
+
+
+def test_replies_are_what_the_template_puts_behind_a_turn() -> None:
+    """The whole conversation, tokenized at once, has them there."""
+    row = {"prompt": [user("a question")]}
+    messages = [{"role": "tool", "content": "42"}, user("so?")]
+    whole = TOKENIZER.apply_chat_template(
+        [user("a question"), {"role": "assistant", "content": "hm"}, *messages],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    found = reply_ids(row, messages, ids("hm<|im_end|>"), TOKENIZER, {})
+    assert whole[-len(found) :] == found
+    assert whole[: -len(found)][-3:] == ids("hm<|im_end|>")
+    unfinished = reply_ids(row, messages, ids("hm"), TOKENIZER, {})
+    assert unfinished == [END, *found]
+
+
+# Tools
+
+
+def add(a: int, b: int) -> int:
+    """Adds.
+
+    Args:
+        a: One number.
+        b: The other.
+    """
+    return a + b
+
+
+async def slow_echo(text: str) -> str:
+    """Says it again.
+
+    Args:
+        text: What to say.
+    """
+    await asyncio.sleep(0)
+    return text
+
+
+def called(*calls: str) -> Reply:
+    text = "hm" + "".join(f"<tool_call>{call}</tool_call>" for call in calls)
+    return asyncio.run(ToolEnvironment(resolve_tools([add, slow_echo])).step(text))
+
+
+def test_tools_answer_the_calls_of_a_turn() -> None:
+    reply = called(
+        '{"name": "add", "arguments": {"a": 2, "b": 3}}', '{"name": "slow_echo", "arguments": {"text": "x"}}'
+    )
+    assert [(message["role"], message["content"]) for message in reply.messages] == [("tool", "5"), ("tool", "x")]  # type: ignore[index]
+    assert (reply.num_tool_calls, reply.num_tool_failures, reply.done) == (2, 0, False)
+    assert called().done
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ('{"name": "subtract"}', "there is no tool 'subtract'; there are add, slow_echo"),
+        ('{"name": "add", "arguments": {"a": 1}}', "missing 1 required positional argument: 'b'"),
+        ("no json", "JSONDecodeError"),
+        ("[1]", "TypeError"),
+    ],
+)
+def test_what_goes_wrong_in_a_tool_is_told_to_the_model(call: str, told: str) -> None:
+    reply = called(call)
+    assert told in reply.messages[0]["content"]  # type: ignore[index]
+    assert (reply.num_tool_calls, reply.num_tool_failures, reply.done) == (1, 1, False)
+
+
+def test_environments_and_tools_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENVIRONMENTS.entries, "countdown", type("Entry", (), {"value": Countdown}))
+    monkeypatch.setitem(TOOLS.entries, "plus", type("Entry", (), {"value": add}))
+    assert isinstance(resolve_environment("countdown")(), Countdown)
+    assert isinstance(resolve_environment({"name": f"{__name__}:Countdown"})(), Countdown)
+    assert resolve_tools(["plus", f"{__name__}.slow_echo"]).keys() == {"add", "slow_echo"}
+    with pytest.raises(ValueError, match=r"unknown environment 'countdwn'.*Did you mean 'countdown'"):
+        resolve_environment("countdwn")
+    with pytest.raises(ValueError, match=r"cannot be built with \{'speed': 2\}"):
+        resolve_environment({"name": "countdown", "speed": 2})
+    with pytest.raises(ValueError, match="has no method step"):
+        resolve_environment(type("Half", (), {"reset": lambda self, row: None}))
+    with pytest.raises(ValueError, match="tool 'undocumented' cannot be told to a model"):
+        resolve_tools([lambda_named("undocumented")])
+
+
+def lambda_named(name: str) -> Callable[..., Any]:
+    def function(a: int) -> int:
+        return a
+
+    function.__name__ = name
+    return function

@@ -1,0 +1,324 @@
+"""What users of ms-swift write means the same here, or is refused by name with what to write instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import peft  # noqa: F401  (it sets a variable of the environment when it is first imported)
+import pytest
+
+from rayhelper import ConfigError
+from trainers.cli import TRAINERS, load_config
+from trainers.dpo_config import DPOConfig
+from trainers.gkd_config import GKDConfig
+from trainers.grpo_config import GRPOConfig
+from trainers.other_names import ALIASES, ANY, ELSEWHERE, HINTS, NEUTRAL, REFUSED, RLHF_TYPES, TRANSLATED
+from trainers.ppo_config import PPOConfig
+from trainers.reward_config import RewardConfig
+from trainers.sampling_config import SamplingConfig
+from trainers.sft_config import PretrainConfig, SFTConfig
+from trainers.sources import read_source
+
+KINDS: tuple[type[Any], ...] = (
+    *(SFTConfig, PretrainConfig, GRPOConfig, GKDConfig, DPOConfig, PPOConfig, RewardConfig, SamplingConfig),
+)
+KEYS = {field.name for kind in KINDS for field in dataclasses.fields(kind)}
+
+
+def load(kind: type[Any], text: str, tmp_path: Path, *argv: str) -> Any:
+    """The configuration of a YAML text beside the keys that must be given."""
+    rewards = "reward_funcs: [format]\n" if kind in (GRPOConfig, PPOConfig) and "reward_funcs" not in text else ""
+    (tmp_path / "x.yaml").write_text(f"model: m\ndataset: d\n{rewards}{text}\n")
+    return load_config(kind, ["--config", str(tmp_path / "x.yaml"), *argv])
+
+
+def told(kind: type[Any], text: str, tmp_path: Path, *argv: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(kind, text, tmp_path, *argv)
+    return str(error.value)
+
+
+COSINE = {"name": "cosine_scaled", "max_len": 9, "min_value_wrong": -0.5, "max_value_wrong": 0.0}
+COSINE |= {"min_value_correct": 0.5, "max_value_correct": 2.0}
+SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and our keys that say it
+    (SFTConfig, "torch_dtype: bfloat16", {"dtype": "bfloat16"}),
+    (SFTConfig, "bf16: true", {"dtype": "bfloat16"}),
+    (SFTConfig, "bf16: 'false'\nfp16: false", {"dtype": "float32"}),
+    (SFTConfig, "bf16: true\ntorch_dtype: bfloat16", {"dtype": "bfloat16"}),
+    (SFTConfig, "attn_impl: flash_attn", {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}}),
+    (SFTConfig, "attn_impl: eager", {"model_init_kwargs": {"attn_implementation": "eager"}}),
+    (GRPOConfig, "attention_backend: flash", {"model_init_kwargs": {"attn_implementation": "sdpa"}}),
+    (GRPOConfig, "attention_backend: unfused", {"model_init_kwargs": {"attn_implementation": "eager"}}),
+    (GRPOConfig, "attention_backend: auto", {}),
+    (
+        SFTConfig,
+        "attn_impl: sdpa\nmodel_init_kwargs: {a: 1}",
+        {"model_init_kwargs": {"a": 1, "attn_implementation": "sdpa"}},
+    ),
+    (SFTConfig, "lr: 1e-4\nmin_lr: 1e-4", {"learning_rate": 1e-4, "lr_scheduler_type": "constant_with_warmup"}),
+    (
+        SFTConfig,
+        "lr: 1e-4\nmin_lr: 1e-5\nlr_warmup_fraction: 0.05",
+        {"learning_rate": 1e-4, "warmup_ratio": 0.05, "lr_scheduler_type": "cosine_with_min_lr"}
+        | {"lr_scheduler_kwargs": {"min_lr": 1e-5}},
+    ),
+    (
+        SFTConfig,
+        "lr: 1e-4\nmin_lr: 1e-5\nlr_decay_style: linear",
+        {
+            "learning_rate": 1e-4,
+            "lr_scheduler_type": "polynomial",
+            "lr_scheduler_kwargs": {"lr_end": 1e-5, "power": 1.0},
+        },
+    ),
+    (SFTConfig, "min_lr: 0", {}),
+    (SFTConfig, "lr_decay_style: cosine", {"lr_scheduler_type": "cosine"}),
+    (SFTConfig, "lr_decay_style: constant\nmin_lr: 1e-6", {"lr_scheduler_type": "constant_with_warmup"}),
+    (SFTConfig, "deepspeed: zero3", {}),
+    (SFTConfig, "deepspeed: zero2", {"fsdp_reshard_after_forward": False}),
+    (SFTConfig, "deepspeed: zero0", {"fsdp_sharding_strategy": "no_shard"}),
+    (SFTConfig, "deepspeed: zero3_offload", {"fsdp_offload_params": True}),
+    (
+        SFTConfig,
+        "recompute_granularity: full\nrecompute_method: uniform\nrecompute_num_layers: 1",
+        {"gradient_checkpointing": True},
+    ),
+    (SFTConfig, "recompute_granularity: none", {}),
+    (
+        SFTConfig,
+        "train_type: lora\ntarget_modules: q_proj k_proj",
+        {"tuner_type": "lora", "lora_target_modules": ["q_proj", "k_proj"]},
+    ),
+    (SFTConfig, "target_modules: all-linear", {}),
+    (
+        SFTConfig,
+        "tuner_type: lora\nuse_rslora: true\nuse_dora: false\ninit_weights: true",
+        {"tuner_type": "lora", "lora_kwargs": {"use_rslora": True}},
+    ),
+    (SFTConfig, "truncation_strategy: left", {"truncation_mode": "keep_end"}),
+    (SFTConfig, "truncation_strategy: right", {}),
+    (PretrainConfig, "truncation_strategy: split", {}),
+    (GRPOConfig, "truncation_strategy: left\nmax_length: 64", {"max_prompt_length": 64}),
+    (RewardConfig, "truncation_strategy: delete", {}),
+    (SamplingConfig, "max_length: 64\nmax_new_tokens: 9", {"max_prompt_length": 64, "max_completion_length": 9}),
+    (SFTConfig, "eval_steps: 10\nsplit_dataset_ratio: 0.0", {}),
+    (SFTConfig, "eval_steps: 10\nsplit_dataset_ratio: 0\nval_dataset: e", {"eval_steps": 10, "eval_dataset": "e"}),
+    (SFTConfig, "eval_strategy: 'no'\neval_steps: 10", {}),
+    (SFTConfig, "save_strategy: 'no'", {"save_steps": 0}),
+    (SFTConfig, "save_strategy: steps\nsave_steps: 10\neval_strategy: steps", {"save_steps": 10}),
+    (SFTConfig, "finetune: true\nno_save_optim: true\nno_save_rng: true", {}),
+    (SFTConfig, "dataset_shuffle: false\ndata_seed: 42\npacking_length: 1024", {"shuffle_dataset": False}),
+    (SamplingConfig, "data_seed: 7", {"dataset_seed": 7}),
+    (SFTConfig, "enable_dft_loss: true", {"loss_type": "dft"}),
+    (SFTConfig, "model_author: swift\nmodel_name: swift-bot", {}),
+    (SFTConfig, "eval_dataset: a.x b.x", {"eval_dataset": ["a.x", "b.x"]}),
+    (GRPOConfig, "enable_thinking: false", {"chat_template_kwargs": {"enable_thinking": False}}),
+    (GRPOConfig, "overlong_filter: true\ntau_pos: 1.0", {"mask_truncated_completions": True}),
+    (
+        GRPOConfig,
+        "micro_batch_size: 2\nglobal_batch_size: 16\nsteps_per_generation: 4",
+        {"per_device_train_batch_size": 2, "global_batch_size": 16, "generation_batch_size": 64},
+    ),
+    (
+        GRPOConfig,
+        "per_device_train_batch_size: 2\nglobal_batch_size: 16\nsteps_per_generation: 4",
+        {"per_device_train_batch_size": 2, "global_batch_size": 16, "steps_per_generation": 4},
+    ),
+    (
+        GRPOConfig,
+        "reward_funcs: format soft_overlong\nmax_completion_length: 9\nsoft_cache_length: 3",
+        {"max_completion_length": 9}
+        | {"reward_funcs": ["format", {"name": "soft_overlong", "soft_max_length": 9, "soft_cache_length": 3}]},
+    ),
+    (
+        GRPOConfig,
+        "reward_funcs: [cosine]\ncosine_max_len: 9\ncosine_min_len_value_correct: 2.0",
+        {"reward_funcs": [COSINE]},
+    ),
+    (GRPOConfig, "gym_env: lake\nuse_gym_env: true\nmulti_turn_scheduler: gym_scheduler", {"environment": "lake"}),
+    (GRPOConfig, "rlhf_type: grpo", {}),
+    (RewardConfig, "rlhf_type: rm", {}),
+    (DPOConfig, "rlhf_type: dpo\nrpo_alpha: 0.1\nlora_rank: 8", {"rpo_alpha": 0.1}),
+    (
+        GKDConfig,
+        "rlhf_type: gkd\nteacher_model: t\noffload_teacher_model: true",
+        {"teacher_model": "t", "offload_teacher_model": True},
+    ),
+    (
+        SamplingConfig,
+        'sampler_engine: client\nengine_kwargs: \'{"base_url": "http://h/v1", "seed": null}\'',
+        {"sampler_engine": "client", "base_url": "http://h/v1", "engine_kwargs": {"seed": None}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "keys"), SAME, ids=[text.replace("\n", ", ")[:60] for _, text, _ in SAME])
+def test_others_keys_say_what_ours_say(kind: type[Any], text: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    assert load(kind, text, tmp_path) == dataclasses.replace(load(kind, "", tmp_path), **keys)
+
+
+def test_a_file_may_hold_the_system_message(tmp_path: Path) -> None:
+    (tmp_path / "system.txt").write_text("Be brief.\n")
+    assert load(GRPOConfig, f"system: {tmp_path}/system.txt", tmp_path).system == "Be brief.\n"
+    assert "there is no file" in told(GRPOConfig, f"system: {tmp_path}/sistem.txt", tmp_path)
+
+
+def test_the_command_line_wins_over_what_the_file_means(tmp_path: Path) -> None:
+    text = "attn_impl: flash_attn\nbf16: true\nmicro_batch_size: 2\nglobal_batch_size: 16\nsteps_per_generation: 4"
+    found = load(GRPOConfig, text, tmp_path, "--model_init_kwargs.attn_implementation=eager", "--dtype=float32")
+    assert (found.model_init_kwargs, found.dtype) == ({"attn_implementation": "eager"}, "float32")
+    assert load(GRPOConfig, "dtype: float32", tmp_path, "--bf16", "true").dtype == "bfloat16"
+    assert load(GRPOConfig, text, tmp_path, "--global_batch_size", "8").generation_batch_size == 32
+
+
+REFUSALS: list[tuple[type[Any], str, str]] = [
+    (SFTConfig, "fp16: true", "float16 is not offered. Write dtype: bfloat16"),
+    (SFTConfig, "bf16: true\ndtype: float32", "bf16 means dtype: bfloat16, but dtype is float32; remove one"),
+    (
+        SFTConfig,
+        "attn_impl: sdpa\nmodel_init_kwargs: {attn_implementation: eager}",
+        "but attn_implementation there is eager",
+    ),
+    (SFTConfig, "lr: 1e-5\nmin_lr: 1e-4", "min_lr 0.0001 is above learning_rate 1e-05"),
+    (SFTConfig, "min_lr: low", "min_lr must be a number, got 'low'"),
+    (
+        SFTConfig,
+        "min_lr: 1e-6\nlr_scheduler_type: inverse_sqrt",
+        "min_lr is not supported with lr_scheduler_type inverse_sqrt",
+    ),
+    (SFTConfig, "deepspeed: zero1", "deepspeed zero1 is not supported"),
+    (SFTConfig, "deepspeed: {a: 1}", "or the fsdp_* keys themselves"),
+    (SFTConfig, "truncation_strategy: delete", "write right (rows keep their start) or left (their end)"),
+    (GRPOConfig, "truncation_strategy: delete", "write left: long rows lose the beginning of their prompt"),
+    (SFTConfig, "split_dataset_ratio: 0.01", "training data are not split. Write 0"),
+    (SFTConfig, "save_strategy: epoch", "save_strategy epoch is not supported: write save_steps"),
+    (SFTConfig, "save_strategy: 'no'\neval_strategy: epoch", "eval_strategy epoch is not supported: write eval_steps"),
+    (SFTConfig, "data_seed: 7", "seed is that of the data too"),
+    (SFTConfig, "enable_thinking: false", "Write a chat_template"),
+    (SFTConfig, "max_new_tokens: 3", "another name of max_completion_length, which is no key of this trainer"),
+    (SFTConfig, "dataset_shufle: true", "did you mean dataset_shuffle?"),
+    (SFTConfig, "recompute_granlarity: full", "did you mean recompute_granularity?"),
+    (GRPOConfig, "soft_cache_length: 3", "it belongs to the reward soft_overlong. Name that in reward_funcs"),
+    (GRPOConfig, "repetition_n_grams: 3", "ms-swift's reward counts repeated words, TRL's repeated tokens"),
+    (GRPOConfig, "multi_turn_scheduler: math_tip_trick", "write environment: name"),
+    (GRPOConfig, "use_gym_env: true", "write environment: name"),
+    (
+        GRPOConfig,
+        "rlhf_type: gkd",
+        "rlhf_type is gkd, but this is python -m trainers.grpo. Write python -m trainers rlhf",
+    ),
+    (SFTConfig, "rlhf_type: dpo", "rlhf_type is dpo, but this is python -m trainers.sft"),
+    (GRPOConfig, "use_vllm: true", "Write use_vllm: false, which is rollout_engine: hf"),
+    (GRPOConfig, "tensor_model_parallel_size: 2", "fsdp_sharding_strategy: full_shard lays the weights in shards"),
+    (GRPOConfig, "tensor_model_parallel_size: true", "tensor_model_parallel_size is not supported"),
+    (
+        GRPOConfig,
+        "vllm_max_model_len: 9\nvllm_x: 1",
+        "vllm_max_model_len and vllm_x are not supported: there is no vLLM",
+    ),
+    (GRPOConfig, "moe_grouped_gemm: true", "it is a setting of Megatron's"),
+    (GRPOConfig, "offload_teacher_model: true", "give role teacher a device group of its own"),
+    (
+        SFTConfig,
+        "dataset: swift/self-cognition#9\nmodel_name: b",
+        "placeholders of swift/self-cognition are not filled in",
+    ),
+    (SFTConfig, "lora_bias: all", 'lora_bias is not supported: what is done here is "none". Write that'),
+    (GRPOConfig, "actor_rollout_ref: {actor: {optim: {lr: 1}}}", "docs/equivalents.md"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"), REFUSALS, ids=[text.replace("\n", ", ")[:60] for _, text, _ in REFUSALS]
+)
+def test_what_has_no_meaning_is_refused_with_what_to_write(
+    kind: type[Any], text: str, words: str, tmp_path: Path
+) -> None:
+    if "dataset:" in text:
+        (tmp_path / "x.yaml").write_text(f"model: m\n{text}\n")
+        with pytest.raises(ConfigError) as error:
+            load_config(kind, ["--config", str(tmp_path / "x.yaml")])
+        assert words in str(error.value)
+    else:
+        assert words in told(kind, text, tmp_path)
+
+
+@pytest.mark.parametrize("kind", [SFTConfig, GRPOConfig])
+def test_a_neutral_value_changes_nothing_and_is_not_spoken_of(
+    kind: type[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = {field.name for field in dataclasses.fields(kind)}
+    given = {name: True if values is ANY else values[0] for name, values in NEUTRAL.items() if name not in keys}
+    with caplog.at_level(logging.INFO):
+        for argv in ([], [f"--{name}={'null' if value is None else value}" for name, value in given.items()]):
+            text = "" if argv else "\n".join(f"{name}: {_yaml(value)}" for name, value in given.items())
+            assert load(kind, text, tmp_path, *argv) == load(kind, "", tmp_path)
+    assert caplog.text == ""
+
+
+def _yaml(value: Any) -> str:
+    import yaml
+
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+
+
+def test_hints_change_nothing_and_are_told_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = {field.name for field in dataclasses.fields(GRPOConfig)}
+    with caplog.at_level(logging.INFO):
+        found = load(GRPOConfig, "\n".join(f"{name}: 4" for name in HINTS if name not in keys), tmp_path)
+    assert found == load(GRPOConfig, "", tmp_path)
+    (record,) = caplog.records
+    assert all(name in record.getMessage() for name in HINTS)
+    assert "no_save_optim, no_save_rng, save_only_model (checkpoints hold" in record.getMessage()
+
+
+def test_all_refused_keys_are_told_at_once_each_by_its_name(tmp_path: Path) -> None:
+    keys = {field.name for field in dataclasses.fields(SFTConfig)}
+    placeholders = {"model_name", "model_author"}  # refused with the dataset that has some
+    written = [name for name in REFUSED if name not in keys | placeholders]
+    message = told(SFTConfig, "\n".join(f"{name}: 7" for name in written), tmp_path)
+    assert [name for name in written if name not in message] == []
+    assert "unknown key" not in message
+
+
+def test_no_name_is_in_two_tables_and_every_alias_names_a_key() -> None:
+    assert set(ALIASES.values()) <= KEYS
+    assert {*ELSEWHERE, *ELSEWHERE.values()} - {"data_seed"} <= KEYS
+    assert not set(ALIASES) & {*KEYS, *NEUTRAL, *HINTS, *REFUSED, *TRANSLATED}
+    assert not set(HINTS) & {*NEUTRAL, *REFUSED, *TRANSLATED}
+    assert set(RLHF_TYPES.values()) <= set(TRAINERS)
+
+
+def test_the_table_of_equivalents_knows_every_alias_and_every_key_that_it_names() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "equivalents.md").read_text()
+    ms_swift = text[text.index("## ms-swift") : text.index("## ROLL")]
+    vllm = {name for name in ALIASES if name.startswith("vllm_importance_sampling_")}  # one row for all
+    assert [
+        name for name in {*ALIASES, *ELSEWHERE} - vllm - {"lora_r", "eval_before_train"} if f"`{name}" not in ms_swift
+    ] == []
+    groups = {"device_groups", "ranks", "nproc_per_node", "nnodes"}  # placement, and what is no key
+    words = {"apo_zero", "sigmoid_norm", "soft_overlong", "cosine_scaled", "repetition_penalty", "device_mapping"}
+    for row in (line.split("|")[2] for line in text.splitlines() if line.startswith("| `")):
+        for name in re.findall(r"`([a-z_]+)(?::[^`]*)?`", row):
+            assert name in KEYS | groups | words | NAMES_OF_VALUES, row
+
+
+NAMES_OF_VALUES = {  # that stand in the column of our keys
+    *("true", "false", "float32", "keep_end", "megatron", "vllm", "sglang", "gae", "seed"),
+}
+
+
+def test_so_many_rows_of_a_dataset_are_drawn_without_repetition_and_alike_in_every_run(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"text": "{k}"}}\n' for k in range(5)))
+    three = read_source(f"{file}#3")["text"]
+    assert len(set(three)) == 3
+    assert read_source(f"{file}#3")["text"] == three
+    twelve = read_source(f"{file}#12")["text"]
+    assert sorted(twelve.count(str(k)) for k in range(5)) == [2, 2, 2, 3, 3]
+    with pytest.raises(ConfigError, match=r"there is no file .*row\.jsonl.*Did you mean .*rows\.jsonl"):
+        SFTConfig(model="m", dataset=f"{tmp_path}/row.jsonl#3")

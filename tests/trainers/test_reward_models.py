@@ -1,0 +1,110 @@
+"""A reward model scores what TRL's trainers score with it, whatever the size of its batches."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import trl
+from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForSequenceClassification
+
+from tests.golden.tiny import save_tiny, tiny_model, tiny_tokenizer
+from trainers.plugins import MODELS
+from trainers.reward_models import RewardModel, names_reward_model
+from trainers.rewards import resolve_rewards, score
+
+TEXTS = ["a", "the sea", "a bee sees two deer near the sea", "", "no one ever was there before, so they all rest"]
+PROMPTS = ["two words: ", "one: ", "a tale: ", "nothing: ", "a longer tale, please: "]
+CHATS = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": prompt}] for prompt in PROMPTS]
+ANSWERS = [[{"role": "assistant", "content": text}] for text in TEXTS]
+
+
+def save_reward_model(folder: Path, seed: int = 3) -> str:
+    """A two-layer sequence classifier of one label, random but for a head that tells texts apart."""
+    fields = tiny_model().config.to_dict() | {"num_labels": 1}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        Qwen3ForSequenceClassification(Qwen3Config(**fields)).float().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_reward_model(tmp_path_factory.mktemp("models") / "judge")
+
+
+def trl_scores(folder: str, prompts: list[Any], completions: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What TRL's GRPOTrainer gives: its method, called on the few things it reads."""
+    from trl.trainer import grpo_trainer
+
+    monkeypatch.setattr(grpo_trainer, "profiling_context", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(trl.GRPOTrainer.__mro__[1], "_prepare_inputs", lambda self, inputs: inputs, raising=False)
+    module = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    module.config.pad_token_id = tiny_tokenizer().pad_token_id
+    trainer = trl.GRPOTrainer.__new__(trl.GRPOTrainer)
+    settings = {
+        "accelerator": SimpleNamespace(device=torch.device("cpu"), gather=lambda value: value),
+        "reward_funcs": [module],
+        "reward_processing_classes": [tiny_tokenizer()],
+        "reward_func_names": ["judge"],
+        "chat_template_kwargs": {},
+        "environments": None,
+        "state": None,
+        "_log_completion_extra": None,
+        "_log_metric": None,
+    }
+    vars(trainer).update(settings)
+    inputs = [{"prompt": prompt} for prompt in prompts]
+    rewards = trl.GRPOTrainer._calculate_rewards.__wrapped__(
+        trainer, inputs, prompts, completions, [[] for _ in prompts]
+    )
+    return [float(value) for value in rewards[:, 0]]
+
+
+@pytest.mark.parametrize(("prompts", "completions"), [(PROMPTS, TEXTS), (CHATS, ANSWERS)], ids=["texts", "chats"])
+def test_it_scores_what_trl_scores(
+    prompts: list[Any], completions: list[Any], folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trl_scores(folder, prompts, completions, monkeypatch)
+    assert len({round(value, 3) for value in expected}) == 5
+    assert RewardModel(folder).score(prompts, completions) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_size_of_batches_does_not_matter(folder: str) -> None:
+    alone = RewardModel(folder, batch_size=1).score(CHATS, ANSWERS)
+    for size in (2, 64):
+        assert RewardModel(folder, batch_size=size).score(CHATS, ANSWERS) == pytest.approx(alone, abs=1e-5)
+    assert RewardModel(folder).score([], []) == []
+
+
+def test_it_is_a_reward_function_under_the_name_of_its_folder(folder: str) -> None:
+    model = RewardModel(folder)
+    (pair,), _ = resolve_rewards([model])
+    assert pair[1] == "judge"
+    rewards = score([pair], PROMPTS, TEXTS, [[1]] * 5, {"answer": ["x"] * 5})
+    assert rewards[:, 0].tolist() == pytest.approx(model.score(PROMPTS, TEXTS), abs=1e-6)
+
+
+def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is no reward model: its checkpoint lacks \['score.weight'\]"):
+        RewardModel(save_tiny(tmp_path))
+
+
+def test_a_classifier_of_several_labels_is_no_reward_model(tmp_path: Path) -> None:
+    fields = tiny_model().config.to_dict() | {"num_labels": 3}
+    Qwen3ForSequenceClassification(Qwen3Config(**fields)).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is no reward model"):
+        RewardModel(tmp_path)
+
+
+def test_a_model_is_told_from_a_function_by_its_name(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS.entries, "built", SimpleNamespace(value=None))
+    models = (folder, "built", "hub/name", "./rm")
+    functions = ("exact_answer", "module:function", "package.module.function", {"name": "exact_answer"}, len)
+    assert [names_reward_model(spec) for spec in (*models, *functions)] == [True] * 4 + [False] * 5

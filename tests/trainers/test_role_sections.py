@@ -1,0 +1,119 @@
+"""Sections of roles: where they run becomes device groups, what else they say becomes the keys that they mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayhelper import ConfigError, DeviceGroups
+from trainers.cli import load_config, placement
+from trainers.gkd import GKDTrainer
+from trainers.gkd_config import GKDConfig
+from trainers.grpo_config import GRPOConfig
+from trainers.ppo_config import PPOConfig
+from trainers.sampling_config import SamplingConfig
+
+SIZES = {"train": {"gpus": 4}, "rollout": {"gpus": 4}}
+
+
+def load(kind: type[Any], text: str, tmp_path: Path, *argv: str) -> Any:
+    rewards = "" if kind in (GKDConfig, SamplingConfig) else "reward_funcs: [format]\n"
+    model = "" if "model: s" in text else "model: m\n"
+    (tmp_path / "x.yaml").write_text(f"{model}dataset: d\n{rewards}{text}\n")
+    return load_config(kind, ["--config", str(tmp_path / "x.yaml"), *argv])
+
+
+GRPO = "rollout: {gpus: 4}\n"
+LIFTED: list[tuple[type[Any], str, dict[str, Any]]] = [
+    (
+        GRPOConfig,
+        GRPO + "train: {gpus: 4, lr: 1e-5, tuner_type: lora, lora_rank: 4}",
+        {"learning_rate": 1e-5, "lora_rank": 4},
+    ),
+    (GRPOConfig, GRPO + "output_dir: a\ntrain: {gpus: 4, output_dir: b}", {"output_dir": "b"}),
+    (
+        GRPOConfig,
+        GRPO + "train: {gpus: 4, attention_backend: unfused}",
+        {"model_init_kwargs": {"attn_implementation": "eager"}},
+    ),
+    (GRPOConfig, GRPO + "train: {gpus: 4, tensor_model_parallel_size: 1, sequence_parallel: true}", {}),
+    (GRPOConfig, "train: {gpus: 4}\nrollout: {gpus: 4, top_p: 0.9, vllm_tensor_parallel_size: 1}", {"top_p": 0.9}),
+    (GRPOConfig, "temperature: 0.7\ntrain: {gpus: 4}\nrollout: {gpus: 4, temperature: 0.7}", {"temperature": 0.7}),
+    (GRPOConfig, "train: {gpus: 4, temperature: 0.7}\nrollout: {gpus: 4, temperature: 0.7}", {"temperature": 0.7}),
+    (GRPOConfig, GRPO + "train: {gpus: 4, model: s}", {"model": "s"}),
+    (GKDConfig, GRPO + "train: {gpus: 4}\ngkd_logits_topk: 64\nteacher: {gpus: 2, model: t}", {"teacher_model": "t"}),
+    (GKDConfig, GRPO + "train: {gpus: 4}\nteacher: {gpus: 2, model: t, gkd_logits_topk: 8}", {"gkd_logits_topk": 8}),
+    (
+        PPOConfig,
+        GRPO + "train: {gpus: 4, lr: 1}\ncritic: {gpus: 4, lr: 2}",
+        {"learning_rate": 1.0, "value_learning_rate": 2.0},
+    ),
+    (
+        SamplingConfig,
+        "sampler: {gpus: 1, temperature: 0.5}\nprm: {gpus: 1, model: p}",
+        {"temperature": 0.5, "prm_model": "p"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "keys"), LIFTED, ids=[text.replace("\n", ", ")[:70] for _, text, _ in LIFTED])
+def test_a_key_of_a_section_is_the_runs_key_that_it_means(
+    kind: type[Any], text: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    found = load(kind, text, tmp_path)
+    assert {name: getattr(found, name) for name in keys} == keys
+    for section in found.device_groups.values():
+        assert list(section) == ["gpus"]
+
+
+def test_the_command_line_wins_over_a_section_and_may_write_one(tmp_path: Path) -> None:
+    text = GRPO + "train: {gpus: 4, output_dir: a, lr: 1}"
+    assert load(GRPOConfig, text, tmp_path, "--output_dir", "b").output_dir == "b"
+    found = load(GRPOConfig, text, tmp_path, "--train.learning_rate", "2", "--train.output_dir", "c")
+    assert (found.learning_rate, found.output_dir) == (2.0, "c")
+    found = load(GRPOConfig, "lr: 1\n" + GRPO + "train: {gpus: 4}", tmp_path, "--train.lr", "3")
+    assert (found.learning_rate, found.device_groups) == (3.0, SIZES | {})
+
+
+REFUSED: list[tuple[str, list[str]]] = [
+    ("train: {gpus: 4, lerning_rate: 1}", ["unknown key lerning_rate", "did you mean learning_rate?"]),
+    ("train: {gpus: 4, lr: 1, learning_rate: 2}", ["section 'train' says learning_rate twice", "lr"]),
+    ("train: {gpus: 4}\nrollout: {gpus: 4, timeot_s: 3}", ["section rollout", "did you mean timeout_s?"]),
+    (
+        "train: {gpus: 4, temperature: 1.0}\nrollout: {gpus: 4, temperature: 0.9}",
+        ["sections 'train' and 'rollout' disagree on temperature (1.0 and 0.9)", "Write it once"],
+    ),
+    (
+        "temperature: 1.0\ntrain: {gpus: 4}\nrollout: {gpus: 4, temperature: 0.9}",
+        ["temperature: 0.9", "the top level 1.0"],
+    ),
+    ("train: {gpus: 4, top_p: 0.9}", ["section 'train' has top_p, which role rollout reads"]),
+    ("train: {gpus: 4}\nrollout: {gpus: 4, lr: 1}", ["section 'rollout' has lr, which role rollout does not read"]),
+    ("train: {gpus: 4, tensor_model_parallel_size: 2}", ["tensor_model_parallel_size is not supported"]),
+    (
+        "train: {gpus: 4}\nrollout: {gpus: 4, vllm_max_model_len: 9, vllm_enforce_eager: true}",
+        ["section rollout: vllm_max_model_len and vllm_enforce_eager are not supported: there is no vLLM engine yet"],
+    ),
+    ("train: {gpus: 4}\nrollout: {gpus: 4, enable_thinking: true}", ["enable_thinking holds for all roles; move it"]),
+    ("train: {gpus: 4}\nteacher: {gpus: 4, model: a}\nteacher_model: b", ["'teacher' has model: a", "top level b"]),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), REFUSED, ids=[text.replace("\n", ", ")[:70] for text, _ in REFUSED])
+def test_a_section_that_says_what_its_role_cannot_mean_is_refused(text: str, words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(GRPOConfig, text, tmp_path)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_a_teacher_without_a_section_lives_with_train(tmp_path: Path) -> None:
+    text = "teacher_model: t\ncolocate_groups: [[train, rollout]]\ntrain: {cpus: 2}\nrollout: {cpus: 2}"
+    groups = placement(GKDTrainer, load(GKDConfig, text, tmp_path))
+    assert [group.roles for group in groups.groups] == [("train", "rollout", "teacher")]
+    apart = DeviceGroups.parse(
+        load(GKDConfig, text + "\nteacher: {cpus: 1}\ngkd_logits_topk: 8", tmp_path).device_groups
+    )
+    assert [group.roles for group in apart.groups] == [("train", "rollout"), ("teacher",)]

@@ -1,0 +1,96 @@
+"""LoRA: a small trained addition to the frozen weights of a model (arXiv 2106.09685), by peft."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainers.backends.sharding import as_placed, full
+
+
+def add_adapter(module: Any, settings: Mapping[str, Any], *, value_head: bool) -> Any:
+    """A ``PeftModel`` around ``module``, whose layers it changes in place; only the adapter is trained.
+
+    ``settings`` are fields of peft's LoraConfig. The head of a value model is new and is trained whole.
+
+    Raises:
+        ValueError: target modules that the model does not have.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    fields = dict(settings)
+    if value_head:
+        fields["modules_to_save"] = ["score"]
+    adapted = get_peft_model(module, LoraConfig(task_type="SEQ_CLS" if value_head else "CAUSAL_LM", **fields))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return adapted
+
+
+@contextlib.contextmanager
+def without_adapter(adapted: Any, without: bool = True) -> Iterator[None]:
+    """Inside, the model is what it was before the adapter was added; nothing changes where there is none."""
+    if adapted is None or not without:
+        yield
+        return
+    with adapted.disable_adapter():
+        yield
+
+
+def own_weights(module: Any, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """``weights`` (those of ``module`` by name) with adapters added, whole, under the names of the model without them.
+
+    One at a time, so that no second model is ever held. The live weights stay as they are. If they lie in shards, every
+    rank must go through all of them.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    adapted = {
+        f"{name}.base_layer.weight": part for name, part in module.named_modules() if isinstance(part, LoraLayer)
+    }
+    for name, weight in weights.items():
+        if (is_adapter(name) and ".modules_to_save." not in name) or ".original_module." in name:
+            continue
+        weight = full(weight)
+        if name in adapted:
+            part: Any = adapted[name]
+            a, b = full(part.lora_A["default"].weight.detach()), full(part.lora_B["default"].weight.detach())
+            delta = (b.float() @ a.float()) * part.scaling["default"]
+            weight = (weight.float() + (delta.T if part.fan_in_fan_out else delta)).to(weight.dtype)
+        yield name.replace(".base_layer.", ".").replace(".modules_to_save.default.", "."), weight
+
+
+def load_adapter(adapted: Any, folder: Path) -> None:
+    """Puts back, in place, the adapter that peft wrote into ``folder``.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it has other weights than this model's adapter.
+    """
+    from safetensors.torch import load_file
+
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} holds no adapter_model.safetensors, so it is no checkpoint of a LoRA run")
+    given = load_file(file)
+    own = {
+        name.replace(".default.", ".").replace(".modules_to_save.", "."): weight
+        for name, weight in adapted.named_parameters()
+        if is_adapter(name)
+    }
+    if own.keys() != given.keys():
+        odd = sorted(own.keys() ^ given.keys())[:3]
+        raise ValueError(f"the adapter in {folder} has other weights than this model's, among them {odd}")
+    with torch.no_grad():
+        for name, weight in own.items():
+            weight.copy_(as_placed(given[name], weight).to(weight))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of a changed model belongs to its adapter."""
+    return ".lora_" in name or ".modules_to_save." in name

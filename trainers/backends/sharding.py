@@ -1,0 +1,86 @@
+"""FSDP2: a model whose weights lie in shards over the ranks, each layer gathered while it runs.
+
+Everything here is the identity for tensors that are not sharded, so that callers need not ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def shard(
+    scorer: torch.nn.Module, model: Any, *, dtype: torch.dtype, reshard_after_forward: bool, offload_params: bool
+) -> None:
+    """Shards ``model`` over the ranks of the default process group: every layer alone, the rest with ``scorer``.
+
+    Forward and backward run in ``dtype``, gradients are reduced and weights kept in float32. ``reshard_after_forward``
+    frees a layer's weights between forward and backward (ZeRO-3; without, ZeRO-2). ``offload_params`` keeps shards,
+    gradients and optimizer on the CPU.
+    """
+    device = next(model.parameters()).device
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    low = dtype if dtype != torch.float32 else None
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=low, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_params else OffloadPolicy(),
+    }
+    for layer in _layers(model):
+        fully_shard(layer, reshard_after_forward=reshard_after_forward, **settings)
+    fully_shard(scorer, reshard_after_forward=False, **settings)
+
+
+def _layers(model: Any) -> list[torch.nn.Module]:
+    """What transformers says must not be torn apart, or else the members of the longest list of modules."""
+    names = set(getattr(model, "_no_split_modules", None) or [])
+    layers = [part for part in model.modules() if type(part).__name__ in names]
+    lists = [part for part in model.modules() if isinstance(part, torch.nn.ModuleList)]
+    return layers or list(max(lists, key=len, default=[]))
+
+
+@contextlib.contextmanager
+def whole_weights(scorer: torch.nn.Module) -> Iterator[None]:
+    """Inside, every rank holds all weights, and running the model needs no other rank. Every rank enters."""
+    parts = [part for part in scorer.modules() if isinstance(part, FSDPModule)]
+    resharding = [part._get_fsdp_state()._fsdp_param_group for part in parts]
+    before = [None if group is None else group.post_forward_mesh_info for group in resharding]
+    for part in parts:
+        part.set_reshard_after_forward(False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part, group, info in zip(parts, resharding, before, strict=True):
+            if group is not None:
+                group.post_forward_mesh_info = info
+            part.reshard()
+
+
+def reshard(scorer: torch.nn.Module) -> None:
+    """Frees gathered weights: without a backward pass those of the root stay, and what is written to them is lost."""
+    for part in scorer.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, gathered if it lies in shards; then every rank must ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def as_placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``tensor``, which every rank holds whole, laid out as ``like`` is; no rank is asked for anything."""
+    if not isinstance(like, DTensor):
+        return tensor
+    tensor = tensor.to(like.device_mesh.device_type)
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).to(like.device)

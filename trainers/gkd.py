@@ -1,0 +1,469 @@
+"""GKD: a student learns to predict as its teacher does, on completions of its own, of the teacher's or of a dataset.
+
+    driver                rollout workers     teacher workers      train workers
+    ------                ---------------     ---------------      -------------
+    prompts ────────────► generate
+    responses ◄────────── slice, flatten      (generate, seq_kd)
+    samples ────────────────────────────────► ask ───────────────► top K tokens, from worker to workers
+    samples ─────────────────────────────────────────────────────► update        one optimizer step
+    metrics ◄───────────────────────────────────────────────────── slice, merge
+                          load_weights ◄────────────────────────── export_weights
+
+The teacher is asked ahead of the step with ``gkd_logits_topk``. Without, it is in the train workers, which compare the
+whole vocabulary, a chunk of tokens at a time. On-policy distillation, arXiv 2306.13649; the divergences are
+``distillation_losses.py``. The loss is the mean over the response tokens of the optimizer step, over all workers.
+
+Names, defaults and metrics are TRL's (GKDTrainer, DistillationTrainer). Departures from its GKDTrainer: ``temperature``
+divides the logits in the loss too, as in its DistillationTrainer; and one draw decides for a whole optimizer step, the
+same on all workers, whose completions are learned from.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":  # first, so that a mistake in the configuration is told before torch is imported
+    from trainers.cli import main
+
+    main("gkd")
+    raise SystemExit
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+
+from rayhelper import ConfigError, DeviceGroups, RayHelper
+from trainers.backends.base import Backend
+from trainers.batch import Prompts, Ragged, Rollouts
+from trainers.config import SEQUENCES_PER_STEP, sequences_per_step, total_steps
+from trainers.data import Batches, prompt_of, tokenize_prompts
+from trainers.distillation_losses import distillation_loss
+from trainers.distillation_samples import (
+    DistillationSamples,
+    TopLogps,
+    has_response,
+    has_teacher_prompt,
+    samples_of,
+    teacher_prompts_of,
+    tokenize_responses,
+)
+from trainers.divergences import TopDivergence, WholeDivergence, measure_divergence
+from trainers.gkd_config import GKDConfig
+from trainers.grpo import ENGINES
+from trainers.grpo_samples import rollout_metrics
+from trainers.losses import sft_loss
+from trainers.metrics import Metrics
+from trainers.plugins import MODELS, resolve_model
+from trainers.rollout.base import Engine, Sampling
+from trainers.rollout.hf import check_generation_kwargs
+from trainers.run import (
+    Run,
+    build_backend,
+    check_before_start,
+    load_model_and_tokenizer,
+    load_tokenizer,
+    mistakes_of,
+    read_rows,
+    resolve_dtype,
+    saved_order,
+)
+from trainers.vocabularies import common_vocab_size
+from trainers.weight_sync import exported, first_of
+
+Source = Literal["student", "teacher", "dataset"]
+
+
+@RayHelper.worker(group=["train", "rollout", "teacher"])
+class GKDTrainer:
+    """``GKDTrainer(config).train()``; roles ``train``, ``rollout`` and ``teacher``, together or on their own devices.
+
+    The teacher shares the train workers unless ``gkd_logits_topk`` is set, and where no device group names it.
+    """
+
+    default_hosts: ClassVar[dict[str, str]] = {"teacher": "train"}
+
+    def __init__(self, config: GKDConfig) -> None:
+        self.config = config
+        self.backend: Backend | None = None
+        self.teacher: Backend | None = None
+        self.prepare()
+
+    @staticmethod
+    def check(config: GKDConfig, groups: DeviceGroups | None) -> None:
+        """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
+        check_before_start(config)
+        with mistakes_of("generation_kwargs"):
+            check_generation_kwargs(config.generation_kwargs)
+        check_placement(config, groups)
+        if config.teacher_model is not None and not {config.model, config.teacher_model} & set(MODELS):
+            common_vocab_size(config, config.model, config.teacher_model, load_tokenizer(config, config.model))
+
+    # The driver's part
+
+    @RayHelper.function(group="driver")
+    def prepare(self) -> None:
+        """Reads the data, tokenizes its responses, and compares the vocabularies."""
+        config = self.config
+        self.model_path, self.tokenizer = load_model_and_tokenizer(config)
+        self.teacher_path = teacher_path(config)
+        self.vocab_size = common_vocab_size(config, self.model_path, self.teacher_path, self.tokenizer)
+        self.rows: Any = read_rows(config, config.dataset, config.dataset_split)
+        self.check_rows(self.rows)
+        if config.uses_responses and not has_response(self.rows[0]):
+            raise ConfigError(
+                f"dataset: lmbda={config.lmbda} learns from the dataset's responses on some steps, and its rows have "
+                "none (no 'completion', no 'messages' that end with the assistant's turn). Add them, or set lmbda: 1 "
+                "or seq_kd."
+            )
+        self.samples = self.tokenize(self.rows) if config.uses_responses else None
+        self.eval_rows: Any = None
+        self.eval_samples: DistillationSamples | None = None
+        if config.eval_dataset:
+            self.eval_rows = read_rows(config, config.eval_dataset, config.eval_dataset_split)
+            self.check_rows(self.eval_rows)
+            self.eval_samples = self.tokenize(self.eval_rows) if has_response(self.eval_rows[0]) else None
+
+    def check_rows(self, rows: Any) -> None:
+        """Raises ConfigError for rows without a prompt, or without one of the teacher's own where it needs one."""
+        with mistakes_of("dataset"):
+            prompt_of(rows[0])
+        if self.config.has_live_teacher and not all(has_teacher_prompt(row) for row in rows):
+            raise ConfigError(
+                "teacher_model is null, so that the student is its own teacher: it can learn only what another prompt "
+                "tells it, and some rows have no 'teacher_prompt'. Add it, or set teacher_model, or tuner_type: lora "
+                "(the teacher is then the student without its adapter)."
+            )
+
+    def tokenize(self, rows: Any) -> DistillationSamples:
+        """The dataset's prompts and responses."""
+        config = self.config
+        with mistakes_of("dataset"):
+            return tokenize_responses(
+                rows, self.tokenizer, max_length=config.max_length, chat_template_kwargs=config.chat_template_kwargs
+            )
+
+    def train(self) -> dict[str, float]:
+        """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
+        config = self.config
+        batch_size = sequences_per_step(config, self.num_train_workers(), saved_order(config))
+        batches = Batches(len(self.rows), batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
+        num_steps = total_steps(config, batches.steps_per_epoch)
+        self.build(num_steps)
+        headline = ("loss", "teacher_agreement", "completions/mean_length")
+        order = {"num_rows": len(self.rows), SEQUENCES_PER_STEP: batch_size}
+        with Run(config, num_steps, headline=headline, order=order) as run:
+            run.resume(self.load)
+            if config.val_before_train and run.step == 0:
+                run.log_evaluation(self.evaluate())
+            while run.step < num_steps:
+                source = source_of(config, run.step)
+                samples, metrics = self.explore(source, batches[run.step], run)
+                learned = self.learn(samples, sft_alpha=config.sft_alpha if source == "dataset" else 0.0)
+                run.log_step(Metrics.merge([metrics, learned]), epoch=(run.step + 1) / batches.steps_per_epoch)
+                if run.due(config.eval_steps):
+                    run.log_evaluation(self.evaluate())
+                if run.due(config.save_steps):
+                    run.save_checkpoint(self.save, self.tokenizer)
+            if self.eval_rows is not None:
+                run.log_evaluation(self.evaluate())
+            return run.finish(self.export, self.tokenizer)
+
+    def build(self, num_steps: int) -> None:
+        """Builds the models that the run needs, each on the workers of its role."""
+        config = self.config
+        if self.teacher_path is not None:  # first: building the student settles the random state, wherever this was
+            self.build_teacher(self.teacher_path, self.model_path)
+        self.build_train(self.model_path, num_steps, self.vocab_size)
+        if config.lmbda > 0 or (self.eval_rows is not None and self.eval_samples is None):
+            self.build_rollout(self.model_path)
+
+    def explore(self, source: Source, batch: np.ndarray, run: Run) -> tuple[DistillationSamples, Metrics]:
+        """What a step learns from, and what was seen of it; ``batch``: the step's rows."""
+        if source == "dataset":
+            assert self.samples is not None, "the dataset's responses were tokenized"
+            samples, metrics = self.samples[batch], Metrics()
+            metrics.sum("num_tokens", len(samples.input_ids.values))
+        else:
+            rows = self.rows.select(batch)
+            samples, rollouts = self.complete(source, rows, run.step)
+            metrics = rollout_metrics(rollouts)
+            if self.config.log_completions and run.shows_completions(1):
+                texts = self.tokenizer.batch_decode(list(rollouts.completion_ids), skip_special_tokens=True)
+                run.log_completions({"prompt": [prompt_of(row) for row in rows], "completion": texts})
+        metrics.mean("on_policy", float(source == "student"), 1)
+        return samples, metrics
+
+    def complete(self, source: Source, rows: Any, step: int) -> tuple[DistillationSamples, Rollouts]:
+        """A completion of every prompt, by the student as it is now, or by the teacher, who sees its own prompt."""
+        config = self.config
+        settings: dict[str, Any] = {
+            "max_prompt_length": config.max_prompt_length,
+            "chat_template_kwargs": config.chat_template_kwargs,
+        }
+        prompts = tokenize_prompts(rows, self.tokenizer, **settings)
+        teacher_prompts = teacher_prompts_of(rows, self.tokenizer, **settings)
+        if source == "student":
+            self.sync_weights()
+            rollouts = self.generate(Prompts(Ragged.of(prompts, np.int64)), sampling_of(config), step)
+        else:
+            shown = prompts if teacher_prompts is None else teacher_prompts
+            rollouts = self.generate_by_teacher(Prompts(Ragged.of(shown, np.int64)), sampling_of(config), step)
+        return samples_of(prompts, rollouts.completion_ids, teacher_prompts), rollouts
+
+    def learn(self, samples: DistillationSamples, sft_alpha: float) -> Metrics:
+        """One optimizer step."""
+        return self.update(samples, self.asked(samples), samples.num_targets, sft_alpha)
+
+    def evaluate(self) -> dict[str, float]:
+        """The mean divergence on the responses of the evaluation data, or else on the student's completions of it."""
+        samples, metrics = self.eval_samples, Metrics()
+        if samples is None:
+            samples, rollouts = self.complete("student", self.eval_rows, step=-1)
+            metrics = rollout_metrics(rollouts)
+            metrics.entries.pop("num_tokens")  # of training alone
+        metrics = Metrics.merge([self.measure(samples, self.asked(samples), len(samples)), metrics])
+        return {f"eval_{name}": value for name, value in metrics.values().items()}
+
+    def asked(self, samples: DistillationSamples) -> Any:
+        """The teacher's answer, a future of ``TopLogps``; None where it is asked in the train workers, in passing."""
+        return None if self.config.gkd_logits_topk is None else self.ask.defer(samples)
+
+    def sync_weights(self) -> None:
+        """Gives the rollout workers the student's weights; nothing travels where one process hosts both roles."""
+        if not self.shares_weights():
+            weights: Any = self.export_weights.defer()  # goes from worker to workers, not through the driver
+            self.load_weights(weights)
+
+    # Role rollout
+
+    @RayHelper.function(group="rollout")
+    def build_rollout(self, model: str) -> None:
+        self.engine = self.engine_of(model, model, self.backend)
+
+    @RayHelper.function(group="rollout", execute="first")
+    def shares_weights(self) -> bool:
+        """Whether the engine generates with the very model that is trained."""
+        return self.backend is not None
+
+    @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
+    def generate(self, prompts: Prompts, sampling: Sampling, step: int) -> Rollouts:
+        return self.engine.generate(prompts, sampling, seed=seed_of(self.config, step))
+
+    @RayHelper.function(group="rollout")
+    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        self.engine.load_weights(weights.items())
+
+    def engine_of(self, model: str, tokenizer: str, backend: Backend | None) -> Engine:
+        """An engine with the module of ``backend``, or with a model of its own."""
+        config = self.config
+        engine: Engine = ENGINES[config.rollout_engine](
+            model if backend is None else backend.module,
+            load_tokenizer(config, tokenizer),
+            batch_size=config.rollout_batch_size,
+            dtype=resolve_dtype(config),
+            model_init_kwargs=config.model_init_kwargs,
+            trust_remote_code=config.trust_remote_code,
+            whole_weights=None if backend is None else backend.whole_weights,
+        )
+        return engine
+
+    # Role teacher
+
+    @RayHelper.function(group="teacher")
+    def build_teacher(self, model: str, student: str) -> None:
+        config = self.config
+        kwargs = config.teacher_model_init_kwargs
+        self.teacher = build_backend(config, model, num_training_steps=None, model_init_kwargs=kwargs)
+        if config.seq_kd:
+            self.teacher_engine = self.engine_of(model, student, self.teacher)
+        if config.offload_teacher_model:
+            self.teacher.offload()
+
+    @RayHelper.function(group="teacher", dispatch="slice", collect="flatten")
+    def ask(self, samples: DistillationSamples) -> TopLogps:
+        """The teacher's likeliest tokens at every target."""
+        config = self.config
+        assert config.gkd_logits_topk is not None, "otherwise the teacher is asked in the train workers"
+        with self.teacher_at_hand():
+            ids, logps = self.asked_backend.top_logps(
+                samples.as_teacher_sequences(),
+                config.gkd_logits_topk,
+                micro_batch_size=config.per_device_train_batch_size,
+                temperature=config.temperature,
+                adapter=config.has_live_teacher,
+            )
+        shape = (-1, config.gkd_logits_topk)  # also of no tokens
+        return TopLogps(*(Ragged(column.values.reshape(shape), column.offsets) for column in (ids, logps)))
+
+    @RayHelper.function(group="teacher", dispatch="slice", collect="flatten")
+    def generate_by_teacher(self, prompts: Prompts, sampling: Sampling, step: int) -> Rollouts:
+        with self.teacher_at_hand():
+            return self.teacher_engine.generate(prompts, sampling, seed=seed_of(self.config, step))
+
+    @property
+    def asked_backend(self) -> Backend:
+        """The model that teaches: the teacher, or the student itself (``adapter`` says with or without its own)."""
+        backend = self.teacher or self.backend
+        assert backend is not None, "build comes first, and a student that teaches itself is where it is trained"
+        return backend
+
+    @contextlib.contextmanager
+    def teacher_at_hand(self) -> Iterator[None]:
+        """Inside, the teacher is on the device."""
+        if self.teacher is None or not self.config.offload_teacher_model:
+            yield
+            return
+        self.teacher.reload()
+        try:
+            yield
+        finally:
+            self.teacher.offload()
+
+    # Role train
+
+    @RayHelper.function(group="train", execute="first")
+    def num_train_workers(self) -> int:
+        return RayHelper.current().shard.count
+
+    @RayHelper.function(group="train")
+    def build_train(self, model: str, num_steps: int, vocab_size: int) -> None:
+        config = self.config
+        self.backend = build_backend(config, model, num_training_steps=num_steps)
+        settings: dict[str, Any] = {"beta": config.beta, "temperature": config.temperature, "vocab_size": vocab_size}
+        self.divergence: TopDivergence | WholeDivergence
+        if config.gkd_logits_topk is not None:
+            self.divergence = TopDivergence(add_tail=config.gkd_topk_add_tail, **settings)
+        else:
+            self.divergence = WholeDivergence(self.asked_backend, adapter=config.has_live_teacher, **settings)
+
+    @RayHelper.function(group="train", dispatch="slice", collect=Metrics.merge)
+    def update(
+        self, samples: DistillationSamples, answer: TopLogps | None, num_tokens: int, sft_alpha: float
+    ) -> Metrics:
+        """One optimizer step over all train workers; ``num_tokens`` are the response tokens of the whole step."""
+        assert self.backend is not None, "build comes first"
+        with self.teacher_at_hand() if answer is None else contextlib.nullcontext():
+            return self.backend.step(
+                samples.answered(answer),
+                partial(gkd_loss, num_tokens, sft_alpha),
+                micro_batch_size=self.config.per_device_train_batch_size,
+                token_function=self.divergence,
+            )
+
+    @RayHelper.function(group="train", dispatch="slice", collect=Metrics.merge)
+    def measure(self, samples: DistillationSamples, answer: TopLogps | None, num_rows: int) -> Metrics:
+        """Divergence without learning; ``num_rows`` are the samples over all train workers."""
+        assert self.backend is not None, "build comes first"
+        size = self.config.per_device_eval_batch_size
+        most = -(-num_rows // RayHelper.current().shard.count)  # of any worker
+        with self.teacher_at_hand() if answer is None else contextlib.nullcontext():
+            return measure_divergence(
+                self.backend,
+                self.divergence,
+                samples.answered(answer),
+                micro_batch_size=size,
+                num_micro=-(-most // size),
+            )
+
+    @RayHelper.function(group="train", collect=first_of)
+    def export_weights(self) -> dict[str, torch.Tensor]:
+        assert self.backend is not None, "build comes first"
+        return exported(self.backend)
+
+    @RayHelper.function(group="train")
+    def save(self, folder: Path) -> None:
+        assert self.backend is not None, "build comes first"
+        self.backend.save(folder)
+
+    @RayHelper.function(group="train")
+    def export(self, folder: Path) -> None:
+        assert self.backend is not None, "build comes first"
+        self.backend.export(folder)
+
+    @RayHelper.function(group="train")
+    def load(self, folder: Path) -> None:
+        assert self.backend is not None, "build comes first"
+        self.backend.load(folder)
+
+
+def gkd_loss(
+    num_tokens: int,
+    sft_alpha: float,
+    logps_BT: torch.Tensor,
+    entropy_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    micro: DistillationSamples,
+    metrics: Metrics,
+    divergence_BT: torch.Tensor,
+    teacher_agreement_BT: torch.Tensor,
+    tempered_entropy_BT: torch.Tensor,
+) -> torch.Tensor:
+    """The loss of one micro-batch, divided by the response tokens of the whole optimizer step."""
+    num_targets = int(mask_BT.sum())
+    metrics.mean("entropy", float(tempered_entropy_BT.sum()), num_targets)
+    metrics.mean("teacher_agreement", float(teacher_agreement_BT.sum()), num_targets)
+    loss = distillation_loss(divergence_BT, mask_BT, normaliser=num_tokens)
+    if sft_alpha:
+        cross_entropy = sft_loss(logps_BT, mask_BT, normaliser=num_tokens)
+        metrics.sum("divergence", loss.item())
+        metrics.sum("sft_loss", cross_entropy.item())
+        loss = loss + sft_alpha * cross_entropy
+    return loss
+
+
+def source_of(config: GKDConfig, step: int) -> Source:
+    """Whose completions a step learns from: a pure function of seed and step."""
+    if np.random.default_rng([config.seed, step]).random() < config.lmbda:
+        return "student"
+    return "teacher" if config.seq_kd else "dataset"
+
+
+def seed_of(config: GKDConfig, step: int) -> int:
+    """The seed of this worker's completions, the same in a resumed run; step -1 is evaluation."""
+    entropy = [config.seed, step + 1, RayHelper.current().shard.index]
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+
+
+def sampling_of(config: GKDConfig) -> Sampling:
+    return Sampling(
+        max_completion_length=config.max_completion_length,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        generation_kwargs=config.generation_kwargs,
+    )
+
+
+@RayHelper.function(group="driver", execute="first")
+def teacher_path(config: GKDConfig) -> str | None:
+    """The folder or hub name of the teacher, built first if a plugin builds it."""
+    if config.teacher_model is None:
+        return None
+    return resolve_model(config.teacher_model, output_dir=config.output_dir, seed=config.seed)
+
+
+def check_placement(config: GKDConfig, groups: DeviceGroups | None) -> None:
+    """Raises ConfigError for a teacher with devices of its own that must share those of the student."""
+    if groups is None or groups.group_of("teacher") == groups.group_of("train"):
+        return
+    name = groups.group_of("teacher").name
+    if config.teacher_model is None:
+        raise ConfigError(
+            f"teacher_model is null, so that the student is its own teacher, but role teacher has a group of its own "
+            f"({name!r}). Add teacher to the workers of the group that hosts train."
+        )
+    if config.gkd_logits_topk is None:
+        raise ConfigError(
+            f"the teacher has a group of its own ({name!r}), from which the whole vocabulary of every token would "
+            "have to travel. Set gkd_logits_topk (64, say), or add teacher to the workers of the group with train."
+        )
+    if config.offload_teacher_model:
+        raise ConfigError(
+            f"offload_teacher_model makes room for a student on the same devices, but the teacher has a group of its "
+            f"own ({name!r}). Remove it."
+        )

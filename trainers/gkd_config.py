@@ -1,0 +1,129 @@
+"""GKD's keys, and which values of them have a meaning. Imports no torch, so that a typo is answered at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rayhelper import ConfigError
+from trainers.config import TrainConfig, at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class GKDConfig(TrainConfig):
+    """Distillation's keys beside the shared ones."""
+
+    output_dir: str = "outputs/gkd"
+
+    # Teacher
+    teacher_model: str | None = None
+    """Folder, hub name, or a plugin's model, of the student's vocabulary; null: the student without its LoRA adapter,
+    or, where rows have a ``teacher_prompt``, the student itself."""
+    teacher_model_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the teacher's AutoModelForCausalLM.from_pretrained."""
+    offload_teacher_model: bool = False
+    """Keep a teacher that shares the student's devices in the memory of the host while it is not asked."""
+
+    # Data
+    lmbda: float = 0.5
+    """Share of the steps that learn from the student's own completions; the others from the dataset's responses."""
+    seq_kd: bool = False
+    """Those others learn from the teacher's completions instead."""
+    max_length: int | None = 1024
+    """Tokens of a dataset row; longer ones lose the beginning of their prompt."""
+    max_prompt_length: int | None = None
+    """Tokens of a prompt that is to be completed; longer ones lose their beginning."""
+
+    # Generation
+    rollout_engine: Literal["hf"] = "hf"
+    """What completes prompts. hf: transformers' generate."""
+    rollout_batch_size: int | None = None
+    """Prompts that a worker completes at once; null: all of its slice."""
+    max_completion_length: int = 128
+    """Tokens, the stop token included."""
+    temperature: float = 0.9
+    """Logits are divided by it: in sampling, and of both models in the divergence."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that hold this share of the probability; 1: from all."""
+    top_k: int = 0
+    """Draw from so many of the likeliest tokens; 0: from all."""
+    min_p: float | None = None
+    """Draw from tokens at least this share as likely as the likeliest; null: from all."""
+    repetition_penalty: float = 1.0
+    """Tokens that have occurred become less likely by it; 1: never."""
+    generation_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further fields of transformers' GenerationConfig."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false}."""
+
+    # Loss
+    beta: float = 0.5
+    """0: forward KL, teacher to student; 1: reverse KL, student to teacher; between: the generalised Jensen-Shannon
+    divergence of GKD. The formulas stand in distillation_losses.py."""
+    gkd_logits_topk: int | None = None
+    """Compare only so many of the teacher's likeliest tokens; null: the whole vocabulary, for which the teacher must
+    share the student's devices."""
+    gkd_topk_add_tail: bool = True
+    """With ``gkd_logits_topk``: all other tokens together are one more entry; false: the k are renormalised."""
+    sft_alpha: float = 0.0
+    """Weight of the cross-entropy, at temperature 1, that is added on the dataset's responses."""
+
+    # Evaluation
+    per_device_eval_batch_size: int = 8
+    """Sequences that a worker passes through the models at once in evaluation."""
+    log_completions: bool = False
+    """Keep completions in completions/*.parquet every ``logging_steps``, and show a few."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_gkd(self)
+
+    @property
+    def uses_responses(self) -> bool:
+        """Whether any step learns from the dataset's responses."""
+        return self.lmbda < 1 and not self.seq_kd
+
+    @property
+    def has_live_teacher(self) -> bool:
+        """Whether the student as it is at each step teaches itself, by prompts of the teacher's own."""
+        return self.teacher_model is None and self.tuner_type == "full"
+
+
+def check_gkd(config: GKDConfig) -> None:
+    """Raises ConfigError naming the first key whose value has no meaning."""
+    for name in ("lmbda", "beta"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise ConfigError(f"{name} must lie in [0, 1], got {getattr(config, name)}")
+    if not 0 < config.temperature < math.inf:
+        raise ConfigError(f"temperature must be positive, got {config.temperature}: both models' logits are divided")
+    if not 0 < config.repetition_penalty < math.inf:
+        raise ConfigError(f"repetition_penalty must be positive, got {config.repetition_penalty}; 1 changes nothing")
+    if config.min_p is not None and not 0 <= config.min_p <= 1:
+        raise ConfigError(f"min_p must lie in [0, 1], got {config.min_p}; null keeps every token")
+    if not 0 < config.top_p <= 1:
+        raise ConfigError(f"top_p must lie in (0, 1], got {config.top_p}; 1 keeps every token")
+    at_least(config, 0, "top_k", "sft_alpha")
+    at_least(config, 1, "max_completion_length", "max_prompt_length", "rollout_batch_size", "gkd_logits_topk")
+    at_least(config, 1, "per_device_eval_batch_size")
+    at_least(config, 2, "max_length")
+    _check_unused(config)
+
+
+def _check_unused(config: GKDConfig) -> None:
+    if config.seq_kd and config.lmbda == 1:
+        raise ConfigError("seq_kd is set, but lmbda=1 takes the student's completions on every step. Lower lmbda.")
+    if config.seq_kd and config.teacher_model is None:
+        raise ConfigError("seq_kd lets the teacher complete prompts; set teacher_model")
+    if config.sft_alpha and not config.uses_responses:
+        raise ConfigError(
+            f"sft_alpha={config.sft_alpha} weighs the cross-entropy on the dataset's responses, and no step learns "
+            f"from them (lmbda={config.lmbda}, seq_kd={config.seq_kd}). Lower lmbda, or remove sft_alpha."
+        )
+    if config.gkd_logits_topk is None and not config.gkd_topk_add_tail:
+        raise ConfigError("gkd_topk_add_tail is for gkd_logits_topk; set that, or remove it")
+    if config.gkd_logits_topk == 1 and not config.gkd_topk_add_tail:
+        raise ConfigError("gkd_logits_topk=1 without its tail compares nothing: set gkd_topk_add_tail, or a larger k")
+    for name in ("offload_teacher_model", "teacher_model_init_kwargs"):
+        if getattr(config, name) and config.teacher_model is None:
+            raise ConfigError(f"{name} is for a teacher_model, and there is none: remove it, or set teacher_model")

@@ -1,0 +1,535 @@
+"""PPO: completions, scores, a critic's values, advantages a token (GAE), clipped steps of policy and critic.
+
+    driver               rollout      reward       train          reference     critic
+    ------               -------      ------       -----          ---------     ------
+    prompts ───────────► generate
+    completions ────────────────────► model_scores policy_logps   ref_logps     values       side by side
+    functions' rewards
+    KL, GAE, whitening ◄──────────── all of them
+    samples ─────────────────────────────────────► update_policy                update_critic      side by side
+                         load_weights ◄─────────── export_weights
+
+Schulman et al. (arXiv 1707.06347), as Ziegler et al. (arXiv 1909.08593) used it on language models. Names, defaults and
+metrics are those of TRL 1.12, the last that had it. A *batch* is ``num_mini_batches`` optimizer steps' worth of
+completions, one a prompt; it is gone through ``num_ppo_epochs`` times, shuffled anew each time.
+
+Departures from TRL: a step, in logs and keys, is an optimizer step, so that ``..._avg`` are over its tokens. Policy and
+critic have an optimizer each, with a learning rate and a gradient norm of their own. What TRL averages over processes
+and micro-batches (loss, whitening) is over all tokens. A completion that no reward had anything to say about is left
+out of the loss.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":  # first, so that a mistake in the configuration is told before torch is imported
+    from trainers.cli import main
+
+    main("ppo")
+    raise SystemExit
+
+import asyncio
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from rayhelper import ConfigError, DeviceGroups, RayHelper
+from trainers import gae
+from trainers.advantages import add_reward_metrics, group_advantages
+from trainers.backends.base import Backend
+from trainers.batch import Prompts, Ragged, Rollouts, Sequences
+from trainers.data import Batches, prompt_of, tokenize_prompts
+from trainers.grpo import ENGINES, rollout_metrics
+from trainers.metrics import Metrics
+from trainers.plugins import resolve_model
+from trainers.ppo_batch import (
+    PolicySamples,
+    ValueSamples,
+    credit,
+    num_counted,
+    policy_samples,
+    total_scores,
+    value_samples,
+)
+from trainers.ppo_config import PPOConfig
+from trainers.ppo_losses import (
+    add_ppo_metrics,
+    add_value_metrics,
+    ppo_policy_loss,
+    ppo_value_loss,
+    with_ratio_variance,
+)
+from trainers.ppo_plan import StepPlan
+from trainers.reward_models import RewardModel
+from trainers.rewards import chat_completions, resolve_rewards, score
+from trainers.rollout.base import Engine, Sampling
+from trainers.rollout.hf import check_generation_kwargs
+from trainers.run import (
+    Run,
+    build_backend,
+    check_before_start,
+    load_model_and_tokenizer,
+    load_tokenizer,
+    mistakes_of,
+    read_rows,
+    resolve_dtype,
+    saved_order,
+)
+from trainers.weight_sync import exported, first_of
+
+
+@RayHelper.worker(group=["train", "critic", "reference", "reward", "rollout"])
+class PPOTrainer:
+    """``PPOTrainer(config).train()``; its five roles may share device groups or have their own.
+
+    Critic, reference and reward share the train workers where no device group names them.
+    """
+
+    default_hosts: ClassVar[dict[str, str]] = dict.fromkeys(("critic", "reference", "reward"), "train")
+
+    def __init__(self, config: PPOConfig) -> None:
+        self.config = config
+        self.policy: Backend | None = None
+        self.prepare()
+
+    @staticmethod
+    def check(config: PPOConfig, groups: DeviceGroups | None) -> None:
+        """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
+        check_before_start(config)
+        with mistakes_of("reward_funcs"):
+            resolve_rewards(config.reward_funcs)
+        with mistakes_of("generation_kwargs"):
+            check_generation_kwargs(config.generation_kwargs)
+
+    # The driver's part
+
+    @RayHelper.function(group="driver")
+    def prepare(self) -> None:
+        """Reads the data and resolves what the configuration names."""
+        config = self.config
+        self.model_path, self.tokenizer = load_model_and_tokenizer(config)
+        self.models = role_models(config, self.model_path)
+        for key in ("value_model", "ref_model"):
+            check_same_tokens(key, self.models[key], self.tokenizer, config.trust_remote_code)
+        with mistakes_of("reward_funcs"):
+            self.rewards, _ = resolve_rewards(config.reward_funcs)
+        self.reward_names = [name for _, name in self.rewards]
+        if config.reward_model is not None:
+            self.reward_names.append(Path(config.reward_model).name)
+        self.reward_weights = np.array(config.reward_weights or [1.0] * len(self.reward_names), np.float32)
+        self.rows: Any = self.read(config.dataset, config.dataset_split)
+        self.eval_rows: Any = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
+        self.async_runner = asyncio.Runner()  # one event loop for all calls: clients may hold connections
+
+    def read(self, source: Any, split: str) -> Any:
+        """The rows of a dataset, each with a prompt."""
+        rows = read_rows(self.config, source, split)
+        with mistakes_of("dataset"):
+            prompt_of(rows[0])
+        return rows
+
+    def train(self) -> dict[str, float]:
+        """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
+        config = self.config
+        plan = StepPlan.of(config, len(self.rows), self.num_train_workers(), saved_order(config))
+        batches = Batches(len(self.rows), plan.batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
+        self.build(plan.num_steps)
+        headline = ("objective/scores", "objective/kl", "loss/policy_avg", "loss/value_avg")
+        with Run(config, plan.num_steps, headline=headline, order=plan.order()) as run:
+            run.resume(self.load)
+            self.sync_weights()
+            if config.val_before_train and run.step == 0:
+                run.log_evaluation(self.evaluate())
+            while run.step < plan.num_steps:
+                start, batch = run.step, plan.batch(run.step)
+                samples, states, metrics = self.explore(self.rows.select(batches[batch]), plan, run)
+                for rows in plan.mini_batches(len(samples), seed=(config.seed, batch)):
+                    learned = self.learn(samples[rows], states[rows])
+                    run.log_step(Metrics.merge([metrics, learned]), epoch=(run.step + 1) / plan.steps_per_epoch)
+                    metrics = objective_of(metrics)  # the rest is told with the first step on the completions alone
+                    if run.step == plan.num_steps:
+                        break
+                self.sync_weights()
+                if run.due(config.eval_steps, run.step - start):
+                    run.log_evaluation(self.evaluate())
+                if run.due(config.save_steps, run.step - start):
+                    run.save_checkpoint(self.save, self.tokenizer)
+            if self.eval_rows is not None:
+                run.log_evaluation(self.evaluate())
+            return run.finish(self.export, self.tokenizer)
+
+    def build(self, num_steps: int) -> None:
+        """Builds every model where its role runs."""
+        self.build_train(self.model_path, num_steps)
+        self.build_critic(self.models["value_model"], num_steps)
+        if self.has_reference_role:
+            self.build_reference(self.models["ref_model"])
+        if self.config.reward_model is not None:
+            self.build_reward(self.models["reward_model"])
+        self.build_rollout(self.model_path)
+
+    @property
+    def has_reference_role(self) -> bool:
+        """Whether the reference is a model of its own, and not the policy without its LoRA adapter."""
+        config = self.config
+        return config.kl_coef > 0 and (config.ref_model is not None or config.tuner_type != "lora")
+
+    def explore(self, rows: Any, plan: StepPlan, run: Run) -> tuple[PolicySamples, ValueSamples, Metrics]:
+        """A completion of every row: what policy and critic learn from it, and what was seen."""
+        config = self.config
+        batch = plan.batch(run.step)
+        rollouts = self.rollout(rows, config.temperature, batch)
+        num_places_B = gae.num_places(rollouts.completion_ids.lengths, config.max_completion_length)
+        samples = policy_samples(rollouts)
+        states = value_samples(rollouts, num_places_B, self.tokenizer.eos_token_id)
+        old_logps, ref_logps = self.policy_logps.defer(samples), None
+        if config.kl_coef:
+            ref_logps = (self.reference_logps if self.has_reference_role else self.bare_policy_logps).defer(samples)
+        values = self.values.defer(states)
+        rewards_BK = self.reward(rows, rollouts)
+        scores_B = total_scores(rewards_BK, self.reward_weights)
+        scores_B -= rollouts.truncated * (config.missing_eos_penalty or 0.0)
+        samples = dataclasses.replace(samples, old_logps=old_logps.result())
+        states = dataclasses.replace(states, old_values=values.result())
+        samples, states, metrics = credit(
+            samples,
+            states,
+            None if ref_logps is None else ref_logps.result(),
+            scores_B,
+            kl_coef=config.kl_coef,
+            kl_estimator=config.kl_estimator,
+            whiten_rewards=config.whiten_rewards,
+            gamma=config.gamma,
+            lam=config.lam,
+        )
+        if config.log_completions and run.shows_completions(plan.num_updates(len(rows))):
+            run.log_completions(self.shown(rows, rollouts, rewards_BK))
+        metrics.same("episode", plan.num_episodes(batch + 1))
+        metrics.sum("val/num_eos_tokens", float((~rollouts.truncated).sum()))
+        return samples, states, Metrics.merge([self.seen(rollouts, rewards_BK), metrics])
+
+    def rollout(self, rows: Any, temperature: float, batch: int) -> Rollouts:
+        """One completion of every row's prompt."""
+        config = self.config
+        prompt_ids = tokenize_prompts(
+            rows,
+            self.tokenizer,
+            max_prompt_length=config.max_prompt_length,
+            chat_template_kwargs=config.chat_template_kwargs,
+        )
+        sampling = Sampling(
+            max_completion_length=config.max_completion_length,
+            temperature=temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            repetition_penalty=config.repetition_penalty,
+            generation_kwargs=config.generation_kwargs,
+        )
+        return self.generate(Prompts(Ragged.of(prompt_ids, np.int64)), sampling, batch)
+
+    def reward(self, rows: Any, rollouts: Rollouts) -> np.ndarray:
+        """(B, K) float32 rewards of the functions and, last, of the reward model; NaN where one had nothing to say."""
+        prompts = [prompt_of(row) for row in rows]
+        completions = chat_completions(prompts, self.texts(rollouts))
+        if self.config.reward_model is None:
+            return self.function_rewards(prompts, completions, rollouts.completion_ids, rows[:])
+        modelled = self.model_scores.defer(prompts, completions)
+        rewards_BK = self.function_rewards(prompts, completions, rollouts.completion_ids, rows[:])
+        return np.column_stack([rewards_BK, np.array(modelled.result(), np.float32)])
+
+    @RayHelper.function(group="driver", execute="first")
+    def function_rewards(self, prompts: list[Any], completions: list[Any], ids: Ragged, columns: Any) -> np.ndarray:
+        return score(self.rewards, prompts, completions, ids, columns, runner=self.async_runner)
+
+    def texts(self, rollouts: Rollouts) -> list[str]:
+        texts: list[str] = self.tokenizer.batch_decode(list(rollouts.completion_ids), skip_special_tokens=True)
+        return texts
+
+    def shown(self, rows: Any, rollouts: Rollouts, rewards_BK: np.ndarray) -> dict[str, Any]:
+        """Prompts, completions and rewards as the columns of a table."""
+        rewards = {name: rewards_BK[:, k] for k, name in enumerate(self.reward_names)}
+        return {"prompt": [prompt_of(row) for row in rows], "completion": self.texts(rollouts), **rewards}
+
+    def seen(self, rollouts: Rollouts, rewards_BK: np.ndarray) -> Metrics:
+        """Lengths and rewards of completions."""
+        metrics = rollout_metrics(rollouts)
+        _, statistics = group_advantages(
+            rewards_BK, num_generations=1, weights_K=self.reward_weights, scale_rewards="none"
+        )
+        add_reward_metrics(metrics, statistics, self.reward_names)
+        metrics.entries.pop("frac_reward_zero_std", None)  # there are no groups
+        return metrics
+
+    def learn(self, samples: PolicySamples, states: ValueSamples) -> Metrics:
+        """One optimizer step of the policy and one of the critic, at the same time where they run apart."""
+        policy = self.update_policy.defer(samples, num_counted(samples))
+        critic = self.update_critic.defer(states, num_counted(states))
+        return with_ratio_variance(Metrics.merge([policy.result(), critic.result()]))
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean rewards and lengths on the evaluation prompts, under training's names with ``eval_`` before them."""
+        config = self.config
+        temperature = config.temperature if config.eval_temperature is None else config.eval_temperature
+        assert self.eval_rows is not None
+        rollouts = self.rollout(self.eval_rows, temperature, batch=-1)
+        metrics = self.seen(rollouts, self.reward(self.eval_rows, rollouts))
+        return {f"eval_{name}": value for name, value in metrics.values().items()}
+
+    def sync_weights(self) -> None:
+        """Gives the rollout workers the policy's weights; nothing travels where one process hosts both roles."""
+        if not self.shares_weights():
+            weights: Any = self.export_weights.defer()  # goes from worker to workers, not through the driver
+            self.load_weights(weights)
+
+    def save(self, folder: Path) -> None:
+        """The policy in the folder itself, the critic in ``critic``."""
+        self.save_policy(folder)
+        self.save_critic(folder / "critic")
+
+    def load(self, folder: Path) -> None:
+        self.load_policy(folder)
+        self.load_critic(folder / "critic")
+
+    # Role rollout
+
+    @RayHelper.function(group="rollout")
+    def build_rollout(self, model: str) -> None:
+        config = self.config
+        self.engine: Engine = ENGINES[config.rollout_engine](
+            model if self.policy is None else self.policy.module,
+            load_tokenizer(config, model),
+            batch_size=config.rollout_batch_size,
+            dtype=resolve_dtype(config),
+            model_init_kwargs=config.model_init_kwargs,
+            trust_remote_code=config.trust_remote_code,
+            whole_weights=None if self.policy is None else self.policy.whole_weights,
+        )
+
+    @RayHelper.function(group="rollout", execute="first")
+    def shares_weights(self) -> bool:
+        """Whether the engine generates with the very model that is trained."""
+        return self.policy is not None
+
+    @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
+    def generate(self, prompts: Prompts, sampling: Sampling, batch: int) -> Rollouts:
+        """The seed depends on the batch and the worker alone, so that a resumed run draws the same."""
+        shard = RayHelper.current().shard
+        entropy = [self.config.seed, batch + 1, shard.index]
+        return self.engine.generate(prompts, sampling, seed=int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+
+    @RayHelper.function(group="rollout")
+    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        self.engine.load_weights(weights.items())
+
+    # Role reward
+
+    @RayHelper.function(group="reward")
+    def build_reward(self, model: str) -> None:
+        config = self.config
+        self.reward_model = RewardModel(
+            model,
+            dtype=resolve_dtype(config),
+            batch_size=config.per_device_train_batch_size,
+            trust_remote_code=config.trust_remote_code,
+        )
+
+    @RayHelper.function(group="reward", dispatch="slice", collect="flatten")
+    def model_scores(self, prompts: list[Any], completions: list[Any]) -> list[float]:
+        return self.reward_model.score(prompts, completions)
+
+    # Role reference
+
+    @RayHelper.function(group="reference")
+    def build_reference(self, model: str) -> None:
+        self.reference = build_backend(self.config, model, num_training_steps=None)
+
+    @RayHelper.function(group="reference", dispatch="slice", collect="flatten")
+    def reference_logps(self, samples: PolicySamples) -> Ragged:
+        return token_logps(self.config, self.reference, samples)
+
+    # Role critic
+
+    @RayHelper.function(group="critic")
+    def build_critic(self, model: str, num_steps: int) -> None:
+        config = self.config
+        rate = config.learning_rate if config.value_learning_rate is None else config.value_learning_rate
+        self.critic = build_backend(
+            config, model, num_training_steps=num_steps, head="value", values_at="predicting", learning_rate=rate
+        )
+
+    @RayHelper.function(group="critic", dispatch="slice", collect="flatten")
+    def values(self, states: ValueSamples) -> Ragged:
+        return self.critic.token_values(states, micro_batch_size=self.config.per_device_train_batch_size)
+
+    @RayHelper.function(group="critic", dispatch="slice", collect=Metrics.merge)
+    def update_critic(self, states: ValueSamples, num_places: int) -> Metrics:
+        """One optimizer step over all critic workers; ``num_places`` are those of the whole step."""
+        loss = partial(value_loss, self.config, num_places)
+        metrics = self.critic.step(states, loss, micro_batch_size=self.config.per_device_train_batch_size)
+        for name in ("grad_norm", "learning_rate"):  # the policy has these too; their losses add up
+            metrics.entries[f"critic/{name}"] = metrics.entries.pop(name)
+        return metrics
+
+    @RayHelper.function(group="critic")
+    def save_critic(self, folder: Path) -> None:
+        self.critic.save(folder)
+
+    @RayHelper.function(group="critic")
+    def load_critic(self, folder: Path) -> None:
+        self.critic.load(folder)
+
+    # Role train
+
+    @RayHelper.function(group="train", execute="first")
+    def num_train_workers(self) -> int:
+        return RayHelper.current().shard.count
+
+    @RayHelper.function(group="train")
+    def build_train(self, model: str, num_steps: int) -> None:
+        self.policy = build_backend(self.config, model, num_training_steps=num_steps)
+
+    @RayHelper.function(group="train", dispatch="slice", collect="flatten")
+    def policy_logps(self, samples: PolicySamples) -> Ragged:
+        assert self.policy is not None, "build_train comes first"
+        return token_logps(self.config, self.policy, samples)
+
+    @RayHelper.function(group="train", dispatch="slice", collect="flatten")
+    def bare_policy_logps(self, samples: PolicySamples) -> Ragged:
+        """Of the policy without its LoRA adapter."""
+        assert self.policy is not None, "build_train comes first"
+        return token_logps(self.config, self.policy, samples, adapter=False)
+
+    @RayHelper.function(group="train", dispatch="slice", collect=Metrics.merge)
+    def update_policy(self, samples: PolicySamples, num_tokens: int) -> Metrics:
+        """One optimizer step over all train workers; ``num_tokens`` are the loss tokens of the whole step."""
+        assert self.policy is not None, "build_train comes first"
+        return self.policy.step(
+            samples,
+            partial(policy_loss, self.config, num_tokens),
+            micro_batch_size=self.config.per_device_train_batch_size,
+            temperature=self.config.temperature,
+        )
+
+    @RayHelper.function(group="train", collect=first_of)
+    def export_weights(self) -> dict[str, torch.Tensor]:
+        assert self.policy is not None, "build_train comes first"
+        return exported(self.policy)
+
+    @RayHelper.function(group="train")
+    def save_policy(self, folder: Path) -> None:
+        assert self.policy is not None, "build_train comes first"
+        self.policy.save(folder)
+
+    @RayHelper.function(group="train")
+    def export(self, folder: Path) -> None:
+        """The policy alone: who goes on with its critic finds it in the checkpoints."""
+        assert self.policy is not None, "build_train comes first"
+        self.policy.export(folder)
+
+    @RayHelper.function(group="train")
+    def load_policy(self, folder: Path) -> None:
+        assert self.policy is not None, "build_train comes first"
+        self.policy.load(folder)
+
+
+@RayHelper.function(group="driver", execute="first")
+def role_models(config: PPOConfig, policy: str) -> dict[str, str]:
+    """The folder or hub name of every further model, by its key; one that a plugin builds is built once."""
+    built = {config.model: policy}
+    names = {
+        "reward_model": config.reward_model,
+        "ref_model": config.ref_model or config.model,
+        "value_model": config.value_model or config.reward_model or config.model,
+    }
+    for name in names.values():
+        if name is not None and name not in built:
+            built[name] = resolve_model(name, output_dir=config.output_dir, seed=config.seed)
+    return {key: built[name] for key, name in names.items() if name is not None}
+
+
+def check_same_tokens(key: str, model: str, tokenizer: Any, trust_remote_code: bool) -> None:
+    """Raises ConfigError if a model that reads the policy's token ids has a tokenizer that means others by them."""
+    from transformers import AutoTokenizer
+
+    if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
+        return  # weights alone
+    try:
+        own = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code).get_vocab()
+    except (OSError, ValueError):
+        return
+    if any(own.get(token, token_id) != token_id for token, token_id in tokenizer.get_vocab().items()):
+        raise ConfigError(
+            f"{key}: {model!r} has other tokens than the policy, whose token ids it would be given. Set {key} to a "
+            "model with the policy's tokenizer, such as the policy itself."
+        )
+
+
+def objective_of(metrics: Metrics) -> Metrics:
+    """What is told with every step on a batch, as a line on the console may fall on any of them."""
+    kept = Metrics()
+    kept.entries = {name: entry for name, entry in metrics.entries.items() if name.startswith("objective/")}
+    return kept
+
+
+def token_logps(config: PPOConfig, backend: Backend, samples: Sequences, adapter: bool = True) -> Ragged:
+    """Under the temperature that completions are drawn with."""
+    return backend.token_logps(
+        samples,
+        micro_batch_size=config.per_device_train_batch_size,
+        temperature=config.temperature,
+        adapter=adapter,
+    )
+
+
+def policy_loss(
+    config: PPOConfig,
+    num_tokens: int,
+    logps_BT: torch.Tensor,
+    entropy_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    micro: PolicySamples,
+    metrics: Metrics,
+) -> torch.Tensor:
+    """The policy's loss of one micro-batch, divided by the loss tokens of the whole optimizer step."""
+    loss, diagnostics = ppo_policy_loss(
+        logps_BT,
+        padded(micro.old_logps, logps_BT),
+        padded(micro.advantages, logps_BT),
+        padded(micro.loss_mask, mask_BT),
+        cliprange=config.cliprange,
+        normaliser=num_tokens,
+        entropy_BT=entropy_BT,
+    )
+    add_ppo_metrics(metrics, diagnostics)
+    return loss
+
+
+def value_loss(
+    config: PPOConfig,
+    num_places: int,
+    values_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    micro: ValueSamples,
+    metrics: Metrics,
+) -> torch.Tensor:
+    """The critic's loss of one micro-batch times ``vf_coef``, divided by the places of the whole optimizer step."""
+    loss, diagnostics = ppo_value_loss(
+        values_BT,
+        padded(micro.old_values, values_BT),
+        padded(micro.returns, values_BT),
+        padded(micro.loss_mask, mask_BT),
+        cliprange_value=config.cliprange_value,
+        normaliser=num_places,
+    )
+    add_value_metrics(metrics, diagnostics)
+    return config.vf_coef * loss
+
+
+def padded(column: Ragged | None, like: torch.Tensor) -> torch.Tensor:
+    """(B, T) a column of a micro-batch, beside what the model made of it."""
+    assert column is not None, "credit comes first"
+    return column.padded(device=like.device)

@@ -1,0 +1,128 @@
+"""PPO's keys, and which values of them have a meaning. Imports no torch, so that a typo is answered at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rayhelper import ConfigError
+from trainers.config import TrainConfig, at_least, check_folder
+from trainers.gae import KLEstimator
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig(TrainConfig):
+    """PPO's keys beside the shared ones."""
+
+    output_dir: str = "outputs/ppo"
+    learning_rate: float = 3e-6
+
+    # Models
+    value_model: str | None = None
+    """The critic's first weights, a folder or hub name with the policy's tokens; null: those of ``reward_model``, else
+    the policy's with a new head."""
+    value_learning_rate: float | None = None
+    """The critic's; null: ``learning_rate``."""
+    ref_model: str | None = None
+    """The model that the KL keeps the policy close to; null: the policy as it starts."""
+
+    # Batches
+    num_ppo_epochs: int = 4
+    """Times that a batch of completions is gone through."""
+    num_mini_batches: int = 1
+    """Optimizer steps that go once through a batch: it has so many times the sequences of one step."""
+    max_prompt_length: int | None = None
+    """Tokens; longer prompts lose their beginning."""
+
+    # Generation
+    rollout_engine: Literal["hf"] = "hf"
+    """What completes prompts. hf: transformers' generate."""
+    rollout_batch_size: int | None = None
+    """Prompts that a rollout worker completes at once; null: all of its slice."""
+    max_completion_length: int = 53
+    """Tokens, the stop token included."""
+    temperature: float = 0.7
+    """Logits are divided by it, in sampling and in the loss."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that hold this share of the probability; 1: from all."""
+    top_k: int = 0
+    """Draw from so many of the likeliest tokens; 0: from all."""
+    min_p: float | None = None
+    """Draw from tokens at least this share as likely as the likeliest; null: from all."""
+    repetition_penalty: float = 1.0
+    """Tokens that have occurred become less likely by it; 1: never."""
+    generation_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further fields of transformers' GenerationConfig."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false}."""
+
+    # Rewards
+    reward_funcs: list[Any] = field(default_factory=list)
+    """Names, dotted paths, or {name: ..., argument: value}; see ``rewards.py``."""
+    reward_model: str | None = None
+    """A sequence classifier of one label, folder or hub name; its score is one more reward. null: none."""
+    reward_weights: list[float] | None = None
+    """One a reward function, and the last one the reward model's; null: 1 for each."""
+    missing_eos_penalty: float | None = None
+    """Subtracted from the score of completions that ran into ``max_completion_length``; null: nothing."""
+    kl_coef: float = 0.05
+    """Weight of the KL to the reference model in the rewards of tokens; 0: no reference model is loaded."""
+    kl_estimator: KLEstimator = "k1"
+    """k1 (unbiased), or k3 (never negative, less variance)."""
+    whiten_rewards: bool = False
+    """Give the rewards of all tokens of a batch the variance 1."""
+
+    # Loss
+    gamma: float = 1.0
+    """Discount of rewards and values a token later."""
+    lam: float = 0.95
+    """GAE's lambda: 1 trusts rewards alone, 0 the critic alone."""
+    cliprange: float = 0.2
+    """The ratio to the old policy is clipped to 1 - cliprange, 1 + cliprange."""
+    cliprange_value: float = 0.2
+    """The critic's value is clipped to its old value - cliprange_value, + cliprange_value."""
+    vf_coef: float = 0.1
+    """The critic's loss is multiplied by it. As the critic has an optimizer of its own, with AdamW that matters to
+    adam_epsilon and max_grad_norm alone; see value_learning_rate."""
+
+    # Evaluation
+    log_completions: bool = False
+    """Keep completions and their rewards in completions/*.parquet every ``logging_steps``, and show a few."""
+    eval_temperature: float | None = None
+    """0: greedy; null: ``temperature``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ppo(self)
+
+
+def check_ppo(config: PPOConfig) -> None:
+    """Raises ConfigError naming the first key whose value has no meaning."""
+    if not config.reward_funcs and config.reward_model is None:
+        raise ConfigError("there is nothing to learn from: give reward_funcs, such as exact_answer, or a reward_model")
+    for name in ("value_model", "ref_model", "reward_model"):
+        check_folder(name, getattr(config, name))
+    num_rewards = len(config.reward_funcs) + (config.reward_model is not None)
+    if config.reward_weights is not None and len(config.reward_weights) != num_rewards:
+        raise ConfigError(
+            f"reward_weights has {len(config.reward_weights)} values for {num_rewards} rewards "
+            "(reward_funcs, and reward_model as the last)"
+        )
+    if config.ref_model is not None and not config.kl_coef:
+        raise ConfigError("ref_model is set, but kl_coef is 0, so that nobody would ask it. Remove one of them.")
+    if not 0 < config.temperature < math.inf:
+        raise ConfigError(f"temperature must be positive to explore, got {config.temperature}; see eval_temperature")
+    if not 0 < config.repetition_penalty < math.inf:
+        raise ConfigError(f"repetition_penalty must be positive, got {config.repetition_penalty}; 1 changes nothing")
+    if config.min_p is not None and not 0 <= config.min_p <= 1:
+        raise ConfigError(f"min_p must lie in [0, 1], got {config.min_p}; null keeps every token")
+    if not 0 < config.top_p <= 1:
+        raise ConfigError(f"top_p must lie in (0, 1], got {config.top_p}; 1 keeps every token")
+    for name in ("gamma", "lam"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise ConfigError(f"{name} must lie in [0, 1], got {getattr(config, name)}")
+    at_least(config, 0, "kl_coef", "missing_eos_penalty", "vf_coef", "value_learning_rate", "top_k", "eval_temperature")
+    at_least(config, 0, "cliprange", "cliprange_value")
+    at_least(config, 1, "num_ppo_epochs", "num_mini_batches")
+    at_least(config, 1, "max_completion_length", "max_prompt_length", "rollout_batch_size")

@@ -1,0 +1,111 @@
+"""What policy and reference say of pairs: log-probabilities, further numbers of tokens, an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainers.backends.base import Backend
+from trainers.batch import Ragged
+from trainers.losses import token_entropy, token_logps
+from trainers.metrics import Metrics
+from trainers.preference_data import Preferences
+
+CHUNK_TOKENS = 512  # whose logits evaluation holds at once
+
+
+class PairNumbers:
+    """A ``TokenFunction``: of each target the mean logit, whether it is the likeliest token and, for WPO, log sum p^2.
+
+    None of them has a gradient.
+    """
+
+    def __init__(self, with_log_sum_sq_probs: bool) -> None:
+        self.with_log_sum_sq_probs = with_log_sum_sq_probs
+        self.names = ("mean_logits", "is_top1", *(["log_sum_sq_probs"] if with_log_sum_sq_probs else []))
+
+    def inputs(self, micro: Preferences) -> tuple[torch.Tensor, ...]:
+        """(N,) the ids of the targets."""
+        return (target_ids(micro),)
+
+    @torch.no_grad()
+    def __call__(self, logits_NV: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        is_top1_N = (logits_NV.argmax(-1) == inputs[0].to(logits_NV.device)).float()
+        numbers = (logits_NV.mean(-1), is_top1_N)
+        if self.with_log_sum_sq_probs:
+            numbers += ((2 * logits_NV).logsumexp(-1) - 2 * logits_NV.logsumexp(-1),)  # type: ignore[assignment]
+        return numbers
+
+
+def target_ids(pairs: Preferences) -> torch.Tensor:
+    """(N,) the ids of the targets, those of all chosen sequences before those of the rejected."""
+    sequences = pairs.as_sequences()
+    return torch.from_numpy(sequences.input_ids.values[sequences.target_mask.values])
+
+
+def pair_logps(
+    backend: Backend, pairs: Preferences, *, micro_batch_size: int, adapter: bool = True
+) -> tuple[Ragged, Ragged]:
+    """float32 log-probabilities of the targets of chosen and rejected; ``micro_batch_size`` in pairs, no gradient.
+
+    Micro-batches are those that ``Backend.step`` makes of the same pairs, so that equal weights give equal bits.
+    """
+    size = len(pairs)
+    starts = np.arange(0, size, micro_batch_size)
+    order = np.concatenate(
+        [np.zeros(0, np.int64)]
+        + [half + np.arange(start, min(start + micro_batch_size, size)) for start in starts for half in (0, size)]
+    )
+    logps = backend.token_logps(pairs.as_sequences()[order], micro_batch_size=2 * micro_batch_size, adapter=adapter)
+    logps = logps[np.argsort(order, kind="stable")]
+    return logps[:size], logps[size:]
+
+
+@torch.no_grad()
+def evaluated(
+    backend: Backend,
+    pairs: Preferences,
+    loss_function: Callable[..., torch.Tensor],
+    function: PairNumbers,
+    *,
+    micro_batch_size: int,
+    num_passes: int,
+) -> Metrics:
+    """What ``loss_function`` adds to the metrics of each micro-batch, and its sum as ``loss``.
+
+    Every rank makes ``num_passes`` passes, the last ones with nothing in them: with weights in shards they keep step.
+    """
+    metrics = Metrics()
+    for k in range(num_passes):
+        micro = pairs[k * micro_batch_size : (k + 1) * micro_batch_size]
+        sequences = micro.as_sequences()
+        features_NX = backend.target_features(sequences)
+        if not len(micro):
+            continue
+        counts = torch.from_numpy(np.array([mask.sum() for mask in sequences.target_mask])).to(features_NX.device)
+        mask_BT = torch.arange(int(counts.max()), device=counts.device)[None, :] < counts[:, None]
+        columns = _token_scores(backend, features_NX, target_ids(micro), function)
+        tables = {
+            name: torch.zeros(mask_BT.shape, device=mask_BT.device).masked_scatter(mask_BT, values_N)
+            for name, values_N in zip(("logps", "entropy", *function.names), columns, strict=True)
+        }
+        logps_BT, entropy_BT = tables.pop("logps"), tables.pop("entropy")
+        further: dict[str, Any] = {f"{name}_BT": values_BT for name, values_BT in tables.items()}
+        metrics.sum("loss", loss_function(logps_BT, entropy_BT, mask_BT, micro, metrics, **further).item())
+    return metrics
+
+
+def _token_scores(
+    backend: Backend, features_NX: torch.Tensor, ids_N: torch.Tensor, function: PairNumbers
+) -> list[torch.Tensor]:
+    """Log-probabilities, entropies and what ``function`` gives (N,), a chunk of tokens at a time."""
+    ids_N = ids_N.to(features_NX.device)
+    parts = []
+    for start in range(0, max(1, len(ids_N)), CHUNK_TOKENS):
+        ids = ids_N[start : start + CHUNK_TOKENS]
+        logits_NV = backend.logits(features_NX[start : start + CHUNK_TOKENS])
+        parts.append((token_logps(logits_NV, ids), token_entropy(logits_NV), *function(logits_NV, ids)))
+    return [torch.cat(column) for column in zip(*parts, strict=True)]

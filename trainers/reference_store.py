@@ -1,0 +1,63 @@
+"""A reference model's log-probabilities of all pairs, kept beside the checkpoints of a run that precomputed them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rayhelper import RayHelper
+from trainers.batch import Ragged
+from trainers.preference_data import Preferences
+
+FILE = "reference_logps.npz"
+logger = logging.getLogger(__name__)
+
+
+@RayHelper.function(group="driver", execute="first")
+def write_reference_logps(
+    folder: Path, parts: Sequence[Preferences], model: str, logps: Sequence[tuple[Ragged, Ragged]]
+) -> None:
+    """Writes what the reference ``model`` made of each of the ``parts``, chosen and rejected. Process 0 does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays: Any = {f"{k}_{side}": one[side].values for k, one in enumerate(logps) for side in (0, 1)}
+    unfinished = folder / f"unfinished_{FILE}"
+    np.savez(unfinished, of=_fingerprint(parts, model), **arrays)
+    os.replace(unfinished, folder / FILE)
+
+
+@RayHelper.function(group="driver", execute="first")
+def read_reference_logps(folder: Path, parts: Sequence[Preferences], model: str) -> list[tuple[Ragged, Ragged]] | None:
+    """What ``write_reference_logps`` wrote; None if there is nothing, or if it is of other pairs or another model."""
+    if not (folder / FILE).is_file():
+        return None
+    with np.load(folder / FILE) as arrays:
+        if str(arrays["of"]) != _fingerprint(parts, model):
+            logger.warning("%s is of other pairs or of another reference: it is computed anew", folder / FILE)
+            return None
+        return [
+            (
+                _like(arrays[f"{k}_0"], part.chosen_mask),
+                _like(arrays[f"{k}_1"], part.rejected_mask),
+            )
+            for k, part in enumerate(parts)
+        ]
+
+
+def _like(values: np.ndarray, mask: Ragged) -> Ragged:
+    """One value a target."""
+    return Ragged.split(values, [int(row.sum()) for row in mask])
+
+
+def _fingerprint(parts: Sequence[Preferences], model: str) -> str:
+    seen = hashlib.sha256(model.encode())
+    for part in parts:
+        for column in (part.chosen_ids, part.chosen_mask, part.rejected_ids, part.rejected_mask):
+            seen.update(column.values.tobytes())
+            seen.update(column.offsets.tobytes())
+    return seen.hexdigest()

@@ -19,10 +19,10 @@ from rayhelper.text import parse_text
 from trainers import plugins
 from trainers.cli import TRAINERS, placement
 from trainers.config import RunConfig, TrainConfig
-from trainers.environments import resolve_environment
-from trainers.rewards import resolve_rewards
-from trainers.sources import read_source
-from trainers.tools import resolve_tools
+from trainers.data.sources import read_source
+from trainers.rewards.functions import resolve_rewards
+from trainers.rollout.environments import resolve_environment
+from trainers.rollout.tools import resolve_tools
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -4,7 +4,7 @@
     python -m trainers grpo --config x.yaml
     python -m trainers rlhf --config x.yaml        # the file's rlhf_type says which
 
-Reading the configuration is ``command_line.py``.
+Reading the configuration is ``configuration/command_line.py``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any, NoReturn
 from rayhelper import ConfigError, DeviceGroups, RayHelper, RayHelperError
 from rayhelper.device_groups.keys import SIZE_KEYS
 from rayhelper.text import parse_text
-from trainers.command_line import export_env, given_keys, load_config
-from trainers.config_text import save_config
-from trainers.given_keys import plain
-from trainers.other_names import RLHF_TYPES, ROLES
-from trainers.translations import rlhf_problem
-from trainers.typed_values import nearest
+from trainers.configuration.command_line import export_env, given_keys, load_config
+from trainers.configuration.given_keys import plain
+from trainers.configuration.other_names import RLHF_TYPES, ROLES
+from trainers.configuration.text import save_config
+from trainers.configuration.translations import rlhf_problem
+from trainers.configuration.typed_values import nearest
 
 TRAINERS = {
     "sft": ("trainers.sft:SFTTrainer", "trainers.sft_config:SFTConfig"),

@@ -1,7 +1,7 @@
 """The keys that all trainers share, under the names of TRL and transformers, and what follows from them.
 
 A trainer's own keys stand in a dataclass beside the trainer, which extends ``TrainConfig``. Reading them from YAML and
-the command line is ``command_line.py``.
+the command line is ``configuration/command_line.py``.
 """
 
 from __future__ import annotations
@@ -300,6 +300,10 @@ def _check_adapter(config: TrainConfig) -> None:
     """Raises ConfigError for LoRA and optimizer keys that nobody would read, and sharding keys that say two things."""
     if not config.optim.startswith("adamw"):
         unread(config, f"optim is {config.optim}", "adam_beta1", "adam_beta2", "adam_epsilon")
+    if config.optim == "adafactor" and config.fsdp_sharding_strategy == "full_shard":
+        raise ConfigError(
+            "optim: adafactor looks at whole weights, which do not lie in shards: set fsdp_sharding_strategy: no_shard"
+        )
     if config.tuner_type == "full":
         unread(config, "tuner_type is full", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
     if config.fsdp_sharding_strategy == "no_shard":

@@ -6,7 +6,7 @@ see the student's logits a chunk of tokens at a time:
     WholeDivergence   the teacher is in this process: its hidden states of the micro-batch, its logits of the chunk
     TopDivergence     the teacher is anywhere: its K likeliest tokens came with the samples
 
-The formulas are ``distillation_losses.py``. Here both vocabularies are cut to their common size, ``vocab_size``: models
+The formulas are ``losses/distillation.py``. Here both vocabularies are cut to their common size, ``vocab_size``: models
 of one tokenizer may pad their embeddings differently.
 """
 
@@ -16,9 +16,9 @@ import torch
 
 from trainers.backends.base import Backend
 from trainers.backends.head import CHUNK_BYTES
-from trainers.distillation_losses import generalized_jsd, topk_jsd
-from trainers.distillation_samples import DistillationSamples
-from trainers.losses import token_entropy
+from trainers.data.distillation import DistillationSamples
+from trainers.losses.distillation import generalized_jsd, topk_jsd
+from trainers.losses.tokens import token_entropy
 from trainers.metrics import Metrics
 
 NAMES = ("divergence", "teacher_agreement", "tempered_entropy")  # what both functions give, in this order

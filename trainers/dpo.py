@@ -9,7 +9,7 @@
                                mix_reference ◄────────── export_weights   now and then, if sync_ref_model
 
 Direct preference optimization (arXiv 2305.18290); the papers of its many variants stand beside their formulas in
-``preference_losses.py``. Names, defaults and metrics are TRL's. A batch counts pairs. With LoRA the reference is the
+``losses/preference.py``. Names, defaults and metrics are TRL's. A batch counts pairs. With LoRA the reference is the
 policy without its adapter, and role ``reference`` has nothing to do.
 """
 
@@ -32,13 +32,14 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Ragged
 from trainers.config import SEQUENCES_PER_STEP, sequences_per_step, total_steps
-from trainers.data import Batches
+from trainers.data.preferences import Preferences, tokenize_preferences
+from trainers.data.rows import Batches
 from trainers.dpo_config import DPOConfig, weighted_losses
+from trainers.losses.preference import SORTING_LOSSES, Completions, add_preference_metrics, preference_loss
 from trainers.metrics import Metrics
-from trainers.preference_data import Preferences, tokenize_preferences
-from trainers.preference_losses import SORTING_LOSSES, Completions, add_preference_metrics, preference_loss
 from trainers.preference_scores import PairNumbers, evaluated, pair_logps
 from trainers.reference_store import read_reference_logps, write_reference_logps
+from trainers.role_models import check_same_tokens
 from trainers.run import (
     Run,
     build_backend,
@@ -95,6 +96,7 @@ class DPOTrainer:
         self.reference_path = self.model_path
         if config.ref_model is not None:
             self.reference_path = model_path(dataclasses.replace(config, model=config.ref_model))
+            check_same_tokens("ref_model", self.reference_path, self.tokenizer, config.trust_remote_code)
         self.pairs = self.read(config.dataset, config.dataset_split)
         self.eval_pairs = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
 

@@ -7,8 +7,8 @@ from typing import Any, get_args
 
 from rayhelper import ConfigError
 from trainers.config import TrainConfig, at_least, one_of
-from trainers.data import TruncationMode
-from trainers.loss_types import FDivergenceType, PreferenceLossType
+from trainers.data.rows import TruncationMode
+from trainers.losses.types import FDivergenceType, PreferenceLossType
 
 NEEDS: dict[str, tuple[str, ...]] = {  # keys that say nothing unless another is set
     "sync_ref_model": ("ref_model_mixup_alpha", "ref_model_sync_steps"),
@@ -34,7 +34,7 @@ class DPOConfig(TrainConfig):
     # Loss
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
     """One or several of sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired,
-    apo_zero, apo_down, discopop, sft, sigmoid_norm; formulas and papers stand in preference_losses.py."""
+    apo_zero, apo_down, discopop, sft, sigmoid_norm; formulas and papers stand in losses/preference.py."""
     loss_weights: list[float] | None = None
     """One a loss type; null: 1 for each."""
     rpo_alpha: float | None = None
@@ -152,7 +152,7 @@ def _check_loss(config: DPOConfig, types: list[Any], weights: list[float]) -> No
     defaults = {one.name: one.default for one in fields(config)}
     if types == ["sigmoid"] and weights == [1.0] and all(value == defaults[name] for name, value in options.items()):
         return  # without importing torch, so that a typo elsewhere is answered at once
-    from trainers.preference_losses import check_preference_options
+    from trainers.losses.preference import check_preference_options
 
     try:
         check_preference_options(types, weights, **options)

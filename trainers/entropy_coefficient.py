@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainers.entropy_control import applied_entropy_coefficient, next_entropy_coefficient
 from trainers.grpo_config import GRPOConfig
+from trainers.losses.entropy import applied_entropy_coefficient, next_entropy_coefficient
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class EntropyCoefficient:
 
     config: GRPOConfig
     coefficient: float
-    entropy: float | None = None  # mean of the last step; None: there was none
+    entropy: float | None = None  # mean of the last step that measured one; None: there was none
 
     @classmethod
     def of(cls, config: GRPOConfig, state: Mapping[str, Any]) -> EntropyCoefficient:
@@ -34,10 +34,10 @@ class EntropyCoefficient:
             return self.coefficient
         return applied_entropy_coefficient(self.coefficient, self.entropy, target=self.config.entropy_target)
 
-    def after(self, entropy: float) -> EntropyCoefficient:
-        """After a step whose tokens had this mean entropy."""
+    def after(self, entropy: float | None) -> EntropyCoefficient:
+        """After a step whose tokens had this mean entropy; None: it had no tokens, which says nothing of the policy."""
         config = self.config
-        if not config.use_adaptive_entropy:
+        if not config.use_adaptive_entropy or entropy is None:
             return self
         coefficient = next_entropy_coefficient(
             self.coefficient,

@@ -6,7 +6,7 @@ for more rows the fewer of its prompts have something to tell, so that ``RowStre
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from rayhelper import ConfigError
 from trainers.batch import Samples
 from trainers.config import SEQUENCES_PER_STEP, sequences_per_step
-from trainers.data import Batches
+from trainers.data.rows import Batches
 from trainers.grpo_config import GRPOConfig
 
 
@@ -24,7 +24,8 @@ class StepPlan:
     """How rows become generations and generations become optimizer steps. Sizes are sequences over all workers.
 
     The last generation of an epoch holds what is left of the rows; it has fewer optimizer steps, none of them empty.
-    With ``is_dynamic`` all are full, and an epoch is as many as go into the rows.
+    With ``is_dynamic`` all are full, and an epoch is as many as go into the rows: the steps of a run are counted as if
+    nothing were drawn again.
     """
 
     num_rows: int
@@ -69,6 +70,14 @@ class StepPlan:
             config.dynamic_sample,
         )
 
+    def check_rows(self) -> None:
+        """Raises ConfigError if there are not rows enough to fill a generation and to replace one of its prompts."""
+        if self.is_dynamic and self.num_rows <= self.num_prompts:
+            raise ConfigError(
+                f"dynamic_sample has no further prompts to draw: a generation has {self.num_prompts} prompts, each row "
+                f"once, and the dataset {self.num_rows} rows; lower generation_batch_size or remove dynamic_sample"
+            )
+
     def num_updates(self, num_prompts: int) -> int:
         """Optimizer steps on a generation of so many prompts."""
         return -(-num_prompts * self.num_generations // self.step_size) * self.num_iterations
@@ -112,7 +121,8 @@ class StepPlan:
 class RowStream:
     """The rows in the order of the data, epoch after epoch, each epoch in an order of its own; every row once in each.
 
-    ``num_drawn`` says where the stream is: it is all that a resumed run needs to know.
+    ``num_drawn`` says where the stream is, the rows that were passed over included: it is all that a run that is
+    resumed between two generations needs to know.
     """
 
     def __init__(self, num_rows: int, *, seed: int, shuffle: bool, num_drawn: int = 0) -> None:
@@ -124,10 +134,20 @@ class RowStream:
         """How often the rows have been gone through."""
         return self.num_drawn / self.epochs.num_rows
 
-    def take(self, count: int) -> np.ndarray:
-        """(count,) int64: the next rows."""
-        first, last = self.num_drawn, self.num_drawn + count
-        self.num_drawn = last
-        places = [divmod(k, self.epochs.num_rows) for k in range(first, last)]
-        orders = {epoch: self.epochs[epoch] for epoch, _ in places}
-        return np.array([orders[epoch][place] for epoch, place in places], np.int64)
+    def take(self, count: int, held: Collection[int] = ()) -> np.ndarray:
+        """(count,) int64: the next rows that are neither in ``held`` nor taken here already; fewer if there are none.
+
+        Only where one epoch ends and the next begins can a row come up again; it is passed over in that epoch.
+        """
+        seen = set(held)
+        taken: list[int] = []
+        order = None
+        while len(taken) < count and len(seen) < self.epochs.num_rows:
+            epoch, place = divmod(self.num_drawn, self.epochs.num_rows)
+            if order is None or place == 0:
+                order = self.epochs[epoch]
+            self.num_drawn += 1
+            if (row := int(order[place])) not in seen:
+                seen.add(row)
+                taken.append(row)
+        return np.array(taken, np.int64)

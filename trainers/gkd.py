@@ -11,7 +11,7 @@
 
 The teacher is asked ahead of the step with ``gkd_logits_topk``. Without, it is in the train workers, which compare the
 whole vocabulary, a chunk of tokens at a time. On-policy distillation, arXiv 2306.13649; the divergences are
-``distillation_losses.py``. The loss is the mean over the response tokens of the optimizer step, over all workers.
+``losses/distillation.py``. The loss is the mean over the response tokens of the optimizer step, over all workers.
 
 Names, defaults and metrics are TRL's (GKDTrainer, DistillationTrainer). Departures from its GKDTrainer: ``temperature``
 divides the logits in the loss too, as in its DistillationTrainer; and one draw decides for a whole optimizer step, the
@@ -39,9 +39,7 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.config import SEQUENCES_PER_STEP, sequences_per_step, total_steps
-from trainers.data import Batches, prompt_of, tokenize_prompts
-from trainers.distillation_losses import distillation_loss
-from trainers.distillation_samples import (
+from trainers.data.distillation import (
     DistillationSamples,
     TopLogps,
     has_response,
@@ -50,11 +48,14 @@ from trainers.distillation_samples import (
     teacher_prompts_of,
     tokenize_responses,
 )
+from trainers.data.rows import Batches, prompt_of, tokenize_prompts
+from trainers.data.vocabularies import common_vocab_size
 from trainers.divergences import TopDivergence, WholeDivergence, measure_divergence
 from trainers.gkd_config import GKDConfig
 from trainers.grpo import ENGINES
 from trainers.grpo_samples import rollout_metrics
-from trainers.losses import sft_loss
+from trainers.losses.distillation import distillation_loss
+from trainers.losses.tokens import sft_loss
 from trainers.metrics import Metrics
 from trainers.plugins import MODELS, resolve_model
 from trainers.rollout.base import Engine, Sampling
@@ -70,7 +71,6 @@ from trainers.run import (
     resolve_dtype,
     saved_order,
 )
-from trainers.vocabularies import common_vocab_size
 from trainers.weight_sync import exported, first_of
 
 Source = Literal["student", "teacher", "dataset"]

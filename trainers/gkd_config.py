@@ -60,7 +60,7 @@ class GKDConfig(TrainConfig):
     # Loss
     beta: float = 0.5
     """0: forward KL, teacher to student; 1: reverse KL, student to teacher; between: the generalised Jensen-Shannon
-    divergence of GKD. The formulas stand in distillation_losses.py."""
+    divergence of GKD. The formulas stand in losses/distillation.py."""
     gkd_logits_topk: int | None = None
     """Compare only so many of the teacher's likeliest tokens; null: the whole vocabulary, for which the teacher must
     share the student's devices."""

@@ -11,14 +11,18 @@
     metrics ◄────────────────────────────────────── slice, merge
                           load_weights ◄─────────── export_weights   nothing to do where one process hosts both
 
-DeepSeekMath (arXiv 2402.03300); the variants' papers stand beside their formulas in ``policy_losses.py`` and
-``advantages.py``. Names, defaults and metrics are TRL's. A *generation* is ``generation_batch_size`` completions, G =
-``num_generations`` a prompt. It is cut into optimizer steps, and gone through ``num_iterations`` times.
+DeepSeekMath (arXiv 2402.03300); the variants' papers stand beside their formulas in ``losses/policy.py`` and
+``rewards/advantages.py``. Names, defaults and metrics are TRL's. A *generation* is ``generation_batch_size``
+completions, G = ``num_generations`` a prompt. It is cut into optimizer steps, and gone through ``num_iterations``
+times.
 
 Order of the data: a generation has the next rows of the epoch, each row once in an epoch. With ``dynamic_sample`` it
 draws as many further rows as it has prompts whose completions were rewarded alike, up to ``max_resample_times`` times;
 it learns from the prompts that tell something, in the order drawn, and if these are too few from the first others. A
-row that was drawn and left out comes again in the next epoch. How many were drawn stands in the checkpoint.
+row that was drawn and left out comes again in the next epoch. No generation draws a row twice: where the next epoch
+begins within it, rows that it has already are passed over in that epoch; once it has drawn all rows it makes do with
+them. How far the rows have been gone through stands in the checkpoint. ``num_train_epochs`` counts steps as if nothing
+were drawn again, so that the rows are gone through more often than that.
 """
 
 from __future__ import annotations
@@ -41,14 +45,10 @@ import numpy as np
 import torch
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
-from trainers import policy_losses
-from trainers.advantages import add_reward_metrics, group_advantages
 from trainers.backends.base import Backend
 from trainers.batch import Prompts, Ragged, Rollouts, Samples
-from trainers.data import Batches, prompt_of, tokenize_prompts
+from trainers.data.rows import Batches, prompt_of, tokenize_prompts
 from trainers.entropy_coefficient import EntropyCoefficient
-from trainers.environments import Environment, resolve_environment
-from trainers.episodes import Stage
 from trainers.generation_plan import RowStream, StepPlan
 from trainers.grpo_config import GRPOConfig
 from trainers.grpo_loss import StepNumbers, grpo_loss
@@ -62,13 +62,18 @@ from trainers.grpo_samples import (
     with_policy_mask,
 )
 from trainers.grpo_samples import rollout_metrics as rollout_metrics
+from trainers.losses import policy as policy_losses
 from trainers.metrics import Metrics
 from trainers.plugins import load_plugins
-from trainers.reward_models import RewardModel
-from trainers.rewards import chat_completions, resolve_rewards, score
+from trainers.rewards.advantages import add_reward_metrics, group_advantages
+from trainers.rewards.functions import chat_completions, numbered, resolve_rewards, score
+from trainers.rewards.models import RewardModel, model_name
 from trainers.role_models import check_same_tokens, resolved_models
 from trainers.rollout.base import Engine, Sampling
+from trainers.rollout.environments import Environment, resolve_environment
+from trainers.rollout.episodes import Stage
 from trainers.rollout.hf import HfEngine, check_generation_kwargs
+from trainers.rollout.tools import ToolEnvironment, resolve_tools, schemas
 from trainers.run import (
     Run,
     build_backend,
@@ -81,7 +86,6 @@ from trainers.run import (
     resolve_dtype,
     saved_order,
 )
-from trainers.tools import ToolEnvironment, resolve_tools, schemas
 from trainers.weight_sync import exported, first_of
 
 ENGINES = {"hf": HfEngine}
@@ -125,11 +129,11 @@ class GRPOTrainer:
         self.models = resolved_models(config, self.model_path, named)
         for key, name in judges.items():
             if name is not None:
-                check_same_tokens(key, self.models[name], self.tokenizer)
+                check_same_tokens(key, self.models[name], self.tokenizer, config.trust_remote_code)
         with mistakes_of("reward_funcs"):
             self.rewards, _ = resolve_rewards(config.reward_funcs)
-        self.reward_names = [name for _, name in self.rewards] + [Path(name).name for name in config.reward_model]
-        self.reward_names += ["environment"] if config.has_environment else []
+        self.reward_names = [name for _, name in self.rewards] + list(map(model_name, config.reward_model))
+        self.reward_names = numbered([*self.reward_names, *(["environment"] if config.has_environment else [])])
         self.reward_weights = np.array(config.reward_weights or [1.0] * len(self.reward_names), np.float32)
         self.rows: Any = self.read(config.dataset, config.dataset_split)
         self.eval_rows: Any = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
@@ -165,6 +169,7 @@ class GRPOTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         plan = StepPlan.of(config, len(self.rows), self.num_train_workers(), saved_order(config))
+        plan.check_rows()
         self.build(plan.num_steps)
         headline = ("reward", "loss", "completions/mean_length")
         with Run(config, plan.num_steps, headline=headline, order=plan.order()) as run:
@@ -217,13 +222,15 @@ class GRPOTrainer:
             explored = self.completed(batches[generation], generation)
             metrics = rollout_metrics(explored)
         else:
-            explored = self.completed(self.stream.take(plan.num_prompts), generation)
+            drawn = self.stream.take(plan.num_prompts)
+            explored = self.completed(drawn, generation)
             for attempt in range(1, config.max_resample_times + 1):
                 missing = plan.num_prompts - int(self.differing(explored).sum())
-                if missing <= 0:
+                places = self.stream.take(max(missing, 0), held=drawn.tolist())
+                if not len(places):
                     break
-                further = self.completed(self.stream.take(missing), generation, attempt)
-                explored = Rewarded.concat([explored, further])
+                drawn = np.concatenate([drawn, places])
+                explored = Rewarded.concat([explored, self.completed(places, generation, attempt)])
             metrics = rollout_metrics(explored)
             num_drawn = len(explored) // config.num_generations
             metrics.mean("resampled_share", num_drawn - plan.num_prompts, num_drawn)
@@ -235,8 +242,11 @@ class GRPOTrainer:
 
     def differing(self, explored: Rewarded) -> np.ndarray:
         """(P,) bool: prompts whose completions are not all rewarded alike."""
+        config = self.config
         assert explored.rewards is not None
-        return differing_groups(explored.rewards, self.reward_weights, self.config.num_generations)
+        return differing_groups(
+            explored.rewards, self.reward_weights, config.num_generations, config.multi_objective_aggregation
+        )
 
     def completed(self, places: np.ndarray, generation: int, attempt: int = 0) -> Rewarded:
         """G completions of the rows at ``places``, rewarded."""
@@ -342,7 +352,7 @@ class GRPOTrainer:
             num_bonus_tokens, entropy = int(chunk.policy_mask.values.sum()), "top_entropy"
         metrics = self.update(chunk, StepNumbers(normaliser, num_bonus_tokens, self.entropy_coef.applied))
         if self.entropy_coef.is_on:
-            self.entropy_coef = self.entropy_coef.after(metrics.values().get(entropy, 0.0))
+            self.entropy_coef = self.entropy_coef.after(metrics.values().get(entropy))
             metrics.same("entropy_coef", self.entropy_coef.coefficient)
         return metrics
 
@@ -439,6 +449,7 @@ class GRPOTrainer:
                 model,
                 dtype=resolve_dtype(config),
                 batch_size=config.per_device_train_batch_size,
+                chat_template_kwargs=config.chat_template_kwargs,
                 trust_remote_code=config.trust_remote_code,
             )
             for model in models

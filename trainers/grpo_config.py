@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rayhelper import ConfigError
-from trainers.advantages import Aggregation, Scale
 from trainers.config import TrainConfig, at_least, check_folder
-from trainers.loss_types import NOT_BUILT, ImportanceLevel, PolicyLossType, RolloutCorrection
+from trainers.losses.types import NOT_BUILT, ImportanceLevel, PolicyLossType, RolloutCorrection
+from trainers.rewards.advantages import Aggregation, Scale
 
 Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "reinforce_plus_plus_token"]
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class GRPOConfig(TrainConfig):
     # Several turns
     environment: Any = None
     """Name of a registered environment, a dotted path, or {name: ..., argument: value}, which answers what the model
-    writes; see ``environments.py``. null: a completion is a single turn."""
+    writes; see ``rollout/environments.py``. null: a completion is a single turn."""
     tools: list[Any] = field(default_factory=list)
     """Functions that the model may call, registered as tools or dotted paths; they are the environment."""
     max_turns: int | None = None
@@ -77,7 +77,7 @@ class GRPOConfig(TrainConfig):
 
     # Rewards
     reward_funcs: list[Any] = field(default_factory=list)
-    """Names, dotted paths, or {name: ..., argument: value}; see ``rewards.py``."""
+    """Names, dotted paths, or {name: ..., argument: value}; see ``rewards/functions.py``."""
     reward_model: list[str] = field(default_factory=list)
     """Sequence classifiers of one label, folders or hub names, whose scores are further rewards (role reward)."""
     reward_weights: list[float] | None = None
@@ -89,9 +89,9 @@ class GRPOConfig(TrainConfig):
 
     # Advantages
     advantage_estimator: Estimator = "grpo"
-    """What rewards are compared with; the formulas stand in advantages.py. grpo: the group. rloo: the others of the
-    group. reinforce_plus_plus (or reinforce_plus_plus_baseline): the group, then all differences of the batch, as in
-    ms-swift. reinforce_plus_plus_token: all tokens of the batch, the paper's form without groups."""
+    """What rewards are compared with; the formulas stand in rewards/advantages.py. grpo: the group. rloo: the others of
+    the group. reinforce_plus_plus (or reinforce_plus_plus_baseline): the group, then all differences of the batch, as
+    in ms-swift. reinforce_plus_plus_token: all tokens of the batch, the paper's form without groups."""
     kl_in_reward: bool | None = None
     """Subtract beta x KL from the reward, and not from the loss; null: with every estimator but grpo."""
     reward_clip_range: list[float] | None = None
@@ -115,7 +115,7 @@ class GRPOConfig(TrainConfig):
 
     # Loss
     loss_type: PolicyLossType = "dapo"
-    """How token losses are averaged; the formulas and papers stand in policy_losses.py."""
+    """How token losses are averaged; the formulas and papers stand in losses/policy.py."""
     importance_sampling_level: ImportanceLevel = "token"
     """token, sequence (GSPO), sequence_token (GSPO-token), or sequence_product (of the tokens' ratios, RLOO)."""
     beta: float = 0.0

@@ -1,4 +1,4 @@
-"""GRPO's loss of one micro-batch: what the configuration says, put into the formulas of ``policy_losses.py``."""
+"""GRPO's loss of one micro-batch: what the configuration says, put into the formulas of ``losses/policy.py``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from trainers import entropy_control, policy_losses
 from trainers.batch import Ragged, Samples
 from trainers.grpo_config import GRPOConfig
+from trainers.losses import entropy as entropy_control
+from trainers.losses import policy as policy_losses
+from trainers.losses.policy_terms import FipoWeight, SapoGate, VespoWeight
+from trainers.losses.rollout_correction import add_rollout_metrics, off_policy_mask, rollout_ratios
 from trainers.metrics import Metrics
-from trainers.policy_terms import FipoWeight, SapoGate, VespoWeight
-from trainers.rollout_correction import add_rollout_metrics, off_policy_mask, rollout_ratios
 
 
 @dataclass(frozen=True)

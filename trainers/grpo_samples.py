@@ -8,7 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from trainers.advantages import (
+from trainers.batch import Batch, Ragged, Rollouts, Samples
+from trainers.grpo_config import GRPOConfig
+from trainers.losses.entropy import entropy_threshold
+from trainers.metrics import Metrics
+from trainers.rewards.advantages import (
+    Aggregation,
     RewardStatistics,
     add_reward_metrics,
     add_teacher,
@@ -18,10 +23,6 @@ from trainers.advantages import (
     sequence_kl,
     token_advantages,
 )
-from trainers.batch import Batch, Ragged, Rollouts, Samples
-from trainers.entropy_control import entropy_threshold
-from trainers.grpo_config import GRPOConfig
-from trainers.metrics import Metrics
 
 
 @dataclass(eq=False)
@@ -40,15 +41,28 @@ class TokenScores(Batch):
     entropies: Ragged | None = None  # float32, nats
 
 
-def differing_groups(rewards_BK: np.ndarray, weights_K: np.ndarray, num_generations: int) -> np.ndarray:
-    """(P,) bool: True for prompts whose completions are not all rewarded alike, so that they tell something."""
-    sums_B = np.where(np.isnan(rewards_BK).all(axis=1), np.nan, np.nansum(rewards_BK * weights_K, axis=1))
-    sums_PG = sums_B.reshape(-1, num_generations)
-    known_PG = ~np.isnan(sums_PG)
-    highest_P = np.where(known_PG, sums_PG, -np.inf).max(axis=1)
-    lowest_P = np.where(known_PG, sums_PG, np.inf).min(axis=1)
-    different_P: np.ndarray = known_PG.any(axis=1) & ~np.isclose(highest_P, lowest_P)
-    return different_P
+def differing_groups(
+    rewards_BK: np.ndarray,
+    weights_K: np.ndarray,
+    num_generations: int,
+    multi_objective_aggregation: Aggregation = "sum_then_normalize",
+) -> np.ndarray:
+    """(P,) bool: True for prompts whose completions are not all rewarded alike, so that they tell something.
+
+    Alike in the weighted sum of their rewards; with ``normalize_then_sum``, which has no such sum, in each reward that
+    has a weight.
+    """
+    if multi_objective_aggregation == "normalize_then_sum":
+        values_BK = rewards_BK[:, weights_K != 0]
+    else:
+        unscored_B = np.isnan(rewards_BK).all(axis=1)
+        values_BK = np.where(unscored_B, np.nan, np.nansum(rewards_BK * weights_K, axis=1))[:, None]
+    values_PGK = values_BK.reshape(-1, num_generations, values_BK.shape[1])
+    known_PGK = ~np.isnan(values_PGK)
+    highest_PK = np.where(known_PGK, values_PGK, -np.inf).max(axis=1)
+    lowest_PK = np.where(known_PGK, values_PGK, np.inf).min(axis=1)
+    differs_P: np.ndarray = (known_PGK.any(axis=1) & ~np.isclose(highest_PK, lowest_PK)).any(axis=1)
+    return differs_P
 
 
 def fullest(explored: Rewarded, differs_P: np.ndarray, num_prompts: int, num_generations: int) -> Rewarded:

@@ -15,7 +15,7 @@ then on the configuration may say the names:
     def tiny(output_dir, seed):     # writes model and tokenizer to a folder and returns it
         ...
 
-    @register_environment("game")   # what answers the model's turns: see environments.py
+    @register_environment("game")   # what answers the model's turns: see rollout/environments.py
     class Game: ...
 
     @register_tool("add")           # a function that the model may call: see tools.py

@@ -36,13 +36,18 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from rayhelper import ConfigError, DeviceGroups, RayHelper
-from trainers import gae
-from trainers.advantages import add_reward_metrics, group_advantages
+from rayhelper import DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Prompts, Ragged, Rollouts, Sequences
-from trainers.data import Batches, prompt_of, tokenize_prompts
+from trainers.data.rows import Batches, prompt_of, tokenize_prompts
 from trainers.grpo import ENGINES, rollout_metrics
+from trainers.losses.ppo import (
+    add_ppo_metrics,
+    add_value_metrics,
+    ppo_policy_loss,
+    ppo_value_loss,
+    with_ratio_variance,
+)
 from trainers.metrics import Metrics
 from trainers.plugins import resolve_model
 from trainers.ppo_batch import (
@@ -55,16 +60,12 @@ from trainers.ppo_batch import (
     value_samples,
 )
 from trainers.ppo_config import PPOConfig
-from trainers.ppo_losses import (
-    add_ppo_metrics,
-    add_value_metrics,
-    ppo_policy_loss,
-    ppo_value_loss,
-    with_ratio_variance,
-)
 from trainers.ppo_plan import StepPlan
-from trainers.reward_models import RewardModel
-from trainers.rewards import chat_completions, resolve_rewards, score
+from trainers.rewards import gae
+from trainers.rewards.advantages import add_reward_metrics, group_advantages
+from trainers.rewards.functions import chat_completions, numbered, resolve_rewards, score
+from trainers.rewards.models import RewardModel, model_name
+from trainers.role_models import check_same_tokens
 from trainers.rollout.base import Engine, Sampling
 from trainers.rollout.hf import check_generation_kwargs
 from trainers.run import (
@@ -118,7 +119,7 @@ class PPOTrainer:
             self.rewards, _ = resolve_rewards(config.reward_funcs)
         self.reward_names = [name for _, name in self.rewards]
         if config.reward_model is not None:
-            self.reward_names.append(Path(config.reward_model).name)
+            self.reward_names = numbered([*self.reward_names, model_name(config.reward_model)])
         self.reward_weights = np.array(config.reward_weights or [1.0] * len(self.reward_names), np.float32)
         self.rows: Any = self.read(config.dataset, config.dataset_split)
         self.eval_rows: Any = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
@@ -277,6 +278,7 @@ class PPOTrainer:
         assert self.eval_rows is not None
         rollouts = self.rollout(self.eval_rows, temperature, batch=-1)
         metrics = self.seen(rollouts, self.reward(self.eval_rows, rollouts))
+        metrics.entries.pop("num_tokens")  # of training alone
         return {f"eval_{name}": value for name, value in metrics.values().items()}
 
     def sync_weights(self) -> None:
@@ -334,6 +336,7 @@ class PPOTrainer:
             model,
             dtype=resolve_dtype(config),
             batch_size=config.per_device_train_batch_size,
+            chat_template_kwargs=config.chat_template_kwargs,
             trust_remote_code=config.trust_remote_code,
         )
 
@@ -449,23 +452,6 @@ def role_models(config: PPOConfig, policy: str) -> dict[str, str]:
         if name is not None and name not in built:
             built[name] = resolve_model(name, output_dir=config.output_dir, seed=config.seed)
     return {key: built[name] for key, name in names.items() if name is not None}
-
-
-def check_same_tokens(key: str, model: str, tokenizer: Any, trust_remote_code: bool) -> None:
-    """Raises ConfigError if a model that reads the policy's token ids has a tokenizer that means others by them."""
-    from transformers import AutoTokenizer
-
-    if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
-        return  # weights alone
-    try:
-        own = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code).get_vocab()
-    except (OSError, ValueError):
-        return
-    if any(own.get(token, token_id) != token_id for token, token_id in tokenizer.get_vocab().items()):
-        raise ConfigError(
-            f"{key}: {model!r} has other tokens than the policy, whose token ids it would be given. Set {key} to a "
-            "model with the policy's tokenizer, such as the policy itself."
-        )
 
 
 def objective_of(metrics: Metrics) -> Metrics:

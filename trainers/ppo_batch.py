@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainers import gae
 from trainers.batch import Ragged, Rollouts, Sequences
 from trainers.metrics import Metrics
+from trainers.rewards import gae
 
 
 @dataclass(eq=False)
@@ -23,7 +23,7 @@ class PolicySamples(Sequences):
 
 @dataclass(eq=False)
 class ValueSamples(Sequences):
-    """Completions for the critic. Its targets stand behind the places of ``gae.py``, one entry each in the columns.
+    """Completions for the critic. Its targets stand behind the places of ``rewards/gae.py``, one entry each.
 
     A value is read off before its target, so the place behind the end has a token of its own to be its target.
     """

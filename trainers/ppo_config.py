@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from rayhelper import ConfigError
 from trainers.config import TrainConfig, at_least, check_folder
-from trainers.gae import KLEstimator
+from trainers.rewards.gae import KLEstimator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class PPOConfig(TrainConfig):
 
     # Rewards
     reward_funcs: list[Any] = field(default_factory=list)
-    """Names, dotted paths, or {name: ..., argument: value}; see ``rewards.py``."""
+    """Names, dotted paths, or {name: ..., argument: value}; see ``rewards/functions.py``."""
     reward_model: str | None = None
     """A sequence classifier of one label, folder or hub name; its score is one more reward. null: none."""
     reward_weights: list[float] | None = None

@@ -10,9 +10,9 @@ import torch
 
 from trainers.backends.base import Backend
 from trainers.batch import Ragged
-from trainers.losses import token_entropy, token_logps
+from trainers.data.preferences import Preferences
+from trainers.losses.tokens import token_entropy, token_logps
 from trainers.metrics import Metrics
-from trainers.preference_data import Preferences
 
 CHUNK_TOKENS = 512  # whose logits evaluation holds at once
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from rayhelper import RayHelper
 from trainers.batch import Ragged
-from trainers.preference_data import Preferences
+from trainers.data.preferences import Preferences
 
 FILE = "reference_logps.npz"
 logger = logging.getLogger(__name__)

@@ -6,8 +6,8 @@
     batch of pairs ──────────────────────► update      one optimizer step; slice, merge
 
 A language model with a linear layer in place of its vocabulary, read off at the last token (Bradley-Terry; the papers
-stand in ``reward_model_losses.py``). What is exported loads with AutoModelForSequenceClassification, as a reward of
-GRPO and PPO for example (``reward_models.py``). Names, defaults and metrics are TRL's. A batch counts pairs.
+stand in ``losses/reward_model.py``). What is exported loads with AutoModelForSequenceClassification, as a reward of
+GRPO and PPO for example (``rewards/models.py``). Names, defaults and metrics are TRL's. A batch counts pairs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import torch
 from rayhelper import DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.config import SEQUENCES_PER_STEP, sequences_per_step, total_steps
-from trainers.data import Batches
+from trainers.data.preferences import Preferences, tokenize_comparisons
+from trainers.data.rows import Batches
+from trainers.losses.reward_model import add_reward_model_metrics, reward_model_loss
 from trainers.metrics import Metrics
-from trainers.preference_data import Preferences, tokenize_comparisons
 from trainers.reward_config import RewardConfig
-from trainers.reward_model_losses import add_reward_model_metrics, reward_model_loss
 from trainers.run import (
     Run,
     build_backend,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError, RayHelper
@@ -20,16 +21,18 @@ def resolved_models(config: TrainConfig, policy: str, names: Iterable[str]) -> d
     return found
 
 
-def check_same_tokens(key: str, model: str, tokenizer: Any) -> None:
+def check_same_tokens(key: str, model: str, tokenizer: Any, trust_remote_code: bool = False) -> None:
     """Raises ConfigError if a model that reads the policy's token ids has a tokenizer, and it is another one."""
     from transformers import AutoTokenizer
 
+    if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
+        return  # weights alone
     try:
-        own = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError):  # weights alone
+        own = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code).get_vocab()
+    except (OSError, ValueError):
         return
-    if own.get_vocab() != tokenizer.get_vocab():
+    if any(own.get(token) != token_id for token, token_id in tokenizer.get_vocab().items()):
         raise ConfigError(
             f"{key}: {model!r} has other tokens than the policy, whose token ids it would be given. Set {key} to a "
-            "model with the policy's tokenizer."
+            "model with the policy's tokenizer, such as the policy itself."
         )

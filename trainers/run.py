@@ -32,11 +32,16 @@ from trainers.checkpoint import (
 )
 from trainers.cli import save_config
 from trainers.config import SEQUENCES_PER_STEP, RunConfig, TrainConfig
-from trainers.data import load_rows
+from trainers.data.rows import load_rows
 from trainers.metrics import Metrics
 from trainers.plugins import load_plugins, resolve_model
 from trainers.trackers import Trackers
 
+# What a checkpoint's optimizer, schedule and adapter were made with: another value would be ignored, or another model
+KEPT_BY_CHECKPOINTS = (
+    *("learning_rate", "optim", "lr_scheduler_type", "warmup_steps", "warmup_ratio"),
+    *("tuner_type", "lora_rank", "lora_alpha"),
+)
 BACKENDS = {"fsdp": FsdpBackend}
 SaveFunction = Callable[[Path], Any]
 logger = logging.getLogger(__name__)
@@ -59,6 +64,13 @@ class Run:
         self.checkpoint, state = resumed_state(config)
         self.order = {**order, "seed": config.seed, "shuffle_dataset": config.shuffle_dataset}
         _check_same_order(state.get("order", {}), self.order, self.checkpoint)
+        self.settings = {name: getattr(config, name) for name in KEPT_BY_CHECKPOINTS}
+        _check_same_settings(state.get("settings", {}), self.settings, self.checkpoint)
+        if state.get("step", 0) > num_steps:
+            raise ConfigError(
+                f"resume_from_checkpoint: {self.checkpoint} is of step {state['step']}, and the run has {num_steps} "
+                "steps. Raise max_steps (or num_train_epochs), or resume from an earlier checkpoint."
+            )
         self.step: int = state.get("step", 0)
         self.num_tokens: float = state.get("num_tokens", 0.0)
         self.trainer_state: dict[str, Any] = state.get("trainer", {})
@@ -121,7 +133,8 @@ class Run:
         Raises ConfigError if they do not hold the one that ``metric_for_best_model`` names.
         """
         judged_by(self.config, numbers)
-        self.first_evaluation = self.first_evaluation or dict(numbers)
+        if self.step == 0:
+            self.first_evaluation = dict(numbers)
         self.last_evaluation = dict(numbers)
         self.last |= numbers
         if self.trackers is not None:
@@ -161,6 +174,7 @@ class Run:
             "num_tokens": self.num_tokens,
             "first_evaluation": self.first_evaluation,
             "best_metric": self.best_metric,
+            "settings": self.settings,
             "best_model_checkpoint": self.best_checkpoint,
             "order": self.order,
             "trainer": dict(trainer_state or {}),
@@ -174,7 +188,7 @@ class Run:
             return
         sign = 1 if is_greater_better(self.config) else -1
         if self.best_metric is None or sign * value > sign * self.best_metric:
-            self.best_metric, self.best_checkpoint = value, str(folder)
+            self.best_metric, self.best_checkpoint = value, folder.name
 
     def write(self, folder: Path, save: SaveFunction, tokenizer: Any, state: Mapping[str, Any] | None) -> None:
         """Writes ``folder``: the workers their parts, process 0 the rest; it has its name once all is written."""
@@ -211,12 +225,14 @@ class Run:
             for name, after in self.last_evaluation.items():
                 before = self.first_evaluation.get(name)
                 if before is not None and "rewards/" in name and name.endswith("/mean"):
-                    self.trackers.bar.write(f"{name}: {before:.1%} before, {after:.1%} after")
+                    shares = min(before, after) >= 0 and max(before, after) <= 1
+                    told = [f"{value:.1%}" if shares else f"{value:.4g}" for value in (before, after)]
+                    self.trackers.bar.write(f"{name}: {told[0]} before, {told[1]} after")
             self.trackers.bar.write(f"the model is in {folder}")
-            if self.best_checkpoint is not None:
+            if self.best_checkpoint is not None and self.config.metric_for_best_model is not None:
                 judge = self.config.metric_for_best_model
                 self.trackers.bar.write(
-                    f"the best checkpoint is {self.best_checkpoint} ({judge} {self.best_metric:.4g})"
+                    f"the best checkpoint is {self.output_dir / self.best_checkpoint} ({judge} {self.best_metric:.4g})"
                 )
         return self.last
 
@@ -251,6 +267,19 @@ def is_greater_better(config: TrainConfig) -> bool:
     if config.greater_is_better is None:
         return not str(config.metric_for_best_model).endswith("loss")
     return config.greater_is_better
+
+
+def _check_same_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], checkpoint: Path | None) -> None:
+    changed = [
+        f"{name} was {saved[name]} and is {value}"
+        for name, value in settings.items()
+        if saved.get(name, value) != value
+    ]
+    if changed:
+        raise ConfigError(
+            f"resume_from_checkpoint: {checkpoint} brings an optimizer, a schedule and a model of its own, and other "
+            f"keys were given ({'; '.join(changed)}). Change that back, or start anew from the exported model."
+        )
 
 
 def _check_same_order(saved: Mapping[str, Any], order: Mapping[str, Any], checkpoint: Path | None) -> None:

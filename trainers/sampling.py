@@ -36,18 +36,18 @@ import numpy as np
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from rayhelper.futures import Future
-from trainers.candidates import Candidates, Tasks, completion_of, judged
+from trainers.best_of.candidates import Candidates, Tasks, completion_of, judged
+from trainers.best_of.openai_client import OpenAIClient
+from trainers.best_of.samplers import CachedSampler, ClientSampler, LocalSampler, Sampler
+from trainers.best_of.scorers import Rewards, Scorer, scoring_function
+from trainers.best_of.store import Entry, Ledger, cached_answers, check_writable, row_id, write_output
 from trainers.cli import save_config
-from trainers.data import prompt_of
-from trainers.openai_client import OpenAIClient
+from trainers.data.rows import prompt_of
 from trainers.plugins import load_plugins, resolve_model
-from trainers.reward_models import names_reward_model
+from trainers.rewards.models import names_reward_model
 from trainers.rollout.hf import HfEngine, check_generation_kwargs
 from trainers.run import load_tokenizer, mistakes_of, read_rows, resolve_dtype
-from trainers.sample_store import Entry, Ledger, cached_answers, check_writable, row_id, write_output
-from trainers.samplers import CachedSampler, ClientSampler, LocalSampler, Sampler
 from trainers.sampling_config import SamplingConfig
-from trainers.scorers import Rewards, Scorer, scoring_function
 from trainers.trackers import Trackers
 
 ENGINES = {"hf": HfEngine}  # those of this process; a server (client) and an earlier run's output (no) are none
@@ -224,10 +224,10 @@ class SamplingTrainer:
     def open_files(self) -> list[np.ndarray]:
         """Opens ledger and logs; the batches that are left to do, as positions of rows."""
         config = self.config
-        if config.override_exist_file:
-            config.ledger_path.unlink(missing_ok=True)
+        anew = config.override_exist_file
+        self.ledger = self.files.enter_context(Ledger(config.ledger_path, config.deciding(), self.ids, anew=anew))
+        if anew:
             config.output_path.unlink(missing_ok=True)
-        self.ledger = self.files.enter_context(Ledger(config.ledger_path, config.deciding(), self.ids))
         again = ("failed",) if config.retry_failed else ()
         done = {row for row, state in self.ledger.states.items() if state not in again}
         batches = list(batches_of(self.order, config))

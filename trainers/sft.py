@@ -27,9 +27,9 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Sequences
 from trainers.config import SEQUENCES_PER_STEP, sequences_per_step, total_steps
-from trainers.data import Batches, pack, tokenize_sft
-from trainers.loss_types import SFTLossType
-from trainers.losses import sft_loss
+from trainers.data.rows import Batches, pack, tokenize_sft
+from trainers.losses.tokens import sft_loss
+from trainers.losses.types import SFTLossType
 from trainers.metrics import Metrics
 from trainers.run import (
     Run,

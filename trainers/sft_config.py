@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rayhelper import ConfigError
 from trainers.config import TrainConfig, at_least
-from trainers.data import PackingStrategy, TruncationMode
-from trainers.loss_types import SFTLossType
+from trainers.data.rows import PackingStrategy, TruncationMode
+from trainers.losses.types import SFTLossType
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from rayhelper import RayHelper
 from trainers.backends import linear_scores
 from trainers.backends.fsdp import FsdpBackend
 from trainers.batch import Ragged, Sequences
-from trainers.losses import sft_loss
+from trainers.losses.tokens import sft_loss
 
 
 def head_differences(dtype: torch.dtype) -> dict[str, float]:

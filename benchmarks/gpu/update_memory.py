@@ -68,8 +68,8 @@ def ours(kind: str, model: Path, num_sequences: int, length: int) -> Callable[[]
     from rayhelper import RayHelper
     from trainers.backends.fsdp import FsdpBackend
     from trainers.batch import Ragged, Samples
-    from trainers.losses import sft_loss
-    from trainers.policy_losses import policy_gradient_loss
+    from trainers.losses.policy import policy_gradient_loss
+    from trainers.losses.tokens import sft_loss
 
     RayHelper.init_process_group()  # of one worker: FSDP then runs the layers in bfloat16, as it does for several
     backend = FsdpBackend(

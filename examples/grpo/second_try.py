@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainers.environments import Reply
 from trainers.plugins import register_environment
+from trainers.rollout.environments import Reply
 
 
 @register_environment("second_try")

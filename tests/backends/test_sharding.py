@@ -35,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "offloaded": {"offload_params": True},
     "sgd": {"optim": "sgd", "optim_kwargs": {"momentum": 0.9}},
+    "rmsprop": {"optim": "rmsprop", "optim_kwargs": {"eps": 1e-2}},
+    "adagrad": {"optim": "adagrad", "optim_kwargs": {"eps": 1e-2}},
     "lora": {"lora": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}, "learning_rate": 1e-2},
 }
 Weights = dict[str, torch.Tensor]

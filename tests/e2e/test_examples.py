@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import yaml
 from rayhelper import RayHelper
 from tests.conftest import without_runtime
 from tests.golden.tiny import save_tiny
-from trainers.cli import load_config, placement, run
+from trainers.cli import TRAINERS, load_config, placement, run
 from trainers.grpo import GRPOTrainer
 from trainers.grpo_config import GRPOConfig
 from trainers.sft import SFTTrainer
@@ -68,6 +70,40 @@ def test_an_example_trains_two_steps(name: str, tmp_path: Path) -> None:
     assert last["epoch"] > 0
     assert len([line for line in metrics(tmp_path / "out") if "loss" in line]) == 2
     assert (tmp_path / "out" / "final" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sft/gsm8k",
+        "dpo/device_groups",
+        "reward/device_groups",
+        "gkd/separate",
+        "ppo/quickstart_ray",
+        "grpo/device_groups",
+    ],
+)
+def test_an_example_trains_two_steps_on_ray(name: str, tmp_path: Path, ray_cluster: None) -> None:
+    """From its file, on the device groups that it names."""
+    trainer_name, config_name = TRAINERS[name.partition("/")[0]]
+    trainer, config_type = imported(trainer_name), imported(config_name)
+    keys = {"model": save_tiny(tmp_path / "model"), "output_dir": tmp_path / "out", "max_steps": 2, "report_to": "none"}
+    keys |= {"eval_steps": "null", "val_before_train": "false", "global_batch_size": 8, "dtype": "float32"}
+    if name.startswith(("grpo", "ppo", "gkd")):
+        keys["max_completion_length"] = 6
+    if name.startswith("gkd"):
+        keys["teacher_model"] = save_tiny(tmp_path / "teacher", seed=1)
+    config = load_config(config_type, ["--config", f"examples/{name}.yaml", *(f"--{k}={v}" for k, v in keys.items())])
+    config = dataclasses.replace(config, eval_dataset=None)
+    with without_runtime(), RayHelper.session(placement(trainer, config)):
+        trainer(config).train()
+    assert [line["step"] for line in metrics(tmp_path / "out") if "loss" in line] == [1, 2]
+    assert (tmp_path / "out" / "final" / "model.safetensors").is_file()
+
+
+def imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def test_the_quickstart_logs_the_same_off_and_with_ray(tmp_path: Path, ray_cluster: None) -> None:

@@ -23,15 +23,15 @@ from tests.golden.tiny import save_tiny, tiny_model, tiny_tokenizer
 from trainers.backends.fsdp import FsdpBackend
 from trainers.batch import Prompts, Ragged
 from trainers.cli import load_config, placement, run
-from trainers.distillation_losses import generalized_jsd, topk_jsd, topk_logps
-from trainers.distillation_samples import DistillationSamples, samples_of
+from trainers.data.distillation import DistillationSamples, samples_of
+from trainers.data.vocabularies import common_vocab_size
 from trainers.divergences import TopDivergence
 from trainers.gkd import GKDTrainer, sampling_of, source_of
 from trainers.gkd_config import GKDConfig
+from trainers.losses.distillation import generalized_jsd, topk_jsd, topk_logps
 from trainers.metrics import Metrics
 from trainers.plugins import load_plugins, resolve_model
 from trainers.run import load_tokenizer
-from trainers.vocabularies import common_vocab_size
 
 ROOT = Path(__file__).resolve().parents[2]
 Step = tuple[dict[str, float], dict[str, torch.Tensor]]  # the metrics of one optimizer step, and the weights after it

@@ -21,9 +21,11 @@ from tests.trainers.test_reward_models import save_reward_model
 from trainers import grpo
 from trainers.batch import Ragged, Samples
 from trainers.cli import placement
+from trainers.generation_plan import RowStream
 from trainers.grpo import GRPOTrainer
 from trainers.grpo_config import GRPOConfig
-from trainers.grpo_samples import credit
+from trainers.grpo_samples import credit, differing_groups
+from trainers.rewards.advantages import group_advantages
 
 GROUP = {"device": "CPU", "ranks": 1}
 
@@ -243,6 +245,79 @@ def test_a_resumed_run_draws_the_rows_that_come_next(models: dict[str, str], tmp
     GRPOTrainer(dynamic(models, tmp_path / "parted", **keys, resume_from_checkpoint="auto")).train()
     assert lines(tmp_path / "parted") == lines(tmp_path / "whole")
     assert final_bytes(tmp_path / "parted") == final_bytes(tmp_path / "whole")
+
+
+def two_differ(row: Sequence[int], **_: Any) -> list[float]:
+    """Only the completions of rows 1 and 4 are rewarded differently."""
+    return [float(place) if k in (1, 4) else 0.5 for place, k in enumerate(row)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_no_generation_draws_a_row_twice(models: dict[str, str], tmp_path: Path, shuffle: bool) -> None:
+    """Of six rows two tell something, fewer than a generation has prompts: each one draws all rows and no more."""
+    keys = {"generation_batch_size": 16, "shuffle_dataset": shuffle, "reward_funcs": [two_differ], "max_steps": 6}
+    trainer = NotingTrainer(dynamic(models, tmp_path, **keys))
+    trainer.train()
+    assert [len(places) for places in trainer.drawn] == [4, 2] * 3
+    for first, second in zip(trainer.drawn[::2], trainer.drawn[1::2], strict=True):
+        assert sorted([*first, *second]) == [0, 1, 2, 3, 4, 5]
+    assert [{1, 4} <= set(rows) and len(set(rows)) == 4 for rows in trainer.learned] == [True] * 3
+
+
+def test_too_few_rows_to_draw_further_ones_are_told(models: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a generation has 6 prompts, each row once, and the dataset 6 rows"):
+        GRPOTrainer(dynamic(models, tmp_path, generation_batch_size=24)).train()
+
+
+def test_a_row_that_comes_up_again_at_the_turn_of_an_epoch_is_passed_over() -> None:
+    stream = RowStream(5, seed=3, shuffle=True)
+    orders = [stream.epochs[epoch].tolist() for epoch in range(2)]
+    assert stream.take(3).tolist() == orders[0][:3]
+    across = stream.take(4)
+    assert across.tolist() == [*orders[0][3:], *[row for row in orders[1] if row not in orders[0][3:]][:2]]
+    resumed = RowStream(5, seed=3, shuffle=True, num_drawn=stream.num_drawn)
+    assert stream.take(4, held=across.tolist()).tolist() == resumed.take(4, held=across.tolist()).tolist()
+    assert stream.num_drawn == resumed.num_drawn
+    assert len(stream.take(2, held=range(5))) == 0
+
+
+def test_each_reward_is_looked_at_where_each_is_normalised_alone() -> None:
+    """The weighted sums are alike in both groups, the rewards of the second are not, and its advantages are not 0."""
+    rewards_BK = np.array([[1, 1], [1, 1], [1, 0], [0, 2]], np.float32)
+    weights_K = np.array([2, 1], np.float32)
+    advantages, _ = group_advantages(
+        rewards_BK, num_generations=2, weights_K=weights_K, multi_objective_aggregation="normalize_then_sum"
+    )
+    assert np.abs(advantages) == pytest.approx([0, 0, 1.5**0.5, 1.5**0.5], abs=1e-3)
+    assert differing_groups(rewards_BK, weights_K, 2, "normalize_then_sum").tolist() == [False, True]
+    assert differing_groups(rewards_BK, weights_K, 2, "sum_then_normalize").tolist() == [False, False]
+    weightless = np.array([[1, 0], [1, 2], [1, np.nan], [1, np.nan]], np.float32)
+    assert differing_groups(weightless, np.array([1, 0]), 2, "normalize_then_sum").tolist() == [False, False]
+
+
+def test_a_step_without_tokens_leaves_the_entropy_coefficient(models: dict[str, str], tmp_path: Path) -> None:
+    """Its entropy is not 0: nothing was measured."""
+    keys: dict[str, Any] = {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 100.0, "beta": 0.0}
+    trainer = GRPOTrainer(grpo_config(models["policy"], tmp_path, **keys))
+    trainer.build(2)
+    samples = injected_samples()
+    trainer.learn(samples, samples)
+    measured = trainer.entropy_coef
+    assert measured.coefficient > 0.01
+    assert measured.entropy is not None
+    nothing = Ragged(np.zeros_like(samples.loss_mask.values), samples.loss_mask.offsets)
+    metrics = trainer.learn(dataclasses.replace(samples, loss_mask=nothing), samples)
+    assert trainer.entropy_coef == measured
+    assert metrics.values()["entropy_coef"] == measured.coefficient
+
+
+def test_models_of_one_name_are_logged_apart(models: dict[str, str], tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("judge/final", "old/judge", "evenness")]
+    for folder in folders:
+        folder.parent.mkdir(exist_ok=True)
+        folder.symlink_to(models["reward"])
+    config = grpo_config(models["policy"], tmp_path / "run", reward_model=list(map(str, folders)), reward_weights=None)
+    assert GRPOTrainer(config).reward_names == ["evenness", "shortness", "judge", "judge_2", "evenness_2"]
 
 
 # It learns

@@ -13,9 +13,9 @@ import pytest
 from rayhelper import ConfigError, RayHelper
 from tests.e2e.runs import final_bytes, grpo_config, interrupted_after, lines
 from tests.golden.tiny import save_tiny
-from trainers.environments import Reply
 from trainers.grpo import GRPOTrainer
 from trainers.grpo_config import GRPOConfig
+from trainers.rollout.environments import Reply
 from trainers.sft import SFTTrainer
 from trainers.sft_config import SFTConfig
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
@@ -20,6 +21,7 @@ from trainers.dpo import DPOTrainer
 from trainers.dpo_config import DPOConfig
 from trainers.reward import RewardTrainer
 from trainers.reward_config import RewardConfig
+from trainers.rewards.models import RewardModel
 
 Step = tuple[dict[str, float], dict[str, torch.Tensor], dict[str, float]]  # metrics, weights after it, evaluation
 CASES: dict[str, tuple[int, dict[str, Any]]] = {  # pairs, keys; four workers get 2, 2, 2, 1 of seven and 1, 1, 1, 0
@@ -332,6 +334,42 @@ def test_a_reward_model_whose_padding_is_the_end_scores_where_transformers_looks
         scores_B = scorer(**tokenizer(texts, return_tensors="pt", padding=True)).logits[:, 0]
     assert float(scores_B.mean()) == pytest.approx(last["eval_mean_reward"], rel=1e-4, abs=1e-6)
     assert float(scores_B.max()) == pytest.approx(last["eval_max_reward"], rel=1e-4, abs=1e-6)
+
+
+def is_as_it_was(tokenizer: Any) -> None:
+    pass
+
+
+def ends_with_padding(tokenizer: Any) -> None:
+    tokenizer.pad_token = tokenizer.eos_token
+
+
+def begins_with_a_special_token(tokenizer: Any) -> None:
+    start = "<|im_start|>"
+    post_processor = TemplateProcessing(single=f"{start} $A", special_tokens=[(start, 1)])
+    tokenizer.backend_tokenizer.post_processor = post_processor
+
+
+@pytest.mark.parametrize("change", [is_as_it_was, ends_with_padding, begins_with_a_special_token])
+@pytest.mark.parametrize("conversations", [False, True], ids=["texts", "conversations"])
+def test_a_reward_model_rewards_as_it_was_trained_to(
+    conversations: bool, change: Any, model: str, tmp_path: Path
+) -> None:
+    tokenizer = tiny_tokenizer()
+    change(tokenizer)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows: list[dict[str, Any]] = successors()
+    if conversations:
+        roles = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
+        rows = [{name: [{"role": roles[name], "content": row[name]}] for name in row} for row in rows]
+    keys = TAUGHT | {"dataset": rows, "eval_dataset": rows, "tokenizer": str(tmp_path / "tokenizer"), "max_steps": 8}
+    last = RewardTrainer(reward_config(model, tmp_path / "out", **keys)).train()
+    judge, prompts = RewardModel(tmp_path / "out" / "final", batch_size=4), [row["prompt"] for row in rows]
+    chosen, rejected = (np.array(judge.score(prompts, [row[name] for row in rows])) for name in ("chosen", "rejected"))
+    assert (chosen - rejected).mean() == pytest.approx(last["eval_margin"], rel=1e-4)
+    assert np.mean([chosen, rejected]) == pytest.approx(last["eval_mean_reward"], rel=1e-4, abs=1e-5)
+    assert np.max([chosen, rejected]) == pytest.approx(last["eval_max_reward"], rel=1e-4, abs=1e-5)
+    assert abs(last["eval_margin"]) > 0.01
 
 
 # The examples

@@ -16,14 +16,14 @@ from transformers import AutoModelForSequenceClassification
 from rayhelper import ConfigError, RayHelper
 from tests.e2e.runs import evenness, final_bytes, interrupted_after, lines, ppo_config, shared, shortness
 from tests.golden.tiny import save_tiny, tiny_tokenizer
-from trainers import gae
 from trainers.batch import Ragged, Rollouts
 from trainers.cli import load_config, placement, run
 from trainers.ppo import PPOTrainer
 from trainers.ppo_batch import credit, policy_samples, total_scores, value_samples
 from trainers.ppo_config import PPOConfig
 from trainers.ppo_plan import StepPlan
-from trainers.reward_models import RewardModel
+from trainers.rewards import gae
+from trainers.rewards.models import RewardModel
 
 ROLES = ["train", "critic", "reference", "reward", "rollout"]
 Step = tuple[

@@ -21,9 +21,9 @@ from tests.e2e.sampling_rewards import has_a_vowel
 from tests.golden.tiny import save_tiny
 from tests.trainers.test_reward_models import save_reward_model
 from trainers.cli import load_config, placement, run
+from trainers.data.sources import read_source
 from trainers.sampling import SamplingTrainer
 from trainers.sampling_config import SamplingConfig
-from trainers.sources import read_source
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = "a bee sees two deer near the sea".split()
@@ -169,7 +169,7 @@ def from_server(url: str) -> dict[str, Any]:
 
 KILLED_WHILE_WRITING = """
 import os, signal, sys
-from trainers import sample_store
+from trainers.best_of import store as sample_store
 from trainers.cli import main
 
 append = sample_store.Ledger.append

@@ -12,7 +12,7 @@ from trl import SFTConfig, SFTTrainer
 
 from tests.golden.tiny import tiny_model, tiny_tokenizer
 from trainers.batch import Sequences
-from trainers.data import load_rows, pack, tokenize_sft
+from trainers.data.rows import load_rows, pack, tokenize_sft
 
 WORDS = "one two three four five six seven eight nine ten".split()
 

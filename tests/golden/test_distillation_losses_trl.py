@@ -14,7 +14,7 @@ from trl.experimental.server_distillation.server_distillation_trainer import (
 )
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-from trainers.distillation_losses import (
+from trainers.losses.distillation import (
     chunked_jsd,
     chunked_topk_jsd,
     distillation_loss,

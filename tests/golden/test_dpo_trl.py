@@ -27,8 +27,8 @@ from tests.golden.training import (
     logged_steps,
     recorded,
 )
+from trainers.data.preferences import tokenize_preferences
 from trainers.dpo import DPOConfig, DPOTrainer
-from trainers.preference_data import tokenize_preferences
 
 WORDS = "one two three four five six seven eight nine ten".split()
 Rows = list[dict[str, Any]]

@@ -29,7 +29,7 @@ from tests.golden.training import (
 from trainers.batch import Prompts, Ragged, Rollouts, Samples
 from trainers.generation_plan import StepPlan
 from trainers.grpo import GRPOConfig, GRPOTrainer
-from trainers.rewards import completion_text
+from trainers.rewards.functions import completion_text
 
 NUM_GENERATIONS = 4
 MAX_COMPLETION_LENGTH = 10

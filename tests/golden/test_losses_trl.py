@@ -13,19 +13,19 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFT
 from trl.trainer import add_fused_lm_head
 
 from tests.golden.tiny import tiny_model, tiny_tokenizer
-from trainers.advantages import add_reward_metrics, group_advantages, leave_one_out_advantages, sequence_kl
 from trainers.batch import Ragged
-from trainers.entropy_control import (
+from trainers.losses.entropy import (
     applied_entropy_coefficient,
     entropy_bonus,
     entropy_threshold,
     next_entropy_coefficient,
 )
-from trainers.losses import sft_loss, token_entropy, token_logps
+from trainers.losses.policy import add_policy_metrics, grpo_normaliser, policy_gradient_loss
+from trainers.losses.policy_terms import SapoGate, VespoWeight
+from trainers.losses.rollout_correction import add_rollout_metrics, off_policy_mask, rollout_ratios
+from trainers.losses.tokens import sft_loss, token_entropy, token_logps
 from trainers.metrics import Metrics
-from trainers.policy_losses import add_policy_metrics, grpo_normaliser, policy_gradient_loss
-from trainers.policy_terms import SapoGate, VespoWeight
-from trainers.rollout_correction import add_rollout_metrics, off_policy_mask, rollout_ratios
+from trainers.rewards.advantages import add_reward_metrics, group_advantages, leave_one_out_advantages, sequence_kl
 
 TEMPERATURE = 0.9
 MAX_COMPLETION_LENGTH = 11

@@ -11,14 +11,14 @@ from transformers import Qwen3ForSequenceClassification
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
 from tests.golden.tiny import tiny_model, tiny_tokenizer
-from trainers.losses import token_logps
-from trainers.metrics import Metrics
-from trainers.preference_losses import (
+from trainers.losses.preference import (
     Completions,
     add_preference_metrics,
     preference_loss,
 )
-from trainers.reward_model_losses import add_reward_model_metrics, reward_model_loss
+from trainers.losses.reward_model import add_reward_model_metrics, reward_model_loss
+from trainers.losses.tokens import token_logps
+from trainers.metrics import Metrics
 
 LOSS_TYPES = [
     *["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"],

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainers.advantages import (
+from trainers.batch import Ragged
+from trainers.metrics import Metrics
+from trainers.rewards.advantages import (
     add_reward_metrics,
     add_teacher,
     batch_advantages,
@@ -21,8 +23,6 @@ from trainers.advantages import (
     sequence_kl,
     token_advantages,
 )
-from trainers.batch import Ragged
-from trainers.metrics import Metrics
 
 SCORES = [1.0, 0.0, 0.5, 2.0, -1.0, -1.0, 3.0, 0.0]  # two groups of four
 

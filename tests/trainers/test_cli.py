@@ -18,11 +18,12 @@ import pytest
 import yaml
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
-from trainers import cli, command_line
+from trainers import cli
 from trainers.cli import load_config, main, placement, save_config
 from trainers.config import TrainConfig
+from trainers.configuration import command_line
+from trainers.configuration.other_names import RLHF_TYPES
 from trainers.grpo_config import GRPOConfig
-from trainers.other_names import RLHF_TYPES
 from trainers.sft_config import PretrainConfig, SFTConfig
 
 ROOT = Path(__file__).parents[2]

@@ -370,6 +370,7 @@ def test_reading_a_key_in_a_check_is_not_using_it() -> None:
         ({"tuner_type": "lora", "lora_kwargs": {"use_rslor": True}}, "use_rslora"),
         ({"token_budget": 0}, "token_budget must be at least 1"),
         ({"optim": "adam"}, "optim must be one of"),
+        ({"optim": "adafactor"}, "set fsdp_sharding_strategy: no_shard"),
     ],
 )
 def test_keys_of_the_model_that_nobody_would_read_or_that_have_no_meaning(keys: dict[str, Any], told: str) -> None:
@@ -378,6 +379,6 @@ def test_keys_of_the_model_that_nobody_would_read_or_that_have_no_meaning(keys: 
 
 
 def test_keys_of_an_adapter_and_an_optimizer_are_taken() -> None:
-    keys = {"tuner_type": "lora", "lora_rank": 4, "lora_kwargs": {"use_rslora": True}, "optim": "adafactor"}
+    keys = {"tuner_type": "lora", "lora_rank": 4, "lora_kwargs": {"use_rslora": True}, "optim": "rmsprop"}
     config = SFTConfig(model="m", dataset=[{"text": "a"}], **keys)
     assert config.lora_rank == 4

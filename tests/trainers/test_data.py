@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.golden.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from trainers.batch import Ragged, Sequences
-from trainers.data import Batches, drop_long_prompts, load_rows, pack, prompt_of, tokenize_prompts, tokenize_sft
+from trainers.data.rows import Batches, drop_long_prompts, load_rows, pack, prompt_of, tokenize_prompts, tokenize_sft
 from trainers.plugins import DATASETS, register_dataset
 
 GSM8K = Path(__file__).parents[2] / "examples/grpo/gsm8k"

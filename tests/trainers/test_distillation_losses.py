@@ -11,7 +11,7 @@ import torch
 import torch._dynamo  # what checkpointing imports at first use; it sets a variable and makes a folder, once a process
 from torch import nn
 
-from trainers.distillation_losses import (
+from trainers.losses.distillation import (
     chunked_jsd,
     chunked_topk_jsd,
     distillation_loss,
@@ -19,7 +19,7 @@ from trainers.distillation_losses import (
     topk_jsd,
     topk_logps,
 )
-from trainers.losses import token_entropy
+from trainers.losses.tokens import token_entropy
 
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
 TEMPERATURES = [1.0, 1.7]

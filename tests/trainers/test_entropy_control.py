@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainers.entropy_control import (
+from trainers.losses.entropy import (
     applied_entropy_coefficient,
     entropy_bonus,
     entropy_threshold,

@@ -11,12 +11,12 @@ import pytest
 
 from tests.golden.tiny import tiny_tokenizer
 from trainers.batch import Prompts, Ragged, Rollouts
-from trainers.environments import Reply, resolve_environment
-from trainers.episodes import Stage, reply_ids
 from trainers.grpo_samples import rollout_metrics, to_samples
 from trainers.plugins import ENVIRONMENTS, TOOLS
 from trainers.rollout.base import Sampling
-from trainers.tools import ToolEnvironment, resolve_tools
+from trainers.rollout.environments import Reply, resolve_environment
+from trainers.rollout.episodes import Stage, reply_ids
+from trainers.rollout.tools import ToolEnvironment, resolve_tools
 
 TOKENIZER = tiny_tokenizer()
 END = TOKENIZER.eos_token_id

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from trainers.losses import sft_loss, token_entropy, token_logps
+from trainers.losses.tokens import sft_loss, token_entropy, token_logps
 
 LENGTHS = [4, 1, 0, 3, 2]  # loss tokens a row; the third row has none
 

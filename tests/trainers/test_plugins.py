@@ -11,7 +11,7 @@ import pytest
 
 from trainers import plugins
 from trainers.plugins import DATASETS, MODELS, REWARDS, load_plugins, register_reward, resolve_model
-from trainers.rewards import resolve_rewards
+from trainers.rewards.functions import resolve_rewards
 
 PLUGIN = """
 from trainers.plugins import register_dataset, register_model, register_reward

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainers.loss_types import ImportanceLevel, PolicyLossType
+from trainers.losses.policy import PolicyDiagnostics, add_policy_metrics, grpo_normaliser, policy_gradient_loss
+from trainers.losses.policy_terms import FipoWeight, SapoGate, VespoWeight, discounted_sums, importance_ratios
+from trainers.losses.types import ImportanceLevel, PolicyLossType
 from trainers.metrics import Metrics
-from trainers.policy_losses import PolicyDiagnostics, add_policy_metrics, grpo_normaliser, policy_gradient_loss
-from trainers.policy_terms import FipoWeight, SapoGate, VespoWeight, discounted_sums, importance_ratios
 
 LOSS_TYPES = list(get_args(PolicyLossType))
 LEVELS = list(get_args(ImportanceLevel))

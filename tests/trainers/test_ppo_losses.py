@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from trainers import gae
 from trainers.batch import Ragged, Rollouts
-from trainers.metrics import Metrics
-from trainers.ppo_batch import credit, num_counted, policy_samples, total_scores, value_samples
-from trainers.ppo_losses import (
+from trainers.losses.ppo import (
     add_ppo_metrics,
     add_value_metrics,
     ppo_policy_loss,
     ppo_value_loss,
     with_ratio_variance,
 )
+from trainers.metrics import Metrics
+from trainers.ppo_batch import credit, num_counted, policy_samples, total_scores, value_samples
+from trainers.rewards import gae
 
 RANDOM = np.random.default_rng(3)
 LENGTHS = [3, 5, 1, 4]  # of completions; the limit is 5, so the second has no place behind its end

@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from tests.golden.tiny import tiny_tokenizer
 from trainers.backends.inputs import micro_batches
-from trainers.preference_data import Preferences, tokenize_comparisons, tokenize_preferences
+from trainers.data.preferences import Preferences, tokenize_comparisons, tokenize_preferences
 
 EOS = 2
 PAIR = {"prompt": "ab", "chosen": "c", "rejected": "de"}

@@ -12,15 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainers.metrics import Metrics
-from trainers.preference_losses import (
+from trainers.losses.preference import (
     Completions,
     add_preference_metrics,
     check_preference_options,
     divergence_scores,
     preference_loss,
 )
-from trainers.reward_model_losses import add_reward_model_metrics, reward_model_loss
+from trainers.losses.reward_model import add_reward_model_metrics, reward_model_loss
+from trainers.metrics import Metrics
 
 SPLITTABLE = [
     *["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down"],

@@ -1,4 +1,4 @@
-"""A reward model scores what TRL's trainers score with it, whatever the size of its batches."""
+"""A reward model scores what TRL's trainers score with it, texts with their end, whatever the size of its batches."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import torch
 import trl
 from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForSequenceClassification
 
+from tests.e2e.runs import grpo_config, ppo_config
 from tests.golden.tiny import save_tiny, tiny_model, tiny_tokenizer
+from trainers.grpo import GRPOTrainer
 from trainers.plugins import MODELS
-from trainers.reward_models import RewardModel, names_reward_model
-from trainers.rewards import resolve_rewards, score
+from trainers.ppo import PPOTrainer
+from trainers.rewards.functions import resolve_rewards, score
+from trainers.rewards.models import RewardModel, model_name, names_reward_model
 
 TEXTS = ["a", "the sea", "a bee sees two deer near the sea", "", "no one ever was there before, so they all rest"]
 PROMPTS = ["two words: ", "one: ", "a tale: ", "nothing: ", "a longer tale, please: "]
@@ -70,16 +73,38 @@ def trl_scores(folder: str, prompts: list[Any], completions: list[Any], monkeypa
 def test_it_scores_what_trl_scores(
     prompts: list[Any], completions: list[Any], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = trl_scores(folder, prompts, completions, monkeypatch)
+    """Texts with the end of sequence, which TRL's RewardTrainer puts behind them and its GRPOTrainer does not."""
+    eos = tiny_tokenizer().eos_token
+    ended = [text + eos if isinstance(text, str) else text for text in completions]
+    expected = trl_scores(folder, prompts, ended, monkeypatch)
     assert len({round(value, 3) for value in expected}) == 5
     assert RewardModel(folder).score(prompts, completions) == pytest.approx(expected, abs=1e-6)
+    assert RewardModel(folder).score(prompts, ended) == pytest.approx(expected, abs=1e-6)  # an end is put there once
 
 
-def test_the_size_of_batches_does_not_matter(folder: str) -> None:
-    alone = RewardModel(folder, batch_size=1).score(CHATS, ANSWERS)
+@pytest.mark.parametrize(("prompts", "completions"), [(PROMPTS, TEXTS), (CHATS, ANSWERS)], ids=["texts", "chats"])
+def test_the_size_of_batches_does_not_matter(prompts: list[Any], completions: list[Any], folder: str) -> None:
+    alone = RewardModel(folder, batch_size=1).score(prompts, completions)
     for size in (2, 64):
-        assert RewardModel(folder, batch_size=size).score(CHATS, ANSWERS) == pytest.approx(alone, abs=1e-5)
+        assert RewardModel(folder, batch_size=size).score(prompts, completions) == pytest.approx(alone, abs=1e-5)
     assert RewardModel(folder).score([], []) == []
+
+
+def test_trainers_hand_their_template_variables_to_it(tmp_path: Path) -> None:
+    folder, tokenizer = save_reward_model(tmp_path / "judge"), tiny_tokenizer()
+    assert isinstance(tokenizer.chat_template, str)
+    tokenizer.chat_template = "{%- if loud -%}loud{%- endif -%}" + tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
+    loud: dict[str, Any] = {"chat_template_kwargs": {"loud": True}}
+    expected = RewardModel(folder, **loud).score(CHATS, ANSWERS)
+    assert RewardModel(folder).score(CHATS, ANSWERS) != pytest.approx(expected, abs=1e-3)
+    policy = save_tiny(tmp_path / "policy")
+    grpo = GRPOTrainer(grpo_config(policy, tmp_path / "grpo", reward_model=[folder], reward_weights=None, **loud))
+    grpo.build_reward([folder])
+    assert grpo.model_rewards(CHATS, ANSWERS)[:, 0] == pytest.approx(expected, abs=1e-5)
+    ppo = PPOTrainer(ppo_config(policy, tmp_path / "ppo", reward_model=folder, reward_weights=None, **loud))
+    ppo.build_reward(folder)
+    assert ppo.model_scores(CHATS, ANSWERS) == pytest.approx(expected, abs=1e-5)
 
 
 def test_it_is_a_reward_function_under_the_name_of_its_folder(folder: str) -> None:
@@ -108,3 +133,23 @@ def test_a_model_is_told_from_a_function_by_its_name(folder: str, monkeypatch: p
     models = (folder, "built", "hub/name", "./rm")
     functions = ("exact_answer", "module:function", "package.module.function", {"name": "exact_answer"}, len)
     assert [names_reward_model(spec) for spec in (*models, *functions)] == [True] * 4 + [False] * 5
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("runs/judge/final", "judge"),
+        ("runs/critic/checkpoint-12/", "critic"),
+        ("runs/critic/checkpoint-12/final", "critic"),
+        ("runs/finals", "finals"),
+        ("org/judge", "judge"),
+    ],
+)
+def test_a_trained_model_goes_by_the_folder_of_its_run(model: str, name: str) -> None:
+    assert model_name(model) == name
+
+
+def test_a_model_in_the_working_folder_goes_by_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "judge").mkdir()
+    monkeypatch.chdir(tmp_path / "judge")
+    assert model_name("final") == "judge"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from trainers.batch import Ragged
-from trainers.rewards import (
+from trainers.rewards.functions import (
     chat_completions,
     exact_answer,
     format_reward,

@@ -8,9 +8,9 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from trainers.loss_types import RolloutCorrection
+from trainers.losses.rollout_correction import add_rollout_metrics, off_policy_mask, rollout_ratios
+from trainers.losses.types import RolloutCorrection
 from trainers.metrics import Metrics
-from trainers.rollout_correction import add_rollout_metrics, off_policy_mask, rollout_ratios
 
 MODES = list(get_args(RolloutCorrection))
 LENGTHS = [3, 1, 0, 2]

@@ -99,13 +99,14 @@ def test_completions_are_shown_whatever_the_steps_of_a_generation(
 
 def test_a_checkpoint_keeps_what_the_driver_knows(tmp_path: Path) -> None:
     with opened(tmp_path) as run:
-        stepped(run, 2)
         run.log_evaluation({"eval_loss": 0.1 + 0.2})
+        stepped(run, 2)
+        run.log_evaluation({"eval_loss": 0.2})
         run.save_checkpoint(Nothing().save, Nothing())
         stepped(run, 2)
     with opened(tmp_path, resume_from_checkpoint=True) as resumed:
         assert (resumed.step, resumed.num_tokens, resumed.first_evaluation) == (2, 20.0, {"eval_loss": 0.1 + 0.2})
-        assert [line["step"] for line in lines(tmp_path)] == [1, 2, 2]  # the evaluation too
+        assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 2]  # the evaluations too
     assert {path.name for path in checkpoints(tmp_path)[0].iterdir()} == {
         "model.bin",
         "tokenizer.json",
@@ -150,7 +151,7 @@ def test_the_best_checkpoint_is_that_of_the_best_evaluation(
                 run.save_checkpoint(Nothing().save, Nothing())
     assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{best}", "checkpoint-6"]
     state = read_state(tmp_path / "checkpoint-6")
-    assert state["best_model_checkpoint"] == str(tmp_path / f"checkpoint-{best}")
+    assert state["best_model_checkpoint"] == f"checkpoint-{best}"
     assert state["best_metric"] == {2: 2.0, 3: 1.0}[best]
 
 
@@ -386,3 +387,15 @@ def test_the_logs_are_closed_however_a_run_ends(model: str, tmp_path: Path) -> N
         with interrupted_after(2), pytest.raises(KeyboardInterrupt):
             SFTTrainer(sft_config(model, tmp_path)).train()
     assert [log.closed for log in opened_logs] == [True]
+
+
+def test_a_run_does_not_go_on_with_other_keys_than_its_checkpoint_was_made_with(tmp_path: Path) -> None:
+    with opened(tmp_path) as run:
+        stepped(run, 2).save_checkpoint(Nothing().save, Nothing())
+    for keys, told in (
+        ({"learning_rate": 5.0}, "learning_rate was .* and is 5.0"),
+        ({"tuner_type": "lora"}, "tuner_type was full and is lora"),
+        ({"num_steps": 1}, "is of step 2, and the run has 1 steps"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            opened(tmp_path, resume_from_checkpoint=True, **keys)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from trainers.backends.base import TokenFunction
 from trainers.backends.hf_model import evaluating
 from trainers.backends.linear_scores import LinearScores
-from trainers.losses import token_entropy, token_logps
+from trainers.losses.tokens import token_entropy, token_logps
 
 CHUNK_BYTES = 256 * 1024 * 1024  # of float32 logits
 

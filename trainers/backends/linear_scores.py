@@ -2,7 +2,7 @@
 
 Autograd keeps several tensors of the size of the logits for each chunk of tokens. Here there is one, and one more in
 the dtype of the matrix product: what the head costs beside the gradient of its weight is about 1.5 x the logits of a
-chunk. Values and gradients are those of the plain formulas in ``losses.py``.
+chunk. Values and gradients are those of the plain formulas in ``losses/tokens.py``.
 """
 
 from __future__ import annotations

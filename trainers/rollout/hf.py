@@ -18,7 +18,7 @@ import torch
 
 from trainers.backends.hf_model import build_model, default_device, evaluating, load_named_weights
 from trainers.batch import Prompts, Ragged, Rollouts
-from trainers.losses import token_logps
+from trainers.losses.tokens import token_logps
 from trainers.plugins import nearest
 from trainers.rollout.base import Sampling
 

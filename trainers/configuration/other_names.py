@@ -1,0 +1,341 @@
+"""What other systems call things: ms-swift's names above all (and its Megatron's), transformers', TRL's.
+
+Tables alone. ``ALIASES``: the same thing under another name. ``NEUTRAL``: a value that asks for exactly what is done
+here. ``HINTS``: asks for speed or memory alone; the run gives the same numbers, and is told what is done instead.
+``REFUSED`` and ``REFUSED_BEGINNINGS``: what has no meaning here, and what to write. Keys whose value is translated, or
+which say something together with others, are ``translations.py``. A key of the trainer itself is none of these.
+
+For people: docs/equivalents.md.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+ALIASES = {
+    "eval_on_start": "val_before_train",
+    "ENV": "env",
+    "lr": "learning_rate",
+    "train_iters": "max_steps",
+    "max_epochs": "num_train_epochs",
+    "micro_batch_size": "per_device_train_batch_size",
+    "model_name_or_path": "model",
+    "response_length": "max_completion_length",
+    "reward_model_path": "reward_model",
+    "sft_model_path": "model",
+    "torch_dtype": "dtype",
+    "lr_warmup_fraction": "warmup_ratio",
+    "lr_warmup_iters": "warmup_steps",
+    "clip_grad": "max_grad_norm",
+    "adam_eps": "adam_epsilon",
+    "val_dataset": "eval_dataset",
+    "eval_before_train": "val_before_train",
+    "save": "output_dir",
+    "save_interval": "save_steps",
+    "eval_interval": "eval_steps",
+    "log_interval": "logging_steps",
+    "custom_register_path": "external_plugins",
+    "max_new_tokens": "max_completion_length",
+    "num_sampling_per_gpu_batch_size": "num_sampling_batch_size",
+    "teacher_model_name_or_path": "teacher_model",
+    "dataset_shuffle": "shuffle_dataset",
+    "train_type": "tuner_type",
+    "lora_r": "lora_rank",
+    "target_modules": "lora_target_modules",
+    "overlong_filter": "mask_truncated_completions",
+    "tau_pos": "sapo_temperature_pos",
+    "tau_neg": "sapo_temperature_neg",
+    "vllm_importance_sampling_correction": "rollout_importance_sampling_correction",
+    "vllm_importance_sampling_mode": "rollout_importance_sampling_mode",
+    "vllm_importance_sampling_clip_max": "rollout_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min": "rollout_importance_sampling_clip_min",
+    "rollout_importance_sampling_threshold": "rollout_importance_sampling_clip_max",
+    "off_policy_sequence_mask_delta": "off_policy_mask_threshold",
+    "gym_env": "environment",
+}
+
+# Keys of some trainers, which other trainers know by another name: ms-swift's max_length of GRPO is the prompt's.
+ELSEWHERE = {"max_length": "max_prompt_length", "data_seed": "dataset_seed"}
+
+RLHF_TYPES = {"grpo": "grpo", "gkd": "gkd", "dpo": "dpo", "ppo": "ppo", "rm": "reward"}  # and the trainer of each
+REFUSED_RLHF_TYPES = {
+    "kto": "it learns from answers that are no pairs, and no trainer here does. With pairs: rlhf_type: dpo and "
+    "loss_type: apo_zero, which too judges each answer on its own",
+    "cpo": "it is DPO without a reference, with the likelihood of the better answer: rlhf_type: dpo, reference_free: "
+    "true, rpo_alpha: 1.0 (their cpo_alpha)",
+    "simpo": "it is DPO without a reference on mean log-probabilities: rlhf_type: dpo, reference_free: true, "
+    "loss_type: sigmoid_norm; its margin (simpo_gamma) is not built",
+    "orpo": "its odds ratio is not built. Nearest, also without a reference: rlhf_type: dpo, reference_free: true, "
+    "rpo_alpha: 1.0",
+}
+
+# Names of roles in device_groups; sft:default, pt:default and rlhf:default are default.
+ROLES = {"default": "train", "train": "default", "ref": "reference"}
+
+ANY = ("any value",)
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # engines and backends
+    "use_vllm": (False,),
+    "vllm_tensor_parallel_size": (1,),
+    "vllm_pipeline_parallel_size": (1,),
+    "vllm_data_parallel_size": (1,),
+    "async_generate": (False,),
+    "tensor_model_parallel_size": (1,),
+    "pipeline_model_parallel_size": (1,),
+    "context_parallel_size": (1,),
+    "expert_model_parallel_size": (1,),
+    "expert_tensor_parallel_size": (1, None),
+    "virtual_pipeline_model_parallel_size": (None,),
+    "sequence_parallel": ANY,  # of Megatron: does nothing without tensor parallelism
+    "sequence_parallel_size": (1,),
+    "recompute_method": ("uniform", None),
+    "recompute_num_layers": (1, None),
+    "recompute_modules": (["core_attn"], None),
+    "infer_backend": ("pt", "transformers"),
+    "router_replay_mode": ("disabled",),
+    "deepspeed": (None,),
+    "tuner_backend": ("peft",),
+    # model
+    "task_type": ("causal_lm",),
+    "template_backend": ("jinja",),
+    "use_hf": (True,),
+    "check_model": (False,),
+    "device_map": (None,),
+    "quant_method": (None,),
+    "freeze_llm": (False,),
+    "freeze_vit": ANY,  # a language model has none
+    "freeze_aligner": ANY,
+    "lora_bias": ("none",),
+    "lora_dtype": (None,),
+    "adapters": ([], None),
+    "ref_adapters": ([], None),
+    "modules_to_save": ([], None),
+    "use_galore": (False,),
+    # data
+    "streaming": (False,),
+    "val_dataset_shuffle": (False,),
+    "remove_unused_columns": (False,),
+    "load_args": (False,),
+    "load_data_args": (False,),
+    "predict_with_generate": (False,),
+    # optimization
+    "optimizer": ("adam", None),
+    "optimizer_cpu_offload": (False,),
+    "calculate_per_token_loss": (True,),
+    "average_tokens_across_devices": (True,),
+    "gradient_checkpointing_kwargs": ({"use_reentrant": False}, None),
+    "neftune_noise_alpha": (0, None),
+    "router_aux_loss_coef": (0,),
+    "moe_aux_loss_coeff": (0,),
+    "lr_decay_iters": (None,),
+    "full_determinism": (False,),
+    # rewards and completions
+    "completion_length_limit_scope": ("total",),
+    "wandb_log_unique_prompts": (False,),
+    # checkpoints
+    "add_version": (False,),
+    "save_safetensors": (True,),
+    "safe_serialization": (True,),
+    "save_on_each_node": (False,),
+    "resume_only_model": (False,),
+    "ignore_data_skip": (False,),
+    "no_load_optim": (False,),
+    "no_load_rng": (False,),
+    "push_to_hub": (False,),
+    "eval_iters": (-1,),
+}
+
+_ROWS = "rows are held in memory"
+_TOKENIZED = "rows are tokenized where they are used"
+_KERNELS = "log-probabilities are computed a chunk of tokens at a time"
+_RESUMABLE = "checkpoints hold optimizer and random states, so that the run can go on"
+_ONE_COPY = "train and rollout use one copy of the model where they share workers, and devices of their own elsewhere"
+
+HINTS = {
+    "dataset_num_proc": _TOKENIZED,
+    "packing_num_proc": _TOKENIZED,
+    "lazy_tokenize": _TOKENIZED,
+    "load_from_cache_file": _TOKENIZED,
+    "dataloader_num_workers": _ROWS,
+    "dataloader_pin_memory": _ROWS,
+    "dataloader_persistent_workers": _ROWS,
+    "dataloader_prefetch_factor": _ROWS,
+    "num_workers": _ROWS,
+    "per_device_eval_batch_size": "evaluation completes rollout_batch_size prompts at once",
+    "cross_entropy_loss_fusion": _KERNELS,
+    "use_liger_kernel": _KERNELS,
+    "use_logits_to_keep": _KERNELS,
+    "gradient_accumulation_fusion": "gradients are added by torch",
+    "no_gradient_accumulation_fusion": "gradients are added by torch",
+    "overlap_grad_reduce": "FSDP2 overlaps what it can",
+    "overlap_param_gather": "FSDP2 overlaps what it can",
+    "use_distributed_optimizer": "fsdp_sharding_strategy says whether the optimizer lies in shards",
+    "no_save_optim": _RESUMABLE,
+    "no_save_rng": _RESUMABLE,
+    "save_only_model": _RESUMABLE,
+    "offload_model": _ONE_COPY,
+    "offload_optimizer": _ONE_COPY,
+    "sleep_level": _ONE_COPY,
+    "move_model_batches": _ONE_COPY,
+    "ds3_gather_for_generation": _ONE_COPY,
+    "ray_exp_name": "workers are named after their groups",
+    "merge_lora": "the final model has the adapter merged, and beside it the adapter alone",
+    "stream": "an answer is read whole",
+    "log_entropy": "entropy is logged always",
+    "log_rollout_offpolicy_metrics": "sampling/* is logged with rollout_importance_sampling_mode; the hf engine "
+    "computes the same numbers as the training code",
+    "logging_first_step": "metrics.jsonl holds every step",
+}
+
+_VLLM = "there is no vLLM engine yet. Remove it; rollout_engine: hf completes prompts"
+_MEGATRON = (
+    "backend: fsdp has no such parallelism. Remove it (or write 1): fsdp_sharding_strategy: full_shard lays the "
+)
+_MEGATRON += "weights in shards over all train workers"
+_MEGATRON_ONLY = "it is a setting of Megatron's, and backend is fsdp. Remove it"
+_ADAPTERS = "merge the adapter into its model and name the folder as model"
+_TEMPLATE = "the tokenizer's own chat template is used. Remove it, or write another as chat_template"
+_VERL = "nested sections of verl and siiRL are not read; docs/equivalents.md has our flat key for each of theirs"
+_ROLL = "sections of ROLL are not read; docs/equivalents.md has our flat key for each of theirs"
+_SOFT = "it belongs to the reward soft_overlong. Name that in reward_funcs"
+_COSINE = "it belongs to the reward cosine. Name that in reward_funcs"
+_REPETITION = "ms-swift's reward counts repeated words, TRL's repeated tokens. Write reward_funcs: [{name: "
+_REPETITION += "repetition_penalty, ngram_size: 3, max_penalty: -1.0}] for the latter"
+_WATCHED = "write report_to: tensorboard, wandb or none"
+
+REFUSED = {
+    # habits of transformers' Trainer
+    "load_best_model_at_end": "the best checkpoint stays and is named at the end (metric_for_best_model). Remove it",
+    "group_by_length": "rows keep their random order; token_budget fills micro-batches by length. Remove it",
+    "create_checkpoint_symlink": "checkpoint-N folders are found by resume_from_checkpoint: auto. Remove it",
+    "ddp_backend": "NCCL on GPUs, gloo on CPUs. Remove it",
+    # engines and backends
+    "use_vllm": "there is no vLLM engine yet. Write use_vllm: false, which is rollout_engine: hf",
+    "async_generate": "completions are drawn by the policy as it is. Remove it",
+    **dict.fromkeys(
+        (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "sequence_parallel_size",
+        ),
+        _MEGATRON,
+    ),
+    **dict.fromkeys(
+        (
+            "recompute_method",
+            "recompute_num_layers",
+            "recompute_modules",
+            "offload_bridge",
+            "mcore_model",
+            "mcore_adapter",
+            "optimizer_cpu_offload",
+            "attention_softmax_in_fp32",
+        ),
+        _MEGATRON_ONLY,
+    ),
+    "infer_backend": _VLLM,
+    "router_replay_mode": "routing is not replayed. Remove it",
+    "offload_teacher_model": "the teacher keeps its memory. Remove it, or give role teacher a device group of its own",
+    "teacher_model_server": "the teacher answers in role teacher: write teacher_model",
+    "teacher_deepspeed": "the fsdp_* keys hold for the teacher too",
+    # model
+    "adapters": _ADAPTERS,
+    "ref_adapters": _ADAPTERS,
+    "teacher_adapters": _ADAPTERS,
+    "reward_adapters": _ADAPTERS,
+    "load": "write model, or resume_from_checkpoint for a checkpoint of this library",
+    "target_regex": "write lora_target_modules, the names of layers",
+    "template": _TEMPLATE,
+    "template_backend": _TEMPLATE,
+    "agent_template": _TEMPLATE,
+    "model_type": "the model's own config.json says it. Remove it",
+    "use_hf": "models and data come from folders or the Hugging Face hub. Remove it",
+    # data
+    "split_dataset_ratio": "training data are not split. Write 0, and the evaluation data as eval_dataset",
+    "streaming": "rows are read whole. Write streaming: false",
+    "loss_scale": "write completion_only_loss (the last answer) or assistant_only_loss (every turn of the assistant)",
+    "model_name": "placeholders of swift/self-cognition are not filled in. Fill them in the data, and remove it",
+    "model_author": "placeholders of swift/self-cognition are not filled in. Fill them in the data, and remove it",
+    "data_seed": "seed is that of the data too. Remove it, or write the same number",
+    "packing_length": "packed rows have max_length tokens. Write that",
+    "enable_thinking": "this trainer gives the chat template no variables. Write a chat_template",
+    # optimization
+    "lr_decay_iters": "the schedule ends with the run. Remove it",
+    "optimizer": "write optim",
+    "ddp_timeout": "write timeout_s",
+    "max_grad_norm_kwargs": "write max_grad_norm",
+    # rewards and completions
+    "soft_max_length": _SOFT,
+    "soft_cache_length": _SOFT,
+    "cosine_max_len": _COSINE,
+    "cosine_min_len_value_wrong": _COSINE,
+    "cosine_max_len_value_wrong": _COSINE,
+    "cosine_min_len_value_correct": _COSINE,
+    "cosine_max_len_value_correct": _COSINE,
+    "repetition_n_grams": _REPETITION,
+    "repetition_max_penalty": _REPETITION,
+    "reward_model_plugin": "write a reward function in a file of external_plugins",
+    "multi_turn_scheduler": "write environment: name (register_environment in a file of external_plugins), or tools",
+    "use_gym_env": "write environment: name",
+    "completion_length_limit_scope": "max_completion_length holds for all turns together. Write total",
+    "real_tau": "loss_type real is not built; see loss_type",
+    "teacher_tag_key": "there is one teacher. Write teacher_model",
+    "cpo_alpha": "write rpo_alpha, with reference_free: true",
+    "simpo_gamma": "a margin is not built. Remove it",
+    "desirable_weight": "it is of KTO, which is not built",
+    "undesirable_weight": "it is of KTO, which is not built",
+    # checkpoints
+    "add_version": "output_dir is used as it is written. Write add_version: false",
+    "resume_only_model": "write model: the checkpoint's folder",
+    "no_load_optim": "write model: the checkpoint's folder",
+    "no_load_rng": "write model: the checkpoint's folder",
+    "eval_iters": "all rows of eval_dataset are evaluated. Remove it",
+    # sections of others
+    **dict.fromkeys(("actor_rollout_ref", "actor", "critic", "algorithm", "trainer", "data"), _VERL),
+    **dict.fromkeys(("actor_train", "actor_infer", "rewards", "strategy_args", "training_args"), _ROLL),
+}
+
+REFUSED_BEGINNINGS = {
+    "vllm_": _VLLM,
+    "sglang_": _VLLM.replace("vLLM", "SGLang"),
+    "lmdeploy_": _VLLM.replace("vLLM", "LMDeploy"),
+    "moe_": _MEGATRON_ONLY,
+    "swanlab_": _WATCHED,
+    **dict.fromkeys(
+        ("galore_", "lisa_", "reft_", "adalora_", "vera_", "boft_", "lora_ga_", "llamapro_"),
+        "of tuners there is LoRA. Write tuner_type: lora (or full), and remove it",
+    ),
+}
+
+# Keys of translations.py, which hold for the whole run
+TRANSLATED = (
+    *("rlhf_type", "bf16", "fp16", "attn_impl", "attention_backend", "min_lr", "lr_decay_style", "deepspeed"),
+    *("recompute_granularity", "save_strategy", "eval_strategy", "finetune", "truncation_strategy", "enable_dft_loss"),
+    *("use_rslora", "use_dora", "init_weights", "enable_thinking"),
+)
+
+
+def is_neutral(name: str, value: Any) -> bool:
+    """Whether the value asks for exactly what is done here."""
+    allowed = NEUTRAL.get(name, ())
+    return (
+        allowed is ANY or any(type(value) is type(one) and value == one for one in allowed) or _is_zero(value, allowed)
+    )
+
+
+def why_refused(name: str) -> str | None:
+    """What to do instead of writing ``name``; None if nobody knows it."""
+    beginnings = (reason for beginning, reason in REFUSED_BEGINNINGS.items() if name.startswith(beginning))
+    allowed = ", ".join("null" if value is None else json.dumps(value) for value in NEUTRAL.get(name, ()))
+    return REFUSED.get(name) or next(beginnings, f"what is done here is {allowed}. Write that" if allowed else None)
+
+
+def _is_zero(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """0.0 is 0, but false is not."""
+    return isinstance(value, float) and any(type(one) is int and one == value for one in allowed)

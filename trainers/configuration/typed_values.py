@@ -1,0 +1,88 @@
+"""One value of a configuration, as its key's type asks for it. jsonargparse does the types."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from rayhelper import ConfigError
+from rayhelper.text import parse_text
+from trainers.losses.types import NOT_BUILT
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """' (did you mean x?)' or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def typed(name: str, hint: Any, value: Any) -> Any:
+    """The value as the type asks for it; where that is a list, text is its items between spaces, one value one item.
+
+    Raises:
+        ConfigError: it is something else; says what was expected.
+    """
+    import jsonargparse
+
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = {get_origin(member) or member for member in members}
+    if list in kinds and not {str, Any} & kinds and isinstance(value, (str, int, float, Mapping)):
+        value = bracketed(value)
+        if isinstance(value, str) and not Path(value).expanduser().exists():  # names of files may hold spaces
+            value = value.split() or [value]
+        value = value if value is None or isinstance(value, list) else [value]
+    if dict in kinds and isinstance(value, str) and value.lstrip().startswith("{"):
+        value = parse_text(value, name)
+    for member in members:
+        if member is Any or Any in get_args(member):  # jsonargparse would turn texts inside, such as "10", into numbers
+            value = bracketed(value)
+            if member is Any or isinstance(value, get_origin(member)):
+                return list(map(bracketed, value)) if isinstance(value, list) else value
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=hint)
+    try:
+        if value is None and NoneType not in kinds:
+            raise TypeError
+        return parser.parse_object({"value": value}, defaults=False).value
+    except (jsonargparse.ArgumentError, TypeError):
+        if name == "loss_type" and value in NOT_BUILT:
+            raise ConfigError(NOT_BUILT[value]) from None
+        legal = [str(option) for member in members if get_origin(member) is Literal for option in get_args(member)]
+        quoted = isinstance(value, (str, list, Mapping))
+        got = repr(value) if quoted else json.dumps(value, default=str)
+        hint_of_quotes = " Put it in quotes." if str in kinds and not quoted else ""
+        raise ConfigError(
+            f"{name} must be {_expected(hint)}, got {got}{nearest(str(value), legal)}.{hint_of_quotes}"
+        ) from None
+
+
+def admits_bool(hint: Any) -> bool:
+    return hint is bool or bool in get_args(hint)
+
+
+def bracketed(value: Any) -> Any:
+    """What JSON or YAML in brackets says, and null; other text, such as the name of a file, is left as it is."""
+    if not isinstance(value, str) or not (value.lstrip().startswith(("[", "{")) or value == "null"):
+        return value
+    try:
+        return parse_text(value, "text")
+    except ConfigError:
+        return value
+
+
+def _expected(hint: Any) -> str:
+    """A type in words."""
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_expected(member) for member in get_args(hint))
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) in (list, tuple):
+        return f"a list (each item {_expected(get_args(hint)[0])})"
+    if get_origin(hint) is dict:
+        return f"a mapping (each value {_expected(get_args(hint)[1])})"
+    return words.get(hint, "anything" if hint is Any else str(hint))

@@ -1,0 +1,213 @@
+"""Pairs of a chosen and a rejected completion: TRL's preference formats as typed batches.
+
+    pairs = tokenize_preferences(rows, tokenizer, max_length=1024)    # to learn which completion is better (DPO)
+    pairs = tokenize_comparisons(rows, tokenizer, max_length=1024)    # to score whole sequences (reward models)
+
+A row has ``chosen`` and ``rejected`` and, mostly, ``prompt``; without it the prompt is what both begin with. Each is
+text or a conversation, which may have ``tools`` and ``chat_template_kwargs`` beside it. ``margin`` says how much better
+the chosen one was judged. Everything here runs on the driver.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, get_args
+
+import numpy as np
+
+from trainers.batch import Batch, Ragged, Sequences
+from trainers.data.rows import TruncationMode, _common_prefix, _messages, _ragged, _template_options
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+logger = logging.getLogger(__name__)
+
+Tokens = tuple[list[int], list[bool]]  # the ids of a sequence, and which of them are targets
+
+
+@dataclass(eq=False)
+class Preferences(Batch):
+    """Pairs of sequences that begin alike; one row a pair, so that no cut of a batch tears a pair apart."""
+
+    chosen_ids: Ragged  # int64
+    chosen_mask: Ragged  # bool, lengths of chosen_ids: True on targets
+    rejected_ids: Ragged
+    rejected_mask: Ragged
+    margins: np.ndarray | None = None  # float32, one a pair: how much better the chosen one was judged
+    ref_chosen_logps: Ragged | None = None  # float32, one a target: the reference policy
+    ref_rejected_logps: Ragged | None = None
+
+    def as_sequences(self) -> Sequences:
+        """Twice as many rows: all chosen, then all rejected."""
+        return Sequences(
+            Ragged.concat([self.chosen_ids, self.rejected_ids]), Ragged.concat([self.chosen_mask, self.rejected_mask])
+        )
+
+    def row_lengths(self) -> np.ndarray:
+        """(rows,) int64: the tokens of each pair, the shorter sequence padded to the longer."""
+        lengths: np.ndarray = 2 * np.maximum(self.chosen_ids.lengths, self.rejected_ids.lengths)
+        return lengths
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.chosen_ids.values) + len(self.rejected_ids.values)
+
+    @property
+    def num_chosen_tokens(self) -> int:
+        """Targets of the chosen sequences."""
+        return int(self.chosen_mask.values.sum())
+
+
+def tokenize_preferences(
+    rows: Dataset,
+    tokenizer: Any,
+    *,
+    max_length: int | None,
+    truncation_mode: TruncationMode = "keep_start",
+    num_proc: int | None = None,
+) -> Preferences:
+    """One pair a row and, as targets, the tokens of its completions: TRL's DPO preparation.
+
+    Text completions end with the tokenizer's end of sequence, conversations as their template ends them. Completions
+    start where the tokens of the prompt alone part from those of the prompt with either of them. Each sequence is cut
+    to ``max_length`` tokens; with ``keep_start``, rows whose prompt fills it are dropped, with one line in the log. The
+    first token of a sequence is no target. A text completion of a conversation is a turn of the assistant.
+
+    Raises ValueError for rows that are no pairs, naming the first, or if none is left.
+    """
+    if truncation_mode not in get_args(TruncationMode):
+        raise ValueError(f"truncation_mode is {truncation_mode!r}; known: {', '.join(get_args(TruncationMode))}")
+    cut = slice(-max_length, None) if max_length and truncation_mode == "keep_end" else slice(max_length)
+
+    def encode(row: dict[str, Any]) -> tuple[Tokens, Tokens] | None:
+        prompt_ids, *completed = _tokenized(_pair_of(row), tokenizer)
+        start = min(_common_prefix(prompt_ids, ids) for ids in completed)
+        if max_length and truncation_mode == "keep_start" and start >= max_length:
+            return None
+        chosen, rejected = ((ids[cut], _from(start, len(ids))[cut]) for ids in completed)
+        return _without_first(chosen), _without_first(rejected)
+
+    return _encoded(rows, encode, num_proc, f"whose prompt fills max_length {max_length}")
+
+
+def tokenize_comparisons(
+    rows: Dataset, tokenizer: Any, *, max_length: int | None, num_proc: int | None = None
+) -> Preferences:
+    """One pair a row and, as the one target of each sequence, the token at which it is scored: TRL's for reward models.
+
+    That is the last token which is no padding, where transformers' sequence classifiers look; so where the end of
+    sequence is also the padding, the token before it. Pairs with a sequence of more than ``max_length`` tokens are
+    dropped, with one line in the log.
+
+    Raises ValueError for rows that are no pairs, naming the first, or if none is left.
+    """
+
+    def encode(row: dict[str, Any]) -> tuple[Tokens, Tokens] | None:
+        sides = [_scored(ids, tokenizer.pad_token_id) for ids in _tokenized(_pair_of(row), tokenizer)[1:]]
+        if max_length and max(len(ids) for ids, _ in sides) > max_length:
+            return None
+        return sides[0], sides[1]
+
+    return _encoded(rows, encode, num_proc, f"longer than max_length {max_length}")
+
+
+def _encoded(
+    rows: Dataset, encode: Callable[[dict[str, Any]], tuple[Tokens, Tokens] | None], num_proc: int | None, why: str
+) -> Preferences:
+    """What ``encode`` makes of each row, without those of which it makes nothing."""
+    from datasets import Features, LargeList, Value
+
+    names = ("chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask")
+    types = {name: LargeList(Value("bool" if name.endswith("mask") else "int64")) for name in names}
+    has_margins = "margin" in rows.column_names
+
+    def encode_all(table: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        columns: dict[str, list[Any]] = {name: [] for name in [*names, *(["margin"] if has_margins else [])]}
+        for position, index in enumerate(indices):
+            row = {name: column[position] for name, column in table.items()}
+            try:
+                encoded = encode(row)
+                if encoded is not None and has_margins:
+                    columns["margin"].append(float(row["margin"]))
+            except Exception as error:
+                error.add_note(f"while tokenizing row {index} of the dataset")
+                raise
+            if encoded is not None:
+                for name, values in zip(names, [*encoded[0], *encoded[1]], strict=True):
+                    columns[name].append(values)
+        return columns
+
+    table = rows.map(
+        encode_all,
+        batched=True,
+        with_indices=True,
+        num_proc=num_proc,
+        remove_columns=rows.column_names,
+        features=Features({**types, **({"margin": Value("float32")} if has_margins else {})}),
+        desc="Tokenizing",
+    )
+    if dropped := len(rows) - len(table):
+        logger.warning("dropped %d of %d pairs %s", dropped, len(rows), why)
+    if len(table) == 0:
+        raise ValueError(f"none of {len(rows)} pairs is left: all are {why}. Raise max_length.")
+    columns = {name: _ragged(table, name, np.bool_ if name.endswith("mask") else np.int64) for name in names}
+    return Preferences(**columns, margins=np.asarray(table["margin"], np.float32) if has_margins else None)
+
+
+def _pair_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with its prompt by itself, and all of it text or all of it conversations."""
+    from trl import extract_prompt  # type: ignore[attr-defined]
+
+    row = {name: value for name, value in row.items() if value is not None}
+    if "chosen" not in row or "rejected" not in row:
+        raise ValueError(
+            f"a row to compare has 'chosen' and 'rejected', and mostly 'prompt'; this one has {', '.join(row)}. Rename "
+            "with `columns`."
+        )
+    pair: dict[str, Any] = row if "prompt" in row else {**row, **extract_prompt(row)}
+    if isinstance(pair["prompt"], str):
+        return pair
+    texts = {name: pair[name] for name in ("chosen", "rejected") if isinstance(pair[name], str)}
+    return pair | {name: [{"role": "assistant", "content": text}] for name, text in texts.items()}
+
+
+def completed_ids(prompt: Any, completion: Any, tokenizer: Any, options: Mapping[str, Any]) -> list[int]:
+    """Token ids of a prompt and its completion: what reward models are trained on, and are given to score.
+
+    Texts get the tokenizer's special tokens and end with its end of sequence, if it has one. Conversations are as their
+    template makes them, with ``options`` as its variables.
+    """
+    if isinstance(prompt, str):
+        eos = tokenizer.eos_token or ""
+        return list(tokenizer(prompt + completion + ("" if completion.endswith(eos) else eos))["input_ids"])
+    if not tokenizer.chat_template:
+        raise ValueError("the rows are conversations, but the tokenizer has no chat_template: set one, or use texts")
+    messages = _messages([*prompt, *completion])
+    return list(tokenizer.apply_chat_template(messages, **{**options, "return_dict": False}))
+
+
+def _tokenized(pair: dict[str, Any], tokenizer: Any) -> list[list[int]]:
+    """Token ids of the prompt alone, and of the prompt with the chosen and with the rejected completion."""
+    prompt, options = pair["prompt"], _template_options(pair) | {"return_dict": False}
+    completed = [completed_ids(prompt, pair[name], tokenizer, options) for name in ("chosen", "rejected")]
+    if isinstance(prompt, str):
+        return [list(tokenizer(prompt)["input_ids"]), *completed]
+    return [list(tokenizer.apply_chat_template(_messages(prompt), add_generation_prompt=True, **options)), *completed]
+
+
+def _from(start: int, length: int) -> list[bool]:
+    return [position >= start for position in range(length)]
+
+
+def _without_first(tokens: Tokens) -> Tokens:
+    ids, mask = tokens
+    return ids, [False, *mask[1:]] if mask else []
+
+
+def _scored(ids: list[int], pad_token_id: int) -> Tokens:
+    """The ids, and as their target the last that is no padding; the last of all if every one is."""
+    place = next((k for k in reversed(range(len(ids))) if ids[k] != pad_token_id), len(ids) - 1)
+    return ids, [position == place for position in range(len(ids))]

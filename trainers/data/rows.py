@@ -1,0 +1,459 @@
+"""Datasets: from what a user has to what a trainer takes.
+
+    rows = load_rows("train.jsonl", columns={"question": "prompt"})   # any source, one table, TRL's column names
+    sequences = tokenize_sft(rows, tokenizer, max_length=1024)        # to learn from: Sequences
+    sequences = pack(sequences, max_length=1024)                      # several documents a row
+    ids = tokenize_prompts(rows.select(range(8)), tokenizer)          # to complete: token ids
+    batches = Batches(len(rows), batch_size=8, seed=42)               # batches[step]: indices of rows
+
+Formats are TRL's. Language modeling: ``text`` or ``messages``; prompt-only: ``prompt``; prompt-completion: ``prompt``
+and ``completion``. Each is text or a conversation (``[{"role": ..., "content": ...}]``), which may have ``tools`` and
+``chat_template_kwargs`` beside it. Further columns go to the reward functions. Everything here runs on the driver;
+where rows are read from is ``sources.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+
+from trainers.batch import Ragged, Sequences
+from trainers.data.sources import read_source, shown
+from trainers.plugins import nearest
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+logger = logging.getLogger(__name__)
+
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+TruncationMode = Literal["keep_start", "keep_end"]
+PromptTruncation = Literal["left", "error"]
+PackingStrategy = Literal["bfd", "bfd_split", "wrapped"]
+
+
+# Rows
+
+
+def load_rows(
+    source: Any,
+    *,
+    split: str = "train",
+    max_rows: int | None = None,
+    columns: Mapping[str, str] | None = None,
+    prompt_template: str | None = None,
+    system: str | None = None,
+) -> Dataset:
+    """The rows of ``source`` as one ``datasets.Dataset`` in one of TRL's formats.
+
+    ``source`` is anything that ``sources.read_source`` reads: files, a folder, a registered dataset, a hub name, rows.
+    ``columns`` renames columns, from the source's name to ours. ``prompt_template`` writes ``prompt`` from the other
+    columns, under their old or new names: ``"Question: {question}\\nAnswer:"``. ``system`` is put before every
+    conversation that has no system message; texts become conversations by it, and ``system=""`` does only that.
+    ShareGPT ``conversations`` become ``messages``.
+
+    Raises FileNotFoundError or ValueError saying what is wrong with the source and what there is instead.
+    """
+    rows = read_source(source, split)
+    if len(rows) == 0:
+        raise ValueError(f"dataset {shown(source)} is empty (split {split!r}): it has no rows")
+    if max_rows is not None:
+        rows = rows.select(range(min(max_rows, len(rows))))
+    rows = _sharegpt_converted(_renamed(rows, columns or {}))
+    if prompt_template is not None:
+        rows = _with_prompt(rows, prompt_template, columns or {})
+    if system is not None:
+        rows = rows.map(_with_system, fn_kwargs={"system": system}, desc="Adding the system message")
+    return rows
+
+
+def _renamed(rows: Dataset, columns: Mapping[str, str]) -> Dataset:
+    names = rows.column_names
+    for old, new in columns.items():
+        if old not in names:
+            raise ValueError(f"columns: there is no column {old!r}. {nearest(old, names)}Columns: {', '.join(names)}.")
+        if new in names and new not in columns:
+            raise ValueError(f"columns: {old!r} cannot become {new!r}, which exists. Rename that one as well.")
+    return rows.rename_columns({old: new for old, new in columns.items() if old != new})
+
+
+def _sharegpt_converted(rows: Dataset) -> Dataset:
+    """Rows whose messages say role and content, where they said from and value."""
+    keys = ("conversations", "messages", "prompt", "completion")
+    present = [key for key in keys if key in rows.column_names and isinstance(rows[0][key], list)]
+    if not any("from" in message for key in present for message in rows[0][key] if isinstance(message, dict)):
+        return rows
+    return rows.map(
+        _from_sharegpt, fn_kwargs={"keys": present}, remove_columns=present, desc="Converting ShareGPT rows"
+    )
+
+
+def _from_sharegpt(row: dict[str, Any], keys: list[str]) -> dict[str, Any]:
+    from trl import maybe_convert_to_chatml  # type: ignore[attr-defined]
+
+    converted = maybe_convert_to_chatml({key: [dict(message) for message in row[key] or []] for key in keys})
+    for messages in converted.values():
+        for message in messages:
+            message["role"] = SHAREGPT_ROLES.get(message["role"], message["role"])
+    return dict(converted)
+
+
+def _with_prompt(rows: Dataset, template: str, columns: Mapping[str, str]) -> Dataset:
+    def prompt(row: dict[str, Any]) -> dict[str, Any]:
+        return {"prompt": template.format_map(row | {old: row[new] for old, new in columns.items()})}
+
+    try:
+        prompt(rows[0])
+    except (KeyError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"prompt_template {template!r} cannot be filled: {type(error).__name__}: {error}. Columns: "
+            f"{', '.join({**rows[0], **columns})}. A brace that is text is written twice."
+        ) from error
+    return rows.map(prompt, desc="Filling prompt_template")
+
+
+def _with_system(row: dict[str, Any], system: str) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    for key, role in (("prompt", "user"), ("completion", "assistant")):
+        if isinstance(row.get(key), str):
+            changed[key] = [{"role": role, "content": row[key]}]
+    key = "prompt" if "prompt" in row else "messages"
+    messages = changed.get(key, row.get(key))
+    if not isinstance(messages, list):
+        raise ValueError(f"system: needs rows with 'prompt' or 'messages', got columns {', '.join(row)}")
+    if system and not (messages and messages[0]["role"] == "system"):
+        changed[key] = [{"role": "system", "content": system}, *messages]
+    return changed
+
+
+def prompt_of(row: Mapping[str, Any]) -> Any:
+    """What is to be completed in a row: its ``prompt``, or its ``messages`` without a last turn of the assistant."""
+    if row.get("prompt") is not None:
+        return row["prompt"]
+    if row.get("messages"):
+        messages = row["messages"]
+        return messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    raise ValueError(f"rows have no prompt: they need a column 'prompt' or 'messages', got {', '.join(row)}")
+
+
+# Tokenising
+
+
+def tokenize_sft(
+    rows: Dataset,
+    tokenizer: Any,
+    *,
+    max_length: int | None,
+    truncation_mode: TruncationMode = "keep_start",
+    completion_only_loss: bool | None = None,
+    assistant_only_loss: bool = False,
+    text_field: str = "text",
+    eos: str | None = None,
+    num_proc: int | None = None,
+) -> Sequences:
+    """One sequence a row and, as targets, the tokens to learn: TRL's SFT preparation.
+
+    Texts end with ``eos`` (default: the tokenizer's), conversations as their template ends them. A completion starts
+    where prompt and prompt + completion part as tokens; by default only completions are learned where there are any.
+    ``assistant_only_loss`` learns what the template marks with ``{% generation %}``. Rows are cut to ``max_length``
+    tokens, and those left without a target are dropped, with one line in the log. The first token is no target.
+    ``pack`` with ``bfd_split`` or ``wrapped`` wants ``max_length=None``.
+
+    Departures from TRL: it keeps rows without a target when it packs, and refuses rows without an assistant's turn.
+    """
+    _check_choice("truncation_mode", truncation_mode, TruncationMode)
+    template = _chat_template(rows[0], tokenizer, assistant_only_loss)
+    eos = eos or tokenizer.eos_token
+    encode = _SFTEncoder(tokenizer, template, completion_only_loss, assistant_only_loss, text_field, eos)
+    cut = slice(-max_length, None) if max_length and truncation_mode == "keep_end" else slice(max_length)
+
+    def encode_all(table: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        ids, masks = [], []
+        for position, index in enumerate(indices):
+            try:
+                row_ids, row_mask = encode({name: column[position] for name, column in table.items()})
+            except Exception as error:
+                error.add_note(f"while tokenizing row {index} of the dataset")
+                raise
+            row_mask = [False, *row_mask[cut][1:]]
+            if any(row_mask):
+                ids.append(row_ids[cut])
+                masks.append(row_mask)
+        return {"input_ids": ids, "target_mask": masks}
+
+    options: dict[str, Any] = {"batched": True, "with_indices": True, "num_proc": num_proc, "desc": "Tokenizing"}
+    table = rows.map(encode_all, remove_columns=rows.column_names, features=_features(), **options)
+    if dropped := len(rows) - len(table):
+        logger.warning(
+            "dropped %d of %d rows that have no token to learn within max_length %s", dropped, len(rows), max_length
+        )
+    if len(table) == 0:
+        raise ValueError(
+            f"none of {len(rows)} rows has a token to learn within max_length {max_length} ({truncation_mode}, "
+            f"assistant_only_loss={assistant_only_loss}). Raise max_length, or look at one row's tokens."
+        )
+    return Sequences(_ragged(table, "input_ids", np.int64), _ragged(table, "target_mask", np.bool_))
+
+
+@dataclass(frozen=True)
+class _SFTEncoder:
+    """Token ids of a row, and which of them the loss counts."""
+
+    tokenizer: Any
+    chat_template: str | None
+    completion_only_loss: bool | None
+    assistant_only_loss: bool
+    text_field: str
+    eos: str | None
+
+    def __call__(self, row: dict[str, Any]) -> tuple[list[int], list[bool]]:
+        if row.get("prompt") is not None and row.get("completion") is not None:
+            prompt_ids, ids, assistant = self._prompt_completion(row)
+            start = _common_prefix(prompt_ids, ids) if self.completion_only_loss is not False else 0
+        elif row.get("messages"):
+            ids, assistant = self._conversation(row["messages"], row)
+            start = 0
+        elif row.get(self.text_field) is not None:
+            ids, assistant, start = self.tokenizer(self._ended(row[self.text_field]))["input_ids"], None, 0
+        else:
+            raise ValueError(
+                f"a row to learn from has {self.text_field!r}, 'messages', or 'prompt' and 'completion'; this one has "
+                f"{', '.join(name for name, value in row.items() if value is not None)}. Rename with `columns`."
+            )
+        mask = [position >= start for position in range(len(ids))]
+        if assistant is not None:
+            mask = [kept and bool(marked) for kept, marked in zip(mask, assistant, strict=True)]
+        return list(ids), mask
+
+    def _prompt_completion(self, row: dict[str, Any]) -> tuple[list[int], list[int], list[int] | None]:
+        if isinstance(row["prompt"], str):
+            whole = row["prompt"] + self._ended(row["completion"])
+            return self.tokenizer(row["prompt"])["input_ids"], self.tokenizer(whole)["input_ids"], None
+        prompt_ids = self.tokenizer.apply_chat_template(
+            _messages(row["prompt"]), add_generation_prompt=True, return_dict=False, **self._options(row)
+        )
+        return prompt_ids, *self._conversation(row["prompt"] + row["completion"], row)
+
+    def _conversation(self, messages: list[dict[str, Any]], row: dict[str, Any]) -> tuple[list[int], list[int] | None]:
+        encoded = self.tokenizer.apply_chat_template(
+            _messages(messages),
+            return_dict=True,
+            return_assistant_tokens_mask=self.assistant_only_loss,
+            **self._options(row),
+        )
+        return encoded["input_ids"], encoded.get("assistant_masks")
+
+    def _options(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {"chat_template": self.chat_template} | _template_options(row)
+
+    def _ended(self, text: str) -> str:
+        if self.eos is None:
+            raise ValueError("the tokenizer has no eos_token, with which texts end: name one as `eos`")
+        return text if text.endswith(self.eos) else text + self.eos
+
+
+def _chat_template(row: Mapping[str, Any], tokenizer: Any, assistant_only_loss: bool) -> str | None:
+    """The template to tokenize with: None for the tokenizer's own, or TRL's copy of it with generation marks."""
+    from trl import get_training_chat_template  # type: ignore[attr-defined]
+    from trl.chat_template_utils import has_generation_markers
+
+    conversational = any(isinstance(row.get(key), list) for key in ("prompt", "messages"))
+    if conversational and not tokenizer.chat_template:
+        raise ValueError("the rows are conversations, but the tokenizer has no chat_template: set one, or use texts")
+    if not assistant_only_loss:
+        return None
+    if not conversational:
+        raise ValueError(
+            "assistant_only_loss needs conversations ('messages', or 'prompt' and 'completion'), got texts"
+        )
+    if has_generation_markers(tokenizer.chat_template):
+        return None
+    try:
+        return get_training_chat_template(tokenizer)
+    except ValueError as error:
+        raise ValueError(
+            "assistant_only_loss needs a chat template that marks the assistant's words with {% generation %} ... "
+            "{% endgeneration %}; this tokenizer's has no marks, and TRL knows no marked copy of it. Add the marks, or "
+            "turn assistant_only_loss off."
+        ) from error
+
+
+def tokenize_prompts(
+    rows: Iterable[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    max_prompt_length: int | None = None,
+    truncation: PromptTruncation = "left",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[list[int]]:
+    """Token ids of each row's prompt, ready to be completed.
+
+    A conversation gets the generation prompt, or continues its last message if that is the assistant's. A prompt of
+    more than ``max_prompt_length`` tokens loses its beginning (``left``) or raises ValueError (``error``);
+    ``drop_long_prompts`` takes such rows out beforehand. A row's own ``chat_template_kwargs`` win.
+    """
+    _check_choice("truncation", truncation, PromptTruncation)
+    prompts = []
+    for index, row in enumerate(rows):
+        ids = _prompt_ids(row, tokenizer, dict(chat_template_kwargs or {}))
+        if max_prompt_length is not None and len(ids) > max_prompt_length:
+            if truncation == "error":
+                raise ValueError(
+                    f"the prompt of row {index} has {len(ids)} tokens, max_prompt_length is {max_prompt_length}. "
+                    f"Raise it, or truncate, or take long prompts out."
+                )
+            ids = ids[len(ids) - max_prompt_length :]
+        prompts.append(ids)
+    return prompts
+
+
+def drop_long_prompts(
+    rows: Dataset, tokenizer: Any, *, max_prompt_length: int, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> Dataset:
+    """The rows whose prompts have at most ``max_prompt_length`` tokens. Raises ValueError if there are none."""
+    options = dict(chat_template_kwargs or {})
+    kept = [i for i, row in enumerate(rows) if len(_prompt_ids(row, tokenizer, options)) <= max_prompt_length]
+    if not kept:
+        raise ValueError(f"all {len(rows)} prompts have more than max_prompt_length {max_prompt_length} tokens")
+    if len(kept) < len(rows):
+        logger.warning(
+            "dropped %d of %d rows with prompts over %d tokens", len(rows) - len(kept), len(rows), max_prompt_length
+        )
+    return rows.select(kept)
+
+
+def _prompt_ids(row: Mapping[str, Any], tokenizer: Any, options: dict[str, Any]) -> list[int]:
+    prompt = prompt_of(row)
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    if not prompt:
+        raise ValueError("a prompt is a conversation without messages: take the row out")
+    continued = prompt[-1]["role"] == "assistant"
+    options = options | _template_options(row) | {"continue_final_message": continued, "return_dict": False}
+    return list(tokenizer.apply_chat_template(_messages(prompt), add_generation_prompt=not continued, **options))
+
+
+def _template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's ``chat_template_kwargs`` and ``tools``, without the None that a table puts where a row has nothing."""
+    tools = row.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else _filled(tools)
+    options: dict[str, Any] = _filled(row.get("chat_template_kwargs") or {})
+    return {"tools": tools or None} | options
+
+
+def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: _filled(v) for k, v in message.items() if v is not None or k == "content"} for message in messages]
+
+
+def _filled(value: Any) -> Any:
+    """``value`` without the keys, at any depth, that are None."""
+    if isinstance(value, Mapping):
+        return {key: _filled(item) for key, item in value.items() if item is not None}
+    return [_filled(item) for item in value] if isinstance(value, list) else value
+
+
+def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _check_choice(name: str, value: str, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ValueError(f"{name} is {value!r}; known: {', '.join(get_args(choices))}")
+
+
+# Packing
+
+
+def pack(sequences: Sequences, *, max_length: int, strategy: PackingStrategy = "bfd") -> Sequences:
+    """The same documents in fewer rows of at most ``max_length`` tokens, packed by ``trl.pack_dataset``.
+
+    ``bfd`` (best fit, longest first) cuts longer documents off, ``bfd_split`` cuts them into several; the documents of
+    a row see only themselves. ``wrapped`` fills rows to the brim: documents run on across rows, a row is one context.
+    The first token of a document, or of a piece of one, is no target; in ``wrapped`` TRL counts those inside a row.
+    """
+    from trl import pack_dataset  # type: ignore[attr-defined]
+
+    _check_choice("packing_strategy", strategy, PackingStrategy)
+    if sequences.segment_lengths is not None:
+        raise ValueError("these sequences are packed already")
+    if len(sequences) == 0:
+        return sequences
+    table = pack_dataset(_dataset(sequences), max_length, strategy)
+    ids, mask = _ragged(table, "input_ids", np.int64), _ragged(table, "target_mask", np.bool_)
+    lengths = None if strategy == "wrapped" else _ragged(table, "seq_lengths", np.int64)
+    pieces = ids.lengths if lengths is None else lengths.values
+    mask.values[np.cumsum(pieces) - pieces] = False  # none is empty
+    return Sequences(ids, mask, lengths)
+
+
+def _features() -> Any:
+    from datasets import Features, LargeList, Value
+
+    return Features({"input_ids": LargeList(Value("int64")), "target_mask": LargeList(Value("bool"))})
+
+
+def _dataset(sequences: Sequences) -> Dataset:
+    import pyarrow
+    from datasets import Dataset
+
+    columns = {"input_ids": sequences.input_ids, "target_mask": sequences.target_mask}
+    arrays = [pyarrow.LargeListArray.from_arrays(c.offsets, pyarrow.array(c.values)) for c in columns.values()]
+    return Dataset(pyarrow.Table.from_arrays(arrays, names=list(columns)))
+
+
+def _ragged(table: Dataset, name: str, dtype: Any) -> Ragged:
+    chunks = table.with_format("arrow")[:][name].chunks
+    values = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]
+    lengths = [chunk.value_lengths().to_numpy() for chunk in chunks]
+    return Ragged.split(np.concatenate(values, dtype=dtype), np.concatenate(lengths))
+
+
+# The order of the data
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Indices of the rows of each step: a pure function of the step, so that a resume needs nothing but its number.
+
+    ``batches[step]`` (batch_size,) int64, for every step >= 0. An epoch goes through all rows once, in an order drawn
+    from (seed, epoch) if ``shuffle``; its last batch holds what is left, unless ``drop_last``.
+    """
+
+    num_rows: int
+    batch_size: int
+    seed: int = 42
+    shuffle: bool = True
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1 or self.batch_size < 1:
+            raise ValueError(f"batches need rows and a size, got {self.num_rows} rows, batch_size {self.batch_size}")
+        if self.drop_last and self.num_rows < self.batch_size:
+            raise ValueError(f"{self.num_rows} rows fill no batch of {self.batch_size}, and drop_last drops the rest")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.num_rows // self.batch_size if self.drop_last else -(-self.num_rows // self.batch_size)
+
+    def epoch(self, step: int) -> int:
+        """The epoch, from 0, that ``step`` belongs to."""
+        return step // self.steps_per_epoch
+
+    def __getitem__(self, step: int) -> np.ndarray:
+        if step < 0:
+            raise IndexError(f"steps start at 0, got {step}")
+        start = step % self.steps_per_epoch * self.batch_size
+        order = _order(self.num_rows, self.seed, self.epoch(step)) if self.shuffle else np.arange(self.num_rows)
+        return order[start : start + self.batch_size].copy()
+
+
+@functools.lru_cache(maxsize=4)
+def _order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)

@@ -1,0 +1,163 @@
+"""Where rows come from: files, folders, registered datasets, the hub, or memory.
+
+What columns must be called and hold is not decided here: that is ``rows.py``.
+"""
+
+from __future__ import annotations
+
+import glob
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainers.plugins import DATASETS, nearest
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+def read_source(source: Any, split: str = "train") -> Dataset:
+    """The rows of a source, as they are.
+
+    A source is a file or a list of them (.jsonl, .json, .parquet, .csv; patterns with ``*`` too), a folder of files or
+    of ``save_to_disk``, a registered dataset, a hub name (``name`` or ``name:configuration``), a Dataset, or a list of
+    mappings. ``split`` chooses among the splits of folders, hub and registered datasets. ``name#500`` are 500 rows of a
+    named source, drawn without repetition, the same in every run; of one that has fewer, some come again.
+
+    Raises FileNotFoundError or ValueError saying what is wrong and what there is instead.
+    """
+    import datasets
+
+    if isinstance(source, datasets.Dataset):
+        return source
+    if isinstance(source, Mapping):  # DatasetDict too
+        if split not in source:
+            raise ValueError(f"there is no split {split!r}. {nearest(split, source)}Splits: {', '.join(source)}.")
+        return read_source(source[split], split)
+    if isinstance(source, (str, Path)):
+        return _read_named(str(source), split)
+    items = list(source)
+    if items and all(isinstance(item, (str, Path)) for item in items):
+        return _joined([read_source(item, split) for item in items])
+    for index, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            raise ValueError(f"row {index} of the dataset is a {type(item).__name__}: rows are mappings of columns")
+    names = list(dict.fromkeys(name for item in items for name in item))
+    rows = [{name: item.get(name) for name in names} for item in items]
+    return datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+
+
+def _read_named(name: str, split: str) -> Dataset:
+    """The dataset behind a name: registered, a pattern, a folder, a file, or on the hub."""
+    import datasets
+
+    whole, _, count = name.rpartition("#")
+    if whole and count.isdigit():
+        return _drawn(_read_named(whole, split), int(count))
+    if name in DATASETS:
+        function = DATASETS[name]
+        takes_split = "split" in inspect.signature(function).parameters
+        return read_source(function(split=split) if takes_split else function(), split)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+            return read_source(datasets.load_from_disk(str(path)), split)
+        return datasets.load_dataset(str(path), split=split)
+    if path.is_file():
+        return _read_files([path])
+    if glob.has_magic(name):
+        files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True))]
+        if not files:
+            raise FileNotFoundError(f"no file matches {name!r}. {_beside(path)}")
+        return _read_files(files)
+    if path.suffix in FILE_TYPES or name.startswith(("/", "./", "../", "~")):
+        raise FileNotFoundError(f"dataset file {name!r} does not exist. {_beside(path)}")
+    return _read_hub(name, split)
+
+
+def _drawn(rows: Dataset, count: int) -> Dataset:
+    """``count`` of the rows in an order of their own, and all of them before any comes again."""
+    orders = [np.random.default_rng([0, k]).permutation(len(rows)) for k in range(-(-count // max(1, len(rows))))]
+    return rows.select(np.concatenate([np.array([], np.int64), *orders])[:count])
+
+
+def _read_files(files: list[Path]) -> Dataset:
+    import datasets
+
+    types = {file.suffix for file in files}
+    if unknown := types - FILE_TYPES.keys():
+        raise ValueError(f"{files[0]}: cannot read files of type {sorted(unknown)}; known: {', '.join(FILE_TYPES)}")
+    if len({FILE_TYPES[suffix] for suffix in types}) > 1:
+        return _joined([_read_files([file]) for file in files])
+    for file in files:
+        if not file.stat().st_size:
+            raise ValueError(f"dataset file {file} is empty: it has no rows")
+    try:
+        return datasets.load_dataset(FILE_TYPES[types.pop()], data_files=[str(file) for file in files], split="train")
+    except Exception as error:
+        for file in files:
+            _check_lines(file)
+        raise ValueError(f"cannot read {', '.join(map(str, files))}: {type(error).__name__}: {error}") from error
+
+
+def _joined(parts: list[Dataset]) -> Dataset:
+    """The rows of all parts. Columns they share get the first part's types: a CSV's strings are not a JSON's."""
+    import datasets
+
+    wanted = {name: kind for name, kind in parts[0].features.items() if kind != datasets.Value("null")}
+    try:
+        alike = [
+            part.cast(datasets.Features({k: wanted.get(k, v) for k, v in part.features.items()})) for part in parts
+        ]
+        return datasets.concatenate_datasets(alike)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the files of the dataset hold columns of different types: {error}") from error
+
+
+def _check_lines(file: Path) -> None:
+    """Raises ValueError for the first line of a .jsonl file that is not one JSON object."""
+    if file.suffix != ".jsonl":
+        return
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                row = json.loads(line) if line.strip() else {}
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{file}:{number} is not JSON: {error}. The line: {line.strip()[:80]!r}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{file}:{number} is not a JSON object of columns: {line.strip()[:80]!r}")
+
+
+def _read_hub(name: str, split: str) -> Dataset:
+    import datasets
+
+    path, _, configuration = name.partition(":")
+    try:
+        return datasets.load_dataset(path, configuration or None, split=split)
+    except Exception as error:
+        raise ValueError(
+            f"dataset {name!r} is no file, folder or registered dataset (registered: {', '.join(DATASETS) or 'none'}), "
+            f"and the hub gives none: {type(error).__name__}: {error}. {nearest(name, DATASETS)}{_beside(Path(name))}"
+        ) from error
+
+
+def _beside(path: Path) -> str:
+    """What there is where ``path`` should be: the end of an error message."""
+    folder = path.parent
+    while glob.has_magic(str(folder)) and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir():
+        return f"Folder {folder} does not exist either."
+    known = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() or entry.suffix in FILE_TYPES)
+    return f"{nearest(path.name, known)}In {folder}: {', '.join(known[:10]) or 'no data files'}."
+
+
+def shown(source: Any) -> str:
+    """How an error message calls a source."""
+    return repr(str(source)) if isinstance(source, (str, Path)) else f"of type {type(source).__name__}"

@@ -1,0 +1,137 @@
+"""The losses of PPO (arXiv 1707.06347): of the policy, clipped, with an advantage a token; and of the critic.
+
+As in ``tokens.py``: plain functions of tensors, each a sum over the micro-batch divided by a count of the whole
+optimizer step, so that losses and gradients of micro-batches and workers add up. Sizes in names: B sequences, T tokens
+of the policy or places of the critic (``rewards/gae.py`` says what those are). Masks are True where the loss counts
+one; what stands elsewhere, NaN included, is never looked at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from trainers.losses.tokens import masked, transferred
+from trainers.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class PPODiagnostics:
+    """What one micro-batch showed the policy: sums over loss tokens, 0-dim tensors without gradient."""
+
+    loss: torch.Tensor  # divided by the normaliser
+    num_tokens: torch.Tensor
+    clipped: torch.Tensor  # tokens whose clipped term is the larger one
+    approxkl: torch.Tensor  # (logp - old)^2 / 2
+    ratio_excess: torch.Tensor  # ratio - 1
+    squared_ratio_excess: torch.Tensor
+    entropy: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ValueDiagnostics:
+    """What one micro-batch showed the critic: sums over its places, 0-dim tensors without gradient."""
+
+    loss: torch.Tensor  # divided by the normaliser
+    num_places: torch.Tensor
+    clipped: torch.Tensor  # places whose clipped term is the larger one
+
+
+def ppo_policy_loss(
+    logps_BT: torch.Tensor,
+    old_logps_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    cliprange: float,
+    normaliser: float,
+    entropy_BT: torch.Tensor,
+) -> tuple[torch.Tensor, PPODiagnostics]:
+    """sum max(-A c, -A clip(c, 1 - cliprange, 1 + cliprange)) / normaliser with c = exp(logp - old), and diagnostics.
+
+    ``normaliser`` counts the loss tokens of the whole optimizer step. ``entropy_BT`` is only reported.
+    Departures from TRL: it averages over each micro-batch and then over those; and its approxkl, entropy and ratio
+    count padding too.
+
+    Raises: ValueError for shapes other than the mask's.
+    """
+    mask = mask_BT.bool()
+    log_ratios_BT = masked(logps_BT, mask, "logps_BT") - masked(old_logps_BT, mask, "old_logps_BT")
+    advantages = masked(advantages_BT, mask, "advantages_BT")
+    ratios_BT = log_ratios_BT.exp()
+    free_BT = -advantages * ratios_BT
+    clipped_BT = -advantages * ratios_BT.clamp(1 - cliprange, 1 + cliprange)
+    loss = torch.maximum(free_BT, clipped_BT).sum() / (normaliser or 1.0)
+    with torch.no_grad():
+        excess_BT = log_ratios_BT.expm1()
+        diagnostics = PPODiagnostics(
+            loss=loss.detach(),
+            num_tokens=mask.sum(),
+            clipped=(clipped_BT > free_BT).sum(),
+            approxkl=log_ratios_BT.square().sum() / 2,
+            ratio_excess=excess_BT.sum(),
+            squared_ratio_excess=excess_BT.square().sum(),
+            entropy=masked(entropy_BT, mask, "entropy_BT").sum(),
+        )
+    return loss, diagnostics
+
+
+def ppo_value_loss(
+    values_BT: torch.Tensor,
+    old_values_BT: torch.Tensor,
+    returns_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    cliprange_value: float,
+    normaliser: float,
+) -> tuple[torch.Tensor, ValueDiagnostics]:
+    """sum max((V - R)^2, (clip(V, V_old - range, V_old + range) - R)^2) / 2 normaliser, and diagnostics.
+
+    ``normaliser`` counts the places of the whole optimizer step. Departure from TRL: as in ``ppo_policy_loss``.
+
+    Raises: ValueError for shapes other than the mask's.
+    """
+    mask = mask_BT.bool()
+    values = masked(values_BT, mask, "values_BT")
+    old_values = masked(old_values_BT, mask, "old_values_BT")
+    returns = masked(returns_BT, mask, "returns_BT")
+    free_BT = (values - returns).square()
+    clipped_BT = (values.clamp(old_values - cliprange_value, old_values + cliprange_value) - returns).square()
+    loss = torch.maximum(free_BT, clipped_BT).sum() / 2 / (normaliser or 1.0)
+    clipped = (clipped_BT > free_BT).sum()
+    return loss, ValueDiagnostics(loss=loss.detach(), num_places=mask.sum(), clipped=clipped)
+
+
+def add_ppo_metrics(metrics: Metrics, diagnostics: PPODiagnostics) -> None:
+    """Writes the policy's diagnostics of one micro-batch under TRL's names; one transfer from the device."""
+    seen = transferred(diagnostics)
+    tokens = seen["num_tokens"]
+    metrics.sum("loss/policy_avg", seen["loss"])
+    metrics.mean("policy/clipfrac_avg", seen["clipped"], tokens)
+    metrics.mean("policy/approxkl_avg", seen["approxkl"], tokens)
+    metrics.mean("policy/entropy_avg", seen["entropy"], tokens)
+    metrics.mean("val/ratio", tokens + seen["ratio_excess"], tokens)
+    metrics.mean(SQUARED_RATIO_EXCESS, seen["squared_ratio_excess"], tokens)
+
+
+def add_value_metrics(metrics: Metrics, diagnostics: ValueDiagnostics) -> None:
+    """Writes the critic's diagnostics of one micro-batch under TRL's names; one transfer from the device."""
+    seen = transferred(diagnostics)
+    metrics.sum("loss/value_avg", seen["loss"])
+    metrics.mean("val/clipfrac_avg", seen["clipped"], seen["num_places"])
+
+
+SQUARED_RATIO_EXCESS = "squared ratio excess"  # not reported: what val/ratio_var is made of
+
+
+def with_ratio_variance(metrics: Metrics) -> Metrics:
+    """The metrics of a whole optimizer step with ``val/ratio_var``, the variance of the ratio over its loss tokens.
+
+    TRL's is that of the means of the minibatches of a batch.
+    """
+    values = metrics.values()
+    square = metrics.entries.pop(SQUARED_RATIO_EXCESS, None)
+    if square is not None:
+        metrics.same("val/ratio_var", values[SQUARED_RATIO_EXCESS] - (values["val/ratio"] - 1) ** 2)
+    return metrics

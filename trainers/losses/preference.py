@@ -1,0 +1,389 @@
+"""Losses that learn from pairs, a chosen and a rejected completion: the DPO family.
+
+As in ``tokens.py``: plain functions of tensors, each a sum over the micro-batch divided by counts of the whole
+optimizer step (all micro-batches, all workers), so that losses and gradients of micro-batches and workers add up.
+Sizes in names: B pairs, T tokens, which chosen and rejected may have different numbers of. Masks are True where a
+completion has a token; what stands elsewhere, NaN included, is never looked at.
+
+``aot`` and ``aot_unpaired`` are the exception: they sort the pairs of the step, so one call must see all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import logsigmoid, relu
+
+from trainers.losses.tokens import check_choice, masked, transferred
+from trainers.losses.types import FDivergenceType, PreferenceLossType
+from trainers.metrics import Metrics
+
+DIFFERENCE_LOSSES = frozenset(["sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop"])
+SORTING_LOSSES = frozenset(["aot", "aot_unpaired"])
+SMOOTHED_LOSSES = SORTING_LOSSES | {"exo_pair", "robust"}
+MAX_EXPONENT = 80.0  # e^80 is still a float32
+
+
+@dataclass(frozen=True)
+class Completions:
+    """The chosen, or the rejected, completions of B pairs; every tensor is (B, T)."""
+
+    logps_BT: torch.Tensor  # of the policy
+    mask_BT: torch.Tensor
+    ref_logps_BT: torch.Tensor | None = None  # of the reference; None: reference-free
+    log_sum_sq_probs_BT: torch.Tensor | None = None  # log sum_v p_v^2 of the policy: given, pairs are weighted (WPO)
+
+
+@dataclass(frozen=True)
+class CompletionTotals:
+    """``Completions`` summed over their tokens; every tensor is (B,)."""
+
+    logps_B: torch.Tensor  # LD-DPO's weights applied, as in the two below
+    ref_logps_B: torch.Tensor  # 0 without a reference
+    log_ratios_B: torch.Tensor  # logps - ref_logps
+    lengths_B: torch.Tensor  # tokens, at least 1
+
+
+@dataclass(frozen=True)
+class PreferenceDiagnostics:
+    """Sums over the pairs of one micro-batch: 0-dim tensors on its device, without gradient.
+
+    A reward is beta x log-ratio to the reference; without a reference, beta x log-probability.
+    """
+
+    num_pairs: torch.Tensor
+    chosen_rewards: torch.Tensor
+    rejected_rewards: torch.Tensor
+    accurate: torch.Tensor  # pairs whose chosen completion has the higher reward
+    chosen_logps: torch.Tensor
+    rejected_logps: torch.Tensor
+
+
+def check_preference_options(
+    loss_type: PreferenceLossType | Sequence[PreferenceLossType],
+    loss_weights: Sequence[float] | None = None,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    f_divergence_type: FDivergenceType = "reverse_kl",
+    ld_alpha: float | None = None,
+    discopop_tau: float = 0.05,
+    use_weighting: bool = False,
+    reference_free: bool = False,
+) -> None:
+    """Nothing, if ``preference_loss`` takes these options together: configurations call it before anything starts.
+
+    Stricter than TRL, which takes a ``label_smoothing`` that no type uses, or one of a half and more.
+
+    Raises: ValueError, naming the option, what it is and what would do.
+    """
+    types = _as_list(loss_type)
+    if not types:
+        raise ValueError("loss_type names no loss: give at least one, such as ['sigmoid']")
+    for name in types:
+        check_choice("loss_type", name, PreferenceLossType)
+    check_choice("f_divergence_type", f_divergence_type, FDivergenceType)
+    if loss_weights is not None and len(loss_weights) != len(types):
+        raise ValueError(
+            f"loss_weights must hold one weight for each of the {len(types)} loss types {types}, got "
+            f"{list(loss_weights)}"
+        )
+    for option, value in (("beta", beta), ("discopop_tau", discopop_tau)):
+        if not value > 0:
+            raise ValueError(f"{option} must be positive, got {value}")
+    if ld_alpha is not None and not 0 <= ld_alpha <= 1:
+        raise ValueError(f"ld_alpha must lie in [0, 1], or be None for no weighting, got {ld_alpha}")
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(
+            f"label_smoothing is the share of flipped labels and must lie in [0, 0.5), got {label_smoothing}"
+        )
+    if label_smoothing and not SMOOTHED_LOSSES & set(types):
+        raise ValueError(
+            f"label_smoothing={label_smoothing} is used by {_names(SMOOTHED_LOSSES)} and not by {_names(types)}: "
+            "'robust' is the smoothed sigmoid loss, or set label_smoothing to 0"
+        )
+    if "exo_pair" in types and not label_smoothing:
+        raise ValueError("exo_pair takes the logarithm of label_smoothing, which is 0: the paper recommends 1e-3")
+    only_differences = DIFFERENCE_LOSSES | {"sft"}
+    others = set(types) - only_differences
+    if others and f_divergence_type != "reverse_kl":
+        raise ValueError(
+            f"f_divergence_type={f_divergence_type!r} has no meaning for {_names(others)}: its partition function "
+            f"cancels only in a difference. Use reverse_kl, or some of {_names(only_differences)}"
+        )
+    if others and reference_free:
+        raise ValueError(
+            f"{_names(others)} compare each completion with a reference: pass ref_logps_BT. Without one there are "
+            f"{_names(only_differences)}"
+        )
+    if reference_free and f_divergence_type != "reverse_kl":
+        raise ValueError(
+            f"f_divergence_type={f_divergence_type!r} measures the way from a reference: pass ref_logps_BT"
+        )
+    unweighted = set(types) & (SORTING_LOSSES | {"sft"})
+    if use_weighting and unweighted:
+        raise ValueError(
+            f"{_names(unweighted)} cannot be weighted pair by pair: leave log_sum_sq_probs_BT (use_weighting) out, or "
+            "the loss type"
+        )
+
+
+def preference_loss(
+    chosen: Completions,
+    rejected: Completions,
+    *,
+    num_pairs: float,
+    num_chosen_tokens: float | None = None,
+    loss_type: PreferenceLossType | Sequence[PreferenceLossType] = "sigmoid",
+    loss_weights: Sequence[float] | None = None,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    f_divergence_type: FDivergenceType = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+    ld_alpha: float | None = None,
+    discopop_tau: float = 0.05,
+) -> tuple[torch.Tensor, PreferenceDiagnostics]:
+    """The loss of the DPO family, a scalar that adds up over the step, and its diagnostics.
+
+    Several types are summed with ``loss_weights`` (None: 1 each; MPO, arXiv 2411.10442). Every type is a mean over the
+    ``num_pairs`` of the whole optimizer step, see ``pair_losses``; ``sft`` is a mean over its ``num_chosen_tokens``.
+    A pair of which a completion has no token counts as a pair, that completion's log-probability being 0.
+
+    ``ld_alpha`` weighs the tokens of the longer completion beyond the length of the shorter one (LD-DPO, arXiv
+    2409.06411), in all but sft. ``f_divergence_type`` replaces log-ratios by ``divergence_scores``. With
+    ``log_sum_sq_probs_BT`` each pair is weighted by how likely the policy is to write it, exp(mean(logps -
+    log_sum_sq_probs)) of chosen times that of rejected, held constant (WPO, arXiv 2406.11827).
+    Without ``ref_logps_BT`` the reference's log-probabilities are 0, which ``DIFFERENCE_LOSSES`` and sft allow:
+    sigmoid_norm then is SimPO (arXiv 2405.14734) without its target margin.
+
+    ``aot`` and ``aot_unpaired`` sort the pairs of the step, so one micro-batch must be the step: B = ``num_pairs``.
+
+    Departures from TRL: sft there is a mean over the chosen tokens of each micro-batch, and those means are averaged;
+    aot there sorts every micro-batch of every worker alone; the reference is never left out.
+
+    Raises: ValueError for options that do not fit together (``check_preference_options``), shapes that do not fit, a
+    column given for one side only, aot on a part of the step, or sft without ``num_chosen_tokens``.
+    """
+    types = _as_list(loss_type)
+    _check_sides(chosen, rejected)
+    check_preference_options(
+        types,
+        loss_weights,
+        beta=beta,
+        label_smoothing=label_smoothing,
+        f_divergence_type=f_divergence_type,
+        ld_alpha=ld_alpha,
+        discopop_tau=discopop_tau,
+        use_weighting=chosen.log_sum_sq_probs_BT is not None,
+        reference_free=chosen.ref_logps_BT is None,
+    )
+    num_here = len(chosen.mask_BT)
+    if SORTING_LOSSES & set(types) and num_here not in (0, num_pairs):
+        raise ValueError(
+            f"{_names(SORTING_LOSSES & set(types))} sort all pairs of an optimizer step, and this micro-batch holds "
+            f"{num_here} of {num_pairs:g}: use one worker and one micro-batch a step, or another loss type"
+        )
+    shared_lengths_B = torch.minimum(chosen.mask_BT.bool().sum(1), rejected.mask_BT.bool().sum(1))
+    chosen_totals = completion_totals(chosen, shared_lengths_B, ld_alpha, "chosen")
+    rejected_totals = completion_totals(rejected, shared_lengths_B, ld_alpha, "rejected")
+    weights_B = _likelihood(chosen, "chosen") * _likelihood(rejected, "rejected")
+
+    loss = chosen_totals.logps_B.new_zeros(())
+    for name, weight in zip(types, [1.0] * len(types) if loss_weights is None else loss_weights, strict=True):
+        if name == "sft":
+            if num_chosen_tokens is None:
+                raise ValueError("sft is a mean over the chosen tokens of the optimizer step: pass num_chosen_tokens")
+            nll = -masked(chosen.logps_BT, chosen.mask_BT, "chosen.logps_BT").sum()
+            loss = loss + weight * nll / (num_chosen_tokens or 1.0)
+            continue
+        losses_B = pair_losses(
+            name,
+            chosen_totals,
+            rejected_totals,
+            beta=beta,
+            label_smoothing=label_smoothing,
+            f_divergence_type=f_divergence_type,
+            f_alpha_divergence_coef=f_alpha_divergence_coef,
+            discopop_tau=discopop_tau,
+        )
+        loss = loss + weight * (losses_B * weights_B).sum() / (num_pairs or 1.0)
+    return loss, _preference_diagnostics(chosen_totals, rejected_totals, beta)
+
+
+def completion_totals(
+    side: Completions, shared_lengths_B: torch.Tensor, ld_alpha: float | None, name: str
+) -> CompletionTotals:
+    """The sums over tokens; those past ``shared_lengths_B`` weigh ``ld_alpha`` (None: 1). ``name`` is for errors."""
+    mask = side.mask_BT.bool()
+    logps_BT = masked(side.logps_BT, mask, f"{name}.logps_BT")
+    ref_logps_BT = torch.zeros_like(logps_BT)
+    if side.ref_logps_BT is not None:
+        ref_logps_BT = masked(side.ref_logps_BT, mask, f"{name}.ref_logps_BT")
+    if ld_alpha is not None:
+        in_tail_BT = mask.cumsum(1) > shared_lengths_B.unsqueeze(1)
+        weights_BT = torch.where(in_tail_BT, ld_alpha, 1.0)
+        logps_BT, ref_logps_BT = logps_BT * weights_BT, ref_logps_BT * weights_BT
+    logps_B, ref_logps_B = logps_BT.sum(1), ref_logps_BT.sum(1)
+    return CompletionTotals(logps_B, ref_logps_B, logps_B - ref_logps_B, mask.sum(1).clamp(min=1))
+
+
+def pair_losses(
+    loss_type: PreferenceLossType,
+    chosen: CompletionTotals,
+    rejected: CompletionTotals,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    f_divergence_type: FDivergenceType = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+    discopop_tau: float = 0.05,
+) -> torch.Tensor:
+    """The loss of each pair (B,); for aot, of each rank in the sorted order. All types but sft, which has none.
+
+    c and r are the log-ratios of chosen and rejected, f' ``divergence_scores``, m = beta (f'(c) - f'(r)), e
+    ``label_smoothing``, s the logarithm of the sigmoid.
+
+    =================  ======================================================================================
+    sigmoid            -s(m) (DPO, arXiv 2305.18290; no label smoothing: that is robust)
+    hinge              max(0, 1 - m) (SLiC-HF, arXiv 2305.10425)
+    ipo                (f'(c) / |chosen| - f'(r) / |rejected| - 1 / (2 beta))^2 (arXiv 2310.12036, eq. 17). Departure
+                       from the paper's formula, as in TRL: a mean over tokens, not a sum
+    sigmoid_norm       -s(beta (f'(c) / |chosen| - f'(r) / |rejected|)) (Tulu 3, arXiv 2411.15124)
+    exo_pair           KL of (sigmoid(m), sigmoid(-m)) to (1 - e, e) (arXiv 2402.00856, eq. 16)
+    robust             (-(1 - e) s(m) + e s(-m)) / (1 - 2e) (arXiv 2403.00409)
+    discopop           -s(m) (1 - w) + exp(-m) w, w = sigmoid(m / tau) (arXiv 2406.08414, eq. 5)
+    nca_pair           -s(beta c) - s(-beta c) / 2 - s(-beta r) / 2 (arXiv 2402.05369)
+    bco_pair           -s(beta c) - s(-beta r) (arXiv 2404.04656, without its shift of the rewards, as in TRL)
+    sppo_hard          (c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2 (arXiv 2405.00675)
+    apo_zero           1 - sigmoid(beta c) + sigmoid(beta r) (arXiv 2408.06266, eq. 7)
+    apo_down           sigmoid(beta c) + 1 - sigmoid(beta (c - r)) (arXiv 2408.06266, eq. 8)
+    aot                -(1 - e) s(beta d) - e s(-beta d), d = the sorted margins of the policy's log-probabilities
+                       minus the sorted margins of the reference's (arXiv 2406.05882)
+    aot_unpaired       the same, d = sorted c - sorted r
+    =================  ======================================================================================
+
+    Departure from TRL: discopop's exp(-m) w is one exponential, so that far below 0 it is no inf x 0.
+    """
+    c, r = chosen.log_ratios_B, rejected.log_ratios_B
+    chosen_scores = divergence_scores(c, f_divergence_type, f_alpha_divergence_coef)
+    rejected_scores = divergence_scores(r, f_divergence_type, f_alpha_divergence_coef)
+    m = beta * (chosen_scores - rejected_scores)
+    mean_difference = chosen_scores / chosen.lengths_B - rejected_scores / rejected.lengths_B
+    match loss_type:
+        case "sigmoid":
+            return -logsigmoid(m)
+        case "hinge":
+            return relu(1 - m)
+        case "ipo":
+            return (mean_difference - 0.5 / beta).square()
+        case "sigmoid_norm":
+            return -logsigmoid(beta * mean_difference)
+        case "exo_pair":
+            preferred = m.sigmoid() * (logsigmoid(m) - math.log1p(-label_smoothing))
+            return preferred + (-m).sigmoid() * (logsigmoid(-m) - math.log(label_smoothing))
+        case "robust":
+            flipped = label_smoothing * logsigmoid(-m)
+            return (flipped - (1 - label_smoothing) * logsigmoid(m)) / (1 - 2 * label_smoothing)
+        case "discopop":
+            exponential = (logsigmoid(m / discopop_tau) - m).exp()
+            return exponential - logsigmoid(m) * (-m / discopop_tau).sigmoid()
+        case "nca_pair":
+            return -logsigmoid(beta * c) - 0.5 * logsigmoid(-beta * c) - 0.5 * logsigmoid(-beta * r)
+        case "bco_pair":
+            return -logsigmoid(beta * c) - logsigmoid(-beta * r)
+        case "sppo_hard":
+            return (c - 0.5 / beta).square() + (r + 0.5 / beta).square()
+        case "apo_zero":
+            return (-beta * c).sigmoid() + (beta * r).sigmoid()
+        case "apo_down":
+            return (beta * c).sigmoid() + (-beta * (c - r)).sigmoid()
+        case "aot":
+            ref_margins = chosen.ref_logps_B - rejected.ref_logps_B
+            d = (chosen.logps_B - rejected.logps_B).sort().values - ref_margins.sort().values
+            return _smoothed_sigmoid(beta * d, label_smoothing)
+        case "aot_unpaired":
+            return _smoothed_sigmoid(beta * (c.sort().values - r.sort().values), label_smoothing)
+        case _:
+            raise ValueError(f"{loss_type!r} has no loss for each pair: preference_loss adds it")
+
+
+def divergence_scores(
+    log_ratios: torch.Tensor, f_divergence_type: FDivergenceType, f_alpha_divergence_coef: float = 0.5
+) -> torch.Tensor:
+    """f'(exp(x)) of the log-ratios x to the reference (f-DPO, arXiv 2309.16240); a coefficient of 1 is reverse_kl.
+
+    reverse_kl: x (its constant cancels); forward_kl: 1 - exp(-x); js_divergence: log 2 + log sigmoid(x);
+    alpha_divergence: (exp((alpha - 1) x) - 1) / (alpha - 1), of which forward_kl is alpha = 0. Exponents are capped at
+    80, where the gradient ends; departure from TRL, which caps those of alpha_divergence only.
+    """
+    if f_divergence_type == "js_divergence":
+        return math.log(2) + logsigmoid(log_ratios)
+    exponent = (0.0 if f_divergence_type == "forward_kl" else f_alpha_divergence_coef) - 1.0
+    if f_divergence_type == "reverse_kl" or abs(exponent) < 1e-6:
+        return log_ratios
+    return torch.expm1((exponent * log_ratios).clamp(max=MAX_EXPONENT)) / exponent
+
+
+def add_preference_metrics(metrics: Metrics, diagnostics: PreferenceDiagnostics) -> None:
+    """Writes the diagnostics of one micro-batch under TRL's names; one transfer from the device.
+
+    Joined over micro-batches and workers they weigh every pair of the step alike; TRL averages micro-batches.
+    """
+    seen = transferred(diagnostics)
+    pairs = seen["num_pairs"]
+    metrics.mean("rewards/chosen", seen["chosen_rewards"], pairs)
+    metrics.mean("rewards/rejected", seen["rejected_rewards"], pairs)
+    metrics.mean("rewards/accuracies", seen["accurate"], pairs)
+    metrics.mean("rewards/margins", seen["chosen_rewards"] - seen["rejected_rewards"], pairs)
+    metrics.mean("logps/chosen", seen["chosen_logps"], pairs)
+    metrics.mean("logps/rejected", seen["rejected_logps"], pairs)
+
+
+@torch.no_grad()
+def _preference_diagnostics(chosen: CompletionTotals, rejected: CompletionTotals, beta: float) -> PreferenceDiagnostics:
+    return PreferenceDiagnostics(
+        num_pairs=torch.ones_like(chosen.logps_B).sum(),
+        chosen_rewards=beta * chosen.log_ratios_B.sum(),
+        rejected_rewards=beta * rejected.log_ratios_B.sum(),
+        accurate=(chosen.log_ratios_B > rejected.log_ratios_B).sum(),
+        chosen_logps=chosen.logps_B.sum(),
+        rejected_logps=rejected.logps_B.sum(),
+    )
+
+
+@torch.no_grad()
+def _likelihood(side: Completions, name: str) -> torch.Tensor | float:
+    """exp of the mean over tokens of logps - log_sum_sq_probs (B,); 1 when the latter are not given."""
+    if side.log_sum_sq_probs_BT is None:
+        return 1.0
+    mask = side.mask_BT.bool()
+    logps_BT = masked(side.logps_BT, mask, f"{name}.logps_BT")
+    aligned_BT = logps_BT - masked(side.log_sum_sq_probs_BT, mask, f"{name}.log_sum_sq_probs_BT")
+    return (aligned_BT.sum(1) / mask.sum(1).clamp(min=1)).exp()
+
+
+def _smoothed_sigmoid(m: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    return -(1 - label_smoothing) * logsigmoid(m) - label_smoothing * logsigmoid(-m)
+
+
+def _check_sides(chosen: Completions, rejected: Completions) -> None:
+    if len(chosen.mask_BT) != len(rejected.mask_BT):
+        raise ValueError(
+            f"chosen and rejected must hold the same pairs, got {len(chosen.mask_BT)} chosen and "
+            f"{len(rejected.mask_BT)} rejected completions"
+        )
+    for name in ("ref_logps_BT", "log_sum_sq_probs_BT"):
+        if (getattr(chosen, name) is None) != (getattr(rejected, name) is None):
+            missing = "chosen" if getattr(chosen, name) is None else "rejected"
+            raise ValueError(f"{name} must be given for both sides or for none: {missing} has none")
+
+
+def _as_list(loss_type: PreferenceLossType | Sequence[PreferenceLossType]) -> list[PreferenceLossType]:
+    return [loss_type] if isinstance(loss_type, str) else list(loss_type)
+
+
+def _names(types: Iterable[str]) -> str:
+    return ", ".join(sorted(types))

@@ -1,0 +1,32 @@
+"""The names of the losses, as configurations write them; their meaning: the ``*tokens.py`` beside this file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+PolicyLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "fipo"]
+ImportanceLevel = Literal["token", "sequence", "sequence_token", "sequence_product"]
+RolloutCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+NOT_BUILT = {  # loss types of other systems, and what is near to them
+    "real": "loss_type 'real' classifies the completions of a prompt against each other, so that no group could be cut "
+    "into micro-batches: it is not built. Its nearest relative here is sapo, whose gradients are bounded too."
+}
+SFTLossType = Literal["nll", "dft"]
+PreferenceLossType = Literal[
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
+]
+FDivergenceType = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]

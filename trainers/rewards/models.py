@@ -1,0 +1,131 @@
+"""Reward models: sequence classifiers of one label that give a prompt and its completion a number.
+
+    reward = RewardModel("path/to/model")
+    reward.score(prompts, completions)      # one number a completion
+    reward(prompts=..., completions=...)    # the same, as a reward function: functions.py takes it like any other
+
+For inference alone. A sequence is tokenized as the reward trainer does it, in the reward model's own chat template and
+tokens: the score is read where the model learned to give it. Departure from TRL, whose GRPO scores texts without their
+special tokens and end of sequence, and so at a token at which its RewardTrainer trains none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from trainers.backends.hf_model import default_device
+from trainers.data.preferences import completed_ids
+from trainers.plugins import MODELS, REWARDS
+
+
+class RewardModel:
+    """A reward model on one device, in evaluation mode.
+
+    ``model`` is a folder or hub name, ``batch_size`` the completions scored at once, ``chat_template_kwargs`` the
+    variables of its chat template. As a reward function it goes by its ``model_name``.
+
+    Raises:
+        ValueError: the checkpoint has no head for one score, or its tokenizer has nothing to pad with.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str | torch.device | None = None,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        batch_size: int = 64,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.__name__ = model_name(model)
+        self.batch_size = batch_size
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.tokenizer = _load_tokenizer(model, trust_remote_code)
+        self.module = _load_module(model, getattr(torch, dtype), trust_remote_code)
+        self.module.config.get_text_config().pad_token_id = (
+            self.tokenizer.pad_token_id
+        )  # where the head looks for the end
+        self.module.to(default_device() if device is None else torch.device(device)).eval()
+
+    def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+        """One number a completion. Prompts are texts or conversations, and completions of the same form.
+
+        Texts end with the end of sequence, written by the model or not. The batch size changes no more than rounding
+        does.
+        """
+        sequences = [
+            torch.tensor(completed_ids(prompt, completion, self.tokenizer, self.chat_template_kwargs))
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        scores: list[float] = []
+        for start in range(0, len(sequences), self.batch_size):
+            rows = sequences[start : start + self.batch_size]
+            ids_BT = pad_sequence(rows, batch_first=True, padding_value=self.tokenizer.pad_token_id)
+            mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+            device = self.module.device
+            with torch.inference_mode():
+                logits_B1 = self.module(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device)).logits
+            scores += logits_B1[:, 0].float().tolist()
+        return scores
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
+        return self.score(prompts, completions)
+
+
+def model_name(model: str | Path) -> str:
+    """The name under which a model's scores are logged: the last part of its own that says which model it is.
+
+    Every run leaves its model in a folder ``final``, or in ``checkpoint-N``: these go by the folder of the run.
+    """
+    path = Path(str(model)).expanduser().absolute()
+    while path.parent.name and re.fullmatch(r"final|checkpoint-\d+", path.name):
+        path = path.parent
+    return path.name
+
+
+def names_reward_model(spec: Any) -> bool:
+    """Whether a reward is given as a model and not as a function: a folder, a hub name, a model of a plugin."""
+    if not isinstance(spec, str) or spec in REWARDS:
+        return False
+    return spec in MODELS or "/" in spec or Path(spec).expanduser().is_dir()
+
+
+def _load_tokenizer(model: str | Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"the tokenizer of reward model {str(model)!r} has no pad_token and no eos_token. Set one."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _load_module(model: str | Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    if config.num_labels != 1:
+        config.num_labels = 1  # two labels are what a configuration says that says nothing
+    try:
+        module, report = AutoModelForSequenceClassification.from_pretrained(
+            model, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    except RuntimeError as error:
+        raise ValueError(f"{str(model)!r} is no reward model of one score: {error}") from error
+    if report["missing_keys"] or report.get("mismatched_keys"):
+        missing = sorted(report["missing_keys"]) or report["mismatched_keys"]
+        raise ValueError(
+            f"{str(model)!r} is no reward model: its checkpoint lacks {missing}, which would be random. Give a "
+            "sequence-classification checkpoint of one label."
+        )
+    return module

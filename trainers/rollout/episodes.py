@@ -1,0 +1,258 @@
+"""Completions of several turns: a model and an environment that write by turns, every episode at its own pace.
+
+    episode:  reset ─► turn ─► step ─► turn ─► step ...        a task each
+                        │ ▲
+                        ▼ │
+    TurnServer:  whoever waits when the engine is free is completed together
+
+So an episode whose environment is slow holds up no other. A completion's token ids are the engine's own, with the ids
+of the environment's messages between them: what the model wrote is never tokenized again. What stands between a turn
+and the next, markers of roles and the message itself, is what the chat template puts behind an assistant's turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainers.batch import Prompts, Ragged, Rollouts
+from trainers.data.rows import prompt_of, tokenize_prompts
+from trainers.rollout.base import Engine, Sampling
+from trainers.rollout.environments import Environment, Message, Reply, answered
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the engine wrote for one request."""
+
+    ids: list[int]
+    logps: list[float]
+    truncated: bool
+
+
+class TurnServer:
+    """One engine for many episodes. What is waiting when it is free is one call of ``generate``.
+
+    ``seed_of`` gives the seed of the k-th call.
+    """
+
+    def __init__(self, engine: Engine, sampling: Sampling, seed_of: Callable[[int], int], thread: Any) -> None:
+        self.engine, self.sampling, self.seed_of, self.thread = engine, sampling, seed_of, thread
+        self.waiting: list[tuple[int, list[int], int, asyncio.Future[Turn]]] = []
+        self.serving: asyncio.Task[None] | None = None
+        self.num_calls = 0
+
+    async def complete(self, episode: int, context: list[int], limit: int) -> Turn:
+        """At most ``limit`` tokens behind the ids of ``context``."""
+        future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        self.waiting.append((episode, context, limit, future))
+        if self.serving is None or self.serving.done():
+            self.serving = asyncio.create_task(self._serve())
+        return await future
+
+    async def _serve(self) -> None:
+        while True:
+            await asyncio.sleep(0)  # whoever has just been answered, and answers at once, is aboard again
+            if not self.waiting:
+                return
+            batch, self.waiting = sorted(self.waiting, key=lambda request: request[0]), []
+            try:
+                work = asyncio.get_running_loop().run_in_executor(self.thread, self._generate, batch)
+                for (*_, future), turn in zip(batch, await work, strict=True):
+                    if not future.done():  # its episode was given up
+                        future.set_result(turn)
+            except Exception as error:
+                for *_, future in batch:
+                    if not future.done():
+                        future.set_exception(error)
+
+    def _generate(self, batch: Sequence[tuple[int, list[int], int, Any]]) -> list[Turn]:
+        prompts = Prompts(Ragged.of([context for _, context, _, _ in batch], np.int64))
+        longest = max(limit for _, _, limit, _ in batch)
+        sampling = dataclasses.replace(self.sampling, max_completion_length=longest)
+        rollouts = self.engine.generate(prompts, sampling, seed=self.seed_of(self.num_calls))
+        self.num_calls += 1
+        columns = zip(batch, rollouts.completion_ids, rollouts.rollout_logps, rollouts.truncated, strict=True)
+        return [
+            Turn(ids[:limit].tolist(), logps[:limit].tolist(), bool(truncated) or len(ids) > limit)
+            for (_, _, limit, _), ids, logps, truncated in columns
+        ]
+
+
+@dataclass
+class Episode:
+    """One completion while it grows."""
+
+    prompt_ids: list[int]
+    ids: list[int] = field(default_factory=list)
+    is_sampled: list[bool] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    truncated: bool = False
+    rewards: list[float] = field(default_factory=list)
+    num_turns: int = 0
+    num_tool_calls: int = 0
+    num_tool_failures: int = 0
+
+    def add_turn(self, turn: Turn, text: str) -> None:
+        self.ids += turn.ids
+        self.is_sampled += [True] * len(turn.ids)
+        self.logps += turn.logps
+        self.messages.append({"role": "assistant", "content": text})
+        self.num_turns += 1
+
+    def add_reply(self, ids: list[int], messages: Sequence[Message]) -> None:
+        self.ids += ids
+        self.is_sampled += [False] * len(ids)
+        self.logps += [0.0] * len(ids)
+        self.messages += messages
+
+    def note(self, reply: Reply) -> None:
+        self.rewards += [] if reply.reward is None else [float(reply.reward)]
+        self.num_tool_calls += reply.num_tool_calls
+        self.num_tool_failures += reply.num_tool_failures
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What all episodes of a run have in common."""
+
+    environment: Callable[[], Environment]
+    tokenizer: Any
+    turn_limit: int | None = None
+    max_prompt_length: int | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    whole_weights: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # see ``HfEngine``; every worker
+
+    def play(
+        self, engine: Engine, rows: Sequence[Mapping[str, Any]], sampling: Sampling, seed_of: Callable[[int], int]
+    ) -> Rollouts:
+        """One episode a row, in order.
+
+        The same weights, rows and seeds give the same ones as long as environments answer without waiting; what waits
+        comes back when it does, to a call of the engine with others beside it.
+        """
+        gathered = contextlib.nullcontext() if self.whole_weights is None else self.whole_weights()
+        with gathered, _one_thread() as thread:
+            server = TurnServer(engine, sampling, seed_of, thread)
+            episodes = asyncio.run(self._play_all(server, rows))
+        return rollouts_of(episodes, [isinstance(prompt_of(row), str) for row in rows])
+
+    async def _play_all(self, server: TurnServer, rows: Sequence[Mapping[str, Any]]) -> list[Episode]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._play(server, k, row)) for k, row in enumerate(rows)]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _play(self, server: TurnServer, number: int, row: Mapping[str, Any]) -> Episode:
+        environment = self.environment()
+        row = _opened(row, await answered(environment.reset(row)))
+        (prompt_ids,) = tokenize_prompts(
+            [row],
+            self.tokenizer,
+            max_prompt_length=self.max_prompt_length,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+        episode, limit = Episode(prompt_ids), server.sampling.max_completion_length
+        while True:
+            turn = await server.complete(number, episode.prompt_ids + episode.ids, limit - len(episode.ids))
+            text = self.tokenizer.decode(turn.ids, skip_special_tokens=True)
+            episode.add_turn(turn, text)
+            reply = await answered(environment.step(text))
+            if not isinstance(reply, Reply):
+                raise TypeError(f"{type(environment).__name__}.step must return a Reply, got {type(reply).__name__}")
+            episode.note(reply)
+            episode.truncated = turn.truncated
+            if turn.truncated or reply.done or not reply.messages or episode.num_turns == self.turn_limit:
+                return episode
+            messages = _messages(reply.messages)
+            ids = reply_ids(row, messages, turn.ids, self.tokenizer, self.chat_template_kwargs)
+            if len(episode.ids) + len(ids) >= limit:
+                episode.truncated = True  # there is no room for a further turn
+                return episode
+            episode.add_reply(ids, messages)
+
+
+def reply_ids(
+    row: Mapping[str, Any],
+    messages: Sequence[Message],
+    turn_ids: Sequence[int],
+    tokenizer: Any,
+    chat_template_kwargs: Mapping[str, Any],
+) -> list[int]:
+    """Token ids of what stands between a turn of the model, which ends as ``turn_ids`` do, and its next one.
+
+    Of a conversation: what the template puts behind an assistant's turn with the messages. It is found by rendering two
+    that differ in the turn alone, as what they end in alike. Of a text: the messages' contents.
+    """
+    if isinstance(prompt_of(row), str):
+        text = "".join(str(message["content"]) for message in messages)
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    opening = {"role": "user", "content": "?"}
+    one, other = tokenize_prompts(
+        [{**row, "prompt": [opening, {"role": "assistant", "content": turn}, *messages]} for turn in ("a", "b")],
+        tokenizer,
+        chat_template_kwargs=chat_template_kwargs,
+    )
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    length = next(k for k, (a, b) in enumerate(pairs) if a != b)
+    ids = one[len(one) - length :]
+    return ids[1:] if turn_ids and ids and ids[0] == turn_ids[-1] else ids  # the model wrote the end of its turn itself
+
+
+def rollouts_of(episodes: Sequence[Episode], are_texts: Sequence[bool]) -> Rollouts:
+    """The episodes as a batch."""
+
+    def counts(name: str) -> np.ndarray:
+        return np.array([getattr(episode, name) for episode in episodes], np.int64)
+
+    return Rollouts(
+        prompt_ids=Ragged.of([episode.prompt_ids for episode in episodes], np.int64),
+        completion_ids=Ragged.of([episode.ids for episode in episodes], np.int64),
+        rollout_logps=Ragged.of([episode.logps for episode in episodes], np.float32),
+        truncated=np.array([episode.truncated for episode in episodes], bool),
+        is_sampled=Ragged.of([episode.is_sampled for episode in episodes], bool),
+        transcripts=[
+            "".join(str(message["content"]) for message in episode.messages) if is_text else episode.messages
+            for episode, is_text in zip(episodes, are_texts, strict=True)
+        ],
+        environment_rewards=np.array(
+            [sum(episode.rewards) if episode.rewards else np.nan for episode in episodes], np.float32
+        ),
+        num_turns=counts("num_turns"),
+        num_tool_calls=counts("num_tool_calls"),
+        num_tool_failures=counts("num_tool_failures"),
+    )
+
+
+def _messages(messages: str | Sequence[Message]) -> list[Message]:
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+
+
+def _opened(row: Mapping[str, Any], opening: str | Sequence[Message] | None) -> dict[str, Any]:
+    """The row with what ``reset`` gave behind its prompt."""
+    prompt = prompt_of(row)
+    if not opening:
+        return {**row, "prompt": prompt}
+    if isinstance(prompt, str):
+        return {**row, "prompt": prompt + "".join(str(message["content"]) for message in _messages(opening))}
+    return {**row, "prompt": [*prompt, *_messages(opening)]}
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[ThreadPoolExecutor]:
+    """A thread for the engine, beside that of the environments, on the same GPU."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    set_device = (lambda: None) if device is None else (lambda: torch.cuda.set_device(device))
+    with ThreadPoolExecutor(1, thread_name_prefix="engine", initializer=set_device) as thread:
+        yield thread

@@ -1,0 +1,53 @@
+"""SFT learns what completions say, and would not if it looked one token off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.runs import sft_config
+from tests.golden.tiny import save_tiny, tiny_tokenizer
+from trainers.backends import inputs
+from trainers.sft import SFTTrainer
+
+LETTERS = "abcdefgh"
+
+
+def answer(letter: str) -> str:
+    """The letter three further on, around the end."""
+    return LETTERS[(LETTERS.index(letter) + 3) % len(LETTERS)]
+
+
+def accuracy_after_training(seed: int, folder: Path) -> float:
+    """The share of letters whose answer the trained model finds likeliest."""
+    rows = [{"prompt": f"{letter}=", "completion": answer(letter)} for letter in LETTERS]
+    keys: dict[str, Any] = {"learning_rate": 1e-2, "max_steps": 40, "global_batch_size": 8, "seed": seed}
+    config = sft_config(save_tiny(folder / "model", seed=seed), folder / "out", **keys)
+    trainer = SFTTrainer(type(config)(**{**vars(config), "dataset": rows}))
+    trainer.train()
+    tokenizer, model = tiny_tokenizer(), trainer.backend.module.eval()
+    right = 0
+    for letter in LETTERS:
+        with torch.no_grad():
+            best = int(model(torch.tensor([tokenizer(f"{letter}=")["input_ids"]])).logits[0, -1].argmax())
+        right += tokenizer.decode([best]) == answer(letter)
+    return right / len(LETTERS)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_completions_are_learned(seed: int, tmp_path: Path) -> None:
+    assert accuracy_after_training(seed, tmp_path) > 0.9
+
+
+def test_they_are_not_if_targets_are_scored_one_token_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = inputs.model_inputs
+
+    def one_off(*args: Any, **kwargs: Any) -> inputs.Inputs:
+        found = right(*args, **kwargs)
+        return found._replace(places_N=found.places_N - 1)
+
+    monkeypatch.setattr("trainers.backends.fsdp.model_inputs", one_off)
+    assert accuracy_after_training(0, tmp_path) < 0.5

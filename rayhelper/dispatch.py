@@ -58,7 +58,8 @@ def whole(value: T) -> T:
 def balanced(cost: Callable[[Any], float] | None = None) -> Balanced:
     """A dispatch that balances the shards by cost; ``collect='flatten'`` restores the caller's order.
 
-    The items of the first sliceable argument are weighed by ``cost`` (default: ``len(item)``, or 1 without a length).
+    The items of the first sliceable argument are weighed by ``cost`` (default: what its ``item_costs()`` gives, one
+    number an item, if it has that method; else ``len(item)``, or 1 without a length).
     An item is an element, a row of an array, ``{column: entry}`` of columns, or a batch of one of a batch. They go,
     most expensive first, each to the least loaded shard (Graham 1969, longest processing time), so that no shard
     carries more than the mean load plus the largest cost. Within a shard items keep the caller's order; every other
@@ -186,7 +187,12 @@ def assign(costs: Sequence[float], num_shards: int) -> list[NDArray[np.int64]]:
 
 
 def _costs(cost: Callable[[Any], float] | None, value: Any, count: int, label: str) -> list[float]:
-    costs = []
+    costs: list[float] = []
+    if cost is None and hasattr(type(value), "item_costs"):
+        costs = [float(one) for one in value.item_costs()]
+        if len(costs) != count or not all(0 <= one < math.inf for one in costs):
+            raise DispatchError(f"{label}: its item_costs() must give {count} finite numbers >= 0, got {costs[:5]} ...")
+        return costs
     for position in range(count):
         try:
             costs.append(float((cost or _size)(item_at(value, position))))

@@ -241,6 +241,10 @@ class Sequences(Batch):
         """(rows,) int64: the tokens of each row."""
         return self.input_ids.lengths
 
+    def item_costs(self) -> np.ndarray:
+        """What ``RayHelper.balanced()`` shares out evenly: tokens."""
+        return self.row_lengths()
+
 
 @dataclass(eq=False)
 class Samples(Sequences):

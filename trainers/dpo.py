@@ -236,7 +236,7 @@ class DPOTrainer:
     def adapter_free_logps(self, pairs: Preferences, micro_batch_size: int) -> PairLogps:
         return pair_logps(built(self.backend), pairs, micro_batch_size=micro_batch_size, adapter=False)
 
-    @RayHelper.function(group="default", dispatch="slice", collect=Metrics.merge)
+    @RayHelper.function(group="default", dispatch=RayHelper.balanced(), collect=Metrics.merge)
     def update(self, pairs: Preferences, num_pairs: int, num_chosen_tokens: int) -> Metrics:
         """One optimizer step over all workers; ``num_pairs`` and ``num_chosen_tokens`` are those of the whole step."""
         metrics = built(self.backend).step(

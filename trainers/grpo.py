@@ -512,7 +512,7 @@ class GRPOTrainer:
         """Of the policy without its LoRA adapter."""
         return self.policy.token_logps(samples, **self.scoring(), adapter=False)
 
-    @RayHelper.function(group="train", dispatch="slice", collect=Metrics.merge)
+    @RayHelper.function(group="train", dispatch=RayHelper.balanced(), collect=Metrics.merge)
     def update(self, samples: Samples, step: StepNumbers) -> Metrics:
         """One optimizer step over all train workers."""
         return self.policy.step(

@@ -368,7 +368,7 @@ class PPOTrainer:
     def values(self, states: ValueSamples) -> Ragged:
         return self.critic.token_values(states, micro_batch_size=self.config.per_device_train_batch_size)
 
-    @RayHelper.function(group="critic", dispatch="slice", collect=Metrics.merge)
+    @RayHelper.function(group="critic", dispatch=RayHelper.balanced(), collect=Metrics.merge)
     def update_critic(self, states: ValueSamples, num_places: int) -> Metrics:
         """One optimizer step over all critic workers; ``num_places`` are those of the whole step."""
         loss = partial(value_loss, self.config, num_places)
@@ -406,7 +406,7 @@ class PPOTrainer:
         assert self.policy is not None, "build_train comes first"
         return token_logps(self.config, self.policy, samples, adapter=False)
 
-    @RayHelper.function(group="train", dispatch="slice", collect=Metrics.merge)
+    @RayHelper.function(group="train", dispatch=RayHelper.balanced(), collect=Metrics.merge)
     def update_policy(self, samples: PolicySamples, num_tokens: int) -> Metrics:
         """One optimizer step over all train workers; ``num_tokens`` are the loss tokens of the whole step."""
         assert self.policy is not None, "build_train comes first"

@@ -121,7 +121,7 @@ class RewardTrainer:
             model_init_kwargs={**self.config.model_init_kwargs, "pad_token_id": pad_token_id},
         )
 
-    @RayHelper.function(group="train", dispatch="slice", collect=Metrics.merge)
+    @RayHelper.function(group="train", dispatch=RayHelper.balanced(), collect=Metrics.merge)
     def update(self, pairs: Preferences, num_pairs: int) -> Metrics:
         """One optimizer step over all train workers; ``num_pairs`` are those of the whole step."""
         loss = partial(comparison_loss, self.config.center_rewards_coefficient, num_pairs)

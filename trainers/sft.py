@@ -127,7 +127,7 @@ class SFTTrainer:
     def build(self, model: str, num_steps: int) -> None:
         self.backend: Backend = build_backend(self.config, model, num_training_steps=num_steps)
 
-    @RayHelper.function(group="train", dispatch="slice", collect=Metrics.merge)
+    @RayHelper.function(group="train", dispatch=RayHelper.balanced(), collect=Metrics.merge)
     def update(self, batch: Sequences, num_tokens: int) -> Metrics:
         """One optimizer step over all train workers; ``num_tokens`` are the loss tokens of the whole step."""
         loss = partial(supervised_loss, self.config.loss_type, num_tokens)

@@ -1,8 +1,9 @@
-"""Whole PPO runs beside a plain loop of TRL 1.12's formulas, on the same injected completions.
+"""Whole PPO runs beside a plain loop of TRL 1.12's formulas, and one batch beside what TRL 1.12 itself computed.
 
-TRL 1.16 has no PPO any more, so the other side is written here: TRL's masks, its padding of log-probabilities, one
-optimizer for policy and critic with the loss pg + vf_coef x vf. It goes row by row, without any batching or padding of
-what the models see. Gradients are not clipped, as TRL clips those of both models together.
+TRL 1.16 has no PPO any more, so the other side of whole runs is written here: TRL's masks, its padding of
+log-probabilities, one optimizer for policy and critic with the loss pg + vf_coef x vf. It goes row by row, without any
+batching or padding of what the models see. The numbers of TRL itself are kept in a file, see ``ppo_fixture.py``.
+Completions are injected. Gradients are not clipped, as TRL clips none.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from tests.golden import ppo_fixture
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.golden.training import OUR_ARGUMENTS, Steps, Training, logged_steps, recorded
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.ppo import PPOTrainer
+from trainers.ppo_batch import PolicySamples, ValueSamples
 from trainers.ppo_config import PPOConfig
 from trainers.ppo_plan import StepPlan
+from trainers.rewards import gae
 
 NUM_BATCHES = 3
 LONGEST = 7  # max_completion_length
@@ -280,3 +285,159 @@ def test_steps_equal_trl(models: tuple[str, str, str], tmp_path: Path, name: str
     assert_same_model(policy, their_policy, untrained, "policy")
     unvalued = AutoModelForSequenceClassification.from_pretrained(models[2], num_labels=1, dtype=torch.float32)
     assert_same_model(critic, their_critic, dict(unvalued.named_parameters()), "critic")
+
+
+# What TRL 1.12 itself computed
+
+
+@pytest.fixture(scope="module")
+def frozen() -> dict[str, dict[str, np.ndarray]]:
+    """The arrays of each case of ``ppo_fixture.py``."""
+    cases: dict[str, dict[str, np.ndarray]] = {name: {} for name in ppo_fixture.CASES}
+    with np.load(ppo_fixture.FIXTURE) as arrays:
+        for name, array in arrays.items():
+            case, key = name.split("/", maxsplit=1)
+            cases[case][key] = array
+    return cases
+
+
+@pytest.fixture(scope="module")
+def frozen_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
+    return ppo_fixture.save_models(tmp_path_factory.mktemp("frozen"))
+
+
+def unpadded(table_BT: np.ndarray, padding_BT: np.ndarray) -> Ragged:
+    return Ragged.split(table_BT[~padding_BT], (~padding_BT).sum(axis=1))
+
+
+def assert_rows(found: Ragged | None, table_BT: np.ndarray, padding_BT: np.ndarray, what: str, rtol: float = 0) -> None:
+    """Rows as in TRL's padded table, to 1e-5."""
+    assert found is not None
+    wanted = unpadded(table_BT, padding_BT)
+    np.testing.assert_array_equal(found.lengths, wanted.lengths, err_msg=what)
+    np.testing.assert_allclose(found.values, wanted.values, rtol=rtol, atol=1e-5, err_msg=what)
+
+
+class Watched(PPOTrainer):
+    """Ours, completing as TRL did, and keeping what it explored."""
+
+    explored: tuple[PolicySamples, ValueSamples]
+
+    def generate(self, prompts: Prompts, sampling: Any, batch: int) -> Rollouts:
+        completions = Ragged.of(ppo_fixture.completions(), np.int64)
+        truncated = np.array([ids[-1] != EOS for ids in completions])
+        unused = Ragged.split(np.zeros(len(completions.values), np.float32), completions.lengths)
+        return Rollouts(prompts.prompt_ids, completions, unused, truncated)
+
+    def explore(self, rows: Any, plan: StepPlan, run: Any) -> Any:
+        samples, states, metrics = super().explore(rows, plan, run)
+        self.explored = samples, states
+        return samples, states, metrics
+
+
+def watched_training(
+    models: tuple[str, str, str], folder: Path, case: dict[str, Any]
+) -> tuple[Watched, dict[str, list[float]]]:
+    """The trainer after one batch, and the gradient norms of each step by role and name of the weight."""
+    settings = ppo_fixture.SETTINGS | case
+    num_mini_batches = settings.get("num_mini_batches", 1)
+    config = PPOConfig(
+        model=models[0],
+        ref_model=models[1],
+        value_model=models[2],
+        dataset=[{"prompt": prompt} for prompt in ppo_fixture.PROMPTS],
+        reward_funcs=[fixed_scores],
+        output_dir=str(folder),
+        max_steps=settings["num_ppo_epochs"] * num_mini_batches,
+        per_device_train_batch_size=len(ppo_fixture.PROMPTS) // num_mini_batches,
+        max_completion_length=ppo_fixture.LONGEST,
+        max_grad_norm=0.0,
+        **OUR_ARGUMENTS | settings,
+    )
+    trainer = Watched(config)
+    norms: dict[str, list[float]] = defaultdict(list)
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        own = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        for role, name, weight in trained_weights(trainer):
+            if id(weight) in own and weight.grad is not None:
+                norms[f"{role}/gradient norms/{name}"].append(weight.grad.norm().item())
+
+    hook = register_optimizer_step_pre_hook(look)
+    try:
+        trainer.train()
+    finally:
+        hook.remove()
+    return trainer, norms
+
+
+def fixed_scores(**_: Any) -> list[float]:
+    return ppo_fixture.scores()
+
+
+def trained_weights(trainer: PPOTrainer) -> list[tuple[str, str, torch.nn.Parameter]]:
+    """Role, name and weight of all that is trained."""
+    assert trainer.policy is not None
+    models = (("policy", trainer.policy.module), ("critic", trainer.critic.module))
+    return [(role, name, weight) for role, model in models for name, weight in model.named_parameters()]
+
+
+@pytest.mark.parametrize("name", ppo_fixture.CASES)
+def test_rewards_advantages_and_returns_equal_those_trl_computed(
+    frozen: dict[str, dict[str, np.ndarray]], name: str
+) -> None:
+    """From TRL's log-probabilities, values and scores."""
+    case, theirs = ppo_fixture.SETTINGS | ppo_fixture.CASES[name], frozen[name]
+    padding, behind = theirs["padding_mask"], theirs["padding_mask_p1"]
+    logps = unpadded(theirs["logprobs"], padding)
+    kl = gae.kl_estimates(logps, unpadded(theirs["ref_logprobs"], padding), case["kl_estimator"])
+    assert_rows(kl, theirs["kl"], padding, "kl", rtol=1e-5)
+    places_B = gae.num_places(logps.lengths, ppo_fixture.LONGEST)
+    rewards = gae.place_rewards(Ragged(-case["kl_coef"] * kl.values, kl.offsets), theirs["scores"], places_B)
+    if case.get("whiten_rewards"):
+        everywhere = np.ones(len(rewards.values), bool)
+        rewards = Ragged(gae.whiten(rewards.values, everywhere, shift_mean=False), rewards.offsets)
+    assert_rows(rewards, theirs["rewards"], behind, "rewards", rtol=1e-5)
+    values = unpadded(theirs["values"], behind)
+    gamma, lam = case.get("gamma", 1.0), case.get("lam", 0.95)
+    advantages, returns = gae.generalized_advantages(rewards, values, gamma=gamma, lam=lam)
+    assert_rows(returns, theirs["returns"], behind, "returns", rtol=1e-5)
+    acted = advantages.values[gae.acting_places(places_B, logps.lengths)]
+    whitened = Ragged(gae.whiten(acted, np.ones(len(acted), bool)), logps.offsets)
+    assert_rows(whitened, theirs["advantages"], padding, "advantages")
+
+
+@pytest.mark.parametrize("name", ppo_fixture.CASES)
+def test_a_batch_equals_one_of_trl_itself(
+    frozen: dict[str, dict[str, np.ndarray]],
+    frozen_models: tuple[str, str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """On the mini-batches that TRL drew: the losses, gradient norms and weights that TRL had."""
+    theirs = frozen[name]
+    padding, behind = theirs["padding_mask"], theirs["padding_mask_p1"]
+    monkeypatch.setattr(StepPlan, "mini_batches", lambda *_, **__: iter(theirs["mini_batch_inds"]))
+    trainer, norms = watched_training(frozen_models, tmp_path, ppo_fixture.CASES[name])
+    samples, states = trainer.explored
+    assert_rows(Ragged.of(ppo_fixture.completions(), np.int64), theirs["responses"], padding, "responses")
+    assert_rows(samples.old_logps, theirs["logprobs"], padding, "logprobs")
+    assert_rows(states.old_values, theirs["values"], behind, "values")
+    assert_rows(states.returns, theirs["returns"], behind, "returns", rtol=1e-5)
+    assert_rows(samples.advantages, theirs["advantages"], padding, "advantages")
+    steps = logged_steps(tmp_path)
+    assert len(steps) == len(theirs["loss"])
+    for number, step in enumerate(steps):
+        wanted = {key: theirs[key][number] for key in ("loss", "pg_loss", "vf_loss")}
+        found = {"loss": step["loss"], "pg_loss": step["loss/policy_avg"], "vf_loss": step["loss/value_avg"]}
+        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5), f"step {number + 1}"
+    objective = {key: float(value) for key, value in theirs.items() if key.startswith("objective/")}
+    assert {key: steps[0][key] for key in objective} == pytest.approx(objective, rel=1e-5, abs=1e-5)
+    their_norms = {key: series for key, series in theirs.items() if "/gradient norms/" in key}
+    assert norms.keys() == their_norms.keys()
+    for key, series in their_norms.items():
+        np.testing.assert_allclose(norms[key], series, rtol=1e-4, atol=1e-5, err_msg=key)
+    for role, weight_name, weight in trained_weights(trainer):
+        kept = theirs[f"{role}/weights/{weight_name}"]
+        np.testing.assert_allclose(ppo_fixture.some(weight), kept, rtol=0, atol=1e-5, err_msg=f"{role}, {weight_name}")

@@ -12,6 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayhelper import DispatchError, RayHelper
+from rayhelper.dispatch import split_call
 from trainers.batch import Batch, Prompts, Ragged, Rollouts, Samples, Sequences
 
 ROWS = [[1, 2, 3], [], [4], [5, 6], []]
@@ -202,3 +204,24 @@ def test_loss_tokens_are_the_targets_unless_a_mask_says_fewer() -> None:
     ids = Ragged.of([[1, 2, 3], [4, 5]], np.int64)
     assert Samples(ids, targets).num_loss_tokens == 3
     assert Samples(ids, targets, loss_mask=Ragged.of([[True, False], [True]], bool)).num_loss_tokens == 2
+
+
+def test_a_step_is_shared_out_by_tokens() -> None:
+    """One long sequence against six short ones, which a slice would have shared out four to three."""
+    lengths = [12, 2, 2, 2, 2, 2, 2]
+    sequences = Sequences(
+        input_ids=Ragged.split(np.arange(sum(lengths)), lengths), target_mask=Ragged.split(np.ones(24, bool), lengths)
+    )
+    division = split_call(RayHelper.balanced(), 2, (sequences,), {})
+    parts = [args[0] for args, _ in division.calls]
+    assert [part.input_ids.lengths.tolist() for part in parts] == [[12], [2] * 6]
+    assert Sequences.concat(parts) == sequences
+
+
+def test_costs_that_do_not_fit_are_refused() -> None:
+    class Wrong(list[int]):
+        def item_costs(self) -> list[float]:
+            return [1.0, -1.0]
+
+    with pytest.raises(DispatchError, match=r"item_costs\(\) must give 2 finite numbers"):
+        split_call(RayHelper.balanced(), 2, (Wrong([1, 2]),), {})

@@ -51,6 +51,10 @@ class Preferences(Batch):
         lengths: np.ndarray = 2 * np.maximum(self.chosen_ids.lengths, self.rejected_ids.lengths)
         return lengths
 
+    def item_costs(self) -> np.ndarray:
+        """What ``RayHelper.balanced()`` shares out evenly: tokens."""
+        return self.row_lengths()
+
     @property
     def num_tokens(self) -> int:
         return len(self.chosen_ids.values) + len(self.rejected_ids.values)

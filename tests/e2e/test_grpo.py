@@ -106,12 +106,10 @@ def test_devices_of_a_role_that_is_not_used_are_told(models: dict[str, str], tmp
 
 
 def test_a_model_with_other_tokens_is_refused(models: dict[str, str], tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    other = AutoTokenizer.from_pretrained(models["teacher"])
-    other.add_tokens(["<new>"])
     save_tiny(tmp_path / "other")
-    other.save_pretrained(tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    swapped = file.read_text().replace('"a":', '"swap":').replace('"b":', '"a":').replace('"swap":', '"b":')
+    file.write_text(swapped)
     for key in ("teacher_model", "ref_model"):
         with pytest.raises(ConfigError, match=f"{key}: .* has other tokens than the policy"):
             GRPOTrainer(grpo_config(models["policy"], tmp_path, **{key: str(tmp_path / "other")}))

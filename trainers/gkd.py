@@ -38,6 +38,7 @@ import torch
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Prompts, Ragged, Rollouts
+from trainers.completions import build_engine, rollout_metrics, sampling_of, seed_of
 from trainers.config import SEQUENCES_PER_STEP, sequences_per_step, total_steps
 from trainers.data.distillation import (
     DistillationSamples,
@@ -52,13 +53,12 @@ from trainers.data.rows import Batches, prompt_of, tokenize_prompts
 from trainers.data.vocabularies import common_vocab_size
 from trainers.divergences import TopDivergence, WholeDivergence, measure_divergence
 from trainers.gkd_config import GKDConfig
-from trainers.grpo import ENGINES
-from trainers.grpo_samples import rollout_metrics
 from trainers.losses.distillation import distillation_loss
 from trainers.losses.tokens import sft_loss
 from trainers.metrics import Metrics
-from trainers.plugins import MODELS, resolve_model
-from trainers.rollout.base import Engine, Sampling
+from trainers.plugins import MODELS
+from trainers.role_models import resolved_models
+from trainers.rollout.base import Sampling
 from trainers.rollout.hf import check_generation_kwargs
 from trainers.run import (
     Run,
@@ -68,7 +68,6 @@ from trainers.run import (
     load_tokenizer,
     mistakes_of,
     read_rows,
-    resolve_dtype,
     saved_order,
 )
 from trainers.weight_sync import exported, first_of
@@ -108,7 +107,10 @@ class GKDTrainer:
         """Reads the data, tokenizes its responses, and compares the vocabularies."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
-        self.teacher_path = teacher_path(config)
+        self.teacher_path: str | None = None
+        if config.teacher_model is not None:
+            found = resolved_models(config, self.model_path, [config.teacher_model])
+            self.teacher_path = found[config.teacher_model]
         self.vocab_size = common_vocab_size(config, self.model_path, self.teacher_path, self.tokenizer)
         self.rows: Any = read_rows(config, config.dataset, config.dataset_split)
         self.check_rows(self.rows)
@@ -241,7 +243,7 @@ class GKDTrainer:
 
     @RayHelper.function(group="rollout")
     def build_rollout(self, model: str) -> None:
-        self.engine = self.engine_of(model, model, self.backend)
+        self.engine = build_engine(self.config, model, load_tokenizer(self.config, model), self.backend)
 
     @RayHelper.function(group="rollout", execute="first")
     def shares_weights(self) -> bool:
@@ -250,25 +252,11 @@ class GKDTrainer:
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
     def generate(self, prompts: Prompts, sampling: Sampling, step: int) -> Rollouts:
-        return self.engine.generate(prompts, sampling, seed=seed_of(self.config, step))
+        return self.engine.generate(prompts, sampling, seed=seed_of(self.config.seed, step))
 
     @RayHelper.function(group="rollout")
     def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
         self.engine.load_weights(weights.items())
-
-    def engine_of(self, model: str, tokenizer: str, backend: Backend | None) -> Engine:
-        """An engine with the module of ``backend``, or with a model of its own."""
-        config = self.config
-        engine: Engine = ENGINES[config.rollout_engine](
-            model if backend is None else backend.module,
-            load_tokenizer(config, tokenizer),
-            batch_size=config.rollout_batch_size,
-            dtype=resolve_dtype(config),
-            model_init_kwargs=config.model_init_kwargs,
-            trust_remote_code=config.trust_remote_code,
-            whole_weights=None if backend is None else backend.whole_weights,
-        )
-        return engine
 
     # Role teacher
 
@@ -278,7 +266,7 @@ class GKDTrainer:
         kwargs = config.teacher_model_init_kwargs
         self.teacher = build_backend(config, model, num_training_steps=None, model_init_kwargs=kwargs)
         if config.seq_kd:
-            self.teacher_engine = self.engine_of(model, student, self.teacher)
+            self.teacher_engine = build_engine(config, model, load_tokenizer(config, student), self.teacher)
         if config.offload_teacher_model:
             self.teacher.offload()
 
@@ -301,7 +289,7 @@ class GKDTrainer:
     @RayHelper.function(group="teacher", dispatch="slice", collect="flatten")
     def generate_by_teacher(self, prompts: Prompts, sampling: Sampling, step: int) -> Rollouts:
         with self.teacher_at_hand():
-            return self.teacher_engine.generate(prompts, sampling, seed=seed_of(self.config, step))
+            return self.teacher_engine.generate(prompts, sampling, seed=seed_of(self.config.seed, step))
 
     @property
     def asked_backend(self) -> Backend:
@@ -419,32 +407,6 @@ def source_of(config: GKDConfig, step: int) -> Source:
     if np.random.default_rng([config.seed, step]).random() < config.lmbda:
         return "student"
     return "teacher" if config.seq_kd else "dataset"
-
-
-def seed_of(config: GKDConfig, step: int) -> int:
-    """The seed of this worker's completions, the same in a resumed run; step -1 is evaluation."""
-    entropy = [config.seed, step + 1, RayHelper.current().shard.index]
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
-
-
-def sampling_of(config: GKDConfig) -> Sampling:
-    return Sampling(
-        max_completion_length=config.max_completion_length,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        min_p=config.min_p,
-        repetition_penalty=config.repetition_penalty,
-        generation_kwargs=config.generation_kwargs,
-    )
-
-
-@RayHelper.function(group="driver", execute="first")
-def teacher_path(config: GKDConfig) -> str | None:
-    """The folder or hub name of the teacher, built first if a plugin builds it."""
-    if config.teacher_model is None:
-        return None
-    return resolve_model(config.teacher_model, output_dir=config.output_dir, seed=config.seed)
 
 
 def check_placement(config: GKDConfig, groups: DeviceGroups | None) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from rayhelper import ConfigError
-from trainers.config import TrainConfig, at_least
+from trainers.completion_config import CompletionConfig
+from trainers.config import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
-class GKDConfig(TrainConfig):
+class GKDConfig(CompletionConfig):
     """Distillation's keys beside the shared ones."""
 
     output_dir: str = "outputs/gkd"
@@ -32,30 +33,12 @@ class GKDConfig(TrainConfig):
     """Those others learn from the teacher's completions instead."""
     max_length: int | None = 1024
     """Tokens of a dataset row; longer ones lose the beginning of their prompt."""
-    max_prompt_length: int | None = None
-    """Tokens of a prompt that is to be completed; longer ones lose their beginning."""
 
     # Generation
-    rollout_engine: Literal["hf"] = "hf"
-    """What completes prompts. hf: transformers' generate."""
-    rollout_batch_size: int | None = None
-    """Prompts that a worker completes at once; null: all of its slice."""
     max_completion_length: int = 128
     """Tokens, the stop token included."""
     temperature: float = 0.9
     """Logits are divided by it: in sampling, and of both models in the divergence."""
-    top_p: float = 1.0
-    """Draw from the likeliest tokens that hold this share of the probability; 1: from all."""
-    top_k: int = 0
-    """Draw from so many of the likeliest tokens; 0: from all."""
-    min_p: float | None = None
-    """Draw from tokens at least this share as likely as the likeliest; null: from all."""
-    repetition_penalty: float = 1.0
-    """Tokens that have occurred become less likely by it; 1: never."""
-    generation_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further fields of transformers' GenerationConfig."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, such as {enable_thinking: false}."""
 
     # Loss
     beta: float = 0.5
@@ -72,8 +55,6 @@ class GKDConfig(TrainConfig):
     # Evaluation
     per_device_eval_batch_size: int = 8
     """Sequences that a worker passes through the models at once in evaluation."""
-    log_completions: bool = False
-    """Keep completions in completions/*.parquet every ``logging_steps``, and show a few."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,14 +78,8 @@ def check_gkd(config: GKDConfig) -> None:
             raise ConfigError(f"{name} must lie in [0, 1], got {getattr(config, name)}")
     if not 0 < config.temperature < math.inf:
         raise ConfigError(f"temperature must be positive, got {config.temperature}: both models' logits are divided")
-    if not 0 < config.repetition_penalty < math.inf:
-        raise ConfigError(f"repetition_penalty must be positive, got {config.repetition_penalty}; 1 changes nothing")
-    if config.min_p is not None and not 0 <= config.min_p <= 1:
-        raise ConfigError(f"min_p must lie in [0, 1], got {config.min_p}; null keeps every token")
-    if not 0 < config.top_p <= 1:
-        raise ConfigError(f"top_p must lie in (0, 1], got {config.top_p}; 1 keeps every token")
-    at_least(config, 0, "top_k", "sft_alpha")
-    at_least(config, 1, "max_completion_length", "max_prompt_length", "rollout_batch_size", "gkd_logits_topk")
+    at_least(config, 0, "sft_alpha")
+    at_least(config, 1, "gkd_logits_topk")
     at_least(config, 1, "per_device_eval_batch_size")
     at_least(config, 2, "max_length")
     _check_unused(config)

@@ -47,7 +47,8 @@ import torch
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Prompts, Ragged, Rollouts, Samples
-from trainers.data.rows import Batches, prompt_of, tokenize_prompts
+from trainers.completions import build_engine, prompts_of, rollout_metrics, sampling_of, seed_of
+from trainers.data.rows import Batches, prompt_of
 from trainers.entropy_coefficient import EntropyCoefficient
 from trainers.generation_plan import RowStream, StepPlan
 from trainers.grpo_config import GRPOConfig
@@ -61,7 +62,6 @@ from trainers.grpo_samples import (
     to_samples,
     with_policy_mask,
 )
-from trainers.grpo_samples import rollout_metrics as rollout_metrics
 from trainers.losses import policy as policy_losses
 from trainers.metrics import Metrics
 from trainers.plugins import load_plugins
@@ -69,10 +69,10 @@ from trainers.rewards.advantages import add_reward_metrics, group_advantages
 from trainers.rewards.functions import chat_completions, numbered, resolve_rewards, score
 from trainers.rewards.models import RewardModel, model_name
 from trainers.role_models import check_same_tokens, resolved_models
-from trainers.rollout.base import Engine, Sampling
+from trainers.rollout.base import Sampling
 from trainers.rollout.environments import Environment, resolve_environment
 from trainers.rollout.episodes import Stage
-from trainers.rollout.hf import HfEngine, check_generation_kwargs
+from trainers.rollout.hf import check_generation_kwargs
 from trainers.rollout.tools import ToolEnvironment, resolve_tools, schemas
 from trainers.run import (
     Run,
@@ -87,8 +87,6 @@ from trainers.run import (
     saved_order,
 )
 from trainers.weight_sync import exported, first_of
-
-ENGINES = {"hf": HfEngine}
 
 
 @RayHelper.worker(group=["train", "rollout", "reference", "teacher", "reward"])
@@ -256,25 +254,10 @@ class GRPOTrainer:
 
     def rollout(self, rows: Any, temperature: float, generation: int, attempt: int = 0) -> Rollouts:
         """One completion of every row's prompt."""
-        config = self.config
-        sampling = Sampling(
-            max_completion_length=config.max_completion_length,
-            temperature=temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-            repetition_penalty=config.repetition_penalty,
-            generation_kwargs=config.generation_kwargs,
-        )
-        if config.has_environment:
+        sampling = sampling_of(self.config, temperature)
+        if self.config.has_environment:
             return self.play(list(rows), sampling, generation, attempt)
-        prompt_ids = tokenize_prompts(
-            rows,
-            self.tokenizer,
-            max_prompt_length=config.max_prompt_length,
-            chat_template_kwargs=config.chat_template_kwargs,
-        )
-        return self.generate(Prompts(Ragged.of(prompt_ids, np.int64)), sampling, generation, attempt)
+        return self.generate(prompts_of(self.config, rows, self.tokenizer), sampling, generation, attempt)
 
     def reward(self, rows: Any, rollouts: Rollouts) -> np.ndarray:
         """(B, K) float32: of the functions, the reward models, the environment; NaN where one had nothing to say."""
@@ -404,19 +387,11 @@ class GRPOTrainer:
     @RayHelper.function(group="rollout")
     def build_rollout(self, model: str) -> None:
         config = self.config
-        gather = None if self.backend is None else self.backend.whole_weights
         tokenizer = load_tokenizer(config, model)
-        self.engine: Engine = ENGINES[config.rollout_engine](
-            model if self.backend is None else self.backend.module,
-            tokenizer,
-            batch_size=config.rollout_batch_size,
-            dtype=resolve_dtype(config),
-            model_init_kwargs=config.model_init_kwargs,
-            trust_remote_code=config.trust_remote_code,
-            whole_weights=None if config.has_environment else gather,
-        )
         environment = environment_of(config)
+        self.engine = build_engine(config, model, tokenizer, self.backend, gathers=environment is None)
         if environment is not None:
+            gather = None if self.backend is None else self.backend.whole_weights
             self.stage = Stage(
                 environment, tokenizer, config.turn_limit, config.max_prompt_length, config.chat_template_kwargs, gather
             )
@@ -549,15 +524,6 @@ class GRPOTrainer:
             "micro_batch_size": self.config.per_device_train_batch_size,
             "temperature": self.config.temperature,
         }
-
-
-def seed_of(*numbers: int) -> int:
-    """The seed of this worker's completions; it depends on these and the worker alone, so that a resumed run draws
-    the same. ``numbers``: the run's seed, generation (-1: evaluation), attempt, and what comes after.
-    """
-    seed, generation, *further = numbers
-    entropy = [seed, generation + 1, RayHelper.current().shard.index, *further]
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
 def environment_of(config: GRPOConfig) -> Callable[[], Environment] | None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rayhelper import ConfigError
-from trainers.config import TrainConfig, at_least, check_folder
+from trainers.completion_config import CompletionConfig
+from trainers.config import at_least, check_folder
 from trainers.losses.types import NOT_BUILT, ImportanceLevel, PolicyLossType, RolloutCorrection
 from trainers.rewards.advantages import Aggregation, Scale
 
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOConfig(TrainConfig):
+class GRPOConfig(CompletionConfig):
     """GRPO's keys beside the shared ones."""
 
     output_dir: str = "outputs/grpo"
@@ -28,8 +29,6 @@ class GRPOConfig(TrainConfig):
     """Completions a prompt, G."""
     num_generations_eval: int | None = None
     """Completions a prompt in evaluation; null: ``num_generations``, or 1 when ``eval_temperature`` is 0."""
-    max_prompt_length: int | None = None
-    """Tokens; longer prompts lose their beginning."""
     generation_batch_size: int | None = None
     """Completions generated at once, over all workers; null: those of ``steps_per_generation``."""
     steps_per_generation: int | None = None
@@ -38,27 +37,6 @@ class GRPOConfig(TrainConfig):
     """Times that a generation is gone through (mu in the paper)."""
 
     # Generation
-    rollout_engine: Literal["hf"] = "hf"
-    """What completes prompts. hf: transformers' generate."""
-    rollout_batch_size: int | None = None
-    """Prompts that a rollout worker completes at once; null: all of its slice."""
-    max_completion_length: int = 512
-    """Tokens, the stop token included."""
-    temperature: float = 1.0
-    """Logits are divided by it, in sampling and in the loss."""
-    top_p: float = 1.0
-    """Draw from the likeliest tokens that hold this share of the probability; 1: from all."""
-    top_k: int = 0
-    """Draw from so many of the likeliest tokens; 0: from all."""
-    min_p: float | None = None
-    """Draw from tokens at least this share as likely as the likeliest; null: from all."""
-    repetition_penalty: float = 1.0
-    """Tokens that have occurred become less likely by it; 1: never."""
-    generation_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further fields of transformers' GenerationConfig."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, such as {enable_thinking: false}."""
-
     dynamic_sample: bool = False
     """Replace prompts whose completions are all rewarded alike by the next prompts of the data (arXiv 2503.14476)."""
     max_resample_times: int = 3
@@ -183,8 +161,6 @@ class GRPOConfig(TrainConfig):
     """Mean entropy of tokens, in nats, that the coefficient keeps up."""
 
     # Evaluation
-    log_completions: bool = False
-    """Keep completions and their rewards in completions/*.parquet every ``logging_steps``, and show a few."""
     eval_temperature: float | None = None
     """0: greedy; null: ``temperature``."""
 
@@ -303,14 +279,8 @@ def check_sampling(config: GRPOConfig) -> None:
         raise ConfigError("generation_batch_size and steps_per_generation say the same thing; set one of them")
     if not 0 < config.temperature < math.inf:
         raise ConfigError(f"temperature must be positive to explore, got {config.temperature}; see eval_temperature")
-    if not 0 < config.repetition_penalty < math.inf:
-        raise ConfigError(f"repetition_penalty must be positive, got {config.repetition_penalty}; 1 changes nothing")
-    if config.min_p is not None and not 0 <= config.min_p <= 1:
-        raise ConfigError(f"min_p must lie in [0, 1], got {config.min_p}; null keeps every token")
-    if not 0 < config.top_p <= 1:
-        raise ConfigError(f"top_p must lie in (0, 1], got {config.top_p}; 1 keeps every token")
-    at_least(config, 0, "top_k", "eval_temperature")
-    at_least(config, 1, "num_iterations", "max_completion_length", "max_prompt_length", "rollout_batch_size")
+    at_least(config, 0, "eval_temperature")
+    at_least(config, 1, "num_iterations")
     at_least(config, 1, "num_generations", "generation_batch_size", "steps_per_generation", "num_generations_eval")
     at_least(config, 1, "max_resample_times")
     if config.dynamic_sample and config.num_generations < 2:

@@ -168,25 +168,3 @@ def with_policy_mask(chunk: Samples, top_entropy_quantile: float) -> Samples:
 def asked(column: Ragged | None) -> Ragged:
     assert column is not None, "the models are asked first: with_logps"
     return column
-
-
-def rollout_metrics(rollouts: Rollouts) -> Metrics:
-    """Lengths of the completions (of what the model wrote of them), and how many ran into the limit; TRL's names."""
-    metrics = Metrics()
-    lengths_B = rollouts.completion_ids.lengths
-    if rollouts.is_sampled is not None:
-        lengths_B = np.array([int(row.sum()) for row in rollouts.is_sampled], np.int64)
-    finished = lengths_B[~rollouts.truncated]
-    for suffix, lengths in (("length", lengths_B), ("terminated_length", finished if len(finished) else np.zeros(1))):
-        metrics.mean(f"completions/mean_{suffix}", float(lengths.sum()), len(lengths))
-        metrics.min(f"completions/min_{suffix}", float(lengths.min()))
-        metrics.max(f"completions/max_{suffix}", float(lengths.max()))
-    metrics.mean("completions/clipped_ratio", float(rollouts.truncated.sum()), len(rollouts))
-    metrics.sum("num_tokens", float(rollouts.prompt_ids.lengths.sum() + lengths_B.sum()))
-    if rollouts.num_turns is not None and rollouts.num_tool_calls is not None:
-        assert rollouts.num_tool_failures is not None
-        metrics.mean("num_turns", float(rollouts.num_turns.sum()), len(rollouts))
-        num_calls, num_failures = float(rollouts.num_tool_calls.sum()), float(rollouts.num_tool_failures.sum())
-        metrics.mean("tools/call_frequency", num_calls, len(rollouts))
-        metrics.mean("tools/failure_frequency", num_failures, num_calls or 1.0)
-    return metrics

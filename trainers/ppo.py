@@ -39,8 +39,8 @@ import torch
 from rayhelper import DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Prompts, Ragged, Rollouts, Sequences
-from trainers.data.rows import Batches, prompt_of, tokenize_prompts
-from trainers.grpo import ENGINES, rollout_metrics
+from trainers.completions import build_engine, prompts_of, rollout_metrics, sampling_of, seed_of
+from trainers.data.rows import Batches, prompt_of
 from trainers.losses.ppo import (
     add_ppo_metrics,
     add_value_metrics,
@@ -49,7 +49,6 @@ from trainers.losses.ppo import (
     with_ratio_variance,
 )
 from trainers.metrics import Metrics
-from trainers.plugins import resolve_model
 from trainers.ppo_batch import (
     PolicySamples,
     ValueSamples,
@@ -65,8 +64,8 @@ from trainers.rewards import gae
 from trainers.rewards.advantages import add_reward_metrics, group_advantages
 from trainers.rewards.functions import chat_completions, numbered, resolve_rewards, score
 from trainers.rewards.models import RewardModel, model_name
-from trainers.role_models import check_same_tokens
-from trainers.rollout.base import Engine, Sampling
+from trainers.role_models import check_same_tokens, resolved_models
+from trainers.rollout.base import Sampling
 from trainers.rollout.hf import check_generation_kwargs
 from trainers.run import (
     Run,
@@ -112,7 +111,14 @@ class PPOTrainer:
         """Reads the data and resolves what the configuration names."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
-        self.models = role_models(config, self.model_path)
+        names = {
+            "reward_model": config.reward_model,
+            "ref_model": config.ref_model or config.model,
+            "value_model": config.value_model or config.reward_model or config.model,
+        }
+        given = {key: name for key, name in names.items() if name is not None}
+        found = resolved_models(config, self.model_path, given.values())
+        self.models = {key: found[name] for key, name in given.items()}
         for key in ("value_model", "ref_model"):
             check_same_tokens(key, self.models[key], self.tokenizer, config.trust_remote_code)
         with mistakes_of("reward_funcs"):
@@ -214,23 +220,8 @@ class PPOTrainer:
 
     def rollout(self, rows: Any, temperature: float, batch: int) -> Rollouts:
         """One completion of every row's prompt."""
-        config = self.config
-        prompt_ids = tokenize_prompts(
-            rows,
-            self.tokenizer,
-            max_prompt_length=config.max_prompt_length,
-            chat_template_kwargs=config.chat_template_kwargs,
-        )
-        sampling = Sampling(
-            max_completion_length=config.max_completion_length,
-            temperature=temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-            repetition_penalty=config.repetition_penalty,
-            generation_kwargs=config.generation_kwargs,
-        )
-        return self.generate(Prompts(Ragged.of(prompt_ids, np.int64)), sampling, batch)
+        prompts = prompts_of(self.config, rows, self.tokenizer)
+        return self.generate(prompts, sampling_of(self.config, temperature), batch)
 
     def reward(self, rows: Any, rollouts: Rollouts) -> np.ndarray:
         """(B, K) float32 rewards of the functions and, last, of the reward model; NaN where one had nothing to say."""
@@ -300,16 +291,7 @@ class PPOTrainer:
 
     @RayHelper.function(group="rollout")
     def build_rollout(self, model: str) -> None:
-        config = self.config
-        self.engine: Engine = ENGINES[config.rollout_engine](
-            model if self.policy is None else self.policy.module,
-            load_tokenizer(config, model),
-            batch_size=config.rollout_batch_size,
-            dtype=resolve_dtype(config),
-            model_init_kwargs=config.model_init_kwargs,
-            trust_remote_code=config.trust_remote_code,
-            whole_weights=None if self.policy is None else self.policy.whole_weights,
-        )
+        self.engine = build_engine(self.config, model, load_tokenizer(self.config, model), self.policy)
 
     @RayHelper.function(group="rollout", execute="first")
     def shares_weights(self) -> bool:
@@ -318,10 +300,7 @@ class PPOTrainer:
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
     def generate(self, prompts: Prompts, sampling: Sampling, batch: int) -> Rollouts:
-        """The seed depends on the batch and the worker alone, so that a resumed run draws the same."""
-        shard = RayHelper.current().shard
-        entropy = [self.config.seed, batch + 1, shard.index]
-        return self.engine.generate(prompts, sampling, seed=int(np.random.SeedSequence(entropy).generate_state(1)[0]))
+        return self.engine.generate(prompts, sampling, seed=seed_of(self.config.seed, batch))
 
     @RayHelper.function(group="rollout")
     def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
@@ -437,21 +416,6 @@ class PPOTrainer:
     def load_policy(self, folder: Path) -> None:
         assert self.policy is not None, "build_train comes first"
         self.policy.load(folder)
-
-
-@RayHelper.function(group="driver", execute="first")
-def role_models(config: PPOConfig, policy: str) -> dict[str, str]:
-    """The folder or hub name of every further model, by its key; one that a plugin builds is built once."""
-    built = {config.model: policy}
-    names = {
-        "reward_model": config.reward_model,
-        "ref_model": config.ref_model or config.model,
-        "value_model": config.value_model or config.reward_model or config.model,
-    }
-    for name in names.values():
-        if name is not None and name not in built:
-            built[name] = resolve_model(name, output_dir=config.output_dir, seed=config.seed)
-    return {key: built[name] for key, name in names.items() if name is not None}
 
 
 def objective_of(metrics: Metrics) -> Metrics:

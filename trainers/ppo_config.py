@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from rayhelper import ConfigError
-from trainers.config import TrainConfig, at_least, check_folder
+from trainers.completion_config import CompletionConfig
+from trainers.config import at_least, check_folder
 from trainers.rewards.gae import KLEstimator
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOConfig(TrainConfig):
+class PPOConfig(CompletionConfig):
     """PPO's keys beside the shared ones."""
 
     output_dir: str = "outputs/ppo"
@@ -32,30 +33,12 @@ class PPOConfig(TrainConfig):
     """Times that a batch of completions is gone through."""
     num_mini_batches: int = 1
     """Optimizer steps that go once through a batch: it has so many times the sequences of one step."""
-    max_prompt_length: int | None = None
-    """Tokens; longer prompts lose their beginning."""
 
     # Generation
-    rollout_engine: Literal["hf"] = "hf"
-    """What completes prompts. hf: transformers' generate."""
-    rollout_batch_size: int | None = None
-    """Prompts that a rollout worker completes at once; null: all of its slice."""
     max_completion_length: int = 53
     """Tokens, the stop token included."""
     temperature: float = 0.7
     """Logits are divided by it, in sampling and in the loss."""
-    top_p: float = 1.0
-    """Draw from the likeliest tokens that hold this share of the probability; 1: from all."""
-    top_k: int = 0
-    """Draw from so many of the likeliest tokens; 0: from all."""
-    min_p: float | None = None
-    """Draw from tokens at least this share as likely as the likeliest; null: from all."""
-    repetition_penalty: float = 1.0
-    """Tokens that have occurred become less likely by it; 1: never."""
-    generation_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further fields of transformers' GenerationConfig."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, such as {enable_thinking: false}."""
 
     # Rewards
     reward_funcs: list[Any] = field(default_factory=list)
@@ -87,8 +70,6 @@ class PPOConfig(TrainConfig):
     adam_epsilon and max_grad_norm alone; see value_learning_rate."""
 
     # Evaluation
-    log_completions: bool = False
-    """Keep completions and their rewards in completions/*.parquet every ``logging_steps``, and show a few."""
     eval_temperature: float | None = None
     """0: greedy; null: ``temperature``."""
 
@@ -113,16 +94,9 @@ def check_ppo(config: PPOConfig) -> None:
         raise ConfigError("ref_model is set, but kl_coef is 0, so that nobody would ask it. Remove one of them.")
     if not 0 < config.temperature < math.inf:
         raise ConfigError(f"temperature must be positive to explore, got {config.temperature}; see eval_temperature")
-    if not 0 < config.repetition_penalty < math.inf:
-        raise ConfigError(f"repetition_penalty must be positive, got {config.repetition_penalty}; 1 changes nothing")
-    if config.min_p is not None and not 0 <= config.min_p <= 1:
-        raise ConfigError(f"min_p must lie in [0, 1], got {config.min_p}; null keeps every token")
-    if not 0 < config.top_p <= 1:
-        raise ConfigError(f"top_p must lie in (0, 1], got {config.top_p}; 1 keeps every token")
     for name in ("gamma", "lam"):
         if not 0 <= getattr(config, name) <= 1:
             raise ConfigError(f"{name} must lie in [0, 1], got {getattr(config, name)}")
-    at_least(config, 0, "kl_coef", "missing_eos_penalty", "vf_coef", "value_learning_rate", "top_k", "eval_temperature")
+    at_least(config, 0, "kl_coef", "missing_eos_penalty", "vf_coef", "value_learning_rate", "eval_temperature")
     at_least(config, 0, "cliprange", "cliprange_value")
     at_least(config, 1, "num_ppo_epochs", "num_mini_batches")
-    at_least(config, 1, "max_completion_length", "max_prompt_length", "rollout_batch_size")

@@ -11,7 +11,8 @@ import pytest
 
 from tests.golden.tiny import tiny_tokenizer
 from trainers.batch import Prompts, Ragged, Rollouts
-from trainers.grpo_samples import rollout_metrics, to_samples
+from trainers.completions import rollout_metrics
+from trainers.grpo_samples import to_samples
 from trainers.plugins import ENVIRONMENTS, TOOLS
 from trainers.rollout.base import Sampling
 from trainers.rollout.environments import Reply, resolve_environment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -18,6 +19,8 @@ _of_the_cluster: list[Snapshot] = []  # what it brought along, and may keep unti
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's jobs in the background are born deaf to Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     _temporary.enter_context(own_temporary_folder())
 
 

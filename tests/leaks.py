@@ -30,7 +30,11 @@ GRACE_S = 5.0  # for what was told to end and is ending
 SHARED_MEMORY = Path("/dev/shm")
 # one of each a process, started at first use and gone with it
 HELPERS = ("multiprocessing.resource_tracker", "multiprocess.resource_tracker", "multiprocessing.forkserver")
-NOT_OURS = ("PYTEST_CURRENT_TEST", "RAY_CLIENT_MODE")  # set by pytest, and by Ray at its first remote call
+# set by pytest, by Ray at its first remote call, and by what vLLM imports
+NOT_OURS = (
+    *("PYTEST_CURRENT_TEST", "RAY_CLIENT_MODE", "LD_LIBRARY_PATH", "PYTORCH_NVML_BASED_CUDA_CHECK"),
+    *("TILELANG_CLEANUP_TEMP_FILES", "TORCHINDUCTOR_COMPILE_THREADS", "TRITON_CACHE_AUTOTUNING"),
+)
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,11 @@ def _threads() -> Names:
 
 
 def _variables() -> Names:
-    return {(name, value): f"{name}={value}" for name, value in os.environ.items() if name not in NOT_OURS}
+    return {
+        (name, value): f"{name}={value}"
+        for name, value in os.environ.items()
+        if name not in NOT_OURS and not name.startswith("VLLM_")
+    }
 
 
 def _temporary_files() -> Names:

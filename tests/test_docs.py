@@ -23,6 +23,7 @@ from trainers.data.sources import read_source
 from trainers.rewards.functions import resolve_rewards
 from trainers.rollout.environments import resolve_environment
 from trainers.rollout.tools import resolve_tools
+from trainers.throughput import WORK
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -106,8 +107,10 @@ def test_a_page_names_every_role_of_its_trainer(name: str, site: Path) -> None:
 
 def test_every_metric_that_is_measured_is_explained() -> None:
     code = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "trainers").rglob("*.py"))
-    measured = set(re.findall(r'metrics\.(?:sum|mean|min|max|same)\(\s*"([^"]+)"', code)) - {"chosen_token_accuracy"}
-    assert {"loss", "grad_norm", "clip_ratio/low_min", "rewards/margins"} <= measured
+    measured = set(re.findall(r'metrics\.(?:sum|mean|min|max|same)\(\s*"([^"]+)"', code))
+    measured |= set(re.findall(r'rates\["([^"]+)"\]', code))
+    measured -= {"chosen_token_accuracy", *WORK}  # never written
+    assert {"throughput/mfu", "loss", "grad_norm", "clip_ratio/low_min", "rewards/margins"} <= measured
     pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
     assert sorted(name for name in measured if f"`{name}`" not in pages) == []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from rayhelper import ConfigError
@@ -15,10 +15,10 @@ class CompletionConfig(TrainConfig):
     """The shared keys, and those of prompts that are completed."""
 
     # Generation
-    rollout_engine: Literal["hf"] = "hf"
-    """What completes prompts. hf: transformers' generate."""
+    rollout_engine: Literal["hf", "vllm"] = "hf"
+    """What completes prompts. hf: transformers' generate; vllm: vLLM, which is installed apart."""
     rollout_batch_size: int | None = None
-    """Prompts that a rollout worker completes at once; null: all of its slice."""
+    """Prompts that a rollout worker completes at once (hf); null: all of its slice."""
     max_prompt_length: int | None = None
     """Tokens of a prompt that is to be completed; longer ones lose their beginning."""
     max_completion_length: int = 512
@@ -37,6 +37,36 @@ class CompletionConfig(TrainConfig):
     """Further fields of transformers' GenerationConfig."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: false}."""
+
+    # vLLM, by its own names; needs rollout_engine: vllm
+    vllm_gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory for weights and KV cache; null: 0.9, or 0.4 where the workers train as well."""
+    vllm_tensor_parallel_size: int = 1
+    """Rollout workers that hold one model together."""
+    vllm_max_model_len: int | None = None
+    """Tokens of a prompt and its completion; null: the sum of their limits if both are set, else the model's."""
+    vllm_max_num_seqs: int | None = None
+    """Prompts that are completed at the same time; null: vLLM's own choice."""
+    vllm_enforce_eager: bool = False
+    """Without CUDA graphs: starts sooner, runs slower."""
+    vllm_enable_prefix_caching: bool = True
+    """Compute what prompts begin alike with once, such as the prompt of a group."""
+    vllm_engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further fields of vLLM's EngineArgs."""
+
+    # From the trainer to the engine
+    sleep_level: Literal[0, 1, 2] = 0
+    """What an engine beside training frees while it does not generate. 1: the KV cache, and its weights wait in the
+    memory of the host; 2: both dropped. hf has nothing to free."""
+    offload_model: bool = False
+    """The policy waits in the memory of the host while an engine with weights of its own generates beside it."""
+    offload_optimizer: bool = False
+    """So does what the policy's optimizer remembers."""
+    weight_bucket_mb: int = 256
+    """Megabytes of weights that travel at once to engines in other processes; each side holds two."""
+    weight_checksum: bool = True
+    """After every update of weights compare those of the engine with the trainer's."""
+
     log_completions: bool = False
     """Keep completions, with their rewards if there are any, in completions/*.parquet every ``logging_steps``, and show
     a few."""
@@ -55,4 +85,22 @@ def check_completion(config: CompletionConfig) -> None:
     if not 0 < config.top_p <= 1:
         raise ConfigError(f"top_p must lie in (0, 1], got {config.top_p}; 1 keeps every token")
     at_least(config, 0, "top_k")
+    at_least(config, 1, "vllm_tensor_parallel_size", "vllm_max_model_len", "vllm_max_num_seqs", "weight_bucket_mb")
+    check_engine(config)
     at_least(config, 1, "max_completion_length", "max_prompt_length", "rollout_batch_size")
+
+
+def check_engine(config: CompletionConfig) -> None:
+    """Raises ConfigError for keys of an engine that another one was chosen over."""
+    share = config.vllm_gpu_memory_utilization
+    if share is not None and not 0 < share <= 1:
+        raise ConfigError(f"vllm_gpu_memory_utilization must lie in (0, 1], got {share}")
+    if config.rollout_engine == "vllm":
+        if config.rollout_batch_size is not None:
+            raise ConfigError("rollout_batch_size is for rollout_engine: hf; vLLM takes vllm_max_num_seqs.")
+        return
+    defaults = {key.name: key for key in fields(CompletionConfig)}
+    for name in (name for name in defaults if name.startswith("vllm_")):
+        default = defaults[name].default if defaults[name].default is not MISSING else {}
+        if getattr(config, name) != default:
+            raise ConfigError(f"{name} needs rollout_engine: vllm, but it is {config.rollout_engine}.")

@@ -6,27 +6,28 @@ from typing import Any
 
 import numpy as np
 
-from rayhelper import RayHelper
+from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.completion_config import CompletionConfig
 from trainers.data.rows import tokenize_prompts
 from trainers.metrics import Metrics
 from trainers.rollout.base import Engine, Sampling
-from trainers.rollout.hf import HfEngine
-from trainers.run import resolve_dtype
-
-ENGINES = {"hf": HfEngine}
+from trainers.rollout.hf import HfEngine, check_generation_kwargs
+from trainers.run import mistakes_of, resolve_dtype
 
 
 def build_engine(
     config: CompletionConfig, model: str, tokenizer: Any, backend: Backend | None, *, gathers: bool = True
 ) -> Engine:
-    """The engine of this worker, with the module of ``backend``, or (None) with a model of its own.
+    """The engine of this worker; ``backend``: the policy, if this worker trains it as well.
 
-    ``gathers`` False: whoever calls it sees to it that weights which lie in shards are whole meanwhile.
+    hf then generates with its very module (``gathers`` False: whoever calls it sees to it that weights which lie in
+    shards are whole meanwhile); vllm has a model of its own in any case.
     """
-    return ENGINES[config.rollout_engine](
+    if config.rollout_engine == "vllm":
+        return build_vllm(config, model, tokenizer, shares_devices=backend is not None)
+    return HfEngine(
         model if backend is None else backend.module,
         tokenizer,
         batch_size=config.rollout_batch_size,
@@ -35,6 +36,71 @@ def build_engine(
         trust_remote_code=config.trust_remote_code,
         whole_weights=backend.whole_weights if backend is not None and gathers else None,
     )
+
+
+def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> None:
+    """Raises ConfigError for an engine that is not there, a field it lacks, or a placement it cannot work in."""
+    if config.rollout_engine == "vllm":
+        from trainers.rollout.vllm import check_sampling_kwargs, checked_engine_kwargs
+
+        with mistakes_of("generation_kwargs"):
+            check_sampling_kwargs(config.generation_kwargs)
+        checked_engine_kwargs(config.vllm_engine_kwargs)
+    else:
+        with mistakes_of("generation_kwargs"):
+            check_generation_kwargs(config.generation_kwargs)
+    is_apart = groups is not None and groups.group_of("rollout") != groups.group_of("train")
+    for name in ("sleep_level", "offload_model", "offload_optimizer"):
+        if is_apart and getattr(config, name):
+            raise ConfigError(
+                f"{name} makes room where one device trains and generates by turns, but role rollout has a group of "
+                "its own. Remove it."
+            )
+    size = config.vllm_tensor_parallel_size
+    if size > 1 and not is_apart:
+        raise ConfigError(
+            f"vllm_tensor_parallel_size={size}: workers that also train have a slice each. Give role rollout a group "
+            "of its own."
+        )
+    num_workers = 1 if groups is None else groups.group_of("rollout").num_workers
+    if num_workers % size:
+        raise ConfigError(f"vllm_tensor_parallel_size={size} does not divide the {num_workers} workers of role rollout")
+
+
+def build_vllm(config: CompletionConfig, model: str, tokenizer: Any, *, shares_devices: bool) -> Engine:
+    """vLLM with the configuration's settings; ``shares_devices``: this worker trains as well."""
+    from trainers.rollout.vllm import VllmEngine
+
+    size = config.vllm_tensor_parallel_size
+    if size > 1:
+        worker = RayHelper.current()
+        RayHelper.shard(worker.rank // size, worker.world_size // size, leader=worker.rank % size == 0)
+    return VllmEngine(
+        model,
+        tokenizer,
+        dtype=resolve_dtype(config),
+        seed=config.seed,
+        tensor_parallel_size=size,
+        sleep_level=config.sleep_level,
+        trust_remote_code=config.trust_remote_code,
+        engine_kwargs=vllm_settings(config, shares_devices=shares_devices),
+    )
+
+
+def vllm_settings(config: CompletionConfig, *, shares_devices: bool) -> dict[str, Any]:
+    """Fields of vLLM's EngineArgs."""
+    length = config.vllm_max_model_len
+    if length is None and config.max_prompt_length is not None:
+        length = config.max_prompt_length + config.max_completion_length
+    share = config.vllm_gpu_memory_utilization
+    settings = {
+        "gpu_memory_utilization": share or (0.4 if shares_devices else 0.9),
+        "max_model_len": length,
+        "max_num_seqs": config.vllm_max_num_seqs,
+        "enforce_eager": config.vllm_enforce_eager or None,
+        "enable_prefix_caching": config.vllm_enable_prefix_caching,
+    }
+    return {name: value for name, value in settings.items() if value is not None} | config.vllm_engine_kwargs
 
 
 def sampling_of(config: CompletionConfig, temperature: float | None = None) -> Sampling:

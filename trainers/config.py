@@ -174,6 +174,9 @@ class TrainConfig(RunConfig):
     """Compute activations twice instead of keeping them: less memory, more time."""
     disable_dropout: bool = True
     """Train without the model's dropout."""
+    peak_tflops: float | None = None
+    """What a device can do at most, in 10^12 floating-point operations a second, for ``throughput/mfu``; null: known of
+    common GPUs (bfloat16), and without it no mfu."""
 
     # Evaluation and checkpoints
     eval_steps: int | None = None
@@ -247,6 +250,8 @@ def check_shared(config: TrainConfig) -> None:
         raise ConfigError(
             f"warmup_steps={config.warmup_steps} and warmup_ratio={config.warmup_ratio} say the same thing; remove one"
         )
+    if config.peak_tflops is not None and not 0 < config.peak_tflops < math.inf:
+        raise ConfigError(f"peak_tflops must be a positive number, got {config.peak_tflops}")
     _check_schedule(config.lr_scheduler_type, config.lr_scheduler_kwargs)
     if config.eval_steps is not None and not config.eval_dataset:
         raise ConfigError(f"eval_steps is {config.eval_steps}, but there is no eval_dataset to evaluate on. Add one.")

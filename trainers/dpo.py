@@ -126,21 +126,26 @@ class DPOTrainer:
         with Run(config, num_steps, headline=headline, order=order) as run:
             run.resume(self.load)
             if config.val_before_train and run.step == 0:
-                run.log_evaluation(self.evaluate())
+                run.evaluate(self.evaluate)
             while run.step < num_steps:
-                pairs = self.with_reference(self.pairs[batches[run.step]], config.per_device_train_batch_size)
-                metrics = self.update(pairs, len(pairs), pairs.num_chosen_tokens)
+                with run.phase("data"):
+                    pairs = self.pairs[batches[run.step]]
+                with run.phase("logps"):
+                    pairs = self.with_reference(pairs, config.per_device_train_batch_size)
+                with run.phase("update"):
+                    metrics = self.update(pairs, len(pairs), pairs.num_chosen_tokens)
                 metrics.sum("num_tokens", pairs.num_tokens)
                 run.log_step(metrics, epoch=(run.step + 1) / batches.steps_per_epoch)
                 if config.sync_ref_model and run.step % config.ref_model_sync_steps == 0:
-                    weights: Any = self.export_weights.defer()  # goes from worker to workers, not through the driver
-                    self.mix_reference(weights)
+                    with run.phase("sync"):
+                        weights: Any = self.export_weights.defer()  # from worker to workers, not through the driver
+                        self.mix_reference(weights)
                 if run.due(config.eval_steps):
-                    run.log_evaluation(self.evaluate())
+                    run.evaluate(self.evaluate)
                 if run.due(config.save_steps):
                     run.save_checkpoint(self.save, self.tokenizer)
             if self.eval_pairs is not None:
-                run.log_evaluation(self.evaluate())
+                run.evaluate(self.evaluate)
             return run.finish(self.export, self.tokenizer)
 
     def prepare_reference(self) -> None:

@@ -7,7 +7,7 @@
     samples ────────────────────────────────► ask ───────────────► top K tokens, from worker to workers
     samples ─────────────────────────────────────────────────────► update        one optimizer step
     metrics ◄───────────────────────────────────────────────────── slice, merge
-                          load_weights ◄────────────────────────── export_weights
+                          receive_weights ◄─────────────────────── send_weights
 
 The teacher is asked ahead of the step with ``gkd_logits_topk``. Without, it is in the train workers, which compare the
 whole vocabulary, a chunk of tokens at a time. On-policy distillation, arXiv 2306.13649; the divergences are
@@ -35,10 +35,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 
-from rayhelper import ConfigError, DeviceGroups, RayHelper
+from rayhelper import Channel, ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Prompts, Ragged, Rollouts
-from trainers.completions import build_engine, rollout_metrics, sampling_of, seed_of
+from trainers.completions import build_engine, check_completions, rollout_metrics, sampling_of, seed_of
 from trainers.config import SEQUENCES_PER_STEP, sequences_per_step, total_steps
 from trainers.data.distillation import (
     DistillationSamples,
@@ -52,14 +52,14 @@ from trainers.data.distillation import (
 from trainers.data.rows import Batches, prompt_of, tokenize_prompts
 from trainers.data.vocabularies import common_vocab_size
 from trainers.divergences import TopDivergence, WholeDivergence, measure_divergence
+from trainers.engine_updates import EngineUpdates, channel_to
 from trainers.gkd_config import GKDConfig
 from trainers.losses.distillation import distillation_loss
 from trainers.losses.tokens import sft_loss
 from trainers.metrics import Metrics
 from trainers.plugins import MODELS
 from trainers.role_models import resolved_models
-from trainers.rollout.base import Sampling
-from trainers.rollout.hf import check_generation_kwargs
+from trainers.rollout.base import Engine, Sampling
 from trainers.run import (
     Run,
     build_backend,
@@ -70,9 +70,10 @@ from trainers.run import (
     read_rows,
     saved_order,
 )
-from trainers.weight_sync import exported, first_of
+from trainers.weight_sync import Route, built, copy, end_generation, receive, send
 
 Source = Literal["student", "teacher", "dataset"]
+TokenIds = list[list[int]]
 
 
 @RayHelper.worker(group=["train", "rollout", "teacher"])
@@ -88,14 +89,14 @@ class GKDTrainer:
         self.config = config
         self.backend: Backend | None = None
         self.teacher: Backend | None = None
+        self.engine: Engine | None = None
         self.prepare()
 
     @staticmethod
     def check(config: GKDConfig, groups: DeviceGroups | None) -> None:
         """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
         check_before_start(config)
-        with mistakes_of("generation_kwargs"):
-            check_generation_kwargs(config.generation_kwargs)
+        check_completions(config, groups)
         check_placement(config, groups)
         if config.teacher_model is not None and not {config.model, config.teacher_model} & set(MODELS):
             common_vocab_size(config, config.model, config.teacher_model, load_tokenizer(config, config.model))
@@ -128,6 +129,10 @@ class GKDTrainer:
             self.check_rows(self.eval_rows)
             self.eval_samples = self.tokenize(self.eval_rows) if has_response(self.eval_rows[0]) else None
 
+    @RayHelper.function(group="driver", execute="first")
+    def open_channel(self, route: Route) -> Channel:
+        return channel_to(route, self.config.weight_bucket_mb)
+
     def check_rows(self, rows: Any) -> None:
         """Raises ConfigError for rows without a prompt, or without one of the teacher's own where it needs one."""
         with mistakes_of("dataset"):
@@ -159,38 +164,67 @@ class GKDTrainer:
         with Run(config, num_steps, headline=headline, order=order) as run:
             run.resume(self.load)
             if config.val_before_train and run.step == 0:
-                run.log_evaluation(self.evaluate())
+                run.evaluate(self.evaluate)
             while run.step < num_steps:
                 source = source_of(config, run.step)
                 samples, metrics = self.explore(source, batches[run.step], run)
-                learned = self.learn(samples, sft_alpha=config.sft_alpha if source == "dataset" else 0.0)
+                with run.phase("logps"):
+                    answer = self.asked(samples)
+                with run.phase("update"):
+                    learned = self.learn(samples, answer, sft_alpha=config.sft_alpha if source == "dataset" else 0.0)
+                    if self.completes:
+                        self.engines.learned()
                 run.log_step(Metrics.merge([metrics, learned]), epoch=(run.step + 1) / batches.steps_per_epoch)
                 if run.due(config.eval_steps):
-                    run.log_evaluation(self.evaluate())
+                    run.evaluate(self.evaluate)
                 if run.due(config.save_steps):
                     run.save_checkpoint(self.save, self.tokenizer)
             if self.eval_rows is not None:
-                run.log_evaluation(self.evaluate())
+                run.evaluate(self.evaluate)
+            if self.completes:
+                self.engines.close()
             return run.finish(self.export, self.tokenizer)
 
     def build(self, num_steps: int) -> None:
         """Builds the models that the run needs, each on the workers of its role."""
-        config = self.config
         if self.teacher_path is not None:  # first: building the student settles the random state, wherever this was
             self.build_teacher(self.teacher_path, self.model_path)
         self.build_train(self.model_path, num_steps, self.vocab_size)
-        if config.lmbda > 0 or (self.eval_rows is not None and self.eval_samples is None):
+        if self.completes:
             self.build_rollout(self.model_path)
+            self.engines = EngineUpdates(
+                self.meet_engine(),
+                copy=self.copy_weights,
+                send=self.send_weights,
+                receive=self.receive_weights,
+                rest=self.rest_engine,
+                rebuild=partial(self.build_rollout, self.model_path),
+                open_channel=self.open_channel,
+            )
+
+    @property
+    def completes(self) -> bool:
+        """Whether the student is asked for completions at all."""
+        return self.config.lmbda > 0 or (self.eval_rows is not None and self.eval_samples is None)
 
     def explore(self, source: Source, batch: np.ndarray, run: Run) -> tuple[DistillationSamples, Metrics]:
         """What a step learns from, and what was seen of it; ``batch``: the step's rows."""
         if source == "dataset":
             assert self.samples is not None, "the dataset's responses were tokenized"
-            samples, metrics = self.samples[batch], Metrics()
+            with run.phase("data"):
+                samples, metrics = self.samples[batch], Metrics()
             metrics.sum("num_tokens", len(samples.input_ids.values))
         else:
-            rows = self.rows.select(batch)
-            samples, rollouts = self.complete(source, rows, run.step)
+            with run.phase("data"):
+                rows = self.rows.select(batch)
+                prompts = self.prompts(rows)
+            if source == "student":
+                with run.phase("sync"):
+                    self.engines.update()
+            with run.phase("generate"):
+                samples, rollouts = self.complete(source, *prompts, run.step)
+            if source == "student":
+                self.engines.end_generation(run)
             metrics = rollout_metrics(rollouts)
             if self.config.log_completions and run.shows_completions(1):
                 texts = self.tokenizer.batch_decode(list(rollouts.completion_ids), skip_special_tokens=True)
@@ -198,32 +232,39 @@ class GKDTrainer:
         metrics.mean("on_policy", float(source == "student"), 1)
         return samples, metrics
 
-    def complete(self, source: Source, rows: Any, step: int) -> tuple[DistillationSamples, Rollouts]:
-        """A completion of every prompt, by the student as it is now, or by the teacher, who sees its own prompt."""
-        config = self.config
+    def prompts(self, rows: Any) -> tuple[TokenIds, TokenIds | None]:
+        """Token ids of what the student completes, and of what the teacher sees in its place; None: the same."""
         settings: dict[str, Any] = {
-            "max_prompt_length": config.max_prompt_length,
-            "chat_template_kwargs": config.chat_template_kwargs,
+            "max_prompt_length": self.config.max_prompt_length,
+            "chat_template_kwargs": self.config.chat_template_kwargs,
         }
-        prompts = tokenize_prompts(rows, self.tokenizer, **settings)
-        teacher_prompts = teacher_prompts_of(rows, self.tokenizer, **settings)
+        own = tokenize_prompts(rows, self.tokenizer, **settings)
+        return own, teacher_prompts_of(rows, self.tokenizer, **settings)
+
+    def complete(
+        self, source: Source, prompts: TokenIds, teacher_prompts: TokenIds | None, step: int
+    ) -> tuple[DistillationSamples, Rollouts]:
+        """A completion of every prompt, by the student, or by the teacher, who sees its own prompt."""
+        sampling = sampling_of(self.config)
         if source == "student":
-            self.sync_weights()
-            rollouts = self.generate(Prompts(Ragged.of(prompts, np.int64)), sampling_of(config), step)
+            begin = partial(self.generate.defer, Prompts(Ragged.of(prompts, np.int64)), sampling, step)
+            rollouts = self.engines.completed(begin(), begin)
         else:
             shown = prompts if teacher_prompts is None else teacher_prompts
-            rollouts = self.generate_by_teacher(Prompts(Ragged.of(shown, np.int64)), sampling_of(config), step)
+            rollouts = self.generate_by_teacher(Prompts(Ragged.of(shown, np.int64)), sampling, step)
         return samples_of(prompts, rollouts.completion_ids, teacher_prompts), rollouts
 
-    def learn(self, samples: DistillationSamples, sft_alpha: float) -> Metrics:
-        """One optimizer step."""
-        return self.update(samples, self.asked(samples), samples.num_targets, sft_alpha)
+    def learn(self, samples: DistillationSamples, answer: Any, sft_alpha: float) -> Metrics:
+        """One optimizer step; ``answer``: what ``asked`` gives."""
+        return self.update(samples, answer, samples.num_targets, sft_alpha)
 
     def evaluate(self) -> dict[str, float]:
         """The mean divergence on the responses of the evaluation data, or else on the student's completions of it."""
         samples, metrics = self.eval_samples, Metrics()
         if samples is None:
-            samples, rollouts = self.complete("student", self.eval_rows, step=-1)
+            self.engines.update()
+            samples, rollouts = self.complete("student", *self.prompts(self.eval_rows), step=-1)
+            self.engines.end_generation()
             metrics = rollout_metrics(rollouts)
             metrics.entries.pop("num_tokens")  # of training alone
         metrics = Metrics.merge([self.measure(samples, self.asked(samples), len(samples)), metrics])
@@ -233,30 +274,33 @@ class GKDTrainer:
         """The teacher's answer, a future of ``TopLogps``; None where it is asked in the train workers, in passing."""
         return None if self.config.gkd_logits_topk is None else self.ask.defer(samples)
 
-    def sync_weights(self) -> None:
-        """Gives the rollout workers the student's weights; nothing travels where one process hosts both roles."""
-        if not self.shares_weights():
-            weights: Any = self.export_weights.defer()  # goes from worker to workers, not through the driver
-            self.load_weights(weights)
-
     # Role rollout
 
     @RayHelper.function(group="rollout")
     def build_rollout(self, model: str) -> None:
-        self.engine = build_engine(self.config, model, load_tokenizer(self.config, model), self.backend)
+        if self.engine is None:
+            self.engine = build_engine(self.config, model, load_tokenizer(self.config, model), self.backend)
 
     @RayHelper.function(group="rollout", execute="first")
-    def shares_weights(self) -> bool:
-        """Whether the engine generates with the very model that is trained."""
-        return self.backend is not None
+    def meet_engine(self) -> Route:
+        return Route.between(self.backend, built(self.engine))
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
     def generate(self, prompts: Prompts, sampling: Sampling, step: int) -> Rollouts:
-        return self.engine.generate(prompts, sampling, seed=seed_of(self.config.seed, step))
+        return built(self.engine).generate(prompts, sampling, seed=seed_of(self.config.seed, step))
 
     @RayHelper.function(group="rollout")
-    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        self.engine.load_weights(weights.items())
+    def copy_weights(self) -> None:
+        assert self.backend is not None, "an engine that gets copies is where the policy is trained"
+        copy(self.config, self.backend, built(self.engine))
+
+    @RayHelper.function(group="rollout")
+    def receive_weights(self, channel: Channel) -> None:
+        receive(built(self.engine), channel)
+
+    @RayHelper.function(group="rollout")
+    def rest_engine(self) -> None:
+        end_generation(self.backend, built(self.engine))
 
     # Role teacher
 
@@ -356,10 +400,10 @@ class GKDTrainer:
                 num_micro=-(-most // size),
             )
 
-    @RayHelper.function(group="train", collect=first_of)
-    def export_weights(self) -> dict[str, torch.Tensor]:
+    @RayHelper.function(group="train")
+    def send_weights(self, channel: Channel) -> None:
         assert self.backend is not None, "build comes first"
-        return exported(self.backend)
+        send(self.config, self.backend, channel)
 
     @RayHelper.function(group="train")
     def save(self, folder: Path) -> None:

@@ -9,7 +9,7 @@
     rewards, advantages
     samples ──────────────────────────────────────► update           one optimizer step
     metrics ◄────────────────────────────────────── slice, merge
-                          load_weights ◄─────────── export_weights   nothing to do where one process hosts both
+                          receive_weights ◄──────── send_weights     through a channel; see weight_sync.py
 
 DeepSeekMath (arXiv 2402.03300); the variants' papers stand beside their formulas in ``losses/policy.py`` and
 ``rewards/advantages.py``. Names, defaults and metrics are TRL's. A *generation* is ``generation_batch_size``
@@ -36,7 +36,9 @@ if __name__ == "__main__":  # first, so that a mistake in the configuration is t
 import asyncio
 import dataclasses
 import json
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -44,11 +46,19 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from rayhelper import ConfigError, DeviceGroups, RayHelper
+from rayhelper import Channel, ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Prompts, Ragged, Rollouts, Samples
-from trainers.completions import build_engine, prompts_of, rollout_metrics, sampling_of, seed_of
+from trainers.completions import (
+    build_engine,
+    check_completions,
+    prompts_of,
+    rollout_metrics,
+    sampling_of,
+    seed_of,
+)
 from trainers.data.rows import Batches, prompt_of
+from trainers.engine_updates import EngineUpdates, channel_to
 from trainers.entropy_coefficient import EntropyCoefficient
 from trainers.generation_plan import RowStream, StepPlan
 from trainers.grpo_config import GRPOConfig
@@ -69,10 +79,9 @@ from trainers.rewards.advantages import add_reward_metrics, group_advantages
 from trainers.rewards.functions import chat_completions, numbered, resolve_rewards, score
 from trainers.rewards.models import RewardModel, model_name
 from trainers.role_models import check_same_tokens, resolved_models
-from trainers.rollout.base import Sampling
+from trainers.rollout.base import Engine, Sampling
 from trainers.rollout.environments import Environment, resolve_environment
 from trainers.rollout.episodes import Stage
-from trainers.rollout.hf import check_generation_kwargs
 from trainers.rollout.tools import ToolEnvironment, resolve_tools, schemas
 from trainers.run import (
     Run,
@@ -86,7 +95,26 @@ from trainers.run import (
     resolve_dtype,
     saved_order,
 )
-from trainers.weight_sync import exported, first_of
+from trainers.weight_sync import (
+    Route,
+    built,
+    copy,
+    end_generation,
+    exported,
+    first_of,
+    receive,
+    send,
+)
+
+
+@dataclass
+class Started:
+    """Completions that are under way."""
+
+    rows: Any  # one a completion
+    begin: Callable[[], Any]  # begins them once more
+    rollouts: Any  # a future of Rollouts
+    num_learned: int  # generations that the policy had learned from when it began
 
 
 @RayHelper.worker(group=["train", "rollout", "reference", "teacher", "reward"])
@@ -101,6 +129,7 @@ class GRPOTrainer:
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config
         self.backend: Backend | None = None
+        self.engine: Engine | None = None
         self.prepare()
 
     @staticmethod
@@ -109,9 +138,9 @@ class GRPOTrainer:
         check_before_start(config)
         with mistakes_of("reward_funcs"):
             resolve_rewards(config.reward_funcs)
-        with mistakes_of("generation_kwargs"):
-            check_generation_kwargs(config.generation_kwargs)
+        check_completions(config, groups)
         environment_of(config)
+        check_staleness(config, groups)
         check_used(config, groups)
         StepPlan.of(config, 1, num_train_workers(groups), saved_order(config))
 
@@ -136,7 +165,12 @@ class GRPOTrainer:
         self.rows: Any = self.read(config.dataset, config.dataset_split)
         self.eval_rows: Any = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
         self.async_runner = asyncio.Runner()  # one event loop for all calls: clients may hold connections
+        self.ahead: deque[Started] = deque()
         self.begin({})
+
+    @RayHelper.function(group="driver", execute="first")
+    def open_channel(self, route: Route) -> Channel:
+        return channel_to(route, self.config.weight_bucket_mb)
 
     def begin(self, state: dict[str, Any]) -> None:
         """What changes from step to step, as it is at the start or in a checkpoint's ``state``."""
@@ -173,31 +207,34 @@ class GRPOTrainer:
         with Run(config, plan.num_steps, headline=headline, order=plan.order()) as run:
             run.resume(self.load)
             self.begin(run.trainer_state)
-            self.sync_weights()
             if config.val_before_train and run.step == 0:
-                run.log_evaluation(self.evaluate())
+                run.evaluate(self.evaluate)
             while run.step < plan.num_steps:
                 start, generation = run.step, plan.generation(run.step)
                 explored, metrics = self.explore(plan, run)
                 samples = to_samples(explored, config.mask_truncated_completions)
-                samples = self.with_logps(samples, off_policy=plan.num_updates(plan.num_prompts) > 1)
+                with run.phase("logps"):
+                    samples = self.with_logps(samples, off_policy=plan.num_updates(plan.num_prompts) > 1)
                 samples, seen = credit(config, samples, explored.rewards, self.reward_weights, self.reward_names)
                 metrics = Metrics.merge([metrics, seen])
                 for chunk in plan.chunks(samples, seed=(config.seed, generation)):
-                    learned = self.learn(chunk, samples)
+                    with run.phase("update"):
+                        learned = self.learn(chunk, samples)
+                        self.engines.learned()
                     epoch = self.stream.epoch if plan.is_dynamic else (run.step + 1) / plan.steps_per_epoch
                     run.log_step(Metrics.merge([metrics, learned]), epoch=epoch)
-                    self.sync_reference(run.step)
+                    with run.phase("sync"):
+                        self.sync_reference(run.step)
                     metrics = Metrics()  # what was seen of the rollouts is told with the first step on them
                     if run.step == plan.num_steps:
                         break
-                self.sync_weights()
                 if run.due(config.eval_steps, run.step - start):
-                    run.log_evaluation(self.evaluate())
+                    run.evaluate(self.evaluate)
                 if run.due(config.save_steps, run.step - start):
                     run.save_checkpoint(self.save, self.tokenizer, self.state())
             if self.eval_rows is not None:
-                run.log_evaluation(self.evaluate())
+                run.evaluate(self.evaluate)
+            self.engines.close()
             return run.finish(self.export, self.tokenizer)
 
     def build(self, num_steps: int) -> None:
@@ -211,28 +248,45 @@ class GRPOTrainer:
             self.build_reward([self.models[name] for name in config.reward_model])
         self.build_train(self.model_path, num_steps)
         self.build_rollout(self.model_path)
+        self.engines = EngineUpdates(
+            self.meet_engine(),
+            copy=self.copy_weights,
+            send=self.send_weights,
+            receive=self.receive_weights,
+            rest=self.rest_engine,
+            rebuild=partial(self.build_rollout, self.model_path),
+            open_channel=self.open_channel,
+        )
 
     def explore(self, plan: StepPlan, run: Run) -> tuple[Rewarded, Metrics]:
-        """G completions of each of the generation's prompts, rewarded, and what was seen of all that were drawn."""
+        """G completions of each of the generation's prompts, rewarded, and what was seen of all that were drawn.
+
+        Up to ``max_staleness`` further generations are begun, which go on while this one is learned from.
+        """
         config, generation = self.config, plan.generation(run.step)
         if not plan.is_dynamic:
-            batches = Batches(len(self.rows), plan.num_prompts, seed=config.seed, shuffle=config.shuffle_dataset)
-            explored = self.completed(batches[generation], generation)
+            self.begin_ahead(plan, run)
+            started = self.ahead.popleft()
+            explored = self.finished(started, run)
             metrics = rollout_metrics(explored)
+            if config.max_staleness:
+                metrics.mean("staleness", generation - started.num_learned, 1)
         else:
             drawn = self.stream.take(plan.num_prompts)
-            explored = self.completed(drawn, generation)
+            explored = self.finished(self.started(drawn, run, generation), run)
             for attempt in range(1, config.max_resample_times + 1):
                 missing = plan.num_prompts - int(self.differing(explored).sum())
                 places = self.stream.take(max(missing, 0), held=drawn.tolist())
                 if not len(places):
                     break
                 drawn = np.concatenate([drawn, places])
-                explored = Rewarded.concat([explored, self.completed(places, generation, attempt)])
+                further = self.finished(self.started(places, run, generation, attempt), run)
+                explored = Rewarded.concat([explored, further])
             metrics = rollout_metrics(explored)
             num_drawn = len(explored) // config.num_generations
             metrics.mean("resampled_share", num_drawn - plan.num_prompts, num_drawn)
             explored = fullest(explored, self.differing(explored), plan.num_prompts, config.num_generations)
+        self.engines.end_generation(run)
         num_updates = plan.num_updates(len(explored) // config.num_generations)
         if config.log_completions and run.shows_completions(num_updates):
             run.log_completions(self.shown(explored))
@@ -246,18 +300,47 @@ class GRPOTrainer:
             explored.rewards, self.reward_weights, config.num_generations, config.multi_objective_aggregation
         )
 
-    def completed(self, places: np.ndarray, generation: int, attempt: int = 0) -> Rewarded:
-        """G completions of the rows at ``places``, rewarded."""
-        rows = self.rows.select(np.repeat(places, self.config.num_generations))
-        rollouts = self.rollout(rows, self.config.temperature, generation, attempt)
-        return Rewarded(**rollouts.columns(), prompts=list(map(prompt_of, rows)), rewards=self.reward(rows, rollouts))
+    def begin_ahead(self, plan: StepPlan, run: Run) -> None:
+        """Begins what is missing of this generation and the ``max_staleness`` next ones of the run."""
+        config, generation = self.config, plan.generation(run.step)
+        batches = Batches(len(self.rows), plan.num_prompts, seed=config.seed, shuffle=config.shuffle_dataset)
+        last = min(generation + config.max_staleness, plan.generation(plan.num_steps - 1))
+        for number in range(generation + len(self.ahead), last + 1):
+            self.ahead.append(self.started(batches[number], run, number, num_learned=generation))
 
-    def rollout(self, rows: Any, temperature: float, generation: int, attempt: int = 0) -> Rollouts:
-        """One completion of every row's prompt."""
+    def started(
+        self, places: np.ndarray, run: Run, generation: int, attempt: int = 0, num_learned: int | None = None
+    ) -> Started:
+        """G completions of the rows at ``places`` are under way, by the policy as it is now."""
+        with run.phase("data"):
+            rows = self.rows.select(np.repeat(places, self.config.num_generations))
+            starts = self.starts(rows)
+        with run.phase("sync"):
+            self.engines.update()
+        with run.phase("generate"):
+            begin = partial(self.rollout, starts, self.config.temperature, generation, attempt)
+            return Started(rows, begin, begin(), generation if num_learned is None else num_learned)
+
+    def finished(self, started: Started, run: Run) -> Rewarded:
+        """The completions, rewarded."""
+        with run.phase("generate"):
+            rollouts = self.engines.completed(started.rollouts, started.begin)
+        with run.phase("reward"):
+            rewards = self.reward(started.rows, rollouts)
+        return Rewarded(**rollouts.columns(), prompts=list(map(prompt_of, started.rows)), rewards=rewards)
+
+    def starts(self, rows: Any) -> Prompts | list[dict[str, Any]]:
+        """What ``rollout`` takes: the rows' prompts as token ids, or whole rows where an environment plays them."""
+        return list(rows) if self.config.has_environment else prompts_of(self.config, rows, self.tokenizer)
+
+    def rollout(
+        self, starts: Prompts | list[dict[str, Any]], temperature: float, generation: int, attempt: int = 0
+    ) -> Any:
+        """A future of ``Rollouts``: one completion of every prompt."""
         sampling = sampling_of(self.config, temperature)
-        if self.config.has_environment:
-            return self.play(list(rows), sampling, generation, attempt)
-        return self.generate(prompts_of(self.config, rows, self.tokenizer), sampling, generation, attempt)
+        if isinstance(starts, Prompts):
+            return self.generate.defer(starts, sampling, generation, attempt)
+        return self.play.defer(starts, sampling, generation, attempt)
 
     def reward(self, rows: Any, rollouts: Rollouts) -> np.ndarray:
         """(B, K) float32: of the functions, the reward models, the environment; NaN where one had nothing to say."""
@@ -315,6 +398,8 @@ class GRPOTrainer:
         if old is not None:
             scores = old.result()
             columns |= {"old_logps": scores.logps, "entropies": scores.entropies}
+        if config.max_staleness and config.rollout_correction is None:
+            columns["old_logps"] = samples.rollout_logps  # the clipped ratio is to the policy that drew them
         return dataclasses.replace(samples, **columns)
 
     def learn(self, chunk: Samples, generation: Samples) -> Metrics:
@@ -346,7 +431,10 @@ class GRPOTrainer:
         num_generations = config.num_generations_eval or (config.num_generations if temperature else 1)
         assert self.eval_rows is not None
         rows = self.eval_rows.select(np.repeat(np.arange(len(self.eval_rows)), num_generations))
-        rollouts = self.rollout(rows, temperature, generation=-1)
+        self.engines.update()
+        begin = partial(self.rollout, self.starts(rows), temperature, -1)
+        rollouts = self.engines.completed(begin(), begin)
+        self.engines.end_generation()
         _, statistics = group_advantages(
             self.reward(rows, rollouts),
             num_generations=num_generations,
@@ -358,16 +446,10 @@ class GRPOTrainer:
         metrics.entries.pop("num_tokens")  # of training alone
         return {f"eval_{name}": value for name, value in metrics.values().items()}
 
-    def sync_weights(self) -> None:
-        """Gives the rollout workers the policy's weights; nothing travels where one process hosts both roles."""
-        if not self.shares_weights():
-            weights: Any = self.export_weights.defer()  # goes from worker to workers, not through the driver
-            self.load_weights(weights)
-
     def sync_reference(self, step: int) -> None:
         """Mixes the policy into a reference that follows it, when that is due."""
         if self.config.sync_ref_model and step % self.config.ref_model_sync_steps == 0:
-            weights: Any = self.export_weights.defer()
+            weights: Any = self.export_weights.defer()  # goes from worker to workers, not through the driver
             self.mix_reference(weights)
 
     def save(self, folder: Path) -> None:
@@ -386,6 +468,8 @@ class GRPOTrainer:
 
     @RayHelper.function(group="rollout")
     def build_rollout(self, model: str) -> None:
+        if self.engine is not None:
+            return
         config = self.config
         tokenizer = load_tokenizer(config, model)
         environment = environment_of(config)
@@ -397,22 +481,30 @@ class GRPOTrainer:
             )
 
     @RayHelper.function(group="rollout", execute="first")
-    def shares_weights(self) -> bool:
-        """Whether the engine generates with the very model that is trained."""
-        return self.backend is not None
+    def meet_engine(self) -> Route:
+        return Route.between(self.backend, built(self.engine))
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
     def generate(self, prompts: Prompts, sampling: Sampling, generation: int, attempt: int) -> Rollouts:
-        return self.engine.generate(prompts, sampling, seed=seed_of(self.config.seed, generation, attempt))
+        return built(self.engine).generate(prompts, sampling, seed=seed_of(self.config.seed, generation, attempt))
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
     def play(self, rows: list[dict[str, Any]], sampling: Sampling, generation: int, attempt: int) -> Rollouts:
         """An episode of each row's prompt."""
-        return self.stage.play(self.engine, rows, sampling, partial(seed_of, self.config.seed, generation, attempt))
+        engine, seed = built(self.engine), partial(seed_of, self.config.seed, generation, attempt)
+        return self.stage.play(engine, rows, sampling, seed)
 
     @RayHelper.function(group="rollout")
-    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        self.engine.load_weights(weights.items())
+    def copy_weights(self) -> None:
+        copy(self.config, self.policy, built(self.engine))
+
+    @RayHelper.function(group="rollout")
+    def receive_weights(self, channel: Channel) -> None:
+        receive(built(self.engine), channel)
+
+    @RayHelper.function(group="rollout")
+    def rest_engine(self) -> None:
+        end_generation(self.backend, built(self.engine))
 
     # Role reward
 
@@ -497,6 +589,10 @@ class GRPOTrainer:
             entropy_gradient=step.entropy_coef > 0,
         )
 
+    @RayHelper.function(group="train")
+    def send_weights(self, channel: Channel) -> None:
+        send(self.config, self.policy, channel)
+
     @RayHelper.function(group="train", collect=first_of)
     def export_weights(self) -> dict[str, torch.Tensor]:
         return exported(self.policy)
@@ -536,6 +632,19 @@ def environment_of(config: GRPOConfig) -> Callable[[], Environment] | None:
         return None
     with mistakes_of("environment"):
         return resolve_environment(config.environment)
+
+
+def check_staleness(config: GRPOConfig, groups: DeviceGroups | None) -> None:
+    """Raises ConfigError for generations begun ahead where there is nothing that could run beside training."""
+    if not config.max_staleness:
+        return
+    if groups is None or groups.group_of("rollout") == groups.group_of("train"):
+        raise ConfigError(
+            f"max_staleness={config.max_staleness} generates while the policy is trained, but both are on the same "
+            "devices. Give role rollout a group of its own, or remove it."
+        )
+    if config.dynamic_sample:
+        raise ConfigError("max_staleness cannot begin generations whose prompts dynamic_sample chooses later")
 
 
 def check_used(config: GRPOConfig, groups: DeviceGroups | None) -> None:

@@ -36,6 +36,10 @@ class GRPOConfig(CompletionConfig):
     num_iterations: int = 1
     """Times that a generation is gone through (mu in the paper)."""
 
+    max_staleness: int = 0
+    """Generations that are begun ahead of the one that is learned from, by a policy that knows less; 0: none. Role
+    rollout needs devices of its own."""
+
     # Generation
     dynamic_sample: bool = False
     """Replace prompts whose completions are all rewarded alike by the next prompts of the data (arXiv 2503.14476)."""
@@ -279,7 +283,7 @@ def check_sampling(config: GRPOConfig) -> None:
         raise ConfigError("generation_batch_size and steps_per_generation say the same thing; set one of them")
     if not 0 < config.temperature < math.inf:
         raise ConfigError(f"temperature must be positive to explore, got {config.temperature}; see eval_temperature")
-    at_least(config, 0, "eval_temperature")
+    at_least(config, 0, "eval_temperature", "max_staleness")
     at_least(config, 1, "num_iterations")
     at_least(config, 1, "num_generations", "generation_batch_size", "steps_per_generation", "num_generations_eval")
     at_least(config, 1, "max_resample_times")

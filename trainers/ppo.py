@@ -7,7 +7,7 @@
     functions' rewards
     KL, GAE, whitening ◄──────────── all of them
     samples ─────────────────────────────────────► update_policy                update_critic      side by side
-                         load_weights ◄─────────── export_weights
+                         receive_weights ◄──────── send_weights
 
 Schulman et al. (arXiv 1707.06347), as Ziegler et al. (arXiv 1909.08593) used it on language models. Names, defaults and
 metrics are those of TRL 1.12, the last that had it. A *batch* is ``num_mini_batches`` optimizer steps' worth of
@@ -36,11 +36,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from rayhelper import DeviceGroups, RayHelper
+from rayhelper import Channel, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Prompts, Ragged, Rollouts, Sequences
-from trainers.completions import build_engine, prompts_of, rollout_metrics, sampling_of, seed_of
+from trainers.completions import build_engine, check_completions, prompts_of, rollout_metrics, sampling_of, seed_of
 from trainers.data.rows import Batches, prompt_of
+from trainers.engine_updates import EngineUpdates, channel_to
 from trainers.losses.ppo import (
     add_ppo_metrics,
     add_value_metrics,
@@ -65,8 +66,7 @@ from trainers.rewards.advantages import add_reward_metrics, group_advantages
 from trainers.rewards.functions import chat_completions, numbered, resolve_rewards, score
 from trainers.rewards.models import RewardModel, model_name
 from trainers.role_models import check_same_tokens, resolved_models
-from trainers.rollout.base import Sampling
-from trainers.rollout.hf import check_generation_kwargs
+from trainers.rollout.base import Engine, Sampling
 from trainers.run import (
     Run,
     build_backend,
@@ -78,7 +78,7 @@ from trainers.run import (
     resolve_dtype,
     saved_order,
 )
-from trainers.weight_sync import exported, first_of
+from trainers.weight_sync import Route, built, copy, end_generation, receive, send
 
 
 @RayHelper.worker(group=["train", "critic", "reference", "reward", "rollout"])
@@ -93,6 +93,7 @@ class PPOTrainer:
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
         self.policy: Backend | None = None
+        self.engine: Engine | None = None
         self.prepare()
 
     @staticmethod
@@ -101,8 +102,7 @@ class PPOTrainer:
         check_before_start(config)
         with mistakes_of("reward_funcs"):
             resolve_rewards(config.reward_funcs)
-        with mistakes_of("generation_kwargs"):
-            check_generation_kwargs(config.generation_kwargs)
+        check_completions(config, groups)
 
     # The driver's part
 
@@ -131,6 +131,10 @@ class PPOTrainer:
         self.eval_rows: Any = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
         self.async_runner = asyncio.Runner()  # one event loop for all calls: clients may hold connections
 
+    @RayHelper.function(group="driver", execute="first")
+    def open_channel(self, route: Route) -> Channel:
+        return channel_to(route, self.config.weight_bucket_mb)
+
     def read(self, source: Any, split: str) -> Any:
         """The rows of a dataset, each with a prompt."""
         rows = read_rows(self.config, source, split)
@@ -147,25 +151,26 @@ class PPOTrainer:
         headline = ("objective/scores", "objective/kl", "loss/policy_avg", "loss/value_avg")
         with Run(config, plan.num_steps, headline=headline, order=plan.order()) as run:
             run.resume(self.load)
-            self.sync_weights()
             if config.val_before_train and run.step == 0:
-                run.log_evaluation(self.evaluate())
+                run.evaluate(self.evaluate)
             while run.step < plan.num_steps:
                 start, batch = run.step, plan.batch(run.step)
                 samples, states, metrics = self.explore(self.rows.select(batches[batch]), plan, run)
                 for rows in plan.mini_batches(len(samples), seed=(config.seed, batch)):
-                    learned = self.learn(samples[rows], states[rows])
+                    with run.phase("update"):
+                        learned = self.learn(samples[rows], states[rows])
+                        self.engines.learned()
                     run.log_step(Metrics.merge([metrics, learned]), epoch=(run.step + 1) / plan.steps_per_epoch)
                     metrics = objective_of(metrics)  # the rest is told with the first step on the completions alone
                     if run.step == plan.num_steps:
                         break
-                self.sync_weights()
                 if run.due(config.eval_steps, run.step - start):
-                    run.log_evaluation(self.evaluate())
+                    run.evaluate(self.evaluate)
                 if run.due(config.save_steps, run.step - start):
                     run.save_checkpoint(self.save, self.tokenizer)
             if self.eval_rows is not None:
-                run.log_evaluation(self.evaluate())
+                run.evaluate(self.evaluate)
+            self.engines.close()
             return run.finish(self.export, self.tokenizer)
 
     def build(self, num_steps: int) -> None:
@@ -177,6 +182,15 @@ class PPOTrainer:
         if self.config.reward_model is not None:
             self.build_reward(self.models["reward_model"])
         self.build_rollout(self.model_path)
+        self.engines = EngineUpdates(
+            self.meet_engine(),
+            copy=self.copy_weights,
+            send=self.send_weights,
+            receive=self.receive_weights,
+            rest=self.rest_engine,
+            rebuild=partial(self.build_rollout, self.model_path),
+            open_channel=self.open_channel,
+        )
 
     @property
     def has_reference_role(self) -> bool:
@@ -188,23 +202,33 @@ class PPOTrainer:
         """A completion of every row: what policy and critic learn from it, and what was seen."""
         config = self.config
         batch = plan.batch(run.step)
-        rollouts = self.rollout(rows, config.temperature, batch)
+        with run.phase("data"):
+            prompts = prompts_of(config, rows, self.tokenizer)
+        with run.phase("sync"):
+            self.engines.update()
+        with run.phase("generate"):
+            rollouts = self.rollout(prompts, config.temperature, batch)
+        self.engines.end_generation(run)
         num_places_B = gae.num_places(rollouts.completion_ids.lengths, config.max_completion_length)
         samples = policy_samples(rollouts)
         states = value_samples(rollouts, num_places_B, self.tokenizer.eos_token_id)
-        old_logps, ref_logps = self.policy_logps.defer(samples), None
-        if config.kl_coef:
-            ref_logps = (self.reference_logps if self.has_reference_role else self.bare_policy_logps).defer(samples)
-        values = self.values.defer(states)
-        rewards_BK = self.reward(rows, rollouts)
+        with run.phase("logps"):
+            old, ref = self.policy_logps.defer(samples), None
+            if config.kl_coef:
+                ref = (self.reference_logps if self.has_reference_role else self.bare_policy_logps).defer(samples)
+            values = self.values.defer(states)
+        with run.phase("reward"):
+            rewards_BK = self.reward(rows, rollouts)
         scores_B = total_scores(rewards_BK, self.reward_weights)
         scores_B -= rollouts.truncated * (config.missing_eos_penalty or 0.0)
-        samples = dataclasses.replace(samples, old_logps=old_logps.result())
-        states = dataclasses.replace(states, old_values=values.result())
+        with run.phase("logps"):
+            samples = dataclasses.replace(samples, old_logps=old.result())
+            states = dataclasses.replace(states, old_values=values.result())
+            ref_logps = None if ref is None else ref.result()
         samples, states, metrics = credit(
             samples,
             states,
-            None if ref_logps is None else ref_logps.result(),
+            ref_logps,
             scores_B,
             kl_coef=config.kl_coef,
             kl_estimator=config.kl_estimator,
@@ -218,10 +242,11 @@ class PPOTrainer:
         metrics.sum("val/num_eos_tokens", float((~rollouts.truncated).sum()))
         return samples, states, Metrics.merge([self.seen(rollouts, rewards_BK), metrics])
 
-    def rollout(self, rows: Any, temperature: float, batch: int) -> Rollouts:
-        """One completion of every row's prompt."""
-        prompts = prompts_of(self.config, rows, self.tokenizer)
-        return self.generate(prompts, sampling_of(self.config, temperature), batch)
+    def rollout(self, prompts: Prompts, temperature: float, batch: int) -> Rollouts:
+        """One completion of every prompt."""
+        begin = partial(self.generate.defer, prompts, sampling_of(self.config, temperature), batch)
+        rollouts: Rollouts = self.engines.completed(begin(), begin)
+        return rollouts
 
     def reward(self, rows: Any, rollouts: Rollouts) -> np.ndarray:
         """(B, K) float32 rewards of the functions and, last, of the reward model; NaN where one had nothing to say."""
@@ -267,16 +292,13 @@ class PPOTrainer:
         config = self.config
         temperature = config.temperature if config.eval_temperature is None else config.eval_temperature
         assert self.eval_rows is not None
-        rollouts = self.rollout(self.eval_rows, temperature, batch=-1)
+        prompts = prompts_of(config, self.eval_rows, self.tokenizer)
+        self.engines.update()
+        rollouts = self.rollout(prompts, temperature, batch=-1)
+        self.engines.end_generation()
         metrics = self.seen(rollouts, self.reward(self.eval_rows, rollouts))
         metrics.entries.pop("num_tokens")  # of training alone
         return {f"eval_{name}": value for name, value in metrics.values().items()}
-
-    def sync_weights(self) -> None:
-        """Gives the rollout workers the policy's weights; nothing travels where one process hosts both roles."""
-        if not self.shares_weights():
-            weights: Any = self.export_weights.defer()  # goes from worker to workers, not through the driver
-            self.load_weights(weights)
 
     def save(self, folder: Path) -> None:
         """The policy in the folder itself, the critic in ``critic``."""
@@ -291,20 +313,29 @@ class PPOTrainer:
 
     @RayHelper.function(group="rollout")
     def build_rollout(self, model: str) -> None:
-        self.engine = build_engine(self.config, model, load_tokenizer(self.config, model), self.policy)
+        if self.engine is None:
+            self.engine = build_engine(self.config, model, load_tokenizer(self.config, model), self.policy)
 
     @RayHelper.function(group="rollout", execute="first")
-    def shares_weights(self) -> bool:
-        """Whether the engine generates with the very model that is trained."""
-        return self.policy is not None
+    def meet_engine(self) -> Route:
+        return Route.between(self.policy, built(self.engine))
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
     def generate(self, prompts: Prompts, sampling: Sampling, batch: int) -> Rollouts:
-        return self.engine.generate(prompts, sampling, seed=seed_of(self.config.seed, batch))
+        return built(self.engine).generate(prompts, sampling, seed=seed_of(self.config.seed, batch))
 
     @RayHelper.function(group="rollout")
-    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        self.engine.load_weights(weights.items())
+    def copy_weights(self) -> None:
+        assert self.policy is not None, "an engine that gets copies is where the policy is trained"
+        copy(self.config, self.policy, built(self.engine))
+
+    @RayHelper.function(group="rollout")
+    def receive_weights(self, channel: Channel) -> None:
+        receive(built(self.engine), channel)
+
+    @RayHelper.function(group="rollout")
+    def rest_engine(self) -> None:
+        end_generation(self.policy, built(self.engine))
 
     # Role reward
 
@@ -354,6 +385,9 @@ class PPOTrainer:
         metrics = self.critic.step(states, loss, micro_batch_size=self.config.per_device_train_batch_size)
         for name in ("grad_norm", "learning_rate"):  # the policy has these too; their losses add up
             metrics.entries[f"critic/{name}"] = metrics.entries.pop(name)
+        del metrics.entries["update_tokens"]  # the policy's, told there
+        if self.policy is not None:
+            metrics.entries.pop("update_peak_flops", None)  # of the same devices
         return metrics
 
     @RayHelper.function(group="critic")
@@ -396,10 +430,10 @@ class PPOTrainer:
             temperature=self.config.temperature,
         )
 
-    @RayHelper.function(group="train", collect=first_of)
-    def export_weights(self) -> dict[str, torch.Tensor]:
+    @RayHelper.function(group="train")
+    def send_weights(self, channel: Channel) -> None:
         assert self.policy is not None, "build_train comes first"
-        return exported(self.policy)
+        send(self.config, self.policy, channel)
 
     @RayHelper.function(group="train")
     def save_policy(self, folder: Path) -> None:

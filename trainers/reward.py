@@ -85,18 +85,20 @@ class RewardTrainer:
         with Run(config, num_steps, headline=headline, order=order) as run:
             run.resume(self.load)
             if config.val_before_train and run.step == 0:
-                run.log_evaluation(self.evaluate())
+                run.evaluate(self.evaluate)
             while run.step < num_steps:
-                pairs = self.pairs[batches[run.step]]
-                metrics = self.update(pairs, len(pairs))
+                with run.phase("data"):
+                    pairs = self.pairs[batches[run.step]]
+                with run.phase("update"):
+                    metrics = self.update(pairs, len(pairs))
                 metrics.sum("num_tokens", pairs.num_tokens)
                 run.log_step(metrics, epoch=(run.step + 1) / batches.steps_per_epoch)
                 if run.due(config.eval_steps):
-                    run.log_evaluation(self.evaluate())
+                    run.evaluate(self.evaluate)
                 if run.due(config.save_steps):
                     run.save_checkpoint(self.save, self.tokenizer)
             if self.eval_pairs is not None:
-                run.log_evaluation(self.evaluate())
+                run.evaluate(self.evaluate)
             return run.finish(self.export, self.tokenizer)
 
     def evaluate(self) -> dict[str, float]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -35,6 +34,8 @@ from trainers.config import SEQUENCES_PER_STEP, RunConfig, TrainConfig
 from trainers.data.rows import load_rows
 from trainers.metrics import Metrics
 from trainers.plugins import load_plugins, resolve_model
+from trainers.throughput import WORK, throughput
+from trainers.timing import Stopwatch, step_times
 from trainers.trackers import Trackers
 
 # What a checkpoint's optimizer, schedule and adapter were made with: another value would be ignored, or another model
@@ -79,9 +80,9 @@ class Run:
         self.best_checkpoint: str | None = state.get("best_model_checkpoint")
         self.last: dict[str, float] = {}
         self.last_evaluation: dict[str, float] = {}
-        self.clock = time.perf_counter()
         self.trackers: Trackers | None = None  # process 0 has them
         self.open_logs()
+        self.stopwatch = Stopwatch()
 
     @RayHelper.function(group="driver", execute="first")
     def open_logs(self) -> None:
@@ -113,19 +114,30 @@ class Run:
             logger.info("going on from %s (step %d of %d)", self.checkpoint, self.step, self.num_steps)
             if size is not None:
                 logger.info("a step learns from %d sequences, as before, however many workers there are", size)
-            load(self.checkpoint)
+            with self.stopwatch.stopped():
+                load(self.checkpoint)
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Inside, the driver's time counts as this phase of the step; the step is that of the next ``log_step``."""
+        return self.stopwatch.phase(name)
 
     def log_step(self, metrics: Metrics, *, epoch: float) -> None:
-        """Counts an optimizer step and writes its numbers, under TRL's names."""
+        """Counts an optimizer step and writes its numbers, under TRL's names, and where its time went."""
         self.step += 1
-        numbers = metrics.values()
-        now = time.perf_counter()
+        seconds = self.stopwatch.lap()
+        times = step_times(seconds)
+        numbers = {name: value for name, value in metrics.values().items() if name not in WORK}
         self.num_tokens += numbers.pop("num_tokens", 0.0)
-        numbers |= {"num_tokens": self.num_tokens, "epoch": epoch, "step_time": now - self.clock}
-        self.clock = now
+        numbers |= {"num_tokens": self.num_tokens, "epoch": epoch, "step_time": times["time/step"]}
+        numbers |= times | throughput(metrics, seconds)
         self.last |= numbers
         if self.trackers is not None:
             self.trackers.log(self.step, numbers)
+
+    def evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> None:
+        """Writes the numbers that ``evaluate`` finds. Its time is of no step, whatever phases it goes through."""
+        with self.stopwatch.stopped():
+            self.log_evaluation(evaluate())
 
     def log_evaluation(self, numbers: Mapping[str, float]) -> None:
         """Writes the numbers of an evaluation; the first and the last are shown side by side at the end.
@@ -139,7 +151,6 @@ class Run:
         self.last |= numbers
         if self.trackers is not None:
             self.trackers.log(self.step, numbers, advance=False)
-        self.clock = time.perf_counter()
 
     def shows_completions(self, num_steps: int) -> bool:
         """Whether the first step or a multiple of ``logging_steps`` is among the next ``num_steps`` steps."""
@@ -166,6 +177,7 @@ class Run:
         name.
 
         An evaluation that is due at the same step comes first: it tells whether this is the best checkpoint so far.
+        The time is of no step.
         """
         folder = checkpoint_folder(self.output_dir, self.step)
         self.judge(folder)
@@ -179,7 +191,8 @@ class Run:
             "order": self.order,
             "trainer": dict(trainer_state or {}),
         }
-        self.write(folder, save, tokenizer, state)
+        with self.stopwatch.stopped():
+            self.write(folder, save, tokenizer, state)
 
     def judge(self, folder: Path) -> None:
         """Notes ``folder`` as the best checkpoint if the last evaluation found the model better than ever before."""
@@ -430,6 +443,7 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
         "offload_params": config.fsdp_offload_params,
         "padding_free": config.padding_free,
         "token_budget": config.token_budget,
+        "peak_tflops": config.peak_tflops,
         "seed": config.seed,
         "model_init_kwargs": config.model_init_kwargs,
         "trust_remote_code": config.trust_remote_code,

@@ -100,18 +100,20 @@ class SFTTrainer:
         with Run(config, num_steps, headline=headline, order=order) as run:
             run.resume(self.load)
             if config.val_before_train and run.step == 0:
-                run.log_evaluation(self.evaluate())
+                run.evaluate(self.evaluate)
             while run.step < num_steps:
-                batch = self.sequences[batches[run.step]]
-                metrics = self.update(batch, int(batch.target_mask.values.sum()))
+                with run.phase("data"):
+                    batch = self.sequences[batches[run.step]]
+                with run.phase("update"):
+                    metrics = self.update(batch, int(batch.target_mask.values.sum()))
                 metrics.sum("num_tokens", len(batch.input_ids.values))
                 run.log_step(metrics, epoch=(run.step + 1) / batches.steps_per_epoch)
                 if run.due(config.eval_steps):
-                    run.log_evaluation(self.evaluate())
+                    run.evaluate(self.evaluate)
                 if run.due(config.save_steps):
                     run.save_checkpoint(self.save, self.tokenizer)
             if self.eval_sequences is not None:
-                run.log_evaluation(self.evaluate())
+                run.evaluate(self.evaluate)
             return run.finish(self.export, self.tokenizer)
 
     def evaluate(self) -> dict[str, float]:

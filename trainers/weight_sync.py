@@ -1,17 +1,124 @@
-"""How a model's weights get from the workers that train it to those that use it.
+"""How the policy's weights get to the engines that generate with them. The driver's side is ``engine_updates.py``.
 
-weights = self.export_weights.defer()    # role train: exported(backend), collect=first_of
-self.load_weights(weights)               # role rollout or reference: from worker to workers, not through the driver
+    shared   the engine runs the very module that is trained: nothing to do
+    copied   one process has both: weight after weight, gathered where it lies in shards
+    sent     other processes: through a channel (rayhelper/channel), bucket after bucket; train worker 0 sends
+
+Weights travel in the dtype that engines keep. Behind the last one comes what they add up to, so that every engine finds
+out whether it now holds what the trainer has (``fingerprints.py``). ``exported`` is for models that follow a policy now
+and then, such as references.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
-from rayhelper import RayHelper
+from rayhelper import Channel, RayHelper
 from trainers.backends.base import Backend
+from trainers.completion_config import CompletionConfig
+from trainers.fingerprints import added_up, fingerprint
+from trainers.rollout.base import Engine
+from trainers.run import resolve_dtype
+
+PROOF = "fingerprints of the weights"  # a name that no weight has
+
+
+@dataclass(frozen=True)
+class Route:
+    """How weights get to the engines of a role, and how many workers it has."""
+
+    way: Literal["shared", "copied", "sent"]
+    num_engines: int
+
+    @classmethod
+    def between(cls, backend: Backend | None, engine: Engine) -> Route:
+        """As a worker of role rollout sees it; ``backend``: the policy, if this worker trains it too."""
+        num_engines = RayHelper.current().world_size
+        if backend is None:
+            return cls("sent", num_engines)
+        return cls("shared" if engine.shares_weights else "copied", num_engines)
+
+
+class StaleWeightsError(RuntimeError):
+    """An engine does not hold the weights that the trainer has."""
+
+
+class EngineLostError(RuntimeError):
+    """A worker of role rollout has no engine: it took the place of one that died."""
+
+
+def built(engine: Engine | None) -> Engine:
+    """The engine. Raises EngineLostError if there is none."""
+    if engine is None:
+        raise EngineLostError("this worker has no engine: it took the place of one that died")
+    return engine
+
+
+def send(config: CompletionConfig, backend: Backend, channel: Channel) -> None:
+    """Sends all weights; every worker that trains calls it, and worker 0 sends."""
+    weights = _weights(config, backend)
+    if RayHelper.current().rank == 0:
+        channel.send(_with_proof(weights) if config.weight_checksum else weights)
+    else:
+        for _ in weights:  # gathers with worker 0
+            pass
+
+
+def receive(engine: Engine, channel: Channel) -> None:
+    """Loads what worker 0 sends into the engine, which is awake then; every worker of the role calls it.
+
+    Raises:
+        StaleWeightsError: afterwards the engine holds other weights than were sent.
+    """
+    proof: dict[str, int] = {}
+    engine.wake("weights")
+    engine.load_weights(_without_proof(channel.receive(copy=False), proof))
+    check(engine, proof)
+    engine.wake("kv_cache")
+
+
+def copy(config: CompletionConfig, backend: Backend, engine: Engine) -> None:
+    """Loads the policy's weights into an engine of the same process, which is awake then; every worker calls it.
+
+    What is not needed any more makes room for what comes next, if the configuration says so: the optimizer for the
+    engine's weights, the policy for its KV cache. ``end_generation`` brings both back.
+
+    Raises:
+        StaleWeightsError: afterwards the engine holds other weights than the policy.
+    """
+    proof: dict[str, int] = {}
+    backend.offload(model=False, optimizer=config.offload_optimizer)
+    engine.wake("weights")
+    weights = _weights(config, backend)
+    engine.load_weights(_without_proof(_with_proof(weights), proof) if config.weight_checksum else weights)
+    check(engine, proof)
+    backend.offload(model=config.offload_model, optimizer=False)
+    engine.wake("kv_cache")
+
+
+def end_generation(backend: Backend | None, engine: Engine) -> None:
+    """Gives what the engine can do without to the training beside it; every worker of the role calls it."""
+    engine.sleep()
+    if backend is not None:
+        backend.reload()
+
+
+def check(engine: Engine, proof: dict[str, int]) -> None:
+    """Raises StaleWeightsError, naming layers, if the engine's weights add up to something else than ``proof``."""
+    if not proof:
+        return
+    found = engine.fingerprints()
+    wrong = [layer for layer in proof if found.get(layer) != proof[layer]]
+    if wrong:
+        raise StaleWeightsError(
+            f"{len(wrong)} of {len(proof)} parts of the engine's model are not what the trainer has, among them "
+            f"{wrong[:3]}. If the engine changes weights as it loads them (quantization), set weight_checksum: false."
+        )
 
 
 def exported(backend: Backend) -> dict[str, torch.Tensor]:
@@ -30,3 +137,31 @@ def exported(backend: Backend) -> dict[str, torch.Tensor]:
 def first_of(values: list[Any]) -> Any:
     """A ``collect``: worker 0's value."""
     return values[0]
+
+
+def _weights(config: CompletionConfig, backend: Backend) -> Iterator[tuple[str, torch.Tensor]]:
+    """In the dtype that engines keep."""
+    dtype = getattr(torch, resolve_dtype(config))
+    for name, weight in backend.named_weights():
+        yield name, weight.to(dtype) if weight.is_floating_point() else weight
+
+
+def _with_proof(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights, and behind them their fingerprints as text."""
+    prints: list[tuple[str, torch.Tensor]] = []
+    for name, weight in weights:
+        prints.append((name, fingerprint(weight)))
+        yield name, weight
+    text = json.dumps(added_up(prints)).encode()
+    yield PROOF, torch.frombuffer(bytearray(text), dtype=torch.uint8).to(prints[0][1].device)
+
+
+def _without_proof(
+    stream: Iterable[tuple[str, torch.Tensor]], proof: dict[str, int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a stream; what came behind them is put into ``proof``."""
+    for name, tensor in stream:
+        if name == PROOF:
+            proof.update(json.loads(bytes(tensor.cpu().numpy())))
+        else:
+            yield name, tensor

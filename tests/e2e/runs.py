@@ -181,9 +181,17 @@ def interrupted_after(step: int) -> Iterator[None]:
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl`` without the seconds that a step took."""
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "step_time"} for line in found]
+    """The lines of ``metrics.jsonl`` without what tells of time."""
+    return [{name: value for name, value in line.items() if not tells_time(name)} for line in whole_lines(folder)]
+
+
+def whole_lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def tells_time(name: str) -> bool:
+    """Whether a metric is another every time that the same run is made."""
+    return name == "step_time" or name.startswith(("time/", "time_share/", "throughput/"))
 
 
 def final_bytes(folder: Path) -> bytes:

@@ -13,6 +13,7 @@ import yaml
 
 from rayhelper import RayHelper
 from tests.conftest import without_runtime
+from tests.e2e.runs import lines
 from tests.golden.tiny import save_tiny
 from trainers.cli import TRAINERS, load_config, placement, run
 from trainers.grpo import GRPOTrainer
@@ -50,11 +51,6 @@ def configured(name: str, folder: Path, **keys: Any) -> Any:
     return load_config(config_type, ["--config", f"examples/{name}", f"--output_dir={folder}", *arguments])
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "step_time"} for line in lines]
-
-
 def test_every_example_is_known_here() -> None:
     found = {str(path.relative_to(ROOT / "examples")) for path in (ROOT / "examples").rglob("*.yaml")}
     found = {name for name in found if not name.startswith("ms_swift/")}  # test_ms_swift.py
@@ -68,7 +64,7 @@ def test_an_example_trains_two_steps(name: str, tmp_path: Path) -> None:
     config = configured(name, tmp_path / "out", model=model, max_steps=2, report_to="none", **small)
     last = run(EXAMPLES[name][0], config)
     assert last["epoch"] > 0
-    assert len([line for line in metrics(tmp_path / "out") if "loss" in line]) == 2
+    assert len([line for line in lines(tmp_path / "out") if "loss" in line]) == 2
     assert (tmp_path / "out" / "final" / "model.safetensors").is_file()
 
 
@@ -97,7 +93,7 @@ def test_an_example_trains_two_steps_on_ray(name: str, tmp_path: Path, ray_clust
     config = dataclasses.replace(config, eval_dataset=None)
     with without_runtime(), RayHelper.session(placement(trainer, config)):
         trainer(config).train()
-    assert [line["step"] for line in metrics(tmp_path / "out") if "loss" in line] == [1, 2]
+    assert [line["step"] for line in lines(tmp_path / "out") if "loss" in line] == [1, 2]
     assert (tmp_path / "out" / "final" / "model.safetensors").is_file()
 
 
@@ -114,8 +110,8 @@ def test_the_quickstart_logs_the_same_off_and_with_ray(tmp_path: Path, ray_clust
         with RayHelper.session(placement(GRPOTrainer, config)):
             on = dict(GRPOTrainer(config).train())
     assert off.keys() == on.keys()
-    assert metrics(tmp_path / "off") == metrics(tmp_path / "ray")
-    assert [line["step"] for line in metrics(tmp_path / "off") if "loss" in line] == [1, 2, 3]
+    assert lines(tmp_path / "off") == lines(tmp_path / "ray")
+    assert [line["step"] for line in lines(tmp_path / "off") if "loss" in line] == [1, 2, 3]
 
 
 def test_the_placements_of_the_readme_are_read() -> None:

@@ -80,7 +80,7 @@ def built(config: GKDConfig) -> GKDTrainer:
 def one_step(config: GKDConfig, samples: DistillationSamples) -> Step:
     """One optimizer step, over the workers there are."""
     trainer = built(config)
-    metrics = trainer.learn(samples, sft_alpha=config.sft_alpha)
+    metrics = trainer.learn(samples, trainer.asked(samples), config.sft_alpha)
     trainer.export(Path(config.output_dir))
     return metrics.values(), load_file(Path(config.output_dir) / "model.safetensors")
 
@@ -178,7 +178,7 @@ def test_a_step_has_the_gradient_of_plain_autograd_and_not_of_a_teacher_read_one
     seen: dict[Any, torch.Tensor] = {}
     trainer = built(config)
     with gradients_seen(seen):
-        found = trainer.learn(samples, config.sft_alpha).values()
+        found = trainer.learn(samples, trainer.asked(samples), config.sft_alpha).values()
     loss, gradients = plain_gradient(model, teacher, samples, config)
     assert found["loss"] == pytest.approx(loss, abs=1e-5)
     assert found["divergence"] + 0.3 * found["sft_loss"] == pytest.approx(found["loss"])
@@ -403,7 +403,7 @@ def test_the_teacher_completes_its_own_prompts(model: str, teacher: str, tmp_pat
         temperature=1e-3,
     )  # fmt: skip
     trainer = built(config)
-    samples, _ = trainer.complete("teacher", trainer.rows, step=0)
+    samples, _ = trainer.complete("teacher", *trainer.prompts(trainer.rows), step=0)
     tokenizer, other = tiny_tokenizer(), AutoModelForCausalLM.from_pretrained(teacher)
     for k in range(3):
         ids = tokenizer(rows[k]["teacher_prompt"])["input_ids"]

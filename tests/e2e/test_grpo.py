@@ -206,9 +206,9 @@ class NotingTrainer(GRPOTrainer):
         self.drawn: list[list[int]] = []
         self.learned: list[list[int]] = []
 
-    def completed(self, places: np.ndarray, generation: int, attempt: int = 0) -> Any:
+    def started(self, places: np.ndarray, *args: Any, **kwargs: Any) -> Any:
         self.drawn.append(places.tolist())
-        return super().completed(places, generation, attempt)
+        return super().started(places, *args, **kwargs)
 
     def explore(self, *args: Any) -> Any:
         explored, metrics = super().explore(*args)

@@ -145,7 +145,7 @@ def test_the_prompt_shows_the_tools(model: str, tmp_path: Path) -> None:
     keys |= {"global_batch_size": 8}
     trainer = GRPOTrainer(episodes_config(model, tmp_path, **keys))
     trainer.train()
-    rollouts = trainer.rollout(trainer.rows, 1.0, generation=0)
+    rollouts = trainer.rollout(trainer.starts(trainer.rows), 1.0, generation=0).result()
     shown = trainer.tokenizer.decode(rollouts.prompt_ids[0])
     assert '"name": "triple"' in shown
     assert "The number." in shown

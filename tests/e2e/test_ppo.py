@@ -18,6 +18,7 @@ from tests.e2e.runs import evenness, final_bytes, interrupted_after, lines, ppo_
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.batch import Ragged, Rollouts
 from trainers.cli import load_config, placement, run
+from trainers.completions import prompts_of
 from trainers.ppo import PPOTrainer
 from trainers.ppo_batch import credit, policy_samples, total_scores, value_samples
 from trainers.ppo_config import PPOConfig
@@ -197,7 +198,7 @@ def test_a_reward_model_scores_beside_the_functions(
     with caplog.at_level(logging.ERROR):
         trainer.build(10)
     rows = trainer.rows.select(range(5))
-    rollouts = trainer.rollout(rows, 1.0, batch=0)
+    rollouts = trainer.rollout(prompts_of(trainer.config, rows, trainer.tokenizer), 1.0, batch=0)
     rewards_BK = trainer.reward(rows, rollouts)
     ids = [row.tolist() for row in rollouts.completion_ids]
     texts = tiny_tokenizer().batch_decode(ids, skip_special_tokens=True)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from trl.experimental.gkd import GKDConfig as TrlGKDConfig
 from trl.experimental.gkd import GKDTrainer as TrlGKDTrainer
 
+from rayhelper import RayHelper
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.golden.training import (
     OUR_ARGUMENTS,
@@ -107,6 +108,7 @@ def injected_completions(step: int, count: int) -> list[list[int]]:
 class OurTrainer(GKDTrainer):
     """Ours, its rollout engine replaced."""
 
+    @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
     def generate(self, prompts: Prompts, sampling: Any, step: int) -> Rollouts:
         completions = Ragged.of(injected_completions(step, len(prompts)), np.int64)
         truncated = np.array([ids[-1] != self.tokenizer.eos_token_id for ids in completions])

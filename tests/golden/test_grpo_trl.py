@@ -16,6 +16,7 @@ import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
+from rayhelper import RayHelper
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.golden.training import (
     OUR_ARGUMENTS,
@@ -69,6 +70,7 @@ def rollout_function(prompts: list[str], trainer: trl.GRPOTrainer) -> dict[str, 
 class OurTrainer(GRPOTrainer):
     """Ours, its rollout engine replaced."""
 
+    @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
     def generate(self, prompts: Prompts, sampling: Any, generation: int, attempt: int) -> Rollouts:
         completions = Ragged.of(injected_completions(generation, len(prompts)), np.int64)
         truncated = np.array([ids[-1] != self.tokenizer.eos_token_id for ids in completions])

@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rayhelper import RayHelper
 from tests.golden import ppo_fixture
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.golden.training import OUR_ARGUMENTS, Steps, Training, logged_steps, recorded
@@ -74,6 +75,7 @@ def evenness(completion_ids: list[list[int]], **_: Any) -> list[float]:
 class OurTrainer(PPOTrainer):
     """Ours, its rollout engine replaced."""
 
+    @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
     def generate(self, prompts: Prompts, sampling: Any, batch: int) -> Rollouts:
         completions = Ragged.of(injected_completions(batch, len(prompts)), np.int64)
         truncated = np.array([ids[-1] != EOS for ids in completions])
@@ -323,6 +325,7 @@ class Watched(PPOTrainer):
 
     explored: tuple[PolicySamples, ValueSamples]
 
+    @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
     def generate(self, prompts: Prompts, sampling: Any, batch: int) -> Rollouts:
         completions = Ragged.of(ppo_fixture.completions(), np.int64)
         truncated = np.array([ids[-1] != EOS for ids in completions])

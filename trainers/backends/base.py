@@ -124,7 +124,7 @@ class Backend(Protocol):
         """One optimizer step; gradients are summed over micro-batches and ranks.
 
         Returns what the loss function added, and ``loss`` (sum), ``grad_norm`` before clipping and ``learning_rate``
-        that the step used (same).
+        that the step used (same), and what ``throughput.add_work`` adds.
         """
         ...
 
@@ -144,8 +144,8 @@ class Backend(Protocol):
         """weights = share x given + (1 - share) x own, in place: a reference that follows a policy."""
         ...
 
-    def offload(self) -> None:
-        """Moves weights and optimizer to the memory of the host."""
+    def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
+        """Moves weights, what the optimizer remembers, or both to the memory of the host."""
         ...
 
     def reload(self) -> None:

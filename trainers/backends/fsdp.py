@@ -37,12 +37,14 @@ from trainers.backends.hf_model import (
     zero_dropout,
 )
 from trainers.backends.inputs import Place, in_order, micro_batches, model_inputs, num_targets
-from trainers.backends.optimizer import OptimizerName, build_optimizer, load_whole_state, move_state, whole_state
+from trainers.backends.offload import Offload
+from trainers.backends.optimizer import OptimizerName, build_optimizer, load_whole_state, whole_state
 from trainers.backends.random_state import random_state, set_random_state
 from trainers.backends.scorer import Scorer, ValueScorer
 from trainers.backends.sharding import full, reshard, shard, whole_weights
 from trainers.batch import Ragged, Sequences
 from trainers.metrics import Metrics
+from trainers.throughput import add_work, peak_flops
 
 Sharding = Literal["full_shard", "no_shard"]
 
@@ -86,6 +88,7 @@ class FsdpBackend:
         offload_params: bool = False,
         padding_free: bool = False,
         token_budget: int | None = None,
+        peak_tflops: float | None = None,
         seed: int = 42,
         model_init_kwargs: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
@@ -97,6 +100,7 @@ class FsdpBackend:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.padding_free, self.token_budget = padding_free, token_budget
+        self.peak_flops = peak_flops(self.device, peak_tflops)
         self.place: Place = values_at if head == "value" else "predicting"
         trains, lowers = learning_rate is not None, self.dtype != torch.float32
         # FSDP keeps float32 weights and runs the layers in a lower dtype throughout, on a single worker too; autocast
@@ -143,6 +147,7 @@ class FsdpBackend:
             devices = [self.device.index] if self.device.type == "cuda" else None
             self.forward = DistributedDataParallel(self.scorer, device_ids=devices, gradient_as_bucket_view=True)
         self.is_sharded = shards
+        self.offloaded = Offload()
         self.optimizer: torch.optim.Optimizer | None = None
         if learning_rate is None:
             return
@@ -251,7 +256,7 @@ class FsdpBackend:
         assert self.optimizer is not None, "this model only scores: it was built without a learning rate"
         metrics = Metrics()
         rows = self._cut(batch, micro_batch_size)
-        num_micro = self._most(max(1, len(rows)))
+        num_micro, num_tokens = self._most(max(1, len(rows))), 0
         settings: dict[str, Any] = {}
         if isinstance(self.scorer, Scorer):
             settings = {"entropy_gradient": entropy_gradient, "token_function": token_function}
@@ -266,6 +271,7 @@ class FsdpBackend:
                 loss = self._loss(scores, names, loss_function, micro, sequences, metrics)
                 (loss * self.world_size).backward()
             metrics.sum("loss", loss.item())
+            num_tokens += len(sequences.input_ids.values)
         trained = [weight for weight in self.module.parameters() if weight.requires_grad]
         grad_norm = torch.nn.utils.clip_grad_norm_(trained, self.max_grad_norm or float("inf"))
         metrics.same("grad_norm", float(full(grad_norm)))
@@ -273,6 +279,7 @@ class FsdpBackend:
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
+        add_work(metrics, self.module, num_tokens, self.peak_flops)
         return metrics
 
     def _run(self, forward: torch.nn.Module, micro: Sequences | None, **settings: Any) -> Any:
@@ -358,27 +365,18 @@ class FsdpBackend:
         self._settle()
         load_named_weights(self.module, named_weights, share)
 
-    def offload(self) -> None:
-        """Moves weights and optimizer to the memory of the host. Every rank."""
-        if self.device.type != "cpu":
-            self._move(torch.device("cpu"))
+    def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
+        """Moves weights, what the optimizer remembers, or both to pinned memory of the host. Every rank."""
+        if model:
+            self._settle()
+            self.offloaded.offload([*self.module.parameters(), *self.module.buffers()])
+        if optimizer and self.optimizer is not None:
+            remembered = [value for entries in self.optimizer.state.values() for value in entries.values()]
+            self.offloaded.offload(value for value in remembered if torch.is_tensor(value))
 
     def reload(self) -> None:
         """Brings back what ``offload`` moved. Every rank."""
-        if self.device.type != "cpu":
-            self._move(self.device)
-
-    def _move(self, device: torch.device) -> None:
-        self._settle()
-        if self.is_sharded:
-            self.scorer.to(device)
-        else:
-            for tensor in [*self.module.parameters(), *self.module.buffers()]:
-                tensor.data = tensor.data.to(device, non_blocking=True)
-        if self.optimizer is not None:
-            move_state(self.optimizer, device)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        self.offloaded.reload()
 
     def export(self, folder: Path, tokenizer: Any = None) -> None:
         """Writes the model alone in ``dtype``, as a Hugging Face folder (rank 0 does). Every rank calls it.

@@ -169,7 +169,7 @@ def _converted(module: Any, named_weights: Iterable[tuple[str, torch.Tensor]]) -
 
     Only transformers' own loading knows how, so a second model is built on the CPU for the moment.
     """
-    weights = {name: weight.cpu() for name, weight in named_weights}
+    weights = {name: weight.to("cpu", copy=True) for name, weight in named_weights}
     loaded, report = type(module).from_pretrained(
         None, config=module.config, state_dict=weights, dtype=module.dtype, output_loading_info=True
     )

@@ -81,13 +81,3 @@ def load_whole_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any])
         for index, entries in state["state"].items()
     }
     optimizer.load_state_dict({"state": placed, "param_groups": state["param_groups"]})
-
-
-def move_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Moves what the optimizer remembers of each weight; its counters stay where they are."""
-    for entries in optimizer.state.values():
-        for key, value in entries.items():
-            if torch.is_tensor(value) and value.dim():
-                entries[key] = value.to(device, non_blocking=True)
-    if device.type == "cpu" and torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -28,10 +28,24 @@ class Sampling:
 class Engine(Protocol):
     """Completes prompts. One instance a worker; a batch may be empty."""
 
+    shares_weights: bool  # whether it runs the very module that is trained
+
     def generate(self, prompts: Prompts, sampling: Sampling, *, seed: int) -> Rollouts:
         """One completion a prompt, in order. The same weights, prompts and seed give the same completions."""
         ...
 
     def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes the given weights (Hugging Face names), in place."""
+        """Takes the given weights (Hugging Face names), in place; each is valid until the next one is asked for."""
+        ...
+
+    def fingerprints(self) -> dict[str, int]:
+        """Of the weights that the engine holds: equal to ``fingerprints`` of what ``load_weights`` was given."""
+        ...
+
+    def sleep(self) -> None:
+        """Frees what memory the engine can do without until ``wake``."""
+        ...
+
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Gets the memory of a part back: weights first."""
         ...

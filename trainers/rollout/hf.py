@@ -16,8 +16,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from trainers.backends.hf_model import build_model, default_device, evaluating, load_named_weights
+from trainers.backends.hf_model import build_model, default_device, evaluating, load_named_weights, named_weights
 from trainers.batch import Prompts, Ragged, Rollouts
+from trainers.fingerprints import fingerprints
 from trainers.losses.tokens import token_logps
 from trainers.plugins import nearest
 from trainers.rollout.base import Sampling
@@ -61,6 +62,7 @@ class HfEngine:
         whole_weights: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
+        self.shares_weights = isinstance(model, torch.nn.Module)
         if isinstance(model, torch.nn.Module):
             self.module: Any = model
         else:
@@ -127,6 +129,16 @@ class HfEngine:
     def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Takes the weights in place."""
         load_named_weights(self.module, named_weights)
+
+    def fingerprints(self) -> dict[str, int]:
+        """Of the weights that the model holds."""
+        return fingerprints(named_weights(self.module))
+
+    def sleep(self) -> None:
+        """Nothing: between two calls the engine holds its weights alone."""
+
+    def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Nothing; see ``sleep``."""
 
     def _generation_config(self, sampling: Sampling, stops: list[int]) -> Any:
         from transformers import GenerationConfig

@@ -1,0 +1,74 @@
+"""Memory of a GPU that is given back for a while: what lies there waits in pinned memory of the host.
+
+Tensors stay the objects they are, with their shapes and views; only the memory behind them is freed and, later,
+allocated anew. So whoever holds them (FSDP's shards, an optimizer, views into one buffer) need not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.distributed.tensor import DTensor
+
+SLAB = 256 * 2**20  # bytes of a piece of pinned memory: torch rounds up to a power of two
+ALIGNMENT = 512
+
+
+class Offload:
+    """What is away, and the pinned memory for it, which is kept for the next time: pinning is slow."""
+
+    def __init__(self) -> None:
+        self.slabs: list[torch.Tensor] = []
+        self.used = 0  # bytes of all slabs together
+        self.away: list[tuple[torch.UntypedStorage, int, list[torch.Tensor]]] = []  # memory, its bytes, where they are
+
+    def offload(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes moved: of those tensors that lie on a GPU, each memory once. What is away already stays away."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+            if storage.device.type == "cuda" and storage.nbytes():
+                storages[storage.data_ptr()] = storage
+        moved = [(storage, storage.nbytes(), self._places(storage.nbytes())) for storage in storages.values()]
+        for storage, _, places in moved:
+            for piece, host in _pieces(storage, places):
+                host.copy_(piece, non_blocking=True)
+        if moved:
+            torch.cuda.synchronize()
+            for storage, *_ in moved:
+                storage.resize_(0)
+            torch.cuda.empty_cache()
+        self.away += moved
+        return sum(num_bytes for _, num_bytes, _ in moved)
+
+    def reload(self) -> int:
+        """Bytes brought back: all that is away."""
+        num_moved = sum(num_bytes for _, num_bytes, _ in self.away)
+        for storage, num_bytes, places in self.away:
+            storage.resize_(num_bytes)
+            for piece, host in _pieces(storage, places):
+                piece.copy_(host, non_blocking=True)
+        if self.away:
+            torch.cuda.synchronize()
+        self.away, self.used = [], 0
+        return num_moved
+
+    def _places(self, num_bytes: int) -> list[torch.Tensor]:
+        """Pinned memory for so many bytes: the next that is free, over as many slabs as it takes."""
+        places = []
+        while num_bytes:
+            slab, start = divmod(self.used, SLAB)
+            if slab == len(self.slabs):
+                self.slabs.append(torch.empty(SLAB, dtype=torch.uint8, pin_memory=True))
+            length = min(num_bytes, SLAB - start)
+            places.append(self.slabs[slab][start : start + length])
+            num_bytes -= length
+            self.used += -(-length // ALIGNMENT) * ALIGNMENT
+        return places
+
+
+def _pieces(storage: torch.UntypedStorage, places: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The memory cut as its places are, each piece beside its place."""
+    memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    yield from zip(memory.split([len(place) for place in places]), places, strict=True)

@@ -18,6 +18,7 @@ from mkdocs.config import load_config as load_site
 from rayhelper.text import parse_text
 from trainers import plugins
 from trainers.cli import TRAINERS, placement
+from trainers.completion_config import CompletionConfig
 from trainers.config import RunConfig, TrainConfig
 from trainers.data.sources import read_source
 from trainers.rewards.functions import resolve_rewards
@@ -83,9 +84,11 @@ def default_of(field: Any) -> Any:
 @pytest.mark.parametrize("name", PAGES)
 def test_every_key_stands_on_the_trainers_page_or_among_the_shared_ones_with_its_default(name: str, site: Path) -> None:
     config_type = imported(TRAINERS[name][1])
-    base = TrainConfig if issubclass(config_type, TrainConfig) else RunConfig
+    base = next(base for base in (CompletionConfig, TrainConfig, RunConfig) if issubclass(config_type, base))
     shared = {field.name: default_of(field) for field in dataclasses.fields(base)}
     own_page, shared_page = keys_of(site / "trainers" / f"{name}.html"), keys_of(site / "shared_keys.html")
+    if base is CompletionConfig:
+        shared_page |= keys_of(site / "rollouts.html")
     for field in dataclasses.fields(config_type):
         default = default_of(field)
         is_shared = field.name in shared and shared[field.name] == default
@@ -125,7 +128,7 @@ def written_configurations() -> list[tuple[str, str]]:
     """The trainer and the text of each configuration that stands in a page itself."""
     pages = {name: DOCS / "trainers" / f"{name}.md" for name in PAGES}
     found = [(name, block) for name, page in pages.items() for block in blocks(page, "yaml")]
-    others = [block for page in ("placement", "rewards") for block in blocks(DOCS / f"{page}.md", "yaml")]
+    others = [block for page in ("placement", "rewards", "rollouts") for block in blocks(DOCS / f"{page}.md", "yaml")]
     return [*found, *(("grpo", block) for block in others)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from trainers.metrics import Metrics
 from trainers.rollout.base import Engine, Sampling
 from trainers.rollout.hf import HfEngine, check_generation_kwargs
 from trainers.run import mistakes_of, resolve_dtype
+
+logger = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -39,7 +42,10 @@ def build_engine(
 
 
 def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> None:
-    """Raises ConfigError for an engine that is not there, a field it lacks, or a placement it cannot work in."""
+    """Raises ConfigError for an engine that is not there, a field it lacks, or a placement it cannot work in.
+
+    Warns of keys that have no effect where role rollout has devices of its own.
+    """
     if config.rollout_engine == "vllm":
         from trainers.rollout.vllm import check_sampling_kwargs, checked_engine_kwargs
 
@@ -50,12 +56,15 @@ def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> 
         with mistakes_of("generation_kwargs"):
             check_generation_kwargs(config.generation_kwargs)
     is_apart = groups is not None and groups.group_of("rollout") != groups.group_of("train")
-    for name in ("sleep_level", "offload_model", "offload_optimizer"):
-        if is_apart and getattr(config, name):
-            raise ConfigError(
-                f"{name} makes room where one device trains and generates by turns, but role rollout has a group of "
-                "its own. Remove it."
-            )
+    idle = [
+        name for name in ("sleep_level", "offload_model", "offload_optimizer") if is_apart and getattr(config, name)
+    ]
+    if idle:
+        logger.warning(
+            "without effect: %s. Room is made where one device trains and generates by turns, but role rollout has a "
+            "device group of its own",
+            ", ".join(idle),
+        )
     size = config.vllm_tensor_parallel_size
     if size > 1 and not is_apart:
         raise ConfigError(
@@ -81,7 +90,7 @@ def build_vllm(config: CompletionConfig, model: str, tokenizer: Any, *, shares_d
         dtype=resolve_dtype(config),
         seed=config.seed,
         tensor_parallel_size=size,
-        sleep_level=config.sleep_level,
+        sleep_level=config.sleep_level if shares_devices else 0,
         trust_remote_code=config.trust_remote_code,
         engine_kwargs=vllm_settings(config, shares_devices=shares_devices),
     )

@@ -120,6 +120,8 @@ class TrainConfig(RunConfig):
     has them whole (DDP)."""
     fsdp_reshard_after_forward: bool = True
     """Free a layer's gathered weights between forward and backward (ZeRO-3); false keeps them (ZeRO-2)."""
+    torch_compile: bool = False
+    """Compile the model's layers: the first step takes minutes, later ones less time."""
     fsdp_offload_params: bool = False
     """Keep the shards and the optimizer in the memory of the host."""
 

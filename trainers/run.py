@@ -441,6 +441,7 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
         "sharding": config.fsdp_sharding_strategy,
         "reshard_after_forward": config.fsdp_reshard_after_forward,
         "offload_params": config.fsdp_offload_params,
+        "torch_compile": config.torch_compile,
         "padding_free": config.padding_free,
         "token_budget": config.token_budget,
         "peak_tflops": config.peak_tflops,

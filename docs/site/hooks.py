@@ -23,11 +23,12 @@ import docstring_parser
 import yaml
 from mkdocs.structure.files import File, Files
 
+from trainers.completion_config import CompletionConfig
 from trainers.config import RunConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = re.compile(r"^\{\{ keys (\S+) \}\}$", re.MULTILINE)
-SHARED = (TrainConfig, RunConfig)
+SHARED = (CompletionConfig, TrainConfig, RunConfig)
 OWN, CHANGED = "Keys", "Shared keys that have another default here"  # where no comment says more
 WORDS = {bool: "true, false", int: "whole number", float: "number", str: "text", NoneType: "null", Any: "anything"}
 

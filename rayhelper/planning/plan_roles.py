@@ -184,10 +184,11 @@ def _plan_hf(place: Place) -> RolePlan:
 
 def _engine(place: Place) -> Literal["vllm", "hf"] | None:
     """What generates for the role; None: it does not generate."""
-    if place.role not in ENGINES and not any(str(key).startswith("vllm_") for key in place.section):
+    names_vllm = place.role not in FROZEN and any(str(key).startswith("vllm_") for key in place.section)
+    if place.role not in ENGINES and not names_vllm:
         return None
     settings = place.settings
-    uses_vllm = any(str(key).startswith("vllm_") for key in settings) or settings.get("use_vllm") is True
+    uses_vllm = settings.get("use_vllm", any(str(key).startswith("vllm_") for key in settings)) is True
     return "vllm" if settings.get("rollout_engine", "vllm" if uses_vllm else "hf") == "vllm" else "hf"
 
 

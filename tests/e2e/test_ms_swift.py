@@ -14,7 +14,9 @@ from safetensors import safe_open
 from rayhelper import ConfigError
 from tests.conftest import without_runtime
 from tests.golden.tiny import save_tiny
+from trainers import completions
 from trainers.cli import TRAINERS, load_config, main, placement
+from trainers.completions import build_vllm, check_completions, vllm_settings
 from trainers.gkd import GKDTrainer
 from trainers.gkd_config import GKDConfig
 from trainers.grpo import GRPOTrainer
@@ -26,20 +28,16 @@ from trainers.sft_config import SFTConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["--max_steps=2", "--max_completion_length=6", "--global_batch_size=8"]
+WITHOUT_VLLM = ["--use_vllm=false"]
 STARTS: dict[str, tuple[str, list[str]]] = {  # the command of each file, and what makes it small
-    "grpo": ("rlhf", [*SHORT, "--soft_cache_length=4", "--steps_per_generation=2"]),
-    "gkd_rollout_colocate_teacher_colocate": ("rlhf", [*SHORT, "--teacher_model=TEACHER", "--lmbda=1"]),
-    "gkd_rollout_separate_teacher_colocate": ("rlhf", [*SHORT, "--teacher_model=TEACHER"]),
-    "gkd_rollout_colocate_teacher_standalone": ("rlhf", [*SHORT, "--teacher.model=TEACHER"]),
+    "grpo": ("rlhf", [*SHORT, "--soft_cache_length=4", "--steps_per_generation=2", *WITHOUT_VLLM]),
+    "gkd_rollout_colocate_teacher_colocate": ("rlhf", [*SHORT, *WITHOUT_VLLM, "--teacher_model=TEACHER", "--lmbda=1"]),
+    "gkd_rollout_separate_teacher_colocate": ("rlhf", [*SHORT, *WITHOUT_VLLM, "--teacher_model=TEACHER"]),
+    "gkd_rollout_colocate_teacher_standalone": ("rlhf", [*SHORT, *WITHOUT_VLLM, "--teacher.model=TEACHER"]),
     "sft": ("sft", ["--max_steps=2", "--use_ray=false", "--dataset_num_proc=null"]),
     "sample": ("sample", ["--max_new_tokens=6", "--num_sampling_batches=2", "--use_ray=false"]),
 }
-LATER = {  # what their files have beside: other engines and other backends
-    "use_vllm": True,
-    "vllm_mode": "colocate",
-    "rollout": {"vllm_tensor_parallel_size": 2, "vllm_gpu_memory_utilization": 0.4, "vllm_max_model_len": 16384},
-    "train": {"tensor_model_parallel_size": 2},
-}
+LATER = {"train": {"tensor_model_parallel_size": 2}, "vllm_mode": "colocate"}  # what their files have beside
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +79,30 @@ def test_a_file_of_ms_swift_runs_two_steps(name: str, models: tuple[str, str], t
             assert any(adapter.get_tensor(key).abs().max() > 0 for key in adapter.keys() if "lora_B" in key)  # noqa: SIM118
 
 
+@pytest.mark.xdist_group("vllm")
+def test_their_grpo_runs_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines: list[Any] = []
+
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        engines.append(build_vllm(*args, **kwargs))
+        return engines[-1]
+
+    monkeypatch.setattr(completions, "build_vllm", remembered)
+    model = save_tiny(tmp_path / "model", head_dim=32)  # the smallest that vLLM's attention takes
+    keys = ["--sleep_level=0", "--rollout.vllm_max_model_len=2048", "--vllm_enable_chunked_prefill=false"]
+    small = [word for word in STARTS["grpo"][1] if word not in WITHOUT_VLLM]
+    arguments = ["--config=examples/ms_swift/grpo.yaml", f"--model={model}", f"--output_dir={tmp_path}"]
+    with without_runtime():
+        main("rlhf", [*arguments, *small, *keys])
+    (engine,) = engines
+    engine.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] == 2
+    resolved = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert (resolved["rollout_engine"], resolved["vllm_max_model_len"]) == ("vllm", 2048)
+    assert resolved["vllm_engine_kwargs"] == {"enable_chunked_prefill": False}
+
+
 def read(name: str, kind: type[Any], tmp_path: Path, more: dict[str, Any]) -> Any:
     """The configuration of a file with more keys."""
     keys = yaml.safe_load((ROOT / "examples" / "ms_swift" / f"{name}.yaml").read_text())
@@ -91,17 +113,41 @@ def read(name: str, kind: type[Any], tmp_path: Path, more: dict[str, Any]) -> An
 
 
 @pytest.mark.parametrize("name", [name for name in STARTS if STARTS[name][0] == "rlhf"])
-def test_their_own_files_are_refused_for_other_engines_and_backends_alone(name: str, tmp_path: Path) -> None:
+def test_their_own_files_are_refused_for_other_backends_alone(name: str, tmp_path: Path) -> None:
     kind = GRPOConfig if name == "grpo" else GKDConfig
     with pytest.raises(ConfigError) as error:
         read(name, kind, tmp_path, LATER)
-    told = [line.rpartition("x.yaml")[2].partition(" not supported")[0] for line in str(error.value).splitlines()[1:]]
-    assert sorted(told) == [
-        ", section rollout: vllm_tensor_parallel_size, vllm_gpu_memory_utilization and vllm_max_model_len are",
-        ": tensor_model_parallel_size is",
-        ": use_vllm is",
-        ": vllm_mode is",
-    ]
+    assert str(error.value).startswith(f"{tmp_path}/x.yaml: tensor_model_parallel_size is not supported")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name in STARTS if STARTS[name][0] == "rlhf"])
+def test_their_engine_gets_their_settings(name: str, tmp_path: Path) -> None:
+    config = read(name, GRPOConfig if name == "grpo" else GKDConfig, tmp_path, {"vllm_kv_cache_dtype": "fp8"})
+    is_apart = "separate" in name
+    shares_devices = not is_apart
+    assert config.rollout_engine == "vllm"
+    assert vllm_settings(config, shares_devices=shares_devices) == {
+        "gpu_memory_utilization": 0.8 if is_apart else 0.4,
+        "max_model_len": 4096 if name == "grpo" else 16384,
+        "enable_prefix_caching": True,
+        "kv_cache_dtype": "fp8",
+    }
+    assert (config.offload_model, config.offload_optimizer, config.sleep_level) == (True, True, int(shares_devices))
+
+
+def test_keys_that_make_room_are_without_effect_on_devices_of_their_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = []
+    for name in ("gkd_rollout_separate_teacher_colocate", "gkd_rollout_colocate_teacher_colocate"):
+        caplog.clear()
+        config = read(name, GKDConfig, tmp_path, {})
+        check_completions(config, placement(GKDTrainer, config))
+        told.append([record.getMessage() for record in caplog.records if record.levelname == "WARNING"])
+    (apart,), colocated = told
+    assert apart.startswith("without effect: offload_model, offload_optimizer. ")
+    assert colocated == []
 
 
 PLACED: list[tuple[str, Any, type[Any], list[tuple[tuple[str, ...], int]]]] = [

@@ -284,6 +284,17 @@ def test_a_file_without_device_groups_can_run_and_is_told_what_is_missing(tmp_pa
     assert "runs all its roles in one worker" in found.findings.warnings[0]
 
 
+@pytest.mark.parametrize(
+    ("keys", "engine"), [({"use_vllm": True}, "vllm"), ({}, "vllm"), ({"use_vllm": False}, "hf")], ids=str
+)
+def test_keys_of_vllm_do_not_outweigh_that_it_is_not_used(keys: dict[str, Any], engine: str, tmp_path: Path) -> None:
+    section = {"gpus": 2, "vllm_max_model_len": 64}
+    config = {"model": SHAPE, "train": {"gpus": 2}, "rollout": section, "teacher": section, **keys}
+    roles = {role.role: role for group in planned(tmp_path, config).groups for role in group.roles}
+    assert roles["rollout"].engine == engine
+    assert (roles["teacher"].does, roles["teacher"].engine) == ("score", None)
+
+
 def test_roles_that_make_room_for_each_other_need_less(tmp_path: Path) -> None:
     config = {
         "model": SHAPE,

@@ -277,6 +277,8 @@ def asleep(level: int) -> tuple[VllmEngine, Notes]:
         "sleep_level": level,
         "version": 0,
         "_running": {},
+        "_launched": {},
+        "_batches": lambda: (),
         "_is_asleep": False,
         "_has_weights": True,
     }

@@ -44,6 +44,7 @@ def told(kind: type[Any], text: str, tmp_path: Path, *argv: str) -> str:
 
 COSINE = {"name": "cosine_scaled", "max_len": 9, "min_value_wrong": -0.5, "max_value_wrong": 0.0}
 COSINE |= {"min_value_correct": 0.5, "max_value_correct": 2.0}
+VLLM, GPU, KWARGS = {"rollout_engine": "vllm"}, "vllm_gpu_memory_utilization", "vllm_engine_kwargs"
 SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and our keys that say it
     (SFTConfig, "torch_dtype: bfloat16", {"dtype": "bfloat16"}),
     (SFTConfig, "bf16: true", {"dtype": "bfloat16"}),
@@ -148,6 +149,30 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
         "rlhf_type: gkd\nteacher_model: t\noffload_teacher_model: true",
         {"teacher_model": "t", "offload_teacher_model": True},
     ),
+    (GRPOConfig, "use_vllm: true", {"rollout_engine": "vllm"}),
+    (PPOConfig, "use_vllm: 'true'\nvllm_mode: colocate\nvllm_gpu_memory_utilization: 0.4", VLLM | {GPU: 0.4}),
+    (GRPOConfig, "use_vllm: false\nrollout_engine: hf", {}),
+    (GRPOConfig, "rollout_engine: transformers", {}),
+    (
+        GRPOConfig,  # what is none of our keys goes to vLLM under its own name
+        "use_vllm: true\nvllm_kv_cache_dtype: fp8\nvllm_max_num_batched_tokens: '4096'\nvllm_max_num_seqs: 8",
+        VLLM | {KWARGS: {"kv_cache_dtype": "fp8", "max_num_batched_tokens": 4096}, "vllm_max_num_seqs": 8},
+    ),
+    (
+        GRPOConfig,
+        "rollout_engine: vllm\nvllm_engine_kwargs: '{\"a\": 1}'\n"
+        "vllm_limit_mm_per_prompt: '{\"image\": 0}'\nvllm_quantization: null",
+        VLLM | {KWARGS: {"a": 1, "limit_mm_per_prompt": {"image": 0}}},
+    ),
+    (GRPOConfig, "use_vllm: true\nvllm_engine_kwargs: null\nvllm_enable_prefix_caching: null", VLLM),
+    (GRPOConfig, "use_vllm: true\nvllm_max_model_length: 64", VLLM | {"vllm_max_model_len": 64}),
+    (GRPOConfig, "use_vllm: true\nvllm_enable_sleep_mode: true", VLLM | {"sleep_level": 2}),
+    (
+        GKDConfig,
+        "offload_model: true\noffload_optimizer: true\nsleep_level: 1",
+        {"offload_model": True, "offload_optimizer": True, "sleep_level": 1},
+    ),
+    (GRPOConfig, "async_generate: true", {"max_staleness": 1}),
     (
         SamplingConfig,
         'sampler_engine: client\nengine_kwargs: \'{"base_url": "http://h/v1", "seed": null}\'',
@@ -173,6 +198,19 @@ def test_the_command_line_wins_over_what_the_file_means(tmp_path: Path) -> None:
     assert (found.model_init_kwargs, found.dtype) == ({"attn_implementation": "eager"}, "float32")
     assert load(GRPOConfig, "dtype: float32", tmp_path, "--bf16", "true").dtype == "bfloat16"
     assert load(GRPOConfig, text, tmp_path, "--global_batch_size", "8").generation_batch_size == 32
+    assert load(GRPOConfig, "use_vllm: true", tmp_path, "--rollout_engine", "hf").rollout_engine == "hf"
+    assert load(GRPOConfig, "rollout_engine: hf", tmp_path, "--use_vllm", "true").rollout_engine == "vllm"
+    quantized = load(GRPOConfig, "use_vllm: true\nvllm_quantization: fp8", tmp_path, "--vllm_quantization", "awq")
+    assert quantized.vllm_engine_kwargs == {"quantization": "awq"}
+
+
+def test_without_vllm_its_keys_do_not_matter_and_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = "use_vllm: true\nvllm_max_model_len: 64\nvllm_kv_cache_dtype: fp8\n"
+    text += "vllm_mode: server\nvllm_engine_kwargs: {a: 1}"
+    with caplog.at_level(logging.INFO):
+        assert load(GRPOConfig, text, tmp_path, "--use_vllm", "false") == load(GRPOConfig, "", tmp_path)
+    told_of = "vllm_max_model_len, vllm_kv_cache_dtype, vllm_mode, vllm_engine_kwargs (use_vllm is false)"
+    assert told_of in caplog.text
 
 
 REFUSALS: list[tuple[type[Any], str, str]] = [
@@ -212,16 +250,31 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "rlhf_type is gkd, but this is python -m trainers.grpo. Write python -m trainers rlhf",
     ),
     (SFTConfig, "rlhf_type: dpo", "rlhf_type is dpo, but this is python -m trainers.sft"),
-    (GRPOConfig, "use_vllm: true", "Write use_vllm: false, which is rollout_engine: hf"),
-    (GRPOConfig, "tensor_model_parallel_size: 2", "fsdp_sharding_strategy: full_shard lays the weights in shards"),
-    (GRPOConfig, "tensor_model_parallel_size: true", "tensor_model_parallel_size is not supported"),
+    (GRPOConfig, "use_vllm: 'yes'", "use_vllm must be true or false, got 'yes'"),
+    (GRPOConfig, "use_vllm: true\nrollout_engine: hf", "use_vllm means rollout_engine: vllm, but rollout_engine is hf"),
+    (GRPOConfig, "use_vllm: true\nvllm_mode: server", "give rollout a device group of its own"),
+    (GRPOConfig, "use_vllm: true\nvllm_server_host: h\nvllm_server_port: [1]", "vllm_server_host and vllm_server_port"),
+    (GRPOConfig, "use_vllm: true\nvllm_data_parallel_size: 2", "every vllm_tensor_parallel_size workers"),
+    (GRPOConfig, "vllm_kv_cache_dtype: fp8", "vllm_kv_cache_dtype needs rollout_engine: vllm, which is use_vllm: true"),
+    (GRPOConfig, "vllm_max_num_seqs: 8", "vllm_max_num_seqs needs rollout_engine: vllm, but it is hf"),
     (
         GRPOConfig,
-        "vllm_max_model_len: 9\nvllm_x: 1",
-        "vllm_max_model_len and vllm_x are not supported: there is no vLLM",
+        "use_vllm: true\nvllm_quantization: fp8\nvllm_engine_kwargs: {quantization: awq}",
+        "vllm_quantization means vllm_engine_kwargs: {quantization: fp8}, but quantization there is awq",
     ),
+    (GRPOConfig, "vllm_enable_sleep_mode: true\nsleep_level: 1", "vllm_enable_sleep_mode means sleep_level: 2, but"),
+    (
+        GRPOConfig,
+        "async_generate: true\nmax_staleness: 2",
+        "async_generate means max_staleness: 1, but max_staleness is 2",
+    ),
+    (PPOConfig, "async_generate: true", "completions are drawn by the policy as it is"),
+    (GKDConfig, "vllm_importance_sampling_mode: token_mask", "another name of rollout_importance_sampling_mode"),
+    (SFTConfig, "use_vllm: true", "vLLM completes prompts in GRPO, PPO and GKD alone"),
+    (GRPOConfig, "tensor_model_parallel_size: 2", "fsdp_sharding_strategy: full_shard lays the weights in shards"),
+    (GRPOConfig, "tensor_model_parallel_size: true", "tensor_model_parallel_size is not supported"),
+    (SFTConfig, "vllm_max_model_len: 9\nvllm_x: 1", "vllm_max_model_len and vllm_x are not supported: vLLM completes"),
     (GRPOConfig, "moe_grouped_gemm: true", "it is a setting of Megatron's"),
-    (GRPOConfig, "offload_teacher_model: true", "give role teacher a device group of its own"),
     (
         SFTConfig,
         "dataset: swift/self-cognition#9\nmodel_name: b",
@@ -272,7 +325,7 @@ def test_hints_change_nothing_and_are_told_in_one_line(tmp_path: Path, caplog: p
         found = load(GRPOConfig, "\n".join(f"{name}: 4" for name in HINTS if name not in keys), tmp_path)
     assert found == load(GRPOConfig, "", tmp_path)
     (record,) = caplog.records
-    assert all(name in record.getMessage() for name in HINTS)
+    assert [name for name in HINTS if name not in keys and name not in record.getMessage()] == []
     assert "no_save_optim, no_save_rng, save_only_model (checkpoints hold" in record.getMessage()
 
 

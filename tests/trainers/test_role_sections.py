@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,24 @@ LIFTED: list[tuple[type[Any], str, dict[str, Any]]] = [
     ),
     (GRPOConfig, GRPO + "train: {gpus: 4, tensor_model_parallel_size: 1, sequence_parallel: true}", {}),
     (GRPOConfig, "train: {gpus: 4}\nrollout: {gpus: 4, top_p: 0.9, vllm_tensor_parallel_size: 1}", {"top_p": 0.9}),
+    (
+        GRPOConfig,
+        "train: {gpus: 4}\nuse_vllm: true\nvllm_max_model_len: 9\n"
+        "rollout: {gpus: 4, vllm_tensor_parallel_size: 2, vllm_max_model_len: 8, sleep_level: 1, "
+        "vllm_kv_cache_dtype: fp8}",
+        {"rollout_engine": "vllm", "vllm_tensor_parallel_size": 2, "vllm_max_model_len": 8, "sleep_level": 1}
+        | {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}},
+    ),
+    (
+        GRPOConfig,  # the words of verl and siiRL
+        "train: {gpus: 4}\nrollout: {gpus: 4, name: vllm, tensor_model_parallel_size: 2, gpu_memory_utilization: 0.5, "
+        "max_num_batched_tokens: 64, enforce_eager: true, free_cache_engine: true, n: 4}",
+        {"rollout_engine": "vllm", "vllm_tensor_parallel_size": 2, "vllm_gpu_memory_utilization": 0.5}
+        | {"vllm_engine_kwargs": {"max_num_batched_tokens": 64}, "vllm_enforce_eager": True, "sleep_level": 1}
+        | {"num_generations": 4},
+    ),
+    (GRPOConfig, "train: {gpus: 4}\nrollout: {gpus: 4, strategy_name: hf_infer}", {"rollout_engine": "hf"}),
+    (GRPOConfig, "use_vllm: false\ntrain: {gpus: 4}\nrollout: {gpus: 4, use_vllm: true}", {"rollout_engine": "vllm"}),
     (GRPOConfig, "temperature: 0.7\ntrain: {gpus: 4}\nrollout: {gpus: 4, temperature: 0.7}", {"temperature": 0.7}),
     (GRPOConfig, "train: {gpus: 4, temperature: 0.7}\nrollout: {gpus: 4, temperature: 0.7}", {"temperature": 0.7}),
     (GRPOConfig, GRPO + "train: {gpus: 4, model: s}", {"model": "s"}),
@@ -93,9 +112,11 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("train: {gpus: 4}\nrollout: {gpus: 4, lr: 1}", ["section 'rollout' has lr, which role rollout does not read"]),
     ("train: {gpus: 4, tensor_model_parallel_size: 2}", ["tensor_model_parallel_size is not supported"]),
     (
-        "train: {gpus: 4}\nrollout: {gpus: 4, vllm_max_model_len: 9, vllm_enforce_eager: true}",
-        ["section rollout: vllm_max_model_len and vllm_enforce_eager are not supported: there is no vLLM engine yet"],
+        "use_vllm: true\ntrain: {gpus: 4, vllm_kv_cache_dtype: fp8}",
+        ["section 'train' has vllm_kv_cache_dtype, which role rollout reads"],
     ),
+    ("train: {gpus: 4}\nrollout: {gpus: 4, name: sglang}", ["rollout_engine must be one of hf, vllm, got 'sglang'"]),
+    ("train: {gpus: 4}\nrollout: {gpus: 4, vllm_enforce_eager: true}", ["needs rollout_engine: vllm, but it is hf"]),
     ("train: {gpus: 4}\nrollout: {gpus: 4, enable_thinking: true}", ["enable_thinking holds for all roles; move it"]),
     ("train: {gpus: 4}\nteacher: {gpus: 4, model: a}\nteacher_model: b", ["'teacher' has model: a", "top level b"]),
 ]
@@ -107,6 +128,15 @@ def test_a_section_that_says_what_its_role_cannot_mean_is_refused(text: str, wor
         load(GRPOConfig, text, tmp_path)
     for word in words:
         assert word in str(error.value)
+
+
+def test_what_a_teacher_would_be_told_of_vllm_is_not_needed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = "rollout: {gpus: 4}\ntrain: {gpus: 4}\ngkd_logits_topk: 8\n"
+    teacher = "teacher: {gpus: 4, model: t, vllm_max_model_len: 9, vllm_engine_kwargs: {max_logprobs: 64}}"
+    with caplog.at_level(logging.INFO):
+        found = load(GKDConfig, text + teacher, tmp_path)
+    assert (found.teacher_model, found.vllm_max_model_len, found.vllm_engine_kwargs) == ("t", None, {})
+    assert "teacher.vllm_max_model_len, teacher.vllm_engine_kwargs (a teacher answers without vLLM)" in caplog.text
 
 
 def test_a_teacher_without_a_section_lives_with_train(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from trainers.backends.offload import Offload
 from trainers.backends.optimizer import OptimizerName, build_optimizer, load_whole_state, whole_state
 from trainers.backends.random_state import random_state, set_random_state
 from trainers.backends.scorer import Scorer, ValueScorer
-from trainers.backends.sharding import full, reshard, shard, whole_weights
+from trainers.backends.sharding import full, layers_of, reshard, shard, whole_weights
 from trainers.batch import Ragged, Sequences
 from trainers.metrics import Metrics
 from trainers.throughput import add_work, peak_flops
@@ -86,6 +86,7 @@ class FsdpBackend:
         sharding: Sharding = "no_shard",
         reshard_after_forward: bool = True,
         offload_params: bool = False,
+        torch_compile: bool = False,
         padding_free: bool = False,
         token_budget: int | None = None,
         peak_tflops: float | None = None,
@@ -129,6 +130,9 @@ class FsdpBackend:
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if not trains:
             self.module.requires_grad_(False)
+        if torch_compile:
+            for layer in layers_of(self.module):
+                layer.compile()
         self.forward: torch.nn.Module = self.scorer
         self.casts = lowers
         if shards:
@@ -136,7 +140,7 @@ class FsdpBackend:
                 self.scorer,
                 self.module,
                 dtype=self.dtype,
-                reshard_after_forward=reshard_after_forward,
+                reshard_after_forward=reshard_after_forward and self.world_size > 1,  # alone: nothing but copies
                 offload_params=offload_params,
             )
             self.casts = False

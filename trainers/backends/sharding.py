@@ -35,12 +35,12 @@ def shard(
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_params else OffloadPolicy(),
     }
-    for layer in _layers(model):
+    for layer in layers_of(model):
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **settings)
     fully_shard(scorer, reshard_after_forward=False, **settings)
 
 
-def _layers(model: Any) -> list[torch.nn.Module]:
+def layers_of(model: Any) -> list[torch.nn.Module]:
     """What transformers says must not be torn apart, or else the members of the longest list of modules."""
     names = set(getattr(model, "_no_split_modules", None) or [])
     layers = [part for part in model.modules() if type(part).__name__ in names]

@@ -46,6 +46,7 @@ ALIASES = {
     "overlong_filter": "mask_truncated_completions",
     "tau_pos": "sapo_temperature_pos",
     "tau_neg": "sapo_temperature_neg",
+    "vllm_max_model_length": "vllm_max_model_len",
     "vllm_importance_sampling_correction": "rollout_importance_sampling_correction",
     "vllm_importance_sampling_mode": "rollout_importance_sampling_mode",
     "vllm_importance_sampling_clip_max": "rollout_importance_sampling_clip_max",
@@ -78,6 +79,8 @@ ANY = ("any value",)
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # engines and backends
     "use_vllm": (False,),
+    "vllm_mode": ("colocate", None),
+    "vllm_server_pass_dataset": (False,),
     "vllm_tensor_parallel_size": (1,),
     "vllm_pipeline_parallel_size": (1,),
     "vllm_data_parallel_size": (1,),
@@ -151,7 +154,9 @@ _ROWS = "rows are held in memory"
 _TOKENIZED = "rows are tokenized where they are used"
 _KERNELS = "log-probabilities are computed a chunk of tokens at a time"
 _RESUMABLE = "checkpoints hold optimizer and random states, so that the run can go on"
-_ONE_COPY = "train and rollout use one copy of the model where they share workers, and devices of their own elsewhere"
+_NO_ENGINE = "nothing generates beside this training"
+_GATHERED = "weights that lie in shards are gathered where an engine needs them"
+_MERGED = "engines get the adapter merged into its model"
 
 HINTS = {
     "dataset_num_proc": _TOKENIZED,
@@ -175,11 +180,15 @@ HINTS = {
     "no_save_optim": _RESUMABLE,
     "no_save_rng": _RESUMABLE,
     "save_only_model": _RESUMABLE,
-    "offload_model": _ONE_COPY,
-    "offload_optimizer": _ONE_COPY,
-    "sleep_level": _ONE_COPY,
-    "move_model_batches": _ONE_COPY,
-    "ds3_gather_for_generation": _ONE_COPY,
+    "offload_model": _NO_ENGINE,
+    "offload_optimizer": _NO_ENGINE,
+    "sleep_level": _NO_ENGINE,
+    "offload_teacher_model": "the teacher keeps its memory; a device group of its own for role teacher makes room",
+    "move_model_batches": _GATHERED,
+    "ds3_gather_for_generation": _GATHERED,
+    "vllm_enable_lora": _MERGED,
+    "vllm_max_lora_rank": _MERGED,
+    "vllm_use_async_engine": "prompts enter the engine while others are completed",
     "ray_exp_name": "workers are named after their groups",
     "merge_lora": "the final model has the adapter merged, and beside it the adapter alone",
     "stream": "an answer is read whole",
@@ -189,7 +198,9 @@ HINTS = {
     "logging_first_step": "metrics.jsonl holds every step",
 }
 
-_VLLM = "there is no vLLM engine yet. Remove it; rollout_engine: hf completes prompts"
+_VLLM = "vLLM completes prompts in GRPO, PPO and GKD alone. Remove it"
+_SERVER = "prompts are completed by the workers of role rollout. Remove it, and give rollout a device group of its own "
+_SERVER += "where it shall not share that of train"
 _MEGATRON = (
     "backend: fsdp has no such parallelism. Remove it (or write 1): fsdp_sharding_strategy: full_shard lays the "
 )
@@ -212,7 +223,11 @@ REFUSED = {
     "create_checkpoint_symlink": "checkpoint-N folders are found by resume_from_checkpoint: auto. Remove it",
     "ddp_backend": "NCCL on GPUs, gloo on CPUs. Remove it",
     # engines and backends
-    "use_vllm": "there is no vLLM engine yet. Write use_vllm: false, which is rollout_engine: hf",
+    "use_vllm": _VLLM,
+    "vllm_mode": _SERVER,
+    "vllm_group_port": _SERVER,
+    "vllm_pipeline_parallel_size": "an engine lies on vllm_tensor_parallel_size workers. Remove it",
+    "vllm_data_parallel_size": "every vllm_tensor_parallel_size workers of role rollout are an engine. Remove it",
     "async_generate": "completions are drawn by the policy as it is. Remove it",
     **dict.fromkeys(
         (
@@ -239,9 +254,8 @@ REFUSED = {
         ),
         _MEGATRON_ONLY,
     ),
-    "infer_backend": _VLLM,
+    "infer_backend": "write use_vllm: true in GRPO, PPO and GKD. Remove it elsewhere",
     "router_replay_mode": "routing is not replayed. Remove it",
-    "offload_teacher_model": "the teacher keeps its memory. Remove it, or give role teacher a device group of its own",
     "teacher_model_server": "the teacher answers in role teacher: write teacher_model",
     "teacher_deepspeed": "the fsdp_* keys hold for the teacher too",
     # model
@@ -302,9 +316,9 @@ REFUSED = {
 }
 
 REFUSED_BEGINNINGS = {
+    "vllm_server_": _SERVER,
     "vllm_": _VLLM,
-    "sglang_": _VLLM.replace("vLLM", "SGLang"),
-    "lmdeploy_": _VLLM.replace("vLLM", "LMDeploy"),
+    **dict.fromkeys(("sglang_", "lmdeploy_"), "rollout_engine is hf or vllm. Remove it"),
     "moe_": _MEGATRON_ONLY,
     "swanlab_": _WATCHED,
     **dict.fromkeys(
@@ -330,7 +344,9 @@ def is_neutral(name: str, value: Any) -> bool:
 
 
 def why_refused(name: str) -> str | None:
-    """What to do instead of writing ``name``; None if nobody knows it."""
+    """What to do instead of writing ``name``; None if nobody knows it, or as what it is another name of."""
+    if name in ALIASES:
+        return None
     beginnings = (reason for beginning, reason in REFUSED_BEGINNINGS.items() if name.startswith(beginning))
     allowed = ", ".join("null" if value is None else json.dumps(value) for value in NEUTRAL.get(name, ()))
     return REFUSED.get(name) or next(beginnings, f"what is done here is {allowed}. Write that" if allowed else None)

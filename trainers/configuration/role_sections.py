@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayhelper.device_groups.keys import SECTION_KEYS, SIZE_KEYS
+from trainers.configuration.engine_names import IN_ROLLOUT, PREFIX, belongs_to_engine
 from trainers.configuration.given_keys import COMMAND_LINE, GivenKeys, plain
 from trainers.configuration.other_names import ALIASES, ELSEWHERE
 
@@ -18,6 +19,7 @@ SHARED_PLACEMENT_KEYS = ("colocate_groups", "nproc_per_node", "nnodes")
 
 # What a role's section calls otherwise than the run
 OWN_NAMES = {
+    "rollout": IN_ROLLOUT,
     "teacher": {"model": "teacher_model", "model_init_kwargs": "teacher_model_init_kwargs"},
     "reference": {"model": "ref_model"},
     "ref": {"model": "ref_model"},
@@ -26,7 +28,8 @@ OWN_NAMES = {
     "prm": {"model": "prm_model"},
     "orm": {"model": "orm_model"},
 }
-READ_BY = {  # keys that one role alone reads; all others are read by train (or sampler) alone, or by several
+# Keys that one role alone reads, beside those of the engine; train (or sampler) alone, or several, read all others
+READ_BY = {
     "rollout": (
         *("rollout_engine", "rollout_batch_size", "top_p", "top_k", "min_p", "repetition_penalty"),
         *("generation_kwargs", "environment", "tools", "max_turns", "max_tool_calling_iterations"),
@@ -75,6 +78,9 @@ def lift_sections(given: GivenKeys, spoken: Mapping[tuple[str, ...], str]) -> di
             continue
         placed[role] = {key: value for key, value in section.items() if key in SECTION_KEYS}
         for key in [key for key in section if key not in SECTION_KEYS]:
+            if role == "teacher" and str(key).startswith(PREFIX):
+                given.notes[f"teacher.{key}"] = "a teacher answers without vLLM"
+                continue
             meant = meant_by(role, str(key), given)
             where = COMMAND_LINE if (role, key) in spoken else given.where[role]
             twin = said.get(meant or "")
@@ -96,9 +102,10 @@ def meant_by(role: str, key: str, given: GivenKeys) -> str | None:
     """The run's key that a section's key means; None for a key that is none of the run's."""
     own = OWN_NAMES.get(role, {}).get(key)
     if own is not None:
-        return own if own in given.known else None
+        return own if own in given.known or belongs_to_engine(own, given.known) else None
     name = our_name(key, given.known)
-    return name if name in given.known or role in MAIN_ROLES else None
+    is_engines = role == "rollout" and belongs_to_engine(name, given.known)
+    return name if name in given.known or role in MAIN_ROLES or is_engines else None
 
 
 def our_name(written: str, known: Any) -> str:
@@ -118,7 +125,8 @@ def _disagreement(
     role: str, key: str, name: str, value: Any, given: GivenKeys, said: Mapping[str, tuple[str, str, Any]]
 ) -> str | None:
     """What is wrong with a section's key: another role reads it, or another place says otherwise."""
-    readers = [reader for reader, names in READ_BY.items() if name in names]
+    is_engines = belongs_to_engine(name, given.known)
+    readers = ["rollout"] if is_engines else [reader for reader, names in READ_BY.items() if name in names]
     is_own = key in OWN_NAMES.get(role, {})
     is_shared = name in READ_BY_SEVERAL or is_own
     if readers and role not in readers and not is_own:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainers.configuration.engine_names import translate_engine
 from trainers.configuration.given_keys import GivenKeys, plain
 from trainers.configuration.other_names import REFUSED_RLHF_TYPES, RLHF_TYPES
 
@@ -39,6 +40,7 @@ CONSTANT = ("constant", "constant_with_warmup")
 def translate(given: GivenKeys, trainer: str, defaults: Mapping[str, Any]) -> None:
     """Puts our keys in place of others' in ``given``. ``trainer`` is its name, ``defaults`` those of its keys."""
     _rlhf_type(given, trainer)
+    translate_engine(given)
     _precision(given)
     _attention(given)
     _schedule(given, defaults)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -59,8 +60,8 @@ class _Running:
     number: int  # as ``submit`` counted
     prompt_ids: np.ndarray
     ids: list[int] = dataclasses.field(default_factory=list)
-    logps: list[float] = dataclasses.field(default_factory=list)
-    versions: list[int] = dataclasses.field(default_factory=list)
+    logps: list[np.ndarray] = dataclasses.field(default_factory=list)  # (tokens of a step, 1)
+    versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # a version, and where it begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +112,7 @@ class VllmEngine:
         self._scale = 1.0
         self._number = 0
         self._running: dict[str, _Running] = {}
+        self._launched: dict[int, int] = {}  # versions of batches that ran with older weights, by their id
         with _settings(on_cpu):
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
@@ -150,9 +152,10 @@ class VllmEngine:
         assert not self._running, "completions of submit are still running: advance until they have finished"
         first = self.submit(prompts, sampling, seed=seed).start
         done: list[Completion | None] = [None] * len(prompts)
-        while self._running:
-            for completion in self.advance():
-                done[completion.number - first] = completion
+        with _no_garbage_collection():
+            while self._running:
+                for completion in self.advance():
+                    done[completion.number - first] = completion
         return rollouts_of([completion for completion in done if completion is not None])
 
     def submit(self, prompts: Prompts, sampling: Sampling, *, seed: int) -> range:
@@ -189,13 +192,15 @@ class VllmEngine:
     def advance(self) -> list[Completion]:
         """One step of everything that is running; those that have finished with it."""
         finished = []
+        version = self._next_version()
         with self._stepping():
             outputs = self.engine.engine_core.get_output().outputs
         for output in outputs:
             running = self._running[output.request_id]
+            if not running.versions or running.versions[-1][0] != version:
+                running.versions.append((version, len(running.ids)))
             running.ids += output.new_token_ids
-            running.logps += output.new_logprobs.logprobs[:, 0].tolist()
-            running.versions += [self.version] * len(output.new_token_ids)
+            running.logps.append(output.new_logprobs.logprobs)
             if output.finish_reason is not None:
                 del self._running[output.request_id]
                 finished.append(_completion(running, str(output.finish_reason)))
@@ -268,6 +273,7 @@ class VllmEngine:
         What was cached of prompts is forgotten, but for what running completions stand on.
         """
         self.engine.apply_model(partial(_load, named_weights))
+        self._launched |= {id(batch): self.version for batch in self._batches() if id(batch) not in self._launched}
         self.version += 1
         self._has_weights = True
         self.engine.reset_prefix_cache()
@@ -326,6 +332,15 @@ class VllmEngine:
         self.engine.apply_model(partial(_scale_logits, scale))
         self._scale = scale
 
+    def _batches(self) -> Any:
+        """What was given to the GPU and not yet looked at, the newest first: vLLM plans a step ahead."""
+        return self.engine.engine_core.engine_core.batch_queue or ()
+
+    def _next_version(self) -> int:
+        """Of the weights that drew what the next step gives out."""
+        batches = self._batches()
+        return self._launched.get(id(batches[-1]), self.version) if self._launched and batches else self.version
+
     def _stepping(self) -> contextlib.AbstractContextManager[Any]:
         """On a CPU small functions of vLLM's would be compiled, for half a minute."""
         return torch.compiler.set_stance("force_eager") if self.on_cpu else contextlib.nullcontext()
@@ -383,12 +398,13 @@ def check_sampling_kwargs(given: Mapping[str, Any]) -> None:
 def _completion(running: _Running, reason: str) -> Completion:
     if reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM gave up prompt {running.number} ({reason}) after {len(running.ids)} tokens")
+    starts = [start for _, start in running.versions]
     return Completion(
         running.number,
         running.prompt_ids,
         np.array(running.ids, np.int64),
-        np.array(running.logps, np.float32),
-        np.array(running.versions, np.int64),
+        np.concatenate(running.logps)[:, 0].astype(np.float32),
+        np.repeat([version for version, _ in running.versions], np.diff([*starts, len(running.ids)])),
         truncated=reason == "length",
     )
 
@@ -448,6 +464,18 @@ def _settings(on_cpu: bool) -> Iterator[None]:
         os.environ.update(before | kept)
         torch.set_num_threads = set_threads
         torch.set_num_threads(num_threads)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Thousands of short steps that leave no cycles behind: looking for some would take a good part of their time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,38 @@
+"""The most memory of a GPU that is in use while something runs, whoever allocated it: torch, vLLM, CUDA graphs."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Self
+
+
+class PeakMemory:
+    """Inside, a thread asks the driver every few milliseconds; ``gib`` is the most since ``reset``."""
+
+    def __init__(self, interval_s: float = 0.05) -> None:
+        self.interval_s, self.gib = interval_s, 0.0
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+
+    def reset(self) -> None:
+        self.gib = 0.0
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.ended.set()
+        self.thread.join()
+
+    def _watch(self) -> None:
+        import torch
+
+        if not torch.cuda.is_available():
+            return
+        while not self.ended.wait(self.interval_s):
+            free, total = torch.cuda.mem_get_info()
+            self.gib = max(self.gib, (total - free) / 2**30)

@@ -1,0 +1,128 @@
+"""How many tokens a second does one update take in, and what does the GPU do meanwhile?
+
+    python -m benchmarks.gpu.update_speed [--shape 0.6b] [--sequences 128] [--length 528]
+
+``FsdpBackend.step`` with GRPO's loss on sequences of equal length, bfloat16, AdamW. MFU counts 6 x parameters x tokens
+against the device's peak (trainers/throughput.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.shapes import SHAPES, save_shape
+from benchmarks.origin import origin
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "compiled": {"torch_compile": True},
+    "checkpointing": {"gradient_checkpointing": True},
+    "compiled_checkpointing": {"torch_compile": True, "gradient_checkpointing": True},
+    "kept": {"reshard_after_forward": False},
+    "compiled_kept": {"torch_compile": True, "reshard_after_forward": False},
+    "autocast": {"sharding": "no_shard"},
+    "compiled_autocast": {"torch_compile": True, "sharding": "no_shard"},
+}
+
+
+def measure(model: str, options: argparse.Namespace, settings: dict[str, Any], micro: int) -> dict[str, float]:
+    import numpy as np
+    import torch
+
+    from rayhelper import RayHelper
+    from trainers.backends.fsdp import FsdpBackend
+    from trainers.batch import Ragged, Samples
+    from trainers.losses.policy import policy_gradient_loss
+
+    RayHelper.init_process_group()
+    backend = FsdpBackend(
+        model,
+        **{"sharding": "full_shard"} | settings,
+        dtype="bfloat16",
+        learning_rate=1e-6,
+        num_training_steps=100,
+        peak_tflops=989,
+    )
+    ids = np.random.default_rng(0).integers(4, backend.module.config.vocab_size, (options.sequences, options.length))
+    mask = np.ones(ids.shape, bool)
+    mask[:, :16] = False
+    advantages = np.linspace(-1, 1, len(ids), dtype=np.float32)
+    samples = Samples(input_ids=Ragged.of(ids, np.int64), target_mask=Ragged.of(mask, bool), advantages=advantages)
+
+    def loss(logps: Any, entropy: Any, mask_BT: Any, micro: Any, metrics: Any) -> torch.Tensor:
+        advantages = torch.tensor(micro.advantages).to(logps)
+        return policy_gradient_loss(
+            logps, None, advantages, mask_BT, loss_type="dapo", normaliser=float(mask.sum())
+        )[0]  # fmt: skip
+
+    def update() -> float:
+        torch.cuda.synchronize()
+        since = time.perf_counter()
+        backend.step(samples, loss, micro_batch_size=micro)
+        torch.cuda.synchronize()
+        return time.perf_counter() - since
+
+    update()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = statistics.median(update() for _ in range(3))
+    tokens = ids.size
+    num_parameters = sum(weight.numel() for weight in backend.module.parameters())
+    found = {
+        "tokens_per_second": tokens / seconds,
+        "mfu": 6 * num_parameters * tokens / seconds / 989e12,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+    if options.profile:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+            update()
+        table = profiler.key_averages()
+        on_gpu = sum(event.self_device_time_total for event in table) / 1e6
+        found["gpu_busy_share"] = on_gpu / seconds
+        print(table.table(sort_by="self_cuda_time_total", row_limit=options.profile, max_name_column_width=70))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="0.6b")
+    parser.add_argument("--sequences", type=int, default=128)
+    parser.add_argument("--length", type=int, default=528)
+    parser.add_argument("--micros", type=int, nargs="+", default=[16])
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
+    parser.add_argument("--profile", type=int, default=0, help="rows of a table of kernels")
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    import gc
+
+    import torch
+
+    rows: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        save_shape(options.shape, Path(folder))
+        for variant in options.variants:
+            for micro in options.micros:
+                try:
+                    rows[f"{variant} {micro}"] = measure(folder, options, VARIANTS[variant], micro)
+                except torch.OutOfMemoryError:
+                    rows[f"{variant} {micro}"] = {}
+                torch._dynamo.reset()
+                gc.collect()
+                torch.cuda.empty_cache()
+    for name, found in rows.items():
+        print(f"{name:<28}" + "".join(f"{key} {value:<12.4g}" for key, value in found.items()))
+    target = options.json or (Path(os.environ["OUT"]) / "update_speed.json" if "OUT" in os.environ else None)
+    if target:
+        Path(target).write_text(json.dumps({**origin(), "options": vars(options), "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

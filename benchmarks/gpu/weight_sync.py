@@ -1,0 +1,204 @@
+"""How long do the policy's weights take to get into vLLM, and to the host and back?
+
+    python -m benchmarks.gpu.weight_sync [--shape 7b] [--rounds 5] [--json FILE]
+
+copied: one process of one GPU trains and generates. sent: two Ray workers on two GPUs (left out where there is one).
+Each with and without the checksum, the engine's own copy into its fused weights included, medians of the rounds after
+the first. The policy holds bfloat16, as FSDP2 sends it. Then offload and reload of a model in training (0.6b: float32
+weights in FSDP2's shards, AdamW's states) beside a plain pinned copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.shapes import SHAPES, save_shape
+from benchmarks.origin import origin
+from rayhelper import Channel, RayHelper
+from trainers.engine_updates import EngineUpdates, channel_to
+from trainers.weight_sync import Route, built, copy, end_generation, receive, send
+
+ON_GPU = torch.cuda.is_available()  # without one it can be tried, but measures nothing
+DTYPE = "bfloat16" if ON_GPU else "float32"
+
+
+@RayHelper.worker(group=["train", "rollout"])
+class Synced:
+    """A policy and an engine, and nothing else of a trainer."""
+
+    def __init__(self, model: str, bucket_mb: int) -> None:
+        self.model, self.bucket_mb = model, bucket_mb
+        self.backend: Any = None
+        self.engine: Any = None
+
+    @RayHelper.function(group="driver")
+    def measure(self, rounds: int) -> dict[str, Any]:
+        self.build_train()
+        self.build_rollout()
+        found: dict[str, Any] = {}
+        for checksum in (True, False):
+            config = SimpleNamespace(
+                dtype=DTYPE, weight_checksum=checksum, offload_model=False, offload_optimizer=False
+            )
+            engines = EngineUpdates(
+                self.meet_engine(),
+                copy=partial(self.copy_weights, config),
+                send=SimpleNamespace(defer=partial(self.send_weights.defer, config)),
+                receive=self.receive_weights,
+                rest=self.rest_engine,
+                rebuild=self.build_rollout,
+                open_channel=partial(channel_to, bucket_mb=self.bucket_mb),
+            )
+            seconds = []
+            for _ in range(rounds + 1):
+                engines.learned()
+                since = time.perf_counter()
+                engines.update()
+                seconds.append(time.perf_counter() - since)
+            engines.close()
+            found[f"{engines.route.way}{'' if checksum else ' unchecked'}"] = statistics.median(seconds[1:])
+        found["bytes"] = self.num_bytes()
+        return found
+
+    @RayHelper.function(group="train", execute="first")
+    def build_train(self) -> None:
+        from trainers.backends.fsdp import FsdpBackend
+
+        self.backend = FsdpBackend(self.model, dtype=DTYPE)
+
+    @RayHelper.function(group="train", execute="first")
+    def num_bytes(self) -> int:
+        return sum(weight.nbytes for _, weight in self.backend.named_weights())
+
+    @RayHelper.function(group="train")
+    def send_weights(self, config: Any, channel: Channel) -> None:
+        send(config, self.backend, channel)
+
+    @RayHelper.function(group="rollout")
+    def build_rollout(self) -> None:
+        from tests.golden.tiny import tiny_tokenizer
+        from trainers.rollout.vllm import VllmEngine
+
+        settings = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 512, "gpu_memory_utilization": 0.3}
+        self.engine = VllmEngine(self.model, tiny_tokenizer(), dtype=DTYPE, engine_kwargs=settings)
+
+    @RayHelper.function(group="rollout", execute="first")
+    def meet_engine(self) -> Route:
+        return Route.between(self.backend, built(self.engine))
+
+    @RayHelper.function(group="rollout")
+    def copy_weights(self, config: Any) -> None:
+        copy(config, self.backend, self.engine)
+        self.wait()
+
+    @RayHelper.function(group="rollout")
+    def receive_weights(self, channel: Channel) -> None:
+        receive(self.engine, channel)
+        self.wait()
+
+    @RayHelper.function(group="rollout")
+    def rest_engine(self) -> None:
+        end_generation(self.backend, self.engine)
+
+    def wait(self) -> None:
+        if ON_GPU:
+            torch.cuda.synchronize()
+
+
+def copied(options: argparse.Namespace, model: str) -> dict[str, Any]:
+    return Synced(model, options.bucket_mb).measure(options.rounds)
+
+
+def sent(options: argparse.Namespace, model: str) -> dict[str, Any]:
+    where = [{"device": "GPU", "ranks": [k]} if ON_GPU else {"device": "CPU", "ranks": 1} for k in range(2)]
+    groups = {"trainer": {**where[0], "workers": ["train"]}, "engine": {**where[1], "workers": ["rollout"]}}
+    with RayHelper.session(groups):
+        return Synced(model, options.bucket_mb).measure(options.rounds)
+
+
+def offloaded(options: argparse.Namespace, model: str) -> dict[str, Any]:
+    """GB/s of a model in training, and of a pinned copy."""
+    import numpy as np
+
+    from trainers.backends.fsdp import FsdpBackend
+    from trainers.batch import Ragged, Sequences
+    from trainers.losses.tokens import sft_loss
+
+    RayHelper.init_process_group()
+    backend = FsdpBackend(model, sharding="full_shard", dtype="bfloat16", learning_rate=1e-6, num_training_steps=9)
+    sequences = Sequences(Ragged.of([np.arange(4, 68)], np.int64), Ragged.of([np.arange(64) > 0], bool))
+
+    def loss(logps: Any, entropy: Any, mask: Any, micro: Any, metrics: Any) -> Any:
+        return sft_loss(logps, mask, normaliser=63.0)
+
+    backend.step(sequences, loss, micro_batch_size=1)
+    torch.cuda.synchronize()
+    rates: dict[str, list[float]] = {"offload": [], "reload": []}
+    for _ in range(options.rounds + 1):
+        for name, values in rates.items():
+            since = time.perf_counter()
+            getattr(backend, name)()
+            torch.cuda.synchronize()
+            values.append(time.perf_counter() - since)
+    away = [weight.nbytes for weight in backend.module.parameters()]
+    num_bytes = 3 * sum(away)  # weights and two moments, in float32
+    device = torch.empty(2**32, dtype=torch.uint8, device="cuda")
+    host = torch.empty(2**32, dtype=torch.uint8, pin_memory=True)
+    found = {name: num_bytes / statistics.median(values[1:]) / 1e9 for name, values in rates.items()}
+    for name, (target, source) in {"pinned to host": (host, device), "pinned to device": (device, host)}.items():
+        target.copy_(source)
+        torch.cuda.synchronize()
+        since = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        found[name] = 2**32 / (time.perf_counter() - since) / 1e9
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bucket_mb", type=int, default=256)
+    parser.add_argument("--parts", nargs="+", default=["copied", "sent", "offloaded"])
+    parser.add_argument("--json")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # part, folder: a process of its own
+    options = parser.parse_args()
+    if options.one:
+        part, folder = options.one
+        found = globals()[part](options, f"{folder}/{'small' if part == 'offloaded' else 'model'}")
+        (Path(folder) / f"{part}.json").write_text(json.dumps(found))
+        return
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        save_shape(options.shape, Path(folder) / "model")
+        save_shape("tiny" if options.shape == "tiny" else "0.6b", Path(folder) / "small")
+        for part in options.parts:
+            arguments = [*sys.argv[1:], "--one", part, folder]
+            code = subprocess.run([sys.executable, "-m", "benchmarks.gpu.weight_sync", *arguments]).returncode
+            result = Path(folder) / f"{part}.json"
+            found[part] = json.loads(result.read_text()) if result.exists() else {"failed": code}
+    for part, values in found.items():
+        for name, value in values.items():
+            rate = f"{values['bytes'] / value / 1e9:10.1f} GB/s" if "bytes" in values and name != "bytes" else ""
+            print(f"{part:<12}{name:<24}{value:14.4f}{rate}")
+    target = options.json or (Path(os.environ["OUT"]) / "weight_sync.json" if "OUT" in os.environ else None)
+    if target:
+        Path(target).write_text(json.dumps({**origin(), "options": vars(options), **found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

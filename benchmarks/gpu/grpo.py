@@ -4,7 +4,7 @@
 
 Random weights in a Qwen3 shape, prompts of 16 tokens, completions that hardly ever stop, one optimizer step a
 generation, bfloat16. Both sides generate in the process that trains. A step is the whole loop: weights to vLLM,
-generation, rewards, update. The first steps (compilation, warming up) are not counted. ``peak`` is the memory in use on
+generation, rewards, update. The first step (compilation, warming up) is not counted. ``peak`` is the memory in use on
 the device in counted steps. The two floors: decoding at full batch without log-probabilities, and 6 x parameters x
 tokens at the rate of bfloat16 matrix products that this GPU was measured to have.
 """
@@ -28,7 +28,7 @@ from benchmarks.origin import origin
 
 GIB = 2**30
 PROMPT = 16  # tokens
-WARM = 2  # steps that are not counted
+WARM = 1  # steps that are not counted: compilation, warming up
 
 
 def rows_of(num_prompts: int) -> list[dict[str, str]]:
@@ -203,6 +203,7 @@ def main() -> None:
         found = globals()[part](options, f"{folder}/model", Path(folder))
         (Path(folder) / f"{part}.json").write_text(json.dumps(found))
         return
+    target = options.json or (Path(os.environ["OUT"]) / f"grpo_{options.shape}.json" if "OUT" in os.environ else None)
     with tempfile.TemporaryDirectory() as folder:
         found = {"parameters": save_shape(options.shape, Path(folder) / "model")}
         for part in options.parts:
@@ -210,10 +211,9 @@ def main() -> None:
             code = subprocess.run([sys.executable, "-m", "benchmarks.gpu.grpo", *arguments]).returncode
             result = Path(folder) / f"{part}.json"
             found[part] = json.loads(result.read_text()) if result.exists() else {"failed": code}
+            if target:  # after each part, so that nothing is lost to one that takes too long
+                Path(target).write_text(json.dumps({**origin(), "options": vars(options), **found}, indent=1))
     show(options, found)
-    target = options.json or (Path(os.environ["OUT"]) / f"grpo_{options.shape}.json" if "OUT" in os.environ else None)
-    if target:
-        Path(target).write_text(json.dumps({**origin(), "options": vars(options), **found}, indent=1))
 
 
 def show(options: argparse.Namespace, found: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """Numbers that tell whether two processes hold the same weights, however these are joined into larger ones.
 
 An inference engine keeps some weights side by side in one tensor (query, key and value; gate and up; experts) and pads
-vocabularies with zeros. A fingerprint is the sum, modulo 2^64, of every entry's bits times a number of its column, over
-all weights of a layer. It is the same however rows are stacked, and another one if a weight is missing, stale, rounded,
-or has its columns in another order.
+vocabularies with zeros. A fingerprint is the sum, modulo 2^64, of the bits of every word (64 bits of a row, or what it
+divides into) times a number of its place in the row, over all weights of a layer. It is the same however rows are
+stacked, and another one if a weight is missing, stale, rounded, or has its columns in another order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)  # the widest that rows and memory divide into
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
@@ -33,8 +33,12 @@ def added_up(prints: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
 
 def fingerprint(weight: torch.Tensor) -> torch.Tensor:
     """() int64, on the weight's device."""
-    bits = weight.detach().contiguous().view(_BITS[weight.element_size()])
-    columns = bits.reshape(-1, bits.shape[-1]).sum(0, dtype=torch.int64)
+    flat = weight.detach().contiguous().flatten()
+    row_bytes = weight.shape[-1] * weight.element_size() if weight.dim() else weight.element_size()
+    word = next(word for word in _WORDS if row_bytes % word.itemsize == 0)
+    if flat.data_ptr() % word.itemsize:
+        flat = flat.clone()
+    columns = flat.view(torch.uint8).view(word).view(-1, row_bytes // word.itemsize).sum(0, dtype=torch.int64)
     odd = torch.arange(1, 2 * len(columns), 2, device=columns.device, dtype=torch.int64)
     return (columns * (odd * 0x1E3779B97F4A7C15)).sum()
 

@@ -30,6 +30,7 @@ GRACE_S = 5.0  # for what was told to end and is ending
 SHARED_MEMORY = Path("/dev/shm")
 # one of each a process, started at first use and gone with it
 HELPERS = ("multiprocessing.resource_tracker", "multiprocess.resource_tracker", "multiprocessing.forkserver")
+TOOLS_FOLDERS = ("ray", "pymp-", "torchinductor_")
 # set by pytest, by Ray at its first remote call, and by what vLLM imports
 NOT_OURS = (
     *("PYTEST_CURRENT_TEST", "RAY_CLIENT_MODE", "LD_LIBRARY_PATH", "PYTORCH_NVML_BASED_CUDA_CHECK"),
@@ -141,9 +142,9 @@ def _variables() -> Names:
 
 
 def _temporary_files() -> Names:
-    """All but the folders in which Ray keeps its logs and multiprocessing its sockets."""
+    """All but the folders in which Ray keeps its logs, multiprocessing its sockets and torch what it compiled."""
     folder = Path(tempfile.gettempdir())
-    return {entry.name: str(entry) for entry in folder.iterdir() if not entry.name.startswith(("ray", "pymp-"))}
+    return {entry.name: str(entry) for entry in folder.iterdir() if not entry.name.startswith(TOOLS_FOLDERS)}
 
 
 def _shared_memory() -> Names:

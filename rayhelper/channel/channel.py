@@ -129,6 +129,24 @@ class Channel:
             return Reception(self._receive_here(place))
         return Reception(receive(self._link("receiver"), copy=copy, device=place))
 
+    def is_offered(self) -> bool:
+        """Whether the sender has begun a round that this process has not received: ``receive`` then need not wait.
+
+        For receivers that have other work to do meanwhile. In other processes than the sender's it is True from the
+        second round on alone, as in the first both sides have yet to meet.
+
+        Raises:
+            ChannelError: the sender failed or died, or the channel was closed.
+        """
+        if self._is_local():
+            return self._handover.tensors is not None
+        link = _LINKS.get((self._terms.id, "receiver"))
+        if link is None or link.transport is None:
+            return False
+        link = self._link("receiver")  # which says so if it broke off
+        link.lines.pump(0.0)
+        return any(line.inbox for line in link.lines.peers)
+
     def close(self) -> None:
         """Frees what this process holds of the channel. On the driver it ends the channel for everybody."""
         self._closed = True

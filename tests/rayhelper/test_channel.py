@@ -390,6 +390,45 @@ def test_bytes_that_changed_on_the_way_are_an_error_on_both_sides(transport: Any
     assert "its bytes changed on the way" in str(errors[1])
 
 
+def looking(channel: Channel, pipe: Any) -> list[bool]:
+    """What a receiver sees before, between and after rounds; the pipe says when the sender has begun one."""
+    seen = [channel.is_offered()]
+    list(channel.receive())
+    seen.append(channel.is_offered())
+    pipe.send("next")
+    assert pipe.poll(30)
+    deadline = time.monotonic() + 30
+    while not channel.is_offered() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    seen += [channel.is_offered(), [name for name, _ in channel.receive()] == ["w"], channel.is_offered()]
+    return seen
+
+
+def sending_when_told(channel: Channel, pipe: Any) -> None:
+    channel.send([("w", torch.ones(9))])
+    assert pipe.recv() == "next"
+    pipe.send("begun")
+    channel.send([("w", torch.ones(9))])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_receiver_sees_when_a_round_is_offered(transport: Any) -> None:
+    ends = processes.Pipe()
+    with Channel(timeout_s=20, transport=transport) as channel:
+        seen, _ = values((looking, channel, ends[0]), (sending_when_told, channel, ends[1]))
+    assert seen == [False, False, True, True, False]
+
+
+def test_in_one_process_a_round_is_offered_until_it_was_received() -> None:
+    with Channel(2) as channel:
+        seen = [channel.is_offered()]
+        channel.send([("w", torch.ones(2))])
+        for _ in range(2):
+            seen.append(channel.is_offered())
+            list(channel.receive())
+        assert [*seen, channel.is_offered()] == [False, True, True, False]
+
+
 # Between the workers of two device groups
 
 

@@ -20,9 +20,9 @@ from tests.rollout.prompts import as_sequences, plain_greedy, prompts_of, save_d
 from trainers.backends.fsdp import FsdpBackend
 from trainers.batch import Prompts, Ragged
 from trainers.fingerprints import fingerprints
-from trainers.rollout.base import Sampling
+from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.hf import HfEngine
-from trainers.rollout.vllm import Completion, VllmEngine
+from trainers.rollout.vllm import VllmEngine
 
 pytestmark = pytest.mark.xdist_group("vllm")
 

@@ -14,7 +14,7 @@ from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.completions import rollout_metrics
 from trainers.grpo_samples import to_samples
 from trainers.plugins import ENVIRONMENTS, TOOLS
-from trainers.rollout.base import Sampling
+from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.environments import Reply, resolve_environment
 from trainers.rollout.episodes import Stage, reply_ids
 from trainers.rollout.tools import ToolEnvironment, resolve_tools
@@ -52,6 +52,84 @@ class ScriptedEngine:
 
     def load_weights(self, named_weights: Any) -> None:
         raise NotImplementedError
+
+
+class SteppingEngine(ScriptedEngine):
+    """The same a token at a time; prompts enter in between, with the seed that their tokens' log-probabilities show."""
+
+    shares_weights = False
+
+    def __init__(self, answer: Callable[[str], str], ends: bool = True) -> None:
+        super().__init__(answer, ends)
+        self.running: dict[int, tuple[Rollouts, int]] = {}
+        self.events: list[str] = []
+        self.number = 0
+
+    def submit(self, prompts: Prompts, sampling: Sampling, *, seed: int) -> range:
+        rollouts = self.generate(prompts, sampling, seed=seed)
+        self.running[self.number] = (rollouts, 0)
+        self.events.append(f"{seed} enters")
+        self.number += 1
+        return range(self.number - 1, self.number)
+
+    def advance(self) -> list[Completion]:
+        done = []
+        for number, (rollouts, length) in list(self.running.items()):
+            self.running[number] = (rollouts, length + 1)
+            if length + 1 == len(rollouts.completion_ids[0]):
+                del self.running[number]
+                prompt, row = rollouts.prompt_ids[0], rollouts.completion_ids[0]
+                logps, truncated = rollouts.rollout_logps[0], bool(rollouts.truncated[0])
+                done.append(Completion(number, prompt, row, logps, np.zeros(len(row), np.int64), truncated))
+                self.events.append(f"{self.seeds[number]} leaves")
+        return done
+
+    def abort(self) -> None:
+        self.running.clear()
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+
+def test_with_a_continuous_engine_no_episode_waits_for_a_long_turn_of_another() -> None:
+    def answer(text: str) -> str:
+        number = after_the_last_mark(text)
+        return number if "3?" in text else "0" * 60 + number
+
+    rows = [{"prompt": [user("1?")]}, {"prompt": [user("3?")]}]
+    engine = SteppingEngine(answer)
+    stage = Stage(Countdown, TOKENIZER)
+    rollouts = stage.play(engine, rows, Sampling(200), lambda episode, turn: 10 * episode + turn)
+    assert engine.events == [
+        *("0 enters", "10 enters", "10 leaves", "11 enters", "11 leaves", "12 enters"),
+        *("12 leaves", "0 leaves"),
+    ]
+    alike = play(Countdown, rows, engine=ScriptedEngine(answer))
+    assert rollouts.completion_ids == alike.completion_ids
+    assert rollouts.is_sampled == alike.is_sampled
+    assert rollouts.transcripts == alike.transcripts
+    assert rollouts.truncated.tolist() == alike.truncated.tolist()
+
+
+def test_with_a_continuous_engine_nothing_runs_on_behind_an_episode_that_failed() -> None:
+    class Fails(Countdown):
+        def step(self, text: str) -> Reply:
+            raise ValueError("no such number")
+
+    engine = SteppingEngine(lambda text: "0" * 10_000 if "long" in text else "1")
+    rows = [{"prompt": "long"}, {"prompt": "1?"}]
+    with pytest.raises(ValueError, match="no such number"):
+        Stage(Fails, TOKENIZER).play(engine, rows, Sampling(20_000), lambda episode, turn: 0)
+    assert not engine.running
+    assert "0 leaves" not in engine.events[3:]
+
+    def refuses(*_: Any, **__: Any) -> range:
+        raise RuntimeError("the engine sleeps")
+
+    engine.submit = refuses  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="the engine sleeps"):
+        Stage(Countdown, TOKENIZER).play(engine, rows, Sampling(20), lambda episode, turn: 0)
 
 
 class Countdown:

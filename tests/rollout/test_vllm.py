@@ -19,6 +19,7 @@ from tests.golden.tiny import tiny_tokenizer
 from tests.rollout.prompts import as_sequences, plain_greedy, prompts_of, save_decided
 from trainers.backends.fsdp import FsdpBackend
 from trainers.batch import Prompts, Ragged
+from trainers.completions import rollout_metrics
 from trainers.fingerprints import fingerprints
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.hf import HfEngine
@@ -134,6 +135,17 @@ def test_truncation_leaves_only_the_likeliest(sampling_engine: VllmEngine) -> No
     rollouts = sampling_engine.generate(prompts_of(), Sampling(max_completion_length=10, top_k=1), seed=5)
     greedy = sampling_engine.generate(prompts_of(), dataclasses.replace(GREEDY, max_completion_length=10), seed=0)
     assert rollouts.completion_ids == greedy.completion_ids
+
+
+def test_the_share_of_the_kv_cache_in_use_is_told(sampling_engine: VllmEngine) -> None:
+    few = sampling_engine.generate(prompts_of([300]), GREEDY, seed=0).kv_cache_usage
+    many = sampling_engine.generate(prompts_of([300] * 6), GREEDY, seed=0).kv_cache_usage
+    assert few is not None
+    assert many is not None
+    assert 0 < few[0] < many[0] <= 1
+    assert many.tolist() == [many[0]] * 6
+    values = rollout_metrics(sampling_engine.generate(prompts_of([300]), GREEDY, seed=0)).values()
+    assert values["rollout/kv_cache_usage"] == few[0]
 
 
 # --- one step at a time

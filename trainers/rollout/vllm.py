@@ -109,7 +109,9 @@ class VllmEngine:
             from vllm.v1.engine.llm_engine import LLMEngine
 
             arguments = {
-                "enforce_eager": on_cpu,
+                **(
+                    {"enforce_eager": True, "enable_chunked_prefill": False} if on_cpu else {}
+                ),  # seeds need whole prompts
                 "disable_log_stats": True,
                 **arguments,
                 "model": str(model),
@@ -150,19 +152,22 @@ class VllmEngine:
             RuntimeError: the engine sleeps, or its weights were dropped and not loaded again.
         """
         if not len(prompts):
-            return no_rollouts()
+            return dataclasses.replace(no_rollouts(), kv_cache_usage=np.zeros(0, np.float32))
         assert not self._running, "completions of submit are still running: advance until they have finished"
         first = self.submit(prompts, sampling, seed=seed).start
         done: list[Completion | None] = [None] * len(prompts)
+        most_used = 0.0
         with _no_garbage_collection(), self._aborting():
             for step in itertools.count(1):
                 for completion in self.advance():
                     done[completion.number - first] = completion
+                most_used = max(most_used, self.kv_cache_usage())
                 if not self._running:
                     break
                 if between is not None and not step % interval:
                     between()
-        return rollouts_of([completion for completion in done if completion is not None])
+        rollouts = rollouts_of([completion for completion in done if completion is not None])
+        return dataclasses.replace(rollouts, kv_cache_usage=np.full(len(rollouts), most_used, np.float32))
 
     def submit(self, prompts: Prompts, sampling: Sampling, *, seed: int) -> range:
         """The numbers under which ``advance`` gives out the prompts' completions. Others may be running."""

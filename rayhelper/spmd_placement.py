@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -112,13 +112,20 @@ class SpmdPlacement:
             name = f"{method} of instance {self.instance_id}"
             with Watch(self.runtime.exchange, group.timeout_s) as watch:
                 outcome, error = self.attempt(name, str(method), who, own_value, watch)
+            if rank is not None:
+                self.runtime.settle_owed()
             begun_ns = time.time_ns()
             values = self.runtime.settle(self, replace(outcome, given=given), error, watch)
             if recording:
                 recording.span("wait", method, begun_ns, call, self.runtime.exchange.received_bytes)
             return [values[members[leader]] for leader in layout.leaders]
 
-        return Future(FinishedCall(leaders_values, collector(method, division.order, where, recording, call)))
+        collect = collector(method, division.order, where, recording, call)
+        if rank is not None:
+            return Future(FinishedCall(leaders_values, collect))
+        self.runtime.settle_owed()  # whoever is one call behind holds nobody up, who is two behind might
+        self.runtime.owed = OwedCall(leaders_values, collect)
+        return Future(self.runtime.owed)
 
     def _made_by_first(
         self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -141,6 +148,7 @@ class SpmdPlacement:
         def first_value() -> Any:
             with Watch(runtime.exchange, None) as watch:
                 outcome, error = self.attempt(str(method), str(method), f"process {runtime.rank}", own_value, watch)
+            runtime.settle_owed()
             begun_ns = time.time_ns()
             values = runtime.settle(self, replace(outcome, given=given), error, watch)
             if runtime.recording:
@@ -185,6 +193,37 @@ class SpmdPlacement:
             self.runtime.shards[name].note(self.instance_id, rank, {role: shard})
 
     __reduce__ = refuse_to_travel
+
+
+class OwedCall:
+    """A call to a group that this process is not in. It meets the others in it when it is asked for the value, or
+    before it meets them in the next call: so it can do its part of that one while they are at theirs of this one.
+    """
+
+    def __init__(self, call: Callable[[], list[Any]], collect: Callable[[list[Any]], Any]) -> None:
+        self.call, self.collect = call, collect
+        self.finished: FinishedCall | None = None
+
+    def settle(self) -> FinishedCall:
+        """Meets the others."""
+        if self.finished is None:
+            self.finished = FinishedCall(self.call, self.collect)
+        return self.finished
+
+    def done(self) -> bool:
+        return self.settle().done()  # as on the other processes, which must go the same way
+
+    def result(self, timeout_s: float | None) -> Any:
+        return self.settle().result(timeout_s)
+
+    def cancel(self) -> bool:
+        return self.settle().cancel()
+
+    def parts(self) -> Iterator[Any]:
+        yield from self.settle().parts()
+
+    def wait_any(self, others: Sequence[Any]) -> int:
+        return self.settle().wait_any(others)
 
 
 def _given(method: RoleMethod[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -11,7 +11,8 @@ instance is being constructed.
 The driver's code must therefore do the same on every process; a call that others do not make, or make with other
 numbers of arguments or items, is noticed and named. A call that is given up leaves the processes out of step: the error
 shows the stacks of all, and is raised again by every later call.
-Device groups may be smaller than the run: their ranks are torchrun's. A deferred call is made at once.
+Device groups may be smaller than the run: their ranks are torchrun's. A deferred call is made at once; a process that
+is not of its group does not wait for it before it makes its part of the next.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from rayhelper.recording import Recording
 from rayhelper.roles import RoleMethod, not_constructed
 from rayhelper.runtime import Shard, WorkerInfo, state
 from rayhelper.shards import ShardTable
-from rayhelper.spmd_placement import SpmdPlacement
+from rayhelper.spmd_placement import OwedCall, SpmdPlacement
 from rayhelper.worker_runtime import WorkerRuntime
 
 _GRACE_S = 2.0  # how long a process that failed lets the others finish before it frees those that wait for it
@@ -70,6 +71,7 @@ class TorchrunRuntime:
         self.shards = {group.name: ShardTable(group.num_workers, group.name) for group in config.groups}
         self.num_instances = 0
         self.constructing: list[SpmdPlacement] = []
+        self.owed: OwedCall | None = None  # the deferred call in which this process has not met the others yet
         self.ended: tuple[int, Exception] | None = None  # of a constructor that others left: how deep it is, and why
         self.alone = ""  # the driver's method that this process runs for all
         self.driver = WorkerInfo((DRIVER,), DRIVER, rank, size, _local_rank(), _local_size(), _node(), Shard(0, 1))
@@ -88,6 +90,7 @@ class TorchrunRuntime:
         self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.check_usable(f"{type(instance).__name__}(...)")
+        self.settle_owed()
         placement = SpmdPlacement(self, self.num_instances, type(instance))
         self.num_instances += 1
         object.__setattr__(instance, "_rayhelper", placement)
@@ -107,6 +110,12 @@ class TorchrunRuntime:
             raise why
         self.settle(placement, outcome, error, watch)
         placement.is_constructing = False
+
+    def settle_owed(self) -> None:
+        """Meets the others in a deferred call that this process is not in. Its future tells what failed there."""
+        owed, self.owed = self.owed, None
+        if owed is not None:
+            owed.settle()
 
     def settle(self, placement: SpmdPlacement, outcome: Outcome, error: Exception | None, watch: Watch) -> list[Any]:
         """The values of all processes, after what they reported has been noted.
@@ -233,6 +242,7 @@ class TorchrunRuntime:
         atexit.unregister(self.teardown)
         if self.exchange.closed:
             return
+        self.settle_owed()
         if self.rank > 0:
             logging.disable(logging.NOTSET)
         if self.recording is not None:

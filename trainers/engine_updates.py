@@ -51,23 +51,33 @@ class EngineUpdates:
         self.is_due = True
 
     def update(self) -> None:
-        """Engines hold the policy's weights, and all that they need to generate."""
+        """Engines hold the policy's weights, and all that they need to generate.
+
+        Raises EngineLostError as ``completed`` does, ChannelError if weights do not arrive at the second try either.
+        """
         if self.route.way == "copied":
             self.copy()
         elif self.route.way == "sent" and self.is_due:
             try:
                 self._send()
-            except (EngineLostError, ChannelError):
-                self._restore()
+            except (EngineLostError, ChannelError) as lost:
+                self._restore(lost)
         self.is_due = False
 
     def completed(self, completions: Any, again: Callable[[], Any]) -> Any:
-        """The value of a future of completions; that of ``again()`` if a worker died and was replaced meanwhile."""
-        try:
-            return completions.result()
-        except EngineLostError:
-            self._restore()
-            return again().result()
+        """The value of a future of completions; that of ``again()`` if a worker died and was replaced meanwhile.
+
+        ``again`` completes by the policy as it is now. Whoever dies too often uses up the ``restarts`` of its group.
+
+        Raises:
+            EngineLostError: the worker that died trains as well.
+        """
+        while True:
+            try:
+                return completions.result()
+            except EngineLostError as lost:
+                self._restore(lost)
+                completions = again()
 
     def end_generation(self, run: Run | None = None) -> None:
         """Training beside the engines has its memory back; that takes time of ``run``'s step, if there is one."""
@@ -81,11 +91,21 @@ class EngineUpdates:
             self.channel.close()
             self.channel = None
 
-    def _restore(self) -> None:
-        """Workers that took the place of others have engines, and all the weights."""
-        self.rebuild()
-        self.close()
-        self._send()
+    def _restore(self, lost: Exception) -> None:
+        """Workers that took the place of others have engines, and all engines the policy's weights."""
+        if self.route.way != "sent":
+            raise EngineLostError(
+                "a worker died that trains and generates; another took its place, but what it had learned is gone. "
+                "Go on from a checkpoint (resume_from_checkpoint: auto), or give role rollout a group of its own, "
+                "whose restarts replace workers in a running run."
+            ) from lost
+        while True:
+            self.rebuild()
+            self.close()
+            try:
+                return self._send()
+            except EngineLostError:  # a further one died
+                continue
 
     def _send(self) -> None:
         if self.channel is None:
@@ -93,8 +113,12 @@ class EngineUpdates:
         sent = self.send.defer(self.channel)  # train worker 0 sends while the engines receive
         try:
             self.receive(self.channel)
-        finally:
-            sent.result()
+        except BaseException:
+            self.close()  # or the sender would wait for those that do not come
+            with contextlib.suppress(ChannelError):  # which tells of this one
+                sent.result()
+            raise
+        sent.result()
 
 
 def channel_to(route: Route, bucket_mb: float) -> Channel:

@@ -9,7 +9,7 @@ stacked, and another one if a weight is missing, stale, rounded, or has its colu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -22,25 +22,42 @@ def fingerprints(named_weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str,
     return added_up((name, fingerprint(weight)) for name, weight in named_weights)
 
 
-def added_up(prints: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """The same of weights whose fingerprints are known: () int64 tensors, which one transfer brings to the host."""
+def added_up(
+    prints: Iterable[tuple[str, torch.Tensor]], over_ranks: Callable[[torch.Tensor], object] | None = None
+) -> dict[str, int]:
+    """The same of weights whose fingerprints are known: () int64 tensors, which one transfer brings to the host.
+
+    ``over_ranks`` adds up, in place, what ranks have that hold parts of the weights.
+    """
     found: dict[str, torch.Tensor] = {}
     for name, value in prints:
         layer = layer_of(name)
         found[layer] = found[layer] + value if layer in found else value
-    return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
+    if not found:
+        return {}
+    totals = torch.stack(list(found.values()))
+    if over_ranks is not None:
+        over_ranks(totals)
+    return dict(zip(found, totals.tolist(), strict=True))
 
 
-def fingerprint(weight: torch.Tensor) -> torch.Tensor:
-    """() int64, on the weight's device."""
+def fingerprint(weight: torch.Tensor, *, first_column: int = 0, num_columns: int | None = None) -> torch.Tensor:
+    """() int64, on the weight's device.
+
+    ``first_column`` and ``num_columns``: where its rows stand in those of the whole weight, and how long these are.
+    """
     flat = weight.detach().contiguous().flatten()
     row_bytes = weight.shape[-1] * weight.element_size() if weight.dim() else weight.element_size()
-    word = next(word for word in _WORDS if row_bytes % word.itemsize == 0)
+    whole_bytes = row_bytes if num_columns is None else num_columns * weight.element_size()
+    word = next(word for word in _WORDS if whole_bytes % word.itemsize == 0)
+    first_word, rest = divmod(first_column * weight.element_size(), word.itemsize)
+    if rest or row_bytes % word.itemsize:
+        raise ValueError(f"columns {first_column} to {first_column + weight.shape[-1]} do not begin and end with words")
     if flat.data_ptr() % word.itemsize:
         flat = flat.clone()
     columns = flat.view(torch.uint8).view(word).view(-1, row_bytes // word.itemsize).sum(0, dtype=torch.int64)
-    odd = torch.arange(1, 2 * len(columns), 2, device=columns.device, dtype=torch.int64)
-    return (columns * (odd * 0x1E3779B97F4A7C15)).sum()
+    places = first_word + torch.arange(len(columns), device=columns.device, dtype=torch.int64)
+    return (columns * ((2 * places + 1) * 0x1E3779B97F4A7C15)).sum()
 
 
 def layer_of(name: str) -> str:

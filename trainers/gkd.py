@@ -70,6 +70,7 @@ from trainers.run import (
     read_rows,
     saved_order,
 )
+from trainers.vllm_teacher import VllmTeacher, check_vllm_teacher, shares_devices
 from trainers.weight_sync import Route, built, copy, end_generation, receive, send
 
 Source = Literal["student", "teacher", "dataset"]
@@ -88,7 +89,7 @@ class GKDTrainer:
     def __init__(self, config: GKDConfig) -> None:
         self.config = config
         self.backend: Backend | None = None
-        self.teacher: Backend | None = None
+        self.teacher: Backend | VllmTeacher | None = None
         self.engine: Engine | None = None
         self.prepare()
 
@@ -98,6 +99,7 @@ class GKDTrainer:
         check_before_start(config)
         check_completions(config, groups)
         check_placement(config, groups)
+        check_vllm_teacher(config, groups)
         if config.teacher_model is not None and not {config.model, config.teacher_model} & set(MODELS):
             common_vocab_size(config, config.model, config.teacher_model, load_tokenizer(config, config.model))
 
@@ -306,11 +308,15 @@ class GKDTrainer:
 
     @RayHelper.function(group="teacher")
     def build_teacher(self, model: str, student: str) -> None:
-        config = self.config
-        kwargs = config.teacher_model_init_kwargs
-        self.teacher = build_backend(config, model, num_training_steps=None, model_init_kwargs=kwargs)
-        if config.seq_kd:
-            self.teacher_engine = build_engine(config, model, load_tokenizer(config, student), self.teacher)
+        config, tokenizer = self.config, load_tokenizer(self.config, student)
+        if config.teacher_engine == "vllm":
+            self.teacher = VllmTeacher(config, model, tokenizer, shares_devices=shares_devices())
+            self.teacher_engine: Engine = self.teacher.engine
+        else:
+            kwargs = config.teacher_model_init_kwargs
+            self.teacher = build_backend(config, model, num_training_steps=None, model_init_kwargs=kwargs)
+            if config.seq_kd:
+                self.teacher_engine = build_engine(config, model, tokenizer, self.teacher)
         if config.offload_teacher_model:
             self.teacher.offload()
 
@@ -336,7 +342,7 @@ class GKDTrainer:
             return self.teacher_engine.generate(prompts, sampling, seed=seed_of(self.config.seed, step))
 
     @property
-    def asked_backend(self) -> Backend:
+    def asked_backend(self) -> Backend | VllmTeacher:
         """The model that teaches: the teacher, or the student itself (``adapter`` says with or without its own)."""
         backend = self.teacher or self.backend
         assert backend is not None, "build comes first, and a student that teaches itself is where it is trained"
@@ -369,7 +375,9 @@ class GKDTrainer:
         if config.gkd_logits_topk is not None:
             self.divergence = TopDivergence(add_tail=config.gkd_topk_add_tail, **settings)
         else:
-            self.divergence = WholeDivergence(self.asked_backend, adapter=config.has_live_teacher, **settings)
+            teacher = self.asked_backend
+            assert not isinstance(teacher, VllmTeacher), "vLLM gives the likeliest tokens alone"
+            self.divergence = WholeDivergence(teacher, adapter=config.has_live_teacher, **settings)
 
     @RayHelper.function(group="train", dispatch="slice", collect=Metrics.merge)
     def update(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rayhelper import ConfigError
 from trainers.completion_config import CompletionConfig
@@ -23,6 +23,12 @@ class GKDConfig(CompletionConfig):
     or, where rows have a ``teacher_prompt``, the student itself."""
     teacher_model_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the teacher's AutoModelForCausalLM.from_pretrained."""
+    teacher_engine: Literal["hf", "vllm"] = "hf"
+    """What answers for the teacher_model. hf: transformers, as the student runs; vllm: vLLM, which is installed apart,
+    for ``gkd_logits_topk`` likeliest tokens."""
+    teacher_engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Fields of vLLM's EngineArgs for ``teacher_engine: vllm``, such as {max_model_len: 8192}; tensor_parallel_size:
+    workers of role teacher that hold one model together."""
     offload_teacher_model: bool = False
     """Keep a teacher that shares the student's devices in the memory of the host while it is not asked."""
 
@@ -83,6 +89,46 @@ def check_gkd(config: GKDConfig) -> None:
     at_least(config, 1, "per_device_eval_batch_size")
     at_least(config, 2, "max_length")
     _check_unused(config)
+    _check_teacher_engine(config)
+
+
+def _check_teacher_engine(config: GKDConfig) -> None:
+    if config.teacher_engine == "hf":
+        if config.teacher_engine_kwargs:
+            raise ConfigError("teacher_engine_kwargs is for teacher_engine: vllm; set that, or remove it")
+        return
+    if config.teacher_model is None:
+        raise ConfigError("teacher_engine: vllm is for a teacher_model, and there is none: remove it, or set that")
+    if config.gkd_logits_topk is None:
+        raise ConfigError(
+            "teacher_engine: vllm gives the teacher's likeliest tokens, not the whole vocabulary: set gkd_logits_topk "
+            "(64, say), or teacher_engine: hf"
+        )
+    if config.teacher_model_init_kwargs:
+        raise ConfigError("teacher_model_init_kwargs is for teacher_engine: hf; vLLM takes teacher_engine_kwargs")
+    most = config.teacher_engine_kwargs.get("max_logprobs", config.gkd_logits_topk)
+    if isinstance(most, int) and 0 <= most < config.gkd_logits_topk:
+        raise ConfigError(
+            f"teacher_engine_kwargs: max_logprobs={most} is below gkd_logits_topk={config.gkd_logits_topk}. Raise it, "
+            "or remove it: it is then what is needed."
+        )
+    length = config.teacher_engine_kwargs.get("max_model_len")
+    if isinstance(length, int) and length > 0:
+        _check_teacher_length(config, length)
+
+
+def _check_teacher_length(config: GKDConfig, length: int) -> None:
+    """The limits that are known of what the teacher is given."""
+    needed = {}
+    if config.uses_responses and config.max_length is not None:
+        needed["max_length"] = config.max_length
+    if config.max_prompt_length is not None:
+        needed["max_prompt_length + max_completion_length"] = config.max_prompt_length + config.max_completion_length
+    for name, most in needed.items():
+        if most > length:
+            raise ConfigError(
+                f"teacher_engine_kwargs: max_model_len={length} is below {name}={most}. Raise it, or lower that."
+            )
 
 
 def _check_unused(config: GKDConfig) -> None:

@@ -165,7 +165,6 @@ class GRPOTrainer:
         self.rows: Any = self.read(config.dataset, config.dataset_split)
         self.eval_rows: Any = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
         self.async_runner = asyncio.Runner()  # one event loop for all calls: clients may hold connections
-        self.ahead: deque[Started] = deque()
         self.begin({})
 
     @RayHelper.function(group="driver", execute="first")
@@ -178,6 +177,7 @@ class GRPOTrainer:
         self.entropy_coef = EntropyCoefficient.of(config, state)
         drawn = state.get("rows_drawn", 0)
         self.stream = RowStream(num_rows, seed=config.seed, shuffle=config.shuffle_dataset, num_drawn=drawn)
+        self.ahead: deque[Started] = deque()
 
     def state(self) -> dict[str, Any]:
         """What ``begin`` takes."""
@@ -267,20 +267,20 @@ class GRPOTrainer:
         if not plan.is_dynamic:
             self.begin_ahead(plan, run)
             started = self.ahead.popleft()
-            explored = self.finished(started, run)
+            explored = self.finished(started, run, generation)
             metrics = rollout_metrics(explored)
             if config.max_staleness:
                 metrics.mean("staleness", generation - started.num_learned, 1)
         else:
             drawn = self.stream.take(plan.num_prompts)
-            explored = self.finished(self.started(drawn, run, generation), run)
+            explored = self.finished(self.started(drawn, run, generation), run, generation)
             for attempt in range(1, config.max_resample_times + 1):
                 missing = plan.num_prompts - int(self.differing(explored).sum())
                 places = self.stream.take(max(missing, 0), held=drawn.tolist())
                 if not len(places):
                     break
                 drawn = np.concatenate([drawn, places])
-                further = self.finished(self.started(places, run, generation, attempt), run)
+                further = self.finished(self.started(places, run, generation, attempt), run, generation)
                 explored = Rewarded.concat([explored, further])
             metrics = rollout_metrics(explored)
             num_drawn = len(explored) // config.num_generations
@@ -321,10 +321,15 @@ class GRPOTrainer:
             begin = partial(self.rollout, starts, self.config.temperature, generation, attempt)
             return Started(rows, begin, begin(), generation if num_learned is None else num_learned)
 
-    def finished(self, started: Started, run: Run) -> Rewarded:
-        """The completions, rewarded."""
+    def finished(self, started: Started, run: Run, generation: int) -> Rewarded:
+        """The completions, rewarded; drawn once more, by the policy as it is now, if a worker has died meanwhile."""
+
+        def again() -> Any:
+            started.num_learned = generation
+            return started.begin()
+
         with run.phase("generate"):
-            rollouts = self.engines.completed(started.rollouts, started.begin)
+            rollouts = self.engines.completed(started.rollouts, again)
         with run.phase("reward"):
             rewards = self.reward(started.rows, rollouts)
         return Rewarded(**rollouts.columns(), prompts=list(map(prompt_of, started.rows)), rewards=rewards)

@@ -5,12 +5,15 @@
     sent     other processes: through a channel (rayhelper/channel), bucket after bucket; train worker 0 sends
 
 Weights travel in the dtype that engines keep. Behind the last one comes what they add up to, so that every engine finds
-out whether it now holds what the trainer has (``fingerprints.py``). ``exported`` is for models that follow a policy now
+out whether it now holds what the trainer has (``fingerprints.py``). Of a model under a LoRA adapter an engine that has
+all weights gets those that the adapter changes; what the others add up to is remembered from when they were sent.
+ ``exported`` is for models that follow a policy now
 and then, such as references.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,14 +21,15 @@ from typing import Any, Literal
 
 import torch
 
-from rayhelper import Channel, RayHelper
-from trainers.backends.base import Backend
+from rayhelper import Channel, RayHelper, Receipt
+from trainers.backends.base import Backend, SentWeights
 from trainers.completion_config import CompletionConfig
 from trainers.fingerprints import added_up, fingerprint
 from trainers.rollout.base import Engine
 from trainers.run import resolve_dtype
 
-PROOF = "fingerprints of the weights"  # a name that no weight has
+PROOF = "fingerprints of the weights"  # names that no weight has
+PART = "all other weights are as they were"
 
 
 @dataclass(frozen=True)
@@ -59,14 +63,22 @@ def built(engine: Engine | None) -> Engine:
     return engine
 
 
-def send(config: CompletionConfig, backend: Backend, channel: Channel) -> None:
-    """Sends all weights; every worker that trains calls it, and worker 0 sends."""
-    weights = _weights(config, backend)
+def send(config: CompletionConfig, backend: Backend, channel: Channel) -> Receipt | None:
+    """Sends the weights; every worker that trains calls it, and worker 0 sends and has the receipt.
+
+    Over a channel all weights go once, and then those that training can change.
+    """
+    is_part = backend.trains_part and backend.sent.to == channel.identity
+    weights = _weights(config, backend, is_part=is_part)
+    receipt = None
     if RayHelper.current().rank == 0:
-        channel.send(_with_proof(weights) if config.weight_checksum else weights)
+        stream = _with_proof(weights, _prints(backend, is_part)) if config.weight_checksum else weights
+        receipt = channel.send(_as_part(stream) if is_part else stream)
     else:
         for _ in weights:  # gathers with worker 0
             pass
+    backend.sent.to = channel.identity
+    return receipt
 
 
 def receive(engine: Engine, channel: Channel) -> None:
@@ -77,7 +89,12 @@ def receive(engine: Engine, channel: Channel) -> None:
     """
     proof: dict[str, int] = {}
     engine.wake("weights")
-    engine.load_weights(_without_proof(channel.receive(copy=False), proof))
+    stream = iter(channel.receive(copy=False))
+    first = next(stream)
+    if first[0] == PART:
+        engine.load_weights(_without_proof(stream, proof), part=True)
+    else:
+        engine.load_weights(_without_proof(itertools.chain([first], stream), proof))
     check(engine, proof)
     engine.wake("kv_cache")
 
@@ -94,8 +111,12 @@ def copy(config: CompletionConfig, backend: Backend, engine: Engine) -> None:
     proof: dict[str, int] = {}
     backend.offload(model=False, optimizer=config.offload_optimizer)
     engine.wake("weights")
-    weights = _weights(config, backend)
-    engine.load_weights(_without_proof(_with_proof(weights), proof) if config.weight_checksum else weights)
+    is_part = backend.trains_part and backend.sent.to is engine and engine.has_weights
+    weights = _weights(config, backend, is_part=is_part)
+    if config.weight_checksum:
+        weights = _without_proof(_with_proof(weights, _prints(backend, is_part)), proof)
+    engine.load_weights(weights, part=is_part)
+    backend.sent.to = engine
     check(engine, proof)
     backend.offload(model=config.offload_model, optimizer=False)
     engine.wake("kv_cache")
@@ -113,6 +134,8 @@ def check(engine: Engine, proof: dict[str, int]) -> None:
     if not proof:
         return
     found = engine.fingerprints()
+    if not found:
+        return
     wrong = [layer for layer in proof if found.get(layer) != proof[layer]]
     if wrong:
         raise StaleWeightsError(
@@ -139,21 +162,41 @@ def first_of(values: list[Any]) -> Any:
     return values[0]
 
 
-def _weights(config: CompletionConfig, backend: Backend) -> Iterator[tuple[str, torch.Tensor]]:
-    """In the dtype that engines keep."""
+def _weights(config: CompletionConfig, backend: Backend, *, is_part: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """In the dtype that engines keep; ``is_part``: those that training can change."""
     dtype = getattr(torch, resolve_dtype(config))
-    for name, weight in backend.named_weights():
+    for name, weight in backend.named_weights(trained_only=is_part):
         yield name, weight.to(dtype) if weight.is_floating_point() else weight
 
 
-def _with_proof(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights, and behind them their fingerprints as text."""
-    prints: list[tuple[str, torch.Tensor]] = []
+def _prints(backend: Backend, is_part: bool) -> dict[str, torch.Tensor]:
+    """Where the fingerprints of the backend's weights are kept: all of an earlier round if this one brings a part."""
+    if not is_part:
+        backend.sent = SentWeights()
+    return backend.sent.prints
+
+
+def _with_proof(
+    weights: Iterable[tuple[str, torch.Tensor]], prints: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights, and behind them the fingerprints of the whole model as text.
+
+    ``prints``: of all weights when they were last seen; those of the given ones are put there.
+    """
     for name, weight in weights:
-        prints.append((name, fingerprint(weight)))
+        prints[name] = fingerprint(weight)
         yield name, weight
-    text = json.dumps(added_up(prints)).encode()
-    yield PROOF, torch.frombuffer(bytearray(text), dtype=torch.uint8).to(prints[0][1].device)
+    text = json.dumps(added_up(prints.items())).encode()
+    device = next(iter(prints.values())).device
+    yield PROOF, torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+
+
+def _as_part(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The stream, and before it that it holds a part of the weights."""
+    for k, (name, tensor) in enumerate(stream):
+        if k == 0:
+            yield PART, torch.zeros(1, dtype=torch.uint8, device=tensor.device)
+        yield name, tensor
 
 
 def _without_proof(

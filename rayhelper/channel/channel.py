@@ -37,11 +37,15 @@ _LINKS: dict[tuple[str, str], Link] = {}
 
 
 class Handover:
-    """What ``send`` leaves for ``receive`` where both are in one process."""
+    """What the copies of a channel in one process share: what ``send`` leaves for ``receive``, and the driver's store.
+
+    Under torchrun the driver's channel is a copy of the one that it made.
+    """
 
     def __init__(self) -> None:
         self.tensors: list[tuple[str, torch.Tensor]] | None = None
         self.num_left = 0  # how many may yet receive it
+        self.store: Any = None  # on the process that made the channel
 
 
 _HANDOVERS: WeakValueDictionary[str, Handover] = WeakValueDictionary()  # by channel; its copies share one
@@ -86,7 +90,6 @@ class Channel:
         self._host = host
         self._home = this_process()
         self._driver: tuple[str, int] | None = None  # where the store is, once there is one
-        self._store: Any = None  # on the process that made the channel
         self._handover = _HANDOVERS.setdefault(identity, Handover())
         self._closed = False
 
@@ -129,6 +132,11 @@ class Channel:
             return Reception(self._receive_here(place))
         return Reception(receive(self._link("receiver"), copy=copy, device=place))
 
+    @property
+    def identity(self) -> str:
+        """The same for all copies of a channel, wherever they are, and another one for every other channel."""
+        return self._terms.id
+
     def is_offered(self) -> bool:
         """Whether the sender has begun a round that this process has not received: ``receive`` then need not wait.
 
@@ -150,7 +158,7 @@ class Channel:
     def close(self) -> None:
         """Frees what this process holds of the channel. On the driver it ends the channel for everybody."""
         self._closed = True
-        self._handover.tensors, self._store = None, None
+        self._handover.tensors, self._handover.store = None, None
         for key in [key for key in _LINKS if key[0] == self._terms.id]:
             _LINKS.pop(key).close()
 
@@ -171,13 +179,13 @@ class Channel:
         return {"_terms": self._terms, "_host": self._host, "_home": self._home, "_driver": self._driver}
 
     def __setstate__(self, sent: dict[str, Any]) -> None:
-        self.__dict__.update(sent, _store=None, _closed=False)
+        self.__dict__.update(sent, _closed=False)
         self._handover = _HANDOVERS.setdefault(self._terms.id, Handover())
 
     def _reachable(self) -> tuple[str, int]:
         """The address of the store, which is opened if need be."""
         if self._driver is None:
-            self._store, self._driver = _open_store(self._host or _own_address())
+            self._handover.store, self._driver = _open_store(self._host or _own_address())
         return self._driver
 
     def _is_local(self) -> bool:

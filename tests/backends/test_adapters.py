@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.backends.batches import largest_difference, mean_loss, samples_of
+from tests.backends.batches import largest_difference, mean_loss, plain_scores, samples_of
 from tests.golden.tiny import save_tiny
 from trainers.backends.fsdp import FsdpBackend
 
@@ -114,6 +114,33 @@ def test_the_gradients_of_an_adapter_are_those_of_the_merged_model(folder: str, 
     expected = 2.0 * seen["weight"] @ seen["a"].T
     assert float(expected.abs().max()) > 1e-4
     torch.testing.assert_close(seen["lora_B.default.weight"], expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}])
+def test_an_output_head_is_trained_too_where_the_adapter_says_so(kind: dict[str, Any], tmp_path: Path) -> None:
+    """On the gradient that plain autograd through the whole model gives."""
+    backend = FsdpBackend(save_tiny(tmp_path), **SETTINGS | {"lora": LORA | {"target_modules": ["q_proj"]} | kind})
+    samples = samples_of()
+    before = scores(backend)
+    trained = {name: weight for name, weight in backend.module.named_parameters() if weight.requires_grad}
+    trained = {name: weight for name, weight in trained.items() if "lm_head" in name}
+    assert trained
+    loss = -plain_scores(backend.module, samples)[0].sum() / 50
+    expected = dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
+    found: dict[str, torch.Tensor] = {}
+    assert backend.optimizer is not None
+    backend.optimizer.register_step_pre_hook(
+        lambda *_: found.update({name: weight.grad.clone() for name, weight in trained.items()})  # type: ignore[union-attr]
+    )
+    backend.max_grad_norm = 0.0
+    backend.step(samples, partial(mean_loss, 50), micro_batch_size=4)
+    assert max(float(gradient.abs().max()) for gradient in found.values()) > 1e-3
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4)
+    np.testing.assert_array_equal(scores(backend, adapter=False), before)
+    merged = FsdpBackend(tmp_path)
+    merged.load_weights(backend.named_weights())
+    np.testing.assert_allclose(scores(merged), scores(backend), atol=1e-5)
 
 
 def test_a_layer_that_the_model_does_not_have_is_refused(folder: str) -> None:

@@ -33,7 +33,7 @@ EXAMPLES = {
 
 SAMPLING = [f"sampling/{name}.yaml" for name in ("quickstart", "device_groups", "distill")]  # test_sampling.py
 PAIRS = [f"{trainer}/{name}.yaml" for trainer in ("dpo", "reward") for name in ("quickstart", "device_groups")]
-GKD = ["gkd/quickstart.yaml", "gkd/separate.yaml"]  # test_gkd.py
+GKD = [f"gkd/{name}.yaml" for name in ("quickstart", "separate", "vllm_teacher")]  # test_gkd.py, test_gkd_vllm.py
 PPO = ["ppo/quickstart.yaml", "ppo/quickstart_ray.yaml"]  # test_ppo.py
 
 

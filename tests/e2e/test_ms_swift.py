@@ -134,6 +134,11 @@ def test_their_engine_gets_their_settings(name: str, tmp_path: Path) -> None:
         "kv_cache_dtype": "fp8",
     }
     assert (config.offload_model, config.offload_optimizer, config.sleep_level) == (True, True, int(shares_devices))
+    if name.endswith("standalone"):
+        told = {"gpu_memory_utilization": 0.9, "max_model_len": 16384, "max_logprobs": 64}
+        assert (config.teacher_engine, config.teacher_engine_kwargs) == ("vllm", told)
+    elif name != "grpo":
+        assert config.teacher_engine == "hf"
 
 
 def test_keys_that_make_room_are_without_effect_on_devices_of_their_own(

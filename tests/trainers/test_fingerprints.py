@@ -63,3 +63,11 @@ def test_layers_are_told_apart() -> None:
     assert layer_of("model.layers.11.mlp.experts.3.up_proj.weight") == "model.layers.11"
     assert layer_of("model.embed_tokens.weight") == "model.embed_tokens.weight"
     assert fingerprints([]) == {}
+
+
+def test_parts_of_rows_add_up_to_the_whole() -> None:
+    whole = torch.randn(6, 16, dtype=torch.float64).bfloat16()
+    parts = [fingerprint(whole[:, start : start + 4], first_column=start, num_columns=16) for start in range(0, 16, 4)]
+    assert int(sum(parts)) == int(fingerprint(whole))
+    with pytest.raises(ValueError, match="columns 2 to 6 do not begin and end with words"):
+        fingerprint(whole[:, 2:6], first_column=2, num_columns=16)

@@ -130,13 +130,56 @@ def test_a_section_that_says_what_its_role_cannot_mean_is_refused(text: str, wor
         assert word in str(error.value)
 
 
-def test_what_a_teacher_would_be_told_of_vllm_is_not_needed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    text = "rollout: {gpus: 4}\ntrain: {gpus: 4}\ngkd_logits_topk: 8\n"
-    teacher = "teacher: {gpus: 4, model: t, vllm_max_model_len: 9, vllm_engine_kwargs: {max_logprobs: 64}}"
+OF_VLLM = "vllm_max_model_length: 2048, vllm_tensor_parallel_size: 2, vllm_engine_kwargs: {max_logprobs: 64}"
+GKD = "rollout: {gpus: 4}\ntrain: {gpus: 4}\ngkd_logits_topk: 8\n"
+
+
+def test_what_a_teacher_is_told_of_vllm_is_for_an_engine_of_its_own(tmp_path: Path) -> None:
+    found = load(GKDConfig, f"{GKD}teacher: {{gpus: 4, model: t, {OF_VLLM}}}", tmp_path)
+    assert (found.rollout_engine, found.teacher_engine, found.teacher_model) == ("hf", "vllm", "t")
+    assert (found.vllm_max_model_len, found.vllm_engine_kwargs) == (None, {})
+    assert found.teacher_engine_kwargs == {"max_model_len": 2048, "tensor_parallel_size": 2, "max_logprobs": 64}
+    argv = ["--teacher.vllm_max_num_seqs", "4", "--teacher.vllm_tensor_parallel_size=1"]
+    found = load(GKDConfig, f"{GKD}teacher: {{gpus: 4, model: t, {OF_VLLM}}}", tmp_path, *argv)
+    assert found.teacher_engine_kwargs == {"max_model_len": 2048, "max_num_seqs": 4, "max_logprobs": 64}
+    one = load(GKDConfig, f"{GKD}teacher: {{gpus: 4, model: t, vllm_tensor_parallel_size: 1}}", tmp_path)
+    assert (one.teacher_engine, one.teacher_engine_kwargs) == ("vllm", {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "reason"),
+    [
+        (GKDConfig, ["--use_vllm=false"], "use_vllm is false"),
+        (GKDConfig, ["--teacher.use_vllm=false"], "use_vllm is false"),
+        (GKDConfig, ["--teacher_engine=hf"], "teacher_engine is hf"),
+        (GRPOConfig, [], "this trainer's teacher answers without vLLM"),
+    ],
+)
+def test_a_teacher_without_vllm_passes_over_what_it_is_told_of_it(
+    kind: type[Any], more: list[str], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = f"{GKD if kind is GKDConfig else GRPO + 'train: {gpus: 4}'}\nteacher: {{gpus: 4, model: t, {OF_VLLM}}}"
     with caplog.at_level(logging.INFO):
-        found = load(GKDConfig, text + teacher, tmp_path)
-    assert (found.teacher_model, found.vllm_max_model_len, found.vllm_engine_kwargs) == ("t", None, {})
-    assert "teacher.vllm_max_model_len, teacher.vllm_engine_kwargs (a teacher answers without vLLM)" in caplog.text
+        found = load(kind, text, tmp_path, *more)
+    assert found.teacher_model == "t"
+    assert getattr(found, "teacher_engine_kwargs", {}) == {}
+    assert "teacher.vllm_engine_kwargs" in caplog.text
+    assert f"({reason})" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("vllm_pipeline_parallel_size: 2", "vllm_pipeline_parallel_size is not supported"),
+        ("vllm_server_port: 8000", "vllm_server_port is not supported"),
+        ("vllm_engine_kwargs: 5", "vllm_engine_kwargs must be a mapping, got 5"),
+        ("vllm_engine_kwargs: {max_logprobs: 4}", "max_logprobs=4 is below gkd_logits_topk=8"),
+        ("vllm_max_num_seqs: 3, vllm_engine_kwargs: {max_num_seqs: 4}", "remove one of them"),
+    ],
+)
+def test_what_no_engine_of_a_teacher_can_be_told_is_refused(said: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(GKDConfig, f"{GKD}teacher: {{gpus: 4, model: t, {said}}}", tmp_path)
 
 
 def test_a_teacher_without_a_section_lives_with_train(tmp_path: Path) -> None:

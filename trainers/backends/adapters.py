@@ -65,6 +65,15 @@ def own_weights(module: Any, weights: Mapping[str, torch.Tensor]) -> Iterator[tu
         yield name.replace(".base_layer.", ".").replace(".modules_to_save.default.", "."), weight
 
 
+def trained_names(module: Any) -> set[str]:
+    """Names, in ``module``, of the weights that a trained adapter makes others of, or that are trained themselves."""
+    from peft.tuners.lora import LoraLayer
+
+    trained = {name for name, weight in module.named_parameters(remove_duplicate=False) if weight.requires_grad}
+    adapted = {f"{name}.base_layer.weight" for name, part in module.named_modules() if isinstance(part, LoraLayer)}
+    return trained | adapted
+
+
 def load_adapter(adapted: Any, folder: Path) -> None:
     """Puts back, in place, the adapter that peft wrote into ``folder``.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -18,6 +19,14 @@ from trainers.batch import Ragged, Sequences
 from trainers.metrics import Metrics
 
 BatchT = TypeVar("BatchT", contravariant=True)
+
+
+@dataclass
+class SentWeights:
+    """What ``weight_sync.py`` remembers of a backend's weights."""
+
+    to: Any = None  # the engine, or the identity of the channel, that has got all of them
+    prints: dict[str, torch.Tensor] = field(default_factory=dict)  # fingerprints by name, as they were when last sent
 
 
 class Steppable(Protocol):
@@ -77,6 +86,12 @@ class Backend(Protocol):
     """A model in training (or only scoring), spread over the workers of a role."""
 
     module: Any  # the model, for engines that share it
+    sent: SentWeights
+
+    @property
+    def trains_part(self) -> bool:
+        """Whether training leaves some of the weights as they are: those that a LoRA adapter does not change."""
+        ...
 
     def token_logps(
         self, sequences: Sequences, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True
@@ -132,8 +147,11 @@ class Backend(Protocol):
         """Inside, every rank holds all weights, so that an engine that shares the module may run at its own pace."""
         ...
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights under their Hugging Face names, one at a time; a LoRA adapter is merged into them."""
+    def named_weights(self, *, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights under their Hugging Face names, one at a time; a LoRA adapter is merged into them.
+
+        ``trained_only``: those alone that training under an adapter can change.
+        """
         ...
 
     def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:

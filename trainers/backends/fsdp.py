@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from trainers.backends.adapters import add_adapter, is_adapter, load_adapter, own_weights, without_adapter
-from trainers.backends.base import TokenFunction
+from trainers.backends.base import SentWeights, TokenFunction
 from trainers.backends.hf_model import (
     ModelHead,
     build_model,
@@ -125,6 +125,8 @@ class FsdpBackend:
         self.adapted: Any = None
         if lora is not None:
             self.adapted = add_adapter(self.module, lora, value_head=head == "value")
+            if isinstance(self.scorer, Scorer):
+                self.scorer.head.linear = self.module.get_output_embeddings()  # which may have got an adapter too
         self.module.train(trains)
         if gradient_checkpointing and trains:
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -152,6 +154,7 @@ class FsdpBackend:
             self.forward = DistributedDataParallel(self.scorer, device_ids=devices, gradient_as_bucket_view=True)
         self.is_sharded = shards
         self.offloaded = Offload()
+        self.sent = SentWeights()
         self.optimizer: torch.optim.Optimizer | None = None
         if learning_rate is None:
             return
@@ -351,22 +354,30 @@ class FsdpBackend:
         """Inside, every rank holds all weights and may run the module at its own pace. Every rank enters."""
         return whole_weights(self.scorer) if self.is_sharded else contextlib.nullcontext()
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    @property
+    def trains_part(self) -> bool:
+        """Whether there are weights that an adapter leaves as they are."""
+        return self.adapted is not None
+
+    def named_weights(self, *, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights under the names of a checkpoint, tied ones once, an adapter merged.
 
-        Any rank, alone too, unless weights lie in shards.
+        ``trained_only``: without those that an adapter leaves as they are. Any rank, alone too, unless weights lie in
+        shards.
         """
         self._settle()
-        return named_weights(self.module)
+        return named_weights(self.module, trained_only=trained_only and self.trains_part)
 
     def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Takes the weights in place; see ``load_named_weights``. Every rank."""
         self._settle()
+        self.sent = SentWeights()
         load_named_weights(self.module, named_weights)
 
     def mix_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]], share: float) -> None:
         """weights = share x given + (1 - share) x own. Every rank."""
         self._settle()
+        self.sent = SentWeights()
         load_named_weights(self.module, named_weights, share)
 
     def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
@@ -443,6 +454,7 @@ class FsdpBackend:
         """
         folder = Path(folder)
         self._settle()
+        self.sent = SentWeights()
         if self.adapted is not None:
             load_adapter(self.adapted, folder)
         else:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
-from trainers.backends.adapters import own_weights
+from trainers.backends.adapters import own_weights, trained_names
 from trainers.backends.sharding import as_placed
 
 ModelHead = Literal["lm", "value"]
@@ -72,9 +72,16 @@ def evaluating(module: torch.nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def named_weights(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights under the names of a checkpoint, tied ones once, adapters merged, whole tensors one at a time."""
-    weights = own_weights(module, untied(module))
+def named_weights(module: Any, *, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights under the names of a checkpoint, tied ones once, adapters merged, whole tensors one at a time.
+
+    ``trained_only``: those alone that training can change.
+    """
+    own = untied(module)
+    if trained_only:
+        kept = trained_names(module)
+        own = {name: weight for name, weight in own.items() if name in kept}
+    weights = own_weights(module, own)
     if getattr(module, "_weight_conversions", None):
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -82,16 +89,18 @@ def named_weights(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from weights
 
 
-def load_named_weights(module: Any, named_weights: Iterable[tuple[str, torch.Tensor]], share: float = 1.0) -> None:
+def load_named_weights(
+    module: Any, named_weights: Iterable[tuple[str, torch.Tensor]], share: float = 1.0, *, part: bool = False
+) -> None:
     """Copies weights in place by the names of a checkpoint; those tied to a given one follow.
 
-    ``share`` below 1 moves each weight only that part of the way.
+    ``share`` below 1 moves each weight only that part of the way. ``part``: what is not given stays as it is.
 
     Raises:
         ValueError: a name or shape the model does not have, or a weight that was not given.
     """
     if getattr(module, "_weight_conversions", None):
-        named_weights = _converted(module, named_weights)
+        named_weights = _converted(module, named_weights, part=part)
     own = module.state_dict(keep_vars=True)
     given: set[int] = set()
     with torch.no_grad():
@@ -108,7 +117,7 @@ def load_named_weights(module: Any, named_weights: Iterable[tuple[str, torch.Ten
             own[name].copy_(weight if share == 1.0 else torch.lerp(own[name], weight, share))
             given.add(_place(own[name]))
     missing = [name for name, weight in own.items() if weight.numel() and _place(weight) not in given]
-    if missing:
+    if missing and not part:
         raise ValueError(f"{len(missing)} of {len(own)} weights of the model were not given, among them {missing[:3]}")
 
 
@@ -164,8 +173,10 @@ def _place(weight: torch.Tensor) -> int:
     return id(weight) if isinstance(weight, DTensor) else weight.data_ptr()
 
 
-def _converted(module: Any, named_weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
-    """Weights of a checkpoint under the names and in the shapes of the model in memory.
+def _converted(
+    module: Any, named_weights: Iterable[tuple[str, torch.Tensor]], *, part: bool
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """Weights of a checkpoint, or a part of them, under the names and in the shapes of the model in memory.
 
     Only transformers' own loading knows how, so a second model is built on the CPU for the moment.
     """
@@ -173,8 +184,10 @@ def _converted(module: Any, named_weights: Iterable[tuple[str, torch.Tensor]]) -
     loaded, report = type(module).from_pretrained(
         None, config=module.config, state_dict=weights, dtype=module.dtype, output_loading_info=True
     )
+    missing = set(report.pop("missing_keys")) if part else set()
     wrong = {kind: sorted(names)[:3] for kind, names in report.items() if kind.endswith("_keys") and names}
     if wrong:
         raise ValueError(f"the weights do not fit {type(module).__name__}: {wrong}. Are they those of another model?")
     converted: dict[str, torch.Tensor] = loaded.state_dict()
-    return converted.items()
+    absent = {_place(weight) for name, weight in converted.items() if name in missing}
+    return [(name, weight) for name, weight in converted.items() if _place(weight) not in absent]

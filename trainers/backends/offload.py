@@ -16,9 +16,13 @@ ALIGNMENT = 512
 
 
 class Offload:
-    """What is away, and the pinned memory for it, which is kept for the next time: pinning is slow."""
+    """What is away, and the pinned memory for it, which is kept for the next time: pinning is slow.
 
-    def __init__(self) -> None:
+    ``kind``: of the devices that give memory back (tests: cpu).
+    """
+
+    def __init__(self, kind: str = "cuda", slab: int = SLAB) -> None:
+        self.kind, self.slab = kind, slab
         self.slabs: list[torch.Tensor] = []
         self.used = 0  # bytes of all slabs together
         self.away: list[tuple[torch.UntypedStorage, int, list[torch.Tensor]]] = []  # memory, its bytes, where they are
@@ -28,14 +32,14 @@ class Offload:
         storages: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
             storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
-            if storage.device.type == "cuda" and storage.nbytes():
+            if storage.device.type == self.kind and storage.nbytes():
                 storages[storage.data_ptr()] = storage
         moved = [(storage, storage.nbytes(), self._places(storage.nbytes())) for storage in storages.values()]
         for storage, _, places in moved:
             for piece, host in _pieces(storage, places):
                 host.copy_(piece, non_blocking=True)
         if moved:
-            torch.cuda.synchronize()
+            self._wait()
             for storage, *_ in moved:
                 storage.resize_(0)
             torch.cuda.empty_cache()
@@ -50,18 +54,22 @@ class Offload:
             for piece, host in _pieces(storage, places):
                 piece.copy_(host, non_blocking=True)
         if self.away:
-            torch.cuda.synchronize()
+            self._wait()
         self.away, self.used = [], 0
         return num_moved
+
+    def _wait(self) -> None:
+        if self.kind == "cuda":
+            torch.cuda.synchronize()
 
     def _places(self, num_bytes: int) -> list[torch.Tensor]:
         """Pinned memory for so many bytes: the next that is free, over as many slabs as it takes."""
         places = []
         while num_bytes:
-            slab, start = divmod(self.used, SLAB)
+            slab, start = divmod(self.used, self.slab)
             if slab == len(self.slabs):
-                self.slabs.append(torch.empty(SLAB, dtype=torch.uint8, pin_memory=True))
-            length = min(num_bytes, SLAB - start)
+                self.slabs.append(torch.empty(self.slab, dtype=torch.uint8, pin_memory=self.kind == "cuda"))
+            length = min(num_bytes, self.slab - start)
             places.append(self.slabs[slab][start : start + length])
             num_bytes -= length
             self.used += -(-length // ALIGNMENT) * ALIGNMENT

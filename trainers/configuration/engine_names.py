@@ -2,16 +2,18 @@
 
 A ``vllm_*`` key that is none of ours is a field of vLLM's EngineArgs and goes into ``vllm_engine_kwargs`` under vLLM's
 own name. Whether vLLM has such a field is asked when the run is checked (``rollout/vllm.py``): nothing here needs vLLM.
+What a section ``teacher`` says of vLLM is for an engine of the teacher's own, ``teacher_engine``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from trainers.configuration.given_keys import GivenKeys
-from trainers.configuration.other_names import ALIASES, HINTS, REFUSED, is_neutral
+from trainers.configuration.given_keys import GivenKeys, plain
+from trainers.configuration.other_names import ALIASES, HINTS, REFUSED, is_neutral, why_refused
 
 PREFIX = "vllm_"
+TEACHER = "teacher_"  # before the keys of a section teacher that say something of vLLM
 SERVER = "vllm_server_"  # of an engine outside the run: refused, and no field of EngineArgs
 OF_ROLLOUT = ("use_vllm", "free_cache_engine", "sleep_level")  # and all of PREFIX: what role rollout alone reads
 
@@ -39,6 +41,7 @@ def belongs_to_engine(name: str, known: Collection[str]) -> bool:
 
 def translate_engine(given: GivenKeys) -> None:
     """Puts our keys in place of others' in ``given``, if the run has an engine at all."""
+    _teacher_keys(given, is_off=given.foreign("use_vllm") and given.get("use_vllm") is False)
     if "rollout_engine" not in given.known:
         return
     uses_vllm = given.take("use_vllm") if given.foreign("use_vllm") else None
@@ -90,3 +93,37 @@ def _vllm_keys(given: GivenKeys, *, is_off: bool) -> None:
             given.refuse(name, f"{name} needs rollout_engine: vllm, which is use_vllm: true")
         else:
             given.put_inner("vllm_engine_kwargs", name.removeprefix(PREFIX), given.take(name), name)
+
+
+def _teacher_keys(given: GivenKeys, *, is_off: bool) -> None:
+    """``is_off``: ``use_vllm: false`` beside the sections, which is of no vLLM at all."""
+    said = [name for name in given.values if name.startswith((f"{TEACHER}{PREFIX}", f"{TEACHER}use_vllm"))]
+    if not said:
+        return
+    values = {name.removeprefix(TEACHER): (name, given.take(name)) for name in said}
+    reason = None
+    if "teacher_engine" not in given.known:
+        reason = "this trainer's teacher answers without vLLM"
+    elif is_off or values.get("use_vllm", ("", None))[1] is False:
+        reason = "use_vllm is false"
+    elif given.get("teacher_engine") == "hf":
+        reason = "teacher_engine is hf"
+    if reason is not None:
+        given.notes |= {f"teacher.{name}": reason for name in values}
+        return
+    given.put("teacher_engine", "vllm", said[0])
+    for name, (written, value) in values.items():
+        name = ALIASES.get(name, name)
+        if name == "use_vllm" or value is None or is_neutral(name, value):
+            continue
+        if name in HINTS:
+            given.notes[f"teacher.{name}"] = HINTS[name]
+        elif name in REFUSED or name.startswith(SERVER):
+            given.refuse(written, f"section 'teacher': {name} is not supported: {why_refused(name)}")
+        elif name == "vllm_engine_kwargs":
+            for field, inner in value.items() if isinstance(value, Mapping) else ():
+                given.put_inner("teacher_engine_kwargs", str(field), plain(inner), written)
+            if not isinstance(value, Mapping):
+                given.refuse(written, f"section 'teacher': {name} must be a mapping, got {value!r}")
+        else:
+            given.put_inner("teacher_engine_kwargs", name.removeprefix(PREFIX), value, written)

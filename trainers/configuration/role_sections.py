@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayhelper.device_groups.keys import SECTION_KEYS, SIZE_KEYS
-from trainers.configuration.engine_names import IN_ROLLOUT, PREFIX, belongs_to_engine
+from trainers.configuration.engine_names import IN_ROLLOUT, PREFIX, TEACHER, belongs_to_engine
 from trainers.configuration.given_keys import COMMAND_LINE, GivenKeys, plain
 from trainers.configuration.other_names import ALIASES, ELSEWHERE
 
@@ -34,7 +34,10 @@ READ_BY = {
         *("rollout_engine", "rollout_batch_size", "top_p", "top_k", "min_p", "repetition_penalty"),
         *("generation_kwargs", "environment", "tools", "max_turns", "max_tool_calling_iterations"),
     ),
-    "teacher": ("offload_teacher_model", "gkd_logits_topk", "teacher_model", "teacher_model_init_kwargs"),
+    "teacher": (
+        *("offload_teacher_model", "gkd_logits_topk", "teacher_model", "teacher_model_init_kwargs"),
+        *("teacher_engine", "teacher_engine_kwargs"),
+    ),
     "reference": ("ref_model",),
     "reward": ("reward_model", "reward_funcs", "reward_weights"),
 }
@@ -78,11 +81,11 @@ def lift_sections(given: GivenKeys, spoken: Mapping[tuple[str, ...], str]) -> di
             continue
         placed[role] = {key: value for key, value in section.items() if key in SECTION_KEYS}
         for key in [key for key in section if key not in SECTION_KEYS]:
-            if role == "teacher" and str(key).startswith(PREFIX):
-                given.notes[f"teacher.{key}"] = "a teacher answers without vLLM"
+            where = COMMAND_LINE if (role, key) in spoken else given.where[role]
+            if role == "teacher" and (str(key).startswith(PREFIX) or key == "use_vllm"):
+                given.values[f"{TEACHER}{key}"], given.where[f"{TEACHER}{key}"] = section[key], where
                 continue
             meant = meant_by(role, str(key), given)
-            where = COMMAND_LINE if (role, key) in spoken else given.where[role]
             twin = said.get(meant or "")
             if twin is not None and twin[0] == role and where == COMMAND_LINE != given.where[meant or ""]:
                 del said[meant or ""]  # the command line says in other words what the file does

@@ -47,12 +47,20 @@ class Engine(Protocol):
         """One completion a prompt, in order. The same weights, prompts and seed give the same completions."""
         ...
 
-    def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes the given weights (Hugging Face names), in place; each is valid until the next one is asked for."""
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are any: some engines drop them in their sleep, and must get all of them again."""
+        ...
+
+    def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]], *, part: bool = False) -> None:
+        """Takes the given weights (Hugging Face names), in place; each is valid until the next one is asked for.
+
+        ``part``: what is not given stays as it is.
+        """
         ...
 
     def fingerprints(self) -> dict[str, int]:
-        """Of the weights that the engine holds: equal to ``fingerprints`` of what ``load_weights`` was given."""
+        """Of the weights that the engine holds: equal to ``fingerprints`` of all that ``load_weights`` was given."""
         ...
 
     def sleep(self) -> None:

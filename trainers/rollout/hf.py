@@ -49,6 +49,8 @@ class HfEngine:
     ``whole_weights`` of a shared model gathers its weights where they lie in shards; then every worker generates.
     """
 
+    has_weights = True
+
     def __init__(
         self,
         model: torch.nn.Module | str | Path,
@@ -126,9 +128,9 @@ class HfEngine:
             truncated=truncated_B.cpu().numpy(),
         )
 
-    def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Takes the weights in place."""
-        load_named_weights(self.module, named_weights)
+    def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]], *, part: bool = False) -> None:
+        """Takes the weights in place; ``part``: what is not given stays as it is."""
+        load_named_weights(self.module, named_weights, part=part)
 
     def fingerprints(self) -> dict[str, int]:
         """Of the weights that the model holds."""

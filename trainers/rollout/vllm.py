@@ -19,6 +19,7 @@ import gc
 import itertools
 import os
 import socket
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ import torch
 from rayhelper import ConfigError, RayHelper
 from trainers.backends.hf_model import default_device
 from trainers.batch import Prompts, Ragged, Rollouts, Sequences
-from trainers.fingerprints import fingerprints
+from trainers.fingerprints import added_up, fingerprint, fingerprints
 from trainers.plugins import nearest
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.hf import no_rollouts, refuse_empty_prompts
@@ -127,6 +128,8 @@ class VllmEngine:
             }
             self.engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.on_cpu = on_cpu
+        if on_cpu and tensor_parallel_size > 1:
+            _forget_shared_memory()
         self.tasks = self.engine.get_supported_tasks()
         most = self.engine.model_config.max_logprobs
         self.max_logprobs = most if most >= 0 else self.engine.model_config.get_vocab_size()
@@ -306,11 +309,18 @@ class VllmEngine:
 
     # Weights
 
-    def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    @property
+    def has_weights(self) -> bool:
+        """False between a sleep of level 2 and ``load_weights``."""
+        return self._has_weights
+
+    def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]], *, part: bool = False) -> None:
         """Takes the weights (Hugging Face names) in place, one at a time; completions that run go on with them.
 
-        What was cached of prompts is forgotten, but for what running completions stand on.
+        What was cached of prompts is forgotten, but for what running completions stand on. ``part``: what is not given
+        stays as it is.
         """
+        assert self._has_weights or not part, "sleep level 2 dropped the others"
         self.engine.apply_model(partial(_load, named_weights))
         self._launched |= {id(batch): self.version for batch in self._batches() if id(batch) not in self._launched}
         self.version += 1
@@ -459,7 +469,38 @@ def _scale_logits(scale: float, model: Any) -> None:
 
 
 def _fingerprints(model: Any) -> dict[str, int]:
-    return fingerprints(model.named_parameters())
+    """Of the whole model; each worker of a tensor-parallel group adds what its part has. Empty: it cannot be told."""
+    from vllm.distributed import parallel_state
+
+    size, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    if size == 1:
+        return fingerprints(model.named_parameters())
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    prints, seen = [], set()
+    for module_name, module in model.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if id(weight) in seen:  # tied
+                continue
+            seen.add(id(weight))
+            if isinstance(module, RowParallelLinear) and name == "weight":
+                width = weight.shape[1]
+                found = fingerprint(weight, first_column=rank * width, num_columns=size * width)
+            elif isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)):
+                if getattr(module, "num_kv_head_replicas", 1) > 1:
+                    return {}
+                found = fingerprint(weight)
+            elif weight.dim() > 2:  # experts
+                return {}
+            else:  # every worker has it
+                found = fingerprint(weight) * (rank == 0)
+            prints.append((f"{module_name}.{name}", found))
+    group = parallel_state.get_tp_group().device_group
+    return added_up(prints, lambda totals: torch.distributed.all_reduce(totals, group=group))
 
 
 def _stop_token_ids(model: str | Path, tokenizer: Any) -> set[int]:
@@ -497,10 +538,16 @@ def _settings(on_cpu: bool) -> Iterator[None]:
     before, set_threads, num_threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
     os.environ.update({name: str(value) for name, value in place.items()})
     try:
-        with torch.random.fork_rng([] if on_cpu else [device]), _torch_linear(on_cpu):
+        with (
+            tempfile.TemporaryDirectory() as sockets,  # workers of a tensor-parallel group have met when this ends
+            torch.random.fork_rng([] if on_cpu else [device]),
+            _torch_linear(on_cpu),
+        ):
+            os.environ["VLLM_RPC_BASE_PATH"] = sockets
             yield
     finally:
         kept = {name: value for name, value in os.environ.items() if name.startswith("VLLM_") and name not in place}
+        kept.pop("VLLM_RPC_BASE_PATH", None)
         os.environ.clear()
         os.environ.update(before | kept)
         torch.set_num_threads = set_threads
@@ -533,6 +580,12 @@ def _torch_linear(on_cpu: bool) -> Iterator[None]:
         yield
     finally:
         _custom_ops._supports_onednn = before
+
+
+def _forget_shared_memory() -> None:
+    """All workers have it open; on a CPU its names are the same each time, and one left behind would stop the next."""
+    for file in Path("/dev/shm").glob("*-tp:*-cpushm_*"):
+        file.unlink(missing_ok=True)
 
 
 def _free_port() -> int:

@@ -1,0 +1,61 @@
+"""Memory that is given back for a while, on the CPU, whose tensors can do the same: what comes back is what went."""
+
+from __future__ import annotations
+
+import torch
+
+from trainers.backends.offload import ALIGNMENT, Offload
+
+
+def some_tensors() -> list[torch.Tensor]:
+    """Several sizes and types, views of one memory among them, and one without any."""
+    torch.manual_seed(0)
+    flat = torch.randn(1000)
+    return [
+        torch.randn(3, 7),
+        torch.randn(700).bfloat16(),
+        flat[:600].view(20, 30),
+        flat[600:],
+        torch.arange(5),
+        torch.empty(0),
+        torch.tensor(3.5),
+    ]
+
+
+def test_what_comes_back_is_what_went_and_lies_in_the_same_tensors() -> None:
+    tensors = some_tensors()
+    before = [tensor.clone() for tensor in tensors]
+    offload = Offload("cpu", slab=4 * ALIGNMENT)
+    num_bytes = 3 * 7 * 4 + 700 * 2 + 1000 * 4 + 5 * 8 + 4  # the two views are one memory
+    for _ in range(2):  # the second time in the memory of the first
+        assert offload.offload(tensors) == num_bytes
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+        assert offload.offload(tensors) == 0  # what is away stays away
+        num_slabs = len(offload.slabs)
+        assert num_slabs == 4  # larger than a slab: over several
+        assert offload.reload() == num_bytes
+        assert offload.reload() == 0
+        for tensor, expected in zip(tensors, before, strict=True):
+            assert torch.equal(tensor, expected)
+        assert tensors[2].untyped_storage().data_ptr() == tensors[3].untyped_storage().data_ptr()
+        tensors[3][:] = 7.0  # and can be written as before
+        before[3][:] = 7.0
+        assert len(offload.slabs) == num_slabs
+
+
+def test_parts_that_went_one_after_the_other_come_back_together() -> None:
+    weights, states = some_tensors(), some_tensors()
+    before = [tensor.clone() for tensor in [*weights, *states]]
+    offload = Offload("cpu", slab=ALIGNMENT)
+    assert offload.offload(states) == offload.offload(weights) > 0
+    offload.reload()
+    for tensor, expected in zip([*weights, *states], before, strict=True):
+        assert torch.equal(tensor, expected)
+
+
+def test_tensors_elsewhere_are_left_alone() -> None:
+    tensor = torch.ones(4)
+    offload = Offload()  # of GPUs
+    assert offload.offload([tensor]) == 0
+    assert tensor.tolist() == [1.0] * 4
+    assert offload.reload() == 0

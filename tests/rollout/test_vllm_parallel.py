@@ -1,0 +1,75 @@
+"""Two workers of role rollout that hold one vLLM model together (tensor parallel), against the hf engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayhelper import RayHelper
+from tests.conftest import without_runtime
+from tests.golden.tiny import tiny_tokenizer
+from tests.rollout.prompts import prompts_of, save_decided
+from trainers.backends.fsdp import FsdpBackend
+from trainers.batch import Prompts, Rollouts
+from trainers.completion_config import CompletionConfig
+from trainers.completions import build_vllm
+from trainers.fingerprints import fingerprints
+from trainers.rollout.base import Sampling
+from trainers.rollout.hf import HfEngine
+
+SAMPLING = Sampling(max_completion_length=12, temperature=0.0)
+
+
+@RayHelper.worker(group="rollout")
+class Completing:
+    """The engine of trainers, and nothing else of them."""
+
+    def __init__(self, config: CompletionConfig) -> None:
+        self.config = config
+        self.build()
+
+    @RayHelper.function(group="rollout")
+    def build(self) -> None:
+        self.engine: Any = build_vllm(self.config, self.config.model, tiny_tokenizer(), shares_devices=False)
+
+    @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
+    def generate(self, prompts: Prompts) -> Rollouts:
+        return self.engine.generate(prompts, SAMPLING, seed=0)
+
+    @RayHelper.function(group="rollout")
+    def load(self, model: str) -> dict[str, int]:
+        self.engine.load_weights(FsdpBackend(model).named_weights())
+        return self.engine.fingerprints()
+
+    @RayHelper.function(group="rollout")
+    def close(self) -> None:
+        self.engine.close()
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_tensor_parallel_workers_complete_as_one(tmp_path: Path) -> None:
+    models = [save_decided(tmp_path / str(seed), seed=seed, head_dim=32) for seed in (0, 1)]
+    config = CompletionConfig(
+        model=models[0],
+        dataset="none",
+        rollout_engine="vllm",
+        vllm_tensor_parallel_size=2,
+        vllm_max_model_len=64,
+        max_completion_length=12,
+    )
+    expected = [HfEngine(model, tiny_tokenizer()).generate(prompts_of(), SAMPLING, seed=0) for model in models]
+    groups = {"engines": {"device": "CPU", "ranks": 2, "workers": ["rollout"]}}
+    with without_runtime(), RayHelper.session(groups):
+        together = Completing(config)
+        found = [together.generate(prompts_of())]
+        prints = together.load(models[1])
+        found.append(together.generate(prompts_of()))
+        together.close()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.completion_ids == theirs.completion_ids
+        np.testing.assert_allclose(ours.rollout_logps.values, theirs.rollout_logps.values, atol=1e-4)
+    assert found[0].completion_ids != found[1].completion_ids
+    assert prints == [fingerprints(FsdpBackend(models[1]).named_weights())]  # of the whole model, from the leader

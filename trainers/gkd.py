@@ -285,7 +285,7 @@ class GKDTrainer:
 
     @RayHelper.function(group="rollout", execute="first")
     def meet_engine(self) -> Route:
-        return Route.between(self.backend, built(self.engine))
+        return Route.between(built(self.engine), trains=self.backend is not None)
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
     def generate(self, prompts: Prompts, sampling: Sampling, step: int) -> Rollouts:
@@ -293,8 +293,8 @@ class GKDTrainer:
 
     @RayHelper.function(group="rollout")
     def copy_weights(self) -> None:
-        assert self.backend is not None, "an engine that gets copies is where the policy is trained"
-        copy(self.config, self.backend, built(self.engine))
+        if self.backend is not None:  # where it is trained as well
+            copy(self.config, self.backend, built(self.engine))
 
     @RayHelper.function(group="rollout")
     def receive_weights(self, channel: Channel) -> None:
@@ -302,7 +302,8 @@ class GKDTrainer:
 
     @RayHelper.function(group="rollout")
     def rest_engine(self) -> None:
-        end_generation(self.backend, built(self.engine))
+        if self.backend is not None:
+            end_generation(self.backend, built(self.engine))
 
     # Role teacher
 

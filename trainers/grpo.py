@@ -487,7 +487,7 @@ class GRPOTrainer:
 
     @RayHelper.function(group="rollout", execute="first")
     def meet_engine(self) -> Route:
-        return Route.between(self.backend, built(self.engine))
+        return Route.between(built(self.engine), trains=self.backend is not None)
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
     def generate(self, prompts: Prompts, sampling: Sampling, generation: int, attempt: int) -> Rollouts:
@@ -501,7 +501,8 @@ class GRPOTrainer:
 
     @RayHelper.function(group="rollout")
     def copy_weights(self) -> None:
-        copy(self.config, self.policy, built(self.engine))
+        if self.backend is not None:  # where it is trained as well
+            copy(self.config, self.backend, built(self.engine))
 
     @RayHelper.function(group="rollout")
     def receive_weights(self, channel: Channel) -> None:
@@ -509,7 +510,8 @@ class GRPOTrainer:
 
     @RayHelper.function(group="rollout")
     def rest_engine(self) -> None:
-        end_generation(self.backend, built(self.engine))
+        if self.backend is not None:
+            end_generation(self.backend, built(self.engine))
 
     # Role reward
 

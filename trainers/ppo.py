@@ -318,7 +318,7 @@ class PPOTrainer:
 
     @RayHelper.function(group="rollout", execute="first")
     def meet_engine(self) -> Route:
-        return Route.between(self.policy, built(self.engine))
+        return Route.between(built(self.engine), trains=self.policy is not None)
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
     def generate(self, prompts: Prompts, sampling: Sampling, batch: int) -> Rollouts:
@@ -326,8 +326,8 @@ class PPOTrainer:
 
     @RayHelper.function(group="rollout")
     def copy_weights(self) -> None:
-        assert self.policy is not None, "an engine that gets copies is where the policy is trained"
-        copy(self.config, self.policy, built(self.engine))
+        if self.policy is not None:  # where it is trained as well
+            copy(self.config, self.policy, built(self.engine))
 
     @RayHelper.function(group="rollout")
     def receive_weights(self, channel: Channel) -> None:
@@ -335,7 +335,8 @@ class PPOTrainer:
 
     @RayHelper.function(group="rollout")
     def rest_engine(self) -> None:
-        end_generation(self.policy, built(self.engine))
+        if self.policy is not None:
+            end_generation(self.policy, built(self.engine))
 
     # Role reward
 

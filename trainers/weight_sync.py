@@ -40,10 +40,10 @@ class Route:
     num_engines: int
 
     @classmethod
-    def between(cls, backend: Backend | None, engine: Engine) -> Route:
-        """As a worker of role rollout sees it; ``backend``: the policy, if this worker trains it too."""
+    def between(cls, engine: Engine, *, trains: bool) -> Route:
+        """As a worker of role rollout sees it; ``trains``: whether it trains the policy too."""
         num_engines = RayHelper.current().world_size
-        if backend is None:
+        if not trains:
             return cls("sent", num_engines)
         return cls("shared" if engine.shares_weights else "copied", num_engines)
 
@@ -122,11 +122,10 @@ def copy(config: CompletionConfig, backend: Backend, engine: Engine) -> None:
     engine.wake("kv_cache")
 
 
-def end_generation(backend: Backend | None, engine: Engine) -> None:
+def end_generation(backend: Backend, engine: Engine) -> None:
     """Gives what the engine can do without to the training beside it; every worker of the role calls it."""
     engine.sleep()
-    if backend is not None:
-        backend.reload()
+    backend.reload()
 
 
 def check(engine: Engine, proof: dict[str, int]) -> None:

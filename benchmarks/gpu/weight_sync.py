@@ -97,7 +97,7 @@ class Synced:
 
     @RayHelper.function(group="rollout", execute="first")
     def meet_engine(self) -> Route:
-        return Route.between(self.backend, built(self.engine))
+        return Route.between(built(self.engine), trains=self.backend is not None)
 
     @RayHelper.function(group="rollout")
     def copy_weights(self, config: Any) -> None:

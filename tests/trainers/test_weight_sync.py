@@ -110,9 +110,9 @@ def test_nothing_to_compare_with_is_nothing_wrong(models: tuple[str, str]) -> No
 
 def test_the_route_follows_from_who_has_what(models: tuple[str, str], backend: FsdpBackend) -> None:
     apart = HfEngine(models[0], tiny_tokenizer())
-    assert Route.between(None, apart) == Route("sent", 1)
-    assert Route.between(backend, apart) == Route("copied", 1)
-    assert Route.between(backend, HfEngine(backend.module, tiny_tokenizer())) == Route("shared", 1)
+    assert Route.between(apart, trains=False) == Route("sent", 1)
+    assert Route.between(apart, trains=True) == Route("copied", 1)
+    assert Route.between(HfEngine(backend.module, tiny_tokenizer()), trains=True) == Route("shared", 1)
     with pytest.raises(EngineLostError, match="took the place of one that died"):
         built(None)
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.update_memory import save_model
+from benchmarks.gpu.shapes import save_shape
 from benchmarks.origin import origin
 from rayhelper import RayHelper
 from trainers.backends import linear_scores
@@ -136,7 +136,7 @@ def main() -> None:
         for name, difference in head_differences(dtype).items():
             checks[f"head {dtype} {name}"] = (difference, allowed)
     with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder), num_hidden_layers=4)
+        save_shape("0.6b", Path(folder), num_hidden_layers=4)
         exact = gradient_of_step(folder)[0]
         for name, settings in (
             ("autocast", {"dtype": "bfloat16"}),
@@ -150,7 +150,7 @@ def main() -> None:
             low = "dtype" in settings
             checks[f"step {name}"] = (float((found - exact).norm() / exact.norm()), 5e-2 if low else 1e-3)
     with tempfile.TemporaryDirectory() as folder:
-        save_model(Path(folder))
+        save_shape("0.6b", Path(folder))
         rates = {sharding: moves(folder, sharding) for sharding in ("no_shard", "full_shard")}
     print(f"{'check':<36}{'difference':>12}{'allowed':>10}")
     for name, (difference, allowed) in checks.items():

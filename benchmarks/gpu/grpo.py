@@ -6,28 +6,29 @@
 Random weights in a Qwen3 shape, prompts of 16 tokens, completions that hardly ever stop, one optimizer step a
 generation, bfloat16. Both sides generate in the process that trains. A step is the whole loop: weights to vLLM,
 generation, rewards, update. The first step (compilation, warming up) is not counted. ``peak`` is the memory in use on
-the device in counted steps. The two floors: decoding at full batch without log-probabilities, and 6 x parameters x
-tokens at the rate of bfloat16 matrix products that this GPU was measured to have.
+the device in counted steps. The two floors: ``decoding``, the same tokens from vLLM alone, all sequences at once,
+without log-probabilities and detokenizing; and ``products``, the rate of bfloat16 matrix products, at which
+6 x parameters x tokens would go through an update.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.gpu.device_memory import PeakMemory
+from benchmarks.gpu.parts import arguments, run_parts
 from benchmarks.gpu.rewards import asked, even
-from benchmarks.gpu.shapes import SHAPES, save_shape
-from benchmarks.origin import origin
+from benchmarks.gpu.shapes import SHAPES, saved_apart
+from benchmarks.gpu.steps import ON_GPU, clock, our_steps, phases, synchronize, trl_settings
 from rayhelper import RayHelper
 
 GIB = 2**30
@@ -39,14 +40,14 @@ def rows_of(num_prompts: int) -> list[dict[str, str]]:
     return [{"prompt": f"{k:04d} is the number "[:PROMPT]} for k in range(num_prompts)]
 
 
-def ours(options: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
+def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Medians of what the trainer itself tells of each step."""
     from trainers.grpo import GRPOTrainer
     from trainers.grpo_config import GRPOConfig
 
     size = options.prompts * options.generations
     config = GRPOConfig(
-        model=model,
+        model=str(folder / "model"),
         dataset=rows_of(options.prompts),
         output_dir=str(folder / "ours"),
         reward_funcs=["benchmarks.gpu.rewards.even"],
@@ -57,18 +58,19 @@ def ours(options: argparse.Namespace, model: str, folder: Path) -> dict[str, Any
         max_prompt_length=PROMPT,
         max_completion_length=options.length,
         max_steps=WARM + options.steps,
+        save_steps=0,
         logging_steps=1,
         learning_rate=1e-6,
         gradient_checkpointing=options.checkpointing,
         torch_compile=options.compile,
         rollout_engine="vllm",
-        sleep_level=0 if options.apart else options.sleep_level,
+        sleep_level=options.sleep_level if ON_GPU and not options.apart else 0,
         offload_optimizer=options.offload,
         offload_model=options.offload,
         max_staleness=options.staleness,
         vllm_max_num_seqs=size,
         vllm_enforce_eager=options.eager,
-        vllm_engine_kwargs={"kv_cache_memory_bytes": int(options.kv_gib * GIB)},
+        vllm_engine_kwargs={"kv_cache_memory_bytes": int(options.kv_gib * GIB)} if ON_GPU else {},
     )
     apart = {
         "trainer": {"device": "GPU", "ranks": [0], "workers": ["train"]},
@@ -77,10 +79,9 @@ def ours(options: argparse.Namespace, model: str, folder: Path) -> dict[str, Any
     session = RayHelper.session(apart) if options.apart else contextlib.nullcontext()
     with PeakMemory() as peak, session:
         GRPOTrainer(config).train()
-    lines = [json.loads(line) for line in (folder / "ours" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "time/step" in line][WARM:]
-    names = [name for name in steps[0] if name.startswith(("time/", "throughput/"))] + ["completions/mean_length"]
-    found = {name: statistics.median(step[name] for step in steps) for name in names}
+    steps = our_steps(folder / "ours", WARM)
+    found = phases(steps)
+    found["completions/mean_length"] = statistics.median(step["completions/mean_length"] for step in steps)
     tokens = size * found["completions/mean_length"]
     return {
         "seconds": found["time/step"],
@@ -91,55 +92,34 @@ def ours(options: argparse.Namespace, model: str, folder: Path) -> dict[str, Any
     }
 
 
-def trls(options: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
-    import torch
+def trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from datasets import Dataset
-    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    seconds: list[float] = []
-    lengths: list[float] = []
-    size = options.prompts * options.generations
+    size, watch = options.prompts * options.generations, clock()
     with PeakMemory() as peak:
-
-        class Clock(TrainerCallback):
-            def on_step_begin(self, *_: Any, **__: Any) -> None:
-                self.since = time.perf_counter()
-
-            def on_step_end(self, *_: Any, **__: Any) -> None:
-                torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - self.since)
-
-            def on_log(self, *args: Any, logs: Any = None, **__: Any) -> None:
-                if logs and "completions/mean_length" in logs:
-                    lengths.append(float(logs["completions/mean_length"]))
-
         arguments = GRPOConfig(
-            output_dir=str(folder / "trl"),
+            **trl_settings(folder / "trl", WARM + options.steps),
             num_generations=options.generations,
             per_device_train_batch_size=options.micro_trl,
             gradient_accumulation_steps=size // options.micro_trl,
             max_completion_length=options.length,
-            max_steps=WARM + options.steps,
-            learning_rate=1e-6,
-            bf16=True,
             gradient_checkpointing=options.checkpointing_trl,
-            use_vllm=True,
+            use_vllm=ON_GPU,
             vllm_mode="colocate",
             vllm_gpu_memory_utilization=options.trl_share,
             vllm_max_model_length=PROMPT + options.length + 16,
-            report_to="none",
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
         )
         trainer = GRPOTrainer(
-            model=model, reward_funcs=even, args=arguments, train_dataset=Dataset.from_list(rows_of(options.prompts))
+            model=str(folder / "model"),
+            reward_funcs=even,
+            args=arguments,
+            train_dataset=Dataset.from_list(rows_of(options.prompts)),
+            callbacks=[watch],
         )
-        trainer.add_callback(Clock())
         trainer.train()
-    step = statistics.median(seconds[WARM:])
-    tokens = size * statistics.median(lengths[WARM:])
+    step = statistics.median(watch.seconds[WARM:])
+    tokens = size * statistics.median(watch.logged("completions/mean_length")[WARM:])
     return {
         "seconds": step,
         "tokens_per_second": tokens / step,
@@ -148,34 +128,61 @@ def trls(options: argparse.Namespace, model: str, folder: Path) -> dict[str, Any
     }
 
 
-def floors(options: argparse.Namespace, model: str, folder: Path) -> dict[str, Any]:
-    """Seconds that vLLM needs for the tokens alone, and the rate of matrix products."""
-    import torch
+def decoding(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Seconds of the tokens of a step from vLLM alone.
+
+    The engine runs in this process, and captures a CUDA graph for the full batch alone: all sequences are equally long,
+    so there is no other. Two processes that each import vLLM, and graphs of fifty sizes, took longer than the decoding.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if not ON_GPU:
+        os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     from vllm import LLM, SamplingParams
 
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    began = time.perf_counter()
+    size = options.prompts * options.generations
+    on_gpu = {
+        "kv_cache_memory_bytes": int(options.kv_gib * GIB),
+        "compilation_config": {"cudagraph_capture_sizes": [size]},
+    }
+    llm = LLM(
+        str(folder / "model"),
+        dtype="bfloat16" if ON_GPU else "float32",
+        max_num_seqs=size,
+        max_model_len=PROMPT + options.length,
+        skip_tokenizer_init=True,
+        enforce_eager=options.eager or not ON_GPU,
+        **(on_gpu if ON_GPU else {}),
+    )
+    prompts: Any = [{"prompt_token_ids": [5 + k % 200] * PROMPT} for k in range(size)]
+
+    def seconds(length: int) -> float:
+        since = time.perf_counter()
+        params = SamplingParams(max_tokens=length, ignore_eos=True, detokenize=False)
+        answers = llm.generate(prompts, params, use_tqdm=False)
+        taken = time.perf_counter() - since
+        assert all(len(answer.outputs[0].token_ids) == length for answer in answers)
+        return taken
+
+    starting = time.perf_counter() - began
+    seconds(8)
+    taken = seconds(options.length)
+    return {"seconds": taken, "tokens_per_second": size * options.length / taken, "starting": starting}
+
+
+def products(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """TFLOP/s of large matrix products, the best of twelve rounds."""
+    size = 8192 if ON_GPU else 256
+    a = torch.randn(size, size, device="cuda" if ON_GPU else "cpu", dtype=torch.bfloat16)
     times = []
     for _ in range(12):
-        torch.cuda.synchronize()
+        synchronize()
         since = time.perf_counter()
         for _ in range(10):
             a @ a
-        torch.cuda.synchronize()
+        synchronize()
         times.append((time.perf_counter() - since) / 10)
-    rate = 2 * 8192**3 / min(times)
-    del a
-    size = options.prompts * options.generations
-    llm = LLM(
-        model, dtype="bfloat16", max_num_seqs=size, max_model_len=PROMPT + options.length, skip_tokenizer_init=True
-    )
-    prompts = [{"prompt_token_ids": [5 + k % 200] * PROMPT} for k in range(size)]
-    params = SamplingParams(max_tokens=options.length, ignore_eos=True, detokenize=False)
-    seconds = []
-    for _ in range(2):
-        since = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        seconds.append(time.perf_counter() - since)
-    return {"decode_seconds": min(seconds), "matrix_tflops": rate / 1e12}
+    return {"tflops": 2 * size**3 / min(times) / 1e12}
 
 
 def main() -> None:
@@ -197,40 +204,28 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--checkpointing_trl", action="store_true")
-    parser.add_argument("--parts", nargs="+", default=["ours", "trls", "floors"])
-    parser.add_argument("--json")
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # part, folder: a process of its own
-    options = parser.parse_args()
-    if options.one:
-        part, folder = options.one
-        found = globals()[part](options, f"{folder}/model", Path(folder))
-        (Path(folder) / f"{part}.json").write_text(json.dumps(found))
-        return
-    target = options.json or (Path(os.environ["OUT"]) / f"grpo_{options.shape}.json" if "OUT" in os.environ else None)
-    with tempfile.TemporaryDirectory() as folder:
-        found = {"parameters": save_shape(options.shape, Path(folder) / "model")}
-        for part in options.parts:
-            arguments = [*sys.argv[1:], "--one", part, folder]
-            code = subprocess.run([sys.executable, "-m", "benchmarks.gpu.grpo", *arguments]).returncode
-            result = Path(folder) / f"{part}.json"
-            found[part] = json.loads(result.read_text()) if result.exists() else {"failed": code}
-            if target:  # after each part, so that nothing is lost to one that takes too long
-                Path(target).write_text(json.dumps({**origin(), "options": vars(options), **found}, indent=1))
-    show(options, found)
+    options = arguments(parser, ["ours", "trl", "decoding", "products"], limit_s=300)
+    save = partial(saved_apart, options.shape)
+    show(options, run_parts("benchmarks.gpu.grpo", options, PARTS, save, file=f"grpo_{options.shape}"))
 
 
 def show(options: argparse.Namespace, found: dict[str, Any]) -> None:
     print(f"GRPO, {options.shape} ({found['parameters'] / 1e6:.0f} M), {options.prompts} x {options.generations} x "
           f"{options.length} tokens")  # fmt: skip
-    for part in ("ours", "trls"):
-        result = found.get(part, {})
+    for name in options.parts:
+        result = found[name]
         if "seconds" in result:
-            print(f"{part:<6}{result['seconds']:8.2f} s a step{result['tokens_per_second']:10.0f} completion tokens/s"
-                  f"{result['peak_gib']:8.1f} GiB peak")  # fmt: skip
-    for name, value in found.get("ours", {}).get("phases", {}).items():
-        print(f"  {name:<44}{value:12.3f}")
-    print(json.dumps(found.get("floors")))
+            peak = f"{result['peak_gib']:8.1f} GiB peak" if "peak_gib" in result else ""
+            print(f"{name:<24}{result['seconds']:8.2f} s{result['tokens_per_second']:10.0f} completion tokens/s{peak}")
+        for phase, value in result.get("phases", {}).items():
+            print(f"  {phase:<44}{value:12.3f}")
+    if "tflops" in found.get("products", {}):
+        rate = found["products"]["tflops"]
+        tokens = options.prompts * options.generations * (PROMPT + options.length)
+        print(f"products{rate:10.0f} TFLOP/s: {6e-12 * found['parameters'] * tokens / rate:.2f} s for an update")
 
+
+PARTS = {"ours": ours, "trl": trl, "decoding": decoding, "products": products}
 
 if __name__ == "__main__":
     main()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +17,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def save_shape(shape: str, folder: Path, **changes: Any) -> int:
+def save_shape(shape: str, folder: Path, *, seed: int = 0, **changes: Any) -> int:
     """The number of parameters of the model that is written to ``folder``, with a tokenizer that TRL accepts.
 
-    ``tiny`` is for trying a benchmark without a GPU.
+    ``tiny`` is for trying a benchmark without a GPU. ``changes`` are fields of the model's configuration.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from tests.golden.tiny import tiny_tokenizer
 
     fields = {
         "vocab_size": 260 if shape == "tiny" else 151_936,
@@ -34,10 +35,29 @@ def save_shape(shape: str, folder: Path, **changes: Any) -> int:
         "pad_token_id": 0,
         "bos_token_id": None,
     }
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
         model = Qwen3ForCausalLM(Qwen3Config(**fields | SHAPES[shape] | changes))
     model.to(torch.bfloat16 if device == "cuda" else torch.float32).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
     return sum(weight.numel() for weight in model.parameters())
+
+
+def saved_apart(shape: str, folder: Path, name: str = "model", **changes: Any) -> dict[str, int]:
+    """``save_shape`` into ``folder / name`` by a process of its own, which leaves nothing on a GPU."""
+    command = [sys.executable, "-m", "benchmarks.gpu.shapes", shape, str(folder / name), json.dumps(changes)]
+    return {
+        "parameters": int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1])
+    }
+
+
+def tokenizer() -> Any:
+    """One that TRL accepts: a token a byte."""
+    from tests.golden.tiny import tiny_tokenizer
+
+    return tiny_tokenizer()
+
+
+if __name__ == "__main__":
+    print(save_shape(sys.argv[1], Path(sys.argv[2]), **json.loads(sys.argv[3])))

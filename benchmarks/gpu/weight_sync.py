@@ -11,12 +11,7 @@ weights in FSDP2's shards, AdamW's states) beside a plain pinned copy.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -25,13 +20,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.shapes import SHAPES, save_shape
-from benchmarks.origin import origin
+from benchmarks.gpu.parts import arguments, run_parts
+from benchmarks.gpu.shapes import SHAPES, saved_apart
+from benchmarks.gpu.steps import ON_GPU
 from rayhelper import Channel, RayHelper
 from trainers.engine_updates import EngineUpdates, channel_to
 from trainers.weight_sync import Route, built, copy, end_generation, receive, send
 
-ON_GPU = torch.cuda.is_available()  # without one it can be tried, but measures nothing
 DTYPE = "bfloat16" if ON_GPU else "float32"
 
 
@@ -51,7 +46,11 @@ class Synced:
         found: dict[str, Any] = {}
         for checksum in (True, False):
             config = SimpleNamespace(
-                dtype=DTYPE, weight_checksum=checksum, offload_model=False, offload_optimizer=False
+                dtype=DTYPE,
+                weight_checksum=checksum,
+                offload_model=False,
+                offload_optimizer=False,
+                vllm_enable_lora=False,
             )
             engines = EngineUpdates(
                 self.meet_engine(),
@@ -84,8 +83,8 @@ class Synced:
         return sum(weight.nbytes for _, weight in self.backend.named_weights())
 
     @RayHelper.function(group="train")
-    def send_weights(self, config: Any, channel: Channel) -> None:
-        send(config, self.backend, channel)
+    def send_weights(self, config: Any, channel: Channel, version: int) -> None:
+        send(config, self.backend, channel, version)
 
     @RayHelper.function(group="rollout")
     def build_rollout(self) -> None:
@@ -100,8 +99,8 @@ class Synced:
         return Route.between(built(self.engine), trains=self.backend is not None)
 
     @RayHelper.function(group="rollout")
-    def copy_weights(self, config: Any) -> None:
-        copy(config, self.backend, self.engine)
+    def copy_weights(self, config: Any, version: int) -> None:
+        copy(config, self.backend, self.engine, version)
         self.wait()
 
     @RayHelper.function(group="rollout")
@@ -118,18 +117,18 @@ class Synced:
             torch.cuda.synchronize()
 
 
-def copied(options: argparse.Namespace, model: str) -> dict[str, Any]:
-    return Synced(model, options.bucket_mb).measure(options.rounds)
+def copied(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    return Synced(str(folder / "model"), options.bucket_mb).measure(options.rounds)
 
 
-def sent(options: argparse.Namespace, model: str) -> dict[str, Any]:
+def sent(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     where = [{"device": "GPU", "ranks": [k]} if ON_GPU else {"device": "CPU", "ranks": 1} for k in range(2)]
     groups = {"trainer": {**where[0], "workers": ["train"]}, "engine": {**where[1], "workers": ["rollout"]}}
     with RayHelper.session(groups):
-        return Synced(model, options.bucket_mb).measure(options.rounds)
+        return Synced(str(folder / "model"), options.bucket_mb).measure(options.rounds)
 
 
-def offloaded(options: argparse.Namespace, model: str) -> dict[str, Any]:
+def offloaded(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """GB/s of a model in training, and of a pinned copy."""
     import numpy as np
 
@@ -138,7 +137,9 @@ def offloaded(options: argparse.Namespace, model: str) -> dict[str, Any]:
     from trainers.losses.tokens import sft_loss
 
     RayHelper.init_process_group()
-    backend = FsdpBackend(model, sharding="full_shard", dtype="bfloat16", learning_rate=1e-6, num_training_steps=9)
+    backend = FsdpBackend(
+        folder / "small", sharding="full_shard", dtype="bfloat16", learning_rate=1e-6, num_training_steps=9
+    )
     sequences = Sequences(Ragged.of([np.arange(4, 68)], np.int64), Ragged.of([np.arange(64) > 0], bool))
 
     def loss(logps: Any, entropy: Any, mask: Any, micro: Any, metrics: Any) -> Any:
@@ -173,32 +174,21 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="7b")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bucket_mb", type=int, default=256)
-    parser.add_argument("--parts", nargs="+", default=["copied", "sent", "offloaded"])
-    parser.add_argument("--json")
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # part, folder: a process of its own
-    options = parser.parse_args()
-    if options.one:
-        part, folder = options.one
-        found = globals()[part](options, f"{folder}/{'small' if part == 'offloaded' else 'model'}")
-        (Path(folder) / f"{part}.json").write_text(json.dumps(found))
-        return
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        save_shape(options.shape, Path(folder) / "model")
-        save_shape("tiny" if options.shape == "tiny" else "0.6b", Path(folder) / "small")
-        for part in options.parts:
-            arguments = [*sys.argv[1:], "--one", part, folder]
-            code = subprocess.run([sys.executable, "-m", "benchmarks.gpu.weight_sync", *arguments]).returncode
-            result = Path(folder) / f"{part}.json"
-            found[part] = json.loads(result.read_text()) if result.exists() else {"failed": code}
-    for part, values in found.items():
-        for name, value in values.items():
-            rate = f"{values['bytes'] / value / 1e9:10.1f} GB/s" if "bytes" in values and name != "bytes" else ""
-            print(f"{part:<12}{name:<24}{value:14.4f}{rate}")
-    target = options.json or (Path(os.environ["OUT"]) / "weight_sync.json" if "OUT" in os.environ else None)
-    if target:
-        Path(target).write_text(json.dumps({**origin(), "options": vars(options), **found}, indent=1))
+    options = arguments(parser, list(PARTS), limit_s=300)
+    found = run_parts("benchmarks.gpu.weight_sync", options, PARTS, partial(save, options))
+    for part in options.parts:
+        for name, value in found[part].items():
+            rate = f"{found[part]['bytes'] / value / 1e9:10.1f} GB/s" if name.startswith(("copied", "sent")) else ""
+            print(f"{part:<12}{name:<24}{value!s:>24}{rate}")
 
+
+def save(options: argparse.Namespace, folder: Path) -> dict[str, int]:
+    """The model whose weights travel, and a small one to offload."""
+    saved_apart("tiny" if options.shape == "tiny" else "0.6b", folder, "small")
+    return saved_apart(options.shape, folder)
+
+
+PARTS = {"copied": copied, "sent": sent, "offloaded": offloaded}
 
 if __name__ == "__main__":
     main()

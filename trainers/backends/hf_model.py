@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
+from trainers.backends import packed_attention
 from trainers.backends.adapters import own_weights, trained_names
 from trainers.backends.sharding import as_placed
 
@@ -36,12 +37,15 @@ def build_model(
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    packed_attention.register()
     settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, **dict(model_init_kwargs or {})}
     if head == "value":
         built: Any = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, **settings)
     else:
         built = AutoModelForCausalLM.from_pretrained(model, **settings)
-    return built.to(device)
+    built = built.to(device)
+    packed_attention.check_model(built)
+    return built
 
 
 def default_device() -> torch.device:

@@ -2,7 +2,8 @@
 
 There is no attention mask: no token looks at what follows it, so padding on the right reaches no target, and attention
 keeps its fastest kernel. Rows that hold several documents have positions that start anew with every document, by which
-transformers keeps the documents apart; the padding behind them is a document of its own.
+transformers keeps the documents apart (or packed_attention.py, by where they begin); the padding behind them is a
+document of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class Inputs(NamedTuple):
     position_ids_BT: torch.Tensor | None  # None: 0, 1, 2, ... in every row
     places_N: torch.Tensor  # in the flattened (B, T): where the numbers of each target are read off
     target_ids_N: torch.Tensor
+    document_starts: torch.Tensor | None = None  # (documents + 1,) int32, in the flattened (B, T), which ends the last
+    longest_document: int = 0  # tokens; 0: where every row is one document
 
 
 def micro_batches(
@@ -87,8 +90,13 @@ def model_inputs(
                 f"the first token of a document has nothing before it and cannot be a target (row {wrong[0]} of a "
                 f"micro-batch of {len(micro)}): set its target_mask to False"
             )
-    tensors = (input_ids_BT, position_ids_BT, places_N, input_ids_BT.flatten()[targets_N])
-    return Inputs(*(None if tensor is None else tensor.to(device) for tensor in tensors))  # type: ignore[arg-type]
+    starts, longest = None, 0
+    if position_ids_BT is not None:
+        begins = (position_ids_BT.flatten() == 0).nonzero().flatten()
+        starts = torch.cat([begins, begins.new_tensor([position_ids_BT.numel()])]).to(torch.int32)
+        longest = int(starts.diff().max())
+    tensors = (input_ids_BT, position_ids_BT, places_N, input_ids_BT.flatten()[targets_N], starts)
+    return Inputs(*(None if tensor is None else tensor.to(device) for tensor in tensors), longest)  # type: ignore
 
 
 def num_targets(sequences: Sequences) -> np.ndarray:

@@ -9,6 +9,7 @@ import torch
 from trainers.backends.base import TokenFunction
 from trainers.backends.head import Head, Scores
 from trainers.backends.inputs import Inputs
+from trainers.backends.packed_attention import packed_arguments
 
 
 class Scorer(torch.nn.Module):
@@ -29,7 +30,7 @@ class Scorer(torch.nn.Module):
         features_only: bool = False,
     ) -> Scores | tuple[torch.Tensor]:
         """``head.Scores`` of each target and what ``token_function`` gives; or the features that the head takes."""
-        features_NX = self.head.features(self.model, inputs.places_N, **_model_arguments(inputs))
+        features_NX = self.head.features(self.model, inputs.places_N, **_model_arguments(self.model, inputs))
         if features_only:
             return (features_NX,)
         return self.head.scores(
@@ -60,13 +61,13 @@ class ValueScorer(torch.nn.Module):
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor]:
         """(N,) float32 values."""
-        hidden_BTH = self.model.base_model(**_model_arguments(inputs), use_cache=False).last_hidden_state
+        hidden_BTH = self.model.base_model(**_model_arguments(self.model, inputs), use_cache=False).last_hidden_state
         hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, inputs.places_N)
         return (self.model.score(hidden_NH).float().squeeze(-1),)
 
 
-def _model_arguments(inputs: Inputs) -> dict[str, torch.Tensor]:
-    arguments = {"input_ids": inputs.input_ids_BT}
+def _model_arguments(model: Any, inputs: Inputs) -> dict[str, Any]:
+    arguments = {"input_ids": inputs.input_ids_BT, **packed_arguments(model.config.get_text_config(), inputs)}
     if inputs.position_ids_BT is not None:
         arguments["position_ids"] = inputs.position_ids_BT
     return arguments

@@ -101,6 +101,7 @@ class Crew:
             local_world_size=slot.local_world_size,
             node_rank=slot.node_rank,
             shard=Shard(slot.rank, len(self.slots)),
+            gpus_per_worker=self.group.gpus_per_worker,
         )
 
     def _env(self, slot: Slot) -> dict[str, str]:

@@ -90,7 +90,9 @@ class InprocessGroup:
         self.cluster = cluster
         self.shards = ShardTable(size, group.name)
         self.workers = [
-            SimulatedWorker(WorkerInfo(group.roles, group.name, rank, size, rank, size, 0, Shard(rank, size)))
+            SimulatedWorker(
+                WorkerInfo(group.roles, group.name, rank, size, rank, size, 0, Shard(rank, size), group.gpus_per_worker)
+            )
             for rank in range(size)
         ]
 

@@ -33,7 +33,7 @@ def join_process_group(info: WorkerInfo, backend: str | None, timeout_s: float, 
         if info.world_size == 1:
             store = dist.HashStore()  # type: ignore[attr-defined]
         elif backend == "nccl":
-            torch.cuda.set_device(info.local_rank)
+            torch.cuda.set_device(info.local_rank if info.gpus_per_worker == 1 else 0)  # with several it sees its own
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
     return Joined(str(dist.get_backend()), timeout_s)

@@ -39,6 +39,7 @@ class WorkerInfo:
     local_world_size: int
     node_rank: int
     shard: Shard
+    gpus_per_worker: int = 1  # as its device group says; 0 on CPU
 
 
 OFF = WorkerInfo((), "off", 0, 1, 0, 1, 0, Shard(0, 1))  # the one worker of everything

@@ -1,4 +1,4 @@
-"""One Ray cluster a session, and nothing left behind: ``leaks.py`` says what counts."""
+"""One Ray cluster a process, and nothing left behind: ``leaks.py`` says what counts."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything that uses the cluster runs in one process, so that there is one cluster."""
+    """What uses a cluster runs in two processes, with one cluster each: tests of trainers, and all others."""
     for item in items:
         if "ray_cluster" in getattr(item, "fixturenames", ()) and item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group("ray"))
+            item.add_marker(pytest.mark.xdist_group("ray" if "/rayhelper/" in item.nodeid else "ray_trainers"))
 
 
 @pytest.fixture(scope="session")
@@ -45,8 +45,7 @@ def ray_cluster() -> Iterator[None]:
 
     from rayhelper.patches import ray_on_loopback
 
-    before = Snapshot.take()
-    with ray_on_loopback():
+    with may_stay(), ray_on_loopback():
         ray.init(
             address="local",
             num_cpus=2,
@@ -55,10 +54,17 @@ def ray_cluster() -> Iterator[None]:
             object_store_memory=512 * 1024 * 1024,
             logging_level=logging.WARNING,
         )
-    _of_the_cluster.append(Snapshot.take().without(before))
     yield
     ray.shutdown()
     _of_the_cluster.clear()
+
+
+@contextlib.contextmanager
+def may_stay() -> Iterator[None]:
+    """What is started inside belongs to the cluster."""
+    before = Snapshot.take()
+    yield
+    _of_the_cluster.append(Snapshot.take().without(before))
 
 
 @contextlib.contextmanager

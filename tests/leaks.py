@@ -71,9 +71,11 @@ class Snapshot:
         return Snapshot({kind: names | other.things[kind] for kind, names in self.things.items()})
 
 
-def left_behind(before: Snapshot, allowed: Snapshot | None = None) -> list[str]:
+def left_behind(before: Snapshot, *allowed: Snapshot) -> list[str]:
     """What is new since ``before``, ``allowed`` left out, after as long as ending processes and threads may take."""
-    known = before.joined(allowed) if allowed else before
+    known = before
+    for snapshot in allowed:
+        known = known.joined(snapshot)
     deadline = time.monotonic() + GRACE_S
     while new := Snapshot.take().since(known):
         if time.monotonic() > deadline:

@@ -202,6 +202,17 @@ class Prompts(Batch):
     """What a rollout engine is asked to complete."""
 
     prompt_ids: Ragged  # int64 token ids
+    # What reward functions are told of, where they run beside the engine; else None
+    rows: list[Any] | None = None  # of the dataset
+    groups: np.ndarray | None = None  # int64: prompts of one number are rewarded together
+
+
+@dataclass(eq=False)
+class Tasks(Batch):
+    """What an environment makes episodes of."""
+
+    rows: list[Any]  # of the dataset
+    groups: np.ndarray  # as of ``Prompts``
 
 
 @dataclass(eq=False)
@@ -212,7 +223,13 @@ class Rollouts(Batch):
     completion_ids: Ragged  # int64; ends with the stop token unless truncated
     rollout_logps: Ragged  # float32, one a completion token: log-probability under softmax(logits / temperature)
     truncated: np.ndarray  # bool: the length limit came before a stop token
+    policy_versions: Ragged | None = (
+        None  # int64, one a completion token: optimizer steps that its policy had made; -1: unknown
+    )
     kv_cache_usage: np.ndarray | None = None  # float32: the most of the engine's KV cache that was used meanwhile
+    # Where reward functions ran beside the engine
+    function_rewards: np.ndarray | None = None  # float32 (B, functions); NaN where one had nothing to say
+    reward_seconds: np.ndarray | None = None  # float32: a completion's share of the time that they took
     # What episodes with an environment have beside that
     is_sampled: Ragged | None = None  # bool, one a completion token: False on what the environment wrote; None: nothing
     transcripts: list[Any] | None = None  # the completion as messages, or as text where the prompt is

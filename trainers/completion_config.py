@@ -42,7 +42,8 @@ class CompletionConfig(TrainConfig):
     vllm_gpu_memory_utilization: float | None = None
     """Share of a GPU's memory for weights and KV cache; null: 0.9, or 0.4 where the workers train as well."""
     vllm_tensor_parallel_size: int = 1
-    """Rollout workers that hold one model together."""
+    """Rollout workers that hold one model together; with gpus_per_worker in role rollout's device group, the GPUs of
+    one worker."""
     vllm_max_model_len: int | None = None
     """Tokens of a prompt and its completion; null: the sum of their limits if both are set, else the model's."""
     vllm_max_num_seqs: int | None = None
@@ -51,6 +52,9 @@ class CompletionConfig(TrainConfig):
     """Without CUDA graphs: starts sooner, runs slower."""
     vllm_enable_prefix_caching: bool = True
     """Compute what prompts begin alike with once, such as the prompt of a group."""
+    vllm_enable_lora: bool = False
+    """With tuner_type: lora, keep the adapter apart: the engine has the model as it is on disk, gets the adapter alone
+    and completes under it. false: it gets the weights that the adapter changes, with the adapter merged into them."""
     vllm_engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of vLLM's EngineArgs."""
 
@@ -88,6 +92,12 @@ def check_completion(config: CompletionConfig) -> None:
     at_least(config, 1, "vllm_tensor_parallel_size", "vllm_max_model_len", "vllm_max_num_seqs", "weight_bucket_mb")
     check_engine(config)
     at_least(config, 1, "max_completion_length", "max_prompt_length", "rollout_batch_size")
+    length, prompt = config.vllm_max_model_len, config.max_prompt_length
+    if length is not None and length < config.max_completion_length + (prompt or 1):
+        raise ConfigError(
+            f"vllm_max_model_len={length} has no room for a prompt of {prompt or 'at least 1'} and a completion of "
+            f"{config.max_completion_length} tokens: raise it, or lower max_prompt_length or max_completion_length."
+        )
 
 
 def check_engine(config: CompletionConfig) -> None:
@@ -98,9 +108,48 @@ def check_engine(config: CompletionConfig) -> None:
     if config.rollout_engine == "vllm":
         if config.rollout_batch_size is not None:
             raise ConfigError("rollout_batch_size is for rollout_engine: hf; vLLM takes vllm_max_num_seqs.")
+        if config.vllm_enable_lora:
+            check_adapter_apart(config)
         return
     defaults = {key.name: key for key in fields(CompletionConfig)}
     for name in (name for name in defaults if name.startswith("vllm_")):
         default = defaults[name].default if defaults[name].default is not MISSING else {}
         if getattr(config, name) != default:
             raise ConfigError(f"{name} needs rollout_engine: vllm, but it is {config.rollout_engine}.")
+
+
+# What is said in lora_kwargs of how an adapter is trained, or shows in its matrices alone
+PLAIN_LORA = (
+    *("use_rslora", "alpha_pattern", "init_lora_weights", "exclude_modules", "layers_to_transform", "layers_pattern"),
+)
+MAX_LORA_RANK = 512  # of vLLM
+
+
+def check_adapter_apart(config: CompletionConfig) -> None:
+    """Raises ConfigError for keys under which vLLM cannot hold the policy's adapter apart from the model."""
+    merged = "Change that, or set vllm_enable_lora: false, which merges the adapter into the weights that engines get."
+    if config.tuner_type != "lora":
+        raise ConfigError(
+            "vllm_enable_lora needs an adapter, but tuner_type is full. Set tuner_type: lora, or remove it."
+        )
+    if config.sleep_level == 2:
+        raise ConfigError(
+            "sleep_level: 2 drops the engine's weights, but with vllm_enable_lora only the adapter is sent. "
+            "Set sleep_level: 1."
+        )
+    if config.vllm_engine_kwargs.get("load_format") == "dummy":
+        raise ConfigError(
+            "vllm_engine_kwargs: {load_format: dummy} draws weights at random, but with vllm_enable_lora only the "
+            "adapter is sent. Remove it."
+        )
+    if config.lora_rank > MAX_LORA_RANK:
+        raise ConfigError(
+            f"vLLM runs adapters of rank {MAX_LORA_RANK} at most, but lora_rank is {config.lora_rank}. {merged}"
+        )
+    for name in config.lora_target_modules:
+        if name.rpartition(".")[2] in ("lm_head", "embed_tokens"):
+            raise ConfigError(f"lora_target_modules holds {name}, which vLLM cannot run an adapter of. {merged}")
+    for name, value in config.lora_kwargs.items():
+        plain = name in PLAIN_LORA and (name != "init_lora_weights" or value in (True, False, "gaussian", "orthogonal"))
+        if not plain and value and value != "none":
+            raise ConfigError(f"lora_kwargs holds {name}: {value!r}, which vLLM cannot run an adapter with. {merged}")

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
+from trainers.backends.adapters import layer_names
 from trainers.backends.base import Backend
+from trainers.backends.hf_model import default_device
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.completion_config import CompletionConfig
 from trainers.data.rows import tokenize_prompts
@@ -65,15 +67,41 @@ def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> 
             "device group of its own",
             ", ".join(idle),
         )
+    if config.rollout_engine == "vllm" and not is_apart:
+        check_can_sleep(config, groups, "rollout")
     size = config.vllm_tensor_parallel_size
     if size > 1 and not is_apart:
         raise ConfigError(
             f"vllm_tensor_parallel_size={size}: workers that also train have a slice each. Give role rollout a group "
             "of its own."
         )
-    num_workers = 1 if groups is None else groups.group_of("rollout").num_workers
-    if num_workers % size:
-        raise ConfigError(f"vllm_tensor_parallel_size={size} does not divide the {num_workers} workers of role rollout")
+    if config.rollout_engine == "vllm":
+        check_model_fits(f"vllm_tensor_parallel_size={size}", size, groups, "rollout")
+
+
+def check_model_fits(told: str, size: int, groups: DeviceGroups | None, role: str) -> None:
+    """Raises ConfigError unless a role's workers, or the GPUs of each, can hold a model ``size`` at a time."""
+    group = None if groups is None else groups.group_of(role)
+    num_workers = 1 if group is None else group.num_workers
+    if group is not None and group.gpus_per_worker > 1:
+        if size != group.gpus_per_worker:
+            raise ConfigError(
+                f"{told}, but a worker of role {role} has {group.gpus_per_worker} GPUs (gpus_per_worker), and vLLM "
+                f"holds a model with all of them. Make the two equal, or remove gpus_per_worker: then workers with a "
+                "GPU each hold one together."
+            )
+    elif num_workers % size:
+        raise ConfigError(f"{told} does not divide the {num_workers} workers of role {role}")
+
+
+def check_can_sleep(config: CompletionConfig, groups: DeviceGroups | None, role: str) -> None:
+    """Raises ConfigError if the role's vLLM shall make room on a CPU."""
+    on_cpu = default_device().type == "cpu" if groups is None else groups.group_of(role).device == "CPU"
+    if config.sleep_level and on_cpu:
+        raise ConfigError(
+            f"sleep_level={config.sleep_level}: vLLM frees memory of GPUs alone, and role {role} is on a CPU. Set it "
+            "to 0."
+        )
 
 
 def build_vllm(config: CompletionConfig, model: str, tokenizer: Any, *, shares_devices: bool) -> Engine:
@@ -81,24 +109,40 @@ def build_vllm(config: CompletionConfig, model: str, tokenizer: Any, *, shares_d
     from trainers.rollout.vllm import VllmEngine
 
     size = config.vllm_tensor_parallel_size
-    share_model(size)
     return VllmEngine(
         model,
         tokenizer,
         dtype=resolve_dtype(config),
         seed=config.seed,
         tensor_parallel_size=size,
+        alone=not share_model(size),
         sleep_level=config.sleep_level if shares_devices else 0,
         trust_remote_code=config.trust_remote_code,
+        **lora_settings_of_engine(config, model),
         engine_kwargs=vllm_settings(config, shares_devices=shares_devices),
     )
 
 
-def share_model(size: int) -> None:
-    """Every ``size`` workers of the role whose method is running hold one model together, and get the same slice."""
+def lora_settings_of_engine(config: CompletionConfig, model: str) -> dict[str, Any]:
+    """What an engine must know of the policy's adapter if it is to hold it apart from the model."""
+    if not config.vllm_enable_lora:
+        return {}
+    targets = layer_names(model, config.lora_target_modules, trust_remote_code=config.trust_remote_code)
+    return {"lora_rank": config.lora_rank, "lora_target_modules": targets}
+
+
+def share_model(size: int) -> bool:
+    """Whether this worker's vLLM has to do with other workers.
+
+    Every ``size`` workers of the role whose method is running hold one model together, and get the same slice, unless
+    each has as many GPUs. What else a worker hosts may need the process group of all.
+    """
+    worker = RayHelper.current()
+    if worker.gpus_per_worker > 1:
+        return False
     if size > 1:
-        worker = RayHelper.current()
         RayHelper.shard(worker.rank // size, worker.world_size // size, leader=worker.rank % size == 0)
+    return size > 1 or len(worker.roles) != 1
 
 
 def vllm_settings(config: CompletionConfig, *, shares_devices: bool) -> dict[str, Any]:
@@ -149,6 +193,18 @@ def seed_of(seed: int, step: int, *further: int) -> int:
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
+def add_token_staleness(metrics: Metrics, rollouts: Rollouts, version: int) -> None:
+    """How many optimizer steps the policy, which has made ``version``, is ahead of the one that drew each token."""
+    if rollouts.policy_versions is None:
+        return
+    known = rollouts.policy_versions.values[rollouts.policy_versions.values >= 0]
+    if len(known):
+        metrics.mean("staleness/tokens_mean", float((version - known).sum()), len(known))
+        metrics.max("staleness/tokens_max", float(version - known.min()))
+    drawn_by = [len(np.unique(row[row >= 0])) for row in rollouts.policy_versions]
+    metrics.mean("staleness/mixed_completions", float(sum(count > 1 for count in drawn_by)), len(drawn_by))
+
+
 def rollout_metrics(rollouts: Rollouts) -> Metrics:
     """Lengths of the completions (of what the model wrote of them), and how many ran into the limit; TRL's names."""
     metrics = Metrics()
@@ -161,6 +217,8 @@ def rollout_metrics(rollouts: Rollouts) -> Metrics:
         metrics.min(f"completions/min_{suffix}", float(lengths.min()))
         metrics.max(f"completions/max_{suffix}", float(lengths.max()))
     metrics.mean("completions/clipped_ratio", float(rollouts.truncated.sum()), len(rollouts))
+    if rollouts.reward_seconds is not None:
+        metrics.sum("rewards/pool_seconds", float(rollouts.reward_seconds.sum()))
     if rollouts.kv_cache_usage is not None:
         metrics.max("rollout/kv_cache_usage", float(rollouts.kv_cache_usage.max()))
     metrics.sum("num_tokens", float(rollouts.prompt_ids.lengths.sum() + lengths_B.sum()))

@@ -39,14 +39,13 @@ from trainers.losses.preference import SORTING_LOSSES, Completions, add_preferen
 from trainers.metrics import Metrics
 from trainers.preference_scores import PairNumbers, evaluated, pair_logps
 from trainers.reference_store import read_reference_logps, write_reference_logps
-from trainers.role_models import check_same_tokens
+from trainers.role_models import check_same_tokens, resolved_models
 from trainers.run import (
     Run,
     build_backend,
     check_before_start,
     load_model_and_tokenizer,
     mistakes_of,
-    model_path,
     read_rows,
     resumed_state,
     saved_order,
@@ -95,7 +94,7 @@ class DPOTrainer:
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
         self.reference_path = self.model_path
         if config.ref_model is not None:
-            self.reference_path = model_path(dataclasses.replace(config, model=config.ref_model))
+            self.reference_path = resolved_models(config, self.model_path, [config.ref_model])[config.ref_model]
             check_same_tokens("ref_model", self.reference_path, self.tokenizer, config.trust_remote_code)
         self.pairs = self.read(config.dataset, config.dataset_split)
         self.eval_pairs = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None

@@ -1,6 +1,7 @@
 """The driver's side of ``weight_sync.py``: when engines get the policy's weights, and what if one was lost.
 
-self.engines = EngineUpdates(self.meet_engine(), copy=self.copy_weights, ...)  # once all roles are built
+self.engines = EngineUpdates.of(self)  # once all roles are built
+self.engines.version = run.step  # of a policy from a checkpoint
 self.engines.learned()           # after an optimizer step
 self.engines.update()            # before completions are asked for
 self.engines.completed(...)      # their value, though a worker may die meanwhile
@@ -12,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from rayhelper import Channel, ChannelError
+from rayhelper import Channel, ChannelError, RayHelper
 from trainers.run import Run
 from trainers.weight_sync import EngineLostError, Route
 
@@ -27,39 +29,76 @@ class EngineUpdates:
     """Weights for the engines of a role, by doors of the trainer.
 
     ``copy``, ``send`` and ``receive`` are doors to the functions of those names; ``rest`` one to ``end_generation``;
-    ``rebuild`` one of role rollout that builds the engines which are missing; ``open_channel`` one of the driver.
+    ``rebuild`` one of role rollout that builds the engines which are missing. ``open_channel`` makes a channel.
+
+    ``in_flight``: new weights are offered as soon as there are any, to engines that look for them while they generate
+    (``weight_sync.arrivals``). Each finds a call of ``receive`` behind its generations as well, which does nothing if
+    the weights have come.
     """
 
     def __init__(
         self,
         route: Route,
         *,
-        copy: Callable[[], Any],
+        copy: Callable[[int], Any],
         send: Any,
-        receive: Callable[[Channel], Any],
+        receive: Any,
         rest: Callable[[], Any],
         rebuild: Callable[[], Any],
         open_channel: Callable[[Route], Channel],
+        in_flight: bool = False,
     ) -> None:
         self.route, self.copy, self.send, self.receive = route, copy, send, receive
         self.rest, self.rebuild, self.open_channel = rest, rebuild, open_channel
+        self.in_flight = in_flight
         self.channel: Channel | None = None
-        self.is_due = True
+        self.sending: Any = None  # a future: the round that is under way
+        self.receiving: list[Any] = []  # futures of the calls of ``receive`` behind generations
+        self.version = 0  # optimizer steps that the policy has made
+        self.is_due = True  # engines have older weights than the policy, or rest
+
+    @classmethod
+    def of(cls, trainer: Any, *, in_flight: bool = False) -> EngineUpdates:
+        """By the doors of a trainer: ``meet_engine``, ``copy_weights``, ``send_weights`` and their like."""
+        config = trainer.config
+        return cls(
+            trainer.meet_engine(),
+            copy=trainer.copy_weights,
+            send=trainer.send_weights,
+            receive=trainer.receive_weights,
+            rest=trainer.rest_engine,
+            rebuild=partial(trainer.build_rollout, trainer.model_path),
+            open_channel=partial(channel_to, bucket_mb=config.weight_bucket_mb),
+            in_flight=in_flight,
+        )
 
     def learned(self) -> None:
-        """The policy has changed."""
+        """The policy has made an optimizer step. Raises as ``update`` does, of weights that were in flight before."""
+        self.version += 1
         self.is_due = True
+        if self.in_flight and self.channel is not None:
+            try:
+                self._settle()
+                self.sending = self.send.defer(self.channel, self.version)
+                self.receiving.append(self.receive.defer(self.channel, self.version))
+            except (EngineLostError, ChannelError) as lost:
+                self._restore(lost)
 
     def update(self) -> None:
         """Engines hold the policy's weights, and all that they need to generate.
 
         Raises EngineLostError as ``completed`` does, ChannelError if weights do not arrive at the second try either.
         """
+        if not self.is_due:
+            return
         if self.route.way == "copied":
-            self.copy()
-        elif self.route.way == "sent" and self.is_due:
+            self.copy(self.version)
+        elif self.route.way == "sent":
             try:
-                self._send()
+                if self.sending is None:
+                    self._send()
+                else:
+                    self._settle()
             except (EngineLostError, ChannelError) as lost:
                 self._restore(lost)
         self.is_due = False
@@ -84,12 +123,13 @@ class EngineUpdates:
         if self.route.way == "copied":
             with contextlib.nullcontext() if run is None else run.phase("offload"):
                 self.rest()
+            self.is_due = True
 
     def close(self) -> None:
-        """Frees the connections; the next update makes others."""
-        if self.channel is not None:
-            self.channel.close()
-            self.channel = None
+        """Frees the connections, once what is under way has arrived; the next update makes others."""
+        with contextlib.suppress(EngineLostError, ChannelError):  # nobody is left to need the weights
+            self._settle()
+        self._close()
 
     def _restore(self, lost: Exception) -> None:
         """Workers that took the place of others have engines, and all engines the policy's weights."""
@@ -100,27 +140,50 @@ class EngineUpdates:
                 "whose restarts replace workers in a running run."
             ) from lost
         while True:
+            self._close()
             self.rebuild()
-            self.close()
             try:
-                return self._send()
+                self._send()
             except EngineLostError:  # a further one died
                 continue
+            self.is_due = False
+            return
 
     def _send(self) -> None:
         if self.channel is None:
             self.channel = self.open_channel(self.route)
-        sent = self.send.defer(self.channel)  # train worker 0 sends while the engines receive
+        sent = self.send.defer(self.channel, self.version)  # train worker 0 sends while the engines receive
         try:
             self.receive(self.channel)
         except BaseException:
-            self.close()  # or the sender would wait for those that do not come
+            self._close()  # or the sender would wait for those that do not come
             with contextlib.suppress(ChannelError):  # which tells of this one
                 sent.result()
             raise
         sent.result()
 
+    def _settle(self) -> None:
+        """What was sent in flight has arrived everywhere. Raises what went wrong of it."""
+        sending, self.sending = self.sending, None
+        if sending is not None:
+            sending.result()
+        done = [call for call in self.receiving if call.done()]
+        self.receiving = [call for call in self.receiving if call not in done]
+        for call in done:
+            call.result()
 
+    def _close(self) -> None:
+        """Ends what is under way as well."""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+        if self.sending is not None:
+            with contextlib.suppress(ChannelError):  # that the channel is closed
+                self.sending.result()
+        self.sending, self.receiving = None, []
+
+
+@RayHelper.function(group="driver", execute="first")
 def channel_to(route: Route, bucket_mb: float) -> Channel:
     """A channel to all engines of a route."""
     under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # its process 0 is both the driver and train worker 0

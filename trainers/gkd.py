@@ -52,7 +52,7 @@ from trainers.data.distillation import (
 from trainers.data.rows import Batches, prompt_of, tokenize_prompts
 from trainers.data.vocabularies import common_vocab_size
 from trainers.divergences import TopDivergence, WholeDivergence, measure_divergence
-from trainers.engine_updates import EngineUpdates, channel_to
+from trainers.engine_updates import EngineUpdates
 from trainers.gkd_config import GKDConfig
 from trainers.losses.distillation import distillation_loss
 from trainers.losses.tokens import sft_loss
@@ -131,10 +131,6 @@ class GKDTrainer:
             self.check_rows(self.eval_rows)
             self.eval_samples = self.tokenize(self.eval_rows) if has_response(self.eval_rows[0]) else None
 
-    @RayHelper.function(group="driver", execute="first")
-    def open_channel(self, route: Route) -> Channel:
-        return channel_to(route, self.config.weight_bucket_mb)
-
     def check_rows(self, rows: Any) -> None:
         """Raises ConfigError for rows without a prompt, or without one of the teacher's own where it needs one."""
         with mistakes_of("dataset"):
@@ -165,6 +161,8 @@ class GKDTrainer:
         order = {"num_rows": len(self.rows), SEQUENCES_PER_STEP: batch_size}
         with Run(config, num_steps, headline=headline, order=order) as run:
             run.resume(self.load)
+            if self.completes:
+                self.engines.version = run.step
             if config.val_before_train and run.step == 0:
                 run.evaluate(self.evaluate)
             while run.step < num_steps:
@@ -194,15 +192,7 @@ class GKDTrainer:
         self.build_train(self.model_path, num_steps, self.vocab_size)
         if self.completes:
             self.build_rollout(self.model_path)
-            self.engines = EngineUpdates(
-                self.meet_engine(),
-                copy=self.copy_weights,
-                send=self.send_weights,
-                receive=self.receive_weights,
-                rest=self.rest_engine,
-                rebuild=partial(self.build_rollout, self.model_path),
-                open_channel=self.open_channel,
-            )
+            self.engines = EngineUpdates.of(self)
 
     @property
     def completes(self) -> bool:
@@ -292,13 +282,13 @@ class GKDTrainer:
         return built(self.engine).generate(prompts, sampling, seed=seed_of(self.config.seed, step))
 
     @RayHelper.function(group="rollout")
-    def copy_weights(self) -> None:
+    def copy_weights(self, version: int) -> None:
         if self.backend is not None:  # where it is trained as well
-            copy(self.config, self.backend, built(self.engine))
+            copy(self.config, self.backend, built(self.engine), version)
 
     @RayHelper.function(group="rollout")
-    def receive_weights(self, channel: Channel) -> None:
-        receive(built(self.engine), channel)
+    def receive_weights(self, channel: Channel, unless: int | None = None) -> None:
+        receive(built(self.engine), channel, unless)
 
     @RayHelper.function(group="rollout")
     def rest_engine(self) -> None:
@@ -410,9 +400,9 @@ class GKDTrainer:
             )
 
     @RayHelper.function(group="train")
-    def send_weights(self, channel: Channel) -> None:
+    def send_weights(self, channel: Channel, version: int) -> None:
         assert self.backend is not None, "build comes first"
-        send(self.config, self.backend, channel)
+        send(self.config, self.backend, channel, version)
 
     @RayHelper.function(group="train")
     def save(self, folder: Path) -> None:

@@ -38,6 +38,7 @@ import dataclasses
 import json
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,8 +49,9 @@ import torch
 
 from rayhelper import Channel, ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
-from trainers.batch import Prompts, Ragged, Rollouts, Samples
+from trainers.batch import Prompts, Ragged, Rollouts, Samples, Tasks
 from trainers.completions import (
+    add_token_staleness,
     build_engine,
     check_completions,
     prompts_of,
@@ -58,7 +60,7 @@ from trainers.completions import (
     seed_of,
 )
 from trainers.data.rows import Batches, prompt_of
-from trainers.engine_updates import EngineUpdates, channel_to
+from trainers.engine_updates import EngineUpdates
 from trainers.entropy_coefficient import EntropyCoefficient
 from trainers.generation_plan import RowStream, StepPlan
 from trainers.grpo_config import GRPOConfig
@@ -75,9 +77,11 @@ from trainers.grpo_samples import (
 from trainers.losses import policy as policy_losses
 from trainers.metrics import Metrics
 from trainers.plugins import load_plugins
+from trainers.rewarded_completions import complete, pool_of, with_rows
 from trainers.rewards.advantages import add_reward_metrics, group_advantages
 from trainers.rewards.functions import chat_completions, numbered, resolve_rewards, score
 from trainers.rewards.models import RewardModel, model_name
+from trainers.rewards.pool import RewardPool
 from trainers.role_models import check_same_tokens, resolved_models
 from trainers.rollout.base import Engine, Sampling
 from trainers.rollout.environments import Environment, resolve_environment
@@ -97,6 +101,7 @@ from trainers.run import (
 )
 from trainers.weight_sync import (
     Route,
+    arrivals,
     built,
     copy,
     end_generation,
@@ -130,6 +135,7 @@ class GRPOTrainer:
         self.config = config
         self.backend: Backend | None = None
         self.engine: Engine | None = None
+        self.reward_pool: RewardPool | None = None  # with reward_processes, beside the engine
         self.prepare()
 
     @staticmethod
@@ -138,6 +144,7 @@ class GRPOTrainer:
         check_before_start(config)
         with mistakes_of("reward_funcs"):
             resolve_rewards(config.reward_funcs)
+        pool_of(config)
         check_completions(config, groups)
         environment_of(config)
         check_staleness(config, groups)
@@ -166,10 +173,6 @@ class GRPOTrainer:
         self.eval_rows: Any = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
         self.async_runner = asyncio.Runner()  # one event loop for all calls: clients may hold connections
         self.begin({})
-
-    @RayHelper.function(group="driver", execute="first")
-    def open_channel(self, route: Route) -> Channel:
-        return channel_to(route, self.config.weight_bucket_mb)
 
     def begin(self, state: dict[str, Any]) -> None:
         """What changes from step to step, as it is at the start or in a checkpoint's ``state``."""
@@ -204,8 +207,9 @@ class GRPOTrainer:
         plan.check_rows()
         self.build(plan.num_steps)
         headline = ("reward", "loss", "completions/mean_length")
-        with Run(config, plan.num_steps, headline=headline, order=plan.order()) as run:
+        with Run(config, plan.num_steps, headline=headline, order=plan.order()) as run, closing(self):
             run.resume(self.load)
+            self.engines.version = run.step
             self.begin(run.trainer_state)
             if config.val_before_train and run.step == 0:
                 run.evaluate(self.evaluate)
@@ -235,7 +239,14 @@ class GRPOTrainer:
             if self.eval_rows is not None:
                 run.evaluate(self.evaluate)
             self.engines.close()
+            if config.reward_processes:
+                self.close_rewards()
             return run.finish(self.export, self.tokenizer)
+
+    def close(self) -> None:
+        """Ends the reward processes of this process, however the run has ended."""
+        if self.reward_pool is not None:
+            self.reward_pool.close()
 
     def build(self, num_steps: int) -> None:
         """Builds every model where its role runs; the policy after the others, as building it settles random states."""
@@ -248,15 +259,7 @@ class GRPOTrainer:
             self.build_reward([self.models[name] for name in config.reward_model])
         self.build_train(self.model_path, num_steps)
         self.build_rollout(self.model_path)
-        self.engines = EngineUpdates(
-            self.meet_engine(),
-            copy=self.copy_weights,
-            send=self.send_weights,
-            receive=self.receive_weights,
-            rest=self.rest_engine,
-            rebuild=partial(self.build_rollout, self.model_path),
-            open_channel=self.open_channel,
-        )
+        self.engines = EngineUpdates.of(self, in_flight=config.weight_sync_interval is not None)
 
     def explore(self, plan: StepPlan, run: Run) -> tuple[Rewarded, Metrics]:
         """G completions of each of the generation's prompts, rewarded, and what was seen of all that were drawn.
@@ -271,6 +274,7 @@ class GRPOTrainer:
             metrics = rollout_metrics(explored)
             if config.max_staleness:
                 metrics.mean("staleness", generation - started.num_learned, 1)
+                add_token_staleness(metrics, explored, run.step)
         else:
             drawn = self.stream.take(plan.num_prompts)
             explored = self.finished(self.started(drawn, run, generation), run, generation)
@@ -334,26 +338,30 @@ class GRPOTrainer:
             rewards = self.reward(started.rows, rollouts)
         return Rewarded(**rollouts.columns(), prompts=list(map(prompt_of, started.rows)), rewards=rewards)
 
-    def starts(self, rows: Any) -> Prompts | list[dict[str, Any]]:
+    def starts(self, rows: Any, num_generations: int | None = None) -> Prompts | Tasks:
         """What ``rollout`` takes: the rows' prompts as token ids, or whole rows where an environment plays them."""
-        return list(rows) if self.config.has_environment else prompts_of(self.config, rows, self.tokenizer)
+        groups = np.arange(len(rows)) // (num_generations or self.config.num_generations)
+        if self.config.has_environment:
+            return Tasks(list(rows), groups)
+        prompts = prompts_of(self.config, rows, self.tokenizer)
+        return with_rows(prompts, rows, groups) if self.config.reward_processes else prompts
 
-    def rollout(
-        self, starts: Prompts | list[dict[str, Any]], temperature: float, generation: int, attempt: int = 0
-    ) -> Any:
+    def rollout(self, starts: Prompts | Tasks, temperature: float, generation: int, attempt: int = 0) -> Any:
         """A future of ``Rollouts``: one completion of every prompt."""
         sampling = sampling_of(self.config, temperature)
+        channel = self.engines.channel if self.engines.in_flight else None  # by which weights may come meanwhile
         if isinstance(starts, Prompts):
-            return self.generate.defer(starts, sampling, generation, attempt)
-        return self.play.defer(starts, sampling, generation, attempt)
+            return self.generate.defer(starts, sampling, generation, attempt, channel)
+        return self.play.defer(starts, sampling, generation, attempt, channel)
 
     def reward(self, rows: Any, rollouts: Rollouts) -> np.ndarray:
         """(B, K) float32: of the functions, the reward models, the environment; NaN where one had nothing to say."""
-        if not self.config.reward_model:
-            columns = [self.score(rows, rollouts)]
-        else:
+        modelled, scored = None, rollouts.function_rewards
+        if self.config.reward_model:
             modelled = self.model_rewards.defer(list(map(prompt_of, rows)), self.completions(rows, rollouts))
-            columns = [self.score(rows, rollouts), modelled.result()]
+        columns = [self.score(rows, rollouts) if scored is None else scored]
+        if modelled is not None:
+            columns.append(modelled.result())
         if rollouts.environment_rewards is not None:
             columns.append(rollouts.environment_rewards[:, None])
         return np.concatenate(columns, axis=1)
@@ -437,7 +445,7 @@ class GRPOTrainer:
         assert self.eval_rows is not None
         rows = self.eval_rows.select(np.repeat(np.arange(len(self.eval_rows)), num_generations))
         self.engines.update()
-        begin = partial(self.rollout, self.starts(rows), temperature, -1)
+        begin = partial(self.rollout, self.starts(rows, num_generations), temperature, -1)
         rollouts = self.engines.completed(begin(), begin)
         self.engines.end_generation()
         _, statistics = group_advantages(
@@ -476,9 +484,10 @@ class GRPOTrainer:
         if self.engine is not None:
             return
         config = self.config
-        tokenizer = load_tokenizer(config, model)
+        self.rollout_tokenizer = tokenizer = load_tokenizer(config, model)
         environment = environment_of(config)
         self.engine = build_engine(config, model, tokenizer, self.backend, gathers=environment is None)
+        self.reward_pool = pool_of(config)
         if environment is not None:
             gather = None if self.backend is None else self.backend.whole_weights
             self.stage = Stage(
@@ -490,23 +499,38 @@ class GRPOTrainer:
         return Route.between(built(self.engine), trains=self.backend is not None)
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
-    def generate(self, prompts: Prompts, sampling: Sampling, generation: int, attempt: int) -> Rollouts:
-        return built(self.engine).generate(prompts, sampling, seed=seed_of(self.config.seed, generation, attempt))
+    def generate(
+        self, prompts: Prompts, sampling: Sampling, generation: int, attempt: int, channel: Channel | None
+    ) -> Rollouts:
+        engine, seed = built(self.engine), seed_of(self.config.seed, generation, attempt)
+        between = arrivals(engine, channel, self.config.weight_sync_interval)
+        return complete(engine, prompts, sampling, self.reward_pool, self.rollout_tokenizer, seed=seed, **between)
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
-    def play(self, rows: list[dict[str, Any]], sampling: Sampling, generation: int, attempt: int) -> Rollouts:
+    def play(
+        self, tasks: Tasks, sampling: Sampling, generation: int, attempt: int, channel: Channel | None
+    ) -> Rollouts:
         """An episode of each row's prompt."""
         engine, seed = built(self.engine), partial(seed_of, self.config.seed, generation, attempt)
-        return self.stage.play(engine, rows, sampling, seed)
+        between = arrivals(engine, channel, self.config.weight_sync_interval)
+        play = partial(self.stage.play, engine, tasks.rows, sampling, seed, **between)
+        if self.reward_pool is None:
+            return play()
+        with self.reward_pool.scoring(tasks.rows, tasks.groups) as scoring:
+            return scoring.rewarded(play(finished=scoring.add))
 
     @RayHelper.function(group="rollout")
-    def copy_weights(self) -> None:
+    def close_rewards(self) -> None:
+        self.close()
+
+    @RayHelper.function(group="rollout")
+    def copy_weights(self, version: int) -> None:
         if self.backend is not None:  # where it is trained as well
-            copy(self.config, self.backend, built(self.engine))
+            copy(self.config, self.backend, built(self.engine), version)
 
     @RayHelper.function(group="rollout")
-    def receive_weights(self, channel: Channel) -> None:
-        receive(built(self.engine), channel)
+    def receive_weights(self, channel: Channel, unless: int | None = None) -> None:
+        receive(built(self.engine), channel, unless)
 
     @RayHelper.function(group="rollout")
     def rest_engine(self) -> None:
@@ -597,8 +621,8 @@ class GRPOTrainer:
         )
 
     @RayHelper.function(group="train")
-    def send_weights(self, channel: Channel) -> None:
-        send(self.config, self.policy, channel)
+    def send_weights(self, channel: Channel, version: int) -> None:
+        send(self.config, self.policy, channel, version)
 
     @RayHelper.function(group="train", collect=first_of)
     def export_weights(self) -> dict[str, torch.Tensor]:

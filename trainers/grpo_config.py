@@ -39,6 +39,10 @@ class GRPOConfig(CompletionConfig):
     max_staleness: int = 0
     """Generations that are begun ahead of the one that is learned from, by a policy that knows less; 0: none. Role
     rollout needs devices of its own."""
+    weight_sync_interval: int | None = None
+    """With ``max_staleness``: engines look for new weights after so many decoding steps, and go on with them in the
+    middle of completions; null: new weights wait until a generation has ended. Needs rollout_engine: vllm, and has an
+    effect with Ray alone: without it processes generate and train by turns."""
 
     # Generation
     dynamic_sample: bool = False
@@ -60,6 +64,9 @@ class GRPOConfig(CompletionConfig):
     # Rewards
     reward_funcs: list[Any] = field(default_factory=list)
     """Names, dotted paths, or {name: ..., argument: value}; see ``rewards/functions.py``."""
+    reward_processes: int = 0
+    """Processes beside every rollout worker that run ``reward_funcs`` on what has finished, while others are still
+    written; 0: none, the driver runs them when all have."""
     reward_model: list[str] = field(default_factory=list)
     """Sequence classifiers of one label, folders or hub names, whose scores are further rewards (role reward)."""
     reward_weights: list[float] | None = None
@@ -262,6 +269,9 @@ def check_rewards(config: GRPOConfig) -> None:
         raise ConfigError(
             "reward_funcs is empty: GRPO needs at least one reward function, such as exact_answer, or a reward_model"
         )
+    at_least(config, 0, "reward_processes")
+    if config.reward_processes and not config.reward_funcs:
+        raise ConfigError("reward_processes is set, but there are no reward_funcs for them to run. Remove it.")
     for name in config.reward_model:
         check_folder("reward_model", name)
     if config.reward_weights is not None and len(config.reward_weights) != config.num_rewards:
@@ -284,6 +294,18 @@ def check_sampling(config: GRPOConfig) -> None:
     if not 0 < config.temperature < math.inf:
         raise ConfigError(f"temperature must be positive to explore, got {config.temperature}; see eval_temperature")
     at_least(config, 0, "eval_temperature", "max_staleness")
+    at_least(config, 1, "weight_sync_interval")
+    if config.weight_sync_interval is not None:
+        if not config.max_staleness:
+            raise ConfigError(
+                "weight_sync_interval is set, but max_staleness is 0: nothing is completed while the policy learns. "
+                "Set max_staleness: 1, or remove it."
+            )
+        if config.rollout_engine != "vllm":
+            raise ConfigError(
+                f"weight_sync_interval needs rollout_engine: vllm, whose weights can change between two steps, but it "
+                f"is {config.rollout_engine}."
+            )
     at_least(config, 1, "num_iterations")
     at_least(config, 1, "num_generations", "generation_batch_size", "steps_per_generation", "num_generations_eval")
     at_least(config, 1, "max_resample_times")

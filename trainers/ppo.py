@@ -29,6 +29,7 @@ if __name__ == "__main__":  # first, so that a mistake in the configuration is t
 
 import asyncio
 import dataclasses
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -41,7 +42,7 @@ from trainers.backends.base import Backend
 from trainers.batch import Prompts, Ragged, Rollouts, Sequences
 from trainers.completions import build_engine, check_completions, prompts_of, rollout_metrics, sampling_of, seed_of
 from trainers.data.rows import Batches, prompt_of
-from trainers.engine_updates import EngineUpdates, channel_to
+from trainers.engine_updates import EngineUpdates
 from trainers.losses.ppo import (
     add_ppo_metrics,
     add_value_metrics,
@@ -61,10 +62,12 @@ from trainers.ppo_batch import (
 )
 from trainers.ppo_config import PPOConfig
 from trainers.ppo_plan import StepPlan
+from trainers.rewarded_completions import complete, pool_of, with_rows
 from trainers.rewards import gae
 from trainers.rewards.advantages import add_reward_metrics, group_advantages
 from trainers.rewards.functions import chat_completions, numbered, resolve_rewards, score
 from trainers.rewards.models import RewardModel, model_name
+from trainers.rewards.pool import RewardPool
 from trainers.role_models import check_same_tokens, resolved_models
 from trainers.rollout.base import Engine, Sampling
 from trainers.run import (
@@ -94,6 +97,7 @@ class PPOTrainer:
         self.config = config
         self.policy: Backend | None = None
         self.engine: Engine | None = None
+        self.reward_pool: RewardPool | None = None  # with reward_processes, beside the engine
         self.prepare()
 
     @staticmethod
@@ -102,6 +106,7 @@ class PPOTrainer:
         check_before_start(config)
         with mistakes_of("reward_funcs"):
             resolve_rewards(config.reward_funcs)
+        pool_of(config)
         check_completions(config, groups)
 
     # The driver's part
@@ -131,10 +136,6 @@ class PPOTrainer:
         self.eval_rows: Any = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
         self.async_runner = asyncio.Runner()  # one event loop for all calls: clients may hold connections
 
-    @RayHelper.function(group="driver", execute="first")
-    def open_channel(self, route: Route) -> Channel:
-        return channel_to(route, self.config.weight_bucket_mb)
-
     def read(self, source: Any, split: str) -> Any:
         """The rows of a dataset, each with a prompt."""
         rows = read_rows(self.config, source, split)
@@ -149,8 +150,9 @@ class PPOTrainer:
         batches = Batches(len(self.rows), plan.batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
         self.build(plan.num_steps)
         headline = ("objective/scores", "objective/kl", "loss/policy_avg", "loss/value_avg")
-        with Run(config, plan.num_steps, headline=headline, order=plan.order()) as run:
+        with Run(config, plan.num_steps, headline=headline, order=plan.order()) as run, closing(self):
             run.resume(self.load)
+            self.engines.version = run.step
             if config.val_before_train and run.step == 0:
                 run.evaluate(self.evaluate)
             while run.step < plan.num_steps:
@@ -171,7 +173,14 @@ class PPOTrainer:
             if self.eval_rows is not None:
                 run.evaluate(self.evaluate)
             self.engines.close()
+            if config.reward_processes:
+                self.close_rewards()
             return run.finish(self.export, self.tokenizer)
+
+    def close(self) -> None:
+        """Ends the reward processes of this process, however the run has ended."""
+        if self.reward_pool is not None:
+            self.reward_pool.close()
 
     def build(self, num_steps: int) -> None:
         """Builds every model where its role runs."""
@@ -182,15 +191,7 @@ class PPOTrainer:
         if self.config.reward_model is not None:
             self.build_reward(self.models["reward_model"])
         self.build_rollout(self.model_path)
-        self.engines = EngineUpdates(
-            self.meet_engine(),
-            copy=self.copy_weights,
-            send=self.send_weights,
-            receive=self.receive_weights,
-            rest=self.rest_engine,
-            rebuild=partial(self.build_rollout, self.model_path),
-            open_channel=self.open_channel,
-        )
+        self.engines = EngineUpdates.of(self)
 
     @property
     def has_reference_role(self) -> bool:
@@ -203,7 +204,7 @@ class PPOTrainer:
         config = self.config
         batch = plan.batch(run.step)
         with run.phase("data"):
-            prompts = prompts_of(config, rows, self.tokenizer)
+            prompts = self.starts(rows)
         with run.phase("sync"):
             self.engines.update()
         with run.phase("generate"):
@@ -242,6 +243,11 @@ class PPOTrainer:
         metrics.sum("val/num_eos_tokens", float((~rollouts.truncated).sum()))
         return samples, states, Metrics.merge([self.seen(rollouts, rewards_BK), metrics])
 
+    def starts(self, rows: Any) -> Prompts:
+        """The rows' prompts as token ids."""
+        prompts = prompts_of(self.config, rows, self.tokenizer)
+        return with_rows(prompts, rows, np.arange(len(rows))) if self.config.reward_processes else prompts
+
     def rollout(self, prompts: Prompts, temperature: float, batch: int) -> Rollouts:
         """One completion of every prompt."""
         begin = partial(self.generate.defer, prompts, sampling_of(self.config, temperature), batch)
@@ -252,10 +258,13 @@ class PPOTrainer:
         """(B, K) float32 rewards of the functions and, last, of the reward model; NaN where one had nothing to say."""
         prompts = [prompt_of(row) for row in rows]
         completions = chat_completions(prompts, self.texts(rollouts))
-        if self.config.reward_model is None:
-            return self.function_rewards(prompts, completions, rollouts.completion_ids, rows[:])
-        modelled = self.model_scores.defer(prompts, completions)
-        rewards_BK = self.function_rewards(prompts, completions, rollouts.completion_ids, rows[:])
+        modelled, rewards_BK = None, rollouts.function_rewards
+        if self.config.reward_model is not None:
+            modelled = self.model_scores.defer(prompts, completions)
+        if rewards_BK is None:
+            rewards_BK = self.function_rewards(prompts, completions, rollouts.completion_ids, rows[:])
+        if modelled is None:
+            return rewards_BK
         return np.column_stack([rewards_BK, np.array(modelled.result(), np.float32)])
 
     @RayHelper.function(group="driver", execute="first")
@@ -292,7 +301,7 @@ class PPOTrainer:
         config = self.config
         temperature = config.temperature if config.eval_temperature is None else config.eval_temperature
         assert self.eval_rows is not None
-        prompts = prompts_of(config, self.eval_rows, self.tokenizer)
+        prompts = self.starts(self.eval_rows)
         self.engines.update()
         rollouts = self.rollout(prompts, temperature, batch=-1)
         self.engines.end_generation()
@@ -314,7 +323,9 @@ class PPOTrainer:
     @RayHelper.function(group="rollout")
     def build_rollout(self, model: str) -> None:
         if self.engine is None:
-            self.engine = build_engine(self.config, model, load_tokenizer(self.config, model), self.policy)
+            self.rollout_tokenizer = load_tokenizer(self.config, model)
+            self.engine = build_engine(self.config, model, self.rollout_tokenizer, self.policy)
+            self.reward_pool = pool_of(self.config)
 
     @RayHelper.function(group="rollout", execute="first")
     def meet_engine(self) -> Route:
@@ -322,16 +333,21 @@ class PPOTrainer:
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
     def generate(self, prompts: Prompts, sampling: Sampling, batch: int) -> Rollouts:
-        return built(self.engine).generate(prompts, sampling, seed=seed_of(self.config.seed, batch))
+        engine, seed = built(self.engine), seed_of(self.config.seed, batch)
+        return complete(engine, prompts, sampling, self.reward_pool, self.rollout_tokenizer, seed=seed)
 
     @RayHelper.function(group="rollout")
-    def copy_weights(self) -> None:
+    def close_rewards(self) -> None:
+        self.close()
+
+    @RayHelper.function(group="rollout")
+    def copy_weights(self, version: int) -> None:
         if self.policy is not None:  # where it is trained as well
-            copy(self.config, self.policy, built(self.engine))
+            copy(self.config, self.policy, built(self.engine), version)
 
     @RayHelper.function(group="rollout")
-    def receive_weights(self, channel: Channel) -> None:
-        receive(built(self.engine), channel)
+    def receive_weights(self, channel: Channel, unless: int | None = None) -> None:
+        receive(built(self.engine), channel, unless)
 
     @RayHelper.function(group="rollout")
     def rest_engine(self) -> None:
@@ -432,9 +448,9 @@ class PPOTrainer:
         )
 
     @RayHelper.function(group="train")
-    def send_weights(self, channel: Channel) -> None:
+    def send_weights(self, channel: Channel, version: int) -> None:
         assert self.policy is not None, "build_train comes first"
-        send(self.config, self.policy, channel)
+        send(self.config, self.policy, channel, version)
 
     @RayHelper.function(group="train")
     def save_policy(self, folder: Path) -> None:

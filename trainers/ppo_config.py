@@ -43,6 +43,9 @@ class PPOConfig(CompletionConfig):
     # Rewards
     reward_funcs: list[Any] = field(default_factory=list)
     """Names, dotted paths, or {name: ..., argument: value}; see ``rewards/functions.py``."""
+    reward_processes: int = 0
+    """Processes beside every rollout worker that run ``reward_funcs`` on what has finished, while others are still
+    written; 0: none, the driver runs them when all have."""
     reward_model: str | None = None
     """A sequence classifier of one label, folder or hub name; its score is one more reward. null: none."""
     reward_weights: list[float] | None = None
@@ -82,6 +85,9 @@ def check_ppo(config: PPOConfig) -> None:
     """Raises ConfigError naming the first key whose value has no meaning."""
     if not config.reward_funcs and config.reward_model is None:
         raise ConfigError("there is nothing to learn from: give reward_funcs, such as exact_answer, or a reward_model")
+    at_least(config, 0, "reward_processes")
+    if config.reward_processes and not config.reward_funcs:
+        raise ConfigError("reward_processes is set, but there are no reward_funcs for them to run. Remove it.")
     for name in ("value_model", "ref_model", "reward_model"):
         check_folder(name, getattr(config, name))
     num_rewards = len(config.reward_funcs) + (config.reward_model is not None)

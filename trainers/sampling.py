@@ -91,8 +91,7 @@ class SamplingTrainer:
                 with mistakes_of(key):
                     scoring_function(spec, takes_steps=key == "prm_model")
         if config.engine == "hf":
-            with mistakes_of("engine_kwargs"):
-                check_generation_kwargs(config.engine_kwargs)
+            check_generation_kwargs(config.engine_kwargs, key="engine_kwargs")
         if not config.resume and not config.override_exist_file:
             for path in (config.output_path, config.ledger_path):
                 if path.exists():

@@ -10,7 +10,7 @@ from typing import Any
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.hf_model import default_device
 from trainers.batch import Ragged, Sequences
-from trainers.completions import share_model
+from trainers.completions import check_can_sleep, check_model_fits, share_model
 from trainers.gkd_config import GKDConfig
 from trainers.run import mistakes_of, resolve_dtype
 
@@ -30,7 +30,6 @@ class VllmTeacher:
 
         settings = teacher_settings(config, shares_devices=shares_devices)
         size = settings.pop("tensor_parallel_size", 1)
-        share_model(size)
         sleeps = config.offload_teacher_model and default_device().type == "cuda"  # else nothing moves, as with hf
         self.engine = VllmEngine(
             model,
@@ -38,6 +37,7 @@ class VllmTeacher:
             dtype=resolve_dtype(config),
             seed=config.seed,
             tensor_parallel_size=size,
+            alone=not share_model(size),
             sleep_level=1 if sleeps else 0,
             trust_remote_code=config.trust_remote_code,
             engine_kwargs=settings,
@@ -98,17 +98,15 @@ def check_vllm_teacher(config: GKDConfig, groups: DeviceGroups | None) -> None:
             f"sleep_level={config.sleep_level} and {cause} would let two engines of vLLM sleep in one process, and it "
             "can free the memory of one alone. Set sleep_level: 0, or give role teacher a group of its own."
         )
+    if config.rollout_engine == "vllm" and config.seq_kd and config.teacher_engine == "hf":
+        check_can_sleep(config, groups, "teacher")
 
 
 def _check_tensor_parallel_size(size: Any, groups: DeviceGroups | None) -> None:
     told = f"teacher_engine_kwargs: tensor_parallel_size={size}"
     if type(size) is not int or size < 1:
         raise ConfigError(f"{told} is no number of workers")
-    if size == 1:
-        return
-    group = None if groups is None else groups.group_of("teacher")
-    if groups is None or group in (groups.group_of("train"), groups.group_of("rollout")):
+    others = [] if groups is None else [groups.group_of("train"), groups.group_of("rollout")]
+    if size > 1 and (groups is None or groups.group_of("teacher") in others):
         raise ConfigError(f"{told}: workers with other roles have a slice each. Give role teacher a group of its own.")
-    assert group is not None, "there are groups"
-    if group.num_workers % size:
-        raise ConfigError(f"{told} does not divide the {group.num_workers} workers of role teacher")
+    check_model_fits(told, size, groups, "teacher")

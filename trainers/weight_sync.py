@@ -4,16 +4,15 @@
     copied   one process has both: weight after weight, gathered where it lies in shards
     sent     other processes: through a channel (rayhelper/channel), bucket after bucket; train worker 0 sends
 
-Weights travel in the dtype that engines keep. Behind the last one comes what they add up to, so that every engine finds
-out whether it now holds what the trainer has (``fingerprints.py``). Of a model under a LoRA adapter an engine that has
-all weights gets those that the adapter changes; what the others add up to is remembered from when they were sent.
- ``exported`` is for models that follow a policy now
-and then, such as references.
+Before the first weight comes the version of the policy: the optimizer steps that it has made. Weights travel in the
+dtype that engines keep. Behind the last one comes what they add up to, so that every engine finds out whether it now
+holds what the trainer has (``fingerprints.py``). Of a model under a LoRA adapter an engine that has all weights gets
+those that the adapter changes; what the others add up to is remembered from when they were sent. ``exported`` is for
+models that follow a policy now and then, such as references.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from rayhelper import Channel, RayHelper, Receipt
+from rayhelper import Channel, ChannelError, RayHelper, Receipt
 from trainers.backends.base import Backend, SentWeights
 from trainers.completion_config import CompletionConfig
 from trainers.fingerprints import added_up, fingerprint
@@ -29,7 +28,7 @@ from trainers.rollout.base import Engine
 from trainers.run import resolve_dtype
 
 PROOF = "fingerprints of the weights"  # names that no weight has
-PART = "all other weights are as they were"
+HEAD = "version of the policy, and whether all other weights are as they were"
 
 
 @dataclass(frozen=True)
@@ -63,17 +62,17 @@ def built(engine: Engine | None) -> Engine:
     return engine
 
 
-def send(config: CompletionConfig, backend: Backend, channel: Channel) -> Receipt | None:
+def send(config: CompletionConfig, backend: Backend, channel: Channel, version: int) -> Receipt | None:
     """Sends the weights; every worker that trains calls it, and worker 0 sends and has the receipt.
 
     Over a channel all weights go once, and then those that training can change.
     """
-    is_part = backend.trains_part and backend.sent.to == channel.identity
+    is_part = _may_be_part(config, backend) and backend.sent.to == channel.identity
     weights = _weights(config, backend, is_part=is_part)
     receipt = None
     if RayHelper.current().rank == 0:
         stream = _with_proof(weights, _prints(backend, is_part)) if config.weight_checksum else weights
-        receipt = channel.send(_as_part(stream) if is_part else stream)
+        receipt = channel.send(_with_head(stream, version, is_part))
     else:
         for _ in weights:  # gathers with worker 0
             pass
@@ -81,25 +80,53 @@ def send(config: CompletionConfig, backend: Backend, channel: Channel) -> Receip
     return receipt
 
 
-def receive(engine: Engine, channel: Channel) -> None:
+def receive(engine: Engine, channel: Channel, unless: int | None = None) -> None:
     """Loads what worker 0 sends into the engine, which is awake then; every worker of the role calls it.
+
+    Nothing is done if the engine has weights of version ``unless`` or later: they came in the middle of a generation.
 
     Raises:
         StaleWeightsError: afterwards the engine holds other weights than were sent.
     """
+    if unless is not None and engine.version is not None and engine.version >= unless:
+        return
     proof: dict[str, int] = {}
     engine.wake("weights")
     stream = iter(channel.receive(copy=False))
-    first = next(stream)
-    if first[0] == PART:
-        engine.load_weights(_without_proof(stream, proof), part=True)
-    else:
-        engine.load_weights(_without_proof(itertools.chain([first], stream), proof))
+    version, is_part = _read_head(next(stream))
+    engine.load_weights(_without_proof(stream, proof), part=is_part, version=version)
     check(engine, proof)
     engine.wake("kv_cache")
 
 
-def copy(config: CompletionConfig, backend: Backend, engine: Engine) -> None:
+def arrivals(engine: Any, channel: Channel | None, interval: int | None) -> dict[str, Any]:
+    """Arguments of ``generate`` by which a continuous engine takes the weights that a channel offers meanwhile.
+
+    It looks for them every ``interval`` steps; all workers that hold one model together take them after the same one.
+    If weights do not arrive whole, EngineLostError is raised: the engine is to get all of them anew, and then completes
+    its prompts once more.
+    """
+    if channel is None or interval is None:
+        return {}
+
+    def is_offered() -> bool:
+        try:
+            return channel.is_offered()
+        except ChannelError:  # the driver has closed it: the engine gets the weights after this generation
+            return False
+
+    def take() -> None:
+        if not engine.all_agree(is_offered()):
+            return
+        try:
+            receive(engine, channel)
+        except ChannelError as error:
+            raise EngineLostError(f"new weights did not arrive whole in the middle of a generation: {error}") from error
+
+    return {"between": take, "interval": interval}
+
+
+def copy(config: CompletionConfig, backend: Backend, engine: Engine, version: int) -> None:
     """Loads the policy's weights into an engine of the same process, which is awake then; every worker calls it.
 
     What is not needed any more makes room for what comes next, if the configuration says so: the optimizer for the
@@ -111,11 +138,11 @@ def copy(config: CompletionConfig, backend: Backend, engine: Engine) -> None:
     proof: dict[str, int] = {}
     backend.offload(model=False, optimizer=config.offload_optimizer)
     engine.wake("weights")
-    is_part = backend.trains_part and backend.sent.to is engine and engine.has_weights
+    is_part = _may_be_part(config, backend) and backend.sent.to is engine and engine.has_weights
     weights = _weights(config, backend, is_part=is_part)
     if config.weight_checksum:
         weights = _without_proof(_with_proof(weights, _prints(backend, is_part)), proof)
-    engine.load_weights(weights, part=is_part)
+    engine.load_weights(weights, part=is_part, version=version)
     backend.sent.to = engine
     check(engine, proof)
     backend.offload(model=config.offload_model, optimizer=False)
@@ -161,10 +188,16 @@ def first_of(values: list[Any]) -> Any:
     return values[0]
 
 
+def _may_be_part(config: CompletionConfig, backend: Backend) -> bool:
+    """Whether an engine that has all weights needs only some of them; an adapter that stays apart is always whole."""
+    return backend.trains_part and not config.vllm_enable_lora
+
+
 def _weights(config: CompletionConfig, backend: Backend, *, is_part: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """In the dtype that engines keep; ``is_part``: those that training can change."""
     dtype = getattr(torch, resolve_dtype(config))
-    for name, weight in backend.named_weights(trained_only=is_part):
+    apart = config.vllm_enable_lora
+    for name, weight in backend.adapter_weights() if apart else backend.named_weights(trained_only=is_part):
         yield name, weight.to(dtype) if weight.is_floating_point() else weight
 
 
@@ -190,12 +223,20 @@ def _with_proof(
     yield PROOF, torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
 
 
-def _as_part(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The stream, and before it that it holds a part of the weights."""
+def _with_head(
+    stream: Iterable[tuple[str, torch.Tensor]], version: int, is_part: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
     for k, (name, tensor) in enumerate(stream):
         if k == 0:
-            yield PART, torch.zeros(1, dtype=torch.uint8, device=tensor.device)
+            yield HEAD, torch.tensor([version, is_part], dtype=torch.int64, device=tensor.device)
         yield name, tensor
+
+
+def _read_head(first: tuple[str, torch.Tensor]) -> tuple[int, bool]:
+    name, tensor = first
+    assert name == HEAD, "a round begins with its head"
+    version, is_part = tensor.tolist()
+    return version, bool(is_part)
 
 
 def _without_proof(

@@ -172,14 +172,17 @@ class Channel:
         return f"Channel({self._terms.name!r}, num_receivers={self._terms.num_receivers})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """To leave this process is what makes the driver open the store where the two sides meet."""
-        self._check_open()
-        if self._terms.transport != "local":
+        """To leave this process is what makes the driver open the store where the two sides meet.
+
+        A closed channel may go, with a call that is made once more say: whoever then uses it is told.
+        """
+        if self._terms.transport != "local" and not self._closed:
             self._reachable()
-        return {"_terms": self._terms, "_host": self._host, "_home": self._home, "_driver": self._driver}
+        names = ("_terms", "_host", "_home", "_driver", "_closed")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, sent: dict[str, Any]) -> None:
-        self.__dict__.update(sent, _closed=False)
+        self.__dict__.update(sent)
         self._handover = _HANDOVERS.setdefault(self._terms.id, Handover())
 
     def _reachable(self) -> tuple[str, int]:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
 import torch
 
+from tests.golden.tiny import save_tiny
+from trainers.backends.fsdp import FsdpBackend
 from trainers.backends.offload import ALIGNMENT, Offload
+from trainers.batch import Ragged, Sequences
 
 
 def some_tensors() -> list[torch.Tensor]:
@@ -59,3 +68,32 @@ def test_tensors_elsewhere_are_left_alone() -> None:
     assert offload.offload([tensor]) == 0
     assert tensor.tolist() == [1.0] * 4
     assert offload.reload() == 0
+
+
+ROWS = Sequences(Ragged.of([[5, 6, 7]], np.int64), Ragged.of([[False, True, True]], bool))
+USES: dict[str, Callable[[Any], Any]] = {
+    "scores": lambda backend: backend.token_logps(ROWS, micro_batch_size=1),
+    "weights": lambda backend: list(backend.named_weights()),
+    "learning": lambda backend: backend.step(ROWS, lambda logps, *_: -logps.sum(), micro_batch_size=1),
+}
+
+
+def test_a_backend_says_that_what_it_needs_is_away(tmp_path: Path) -> None:
+    backend: Any = FsdpBackend(save_tiny(tmp_path), learning_rate=1e-3, num_training_steps=9)
+    backend.offloaded = Offload("cpu")
+    for weight in backend.module.parameters():
+        weight.data = weight.data.clone()  # memory of a file cannot be given back
+    for use in USES.values():
+        use(backend)
+    backend.offload(model=False)  # what the optimizer remembers is away: only learning needs it
+    USES["scores"](backend)
+    USES["weights"](backend)
+    with pytest.raises(RuntimeError, match=r"^what the optimizer remembers wait.*reload\(\) comes first"):
+        USES["learning"](backend)
+    backend.offload()
+    for use in USES.values():
+        with pytest.raises(RuntimeError, match=r"^the model's weights"):
+            use(backend)
+    backend.reload()
+    for use in USES.values():
+        use(backend)

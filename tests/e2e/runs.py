@@ -95,6 +95,12 @@ def reward_config(model: str, folder: Path, **keys: Any) -> RewardConfig:
     return RewardConfig(**(settings | keys))
 
 
+def together(num_workers: int) -> dict[str, Any]:
+    """Workers that host every role of every trainer."""
+    roles = ["default", "train", "rollout", "reference", "teacher", "reward", "critic"]
+    return {"cpus": {"device": "CPU", "ranks": num_workers, "workers": roles}}
+
+
 def grpo_config(model: str, folder: Path, **keys: Any) -> GRPOConfig:
     """Two epochs of six steps over 6 prompts: generations of 16 and 8 completions, 8 a step, gone through twice."""
     settings: dict[str, Any] = {

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from rayhelper import ConfigError, RayHelper
 from tests.backends.ranks import run_ranks
 from tests.conftest import without_runtime
-from tests.e2e.runs import final_bytes, gkd_config, interrupted_after, lines
+from tests.e2e.conftest import RaySession
+from tests.e2e.runs import final_bytes, gkd_config, interrupted_after, lines, together
 from tests.golden.tiny import save_tiny, tiny_model, tiny_tokenizer
 from trainers.backends.fsdp import FsdpBackend
 from trainers.batch import Prompts, Ragged
@@ -252,9 +253,9 @@ def test_cutting_a_step_does_not_change_it(
 
 
 def test_a_step_over_two_workers_is_the_step_of_one(
-    at_once: dict[str, Step], model: str, teacher: str, tmp_path: Path, ray_cluster: None
+    at_once: dict[str, Step], model: str, teacher: str, tmp_path: Path, ray_session: RaySession
 ) -> None:
-    with RayHelper.session({"cpus": {"device": "CPU", "ranks": 2, "workers": TOGETHER}}):
+    with ray_session(together(2)):
         for name in ("whole vocabulary", "top k and their tail"):
             keys = {"per_device_train_batch_size": 1, **step_keys(name)}
             config = gkd_config(model, tmp_path, teacher_model=teacher, **keys)
@@ -307,9 +308,9 @@ def off(model: str, teacher: str, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def test_one_ray_worker_equals_ray_off_bit_for_bit(
-    off: Path, model: str, teacher: str, tmp_path: Path, ray_cluster: None
+    off: Path, model: str, teacher: str, tmp_path: Path, ray_session: RaySession
 ) -> None:
-    with RayHelper.session({"cpus": {"device": "CPU", "ranks": 1, "workers": TOGETHER}}):
+    with ray_session(together(1)):
         GKDTrainer(gkd_config(model, tmp_path, teacher_model=teacher, **RUNS["whole"])).train()
     assert lines(tmp_path) == lines(off / "whole")
     assert final_bytes(tmp_path) == final_bytes(off / "whole")

@@ -196,14 +196,23 @@ def test_every_number_of_log_probabilities_is_enough(model: str, tmp_path: Path)
 
 
 SLEEPING: dict[str, Any] = {"rollout_engine": "vllm", "sleep_level": 1}
+LEARNER: dict[str, Any] = {"device": "GPU", "ranks": [0], "workers": ["train", "rollout"]}
+GPUS: dict[str, Any] = {"all": LEARNER | {"workers": ["train", "rollout", "teacher"]}}
+JUDGE: dict[str, Any] = {"learner": LEARNER, "judge": {"device": "CPU", "ranks": 1, "workers": ["teacher"]}}
+WIDE: dict[str, Any] = {
+    "learner": LEARNER,
+    "judge": {"device": "GPU", "ranks": [1, 2, 3, 4], "workers": ["teacher"], "gpus_per_worker": 4},
+}
 PLACED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "no field": ({"teacher_engine_kwargs": {"max_seqs": 1}}, None, r"^teacher_engine_kwargs: vLLM's EngineArgs has no"),
     "taken": ({"teacher_engine_kwargs": {"dtype": "half"}}, None, "^teacher_engine_kwargs may not hold 'dtype'"),
     "half of a worker": ({"teacher_engine_kwargs": {"tensor_parallel_size": 2}}, None, "Give role teacher a group"),
     "does not divide": ({"teacher_engine_kwargs": {"tensor_parallel_size": 2}}, APART, "does not divide the 1 workers"),
     "no number": ({"teacher_engine_kwargs": {"tensor_parallel_size": "two"}}, None, "is no number of workers"),
-    "two that sleep": ({"offload_teacher_model": True, **SLEEPING}, None, "two engines of vLLM sleep in one process"),
-    "one of them for completions": ({"teacher_engine": "hf", "seq_kd": True, **SLEEPING}, None, "and seq_kd would let"),
+    "two that sleep": ({"offload_teacher_model": True, **SLEEPING}, GPUS, "two engines of vLLM sleep in one process"),
+    "one of them for completions": ({"teacher_engine": "hf", "seq_kd": True, **SLEEPING}, GPUS, "and seq_kd would let"),
+    "sleeps on a CPU": ({"teacher_engine": "hf", "seq_kd": True, **SLEEPING}, JUDGE, "and role teacher is on a CPU"),
+    "idle GPUs": ({"teacher_engine_kwargs": {"tensor_parallel_size": 2}}, WIDE, "a worker of role teacher has 4 GPUs"),
     "sampling": ({"seq_kd": True, "generation_kwargs": {"no_repeat_ngram_size": 2}}, None, "SamplingParams has no fie"),
 }
 

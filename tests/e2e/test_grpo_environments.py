@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayhelper import ConfigError, RayHelper
-from tests.e2e.runs import final_bytes, grpo_config, interrupted_after, lines
+from rayhelper import ConfigError
+from tests.e2e.conftest import RaySession
+from tests.e2e.runs import final_bytes, grpo_config, interrupted_after, lines, together
 from tests.golden.tiny import save_tiny
 from trainers.grpo import GRPOTrainer
 from trainers.grpo_config import GRPOConfig
@@ -96,10 +97,9 @@ def test_a_resumed_run_plays_the_same_episodes(model: str, tmp_path: Path) -> No
 
 
 def test_two_workers_with_weights_in_shards_play_at_their_own_pace(
-    model: str, tmp_path: Path, ray_cluster: None
+    model: str, tmp_path: Path, ray_session: RaySession
 ) -> None:
     """One worker's episodes end after a turn, the other's have two: the engine is called unequally often."""
-    groups = {"cpus": {"device": "CPU", "ranks": 2, "workers": list(GRPOTrainer.__rayhelper_roles__)}}  # type: ignore[attr-defined]
     rows = [{"prompt": "say: ", "turns": turns} for turns in (1, 2)]
     keys: dict[str, Any] = {
         "dataset": rows,
@@ -107,7 +107,7 @@ def test_two_workers_with_weights_in_shards_play_at_their_own_pace(
         "environment": "tests.e2e.test_grpo_environments.Turns",
     }
     keys |= {"global_batch_size": 16, "per_device_train_batch_size": 4, "num_train_epochs": 2}
-    with RayHelper.session(groups):
+    with ray_session(together(2)):
         GRPOTrainer(episodes_config(model, tmp_path / "one", **keys)).train()
         GRPOTrainer(episodes_config(model, tmp_path / "other", **keys)).train()
     assert lines(tmp_path / "one") == lines(tmp_path / "other")

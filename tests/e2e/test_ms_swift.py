@@ -89,7 +89,7 @@ def test_their_grpo_runs_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(completions, "build_vllm", remembered)
     model = save_tiny(tmp_path / "model", head_dim=32)  # the smallest that vLLM's attention takes
-    keys = ["--sleep_level=0", "--rollout.vllm_max_model_len=2048", "--vllm_enable_chunked_prefill=false"]
+    keys = ["--sleep_level=0", "--rollout.vllm_max_model_len=2064", "--vllm_enable_chunked_prefill=false"]
     small = [word for word in STARTS["grpo"][1] if word not in WITHOUT_VLLM]
     arguments = ["--config=examples/ms_swift/grpo.yaml", f"--model={model}", f"--output_dir={tmp_path}"]
     with without_runtime():
@@ -99,7 +99,7 @@ def test_their_grpo_runs_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == 2
     resolved = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert (resolved["rollout_engine"], resolved["vllm_max_model_len"]) == ("vllm", 2048)
+    assert (resolved["rollout_engine"], resolved["vllm_max_model_len"]) == ("vllm", 2064)
     assert resolved["vllm_engine_kwargs"] == {"enable_chunked_prefill": False}
 
 

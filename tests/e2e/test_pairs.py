@@ -14,7 +14,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
-from tests.e2e.runs import dpo_config, final_bytes, interrupted_after, lines, pair_rows, reward_config
+from tests.e2e.conftest import RaySession
+from tests.e2e.runs import dpo_config, final_bytes, interrupted_after, lines, pair_rows, reward_config, together
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.cli import load_config, placement, run
 from trainers.dpo import DPOTrainer
@@ -118,9 +119,9 @@ def test_no_way_of_cutting_a_step_changes_it(
 
 
 def test_a_step_over_four_workers_is_the_step_of_one(
-    alone: dict[str, Step], model: str, reference: str, tmp_path: Path, ray_cluster: None
+    alone: dict[str, Step], model: str, reference: str, tmp_path: Path, ray_session: RaySession
 ) -> None:
-    with RayHelper.session({"cpus": {"device": "CPU", "ranks": 4, "workers": ["default", "reference", "train"]}}):
+    with ray_session(together(4)):
         for case in CASES:
             found = one_step(case, model, reference, tmp_path, per_device_train_batch_size=2)
             assert_same_step(found, alone[case], f"{case} on four workers")

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from rayhelper import ConfigError, RayHelper
-from tests.e2e.runs import evenness, final_bytes, interrupted_after, lines, ppo_config, shared, shortness
+from tests.e2e.conftest import RaySession
+from tests.e2e.runs import evenness, final_bytes, interrupted_after, lines, ppo_config, shared, shortness, together
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.batch import Ragged, Rollouts
 from trainers.cli import load_config, placement, run
@@ -142,19 +143,19 @@ def test_how_a_step_is_cut_does_not_change_it(
 
 @pytest.mark.parametrize(("num_workers", "count"), [(2, 7), (4, 3)])
 def test_a_step_over_several_workers_is_the_step_of_one(
-    num_workers: int, count: int, alone: dict[int, Step], model: str, tmp_path: Path, ray_cluster: None
+    num_workers: int, count: int, alone: dict[int, Step], model: str, tmp_path: Path, ray_session: RaySession
 ) -> None:
     """Two workers, weights in shards, with four and three completions; four, the last of them without any."""
     sharding = "full_shard" if num_workers == 2 else "no_shard"
-    with RayHelper.session({"cpus": {"device": "CPU", "ranks": num_workers, "workers": ROLES}}):
+    with ray_session(together(num_workers)):
         found = one_step(model, tmp_path, count, per_device_train_batch_size=2, fsdp_sharding_strategy=sharding)
     assert_same_step(found, alone[count], f"{count} completions on {num_workers} workers")
 
 
 def test_one_ray_worker_equals_ray_off_bit_for_bit(
-    off: Path, model: str, reward_model: str, tmp_path: Path, ray_cluster: None
+    off: Path, model: str, reward_model: str, tmp_path: Path, ray_session: RaySession
 ) -> None:
-    with RayHelper.session({"cpus": {"device": "CPU", "ranks": 1, "workers": ROLES}}):
+    with ray_session(together(1)):
         PPOTrainer(whole_config(model, tmp_path, reward_model)).train()
     assert lines(tmp_path) == lines(off)
     assert final_bytes(tmp_path) == final_bytes(off)

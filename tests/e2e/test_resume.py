@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rayhelper import RayHelper
-from tests.e2e.runs import final_bytes, grpo_config, interrupted_after, lines, sft_config
+from tests.e2e.conftest import RaySession
+from tests.e2e.runs import final_bytes, grpo_config, interrupted_after, lines, sft_config, together
 from tests.golden.tiny import save_tiny
 from trainers.grpo import GRPOTrainer
 from trainers.sft import SFTTrainer
@@ -45,10 +45,10 @@ def test_a_resumed_run_equals_one_that_never_stopped(name: str, model: str, tmp_
     assert resumed.keys() == numbers.keys()
 
 
-def test_two_workers_resume_bit_for_bit(model: str, tmp_path: Path, ray_cluster: None) -> None:
+def test_two_workers_resume_bit_for_bit(model: str, tmp_path: Path, ray_session: RaySession) -> None:
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     keys: dict[str, Any] = {"save_steps": 2, "disable_dropout": False}
-    with RayHelper.session({"cpus": {"device": "CPU", "ranks": 2, "workers": ["train"]}}):
+    with ray_session(together(2)):
         SFTTrainer(sft_config(model, whole, **keys)).train()
         with interrupted_after(5), pytest.raises(KeyboardInterrupt):
             SFTTrainer(sft_config(model, parted, **keys)).train()

@@ -16,6 +16,7 @@ import torch
 
 from rayhelper import ConfigError, RayHelper
 from tests.conftest import without_runtime
+from tests.e2e.conftest import RaySession
 from tests.e2e.runs import (
     dpo_config,
     final_bytes,
@@ -27,6 +28,7 @@ from tests.e2e.runs import (
     ppo_config,
     reward_config,
     sft_config,
+    together,
 )
 from tests.golden.tiny import save_tiny
 from tests.rayhelper.test_torchrun import torchrun
@@ -43,7 +45,7 @@ from trainers.reward import RewardTrainer
 from trainers.sft import SFTTrainer
 from trainers.sft_config import SFTConfig
 
-pytestmark = pytest.mark.xdist_group("ray")  # all look at what one start of torchrun left behind
+pytestmark = pytest.mark.xdist_group("ray_trainers")  # all look at what one start of torchrun left behind
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS: dict[str, Any] = {"dpo": DPOTrainer, "reward": RewardTrainer, "gkd": GKDTrainer, "ppo": PPOTrainer}
@@ -178,11 +180,11 @@ def by_torchrun(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_processes_of_torchrun_equal_two_ray_workers_bit_for_bit(
-    by_torchrun: Path, model: str, tmp_path: Path, ray_cluster: None
+    by_torchrun: Path, model: str, tmp_path: Path, ray_session: RaySession
 ) -> None:
     (tmp_path / "grpo").mkdir()
     (tmp_path / "grpo" / "plugin.py").write_text(PLUGIN)
-    with without_runtime(), RayHelper.session({"cpus": {"device": "CPU", "ranks": 2, "workers": ROLES}}):
+    with ray_session(together(2)):
         SFTTrainer(judged_config(model, tmp_path / "sft")).train()
         GRPOTrainer(plugged_config(tmp_path / "grpo")).train()
         for name, trainer in OTHERS.items():

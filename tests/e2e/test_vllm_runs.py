@@ -106,24 +106,30 @@ class LedgerTrainer(GRPOTrainer):
         return super().learn(chunk, generation)
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
-    def generate(self, prompts: Prompts, sampling: Sampling, generation: int, attempt: int) -> Rollouts:
+    def generate(
+        self, prompts: Prompts, sampling: Sampling, generation: int, attempt: int, channel: Channel | None
+    ) -> Rollouts:
         if self.shall_die(f"in generation {generation}"):
             engine: Any = self.engine
             if hasattr(engine, "advance"):
                 engine.advance = third_call_kills(engine.advance)
             else:
                 engine.module.register_forward_pre_hook(third_call_kills(lambda *_: None))
-        return super().generate(prompts, sampling, generation, attempt)
+        return super().generate(prompts, sampling, generation, attempt, channel)
 
     @RayHelper.function(group="rollout")
-    def receive_weights(self, channel: Channel) -> None:
+    def receive_weights(self, channel: Channel, unless: int | None = None) -> None:
         if self.shall_die("before it receives"):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.shall_die("while it receives"):
             engine: Any = self.engine
             load = engine.load_weights
             engine.load_weights = lambda weights, **settings: load(killed_after_three(weights), **settings)
-        super().receive_weights(channel)
+        super().receive_weights(channel, unless)
+
+    @RayHelper.function(group="rollout")
+    def pid(self) -> Any:
+        return os.getpid()
 
     def shall_die(self, where: str) -> bool:
         orders = Path(self.config.output_dir) / "dies"
@@ -342,8 +348,16 @@ def test_a_worker_dies_while_generations_are_under_way_and_no_row_is_lost_or_dou
 def test_vllm_workers_apart_equal_one_process_though_one_dies(
     ray_cluster: None, off: LedgerTrainer, model: str, tmp_path: Path
 ) -> None:
+    """An engine has nothing to do with those of others: the dead worker alone is replaced."""
     with without_runtime(), RayHelper.session(apart(restarts=1)):
-        assert_same_run(trained(greedy_config(model, tmp_path, **VLLM), "in generation 1"), off, atol=1e-4)
+        trainer = LedgerTrainer(greedy_config(model, tmp_path, **VLLM))
+        (tmp_path / "dies").write_text("in generation 1")
+        survivor, dying = trainer.pid()
+        trainer.train()
+        found = trainer.pid()
+        assert found[0] == survivor
+        assert found[1] != dying
+        assert_same_run(trainer, off, atol=1e-4)
 
 
 # --- generations begun ahead

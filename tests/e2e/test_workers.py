@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from rayhelper import RayHelper
-from tests.e2e.runs import final_bytes, grpo_config, lines, sft_config
+from tests.e2e.conftest import RaySession
+from tests.e2e.runs import final_bytes, grpo_config, lines, sft_config, together
 from tests.golden.tiny import save_tiny
 from trainers.batch import Ragged, Samples
 from trainers.grpo import GRPOTrainer
@@ -99,18 +100,19 @@ def test_micro_batches_do_not_change_a_step(case: str, alone: dict[str, Step], m
 
 @pytest.mark.parametrize("num_workers", [2, 4])
 def test_a_step_over_several_workers_is_the_step_of_one(
-    num_workers: int, alone: dict[str, Step], model: str, tmp_path: Path, ray_cluster: None
+    num_workers: int, alone: dict[str, Step], model: str, tmp_path: Path, ray_session: RaySession
 ) -> None:
-    groups = {"cpus": {"device": "CPU", "ranks": num_workers, "workers": ROLES}}
-    with RayHelper.session(groups):
+    with ray_session(together(num_workers)):
         for case in CASES:
             for size in CASES[case][2]:
                 found = one_step(case, size, model, tmp_path)
                 assert_same_step(found, alone[case], f"{case}, micro-batches of {size} on {num_workers} workers")
 
 
-def test_one_ray_worker_equals_ray_off_bit_for_bit(off: Path, model: str, tmp_path: Path, ray_cluster: None) -> None:
-    with RayHelper.session({"cpus": {"device": "CPU", "ranks": 1, "workers": ROLES}}):
+def test_one_ray_worker_equals_ray_off_bit_for_bit(
+    off: Path, model: str, tmp_path: Path, ray_session: RaySession
+) -> None:
+    with ray_session(together(1)):
         for name, (trainer, config) in TRAINERS.items():
             trainer(config(model, tmp_path / name)).train()
             assert lines(tmp_path / name) == lines(off / name)

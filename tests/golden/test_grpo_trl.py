@@ -16,7 +16,7 @@ import trl
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from rayhelper import RayHelper
+from rayhelper import Channel, RayHelper
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.golden.training import (
     OUR_ARGUMENTS,
@@ -71,7 +71,9 @@ class OurTrainer(GRPOTrainer):
     """Ours, its rollout engine replaced."""
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
-    def generate(self, prompts: Prompts, sampling: Any, generation: int, attempt: int) -> Rollouts:
+    def generate(
+        self, prompts: Prompts, sampling: Any, generation: int, attempt: int, channel: Channel | None
+    ) -> Rollouts:
         completions = Ragged.of(injected_completions(generation, len(prompts)), np.int64)
         truncated = np.array([ids[-1] != self.tokenizer.eos_token_id for ids in completions])
         logps = Ragged.of(injected_logps(generation, list(completions)), np.float32)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from rayhelper import DeadlineError, PlacementError, RayHelper, RayHelperError, ShardError, WorkerDiedError, WorkerError
 from tests.conftest import without_runtime
@@ -65,6 +64,8 @@ class Probe:
 
     @RayHelper.function(group="train")
     def reduced(self) -> float:
+        import torch  # here, as most of the workers that are started do without
+
         RayHelper.init_process_group(timeout_s=60)
         value = torch.tensor([float(RayHelper.current().rank)])
         torch.distributed.all_reduce(value)
@@ -74,6 +75,8 @@ class Probe:
     @RayHelper.function(group="train")
     def reduced_by_env(self) -> float:
         """As a user's own code does it, who knows nothing of RayHelper."""
+        import torch
+
         torch.distributed.init_process_group("gloo", init_method="env://")
         value = torch.ones(1)
         torch.distributed.all_reduce(value)

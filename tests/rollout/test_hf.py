@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from tests.rollout.prompts import (
 )
 from trainers.backends.fsdp import FsdpBackend
 from trainers.batch import Prompts, Ragged
-from trainers.rollout.base import Sampling
+from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.hf import HfEngine
 
 GREEDY = Sampling(max_completion_length=12, temperature=0.0)
@@ -54,6 +55,18 @@ def sampling_engine(open_minded: str) -> HfEngine:
 
 def greedy_loop(engine: HfEngine, limit: int, stops: list[int], penalty: float = 1.0) -> list[list[int]]:
     return [plain_greedy(engine.module, prompt, limit, stops, penalty) for prompt in prompts_of().prompt_ids]
+
+
+def test_completions_are_given_out_as_soon_as_those_beside_them_have_finished(decided: str) -> None:
+    given: list[Completion] = []
+    engine, calls = HfEngine(decided, tiny_tokenizer(), batch_size=3), []
+    engine.module.register_forward_pre_hook(lambda *_: calls.append(len(given)))
+    rollouts = engine.generate(prompts_of(), GREEDY, seed=0, finished=given.append)
+    assert sorted(set(calls)) == list(range(0, len(rollouts), 3))  # so many were there as the model ran on
+    assert [completion.number for completion in given] == list(range(len(rollouts)))
+    assert [completion.ids.tolist() for completion in given] == [row.tolist() for row in rollouts.completion_ids]
+    assert [completion.truncated for completion in given] == rollouts.truncated.tolist()
+    assert Ragged.of([completion.logps for completion in given], np.float32) == rollouts.rollout_logps
 
 
 # --- greedy
@@ -346,7 +359,8 @@ def test_a_shared_model_in_training_generates_as_any_other(
     )
     sampling = Sampling(max_completion_length=8)
     shared = HfEngine(backend.module, tiny_tokenizer()).generate(prompts_of(), sampling, seed=4)
-    assert shared == sampling_engine.generate(prompts_of(), sampling, seed=4)
+    apart = sampling_engine.generate(prompts_of(), sampling, seed=4)
+    assert shared == dataclasses.replace(apart, policy_versions=None)  # a shared model has no version of its own
     assert set(widths[1:]) == {1}, "the cache must be in use"
 
 

@@ -6,9 +6,11 @@ One engine serves the module: each takes seconds to start.
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -146,6 +148,49 @@ def test_the_share_of_the_kv_cache_in_use_is_told(sampling_engine: VllmEngine) -
     assert many.tolist() == [many[0]] * 6
     values = rollout_metrics(sampling_engine.generate(prompts_of([300]), GREEDY, seed=0)).values()
     assert values["rollout/kv_cache_usage"] == few[0]
+
+
+def test_completions_are_given_out_while_others_are_written(greedy_engine: VllmEngine) -> None:
+    given: list[tuple[Completion, int]] = []
+
+    def finished(completion: Completion) -> None:
+        given.append((completion, greedy_engine.num_running))
+
+    greedy_engine.generate(prompts_of()[:1], GREEDY, seed=0)  # places are counted from 0 all the same
+    rollouts = greedy_engine.generate(prompts_of(), GREEDY, seed=0, finished=finished)
+    first, last = given[0], given[-1]
+    assert first[1] > last[1] == 0
+    assert len(first[0].ids) < len(last[0].ids)
+    assert sorted(completion.number for completion, _ in given) == list(range(len(rollouts)))
+    for completion, _ in given:
+        assert completion.ids.tolist() == rollouts.completion_ids[completion.number].tolist()
+
+
+class StoppedError(BaseException):
+    pass
+
+
+def test_a_signal_stops_a_generation_behind_a_whole_step(greedy_engine: VllmEngine) -> None:
+    expected = greedy_engine.generate(prompts_of(), GREEDY, seed=0)
+    executor = greedy_engine.engine.model_executor
+    execute = executor.execute_model
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        output = execute(*args, **kwargs)
+        signal.raise_signal(signal.SIGUSR1)  # half of the step is done
+        return output
+
+    def stop(*_: Any) -> None:
+        raise StoppedError
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        with patch.object(executor, "execute_model", interrupted), pytest.raises(StoppedError):
+            greedy_engine.generate(prompts_of(), GREEDY, seed=0)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert greedy_engine.num_running == 0
+    assert greedy_engine.generate(prompts_of(), GREEDY, seed=0) == expected
 
 
 # --- one step at a time
@@ -287,6 +332,8 @@ def asleep(level: int) -> tuple[VllmEngine, Notes]:
     engine.__dict__ |= {
         "engine": notes,
         "sleep_level": level,
+        "processes": None,
+        "lora_rank": 0,
         "version": 0,
         "_running": {},
         "_launched": {},

@@ -1,11 +1,16 @@
-"""Two workers of role rollout that hold one vLLM model together (tensor parallel), against the hf engine."""
+"""A vLLM model in two parts (tensor parallel), against the hf engine: one a worker, or two processes of one worker."""
 
 from __future__ import annotations
 
+import os
+import signal
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from rayhelper import RayHelper
@@ -45,12 +50,23 @@ class Completing:
         return self.engine.fingerprints()
 
     @RayHelper.function(group="rollout")
+    def processes(self) -> list[int]:
+        return [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+
+    @RayHelper.function(group="rollout")
     def close(self) -> None:
         self.engine.close()
 
 
+PLACES: dict[str, dict[str, Any]] = {
+    "two workers": {"device": "CPU", "ranks": 2},
+    "one worker": {"device": "GPU", "ranks": 2, "gpus_per_worker": 2},  # invented ones
+}
+
+
 @pytest.mark.usefixtures("ray_cluster")
-def test_tensor_parallel_workers_complete_as_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_a_model_in_two_parts_completes_as_one(place: str, tmp_path: Path) -> None:
     models = [save_decided(tmp_path / str(seed), seed=seed, head_dim=32) for seed in (0, 1)]
     config = CompletionConfig(
         model=models[0],
@@ -61,15 +77,39 @@ def test_tensor_parallel_workers_complete_as_one(tmp_path: Path) -> None:
         max_completion_length=12,
     )
     expected = [HfEngine(model, tiny_tokenizer()).generate(prompts_of(), SAMPLING, seed=0) for model in models]
-    groups = {"engines": {"device": "CPU", "ranks": 2, "workers": ["rollout"]}}
+    groups = {"engines": PLACES[place] | {"workers": ["rollout"]}}
     with without_runtime(), RayHelper.session(groups):
         together = Completing(config)
         found = [together.generate(prompts_of())]
         prints = together.load(models[1])
         found.append(together.generate(prompts_of()))
-        together.close()
+        if place == "two workers":
+            together.close()
+        else:
+            (worker, *parts) = together.processes()[0]
+            assert len(parts) > 2
+            os.kill(worker, signal.SIGKILL)
+            assert all_gone(parts, timeout_s=30)
+            for file in Path(tempfile.gettempdir()).glob("vllm_dist_*"):  # where the killed ones had met
+                file.unlink()
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.completion_ids == theirs.completion_ids
         np.testing.assert_allclose(ours.rollout_logps.values, theirs.rollout_logps.values, atol=1e-4)
     assert found[0].completion_ids != found[1].completion_ids
     assert prints == [fingerprints(FsdpBackend(models[1]).named_weights())]  # of the whole model, from the leader
+
+
+def all_gone(pids: list[int], timeout_s: float) -> bool:
+    """Whether the processes have ended in this time."""
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    deadline = time.monotonic() + timeout_s
+    while any(map(is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not any(map(is_alive, processes))
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

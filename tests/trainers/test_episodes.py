@@ -35,6 +35,8 @@ def user(content: str) -> dict[str, str]:
 class ScriptedEngine:
     """Writes what ``answer`` makes of the text so far; notes the texts of every call."""
 
+    version = 7
+
     def __init__(self, answer: Callable[[str], str], ends: bool = True) -> None:
         self.answer, self.ends = answer, ends
         self.calls: list[list[str]] = []
@@ -80,7 +82,7 @@ class SteppingEngine(ScriptedEngine):
                 del self.running[number]
                 prompt, row = rollouts.prompt_ids[0], rollouts.completion_ids[0]
                 logps, truncated = rollouts.rollout_logps[0], bool(rollouts.truncated[0])
-                done.append(Completion(number, prompt, row, logps, np.zeros(len(row), np.int64), truncated))
+                done.append(Completion(number, prompt, row, logps, np.full(len(row), self.version), truncated))
                 self.events.append(f"{self.seeds[number]} leaves")
         return done
 
@@ -90,6 +92,9 @@ class SteppingEngine(ScriptedEngine):
     @property
     def num_running(self) -> int:
         return len(self.running)
+
+    def all_agree(self, is_so: bool) -> bool:
+        return is_so
 
 
 def test_with_a_continuous_engine_no_episode_waits_for_a_long_turn_of_another() -> None:
@@ -108,8 +113,28 @@ def test_with_a_continuous_engine_no_episode_waits_for_a_long_turn_of_another() 
     alike = play(Countdown, rows, engine=ScriptedEngine(answer))
     assert rollouts.completion_ids == alike.completion_ids
     assert rollouts.is_sampled == alike.is_sampled
+    assert rollouts.policy_versions == alike.policy_versions
     assert rollouts.transcripts == alike.transcripts
     assert rollouts.truncated.tolist() == alike.truncated.tolist()
+
+
+def test_an_episode_is_given_out_as_soon_as_it_is_over() -> None:
+    rows: list[Row] = [{"prompt": [user("3?")]}, {"prompt": "1?"}]
+    engine = SteppingEngine(after_the_last_mark)
+    given: list[tuple[int, Any, list[int]]] = []
+
+    def finished(*episode: Any) -> None:
+        engine.events.append(f"{episode[0]} is over")
+        given.append(episode)
+
+    rollouts = Stage(Countdown, TOKENIZER).play(
+        engine, rows, Sampling(200), lambda episode, turn: 10 * episode + turn, finished=finished
+    )
+    assert engine.events.index("1 is over") < engine.events.index("2 leaves") < engine.events.index("0 is over")
+    assert rollouts.transcripts is not None
+    for number, transcript, ids in given:
+        assert transcript == rollouts.transcripts[number]
+        assert ids == rollouts.completion_ids[number].tolist()
 
 
 def test_with_a_continuous_engine_nothing_runs_on_behind_an_episode_that_failed() -> None:

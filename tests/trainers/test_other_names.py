@@ -165,7 +165,7 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
         VLLM | {KWARGS: {"a": 1, "limit_mm_per_prompt": {"image": 0}}},
     ),
     (GRPOConfig, "use_vllm: true\nvllm_engine_kwargs: null\nvllm_enable_prefix_caching: null", VLLM),
-    (GRPOConfig, "use_vllm: true\nvllm_max_model_length: 64", VLLM | {"vllm_max_model_len": 64}),
+    (GRPOConfig, "use_vllm: true\nvllm_max_model_length: 640", VLLM | {"vllm_max_model_len": 640}),
     (GRPOConfig, "use_vllm: true\nvllm_enable_sleep_mode: true", VLLM | {"sleep_level": 2}),
     (
         GKDConfig,

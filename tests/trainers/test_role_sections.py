@@ -43,10 +43,10 @@ LIFTED: list[tuple[type[Any], str, dict[str, Any]]] = [
     (GRPOConfig, "train: {gpus: 4}\nrollout: {gpus: 4, top_p: 0.9, vllm_tensor_parallel_size: 1}", {"top_p": 0.9}),
     (
         GRPOConfig,
-        "train: {gpus: 4}\nuse_vllm: true\nvllm_max_model_len: 9\n"
-        "rollout: {gpus: 4, vllm_tensor_parallel_size: 2, vllm_max_model_len: 8, sleep_level: 1, "
+        "train: {gpus: 4}\nuse_vllm: true\nvllm_max_model_len: 900\n"
+        "rollout: {gpus: 4, vllm_tensor_parallel_size: 2, vllm_max_model_len: 800, sleep_level: 1, "
         "vllm_kv_cache_dtype: fp8}",
-        {"rollout_engine": "vllm", "vllm_tensor_parallel_size": 2, "vllm_max_model_len": 8, "sleep_level": 1}
+        {"rollout_engine": "vllm", "vllm_tensor_parallel_size": 2, "vllm_max_model_len": 800, "sleep_level": 1}
         | {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}},
     ),
     (

@@ -50,9 +50,10 @@ class CarelessEngine(HfEngine):
         super().__init__(model, tiny_tokenizer())
         self.change = change
 
-    def load_weights(self, named_weights: Weights, **_: Any) -> None:
+    def load_weights(self, named_weights: Weights, *, part: bool = False, version: int | None = None) -> None:
         changed = ((name, self.change(name, weight)) for name, weight in named_weights)
-        super().load_weights(((name, weight) for name, weight in changed if weight is not None), part=True)
+        kept = ((name, weight) for name, weight in changed if weight is not None)
+        super().load_weights(kept, part=True, version=version)
 
 
 def drops_one(name: str, weight: torch.Tensor) -> torch.Tensor | None:
@@ -64,12 +65,12 @@ def rounds_one(name: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 def by_copy(config: CompletionConfig, backend: FsdpBackend, engine: HfEngine) -> None:
-    copy(config, backend, engine)
+    copy(config, backend, engine, 1)
 
 
 def by_channel(config: CompletionConfig, backend: FsdpBackend, engine: HfEngine) -> None:
     with Channel() as channel:
-        send(config, backend, channel)
+        send(config, backend, channel, 1)
         receive(engine, channel)
 
 
@@ -121,10 +122,13 @@ def test_the_route_follows_from_who_has_what(models: tuple[str, str], backend: F
 
 
 class Call:
-    """A deferred call."""
+    """A deferred call; it is made when its value is asked for."""
 
     def __init__(self, door: Callable[[], Any]) -> None:
         self.door = door
+
+    def done(self) -> bool:
+        return True
 
     def result(self) -> Any:
         return self.door()
@@ -147,15 +151,15 @@ class Doors:
 
         return called
 
-    def updates(self, way: Any) -> EngineUpdates:
+    def updates(self, way: Any, *, in_flight: bool = False) -> EngineUpdates:
         def open_channel(route: Route) -> Channel:
             self.calls.append("open")
             return channel_to(route, 1)
 
-        send: Any = self.door("send")
-        send.defer = lambda channel: Call(send)
-        doors = {name: self.door(name) for name in ("copy", "receive", "rest", "rebuild")}
-        return EngineUpdates(Route(way, 2), send=send, open_channel=open_channel, **doors)
+        doors: Any = {name: self.door(name) for name in ("copy", "send", "receive", "rest", "rebuild")}
+        doors["send"].defer = lambda *_: Call(doors["send"])
+        doors["receive"].defer = lambda *_: Call(self.door("receive later"))
+        return EngineUpdates(Route(way, 2), open_channel=open_channel, in_flight=in_flight, **doors)
 
     def since(self) -> list[str]:
         """The calls since the last time."""
@@ -225,7 +229,7 @@ def test_the_channel_is_closed_before_the_sender_is_waited_for() -> None:
     doors = Doors(receive=[StaleWeightsError("layer 3")])
     engines = doors.updates("sent")
     channels: list[Any] = []
-    engines.send.defer = lambda channel: Call(lambda: channels.append(channel) or channel.send([]))
+    engines.send.defer = lambda channel, _: Call(lambda: channels.append(channel) or channel.send([]))
     with pytest.raises(StaleWeightsError, match="layer 3"):
         engines.update()
     with pytest.raises(ChannelError, match="was closed"):
@@ -249,6 +253,41 @@ def test_a_further_worker_may_die_meanwhile() -> None:
     assert engines.completed(Call(doors.door("first")), lambda: Call(doors.door("again"))) == "again"
     restored = ["rebuild", "open", "receive", "send"]
     assert doors.since() == ["first", *restored, *restored, "again", *restored, "again"]
+
+
+def test_weights_in_flight_are_waited_for_before_the_next_go_and_before_a_generation() -> None:
+    """What engines find behind their generations is looked at when it is done; until then nobody waits for it."""
+    doors = Doors()
+    engines = doors.updates("sent", in_flight=True)
+    engines.learned()
+    assert doors.since() == []  # engines that have nothing yet generate nothing
+    engines.update()
+    assert doors.since() == ["open", "receive", "send"]
+    engines.learned()
+    assert doors.since() == []
+    engines.learned()
+    assert doors.since() == ["send", "receive later"]
+    engines.update()
+    assert doors.since() == ["send", "receive later"]
+    engines.learned()
+    engines.close()
+    assert doors.since() == ["send", "receive later"]
+    assert engines.version == 4
+
+
+@pytest.mark.parametrize("fails", ["send", "receive later"])
+def test_weights_in_flight_that_were_lost_are_sent_again(fails: str) -> None:
+    doors = Doors()
+    engines = doors.updates("sent", in_flight=True)
+    engines.update()
+    engines.learned()
+    doors.since()
+    doors.fails = {fails: [lost()]}
+    engines.update()
+    noted = ["send", "receive later"][: 1 if fails == "send" else 2]
+    assert doors.since() == [*noted, "rebuild", "open", "receive", "send"]
+    engines.update()
+    assert doors.since() == []
 
 
 @pytest.mark.parametrize("way", ["copied", "shared"])

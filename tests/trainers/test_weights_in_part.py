@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,12 @@ from trainers.rollout.base import Sampling
 from trainers.rollout.hf import HfEngine
 from trainers.weight_sync import StaleWeightsError, copy, receive, send
 
-SETTINGS: dict[str, Any] = {"dtype": "float32", "offload_model": False, "offload_optimizer": False}
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "offload_model": False,
+    "offload_optimizer": False,
+    "vllm_enable_lora": False,
+}
 CONFIG: Any = SimpleNamespace(**SETTINGS, weight_checksum=True)
 UNCHECKED: Any = SimpleNamespace(**SETTINGS, weight_checksum=False)
 TARGETS = ["q_proj", "down_proj"]
@@ -60,10 +66,12 @@ class Noted(HfEngine):
         self.rounds: list[set[str]] = []
         self.tamper: dict[str, float] = {}
 
-    def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]], *, part: bool = False) -> None:
+    def load_weights(
+        self, named_weights: Iterable[tuple[str, torch.Tensor]], *, part: bool = False, version: int | None = None
+    ) -> None:
         given = {name: weight * self.tamper.get(name, 1.0) for name, weight in named_weights}
         self.rounds.append(set(given))
-        super().load_weights(given.items(), part=part)
+        super().load_weights(given.items(), part=part, version=version)
 
 
 @pytest.fixture
@@ -78,7 +86,7 @@ def channel() -> Iterator[Channel]:
 
 
 def sync(backend: FsdpBackend, channel: Channel, engine: HfEngine, config: Any = CONFIG) -> Receipt:
-    receipt = send(config, backend, channel)
+    receipt = send(config, backend, channel, 1)
     receive(engine, channel)
     assert receipt is not None
     return receipt
@@ -178,10 +186,10 @@ def test_an_engine_that_is_new_gets_all(folder: str, engine: Noted, tmp_path: Pa
         backend.save(tmp_path)
         backend.load(tmp_path)
         sync(backend, another, new)
-    copy(CONFIG, backend, engine)
-    copy(CONFIG, backend, engine)
+    copy(CONFIG, backend, engine, 1)
+    copy(CONFIG, backend, engine, 1)
     engine.has_weights = False
-    copy(CONFIG, backend, engine)
+    copy(CONFIG, backend, engine, 1)
     whole = set(dict(backend.named_weights()))
     assert new.rounds == [whole, whole]
     assert engine.rounds == [whole, whole, CHANGED, whole]
@@ -206,7 +214,7 @@ def test_experts_that_lie_stacked_stay_as_they_are(tmp_path: Path) -> None:
     engine = Noted(str(tmp_path))
     for seed in range(2):
         learn(backend, seed)
-        copy(CONFIG, backend, engine)
+        copy(CONFIG, backend, engine, 1)
     assert engine.rounds[1] == {"model.layers.0.self_attn.q_proj.weight"}
     assert engine.fingerprints() == fingerprints(backend.named_weights())
 
@@ -223,9 +231,10 @@ def test_vllm_after_two_rounds_is_a_fresh_engine_with_the_exported_model(folder:
         if path == folder:
             for seed in range(2):
                 learn(backend, seed)
-                copy(CONFIG, backend, engine)
+                copy(CONFIG, backend, engine, 1)
             backend.export(tmp_path, tiny_tokenizer())
-        found.append((engine.generate(prompts, sampling, seed=0), engine.fingerprints()))
+        completions = engine.generate(prompts, sampling, seed=0)
+        found.append((dataclasses.replace(completions, policy_versions=None), engine.fingerprints()))
         engine.close()
     assert found[0] == found[1]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,42 @@ def own_weights(module: Any, weights: Mapping[str, torch.Tensor]) -> Iterator[tu
             delta = (b.float() @ a.float()) * part.scaling["default"]
             weight = (weight.float() + (delta.T if part.fan_in_fan_out else delta)).to(weight.dtype)
         yield name.replace(".base_layer.", ".").replace(".modules_to_save.default.", "."), weight
+
+
+def adapter_weights(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The matrices A and B of the adapter of ``module``, whole, one at a time, under peft's names; its scaling is in B.
+
+    So what they are multiplied by needs to be known to nobody else: rank, alpha, their patterns, rsLoRA. If they lie in
+    shards, every rank must go through all of them.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    parts: dict[str, Any] = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
+    for name, part in parts.items():
+        yield f"base_model.model.{name}.lora_A.weight", full(part.lora_A["default"].weight.detach())
+        b = full(part.lora_B["default"].weight.detach())
+        yield f"base_model.model.{name}.lora_B.weight", b * part.scaling["default"]
+
+
+def layer_names(model: str | Path, target_modules: Sequence[str], *, trust_remote_code: bool = False) -> set[str]:
+    """Last parts of the names of layers that an adapter with these ``target_modules`` may change.
+
+    ``["all-linear"]``: of all linear layers but the head, as peft reads it. The model is not loaded.
+    """
+    if list(target_modules) != ["all-linear"]:
+        return {name.rpartition(".")[2] for name in target_modules}
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
+
+    settings = {"trust_remote_code": trust_remote_code}
+    with torch.device("meta"):
+        module: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, **settings), **settings)
+    head = module.get_output_embeddings()
+    return {
+        name.rpartition(".")[2]
+        for name, part in module.named_modules()
+        if isinstance(part, (torch.nn.Linear, Conv1D)) and part is not head
+    }
 
 
 def trained_names(module: Any) -> set[str]:

@@ -154,6 +154,10 @@ class Backend(Protocol):
         """
         ...
 
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The matrices of the LoRA adapter, under peft's names, one at a time; its scaling is in those called B."""
+        ...
+
     def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Takes the weights in place."""
         ...

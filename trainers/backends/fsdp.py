@@ -22,7 +22,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from trainers.backends.adapters import add_adapter, is_adapter, load_adapter, own_weights, without_adapter
+from trainers.backends.adapters import (
+    adapter_weights,
+    add_adapter,
+    is_adapter,
+    load_adapter,
+    own_weights,
+    without_adapter,
+)
 from trainers.backends.base import SentWeights, TokenFunction
 from trainers.backends.hf_model import (
     ModelHead,
@@ -47,6 +54,7 @@ from trainers.metrics import Metrics
 from trainers.throughput import add_work, peak_flops
 
 Sharding = Literal["full_shard", "no_shard"]
+WEIGHTS, MEMORY = "the model's weights", "what the optimizer remembers"  # what ``offload`` moves
 
 
 class FsdpBackend:
@@ -212,6 +220,7 @@ class FsdpBackend:
     @torch.no_grad()
     def target_features(self, sequences: Sequences, *, adapter: bool = True) -> torch.Tensor:
         """(N, H) what ``logits`` takes, of the targets of all rows in one pass. Every rank if weights lie in shards."""
+        self.offloaded.check_here(WEIGHTS)
         with evaluating(self.module), without_adapter(self.adapted, not adapter):
             features_NX: torch.Tensor = self._run(self.scorer, sequences, temperature=1.0, features_only=True)[0]
         return features_NX
@@ -234,6 +243,7 @@ class FsdpBackend:
         **settings: Any,
     ) -> list[Ragged]:
         """The columns that ``pick`` takes of each micro-batch's scores, in the order of the rows."""
+        self.offloaded.check_here(WEIGHTS)
         rows = self._cut(sequences, micro_batch_size)
         columns: list[list[Ragged]] = [[] for _ in range(num_columns)]
         with evaluating(self.module), without_adapter(self.adapted, not adapter):
@@ -261,6 +271,7 @@ class FsdpBackend:
     ) -> Metrics:
         """One optimizer step; every rank calls it. See ``Backend.step``."""
         assert self.optimizer is not None, "this model only scores: it was built without a learning rate"
+        self.offloaded.check_here(WEIGHTS, MEMORY)
         metrics = Metrics()
         rows = self._cut(batch, micro_batch_size)
         num_micro, num_tokens = self._most(max(1, len(rows))), 0
@@ -347,6 +358,7 @@ class FsdpBackend:
 
     def _settle(self) -> None:
         """Weights as they are kept, before they are read or written."""
+        self.offloaded.check_here(WEIGHTS)
         if self.is_sharded:
             reshard(self.scorer)
 
@@ -368,6 +380,11 @@ class FsdpBackend:
         self._settle()
         return named_weights(self.module, trained_only=trained_only and self.trains_part)
 
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The matrices of the adapter alone, its scaling in B. Any rank, alone too, unless weights lie in shards."""
+        self._settle()
+        return adapter_weights(self.module)
+
     def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Takes the weights in place; see ``load_named_weights``. Every rank."""
         self._settle()
@@ -383,11 +400,12 @@ class FsdpBackend:
     def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
         """Moves weights, what the optimizer remembers, or both to pinned memory of the host. Every rank."""
         if model:
-            self._settle()
-            self.offloaded.offload([*self.module.parameters(), *self.module.buffers()])
+            if self.is_sharded:
+                reshard(self.scorer)
+            self.offloaded.offload([*self.module.parameters(), *self.module.buffers()], WEIGHTS)
         if optimizer and self.optimizer is not None:
             remembered = [value for entries in self.optimizer.state.values() for value in entries.values()]
-            self.offloaded.offload(value for value in remembered if torch.is_tensor(value))
+            self.offloaded.offload((value for value in remembered if torch.is_tensor(value)), MEMORY)
 
     def reload(self) -> None:
         """Brings back what ``offload`` moved. Every rank."""

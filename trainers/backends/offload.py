@@ -25,10 +25,14 @@ class Offload:
         self.kind, self.slab = kind, slab
         self.slabs: list[torch.Tensor] = []
         self.used = 0  # bytes of all slabs together
+        self.what_is_away: list[str] = []
         self.away: list[tuple[torch.UntypedStorage, int, list[torch.Tensor]]] = []  # memory, its bytes, where they are
 
-    def offload(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Bytes moved: of those tensors that lie on a GPU, each memory once. What is away already stays away."""
+    def offload(self, tensors: Iterable[torch.Tensor], what: str = "") -> int:
+        """Bytes moved: of those tensors that lie on a GPU, each memory once. What is away already stays away.
+
+        ``what`` they are, for ``check_here``.
+        """
         storages: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
             storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
@@ -43,6 +47,7 @@ class Offload:
             for storage, *_ in moved:
                 storage.resize_(0)
             torch.cuda.empty_cache()
+            self.what_is_away.append(what)
         self.away += moved
         return sum(num_bytes for _, num_bytes, _ in moved)
 
@@ -55,8 +60,14 @@ class Offload:
                 piece.copy_(host, non_blocking=True)
         if self.away:
             self._wait()
-        self.away, self.used = [], 0
+        self.away, self.used, self.what_is_away = [], 0, []
         return num_moved
+
+    def check_here(self, *needed: str) -> None:
+        """Raises RuntimeError if something that was moved under one of these names is away."""
+        missing = [what for what in needed if what in self.what_is_away]
+        if missing:
+            raise RuntimeError(f"{' and '.join(missing)} wait in the memory of the host: reload() comes first")
 
     def _wait(self) -> None:
         if self.kind == "cuda":

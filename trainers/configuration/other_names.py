@@ -156,7 +156,6 @@ _KERNELS = "log-probabilities are computed a chunk of tokens at a time"
 _RESUMABLE = "checkpoints hold optimizer and random states, so that the run can go on"
 _NO_ENGINE = "nothing generates beside this training"
 _GATHERED = "weights that lie in shards are gathered where an engine needs them"
-_MERGED = "engines get the adapter merged into its model"
 
 HINTS = {
     "dataset_num_proc": _TOKENIZED,
@@ -186,8 +185,8 @@ HINTS = {
     "offload_teacher_model": "the teacher keeps its memory; a device group of its own for role teacher makes room",
     "move_model_batches": _GATHERED,
     "ds3_gather_for_generation": _GATHERED,
-    "vllm_enable_lora": _MERGED,
-    "vllm_max_lora_rank": _MERGED,
+    "vllm_enable_lora": "no engine gets an adapter here",
+    "vllm_max_lora_rank": "engines have room for an adapter of lora_rank",
     "vllm_use_async_engine": "prompts enter the engine while others are completed",
     "ray_exp_name": "workers are named after their groups",
     "merge_lora": "the final model has the adapter merged, and beside it the adapter alone",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -28,7 +28,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """What became of one prompt of ``ContinuousEngine.submit``."""
+    """What became of one prompt of ``ContinuousEngine.submit``, or of ``Engine.generate``."""
 
     number: int
     prompt_ids: np.ndarray
@@ -43,8 +43,18 @@ class Engine(Protocol):
 
     shares_weights: bool  # whether it runs the very module that is trained
 
-    def generate(self, prompts: Prompts, sampling: Sampling, *, seed: int) -> Rollouts:
-        """One completion a prompt, in order. The same weights, prompts and seed give the same completions."""
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        *,
+        seed: int,
+        finished: Callable[[Completion], object] | None = None,
+    ) -> Rollouts:
+        """One completion a prompt, in order. The same weights, prompts and seed give the same completions.
+
+        ``finished`` is called for each as soon as it is there; its ``number`` is the prompt's place.
+        """
         ...
 
     @property
@@ -52,10 +62,17 @@ class Engine(Protocol):
         """Whether there are any: some engines drop them in their sleep, and must get all of them again."""
         ...
 
-    def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]], *, part: bool = False) -> None:
+    @property
+    def version(self) -> int | None:
+        """Of the policy whose weights it has, as ``load_weights`` was told; None where it runs the policy itself."""
+        ...
+
+    def load_weights(
+        self, named_weights: Iterable[tuple[str, torch.Tensor]], *, part: bool = False, version: int | None = None
+    ) -> None:
         """Takes the given weights (Hugging Face names), in place; each is valid until the next one is asked for.
 
-        ``part``: what is not given stays as it is.
+        ``part``: what is not given stays as it is. ``version``: what they are called; None: one more than before.
         """
         ...
 
@@ -74,7 +91,10 @@ class Engine(Protocol):
 
 @runtime_checkable
 class ContinuousEngine(Protocol):
-    """An engine that prompts may enter while others are completed."""
+    """An engine that prompts may enter while others are completed, and whose weights may change meanwhile.
+
+    Its ``generate`` also takes ``between``, which is called after every ``interval`` steps and may load weights.
+    """
 
     def submit(self, prompts: Prompts, sampling: Sampling, *, seed: int) -> range:
         """The numbers under which ``advance`` gives out the prompts' completions."""
@@ -91,4 +111,8 @@ class ContinuousEngine(Protocol):
     @property
     def num_running(self) -> int:
         """Completions that were submitted and have not finished."""
+        ...
+
+    def all_agree(self, is_so: bool) -> bool:
+        """Whether it is so for all workers that hold one model together; each of them calls it after the same step."""
         ...

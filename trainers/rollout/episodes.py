@@ -37,6 +37,7 @@ class Turn:
 
     ids: list[int]
     logps: list[float]
+    versions: list[int]  # of the policy that wrote each; -1: not known
     truncated: bool
 
 
@@ -82,9 +83,15 @@ class TurnServer:
         sampling = dataclasses.replace(self.sampling, max_completion_length=longest)
         rollouts = self.engine.generate(prompts, sampling, seed=self.seed_of(self.num_calls))
         self.num_calls += 1
+        version = -1 if self.engine.version is None else self.engine.version
         columns = zip(batch, rollouts.completion_ids, rollouts.rollout_logps, rollouts.truncated, strict=True)
         return [
-            Turn(ids[:limit].tolist(), logps[:limit].tolist(), bool(truncated) or len(ids) > limit)
+            Turn(
+                ids[:limit].tolist(),
+                logps[:limit].tolist(),
+                [version] * len(ids[:limit]),
+                bool(truncated) or len(ids) > limit,
+            )
             for (_, _, limit, _), ids, logps, truncated in columns
         ]
 
@@ -92,12 +99,20 @@ class TurnServer:
 class TurnStream:
     """One engine for many episodes, which it completes step by step: each is answered as soon as it has finished.
 
-    ``seed_of`` gives the seed of an episode's k-th turn, whatever runs beside it.
+    ``seed_of`` gives the seed of an episode's k-th turn, whatever runs beside it. ``between`` is called after every
+    ``interval`` steps.
     """
 
     def __init__(
-        self, engine: ContinuousEngine, sampling: Sampling, seed_of: Callable[[int, int], int], thread: Any
+        self,
+        engine: ContinuousEngine,
+        sampling: Sampling,
+        seed_of: Callable[[int, int], int],
+        thread: Any,
+        between: Callable[[], object] | None = None,
+        interval: int = 1,
     ) -> None:
+        self.between, self.interval, self.num_steps = between, interval, 0
         self.engine, self.sampling, self.seed_of, self.thread = engine, sampling, seed_of, thread
         self.waiting: list[tuple[int, list[int], int, asyncio.Future[Turn]]] = []
         self.running: dict[int, asyncio.Future[Turn]] = {}
@@ -131,8 +146,14 @@ class TurnStream:
                 for completion in await work:
                     future = self.running.pop(completion.number)
                     if not future.done():  # its episode was given up
-                        turn = Turn(completion.ids.tolist(), completion.logps.tolist(), completion.truncated)
-                        future.set_result(turn)
+                        future.set_result(
+                            Turn(
+                                completion.ids.tolist(),
+                                completion.logps.tolist(),
+                                completion.versions.tolist(),
+                                completion.truncated,
+                            )
+                        )
                 await asyncio.sleep(0)  # whoever answers at once is aboard again
             except Exception as error:
                 self.engine.abort()
@@ -153,6 +174,9 @@ class TurnStream:
         finished: list[Completion] = []
         while not (finished or self.waiting or self.is_over) and self.engine.num_running:
             finished = self.engine.advance()
+            self.num_steps += 1
+            if self.between is not None and not self.num_steps % self.interval:
+                self.between()
         return finished
 
 
@@ -164,6 +188,7 @@ class Episode:
     ids: list[int] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     truncated: bool = False
     rewards: list[float] = field(default_factory=list)
@@ -175,6 +200,7 @@ class Episode:
         self.ids += turn.ids
         self.is_sampled += [True] * len(turn.ids)
         self.logps += turn.logps
+        self.versions += turn.versions
         self.messages.append({"role": "assistant", "content": text})
         self.num_turns += 1
 
@@ -182,7 +208,12 @@ class Episode:
         self.ids += ids
         self.is_sampled += [False] * len(ids)
         self.logps += [0.0] * len(ids)
+        self.versions += [-1] * len(ids)
         self.messages += messages
+
+    def transcript(self, is_text: bool) -> Any:
+        """The completion as messages, or as the text of all of them."""
+        return "".join(str(message["content"]) for message in self.messages) if is_text else self.messages
 
     def note(self, reply: Reply) -> None:
         self.rewards += [] if reply.reward is None else [float(reply.reward)]
@@ -202,9 +233,19 @@ class Stage:
     whole_weights: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # see ``HfEngine``; every worker
 
     def play(
-        self, engine: Engine, rows: Sequence[Mapping[str, Any]], sampling: Sampling, seed_of: Callable[..., int]
+        self,
+        engine: Engine,
+        rows: Sequence[Mapping[str, Any]],
+        sampling: Sampling,
+        seed_of: Callable[..., int],
+        *,
+        finished: Callable[[int, Any, list[int]], object] | None = None,
+        **between: Any,
     ) -> Rollouts:
         """One episode a row, in order; ``seed_of`` takes further numbers and gives a seed.
+
+        ``finished`` is called for each as soon as it is over, with its row's place, its transcript and its ids.
+        ``between`` and ``interval`` are for continuous engines; see ``TurnStream``.
 
         The same weights, rows and seeds give the same ones: with a ``TurnStream`` always, otherwise as long as
         environments answer without waiting; what waits comes back when it does, to a call with others beside it.
@@ -212,16 +253,28 @@ class Stage:
         gathered = contextlib.nullcontext() if self.whole_weights is None else self.whole_weights()
         with gathered, _one_thread() as thread:
             if isinstance(engine, ContinuousEngine):
-                with TurnStream(engine, sampling, seed_of, thread) as stream:
-                    episodes = asyncio.run(self._play_all(stream, rows))
+                with TurnStream(engine, sampling, seed_of, thread, **between) as stream:
+                    episodes = asyncio.run(self._play_all(stream, rows, finished))
             else:
-                episodes = asyncio.run(self._play_all(TurnServer(engine, sampling, seed_of, thread), rows))
+                server = TurnServer(engine, sampling, seed_of, thread)
+                episodes = asyncio.run(self._play_all(server, rows, finished))
         return rollouts_of(episodes, [isinstance(prompt_of(row), str) for row in rows])
 
-    async def _play_all(self, server: TurnServer | TurnStream, rows: Sequence[Mapping[str, Any]]) -> list[Episode]:
+    async def _play_all(
+        self,
+        server: TurnServer | TurnStream,
+        rows: Sequence[Mapping[str, Any]],
+        finished: Callable[[int, Any, list[int]], object] | None,
+    ) -> list[Episode]:
+        async def played(number: int, row: Mapping[str, Any]) -> Episode:
+            episode = await self._play(server, number, row)
+            if finished is not None:
+                finished(number, episode.transcript(isinstance(prompt_of(row), str)), episode.ids)
+            return episode
+
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._play(server, k, row)) for k, row in enumerate(rows)]
+                tasks = [group.create_task(played(k, row)) for k, row in enumerate(rows)]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -292,12 +345,10 @@ def rollouts_of(episodes: Sequence[Episode], are_texts: Sequence[bool]) -> Rollo
         prompt_ids=Ragged.of([episode.prompt_ids for episode in episodes], np.int64),
         completion_ids=Ragged.of([episode.ids for episode in episodes], np.int64),
         rollout_logps=Ragged.of([episode.logps for episode in episodes], np.float32),
+        policy_versions=Ragged.of([episode.versions for episode in episodes], np.int64),
         truncated=np.array([episode.truncated for episode in episodes], bool),
         is_sampled=Ragged.of([episode.is_sampled for episode in episodes], bool),
-        transcripts=[
-            "".join(str(message["content"]) for message in episode.messages) if is_text else episode.messages
-            for episode, is_text in zip(episodes, are_texts, strict=True)
-        ],
+        transcripts=[episode.transcript(is_text) for episode, is_text in zip(episodes, are_texts, strict=True)],
         environment_rewards=np.array(
             [sum(episode.rewards) if episode.rewards else np.nan for episode in episodes], np.float32
         ),

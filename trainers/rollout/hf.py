@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from rayhelper import ConfigError
 from trainers.backends.hf_model import build_model, default_device, evaluating, load_named_weights, named_weights
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.fingerprints import fingerprints
 from trainers.losses.tokens import token_logps
 from trainers.plugins import nearest
-from trainers.rollout.base import Sampling
+from trainers.rollout.base import Completion, Sampling
 
 # Fields of GenerationConfig that may not be given, and why
 _TAKEN = {
@@ -77,12 +78,22 @@ class HfEngine:
             ).eval()
         self.whole_weights = contextlib.nullcontext if whole_weights is None else whole_weights
         self.batch_size = batch_size
-        self.stop_token_ids = _stop_token_ids(self.module, tokenizer)
+        self.version: int | None = None if self.shares_weights else 0
+        self.stop_token_ids = stop_token_ids(self.module.generation_config.eos_token_id, tokenizer)
         pad = tokenizer.pad_token_id
         self.pad_token_id = int(pad if pad is not None else tokenizer.eos_token_id)
 
-    def generate(self, prompts: Prompts, sampling: Sampling, *, seed: int) -> Rollouts:
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        *,
+        seed: int,
+        finished: Callable[[Completion], object] | None = None,
+    ) -> Rollouts:
         """One completion a prompt, in order; the same weights, prompts and seed give the same ones.
+
+        ``finished`` is called for each when those that were completed with it have finished too.
 
         Raises:
             ValueError: an empty prompt, or a wrong field of ``generation_kwargs``.
@@ -97,6 +108,9 @@ class HfEngine:
                 self._seed(seed, start)
                 prompt_ids = prompts[start : start + size].prompt_ids
                 parts.append(self._complete(prompt_ids, config, stops, sampling.temperature or 1.0))
+                if finished is not None:
+                    for completion in completions_of(parts[-1], start):
+                        finished(completion)
         return Rollouts.concat(parts) if parts else no_rollouts()
 
     def _complete(self, prompt_ids: Ragged, config: Any, stops: list[int], temperature: float) -> Rollouts:
@@ -121,16 +135,22 @@ class HfEngine:
         lengths_B = torch.where(truncated_B, width, is_stop_BT.int().argmax(1) + 1)
         kept_BT = torch.arange(width, device=device)[None, :] < lengths_B[:, None]
         lengths = lengths_B.cpu().numpy()
+        versions = None if self.version is None else np.full(lengths.sum(), self.version, np.int64)
         return Rollouts(
             prompt_ids=prompt_ids,
             completion_ids=Ragged.split(completions_BT[kept_BT].cpu().numpy(), lengths),
             rollout_logps=Ragged.split(logps_BT[kept_BT].cpu().numpy(), lengths),
             truncated=truncated_B.cpu().numpy(),
+            policy_versions=None if versions is None else Ragged.split(versions, lengths),
         )
 
-    def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]], *, part: bool = False) -> None:
+    def load_weights(
+        self, named_weights: Iterable[tuple[str, torch.Tensor]], *, part: bool = False, version: int | None = None
+    ) -> None:
         """Takes the weights in place; ``part``: what is not given stays as it is."""
+        assert self.version is not None, "the policy itself is not loaded"
         load_named_weights(self.module, named_weights, part=part)
+        self.version = self.version + 1 if version is None else version
 
     def fingerprints(self) -> dict[str, int]:
         """Of the weights that the model holds."""
@@ -229,8 +249,8 @@ class _LogpRecorder:
         return torch.stack(self.logps, 1)
 
 
-def check_generation_kwargs(given: Mapping[str, Any]) -> None:
-    """Raises ValueError naming a field that GenerationConfig lacks, or that the trainer sets by keys of its own."""
+def check_generation_kwargs(given: Mapping[str, Any], *, key: str = "generation_kwargs") -> None:
+    """Raises ConfigError, naming ``key``, for a field that GenerationConfig lacks, or that other keys set."""
     if not given:
         return
     from transformers import GenerationConfig
@@ -238,14 +258,18 @@ def check_generation_kwargs(given: Mapping[str, Any]) -> None:
     known = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
     reasons = {name: reason for reason, names in _TAKEN.items() for name in names}
     reasons |= {field.name: "Sampling has a field for it" for field in dataclasses.fields(Sampling)}
+    check_fields(given, key, "transformers' GenerationConfig", known, reasons)
+
+
+def check_fields(
+    given: Iterable[str], key: str, owner: str, known: Collection[str], reasons: Mapping[str, str]
+) -> None:
+    """Raises ConfigError, naming ``key``, for a field with a reason not to be given, or that its owner lacks."""
     for name in given:
         if name in reasons:
-            raise ValueError(f"generation_kwargs may not hold {name!r}: {reasons[name]}")
+            raise ConfigError(f"{key} may not hold {name!r}: {reasons[name]}")
         if name not in known:
-            raise ValueError(
-                f"generation_kwargs: transformers' GenerationConfig has no field {name!r}. "
-                f"{nearest(name, known - reasons.keys())}"
-            )
+            raise ConfigError(f"{key}: {owner} has no field {name!r}. {nearest(name, set(known) - reasons.keys())}")
 
 
 def refuse_empty_prompts(prompts: Prompts) -> None:
@@ -258,12 +282,24 @@ def refuse_empty_prompts(prompts: Prompts) -> None:
         )
 
 
-def _stop_token_ids(module: Any, tokenizer: Any) -> set[int]:
-    ids = module.generation_config.eos_token_id
+def stop_token_ids(ids: int | Sequence[int] | None, tokenizer: Any) -> set[int]:
+    """What ends a completion: the ``eos_token_id`` of a GenerationConfig, and the tokenizer's."""
     listed = ids if isinstance(ids, (list, tuple)) else [ids]
     return {int(stop) for stop in [*listed, tokenizer.eos_token_id] if stop is not None}
 
 
+def completions_of(rollouts: Rollouts, first: int) -> Iterator[Completion]:
+    """The rows, numbered from ``first``."""
+    versions = rollouts.policy_versions
+    if versions is None:
+        lengths = rollouts.completion_ids.lengths
+        versions = Ragged.split(np.full(lengths.sum(), -1, np.int64), lengths)
+    columns: tuple[Any, ...] = (rollouts.prompt_ids, rollouts.completion_ids, rollouts.rollout_logps, versions)
+    for number, row in enumerate(zip(*columns, rollouts.truncated.tolist(), strict=True), start=first):
+        yield Completion(number, *row)
+
+
 def no_rollouts() -> Rollouts:
     """What becomes of no prompts."""
-    return Rollouts(Ragged.of([], np.int64), Ragged.of([], np.int64), Ragged.of([], np.float32), np.zeros(0, bool))
+    none = Ragged.of([], np.int64)
+    return Rollouts(none, none, Ragged.of([], np.float32), np.zeros(0, bool), policy_versions=none)

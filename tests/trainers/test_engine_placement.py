@@ -1,0 +1,61 @@
+"""Placements that an engine cannot work in are told of before anything starts, and none that it can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rayhelper import ConfigError, DeviceGroups
+from trainers.completion_config import CompletionConfig
+from trainers.completions import check_completions
+
+TRAIN: dict[str, Any] = {"device": "GPU", "ranks": [0, 1], "workers": ["train"]}
+TOGETHER: dict[str, Any] = {"all": {"device": "GPU", "ranks": 2, "workers": ["train", "rollout"]}}
+ON_CPU: dict[str, Any] = {"all": {"device": "CPU", "ranks": 2, "workers": ["train", "rollout"]}}
+
+
+def apart(gpus_per_worker: int = 1) -> dict[str, Any]:
+    """Four GPUs for role rollout."""
+    rollout = {"device": "GPU", "ranks": [2, 3, 4, 5], "workers": ["rollout"], "gpus_per_worker": gpus_per_worker}
+    return {"learner": TRAIN, "actors": rollout}
+
+
+def check(keys: dict[str, Any], groups: dict[str, Any] | None) -> None:
+    config = CompletionConfig(model="any", dataset="any", rollout_engine="vllm", **keys)
+    check_completions(config, None if groups is None else DeviceGroups.parse(groups))
+
+
+FIT: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
+    "one process": ({}, None),
+    "workers alone": ({}, apart()),
+    "two workers a model": ({"vllm_tensor_parallel_size": 2}, apart()),
+    "two GPUs of a worker a model": ({"vllm_tensor_parallel_size": 2}, apart(2)),
+    "sleeps on GPUs": ({"sleep_level": 2}, TOGETHER),
+    "room for one token more": ({"vllm_max_model_len": 513}, None),
+    "just room": ({"vllm_max_model_len": 612, "max_prompt_length": 100}, None),
+}
+
+
+@pytest.mark.parametrize("name", FIT)
+def test_what_an_engine_can_work_in_is_accepted(name: str) -> None:
+    check(*FIT[name])
+
+
+MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
+    "a GPU idles": ({}, apart(2), "vllm_tensor_parallel_size=1, but a worker of role rollout has 2 GPUs"),
+    "GPUs idle": ({"vllm_tensor_parallel_size": 2}, apart(4), "Make the two equal"),
+    "a GPU too few": ({"vllm_tensor_parallel_size": 4}, apart(2), "Make the two equal"),
+    "a worker remains": ({"vllm_tensor_parallel_size": 3}, apart(), "does not divide the 4 workers of role rollout"),
+    "slices of each": ({"vllm_tensor_parallel_size": 2}, TOGETHER, "workers that also train have a slice each"),
+    "sleeps on a CPU": ({"sleep_level": 1}, ON_CPU, "sleep_level=1: vLLM frees memory of GPUs alone"),
+    "no room to complete": ({"vllm_max_model_len": 512}, None, "no room for a prompt of at least 1 and a comp"),
+    "no room for both": ({"vllm_max_model_len": 611, "max_prompt_length": 100}, None, "no room for a prompt of 100"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_it_cannot_work_in_is_told_before_anything_starts(name: str) -> None:
+    keys, groups, message = MISFITS[name]
+    with pytest.raises(ConfigError, match=message):
+        check(keys, groups)

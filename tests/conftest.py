@@ -60,11 +60,12 @@ def ray_cluster() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def may_stay() -> Iterator[None]:
-    """What is started inside belongs to the cluster."""
+def may_stay(kind: str | None = None) -> Iterator[None]:
+    """What is started inside belongs to the cluster; ``kind``: that of this kind alone."""
     before = Snapshot.take()
     yield
-    _of_the_cluster.append(Snapshot.take().without(before))
+    new = Snapshot.take().without(before)
+    _of_the_cluster.append(new if kind is None else new.only(kind))
 
 
 @contextlib.contextmanager

@@ -66,6 +66,10 @@ class Snapshot:
             }
         )
 
+    def only(self, kind: str) -> Snapshot:
+        """What there is of one kind."""
+        return Snapshot({name: things if name == kind else {} for name, things in self.things.items()})
+
     def joined(self, other: Snapshot) -> Snapshot:
         """What is in either."""
         return Snapshot({kind: names | other.things[kind] for kind, names in self.things.items()})

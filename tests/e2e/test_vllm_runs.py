@@ -22,6 +22,7 @@ import torch
 
 from rayhelper import Channel, ConfigError, RayHelper
 from tests.conftest import without_runtime
+from tests.e2e.conftest import RaySession
 from tests.e2e.runs import (
     TEXTS,
     final_bytes,
@@ -306,8 +307,8 @@ def greedy(policy: str, trainer: GRPOTrainer, sampling: Sampling) -> list[tuple[
 
 
 @pytest.fixture(scope="module")
-def workers(ray_cluster: None) -> Iterator[None]:
-    with RayHelper.session(apart(restarts=20)):
+def workers(ray_session: RaySession) -> Iterator[None]:
+    with ray_session(apart(restarts=50)):
         yield
 
 

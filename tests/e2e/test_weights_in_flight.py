@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from rayhelper import Channel, ChannelError, ConfigError, RayHelper
+from tests.e2e.conftest import RaySession
 from tests.e2e.runs import lines
 from tests.e2e.test_vllm_runs import ROLES, apart, greedy_config, prompts_learned
 from tests.golden.tiny import save_tiny
@@ -160,8 +161,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def workers(ray_cluster: None) -> Iterator[None]:
-    with RayHelper.session(apart(restarts=20)):
+def workers(ray_session: RaySession) -> Iterator[None]:
+    with ray_session(apart(restarts=50)):
         yield
 
 

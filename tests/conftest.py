@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -83,6 +84,8 @@ def without_runtime() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     """A module whose tests leave something behind fails, naming it."""
+    gc.collect()
+    gc.freeze()  # imported modules are most of the heap, and libraries look for garbage in all of it at every turn
     before = Snapshot.take()
     yield
     left = left_behind(before, *_of_the_cluster)

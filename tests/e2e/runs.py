@@ -101,6 +101,15 @@ def together(num_workers: int) -> dict[str, Any]:
     return {"cpus": {"device": "CPU", "ranks": num_workers, "workers": roles}}
 
 
+def separate() -> dict[str, Any]:
+    """One worker that learns; another that hosts what it needs answers and completions of."""
+    others = ["rollout", "reference", "teacher", "critic"]
+    return {
+        "learner": {"device": "CPU", "ranks": 1, "workers": ["default", "train", "reward"]},
+        "other": {"device": "CPU", "ranks": 1, "workers": others},
+    }
+
+
 def grpo_config(model: str, folder: Path, **keys: Any) -> GRPOConfig:
     """Two epochs of six steps over 6 prompts: generations of 16 and 8 completions, 8 a step, gone through twice."""
     settings: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from rayhelper import ConfigError, RayHelper
 from tests.backends.ranks import run_ranks
 from tests.conftest import without_runtime
 from tests.e2e.conftest import RaySession
-from tests.e2e.runs import final_bytes, gkd_config, interrupted_after, lines, together
+from tests.e2e.runs import final_bytes, gkd_config, interrupted_after, lines, separate, together
 from tests.golden.tiny import save_tiny, tiny_model, tiny_tokenizer
 from trainers.backends.fsdp import FsdpBackend
 from trainers.batch import Prompts, Ragged
@@ -321,9 +322,12 @@ def test_roles_on_devices_of_their_own_equal_roles_that_share_one(
     runtime: Any, off: Path, model: str, teacher: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """The student's weights, its completions and the teacher's answers went from worker to worker."""
-    if runtime == "ray":
-        request.getfixturevalue("ray_cluster")
-    with without_runtime(), RayHelper.session(APART, runtime=runtime):
+    with contextlib.ExitStack() as stack:
+        if runtime == "ray":
+            stack.enter_context(request.getfixturevalue("ray_session")(separate()))
+        else:
+            stack.enter_context(without_runtime())
+            stack.enter_context(RayHelper.session(APART, runtime=runtime))
         GKDTrainer(gkd_config(model, tmp_path, teacher_model=teacher, **RUNS["top"])).train()
     assert lines(tmp_path) == lines(off / "top")
     assert final_bytes(tmp_path) == final_bytes(off / "top")

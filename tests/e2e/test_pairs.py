@@ -15,7 +15,16 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from tests.e2e.conftest import RaySession
-from tests.e2e.runs import dpo_config, final_bytes, interrupted_after, lines, pair_rows, reward_config, together
+from tests.e2e.runs import (
+    dpo_config,
+    final_bytes,
+    interrupted_after,
+    lines,
+    pair_rows,
+    reward_config,
+    separate,
+    together,
+)
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.cli import load_config, placement, run
 from trainers.dpo import DPOTrainer
@@ -127,13 +136,12 @@ def test_a_step_over_four_workers_is_the_step_of_one(
             assert_same_step(found, alone[case], f"{case} on four workers")
 
 
-def test_two_workers_and_a_reference_in_one_that_follows_them_are_as_one(
-    alone: dict[str, Step], model: str, reference: str, tmp_path: Path, ray_cluster: None
+def test_two_workers_and_a_reference_that_follows_them_are_as_one(
+    alone: dict[str, Step], model: str, reference: str, tmp_path: Path, ray_session: RaySession
 ) -> None:
     keys = FOLLOWED | {"adam_epsilon": 1e-4, "max_steps": 5}
     DPOTrainer(dpo_config(model, tmp_path / "off", **keys)).train()
-    group: dict[str, Any] = {"device": "CPU", "ranks": 2, "workers": ["default", "train"]}
-    with RayHelper.session({"policy": group, "other": {"device": "CPU", "ranks": 1, "workers": ["reference"]}}):
+    with ray_session(together(2)):
         for case in ("dpo with sft", "reward"):
             found = one_step(case, model, reference, tmp_path, per_device_train_batch_size=2)
             assert_same_step(found, alone[case], f"{case} on two workers")
@@ -143,12 +151,10 @@ def test_two_workers_and_a_reference_in_one_that_follows_them_are_as_one(
 
 
 def test_ray_equals_ray_off_bit_for_bit_with_the_reference_on_its_own_group(
-    off: Path, model: str, tmp_path: Path, ray_cluster: None
+    off: Path, model: str, tmp_path: Path, ray_session: RaySession
 ) -> None:
     """The reference follows the policy by weights that go from one worker to the other."""
-    group = {"device": "CPU", "ranks": 1}
-    groups = {"policy": {**group, "workers": ["default", "train"]}, "other": {**group, "workers": ["reference"]}}
-    with RayHelper.session(groups):
+    with ray_session(separate()):
         assert_same_runs(off, model, tmp_path)
 
 

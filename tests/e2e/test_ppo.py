@@ -13,9 +13,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
-from rayhelper import ConfigError, RayHelper
+from rayhelper import ConfigError
 from tests.e2e.conftest import RaySession
-from tests.e2e.runs import evenness, final_bytes, interrupted_after, lines, ppo_config, shared, shortness, together
+from tests.e2e.runs import (
+    evenness,
+    final_bytes,
+    interrupted_after,
+    lines,
+    ppo_config,
+    separate,
+    shared,
+    shortness,
+    together,
+)
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.batch import Ragged, Rollouts
 from trainers.cli import load_config, placement, run
@@ -162,12 +172,10 @@ def test_one_ray_worker_equals_ray_off_bit_for_bit(
 
 
 def test_roles_on_separate_groups_equal_roles_that_share_one(
-    off: Path, model: str, reward_model: str, tmp_path: Path, ray_cluster: None
+    off: Path, model: str, reward_model: str, tmp_path: Path, ray_session: RaySession
 ) -> None:
     """Every completion was drawn from weights that went from one worker to another."""
-    group = {"device": "CPU", "ranks": 1}
-    learner, actor = {**group, "workers": ["train", "reward"]}, {**group, "workers": ["critic", "reference", "rollout"]}
-    with RayHelper.session({"learner": learner, "actor": actor}):
+    with ray_session(separate()):
         PPOTrainer(whole_config(model, tmp_path, reward_model)).train()
     assert lines(tmp_path) == lines(off)
     assert final_bytes(tmp_path) == final_bytes(off)

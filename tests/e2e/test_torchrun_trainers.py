@@ -107,9 +107,9 @@ class FailingTrainer(SFTTrainer):
 
 
 def first_part(model: str, folder: Path) -> None:
-    """Of four processes: a run is interrupted after step 5; its last checkpoint is that of step 4."""
+    """Of four workers: a run is interrupted after step 5; its last checkpoint is that of step 4."""
     with interrupted_after(5), pytest.raises(KeyboardInterrupt):
-        run(NotingTrainer, resumable_config(model, folder))
+        NotingTrainer(resumable_config(model, folder)).train()
 
 
 def whole_runs(model: str, folder: Path) -> None:
@@ -166,14 +166,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def by_torchrun(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What four processes and then two leave behind."""
+def by_torchrun(model: str, tmp_path_factory: pytest.TempPathFactory, ray_session: RaySession) -> Path:
+    """What two processes leave behind, and before them four workers of Ray."""
     folder = tmp_path_factory.mktemp("torchrun")
     (folder / "parted").mkdir()
     (folder / "grpo").mkdir()
     (folder / "grpo" / "plugin.py").write_text(PLUGIN)
-    done = torchrun(4, "-m", __name__, "first_part", model, str(folder / "parted"), cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-4000:]
+    with ray_session(together(4)):
+        first_part(model, folder / "parted")
     done = torchrun(2, "-m", __name__, "whole_runs", model, str(folder), cwd=ROOT)
     assert {path.name for path in folder.glob("done *")} == {"done 0", "done 1"}, done.stderr[-8000:]
     return folder
@@ -217,7 +217,7 @@ def test_process_0_alone_builds_the_model_and_scores(by_torchrun: Path) -> None:
 
 
 def test_other_numbers_of_processes_go_on_with_a_run(by_torchrun: Path, model: str, tmp_path: Path) -> None:
-    """Four processes, then two, then this one: every sequence once an epoch, and the losses of a run in one piece."""
+    """Four workers of Ray, two processes of torchrun, then this one: every row once an epoch, losses of one run."""
     parted = by_torchrun / "parted"
     run(NotingTrainer, resumable_config(model, parted))
     run(SFTTrainer, resumable_config(model, tmp_path, global_batch_size=4))

@@ -10,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rayhelper import RayHelper
 from tests.e2e.conftest import RaySession
-from tests.e2e.runs import final_bytes, grpo_config, lines, sft_config, together
+from tests.e2e.runs import final_bytes, grpo_config, lines, separate, sft_config, together
 from tests.golden.tiny import save_tiny
 from trainers.batch import Ragged, Samples
 from trainers.grpo import GRPOTrainer
@@ -120,12 +119,10 @@ def test_one_ray_worker_equals_ray_off_bit_for_bit(
 
 
 def test_roles_on_separate_groups_equal_roles_that_share_one(
-    off: Path, model: str, tmp_path: Path, ray_cluster: None
+    off: Path, model: str, tmp_path: Path, ray_session: RaySession
 ) -> None:
     """Every completion was drawn from weights that went from one worker to the other."""
-    group = {"device": "CPU", "ranks": 1}
-    learner = [role for role in ROLES if role != "rollout"]
-    with RayHelper.session({"learner": {**group, "workers": learner}, "actor": {**group, "workers": ["rollout"]}}):
+    with ray_session(separate()):
         trainer = GRPOTrainer(grpo_config(model, tmp_path))
         trainer.train()
         greedy = trainer.evaluate()

@@ -91,7 +91,9 @@ def varlen_attention(
     given = (query_BHTD, key_BHTD, value_BHTD)
     query_NHD, key_NHD, value_NHD = (heads.to(value_BHTD.dtype).transpose(1, 2).flatten(0, 1) for heads in given)
     if attend is None:
-        attend = by_kernel if value_BHTD.is_cuda and value_BHTD.dtype in LOW else one_by_one
+        # the loop is not to be compiled, a program for every set of lengths; said here, as it imports the compiler
+        is_low = value_BHTD.is_cuda and value_BHTD.dtype in LOW
+        attend = by_kernel if is_low else torch.compiler.disable(one_by_one)
     mixed_NHD = attend(query_NHD, key_NHD, value_NHD, cu_seq_lens_q, max_length_q, scale=scaling, window=sliding_window)
     return mixed_NHD.unflatten(0, size), None
 
@@ -117,7 +119,6 @@ def by_kernel(
     return mixed_NHD
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a program for every set of lengths
 def one_by_one(
     query_NHD: torch.Tensor,
     key_NHD: torch.Tensor,

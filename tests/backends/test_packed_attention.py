@@ -142,7 +142,8 @@ def test_a_kernel_gets_all_tokens_in_one_row_and_where_documents_begin(window: i
 
 def test_what_torchs_kernel_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs on GPUs alone; here its arguments are read: a window of 3 is 2 tokens behind a query."""
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    from torch.nn.attention import varlen
+
     asked: list[Any] = []
 
     def attend(query: Any, key: Any, value: Any, *where: Any, **settings: Any) -> Any:

@@ -317,7 +317,7 @@ def test_one_ray_worker_equals_ray_off_bit_for_bit(
     assert final_bytes(tmp_path) == final_bytes(off / "whole")
 
 
-@pytest.mark.parametrize("runtime", ["inprocess", "ray"])
+@pytest.mark.parametrize("runtime", ["inprocess", pytest.param("ray", marks=pytest.mark.xdist_group("ray_trainers"))])
 def test_roles_on_devices_of_their_own_equal_roles_that_share_one(
     runtime: Any, off: Path, model: str, teacher: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -69,6 +69,16 @@ def may_stay(kind: str | None = None) -> Iterator[None]:
     _of_the_cluster.append(new if kind is None else new.only(kind))
 
 
+@pytest.fixture(scope="module")
+def own_rewards() -> Iterator[None]:
+    """What plugins register in a module is not known to others."""
+    from trainers.plugins import REWARDS
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(REWARDS, "entries", dict(REWARDS.entries))
+        yield
+
+
 @contextlib.contextmanager
 def without_runtime() -> Iterator[None]:
     """Inside, this process is as before ``RayHelper.initialize``, whatever a wider fixture has started."""

@@ -55,8 +55,7 @@ def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> 
             check_sampling_kwargs(config.generation_kwargs)
         checked_engine_kwargs(config.vllm_engine_kwargs)
     else:
-        with mistakes_of("generation_kwargs"):
-            check_generation_kwargs(config.generation_kwargs)
+        check_generation_kwargs(config.generation_kwargs)
     is_apart = groups is not None and groups.group_of("rollout") != groups.group_of("train")
     idle = [
         name for name in ("sleep_level", "offload_model", "offload_optimizer") if is_apart and getattr(config, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from rayhelper import ConfigError, RayHelper
 from tests.e2e.runs import TEXTS, final_bytes, grpo_config, interrupted_after, lines, ppo_config
 from tests.golden.tiny import save_tiny
 from trainers.grpo import GRPOTrainer
-from trainers.plugins import REWARDS
 from trainers.ppo import PPOTrainer
 from trainers.rollout.environments import Reply
 
@@ -44,12 +43,7 @@ def fails(completions, **_):
 ROWS = [{"prompt": text, "row": k} for k, text in enumerate(TEXTS[:6])]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _own_names() -> Iterator[None]:
-    """What the plugin registers here is not known to other tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(REWARDS, "entries", dict(REWARDS.entries))
-        yield
+pytestmark = pytest.mark.usefixtures("own_rewards")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from rayhelper import ConfigError
 from tests.golden.tiny import tiny_tokenizer
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.completions import rollout_metrics
-from trainers.plugins import REWARDS, load_plugins
+from trainers.plugins import load_plugins
 from trainers.rewarded_completions import complete, with_rows
 from trainers.rewards.functions import resolve_rewards, score
 from trainers.rewards.pool import RewardPool
@@ -85,12 +85,7 @@ def never(completions, **_):
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _own_names() -> Iterator[None]:
-    """What the plugin registers here is not known to other tests."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(REWARDS, "entries", dict(REWARDS.entries))
-        yield
+pytestmark = pytest.mark.usefixtures("own_rewards")
 
 
 @pytest.fixture(scope="module")

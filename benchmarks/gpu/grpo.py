@@ -1,7 +1,7 @@
 """How fast is GRPO on one GPU, and where does each second go? Beside it, TRL with the same vLLM.
 
     python -m benchmarks.gpu.grpo [--shape 0.6b] [--prompts 64] [--generations 8] [--length 512] [--json FILE]
-    python -m benchmarks.gpu.grpo --apart --staleness 1 --parts ours     # two GPUs: what overlap gives
+    python -m benchmarks.gpu.grpo --apart 1 --parts ours ours:staleness=1     # two GPUs: what overlap gives
 
 Random weights in a Qwen3 shape, prompts of 16 tokens, completions that hardly ever stop, one optimizer step a
 generation, bfloat16. Both sides generate in the process that trains. A step is the whole loop: weights to vLLM,
@@ -72,11 +72,7 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         vllm_enforce_eager=options.eager,
         vllm_engine_kwargs={"kv_cache_memory_bytes": int(options.kv_gib * GIB)} if ON_GPU else {},
     )
-    apart = {
-        "trainer": {"device": "GPU", "ranks": [0], "workers": ["train"]},
-        "engine": {"device": "GPU", "ranks": [1], "workers": ["rollout"]},
-    }
-    session = RayHelper.session(apart) if options.apart else contextlib.nullcontext()
+    session = RayHelper.session(apart(options.apart)) if options.apart else contextlib.nullcontext()
     with PeakMemory() as peak, session:
         GRPOTrainer(config).train()
     steps = our_steps(folder / "ours", WARM)
@@ -90,6 +86,16 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "tokens": tokens,
         "phases": found,
     }
+
+
+def apart(num_each: int) -> dict[str, Any]:
+    """Device groups: so many GPUs that train, as many that generate."""
+
+    def group(first: int, *roles: str) -> dict[str, Any]:
+        ranks = list(range(first, first + num_each)) if ON_GPU else num_each
+        return {"device": "GPU" if ON_GPU else "CPU", "ranks": ranks, "workers": list(roles)}
+
+    return {"trainers": group(0, "train", "reference", "teacher", "reward"), "engines": group(num_each, "rollout")}
 
 
 def trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -198,7 +204,7 @@ def main() -> None:
     parser.add_argument("--trl_share", type=float, default=0.3)
     parser.add_argument("--sleep_level", type=int, default=2)
     parser.add_argument("--offload", action="store_true")
-    parser.add_argument("--apart", action="store_true", help="train on GPU 0, generate on GPU 1, by Ray")
+    parser.add_argument("--apart", type=int, default=0, help="GPUs that train, and as many that generate, by Ray")
     parser.add_argument("--staleness", type=int, default=0, help="max_staleness; needs --apart")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--compile", action="store_true")

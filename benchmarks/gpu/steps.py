@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+PHASES = ("time/", "time_share/", "throughput/")
 ON_GPU = torch.cuda.is_available()  # without one a benchmark can be tried, but measures nothing
 
 
@@ -21,8 +22,8 @@ def our_steps(output_dir: Path, warm: int) -> list[dict[str, float]]:
 
 def phases(steps: list[dict[str, float]]) -> dict[str, float]:
     """Medians of where our time went, and of how fast that was."""
-    names = [name for name in steps[0] if name.startswith(("time/", "time_share/", "throughput/"))]
-    return {name: statistics.median(step[name] for step in steps) for name in names}
+    names = dict.fromkeys(name for step in steps for name in step if name.startswith(PHASES))
+    return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}
 
 
 def clock() -> Any:

@@ -4,8 +4,8 @@
 
 A few GRPO steps of two layers of a Qwen3 shape with a large learning rate, in bfloat16, in every placement that the
 visible GPUs allow. Fingerprints of the engine's weights are compared at each sync (a run that has others fails); beside
-them stands how far the engine's log-probabilities of the sampled tokens are from the policy's: the rounding of bfloat16,
-about 0.01 in the mean, is right; weights of a step before give ten times as much. Speed is not measured here.
+them stands how far the engine's log-probabilities of the sampled tokens are from the policy's: bfloat16 rounding,
+about 0.01, is right; weights of a step before give ten times as much. Speed is not measured here.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class CompletionConfig(TrainConfig):
     offload_optimizer: bool = False
     """So does what the policy's optimizer remembers."""
     weight_bucket_mb: int = 256
-    """Megabytes of weights that travel at once to engines in other processes; each side holds two."""
+    """Megabytes of weights that travel at once to engines in other processes; each side holds three."""
     weight_checksum: bool = True
     """After every update of weights compare those of the engine with the trainer's."""
 

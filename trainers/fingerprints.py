@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 
 import torch
 
@@ -46,18 +47,25 @@ def fingerprint(weight: torch.Tensor, *, first_column: int = 0, num_columns: int
 
     ``first_column`` and ``num_columns``: where its rows stand in those of the whole weight, and how long these are.
     """
-    flat = weight.detach().contiguous().flatten()
-    row_bytes = weight.shape[-1] * weight.element_size() if weight.dim() else weight.element_size()
-    whole_bytes = row_bytes if num_columns is None else num_columns * weight.element_size()
+    width = weight.shape[-1] if weight.dim() else 1
+    size = weight.element_size()
+    whole_bytes = (width if num_columns is None else num_columns) * size
     word = next(word for word in _WORDS if whole_bytes % word.itemsize == 0)
-    first_word, rest = divmod(first_column * weight.element_size(), word.itemsize)
-    if rest or row_bytes % word.itemsize:
-        raise ValueError(f"columns {first_column} to {first_column + weight.shape[-1]} do not begin and end with words")
-    if flat.data_ptr() % word.itemsize:
-        flat = flat.clone()
-    columns = flat.view(torch.uint8).view(word).view(-1, row_bytes // word.itemsize).sum(0, dtype=torch.int64)
-    places = first_word + torch.arange(len(columns), device=columns.device, dtype=torch.int64)
-    return (columns * ((2 * places + 1) * 0x1E3779B97F4A7C15)).sum()
+    first_word, rest = divmod(first_column * size, word.itemsize)
+    if rest or width * size % word.itemsize:
+        raise ValueError(f"columns {first_column} to {first_column + width} do not begin and end with words")
+    rows = weight.detach().reshape(-1, width).contiguous()
+    if rows.data_ptr() % word.itemsize:
+        rows = rows.clone()
+    columns = rows.view(word).sum(0, dtype=torch.int64)
+    return (columns * _places(first_word, len(columns), rows.device)).sum()
+
+
+@lru_cache(maxsize=256)
+def _places(first_word: int, num_words: int, device: torch.device) -> torch.Tensor:
+    """(words,) odd numbers, which words of those places are multiplied by; kept, as they take some launches."""
+    places = first_word + torch.arange(num_words, device=device, dtype=torch.int64)
+    return (2 * places + 1) * 0x1E3779B97F4A7C15
 
 
 def layer_of(name: str) -> str:

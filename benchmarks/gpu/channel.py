@@ -1,6 +1,6 @@
 """Do weights arrive on GPUs as they were sent, how fast, and how soon is a death noticed?
 
-    python -m benchmarks.gpu.channel [--gib 0.25 1 2] [--rounds 6] [--json FILE]    (OUT=FOLDER: FOLDER/channel.json)
+    python -m benchmarks.gpu.channel [--gib 0.25 1 2] [--rounds 6] [--cases TEXT] [--json FILE]
 
 Each row sends tensors of mixed sizes from a process on GPU 0 to a process on the same GPU or on GPU 1, and checks them
 there. GiB/s is the median of the rounds after the first, from the sender's first tensor until the receiver has a copy
@@ -29,6 +29,8 @@ import torch.distributed as dist
 
 from benchmarks.channel import weights
 from rayhelper.channel import Channel
+from rayhelper.channel.buckets import BLOCK
+from rayhelper.channel.checksums import word_checksum
 
 processes = multiprocessing.get_context("spawn")
 GIB = 2**30
@@ -54,6 +56,19 @@ def random_weights(gib: float, device: str) -> dict[str, torch.Tensor]:
 def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     left, right = (one.cpu().contiguous().reshape(-1).view(torch.uint8) for one in (ours, theirs))
     return ours.dtype == theirs.dtype and ours.shape == theirs.shape and torch.equal(left, right)
+
+
+def checksum_ms(gib: float) -> float:
+    """Milliseconds of a checksum on a GPU, for a bucket of that size; it is what the same bytes have on the CPU."""
+    for num_blocks in (1, 3, 1024, 4099):
+        data = torch.randint(256, (num_blocks * BLOCK,), dtype=torch.uint8)
+        assert word_checksum(data.to(_use(0))) == word_checksum(data), num_blocks
+    bucket = torch.ones(int(gib * GIB) // BLOCK * BLOCK, dtype=torch.uint8, device=_use(0))
+    word_checksum(bucket)
+    start = time.perf_counter()
+    for _ in range(10):
+        word_checksum(bucket)
+    return (time.perf_counter() - start) * 100
 
 
 def sender(channel: Channel, gpu: int, gib: float, rounds: int) -> Any:
@@ -174,9 +189,11 @@ def together(*functions_and_args: tuple[Any, ...], timeout_s: float = 180) -> li
             process.kill()
 
 
-def measured(transport: Any, gib: float, rounds: int, to_gpu: int, on: str | None) -> dict[str, Any]:
+def measured(
+    transport: Any, gib: float, rounds: int, to_gpu: int, on: str | None, bucket_mb: float = 64
+) -> dict[str, Any]:
     """One row for a channel."""
-    with Channel(transport=transport, timeout_s=60) as channel:
+    with Channel(transport=transport, timeout_s=60, bucket_mb=bucket_mb) as channel:
         (sent, connected_s), (got, wrong, device) = together(
             (sender, channel, 0, gib, rounds), (receiver, channel, to_gpu, gib, rounds, on)
         )
@@ -208,6 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=float, nargs="+", default=[0.25, 1, 2])
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--cases", help="only those whose name holds this text, and nobody is killed")
     parser.add_argument(
         "--json", type=Path, default=Path(os.environ["OUT"], "channel.json") if "OUT" in os.environ else None
     )
@@ -224,8 +242,11 @@ def main() -> None:
         cases |= {
             "channel cuda_ipc, GPU 0 to 1": lambda gib: measured("cuda_ipc", gib, args.rounds, 1, None),
             "channel nccl, GPU 0 to 1": lambda gib: measured("nccl", gib, args.rounds, 1, None),
+            "channel nccl, GPU 0 to 1, buckets of 256 MB": lambda gib: measured("nccl", gib, args.rounds, 1, None, 256),
             "torch.distributed nccl, one flat tensor, 0 to 1": lambda gib: peer(gib, args.rounds),
         }
+    if args.cases is not None:
+        cases = {name: measure for name, measure in cases.items() if args.cases in name}
     deaths = {"cuda_ipc": 0, "shared_memory": 0} | ({"nccl": 1} if two else {})
     result: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(0),
@@ -234,6 +255,8 @@ def main() -> None:
         "deaths": {},
     }
     print(f"{result['gpu']}, torch {result['torch']}\n{'':50}{'GiB':>6}{'GiB/s':>9}{'first':>9}{'connect s':>11}  used")
+    (result["checksum_ms"],) = together((checksum_ms, 0.25))
+    print(f"checksum of 0.25 GiB: {result['checksum_ms']:.3f} ms")
     for name, measure in cases.items():
         for gib in args.gib:
             try:
@@ -242,7 +265,7 @@ def main() -> None:
                 row = {"error": str(error)}
             result["rows"].append({"name": name, "gib": gib} | row)
             print(f"{name:50}{gib:6.2f}" + _shown(row), flush=True)
-    for transport, to_gpu in deaths.items():
+    for transport, to_gpu in deaths.items() if args.cases is None else ():
         try:
             result["deaths"][transport] = killed(transport, to_gpu)
         except Exception as error:

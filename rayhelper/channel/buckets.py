@@ -125,34 +125,6 @@ class Reader:
         return tensor.view(_dtype(piece.dtype)).view(piece.shape)
 
 
-def checksum(data: torch.Tensor) -> int:
-    """A number that changes when bytes change or change places, by chance as good as always; whole blocks only.
-
-    On the CPU XXH3 (24 GB/s on one core; zlib's CRC-32 makes 4). On a GPU ``word_checksum``: the bytes stay there.
-    """
-    if data.device.type == "cpu":
-        import xxhash
-
-        return xxhash.xxh3_64_intdigest(data.numpy().data)
-    return word_checksum(data)
-
-
-def word_checksum(data: torch.Tensor) -> int:
-    """What ``checksum`` gives for a bucket on a GPU, wherever this one is: a sum of weighted words, modulo 2^64.
-
-    The 32-bit words are seen as a matrix with a block a row. The weight of a word is that of its row plus that of its
-    column, so that sums of rows and columns are enough and nothing of the bucket's size is allocated; it is odd, so
-    that no change of a single word is lost.
-    """
-    import torch
-
-    words = data.view(torch.int32).view(-1, BLOCK // 4)
-    rows = torch.arange(len(words), device=data.device) * 0x2545F4914F6CDD1D << 1
-    columns = torch.arange(words.shape[1], device=data.device) * 0x5851F42D4C957F2D | 1
-    total = (words.sum(1) * rows).sum() + (words.sum(0) * columns).sum()  # torch adds int32 up in int64
-    return int(total.item()) % 2**64
-
-
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 

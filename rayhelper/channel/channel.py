@@ -4,7 +4,7 @@
     sent = trainer.send_weights.defer(channel)        # one worker:   channel.send(named_tensors)
     got = trainer.load_weights(channel)               # every worker: for name, tensor in channel.receive(): ...
 
-Tensors travel bucket by bucket, so neither side holds more than two buckets besides its own model, and nothing goes
+Tensors travel bucket by bucket, so neither side holds more than three buckets besides its own model, and nothing goes
 through the driver, which only tells the two sides where to meet. In one process ``send`` hands over the tensors
 themselves. Otherwise the way is chosen from where the two sides are (``transports.py``); the files beside this
 one go from what is said (``lines``) over meeting (``links``) to a round (``rounds``).
@@ -55,7 +55,7 @@ class Channel:
     """Who sends to how many, and how. Made on the driver, passed to both sides, used for any number of rounds.
 
     num_receivers: how many workers call ``receive`` in each round; one calls ``send``.
-    bucket_mb: megabytes of a bucket; each side holds two. A larger tensor spans several.
+    bucket_mb: megabytes of a bucket; each side holds three. A larger tensor spans several.
     timeout_s: how long any wait of either side may take, not a whole round.
     transport: how the bytes travel; ``auto`` takes the first that fits of cuda_ipc, nccl, shared_memory, gloo.
         ``local``: sender and receivers are one process. So it is for ``auto`` in the process that made the channel; a

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
-from rayhelper.channel.buckets import Piece, Reader, checked, checksum, fill
+from rayhelper.channel.buckets import Piece, Reader, checked, fill
+from rayhelper.channel.checksums import checksum
 from rayhelper.channel.lines import Message
 from rayhelper.channel.links import Link, meet_receivers, meet_sender, open_transport
 from rayhelper.channel.transports import NUM_BUCKETS, finish_copies

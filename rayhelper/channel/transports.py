@@ -5,7 +5,7 @@
     shared_memory   the buckets lie in a memory file that the receivers map; it has no name that could be left behind
     gloo            broadcast between processes anywhere
 
-Each side holds two buckets. What is said about them, and when one may be filled again, is not decided here.
+Each side holds three buckets. What is said about them, and when one may be filled again, is not decided here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rayhelper.errors import ChannelError
 if TYPE_CHECKING:
     import torch
 
-NUM_BUCKETS = 2  # one is filled while the other is on its way or being read
+NUM_BUCKETS = 3  # one is filled, one is on its way, one is being read
 TRANSPORTS = ("cuda_ipc", "nccl", "shared_memory", "gloo")  # the first that fits is taken
 _STORAGE_DEVICE = 6  # the position of the device among the arguments of torch's rebuild_cuda_tensor
 _SPIN_S = 0.002  # how long a receiver asks without pause whether a bucket has arrived
@@ -87,7 +87,7 @@ def obstacle(transport: str, sender: Endpoint, receivers: Sequence[Endpoint]) ->
 
 
 class Transport(Protocol):
-    """Two buckets that both sides have, and the way from the one to the other."""
+    """Buckets that both sides have, and the way from the one to the other."""
 
     buckets: list[torch.Tensor]  # uint8, of equal length
 

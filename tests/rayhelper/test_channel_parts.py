@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayhelper import ChannelError
-from rayhelper.channel.buckets import ALIGNMENT, BLOCK, Reader, checksum, fill, word_checksum
+from rayhelper.channel.buckets import ALIGNMENT, BLOCK, Reader, fill
+from rayhelper.channel.checksums import checksum, word_checksum
 from rayhelper.channel.transports import Endpoint, choose
 
 CPU = torch.device("cpu")

@@ -18,6 +18,7 @@ from tests.backends.ranks import run_ranks
 from tests.golden.tiny import save_tiny
 from trainers.backends import packed_attention
 from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.hf_model import build_model
 from trainers.backends.inputs import model_inputs
 from trainers.batch import Ragged, Sequences
 
@@ -187,3 +188,15 @@ def test_a_model_that_would_attend_otherwise_is_refused(model: str, tmp_path: Pa
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=f"attn_implementation: varlen.*{told}.*Take sdpa"):
         FsdpBackend(tmp_path, **VARLEN)
+
+
+@pytest.mark.parametrize("model", ["takes it", "was given another", *OTHERS])
+def test_a_model_is_given_varlen_if_it_keeps_documents_apart_by_it(model: str, tmp_path: Path) -> None:
+    own, _ = OTHERS.get(model, (LlamaConfig(**SIZES, num_hidden_layers=1), ""))
+    AutoModelForCausalLM.from_config(own).save_pretrained(tmp_path)
+    chosen = "eager" if model == "was given another" else "sdpa"
+    built = build_model(
+        tmp_path, dtype=torch.float32, device=torch.device("cpu"), model_init_kwargs={"attn_implementation": chosen}
+    )
+    packed_attention.prefer(built)
+    assert built.config._attn_implementation == ("varlen" if model == "takes it" else chosen)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from trainers.backends import packed_attention
 from trainers.backends.adapters import (
     adapter_weights,
     add_adapter,
@@ -126,6 +127,8 @@ class FsdpBackend:
             model_init_kwargs=model_init_kwargs,
             trust_remote_code=trust_remote_code,
         )
+        if lowers and self.device.type == "cuda":
+            packed_attention.prefer(self.module)
         self.config = copy.deepcopy(self.module.config)  # as it is written: with its dropout
         if disable_dropout:
             zero_dropout(self.module)

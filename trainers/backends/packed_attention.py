@@ -1,12 +1,11 @@
 """Attention over rows of several documents by where the documents begin, instead of by a mask: ``varlen``.
 
-    model_init_kwargs: {attn_implementation: varlen}
-
 With transformers' ``sdpa`` a mask of T x T entries keeps the documents of a row apart, which no FlashAttention kernel
 takes: the time of all T x T pairs is spent, though few of them are within a document. ``varlen`` takes torch's own
 FlashAttention kernel for documents of any lengths (``torch.nn.attention.varlen``), forward and backward. Where that
 does not run, on a CPU or in float32, the documents are attended to one after the other: same numbers, for debugging.
-Rows of a single document, and generation, are attended to as by ``sdpa``.
+Rows of a single document, and generation, are attended to as by ``sdpa``. On GPUs and in bfloat16 a model that knows it
+is given it unless ``model_init_kwargs`` names another (``prefer``).
 """
 
 from __future__ import annotations
@@ -145,11 +144,25 @@ def one_by_one(
     return torch.cat(parts)
 
 
+def prefer(model: Any) -> None:
+    """Gives a model ``varlen`` in place of ``sdpa`` if it keeps documents apart by it, with layers in bfloat16."""
+    config = model.config.get_text_config()
+    if config._attn_implementation != "sdpa" or TORCH < "2.11":
+        return
+    model.set_attn_implementation(NAME)
+    try:
+        with torch.autocast(model.device.type, torch.bfloat16):
+            check_model(model, tolerance=5e-2)
+    except (ConfigError, RuntimeError):  # the kernel does not take all sizes of heads
+        model.set_attn_implementation("sdpa")
+
+
 @torch.no_grad()
-def check_model(model: Any) -> None:
+def check_model(model: Any, *, tolerance: float | None = None) -> None:
     """Raises ConfigError for a model with ``attn_implementation: varlen`` that would not keep documents apart by it.
 
-    So the model is asked once for two documents, in one row and apart.
+    So the model is asked once for two documents, in one row and apart; they may differ by ``tolerance`` of the largest
+    value.
     """
     config = model.config.get_text_config()
     if config._attn_implementation != NAME:
@@ -181,6 +194,7 @@ def check_model(model: Any) -> None:
     finally:
         model.train(training)
     wanted = torch.cat(apart, dim=1).float()
-    tolerance = 1e-3 if together.dtype == torch.float32 else 5e-2
+    if tolerance is None:
+        tolerance = 1e-3 if together.dtype == torch.float32 else 5e-2
     if not bool((together.float() - wanted).abs().max() <= tolerance * wanted.abs().max()):
         raise ConfigError(f"{told}: {type(model).__name__} does not keep documents apart by it. Take sdpa.")

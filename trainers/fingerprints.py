@@ -20,7 +20,12 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 def fingerprints(named_weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """By layer (``model.layers.3``), and by name for what stands in none."""
-    return added_up((name, fingerprint(weight)) for name, weight in named_weights)
+    layers: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for name, weight in named_weights:
+        layers.setdefault(layer_of(name), []).append(_columns(weight))
+    # a layer's weights together: what takes time here is to launch kernels
+    prints = ((layer, _added_up(*map(torch.cat, zip(*parts, strict=True)))) for layer, parts in layers.items())
+    return added_up(prints)
 
 
 def added_up(
@@ -47,6 +52,17 @@ def fingerprint(weight: torch.Tensor, *, first_column: int = 0, num_columns: int
 
     ``first_column`` and ``num_columns``: where its rows stand in those of the whole weight, and how long these are.
     """
+    return _added_up(*_columns(weight, first_column, num_columns))
+
+
+def _added_up(columns: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    return (columns * places).sum()
+
+
+def _columns(
+    weight: torch.Tensor, first_column: int = 0, num_columns: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(words of a row,) int64 each: the sums over all rows, and what they are multiplied by."""
     width = weight.shape[-1] if weight.dim() else 1
     size = weight.element_size()
     whole_bytes = (width if num_columns is None else num_columns) * size
@@ -58,7 +74,7 @@ def fingerprint(weight: torch.Tensor, *, first_column: int = 0, num_columns: int
     if rows.data_ptr() % word.itemsize:
         rows = rows.clone()
     columns = rows.view(word).sum(0, dtype=torch.int64)
-    return (columns * _places(first_word, len(columns), rows.device)).sum()
+    return columns, _places(first_word, len(columns), rows.device)
 
 
 @lru_cache(maxsize=256)

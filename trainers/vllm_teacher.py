@@ -61,9 +61,10 @@ class VllmTeacher:
 
 
 def shares_devices() -> bool:
-    """Whether this worker of role teacher has another role that needs memory."""
-    roles = RayHelper.current().roles
-    return not roles or bool({"train", "rollout"} & set(roles))  # none: one process is the worker of everything
+    """Whether another role needs memory of the device of this worker of role teacher."""
+    worker = RayHelper.current()
+    beside = {"train", "rollout"} & {*worker.roles, *worker.neighbours}
+    return not worker.roles or bool(beside)  # none: one process is the worker of everything
 
 
 def teacher_settings(config: GKDConfig, *, shares_devices: bool) -> dict[str, Any]:
@@ -73,6 +74,8 @@ def teacher_settings(config: GKDConfig, *, shares_devices: bool) -> dict[str, An
         "gpu_memory_utilization": 0.4 if shares_devices else 0.9,
         "max_logprobs": config.gkd_logits_topk,
         "max_num_batched_tokens": TOKENS_AT_ONCE,
+        # graphs make no scored sequence faster, and of two engines of one process only one can be compiled (vLLM 0.26)
+        "enforce_eager": shares_devices or not config.seq_kd,
         "enable_prefix_caching": config.seq_kd,  # of what is scored nothing is ever taken from a cache
     }
     return settings | config.teacher_engine_kwargs

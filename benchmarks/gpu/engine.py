@@ -52,7 +52,14 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
         1,
         {"padding_free": True, "model_init_kwargs": {"attn_implementation": "varlen"}},
     ),
-    "two_processes": (1, on(1, ([0], ["train"]), ([0], ["rollout"]))),
+    "two_processes": (
+        1,
+        {
+            "sleep_level": 1,
+            "offload_optimizer": True,
+            **on(1, ([0], ["train"]), ([0], ["rollout"]), shares_devices_with="group0"),
+        },
+    ),
     "ray": (1, {"sleep_level": 2, **on(1, ([0], ["train", "rollout"]))}),
     "apart": (2, on(2, ([0], ["train"]), ([1], ["rollout"]))),
     "apart_lora": (2, ADAPTER | on(2, ([0], ["train"]), ([1], ["rollout"]))),

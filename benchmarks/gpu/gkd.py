@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.device_memory import PeakMemory
-from benchmarks.gpu.grpo import GIB, PROMPT, WARM, rows_of
+from benchmarks.gpu.grpo import GIB, PROMPT, rows_of
 from benchmarks.gpu.parts import arguments, run_parts
 from benchmarks.gpu.shapes import SHAPES, saved_apart
 from benchmarks.gpu.steps import ON_GPU, clock, our_steps, phases, trl_settings
@@ -76,7 +76,7 @@ def ours(options: argparse.Namespace, folder: Path, **settings: Any) -> dict[str
         "global_batch_size": options.prompts,
         "max_prompt_length": PROMPT,
         "max_completion_length": options.length,
-        "max_steps": WARM + options.steps,
+        "max_steps": options.warm + options.steps,
         "save_steps": 0,
         "logging_steps": 1,
         "report_to": ["none"],
@@ -89,13 +89,13 @@ def ours(options: argparse.Namespace, folder: Path, **settings: Any) -> dict[str
     }
     with PeakMemory() as peak:
         Watched(GKDConfig(**given | settings)).train()
-    steps = our_steps(folder / "ours", WARM)
+    steps = our_steps(folder / "ours", options.warm)
     found = phases(steps)
     tokens = options.prompts * statistics.median(step["completions/mean_length"] for step in steps)
     return {
         "seconds": found["time/step"],
         "tokens_per_second": tokens / found["time/step"],
-        "peak_gib": peak.gib(since=moments[WARM - 1]),
+        "peak_gib": peak.gib(since=moments[options.warm - 1]),
         "tokens": tokens,
         "loss": steps[-1]["loss"],
         "phases": found,
@@ -112,7 +112,7 @@ def trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             model=str(folder / "model"),
             teacher_model=str(folder / "teacher"),
             args=DistillationConfig(
-                **trl_settings(folder / "trl", WARM + options.steps),
+                **trl_settings(folder / "trl", options.warm + options.steps),
                 model_init_kwargs={"dtype": "float32"},
                 teacher_model_init_kwargs={"dtype": "bfloat16" if ON_GPU else "float32"},
                 beta=BETA,
@@ -129,12 +129,12 @@ def trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             callbacks=[watch],
         )
         trainer.train()
-    step = statistics.median(watch.seconds[WARM:])
-    tokens = options.prompts * statistics.median(watch.logged("completions/mean_length")[WARM:])
+    step = statistics.median(watch.seconds[options.warm :])
+    tokens = options.prompts * statistics.median(watch.logged("completions/mean_length")[options.warm :])
     return {
         "seconds": step,
         "tokens_per_second": tokens / step,
-        "peak_gib": peak.gib(since=watch.ends[WARM]),
+        "peak_gib": peak.gib(since=watch.ends[options.warm]),
         "tokens": tokens,
         "loss": watch.logged("loss")[-1],
     }
@@ -152,6 +152,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warm", type=int, default=2, help="steps that are not counted: compilation, pinning memory")
     parser.add_argument("--top", type=int, default=64)
     parser.add_argument("--micro", type=int, default=16)
     parser.add_argument("--micro_trl", type=int, default=16)

@@ -5,8 +5,8 @@
 
 Random weights in a Qwen3 shape, prompts of 16 tokens, completions that hardly ever stop, one optimizer step a
 generation, bfloat16. Both sides generate in the process that trains. A step is the whole loop: weights to vLLM,
-generation, rewards, update. The first step (compilation, warming up) is not counted. ``peak`` is the memory in use on
-the device in counted steps. The two floors: ``decoding``, the same tokens from vLLM alone, all sequences at once,
+generation, rewards, update. The first steps (compilation, pinning memory) are not counted. ``peak`` is the memory in use
+on the device in counted steps. The two floors: ``decoding``, the same tokens from vLLM alone, all sequences at once,
 without log-probabilities and detokenizing; and ``products``, the rate of bfloat16 matrix products, at which
 6 x parameters x tokens would go through an update.
 """
@@ -33,7 +33,6 @@ from rayhelper import RayHelper
 
 GIB = 2**30
 PROMPT = 16  # tokens
-WARM = 1  # steps that are not counted: compilation, warming up
 
 
 def rows_of(num_prompts: int) -> list[dict[str, str]]:
@@ -57,7 +56,7 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         generation_batch_size=size,
         max_prompt_length=PROMPT,
         max_completion_length=options.length,
-        max_steps=WARM + options.steps,
+        max_steps=options.warm + options.steps,
         save_steps=0,
         logging_steps=1,
         learning_rate=1e-6,
@@ -75,14 +74,14 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     session = RayHelper.session(apart(options.apart)) if options.apart else contextlib.nullcontext()
     with PeakMemory() as peak, session:
         GRPOTrainer(config).train()
-    steps = our_steps(folder / "ours", WARM)
+    steps = our_steps(folder / "ours", options.warm)
     found = phases(steps)
     found["completions/mean_length"] = statistics.median(step["completions/mean_length"] for step in steps)
     tokens = size * found["completions/mean_length"]
     return {
         "seconds": found["time/step"],
         "tokens_per_second": tokens / found["time/step"],
-        "peak_gib": peak.gib(since=asked[WARM - 1]),
+        "peak_gib": peak.gib(since=asked[options.warm - 1]),
         "tokens": tokens,
         "phases": found,
     }
@@ -105,7 +104,7 @@ def trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     size, watch = options.prompts * options.generations, clock()
     with PeakMemory() as peak:
         arguments = GRPOConfig(
-            **trl_settings(folder / "trl", WARM + options.steps),
+            **trl_settings(folder / "trl", options.warm + options.steps),
             num_generations=options.generations,
             per_device_train_batch_size=options.micro_trl,
             gradient_accumulation_steps=size // options.micro_trl,
@@ -124,12 +123,12 @@ def trl(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             callbacks=[watch],
         )
         trainer.train()
-    step = statistics.median(watch.seconds[WARM:])
-    tokens = size * statistics.median(watch.logged("completions/mean_length")[WARM:])
+    step = statistics.median(watch.seconds[options.warm :])
+    tokens = size * statistics.median(watch.logged("completions/mean_length")[options.warm :])
     return {
         "seconds": step,
         "tokens_per_second": tokens / step,
-        "peak_gib": peak.gib(asked[WARM - 1]),
+        "peak_gib": peak.gib(asked[options.warm - 1]),
         "tokens": tokens,
     }
 
@@ -198,6 +197,7 @@ def main() -> None:
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warm", type=int, default=2, help="steps that are not counted: compilation, pinning memory")
     parser.add_argument("--micro", type=int, default=16)
     parser.add_argument("--micro_trl", type=int, default=32)
     parser.add_argument("--kv_gib", type=float, default=30)

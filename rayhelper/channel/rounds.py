@@ -27,7 +27,7 @@ from rayhelper.errors import ChannelError
 if TYPE_CHECKING:
     import torch
 
-_LOOK_S = 0.001  # how often a receiver looks, between two tensors, whether the next bucket is on its way
+_LOOK_S = 0.0002  # how often a receiver looks, between two tensors, whether the next bucket is on its way
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,8 @@ class Announced:
 
     def look(self) -> None:
         """Takes in what has arrived, now and then. Raises ChannelError."""
-        if not self._messages and time.monotonic() - self._looked > _LOOK_S:
+        is_short = len(self._messages) < NUM_BUCKETS - 1
+        if is_short and time.monotonic() - self._looked > _LOOK_S:
             self.link.lines.pump(0.0)
             self._take_in()
             self._looked = time.monotonic()

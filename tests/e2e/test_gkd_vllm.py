@@ -165,6 +165,9 @@ def test_its_engine_has_what_the_loss_needs_and_then_what_the_user_says(model: s
     config = gkd_config(model, tmp_path, teacher_model=model, teacher_engine="vllm", **KEYS)
     found = [teacher_settings(config, shares_devices=shares) for shares in (True, False)]
     assert [(one["gpu_memory_utilization"], one["max_logprobs"]) for one in found] == [(0.4, 8), (0.9, 8)]
+    writing = replace(config, seq_kd=True)
+    found = [teacher_settings(one, shares_devices=shares) for one in (config, writing) for shares in (True, False)]
+    assert [one["enforce_eager"] for one in found] == [True, True, True, False]
     more = replace(config, teacher_engine_kwargs={"max_logprobs": 20, "gpu_memory_utilization": 0.5})
     settings = teacher_settings(more, shares_devices=False)
     assert (settings["gpu_memory_utilization"], settings["max_logprobs"]) == (0.5, 20)

@@ -5,9 +5,9 @@
 
 Random weights in a Qwen3 shape, prompts of 16 tokens, completions that hardly ever stop, one optimizer step a
 generation, bfloat16. Both sides generate in the process that trains. A step is the whole loop: weights to vLLM,
-generation, rewards, update. The first steps (compilation, pinning memory) are not counted. ``peak`` is the memory
-in use on the device in counted steps. The two floors: ``decoding``, the same tokens from vLLM alone, all sequences at once,
-without log-probabilities and detokenizing; and ``products``, the rate of bfloat16 matrix products, at which
+generation, rewards, update. The first steps (compilation, pinning memory) are not counted. ``peak`` is the memory in
+use on the device in counted steps. The two floors: ``decoding``, the same tokens from vLLM alone, all sequences at
+once, without log-probabilities and detokenizing; and ``products``, the rate of bfloat16 matrix products, at which
 6 x parameters x tokens would go through an update.
 """
 

@@ -21,7 +21,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rayhelper import environment
-from rayhelper.device_groups import DeviceGroup
+from rayhelper.device_groups import DeviceGroup, all_roles
 from rayhelper.door import Address, ask
 from rayhelper.host import NUM_SLOTS, Host, boot_id
 from rayhelper.plan import Slot, resources
@@ -32,9 +32,17 @@ class Crew:
     """The processes of one device group."""
 
     def __init__(
-        self, group: DeviceGroup, slots: tuple[Slot, ...], reserved: PlacementGroup, *, inherits: bool, trace: bool
+        self,
+        group: DeviceGroup,
+        slots: tuple[Slot, ...],
+        reserved: PlacementGroup,
+        *,
+        neighbours: Sequence[DeviceGroup],
+        inherits: bool,
+        trace: bool,
     ) -> None:
         self.group = group
+        self.neighbours = neighbours  # the other groups in these bundles
         self.slots = slots
         self.inherits = inherits  # the processes descend from this driver, and so have its whole environment until now
         self.trace = trace
@@ -49,7 +57,7 @@ class Crew:
         self.bound: dict[str, int] = {}  # numbers of the hosts' slots, by address
 
     def _actor(self, slot: Slot) -> Any:
-        asked = resources(self.group)
+        asked = resources(self.group, 1 + len(self.neighbours))
         options = {
             "num_cpus": asked.pop("CPU"),
             "num_gpus": asked.pop("GPU", 0),
@@ -102,6 +110,7 @@ class Crew:
             node_rank=slot.node_rank,
             shard=Shard(slot.rank, len(self.slots)),
             gpus_per_worker=self.group.gpus_per_worker,
+            neighbours=all_roles(self.neighbours),
         )
 
     def _env(self, slot: Slot) -> dict[str, str]:
@@ -193,8 +202,9 @@ class Crew:
         for actor in self.actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor, no_restart=True)
-        with contextlib.suppress(Exception):
-            remove_placement_group(self.reserved)
+        if self.group.shares_devices_with is None:
+            with contextlib.suppress(Exception):
+                remove_placement_group(self.reserved)
 
 
 def _current_task() -> Any:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rayhelper.calls import collector, divide, layout_of, unsendable, where_of
-from rayhelper.device_groups import DeviceGroup, DeviceGroups
+from rayhelper.device_groups import DeviceGroup, DeviceGroups, all_roles
 from rayhelper.errors import DispatchError, RoleError, WorkerError
 from rayhelper.failures import add_note
 from rayhelper.futures import FinishedCall, Future, values_of
@@ -40,7 +40,7 @@ class InprocessCluster:
         self.groups: dict[str, InprocessGroup] = {}
 
     def start(self, config: DeviceGroups) -> dict[str, InprocessGroup]:
-        self.groups = {group.name: InprocessGroup(group, self) for group in config.groups}
+        self.groups = {group.name: InprocessGroup(group, config.neighbours(group), self) for group in config.groups}
         return self.groups
 
     def construction(
@@ -84,14 +84,18 @@ class SimulatedWorker(WorkerRuntime):
 class InprocessGroup:
     """The simulated workers of one device group."""
 
-    def __init__(self, group: DeviceGroup, cluster: InprocessCluster) -> None:
-        size = group.num_workers
+    def __init__(self, group: DeviceGroup, neighbours: Sequence[DeviceGroup], cluster: InprocessCluster) -> None:
+        size, beside = group.num_workers, all_roles(neighbours)
         self.group = group
         self.cluster = cluster
         self.shards = ShardTable(size, group.name)
         self.workers = [
             SimulatedWorker(
-                WorkerInfo(group.roles, group.name, rank, size, rank, size, 0, Shard(rank, size), group.gpus_per_worker)
+                WorkerInfo(
+                    *(group.roles, group.name, rank, size, rank, size, 0, Shard(rank, size)),
+                    gpus_per_worker=group.gpus_per_worker,
+                    neighbours=beside,
+                )
             )
             for rank in range(size)
         ]

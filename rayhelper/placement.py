@@ -1,7 +1,7 @@
 """Where workers live: the Ray cluster, its free resources, and one placement group a device group.
 
 A bundle asks for the worker's accelerators and a sliver of a CPU, so that a machine with two cores can host sixteen
-workers: CPUs order the workers over nodes, they never forbid them.
+workers: CPUs order the workers over nodes, they never forbid them. Groups that share devices share the bundles.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from rayhelper.device_groups import DeviceGroup, DeviceGroups
 from rayhelper.errors import PlacementError
 from rayhelper.patches import ray_on_loopback
-from rayhelper.plan import NodeResources, Slot, assign, resources
+from rayhelper.plan import NodeResources, Slot, assign, bundle
 
 _RESERVE_S = 10.0  # for what was free a moment ago
 
@@ -98,8 +98,10 @@ def _reserved_once(groups: DeviceGroups, deadline: float) -> dict[str, tuple[tup
     reserved: dict[str, tuple[tuple[Slot, ...], PlacementGroup]] = {}
     try:
         for group in groups.groups:
-            reserved[group.name] = slots[group.name], reserve(group, slots[group.name])
-        return reserved
+            if group.shares_devices_with is None:
+                num_groups = 1 + len(groups.neighbours(group))
+                reserved[group.name] = slots[group.name], reserve(group, slots[group.name], num_groups)
+        return {group.name: (slots[group.name], reserved[group.devices_of][1]) for group in groups.groups}
     except PlacementError:
         for _, held in reserved.values():
             remove_placement_group(held)
@@ -109,21 +111,22 @@ def _reserved_once(groups: DeviceGroups, deadline: float) -> dict[str, tuple[tup
         return None
 
 
-def reserve(group: DeviceGroup, slots: tuple[Slot, ...]) -> PlacementGroup:
-    """A placement group with one bundle a rank, each on the node of its slot.
+def reserve(group: DeviceGroup, slots: tuple[Slot, ...], num_groups: int = 1) -> PlacementGroup:
+    """A placement group with one bundle a rank, each on the node of its slot, for so many groups that share devices.
 
     Raises:
         PlacementError: the cluster did not provide it within ten seconds.
     """
+    asked = bundle(group, num_groups)
     reserved: Any = placement_group(
-        [resources(group) for _ in slots],
+        [asked for _ in slots],
         strategy="PACK",
         bundle_label_selector=[{"ray.io/node-id": slot.node_id} for slot in slots],
     )
     if not reserved.wait(_RESERVE_S):
         remove_placement_group(reserved)
         raise PlacementError(
-            f"group {group.name!r} asked for {len(slots)} x {resources(group)}, and the cluster did not provide it "
+            f"group {group.name!r} asked for {len(slots)} x {asked}, and the cluster did not provide it "
             f"within {_RESERVE_S:g} s: something else took the resources. Free: {ray.available_resources()}"
         )
     return reserved  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ What a person reads of all this before anything runs is ``plan_report.py``.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from rayhelper.errors import PlacementError
 
 Demand = Counter[str]  # accelerators by device, on one logical node
 CPU_SLIVER = 0.001  # of a worker: CPUs order the workers over nodes, they never forbid them
+_STEPS = 10_000  # in which Ray counts one of a resource
 
 _TABLE_ROWS = 32
 
@@ -77,11 +79,19 @@ def assign(groups: DeviceGroups, nodes: Sequence[NodeResources]) -> dict[str, tu
     return slots
 
 
-def resources(group: DeviceGroup) -> dict[str, float]:
-    """What one worker of the group asks of its node."""
-    ask: dict[str, float] = {"CPU": CPU_SLIVER}
+def bundle(group: DeviceGroup, num_groups: int = 1) -> dict[str, float]:
+    """What is reserved on a node for one worker of the group, and one of each other group on its devices."""
+    ask: dict[str, float] = {"CPU": num_groups * CPU_SLIVER}
     if group.device != "CPU":
         ask[group.device] = group.gpus_per_worker
+    return ask
+
+
+def resources(group: DeviceGroup, num_groups: int = 1) -> dict[str, float]:
+    """What one worker takes of its bundle: of a device, an equal part, so that Ray gives all groups the same one."""
+    ask = bundle(group)
+    if num_groups > 1:
+        ask[group.device] = math.floor(_STEPS / num_groups) / _STEPS
     return ask
 
 
@@ -90,7 +100,8 @@ def demands(groups: DeviceGroups, layout: Mapping[str, Counter[int]]) -> dict[in
     found: dict[int, Demand] = {}
     for group in groups.groups:
         for k, count in layout.get(group.name, {}).items():
-            found.setdefault(k, Counter())[group.device] += count * group.gpus_per_worker
+            if group.shares_devices_with is None:
+                found.setdefault(k, Counter())[group.device] += count * group.gpus_per_worker
     return found
 
 
@@ -209,7 +220,9 @@ def _asked_table(groups: DeviceGroups, layout: dict[str, Counter[int]]) -> str:
     for group in groups.groups:
         on_nodes = [(k, count * group.gpus_per_worker) for k, count in sorted(layout.get(group.name, {}).items())]
         sizes = {size for _, size in on_nodes}
-        if len(sizes) == 1 and len(on_nodes) > 2:
+        if group.shares_devices_with is not None:
+            per_node = f"those of {group.shares_devices_with}"
+        elif len(sizes) == 1 and len(on_nodes) > 2:
             per_node = f"{sizes.pop()} on each of {len(on_nodes)} nodes"
         else:
             per_node = ", ".join(f"{size} on node {k}" for k, size in on_nodes[:8]) or "none"

@@ -46,7 +46,13 @@ class RayCluster:
         reserved = placing.reserved_slots(config, wait_s=cluster_wait_s() if self.address else _LOCAL_WAIT_S)
         inherits = self.is_ours and not self.address
         for group in config.groups:
-            self.groups[group.name] = WorkerGroup(group, *reserved[group.name], self.recording, inherits=inherits)
+            self.groups[group.name] = WorkerGroup(
+                group,
+                *reserved[group.name],
+                self.recording,
+                neighbours=config.neighbours(group),
+                inherits=inherits,
+            )
         for started in self.groups.values():
             started.prepare()
         return self.groups

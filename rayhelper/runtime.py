@@ -40,6 +40,7 @@ class WorkerInfo:
     node_rank: int
     shard: Shard
     gpus_per_worker: int = 1  # as its device group says; 0 on CPU
+    neighbours: tuple[str, ...] = ()  # roles that other processes have on the same devices
 
 
 OFF = WorkerInfo((), "off", 0, 1, 0, 1, 0, Shard(0, 1))  # the one worker of everything

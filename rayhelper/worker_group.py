@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -45,11 +46,12 @@ class WorkerGroup:
         reserved: PlacementGroup,
         recording: Recording | None,
         *,
+        neighbours: Sequence[DeviceGroup],
         inherits: bool,
     ) -> None:
         self.group = group
         self.recording = recording
-        self.crew = Crew(group, slots, reserved, inherits=inherits, trace=recording is not None)
+        self.crew = Crew(group, slots, reserved, neighbours=neighbours, inherits=inherits, trace=recording is not None)
         self.shards = ShardTable(len(slots), group.name)
         self.constructions: dict[int, Any] = {}  # by instance, for workers that are replaced
         self.constructing: dict[int, Construction] = {}  # by instance

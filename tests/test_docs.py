@@ -20,6 +20,7 @@ from trainers import plugins
 from trainers.cli import TRAINERS, placement
 from trainers.completion_config import CompletionConfig
 from trainers.config import RunConfig, TrainConfig
+from trainers.configuration.role_sections import is_placement
 from trainers.data.sources import read_source
 from trainers.rewards.functions import resolve_rewards
 from trainers.rollout.environments import resolve_environment
@@ -137,8 +138,7 @@ def test_configurations_in_the_pages_have_known_keys_and_a_place_for_every_role(
     trainer, config_type = (imported(path) for path in TRAINERS[name])
     found = yaml.safe_load(text)
     known = {field.name for field in dataclasses.fields(config_type)}
-    sections = {key: value for key, value in found.items() if key == "colocate_groups" or "gpus" in str(value)}
-    sections.pop("device_groups", None)
+    sections = {key: value for key, value in found.items() if is_placement(key, value)}
     assert found.keys() - sections.keys() <= known
     groups = found.get("device_groups") or sections
     if groups:

@@ -20,6 +20,7 @@ RAY_FILES = {
     "waiting.py",
     "worker_group.py",
 }
+KERNELS = {"checksum_kernel.py"}  # imported by functions alone, where there is a GPU
 ALGORITHMS = {"trainers.grpo", "trainers.sft", "trainers.dpo", "trainers.reward", "trainers.gkd", "trainers.sampling"}
 ALGORITHMS |= {"trainers.ppo"}
 
@@ -46,7 +47,9 @@ def test_the_core_knows_no_model_and_ray_only_where_it_is_wrapped(file: Path) ->
     found = roots(imports(file))
     assert not found & {"transformers", "trainers", "trl", "vllm", "megatron", "datasets"}
     assert file.name in RAY_FILES or "ray" not in found
-    assert "torch" not in roots(imports(file, top_level=True))
+    at_once = imports(file, top_level=True)
+    assert file.name in KERNELS or "torch" not in roots(at_once)
+    assert not {f"rayhelper.channel.{kernel.removesuffix('.py')}" for kernel in KERNELS} & at_once
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "trainers").rglob("*.py")), ids=lambda file: file.name)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper, RayHelperError
-from rayhelper.device_groups.keys import SIZE_KEYS
+from rayhelper.device_groups.keys import SHARE_KEY, SIZE_KEYS
 from rayhelper.text import parse_text
 from trainers.configuration.command_line import export_env, given_keys, load_config
 from trainers.configuration.given_keys import plain
@@ -184,7 +184,9 @@ def with_our_roles(device_groups: Any, roles: Sequence[str]) -> Any:
         return {**groups, "device_groups": with_our_roles(groups["device_groups"], roles)}
 
     def ours(role: Any) -> Any:
-        bare = role.rpartition(":")[2] if isinstance(role, str) else role
+        if not isinstance(role, str):
+            return role
+        bare = role.rpartition(":")[2]
         return next((name for name in (role, bare, ROLES.get(bare)) if name in roles), role)
 
     named: dict[Any, Any] = {}
@@ -193,6 +195,8 @@ def with_our_roles(device_groups: Any, roles: Sequence[str]) -> Any:
             workers = section["workers"]
             workers = [ours(role) for role in workers] if isinstance(workers, list) else ours(workers)
             named[name] = {**section, "workers": workers}
+        elif isinstance(section, Mapping) and SHARE_KEY in section:
+            named[ours(name)] = {**section, SHARE_KEY: ours(section[SHARE_KEY])}
         elif isinstance(section, Mapping) and any(key in section for key in SIZE_KEYS):
             named[ours(name)] = section
         elif name == "colocate_groups" and isinstance(section, list):

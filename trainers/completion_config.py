@@ -40,7 +40,7 @@ class CompletionConfig(TrainConfig):
 
     # vLLM, by its own names; needs rollout_engine: vllm
     vllm_gpu_memory_utilization: float | None = None
-    """Share of a GPU's memory for weights and KV cache; null: 0.9, or 0.4 where the workers train as well."""
+    """Share of a GPU's memory for weights and KV cache; null: 0.9, or 0.4 where the policy is trained on it as well."""
     vllm_tensor_parallel_size: int = 1
     """Rollout workers that hold one model together; with gpus_per_worker in role rollout's device group, the GPUs of
     one worker."""

@@ -18,6 +18,7 @@ from trainers.metrics import Metrics
 from trainers.rollout.base import Engine, Sampling
 from trainers.rollout.hf import HfEngine, check_generation_kwargs
 from trainers.run import mistakes_of, resolve_dtype
+from trainers.weight_sync import is_beside
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ def build_engine(
     shards are whole meanwhile); vllm has a model of its own in any case.
     """
     if config.rollout_engine == "vllm":
-        return build_vllm(config, model, tokenizer, shares_devices=backend is not None)
+        return build_vllm(config, model, tokenizer, shares_devices=backend is not None or is_beside("train"))
     return HfEngine(
         model if backend is None else backend.module,
         tokenizer,
@@ -56,23 +57,22 @@ def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> 
         checked_engine_kwargs(config.vllm_engine_kwargs)
     else:
         check_generation_kwargs(config.generation_kwargs)
-    is_apart = groups is not None and groups.group_of("rollout") != groups.group_of("train")
-    idle = [
-        name for name in ("sleep_level", "offload_model", "offload_optimizer") if is_apart and getattr(config, name)
-    ]
-    if idle:
+    shares_devices = groups is None or groups.share_devices("rollout", "train")
+    idle = [name for name in ("sleep_level", "offload_model", "offload_optimizer") if getattr(config, name)]
+    if idle and not shares_devices:
         logger.warning(
             "without effect: %s. Room is made where one device trains and generates by turns, but role rollout has a "
             "device group of its own",
             ", ".join(idle),
         )
-    if config.rollout_engine == "vllm" and not is_apart:
+    if config.rollout_engine == "vllm" and shares_devices:
         check_can_sleep(config, groups, "rollout")
     size = config.vllm_tensor_parallel_size
-    if size > 1 and not is_apart:
+    shares_processes = groups is None or groups.group_of("rollout") == groups.group_of("train")
+    if size > 1 and shares_processes:
         raise ConfigError(
             f"vllm_tensor_parallel_size={size}: workers that also train have a slice each. Give role rollout a group "
-            "of its own."
+            "of its own; with shares_devices_with it may be on the same devices."
         )
     if config.rollout_engine == "vllm":
         check_model_fits(f"vllm_tensor_parallel_size={size}", size, groups, "rollout")
@@ -104,7 +104,7 @@ def check_can_sleep(config: CompletionConfig, groups: DeviceGroups | None, role:
 
 
 def build_vllm(config: CompletionConfig, model: str, tokenizer: Any, *, shares_devices: bool) -> Engine:
-    """vLLM with the configuration's settings; ``shares_devices``: this worker trains as well."""
+    """vLLM with the configuration's settings; ``shares_devices``: on the device of this worker a model is trained."""
     from trainers.rollout.vllm import VllmEngine
 
     size = config.vllm_tensor_parallel_size

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -25,11 +26,24 @@ from trainers.weight_sync import EngineLostError, Route
 TIMEOUT_S = 600.0  # how long one side waits for the other: an engine may be in the middle of its completions
 
 
+@dataclass(frozen=True)
+class Room:
+    """Doors by which the policy and engines of other processes, on the same devices, make room for each other.
+
+    make("weights") ► (engines wake, weights are sent) ► make("kv_cache") ► wake() ► generations ► (rest) ► reload()
+    """
+
+    make: Callable[[Literal["weights", "kv_cache"]], Any]  # of the policy
+    wake: Callable[[], Any]  # of the engines: they get their KV cache
+    reload: Callable[[], Any]  # of the policy
+
+
 class EngineUpdates:
     """Weights for the engines of a role, by doors of the trainer.
 
     ``copy``, ``send`` and ``receive`` are doors to the functions of those names; ``rest`` one to ``end_generation``;
     ``rebuild`` one of role rollout that builds the engines which are missing. ``open_channel`` makes a channel.
+    ``room``: where weights are sent to other processes on the devices of the policy.
 
     ``in_flight``: new weights are offered as soon as there are any, to engines that look for them while they generate
     (``weight_sync.arrivals``). Each finds a call of ``receive`` behind its generations as well, which does nothing if
@@ -46,10 +60,11 @@ class EngineUpdates:
         rest: Callable[[], Any],
         rebuild: Callable[[], Any],
         open_channel: Callable[[Route], Channel],
+        room: Room | None = None,
         in_flight: bool = False,
     ) -> None:
         self.route, self.copy, self.send, self.receive = route, copy, send, receive
-        self.rest, self.rebuild, self.open_channel = rest, rebuild, open_channel
+        self.rest, self.rebuild, self.open_channel, self.room = rest, rebuild, open_channel, room
         self.in_flight = in_flight
         self.channel: Channel | None = None
         self.sending: Any = None  # a future: the round that is under way
@@ -60,15 +75,17 @@ class EngineUpdates:
     @classmethod
     def of(cls, trainer: Any, *, in_flight: bool = False) -> EngineUpdates:
         """By the doors of a trainer: ``meet_engine``, ``copy_weights``, ``send_weights`` and their like."""
-        config = trainer.config
+        config, route = trainer.config, trainer.meet_engine()
+        room = Room(trainer.make_room, trainer.wake_engine, trainer.reload_policy) if route.shares_devices else None
         return cls(
-            trainer.meet_engine(),
+            route,
             copy=trainer.copy_weights,
             send=trainer.send_weights,
             receive=trainer.receive_weights,
             rest=trainer.rest_engine,
             rebuild=partial(trainer.build_rollout, trainer.model_path),
             open_channel=partial(channel_to, bucket_mb=config.weight_bucket_mb),
+            room=room,
             in_flight=in_flight,
         )
 
@@ -120,9 +137,9 @@ class EngineUpdates:
 
     def end_generation(self, run: Run | None = None) -> None:
         """Training beside the engines has its memory back; that takes time of ``run``'s step, if there is one."""
-        if self.route.way == "copied":
+        if self.route.way == "copied" or self.room is not None:
             with contextlib.nullcontext() if run is None else run.phase("offload"):
-                self.rest()
+                self._rest()
             self.is_due = True
 
     def close(self) -> None:
@@ -143,15 +160,25 @@ class EngineUpdates:
             self._close()
             self.rebuild()
             try:
+                if self.room is not None:  # the policy may be away
+                    self._rest()
                 self._send()
             except EngineLostError:  # a further one died
                 continue
             self.is_due = False
             return
 
+    def _rest(self) -> None:
+        """What is away while engines generate is back, if it has room then."""
+        self.rest()
+        if self.room is not None:
+            self.room.reload()
+
     def _send(self) -> None:
         if self.channel is None:
             self.channel = self.open_channel(self.route)
+        if self.room is not None:
+            self.room.make("weights")
         sent = self.send.defer(self.channel, self.version)  # train worker 0 sends while the engines receive
         try:
             self.receive(self.channel)
@@ -161,6 +188,9 @@ class EngineUpdates:
                 sent.result()
             raise
         sent.result()
+        if self.room is not None:
+            self.room.make("kv_cache")
+            self.room.wake()
 
     def _settle(self) -> None:
         """What was sent in flight has arrived everywhere. Raises what went wrong of it."""

@@ -71,7 +71,7 @@ from trainers.run import (
     saved_order,
 )
 from trainers.vllm_teacher import VllmTeacher, check_vllm_teacher, shares_devices
-from trainers.weight_sync import Route, built, copy, end_generation, receive, send
+from trainers.weight_sync import Route, built, copy, end_generation, make_room, receive, rest, send
 
 Source = Literal["student", "teacher", "dataset"]
 TokenIds = list[list[int]]
@@ -291,9 +291,15 @@ class GKDTrainer:
         receive(built(self.engine), channel, unless)
 
     @RayHelper.function(group="rollout")
+    def wake_engine(self) -> None:
+        built(self.engine).wake("kv_cache")
+
+    @RayHelper.function(group="rollout")
     def rest_engine(self) -> None:
         if self.backend is not None:
             end_generation(self.backend, built(self.engine))
+        elif self.engine is not None:
+            rest(self.engine)
 
     # Role teacher
 
@@ -405,6 +411,16 @@ class GKDTrainer:
         send(self.config, self.backend, channel, version)
 
     @RayHelper.function(group="train")
+    def make_room(self, part: Literal["weights", "kv_cache"]) -> None:
+        assert self.backend is not None, "build comes first"
+        make_room(self.config, self.backend, part)
+
+    @RayHelper.function(group="train")
+    def reload_policy(self) -> None:
+        assert self.backend is not None, "build comes first"
+        self.backend.reload()
+
+    @RayHelper.function(group="train")
     def save(self, folder: Path) -> None:
         assert self.backend is not None, "build comes first"
         self.backend.save(folder)
@@ -467,7 +483,7 @@ def check_placement(config: GKDConfig, groups: DeviceGroups | None) -> None:
             f"the teacher has a group of its own ({name!r}), from which the whole vocabulary of every token would "
             "have to travel. Set gkd_logits_topk (64, say), or add teacher to the workers of the group with train."
         )
-    if config.offload_teacher_model:
+    if config.offload_teacher_model and not groups.share_devices("teacher", "train"):
         raise ConfigError(
             f"offload_teacher_model makes room for a student on the same devices, but the teacher has a group of its "
             f"own ({name!r}). Remove it."

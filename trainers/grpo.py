@@ -42,7 +42,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -107,7 +107,9 @@ from trainers.weight_sync import (
     end_generation,
     exported,
     first_of,
+    make_room,
     receive,
+    rest,
     send,
 )
 
@@ -533,9 +535,15 @@ class GRPOTrainer:
         receive(built(self.engine), channel, unless)
 
     @RayHelper.function(group="rollout")
+    def wake_engine(self) -> None:
+        built(self.engine).wake("kv_cache")
+
+    @RayHelper.function(group="rollout")
     def rest_engine(self) -> None:
         if self.backend is not None:
             end_generation(self.backend, built(self.engine))
+        elif self.engine is not None:
+            rest(self.engine)
 
     # Role reward
 
@@ -624,6 +632,14 @@ class GRPOTrainer:
     def send_weights(self, channel: Channel, version: int) -> None:
         send(self.config, self.policy, channel, version)
 
+    @RayHelper.function(group="train")
+    def make_room(self, part: Literal["weights", "kv_cache"]) -> None:
+        make_room(self.config, self.policy, part)
+
+    @RayHelper.function(group="train")
+    def reload_policy(self) -> None:
+        self.policy.reload()
+
     @RayHelper.function(group="train", collect=first_of)
     def export_weights(self) -> dict[str, torch.Tensor]:
         return exported(self.policy)
@@ -669,10 +685,10 @@ def check_staleness(config: GRPOConfig, groups: DeviceGroups | None) -> None:
     """Raises ConfigError for generations begun ahead where there is nothing that could run beside training."""
     if not config.max_staleness:
         return
-    if groups is None or groups.group_of("rollout") == groups.group_of("train"):
+    if groups is None or groups.share_devices("rollout", "train"):
         raise ConfigError(
             f"max_staleness={config.max_staleness} generates while the policy is trained, but both are on the same "
-            "devices. Give role rollout a group of its own, or remove it."
+            "devices. Give role rollout a group with devices of its own, or remove it."
         )
     if config.dynamic_sample:
         raise ConfigError("max_staleness cannot begin generations whose prompts dynamic_sample chooses later")

@@ -32,7 +32,7 @@ import dataclasses
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -81,7 +81,7 @@ from trainers.run import (
     resolve_dtype,
     saved_order,
 )
-from trainers.weight_sync import Route, built, copy, end_generation, receive, send
+from trainers.weight_sync import Route, built, copy, end_generation, make_room, receive, rest, send
 
 
 @RayHelper.worker(group=["train", "critic", "reference", "reward", "rollout"])
@@ -350,9 +350,15 @@ class PPOTrainer:
         receive(built(self.engine), channel, unless)
 
     @RayHelper.function(group="rollout")
+    def wake_engine(self) -> None:
+        built(self.engine).wake("kv_cache")
+
+    @RayHelper.function(group="rollout")
     def rest_engine(self) -> None:
         if self.policy is not None:
             end_generation(self.policy, built(self.engine))
+        elif self.engine is not None:
+            rest(self.engine)
 
     # Role reward
 
@@ -451,6 +457,16 @@ class PPOTrainer:
     def send_weights(self, channel: Channel, version: int) -> None:
         assert self.policy is not None, "build_train comes first"
         send(self.config, self.policy, channel, version)
+
+    @RayHelper.function(group="train")
+    def make_room(self, part: Literal["weights", "kv_cache"]) -> None:
+        assert self.policy is not None, "build_train comes first"
+        make_room(self.config, self.policy, part)
+
+    @RayHelper.function(group="train")
+    def reload_policy(self) -> None:
+        assert self.policy is not None, "build_train comes first"
+        self.policy.reload()
 
     @RayHelper.function(group="train")
     def save_policy(self, folder: Path) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.hf_model import default_device
 from trainers.batch import Ragged, Sequences
@@ -74,8 +76,7 @@ def teacher_settings(config: GKDConfig, *, shares_devices: bool) -> dict[str, An
         "gpu_memory_utilization": 0.4 if shares_devices else 0.9,
         "max_logprobs": config.gkd_logits_topk,
         "max_num_batched_tokens": TOKENS_AT_ONCE,
-        # graphs make no scored sequence faster, and of two engines of one process only one can be compiled (vLLM 0.26)
-        "enforce_eager": shares_devices or not config.seq_kd,
+        "enforce_eager": not config.seq_kd,  # graphs make no scored sequence faster
         "enable_prefix_caching": config.seq_kd,  # of what is scored nothing is ever taken from a cache
     }
     return settings | config.teacher_engine_kwargs
@@ -93,13 +94,14 @@ def check_vllm_teacher(config: GKDConfig, groups: DeviceGroups | None) -> None:
             with mistakes_of("generation_kwargs"):
                 check_sampling_kwargs(config.generation_kwargs)
         _check_tensor_parallel_size(size, groups)
-    has_engine = config.offload_teacher_model if config.teacher_engine == "vllm" else config.seq_kd
     is_beside = groups is None or groups.group_of("teacher") == groups.group_of("rollout")
-    if config.rollout_engine == "vllm" and config.sleep_level and has_engine and is_beside:
-        cause = "offload_teacher_model" if config.teacher_engine == "vllm" else "seq_kd"
+    on_gpu = torch.cuda.is_available() if groups is None else groups.group_of("teacher").device != "CPU"
+    if config.rollout_engine == "vllm" and is_beside and on_gpu and (config.teacher_engine == "vllm" or config.seq_kd):
+        cause = "teacher_engine: vllm" if config.teacher_engine == "vllm" else "seq_kd"
         raise ConfigError(
-            f"sleep_level={config.sleep_level} and {cause} would let two engines of vLLM sleep in one process, and it "
-            "can free the memory of one alone. Set sleep_level: 0, or give role teacher a group of its own."
+            f"{cause} gives role teacher an engine of vLLM in the process of the student's, and two of them do not run "
+            "in one process on a GPU. Give role teacher a group of its own; with shares_devices_with it may be on the "
+            "same devices."
         )
     if config.rollout_engine == "vllm" and config.seq_kd and config.teacher_engine == "hf":
         check_can_sleep(config, groups, "teacher")

@@ -9,6 +9,8 @@ dtype that engines keep. Behind the last one comes what they add up to, so that 
 holds what the trainer has (``fingerprints.py``). Of a model under a LoRA adapter an engine that has all weights gets
 those that the adapter changes; what the others add up to is remembered from when they were sent. ``exported`` is for
 models that follow a policy now and then, such as references.
+
+An engine on the devices of the policy makes room for it, and it for the engine, in one process or in two.
 """
 
 from __future__ import annotations
@@ -37,14 +39,20 @@ class Route:
 
     way: Literal["shared", "copied", "sent"]
     num_engines: int
+    shares_devices: bool = False  # sent to processes on the devices of the policy
 
     @classmethod
     def between(cls, engine: Engine, *, trains: bool) -> Route:
         """As a worker of role rollout sees it; ``trains``: whether it trains the policy too."""
         num_engines = RayHelper.current().world_size
         if not trains:
-            return cls("sent", num_engines)
+            return cls("sent", num_engines, shares_devices=is_beside("train"))
         return cls("shared" if engine.shares_weights else "copied", num_engines)
+
+
+def is_beside(role: str) -> bool:
+    """Whether another process has the role on the devices of this worker."""
+    return role in RayHelper.current().neighbours
 
 
 class StaleWeightsError(RuntimeError):
@@ -67,7 +75,8 @@ def send(config: CompletionConfig, backend: Backend, channel: Channel, version: 
 
     Over a channel all weights go once, and then those that training can change.
     """
-    is_part = _may_be_part(config, backend) and backend.sent.to == channel.identity
+    forgets = is_beside("rollout") and config.sleep_level == 2
+    is_part = _may_be_part(config, backend) and backend.sent.to == channel.identity and not forgets
     weights = _weights(config, backend, is_part=is_part)
     receipt = None
     if RayHelper.current().rank == 0:
@@ -83,7 +92,8 @@ def send(config: CompletionConfig, backend: Backend, channel: Channel, version: 
 def receive(engine: Engine, channel: Channel, unless: int | None = None) -> None:
     """Loads what worker 0 sends into the engine, which is awake then; every worker of the role calls it.
 
-    Nothing is done if the engine has weights of version ``unless`` or later: they came in the middle of a generation.
+    On the devices of the policy it has no KV cache yet: that one makes room first. Nothing is done if the engine has
+    weights of version ``unless`` or later: they came in the middle of a generation.
 
     Raises:
         StaleWeightsError: afterwards the engine holds other weights than were sent.
@@ -96,7 +106,8 @@ def receive(engine: Engine, channel: Channel, unless: int | None = None) -> None
     version, is_part = _read_head(next(stream))
     engine.load_weights(_without_proof(stream, proof), part=is_part, version=version)
     check(engine, proof)
-    engine.wake("kv_cache")
+    if not is_beside("train"):
+        engine.wake("kv_cache")
 
 
 def arrivals(engine: Any, channel: Channel | None, interval: int | None) -> dict[str, Any]:
@@ -129,14 +140,11 @@ def arrivals(engine: Any, channel: Channel | None, interval: int | None) -> dict
 def copy(config: CompletionConfig, backend: Backend, engine: Engine, version: int) -> None:
     """Loads the policy's weights into an engine of the same process, which is awake then; every worker calls it.
 
-    What is not needed any more makes room for what comes next, if the configuration says so: the optimizer for the
-    engine's weights, the policy for its KV cache. ``end_generation`` brings both back.
-
     Raises:
         StaleWeightsError: afterwards the engine holds other weights than the policy.
     """
     proof: dict[str, int] = {}
-    backend.offload(model=False, optimizer=config.offload_optimizer)
+    make_room(config, backend, "weights")
     engine.wake("weights")
     is_part = _may_be_part(config, backend) and backend.sent.to is engine and engine.has_weights
     weights = _weights(config, backend, is_part=is_part)
@@ -145,14 +153,30 @@ def copy(config: CompletionConfig, backend: Backend, engine: Engine, version: in
     engine.load_weights(weights, part=is_part, version=version)
     backend.sent.to = engine
     check(engine, proof)
-    backend.offload(model=config.offload_model, optimizer=False)
+    make_room(config, backend, "kv_cache")
     engine.wake("kv_cache")
+
+
+def make_room(config: CompletionConfig, backend: Backend, part: Literal["weights", "kv_cache"]) -> None:
+    """Moves away what is not needed any more, if the configuration says so: the optimizer for the engine's weights, and
+    then the policy for its KV cache. Every worker that trains calls it; ``backend.reload`` brings both back.
+    """
+    if part == "weights":
+        backend.offload(model=False, optimizer=config.offload_optimizer)
+    else:
+        backend.offload(model=config.offload_model, optimizer=False)
 
 
 def end_generation(backend: Backend, engine: Engine) -> None:
     """Gives what the engine can do without to the training beside it; every worker of the role calls it."""
     engine.sleep()
     backend.reload()
+
+
+def rest(engine: Engine) -> None:
+    """Gives what the engine can do without to the process that trains beside it; every worker of the role calls it."""
+    engine.sleep()
+    torch.cuda.empty_cache()
 
 
 def check(engine: Engine, proof: dict[str, int]) -> None:

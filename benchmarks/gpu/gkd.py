@@ -7,8 +7,8 @@ generation; vLLM completes prompts in the process that trains, on both sides. A 
 generation, the teacher's answers, update.
 
 whole: the teacher runs with the student, the whole vocabulary is compared; on the host while nobody asks it.
-top: it gives its ``top`` likeliest tokens ahead of the update. vllm: so does a second engine of vLLM, asleep while
-nobody asks it; the engine that generates stays awake then, as vLLM can free one engine of a process alone.
+top: it gives its ``top`` likeliest tokens ahead of the update. vllm: so does a second engine of vLLM, in a process of
+its own on the same GPU, asleep while nobody asks it.
 trl: its chunked loss over the whole vocabulary, teacher on the GPU throughout, vLLM colocated. (Its experimental
 GKDTrainer generates with transformers and holds whole logits: not measured.)
 """
@@ -16,6 +16,7 @@ GKDTrainer generates with transformers and holds whole logits: not measured.)
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
 from functools import partial
@@ -27,6 +28,7 @@ from benchmarks.gpu.grpo import GIB, PROMPT, rows_of
 from benchmarks.gpu.parts import arguments, run_parts
 from benchmarks.gpu.shapes import SHAPES, saved_apart
 from benchmarks.gpu.steps import ON_GPU, clock, our_steps, phases, trl_settings
+from rayhelper import RayHelper
 
 BETA = 0.5
 
@@ -41,14 +43,19 @@ def top(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     room = {"kv_cache_memory_bytes": int(options.teacher_kv_gib * GIB)} if ON_GPU else {}
-    return ours(
-        options,
-        folder,
-        gkd_logits_topk=options.top,
-        teacher_engine="vllm",
-        teacher_engine_kwargs={"max_model_len": PROMPT + options.length + 16, **room},
-        sleep_level=0,
-    )
+    groups = {
+        "student": {"device": "GPU", "ranks": [0], "workers": ["train", "rollout"]},
+        "judge": {"shares_devices_with": "student", "workers": ["teacher"]},
+    }
+    with RayHelper.session(groups) if ON_GPU else contextlib.nullcontext():
+        return ours(
+            options,
+            folder,
+            gkd_logits_topk=options.top,
+            teacher_engine="vllm",
+            teacher_engine_kwargs={"max_model_len": PROMPT + options.length + 16, **room},
+            **({} if ON_GPU else {"offload_teacher_model": False}),
+        )
 
 
 def ours(options: argparse.Namespace, folder: Path, **settings: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which ranks every group has: those that it names, and the lowest free ones where it asks for a number.
+"""Which ranks every group has: those that it names, the lowest free ones where it asks for a number, or another's.
 
 Ranks count accelerators; with ``nproc_per_node``, rank r lies on node r // nproc_per_node, and no worker lies on two.
 """
@@ -10,7 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from rayhelper.device_groups.group import DeviceGroup
+from rayhelper.device_groups.keys import SHARE_KEY
 from rayhelper.device_groups.mistakes import Mistakes
+from rayhelper.device_groups.sharing import shared_ranks
 from rayhelper.errors import ConfigError
 
 
@@ -32,19 +34,23 @@ def with_ranks(
     sound = []
     for group in groups:
         before = len(mistakes)
-        _check_ranks(group, nproc_per_node, nnodes, taken, mistakes)
-        taken |= dict.fromkeys(group.ranks or (), group.name)
+        if group.shares_devices_with is None:
+            _check_ranks(group, nproc_per_node, nnodes, taken, mistakes)
+            taken |= dict.fromkeys(group.ranks or (), group.name)
         sound += [group] if len(mistakes) == before and group.name not in faulty else []
-    placed = []
-    for group in sound:
-        if group.device != "CPU" and group.ranks is None:
-            ranks = mistakes.attempt(_lowest_free, group, taken, nproc_per_node, limit)
-            if ranks is None:
+    placed: dict[str, DeviceGroup] = {}
+    for group in sorted(sound, key=lambda group: group.shares_devices_with is not None):
+        before, ranks = len(mistakes), group.ranks
+        if group.shares_devices_with is not None:
+            if group.shares_devices_with not in placed:  # it has a mistake of its own
                 continue
-            group = replace(group, ranks=ranks)
-            taken |= dict.fromkeys(ranks, group.name)
-        placed.append(group)
-    return placed
+            ranks = mistakes.attempt(shared_ranks, group, placed[group.shares_devices_with])
+        elif group.device != "CPU" and ranks is None:
+            ranks = mistakes.attempt(_lowest_free, group, taken, nproc_per_node, limit)
+            taken |= dict.fromkeys(ranks or (), group.name)
+        if len(mistakes) == before:
+            placed[group.name] = replace(group, ranks=ranks)
+    return [placed[group.name] for group in groups if group.name in placed]
 
 
 def _check_ranks(
@@ -59,7 +65,8 @@ def _check_ranks(
     for other, rank in shared.items():
         mistakes.note(
             f"rank {rank} is in two groups, {other!r} and {group.name!r}. Give them ranks that do not "
-            "overlap, or host the roles of both in one group's workers."
+            "overlap, host the roles of both in one group's workers, or, for processes of its own on the same devices, "
+            f"write `{SHARE_KEY}: {other}` in {group.name!r}."
         )
     if nproc_per_node is None:
         return

@@ -25,8 +25,14 @@ class DeviceGroup:
     restarts: int = 0  # how many workers that died are replaced, in all
     max_in_flight: int = MAX_IN_FLIGHT  # deferred calls whose workers have not answered; the next one waits
     env: tuple[tuple[str, str], ...] = ()  # pairs, as dict() takes them
+    shares_devices_with: str | None = None  # the group whose ranks it has, in processes of its own
 
     @property
     def size(self) -> int:
         """How many accelerators, or workers on CPU, the group has."""
         return self.num_workers * max(1, self.gpus_per_worker)
+
+    @property
+    def devices_of(self) -> str:
+        """The name of the group that brings its devices along; equal for groups that share them."""
+        return self.shares_devices_with or self.name

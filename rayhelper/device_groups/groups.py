@@ -67,7 +67,7 @@ class DeviceGroups:
     @property
     def roles(self) -> tuple[str, ...]:
         """Every role, in the order of the groups."""
-        return tuple(role for group in self.groups for role in group.roles)
+        return all_roles(self.groups)
 
     def with_default_hosts(self, hosts: Mapping[str, str]) -> DeviceGroups:
         """The groups, every role of ``hosts`` that none of them names added to the group of the role it lives with.
@@ -83,6 +83,16 @@ class DeviceGroups:
                 groups = replace(groups, groups=others, role_settings={**groups.role_settings, role: {}})
         return groups
 
+    def neighbours(self, group: DeviceGroup) -> tuple[DeviceGroup, ...]:
+        """The other groups on the devices of this one."""
+        return tuple(
+            other for other in self.groups if other.name != group.name and other.devices_of == group.devices_of
+        )
+
+    def share_devices(self, role: str, other: str) -> bool:
+        """Whether two roles are on the same devices, in one process or not. Raises ConfigError as ``group_of``."""
+        return self.group_of(role).devices_of == self.group_of(other).devices_of
+
     def group_of(self, role: str) -> DeviceGroup:
         """The group that hosts the role. Raises ConfigError if none does."""
         for group in self.groups:
@@ -92,6 +102,11 @@ class DeviceGroups:
             f"role {shown(role)} is not in device_groups (defined: {', '.join(self.roles)}"
             f"{nearest(role, self.roles, '; nearest: {!r}')}). Add it to some group's workers."
         )
+
+
+def all_roles(groups: Iterable[DeviceGroup]) -> tuple[str, ...]:
+    """The roles of all the groups, in their order."""
+    return tuple(role for group in groups for role in group.roles)
 
 
 def _read(config: Any, mistakes: Mistakes) -> DeviceGroups:

@@ -2,7 +2,8 @@
 
     {judge_group: {device: CPU, ranks: 2, workers: [judge]}}
 
-A group that writes a count has no ranks yet; ``assignment.py`` gives it some.
+A group that writes a count has no ranks yet; ``assignment.py`` gives it some. One on the devices of another may write
+nothing of them (``sharing.py``).
 """
 
 from __future__ import annotations
@@ -10,32 +11,45 @@ from __future__ import annotations
 import ast
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rayhelper.device_groups.group import DeviceGroup
 from rayhelper.device_groups.keys import GROUP_KEYS, RANK_KEYS, SIZE_KEYS
 from rayhelper.device_groups.mistakes import Mistakes, check_count, nearest, shown
 from rayhelper.device_groups.section import MAX_RANKS, device_of, options_of, roles_of
+from rayhelper.device_groups.sharing import host_of, hosts_first, shares, with_devices_of
 from rayhelper.errors import ConfigError
+
+DEVICE_KEYS = (("device",), ("ranks", "device_mapping"), ("gpus_per_worker",))  # names of one thing together
 
 
 def rank_groups(
     sections: Mapping[str, Mapping[str, Any]], mistakes: Mistakes
 ) -> tuple[list[DeviceGroup], frozenset[str]]:
     """The groups of form 1, and the names of those with a mistake, of which only what could be read is known."""
-    groups, faulty = [], set()
-    for name, section in sections.items():
-        before = len(mistakes)
-        groups.append(_rank_group(name, section, mistakes))
+    groups: dict[str, DeviceGroup] = {}
+    faulty = set()
+    for name in hosts_first(sections):
+        before, where, section = len(mistakes), f"group {name!r}", sections[name]
+        _check_keys(where, section, mistakes)
+        host = mistakes.attempt(host_of, where, name, sections) if shares(section) else None
+        if host is not None:
+            section = with_devices_of(sections[host], section, DEVICE_KEYS)
+        if shares(section) and (host is None or host in faulty):  # nobody knows its devices
+            roles = mistakes.attempt(roles_of, where, section.get("workers"))
+            groups[name] = DeviceGroup(name, roles or (), "CPU", None, 0)
+            faulty.add(name)
+        else:
+            groups[name] = replace(_rank_group(name, section, mistakes), shares_devices_with=host)
         if len(mistakes) > before:
             faulty.add(name)
-    return groups, frozenset(faulty)
+    return [groups[name] for name in sections], frozenset(faulty)
 
 
 def _rank_group(name: str, section: Mapping[str, Any], mistakes: Mistakes) -> DeviceGroup:
     """A group of form 1; if it is written as a count, its ranks are still None. What is wrong is noted and left out."""
     where = f"group {name!r}"
-    _check_keys(where, section, mistakes)
     device = mistakes.attempt(device_of, where, section.get("device"))
     roles = mistakes.attempt(roles_of, where, section.get("workers"))
     counted = mistakes.attempt(_counted_ranks, where, section)

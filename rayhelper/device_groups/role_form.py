@@ -2,7 +2,8 @@
 
     {colocate_groups: [[train, rollout]], train: {gpus: 4}, rollout: {gpus: 4}}
 
-Colocated roles become one group, named after all of them. No group has ranks yet; ``assignment.py`` gives them.
+Colocated roles become one group, named after all of them. A role may name another on whose devices it has processes of
+its own (``sharing.py``). No group has ranks yet; ``assignment.py`` gives them.
 """
 
 from __future__ import annotations
@@ -13,30 +14,44 @@ from dataclasses import replace
 from typing import Any, cast
 
 from rayhelper.device_groups.group import MAX_IN_FLIGHT, Device, DeviceGroup
-from rayhelper.device_groups.keys import PARALLEL_SIZES, SECTION_KEYS, SIZE_KEYS
+from rayhelper.device_groups.keys import PARALLEL_SIZES, SECTION_KEYS, SHARE_KEY, SIZE_KEYS
 from rayhelper.device_groups.mistakes import Mistakes, check_count, nearest, shown
 from rayhelper.device_groups.section import MAX_RANKS, device_of, options_of, roles_of
+from rayhelper.device_groups.sharing import host_of, hosts_first, shares, with_devices_of
 from rayhelper.errors import ConfigError
 
+DEVICE_KEYS = (tuple(SIZE_KEYS), ("gpus_per_worker",))  # names of one thing together
 SHARED_OPTIONS = {"timeout_s": None, "restarts": 0, "max_in_flight": MAX_IN_FLIGHT}  # and what they are if not set
 
 
 def role_groups(sections: Mapping[str, Mapping[str, Any]], colocate: Any, mistakes: Mistakes) -> list[DeviceGroup]:
     """The groups of form 2, in the order of their first section, without ranks."""
-    alone = {role: _role_group(role, section, mistakes) for role, section in sections.items()}
+    alone: dict[str, DeviceGroup | None] = {}
+    for role in hosts_first(sections):
+        alone[role] = _role_group(role, sections, alone, mistakes)
     before = len(mistakes)
     partners = mistakes.attempt(_colocated, colocate, sections, mistakes) or {}
     if len(mistakes) > before:
         return []  # nobody knows which of them share hardware
     names = dict.fromkeys(partners.get(role, (role,)) for role in sections)
-    joined = [_joined([alone[role] for role in roles], mistakes) for roles in names]
+    joined = [_joined([_on_groups(alone[role], partners, mistakes) for role in roles], mistakes) for roles in names]
     return [group for group in joined if group is not None]
 
 
-def _role_group(role: str, section: Mapping[str, Any], mistakes: Mistakes) -> DeviceGroup | None:
-    where, before = f"section {role!r}", len(mistakes)
+def _role_group(
+    role: str,
+    sections: Mapping[str, Mapping[str, Any]],
+    others: Mapping[str, DeviceGroup | None],
+    mistakes: Mistakes,
+) -> DeviceGroup | None:
+    where, before, section, host = f"section {role!r}", len(mistakes), sections[role], None
     if "+" in role:
         mistakes.note(f"role {role!r} holds a '+', which joins the names of colocated roles. Rename it.")
+    if shares(section):
+        host = mistakes.attempt(host_of, where, role, sections)
+        if host is None or others[host] is None:  # nobody knows its devices
+            return None
+        section = with_devices_of(sections[host], section, DEVICE_KEYS)
     roles = mistakes.attempt(roles_of, where, [role])
     key = mistakes.attempt(_size_key, where, section)
     if key is None:
@@ -54,7 +69,23 @@ def _role_group(role: str, section: Mapping[str, Any], mistakes: Mistakes) -> De
     options = options_of(where, section, device, size or 0, mistakes)
     if len(mistakes) > before or roles is None:
         return None
-    return DeviceGroup(role, roles, device, None, **options)
+    return DeviceGroup(role, roles, device, None, **options, shares_devices_with=host)
+
+
+def _on_groups(
+    group: DeviceGroup | None, partners: Mapping[str, tuple[str, ...]], mistakes: Mistakes
+) -> DeviceGroup | None:
+    """The group of one role; what it shares devices with is a group and no role any more."""
+    if group is None or group.shares_devices_with is None:
+        return group
+    host = group.shares_devices_with
+    if host in partners.get(group.name, ()):
+        mistakes.note(
+            f"section {group.name!r} shares devices with {host!r}, with which it is colocated: one process has both "
+            f"roles. Remove {SHARE_KEY}, or take one out of colocate_groups."
+        )
+        return None
+    return replace(group, shares_devices_with="+".join(partners.get(host, (host,))))
 
 
 def _size_key(where: str, section: Mapping[str, Any]) -> str:
@@ -131,6 +162,11 @@ def _joined(members: Sequence[DeviceGroup | None], mistakes: Mistakes) -> Device
             mistakes.note(
                 f"{pair} have gpus_per_worker {first.gpus_per_worker} and {member.gpus_per_worker}. "
                 "They share processes: give them the same gpus_per_worker, or take one out of colocate_groups."
+            )
+        elif first.shares_devices_with != member.shares_devices_with:
+            mistakes.note(
+                f"{pair} have {SHARE_KEY} {first.shares_devices_with} and {member.shares_devices_with}. They share "
+                "processes: write the same in both sections, or take one out of colocate_groups."
             )
         for key, unset in SHARED_OPTIONS.items():
             value = getattr(member, key)

@@ -46,7 +46,9 @@ class GroupPlan:
     ranks: tuple[str, ...]  # in runs: 0-3, 8-11
     shares: tuple[NodeShare, ...]  # empty on CPU: such workers go where CPUs are free
     roles: tuple[RolePlan, ...]
-    peak_bytes: int | None  # of one GPU, with what colocated roles move away; None: no role's memory is known
+    num_groups: int  # that share its devices, itself included
+    roles_beside: tuple[RolePlan, ...]  # of those other groups
+    peak_bytes: int | None  # of one GPU, with what its roles move away; None: no role's memory is known
     awake_bytes: int | None  # the same if nothing were moved away
 
 
@@ -106,7 +108,14 @@ def make_plan(
     trained = [group.num_workers for group in groups.groups if TRAINED & set(group.roles)]
     gpu_bytes = int(gpu_memory_gib * GIB)
     run = Run(shared, groups.roles, max(trained, default=1), gpu_bytes, nproc_per_node, findings, shape, unknown)
-    planned = tuple(_plan_group(group, layout.get(group.name, Counter()), groups, run) for group in groups.groups)
+    roles = {
+        group.name: tuple(plan_role(Place(role, group, groups.role_settings[role], run)) for role in group.roles)
+        for group in groups.groups
+    }
+    planned = tuple(
+        _plan_group(group, layout.get(group.name, Counter()), groups.neighbours(group), roles, run)
+        for group in groups.groups
+    )
     num_asked = sum(demand.total() for demand in asked.values())
     is_partial = bool(mistakes)
     return Plan(config, num_nodes, gpus_per_node, num_asked, fits, gpu_bytes, planned, findings, is_partial)
@@ -198,24 +207,43 @@ def _check_fit(asked: Mapping[int, Demand], num_nodes: int, gpus_per_node: int, 
     return not large and len(asked) <= num_nodes
 
 
-def _plan_group(group: DeviceGroup, workers: Counter[int], groups: DeviceGroups, run: Run) -> GroupPlan:
-    roles = tuple(plan_role(Place(role, group, groups.role_settings[role], run)) for role in group.roles)
-    memories = [role.memory for role in roles if role.memory is not None]
-    peak = RUNTIME_BYTES + peak_bytes(memories, offloading=True) if memories else None
-    awake = RUNTIME_BYTES + peak_bytes(memories, offloading=False) if memories else None
-    if peak is not None and peak > run.gpu_bytes:
-        counted = peak_bytes([memory.counted for memory in memories], offloading=True)
+def _plan_group(
+    group: DeviceGroup,
+    workers: Counter[int],
+    neighbours: Sequence[DeviceGroup],
+    roles: Mapping[str, tuple[RolePlan, ...]],
+    run: Run,
+) -> GroupPlan:
+    own, beside = roles[group.name], [roles[other.name] for other in neighbours]
+    processes = [[role.memory for role in process if role.memory is not None] for process in (own, *beside)]
+    peak = awake = None
+    if any(processes):
+        runtime = RUNTIME_BYTES * len(processes)
+        peak = runtime + peak_bytes(*processes, offloading=True)
+        awake = runtime + peak_bytes(*processes, offloading=False)
+    if peak is not None and peak > run.gpu_bytes and group.shares_devices_with is None:
+        counted = peak_bytes(*([memory.counted for memory in process] for process in processes), offloading=True)
         room = ", or let roles make room for each other (offload_model, offload_optimizer, sleep_level)"
+        others = f", with {', '.join(repr(other.name) for other in neighbours)} on its devices," if neighbours else ""
         message = (
-            f"group {group.name!r} needs about {peak / GIB:.1f} GiB of a GPU of {run.gpu_bytes / GIB:g} GiB, of which "
-            f"{counted / GIB:.1f} are counted and not estimated. Give it more workers, larger parallel sizes, smaller "
-            f"micro-batches or gradient_checkpointing{room if len(roles) > 1 else ''}."
+            f"group {group.name!r}{others} needs about {peak / GIB:.1f} GiB of a GPU of {run.gpu_bytes / GIB:g} GiB, "
+            f"of which {counted / GIB:.1f} are counted and not estimated. Give it more workers, larger parallel sizes, "
+            f"smaller micro-batches or gradient_checkpointing{room if len(own) > 1 or neighbours else ''}."
         )
         if counted > run.gpu_bytes:
             run.findings.mistakes.note(message)
         else:
             run.findings.warnings.append(message)
-    return GroupPlan(group, runs(group.ranks or ()), _shares(workers), roles, peak, awake)
+    return GroupPlan(
+        group,
+        runs(group.ranks or ()),
+        _shares(workers),
+        own,
+        len(processes),
+        tuple(role for process in beside for role in process),
+        peak,
+        awake,
+    )
 
 
 def _shares(workers: Counter[int]) -> tuple[NodeShare, ...]:

@@ -66,6 +66,7 @@ class RoleMemory:
     role: str
     terms: tuple[Term, ...]
     offloads: frozenset[str] = frozenset()  # of the keys in ``freed_by``, those that are set
+    generates: bool = False
 
     @property
     def at_work(self) -> int:
@@ -82,10 +83,21 @@ class RoleMemory:
         return sum(term.num_bytes for term in self.terms if term.stays and term.freed_by not in away)
 
 
-def peak_bytes(memories: Sequence[RoleMemory], *, offloading: bool) -> int:
-    """The most that roles of the same workers need, one of them at work at a time; without the runtime's share."""
-    idle = {memory.role: memory.idle(offloading=offloading) for memory in memories}
-    return max(memory.at_work + sum(idle.values()) - idle[memory.role] for memory in memories)
+def peak_bytes(*processes: Sequence[RoleMemory], offloading: bool) -> int:
+    """The most that the roles of processes on one GPU need, without the runtime's share.
+
+    Of a process one role is at work at a time. Processes work at the same time, but those that generate and the others
+    take turns.
+    """
+
+    def added(memory: RoleMemory) -> int:
+        return memory.at_work - memory.idle(offloading=offloading)
+
+    def at_once(generates: bool) -> int:
+        return sum(max((added(one) for one in roles if one.generates is generates), default=0) for roles in processes)
+
+    idle = sum(memory.idle(offloading=offloading) for roles in processes for memory in roles)
+    return idle + max(at_once(True), at_once(False))
 
 
 def training(shape: ModelShape, sizes: ParallelSizes, work: Work) -> tuple[Term, ...]:

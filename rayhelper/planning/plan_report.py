@@ -9,11 +9,11 @@ is found by ``dry_run.py``; here it is written down, short enough to read: ranks
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rayhelper.errors import ConfigError
-from rayhelper.plan import resources
+from rayhelper.plan import bundle, resources
 from rayhelper.planning.dry_run import GroupPlan, NodeShare, Plan, make_plan
 from rayhelper.planning.memory import GIB, RUNTIME_BYTES, Term
 from rayhelper.planning.plan_roles import RolePlan
@@ -87,7 +87,8 @@ def _total_text(made: Plan) -> str:
 def _group_lines(planned: GroupPlan, gpu_bytes: int) -> Iterator[str]:
     group = planned.group
     colocated = " (colocated)" if len(group.roles) > 1 else ""
-    yield f"{group.name}: {group.device}, hosts {', '.join(group.roles)}{colocated}"
+    shares = f", shares devices with {group.shares_devices_with}" if group.shares_devices_with else ""
+    yield f"{group.name}: {group.device}, hosts {', '.join(group.roles)}{colocated}{shares}"
     each = f", {group.gpus_per_worker} {group.device} each" if group.device != "CPU" else ""
     yield f"  workers  {group.num_workers:,}{each}"
     if group.ranks is not None:
@@ -101,17 +102,22 @@ def _group_lines(planned: GroupPlan, gpu_bytes: int) -> Iterator[str]:
             yield f"    memory {terms} = {_gib(role.memory.at_work)} GiB a GPU"
         elif group.device != "CPU":
             yield f"    memory unknown: {role.unknown}"
-    if planned.peak_bytes is not None and planned.awake_bytes is not None:
+    if planned.peak_bytes is not None and group.shares_devices_with is not None:
+        yield f"  memory   counted with that of {group.shares_devices_with}"
+    elif planned.peak_bytes is not None:
         yield f"  memory   peak {_gib(planned.peak_bytes)} of {_gib(gpu_bytes)} GiB a GPU{_peak_text(planned)}"
 
 
 def _peak_text(planned: GroupPlan) -> str:
     """What the peak is made of, where roles share a GPU."""
-    if any(role.memory is None for role in planned.roles):
-        return ", of the roles whose memory is known"
-    if len(planned.roles) == 1 or planned.awake_bytes == planned.peak_bytes:
+    beside = f" with {', '.join(role.role for role in planned.roles_beside)}" if planned.roles_beside else ""
+    if any(role.memory is None for role in (*planned.roles, *planned.roles_beside)):
+        return f"{beside}, of the roles whose memory is known"
+    if planned.awake_bytes == planned.peak_bytes:
+        return beside
+    if not beside and len(planned.roles) == 1:
         return ""
-    return f" while idle roles sleep or are offloaded, {_gib(planned.awake_bytes or 0)} if none were"
+    return f"{beside} while idle roles sleep or are offloaded, {_gib(planned.awake_bytes or 0)} if none were"
 
 
 def _role_text(role: RolePlan, planned: GroupPlan) -> str:
@@ -140,12 +146,20 @@ def _share_text(share: NodeShare) -> str:
 
 def _bundle_text(planned: GroupPlan) -> Iterator[str]:
     """What is asked of the cluster: bundles of a placement group, node by node."""
-    ask = ", ".join(f"{name}: {amount:g}" for name, amount in sorted(resources(planned.group).items(), reverse=True))
+    group = planned.group
+    if group.shares_devices_with is not None:
+        yield f"those of {group.shares_devices_with}, {_amounts(resources(group, planned.num_groups))} of each"
+        return
+    ask = _amounts(bundle(group, planned.num_groups))
     if not planned.shares:
-        yield f"{planned.group.num_workers:,} x {{{ask}}} where CPUs are free"
+        yield f"{group.num_workers:,} x {ask} where CPUs are free"
     for share in planned.shares:
         place = f"node {share.nodes[0]}" if share.num_nodes == 1 else f"each of {share.num_nodes:,} nodes"
-        yield f"{share.num_workers:,} x {{{ask}}} on {place}"
+        yield f"{share.num_workers:,} x {ask} on {place}"
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return f"{{{', '.join(f'{name}: {amount:g}' for name, amount in sorted(resources.items(), reverse=True))}}}"
 
 
 def _numbered(name: str, messages: Sequence[str]) -> Iterator[str]:
@@ -212,7 +226,9 @@ def _group_dict(planned: GroupPlan) -> dict[str, Any]:
             {"nodes": list(share.nodes), "num_nodes": share.num_nodes, "workers_on_each": share.num_workers}
             for share in planned.shares
         ],
-        "bundle": resources(group),
+        "shares_devices_with": group.shares_devices_with,
+        "bundle": None if group.shares_devices_with else bundle(group, planned.num_groups),  # it then has the other's
+        "takes": resources(group, planned.num_groups),
         "memory": {
             "is_estimate": True,
             "peak_bytes": planned.peak_bytes,

@@ -160,7 +160,7 @@ def _plan_vllm(place: Place) -> RolePlan:
         terms = vllm_engine(shape, tensor, share, place.run.gpu_bytes)
         weights, cache = (term.num_bytes for term in terms)
         tokens = cache // cache_bytes_per_token(shape, tensor)
-        memory = RoleMemory(place.role, terms, _offloads(settings))
+        memory = RoleMemory(place.role, terms, _offloads(settings), generates=True)
         if not cache:
             mistakes.note(
                 f"the engine of {place.where} has {share:g} of a GPU of {place.run.gpu_bytes / GIB:g} GiB, and its "
@@ -177,7 +177,7 @@ def _plan_hf(place: Place) -> RolePlan:
         work = _work(place, ParallelSizes())
         shares = any(role in TRAINED for role in place.group.roles)
         terms = hf_engine(shape, work, _num_sequences(place, work), shares_weights=shares)
-        memory = RoleMemory(place.role, terms, _offloads(place.settings))
+        memory = RoleMemory(place.role, terms, _offloads(place.settings), generates=True)
     sizes = ParallelSizes(data=place.group.num_workers)
     return RolePlan(place.role, "generate", sizes, "hf", 1, None, shape, memory, unknown)
 

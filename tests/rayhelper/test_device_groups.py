@@ -114,6 +114,50 @@ def test_colocated_sections_put_their_options_together():
     )
 
 
+def test_a_group_may_have_the_devices_of_another():
+    groups = DeviceGroups.parse(
+        {
+            "engines": {"shares_devices_with": "policy", "workers": "rollout", "timeout_s": 9},
+            "judges": {"device": "GPU", "ranks": 1, "workers": "judge"},
+            "policy": {"device": "GPU", "ranks": [1, 0], "workers": ["train", "critic"]},
+        }
+    )
+    engines, judges, policy = groups.groups
+    assert engines == DeviceGroup("engines", ("rollout",), "GPU", (0, 1), 2, 1, 9.0, shares_devices_with="policy")
+    assert (judges.ranks, policy.ranks) == ((2,), (0, 1))
+    assert [group.devices_of for group in groups.groups] == ["policy", "judges", "policy"]
+    assert [groups.neighbours(group) for group in groups.groups] == [(policy,), (), (engines,)]
+    assert groups.share_devices("rollout", "critic")
+    assert not groups.share_devices("rollout", "judge")
+
+
+@pytest.mark.parametrize("written", [{"ranks": 2}, {"ranks": "[0, 1]"}, {"device": "gpu"}, {"gpus_per_worker": 1}])
+def test_what_is_said_of_shared_devices_may_be_said_again(written: dict[str, Any]):
+    sharing = {"ranks": None, "device": None, "shares_devices_with": "one", **written}
+    for ranks in (2, [0, 1]):
+        one, other = DeviceGroups.parse(two({"ranks": ranks}, sharing)).groups
+        assert one.ranks == other.ranks == (0, 1)
+
+
+def test_a_role_may_have_the_devices_of_another():
+    config = {
+        "colocate_groups": [["train", "critic"], ["rollout", "judge"]],
+        "rollout": {"shares_devices_with": "critic", "vllm_tensor_parallel_size": 2},
+        "judge": {"shares_devices_with": "train", "gpus": 4},
+        "teacher": {"shares_devices_with": "train"},
+        "train": {"gpus": 4},
+        "critic": {"gpus": 4},
+    }
+    groups = DeviceGroups.parse(config)
+    shared = {"shares_devices_with": "train+critic"}
+    assert groups.groups == (
+        DeviceGroup("rollout+judge", ("rollout", "judge"), "GPU", (0, 1, 2, 3), 4, **shared),
+        DeviceGroup("teacher", ("teacher",), "GPU", (0, 1, 2, 3), 4, **shared),
+        DeviceGroup("train+critic", ("train", "critic"), "GPU", (0, 1, 2, 3), 4),
+    )
+    assert groups.role_settings["rollout"] == {"vllm_tensor_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
     ("written", "ranks"),
     [
@@ -187,6 +231,11 @@ def two(first: dict[str, Any], second: dict[str, Any], **top: Any) -> dict[str, 
 
 def sections(colocate: Any = None, **roles: dict[str, Any]) -> dict[str, Any]:
     return roles if colocate is None else {"colocate_groups": colocate, **roles}
+
+
+def sharing(first: dict[str, Any], **second: Any) -> dict[str, Any]:
+    """Two groups; the second shares the devices of the first if it is not told otherwise."""
+    return two({"ranks": 2, **first}, {"device": None, "shares_devices_with": "one", **second})
 
 
 TWO_ROLES: dict[str, Any] = {"train": {"gpus": 4}, "rollout": {"gpus": 4}}
@@ -265,7 +314,55 @@ MISTAKES: dict[str, tuple[Any, str, str]] = {
     "overlapping ranks": (
         two({"ranks": [0, 1]}, {"ranks": [1, 2]}),
         "rank 1 is in two groups, 'one'",
-        "do not overlap",
+        "write `shares_devices_with: one` in 'two'",
+    ),
+    "devices of nobody": (
+        sharing({}, shares_devices_with="ones"),
+        "'ones', which is not there (there are: one, two; nearest: 'one')",
+        "Correct the name",
+    ),
+    "devices of no name": (sharing({}, shares_devices_with=["one"]), "['one']", "Correct the name"),
+    "its own devices": (sharing({}, shares_devices_with="two"), "'two' shares devices with itself", "Name another"),
+    "devices of one that shares": (
+        {**sharing({}), "three": {"shares_devices_with": "two", "workers": "c"}},
+        "group 'three' shares devices with 'two', which has none of its own: it shares those of 'one'",
+        "Name one that has its own",
+    ),
+    "devices of each other": (sharing({"shares_devices_with": "two"}), "it shares those of", "Name one that has"),
+    "fewer of shared devices": (sharing({}, ranks=1), "asks for 1 GPU and not for 2 GPU", "Leave its size out"),
+    "other shared devices": (sharing({}, ranks=[0, 2]), "ranks [0, 2] and not [0, 1]", "Leave its ranks out"),
+    "shared NPUs that are GPUs": (sharing({}, device="NPU"), "asks for 2 NPU and not for 2 GPU", "Leave its size out"),
+    "larger workers on shared devices": (
+        sharing({}, gpus_per_worker=2),
+        "asks for 2 GPU (2 a worker) and not for 2 GPU",
+        "Leave its size out",
+    ),
+    "large workers that share": (sharing({"gpus_per_worker": 2}), "have 2 GPU each", "Leave gpus_per_worker out"),
+    "shared CPUs": (sharing({"device": "CPU"}), "which has CPUs", "Write how many workers it has"),
+    "a role on devices of nobody": (
+        sections(train={"gpus": 2}, rollout={"shares_devices_with": "trains"}),
+        "section 'rollout' has shares_devices_with 'trains'",
+        "Correct the name",
+    ),
+    "a role on other devices": (
+        sections(train={"gpus": 2}, rollout={"gpus": 4, "shares_devices_with": "train"}),
+        "group 'rollout' shares devices with 'train', but asks for 4 GPU",
+        "Leave its size out",
+    ),
+    "a role on the devices of its own process": (
+        sections([["train", "rollout"]], train={"gpus": 2}, rollout={"shares_devices_with": "train"}),
+        "section 'rollout' shares devices with 'train', with which it is colocated",
+        "or take one out of colocate_groups",
+    ),
+    "one of two colocated on the devices of another": (
+        sections([["a", "b"]], train={"gpus": 2}, a={"shares_devices_with": "train"}, b={"gpus": 2}),
+        "colocated roles 'a' and 'b' have shares_devices_with train and None",
+        "write the same in both",
+    ),
+    "a tensor-parallel engine on too few shared devices": (
+        sections(train={"gpus": 3}, rollout={"shares_devices_with": "train", "vllm_tensor_parallel_size": 2}),
+        "vllm_tensor_parallel_size 2 of section 'rollout' does not divide its gpus: 3",
+        "Ask for a multiple of 2",
     ),
     "overlapping GPU and NPU": (two({"ranks": [0]}, {"ranks": [0], "device": "NPU"}), "rank 0", "do not overlap"),
     "no processes on a node": ({**one(), "nproc_per_node": 0}, "nproc_per_node must be", "1 or more"),
@@ -401,6 +498,7 @@ KEYS = st.sampled_from(
     (
         *("pool", "train", "device", "ranks", "device_mapping", "workers", "gpus", "cpus", "colocate_groups", "env"),
         *("nnodes", "nproc_per_node", "timeout_s", "gpus_per_worker", "device_groups", "tensor_model_parallel_size"),
+        "shares_devices_with",
     )
 )
 LEAVES = (

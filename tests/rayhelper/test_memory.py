@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -292,3 +293,16 @@ def test_colocated_roles_need_what_works_and_what_stays() -> None:
     assert peak_bytes([train, rollout], offloading=True) == max(10 + 20 + 40, 50 + 10)
     assert peak_bytes([train.counted, rollout.counted], offloading=False) == 10 + 20 + 50
     assert peak_bytes([train], offloading=True) == 70
+
+
+def test_processes_on_one_gpu_work_at_the_same_time_but_for_those_that_generate() -> None:
+    passing = Term("activations", 40, stays=False)
+    train = RoleMemory("train", (Term("weights", 10, freed_by="offload_model"), passing), frozenset({"offload_model"}))
+    critic = RoleMemory("critic", (Term("weights", 1), replace(passing, num_bytes=5)))
+    cache = Term("KV cache", 60, freed_by="sleep_level")
+    rollout = RoleMemory("rollout", (cache,), frozenset({"sleep_level"}), generates=True)
+    assert peak_bytes([train], [rollout], offloading=False) == 10 + 40 + 60
+    assert peak_bytes([train], [rollout], offloading=True) == max(10 + 40, 60)
+    assert peak_bytes([train], [critic], [rollout], offloading=True) == max(10 + 40 + 1 + 5, 60 + 1)
+    assert peak_bytes([train, critic], [rollout], offloading=True) == max(10 + 40 + 1, 60 + 1)
+    assert peak_bytes([], [train], offloading=True) == 50

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rayhelper.device_groups import DeviceGroups
 from rayhelper.errors import PlacementError
-from rayhelper.plan import NodeResources, Slot, assign
+from rayhelper.plan import NodeResources, Slot, assign, bundle, resources
 
 
 def node(name: str, gpus: float = 0, cpus: float = 2, npus: float = 0) -> NodeResources:
@@ -88,6 +88,28 @@ def test_a_worker_is_never_torn_over_nodes_of_a_size_nobody_gave():
     groups = DeviceGroups.parse({"rollout": {"gpus": 4, "gpus_per_worker": 2}})
     with pytest.raises(PlacementError, match=r"worker 1 of group 'rollout' .* Set nproc_per_node"):
         assign(groups, [node("1", 3), node("2", 3)])
+
+
+def test_groups_that_share_devices_lie_at_the_same_places_and_are_counted_once():
+    config = {"nproc_per_node": 2, "engines": {"shares_devices_with": "policy", "workers": "rollout"}}
+    config |= {"policy": {"device": "GPU", "ranks": [0, 1, 2], "workers": "train"}}
+    groups = DeviceGroups.parse(config)
+    slots = assign(groups, [node("1", 2), node("2", 1)])
+    places = [[(slot.rank, slot.local_rank, slot.node_id) for slot in slots[name]] for name in ("policy", "engines")]
+    assert places[0] == places[1] == [(0, 0, "1"), (1, 1, "1"), (2, 0, "2")]
+    with pytest.raises(PlacementError) as caught:
+        assign(groups, [node("1", 2), node("2", 0)])
+    assert "  engines  GPU     3        those of policy\n" in str(caught.value)
+    assert "no node is left with 1 GPU free, which node 1 of" in str(caught.value)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 3, 6, 7])
+def test_workers_that_share_a_device_together_take_no_more_than_it(num_groups: int):
+    (group,) = gpu_groups(train=1).groups
+    there, taken = bundle(group, num_groups), resources(group, num_groups)
+    steps = {name: round(amount * 10_000) * num_groups for name, amount in taken.items()}  # as Ray counts
+    assert 9_990 < steps["GPU"] <= 10_000 * there["GPU"] == 10_000
+    assert steps["CPU"] == round(there["CPU"] * 10_000)
 
 
 def test_npus_and_gpus_are_counted_apart():

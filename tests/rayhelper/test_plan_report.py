@@ -320,6 +320,54 @@ def test_roles_that_make_room_for_each_other_need_less(tmp_path: Path) -> None:
     assert "memory is an estimate" in shown
 
 
+BESIDE: dict[str, Any] = {
+    "model": SHAPE,
+    "vllm_gpu_memory_utilization": 0.5,
+    "per_device_train_batch_size": 1,
+    "gradient_checkpointing": True,
+    "nproc_per_node": 4,
+    "rollout": {"shares_devices_with": "train", "use_vllm": True},
+    "train": {"gpus": 8},
+}
+
+
+def test_groups_that_share_devices_ask_for_them_once(tmp_path: Path) -> None:
+    found = planned(tmp_path, BESIDE, nodes=2)
+    text = "\n".join(as_lines(found))
+    for line in (
+        "rollout: GPU, hosts rollout, shares devices with train\n  workers  8, 1 GPU each\n  ranks    0-7\n",
+        "  bundles  those of train, {GPU: 0.5, CPU: 0.001} of each\n",
+        "  memory   counted with that of train\n",
+        "  bundles  4 x {GPU: 1, CPU: 0.002} on each of 2 nodes\n",
+        "total: 2 nodes x 4 = 8 GPUs, 8 used, 0 idle\n",
+    ):
+        assert line in text
+    rollout, train = as_dict(found)["groups"]
+    assert (rollout["shares_devices_with"], rollout["bundle"], train["bundle"]) == (
+        *("train", None),
+        {"CPU": 0.002, "GPU": 1},
+    )
+    assert rollout["takes"] == train["takes"] == {"CPU": 0.001, "GPU": 0.5}
+    assert rollout["memory"] == train["memory"]
+
+
+def test_the_memory_of_a_gpu_is_that_of_all_groups_on_it(tmp_path: Path) -> None:
+    """Two processes set aside twice what one does; else it is that of roles in one process."""
+    one = {**BESIDE, "rollout": {"gpus": 8, "use_vllm": True}, "colocate_groups": [["train", "rollout"]]}
+    runtime = 3 * GIB // 2
+    for keys in ({}, {"sleep_level": 1, "offload_optimizer": True}):
+        together = planned(tmp_path, one | keys).groups[0]
+        assert together.peak_bytes is not None
+        assert [group.peak_bytes for group in planned(tmp_path, BESIDE | keys).groups] == [
+            together.peak_bytes + runtime
+        ] * 2
+    asleep = "\n".join(as_lines(planned(tmp_path, BESIDE | {"sleep_level": 1})))
+    assert "GiB a GPU with rollout while idle roles sleep or are offloaded" in asleep
+    (said,) = mistakes(tmp_path, BESIDE | {"vllm_gpu_memory_utilization": 0.7}, gpu_memory_gib=50)  # 35 + 15.3
+    assert "group 'train', with 'rollout' on its devices, needs about" in said
+    assert "or let roles make room for each other" in said
+
+
 def test_what_is_counted_must_fit_and_what_is_estimated_is_warned_of(tmp_path: Path) -> None:
     config = {"model": SHAPE, "train": {"gpus": 2}}  # 8.19 billion parameters x 16 bytes / 2 = 61 GiB
     found = planned(tmp_path, {**config, "per_device_train_batch_size": 1}, gpu_memory_gib=80)

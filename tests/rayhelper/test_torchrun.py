@@ -417,3 +417,11 @@ def test_a_group_larger_than_the_run_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=r"rank 3.*2 processes"):
         RayHelper.initialize({"g": {"device": "CPU", "ranks": 4, "workers": ["w"]}}, runtime="torchrun")
+
+
+def test_two_processes_of_one_device_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    groups = {"train": {"gpus": 2}, "rollout": {"shares_devices_with": "train"}}
+    with pytest.raises(ConfigError, match=r"group 'rollout' shares devices with 'train'; torchrun starts one process"):
+        RayHelper.initialize(groups, runtime="torchrun")

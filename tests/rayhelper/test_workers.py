@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from rayhelper import DeadlineError, PlacementError, RayHelper, RayHelperError, ShardError, WorkerDiedError, WorkerError
 from tests.conftest import without_runtime
@@ -219,6 +221,55 @@ def test_too_many_gpus_end_in_a_table_of_what_is_free(ray_cluster: None) -> None
         assert "64" in str(caught.value)
         assert "big" in str(caught.value)
         assert RayHelper.current().group == "off"
+
+
+@RayHelper.worker(group=["train", "rollout"])
+class Beside:
+    @RayHelper.function(group="train")
+    def trainer(self) -> Any:
+        return facts()
+
+    @RayHelper.function(group="rollout")
+    def engine(self) -> Any:
+        return facts()
+
+    @RayHelper.function(group="rollout")
+    def die(self) -> None:
+        marker = os.environ["MARKER"]
+        if RayHelper.current().rank == 1 and not os.path.exists(marker):
+            open(marker, "w").close()
+            os._exit(3)
+
+
+def facts() -> tuple[Any, ...]:
+    """The GPUs that this process sees and the one that Ray gave it, who is beside it, and the process."""
+    own = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return os.environ["CUDA_VISIBLE_DEVICES"], own, RayHelper.current().neighbours, os.getpid()
+
+
+def test_groups_that_share_devices_have_processes_of_their_own_on_the_same_gpus(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    """Also when one of them died and another took its place."""
+    engines = {"shares_devices_with": "policy", "workers": ["rollout"], "restarts": 1}
+    groups = {
+        "engines": engines | {"env": {"MARKER": str(tmp_path / "died")}},
+        "policy": {"device": "GPU", "ranks": 2, "workers": ["train"]},
+    }
+    with without_runtime(), RayHelper.session(groups):
+        beside = Beside()
+        trainers = beside.trainer()
+        for _ in range(2):
+            engines_now = beside.engine()
+            assert [one[:2] for one in engines_now] == [one[:2] for one in trainers]
+            beside.die()
+        assert beside.trainer() == trainers
+    (seen, first, roles, _), (also_seen, second, _, _) = trainers
+    assert seen == also_seen == ",".join(first + second)
+    assert len(set(first + second)) == 2
+    assert roles == ("rollout",)
+    assert engines_now[0][2] == ("train",)
+    assert len({one[3] for one in trainers + engines_now}) == 4
 
 
 def test_initialize_on_a_worker_says_where_the_call_belongs(probe: Probe) -> None:

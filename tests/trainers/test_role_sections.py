@@ -12,7 +12,9 @@ from rayhelper import ConfigError, DeviceGroups
 from trainers.cli import load_config, placement
 from trainers.gkd import GKDTrainer
 from trainers.gkd_config import GKDConfig
+from trainers.grpo import GRPOTrainer
 from trainers.grpo_config import GRPOConfig
+from trainers.ppo import PPOTrainer
 from trainers.ppo_config import PPOConfig
 from trainers.sampling_config import SamplingConfig
 
@@ -85,6 +87,22 @@ def test_a_key_of_a_section_is_the_runs_key_that_it_means(
     assert {name: getattr(found, name) for name in keys} == keys
     for section in found.device_groups.values():
         assert list(section) == ["gpus"]
+
+
+def test_a_role_may_have_processes_of_its_own_on_the_devices_of_another(tmp_path: Path) -> None:
+    text = "train: {gpus: 4, lr: 1}\nrollout: {shares_devices_with: train, top_p: 0.9}"
+    found = load(GRPOConfig, text, tmp_path)
+    assert (found.top_p, found.learning_rate) == (0.9, 1.0)
+    groups = placement(GRPOTrainer, found)
+    assert groups.group_of("rollout").shares_devices_with == "train"
+    assert groups.share_devices("rollout", "reference")
+    written = load(GRPOConfig, "train: {gpus: 4}", tmp_path, "--rollout.shares_devices_with", "train")
+    assert written.device_groups == {"train": {"gpus": 4}, "rollout": {"shares_devices_with": "train"}}
+
+
+def test_the_role_that_shares_its_devices_may_have_another_systems_name(tmp_path: Path) -> None:
+    found = load(PPOConfig, "default: {gpus: 2}\ncritic: {gpus: 2}\nrollout: {shares_devices_with: default}", tmp_path)
+    assert placement(PPOTrainer, found).group_of("rollout").shares_devices_with == "train"
 
 
 def test_the_command_line_wins_over_a_section_and_may_write_one(tmp_path: Path) -> None:

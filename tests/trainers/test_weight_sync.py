@@ -15,7 +15,7 @@ from rayhelper import Channel, ChannelError
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.backends.fsdp import FsdpBackend
 from trainers.completion_config import CompletionConfig
-from trainers.engine_updates import EngineUpdates, channel_to
+from trainers.engine_updates import EngineUpdates, Room, channel_to
 from trainers.rollout.hf import HfEngine
 from trainers.weight_sync import EngineLostError, Route, StaleWeightsError, built, check, copy, exported, receive, send
 
@@ -151,7 +151,7 @@ class Doors:
 
         return called
 
-    def updates(self, way: Any, *, in_flight: bool = False) -> EngineUpdates:
+    def updates(self, way: Any, *, in_flight: bool = False, shares_devices: bool = False) -> EngineUpdates:
         def open_channel(route: Route) -> Channel:
             self.calls.append("open")
             return channel_to(route, 1)
@@ -159,7 +159,10 @@ class Doors:
         doors: Any = {name: self.door(name) for name in ("copy", "send", "receive", "rest", "rebuild")}
         doors["send"].defer = lambda *_: Call(doors["send"])
         doors["receive"].defer = lambda *_: Call(self.door("receive later"))
-        return EngineUpdates(Route(way, 2), open_channel=open_channel, in_flight=in_flight, **doors)
+        room = Room(lambda part: self.door(f"room for {part}")(), self.door("wake"), self.door("reload"))
+        route = Route(way, 2, shares_devices)
+        doors |= {"room": room if shares_devices else None, "in_flight": in_flight}
+        return EngineUpdates(route, open_channel=open_channel, **doors)
 
     def since(self) -> list[str]:
         """The calls since the last time."""
@@ -200,6 +203,34 @@ def test_an_engine_beside_training_gets_them_before_every_generation() -> None:
     engines.update()
     engines.end_generation()
     assert doors.since() == []
+
+
+SENT_BESIDE = ["open", "room for weights", "receive", "send", "room for kv_cache", "wake"]
+
+
+def test_engines_on_the_devices_of_the_policy_wake_when_it_has_made_room() -> None:
+    doors = Doors()
+    engines = doors.updates("sent", shares_devices=True)
+    engines.update()
+    assert doors.since() == SENT_BESIDE
+    engines.update()
+    assert doors.since() == []
+    engines.end_generation()
+    assert doors.since() == ["rest", "reload"]
+    engines.update()
+    assert doors.since() == SENT_BESIDE[1:]
+
+
+def test_what_the_policy_gave_away_is_back_before_it_is_sent_once_more() -> None:
+    """The engine that took the place of another has memory until it rests."""
+    restored = ["rebuild", "rest", "reload", *SENT_BESIDE]
+    doors = Doors(first=[lost()])
+    engines = doors.updates("sent", shares_devices=True)
+    assert engines.completed(Call(doors.door("first")), lambda: Call(doors.door("again"))) == "again"
+    assert doors.since() == ["first", *restored, "again"]
+    doors = Doors(receive=[lost()], wake=[lost()])
+    doors.updates("sent", shares_devices=True).update()
+    assert doors.since() == [*SENT_BESIDE[:4], *restored, *restored]
 
 
 @pytest.mark.parametrize("error", [lost(), ChannelError("it went")])

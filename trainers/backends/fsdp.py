@@ -401,7 +401,10 @@ class FsdpBackend:
         load_named_weights(self.module, named_weights, share)
 
     def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
-        """Moves weights, what the optimizer remembers, or both to pinned memory of the host. Every rank."""
+        """Moves weights, what the optimizer remembers, or both to pinned memory of the host. Every rank.
+
+        What torch keeps of a GPU for later is free for others too, also if neither is moved.
+        """
         if model:
             if self.is_sharded:
                 reshard(self.scorer)
@@ -409,6 +412,8 @@ class FsdpBackend:
         if optimizer and self.optimizer is not None:
             remembered = [value for entries in self.optimizer.state.values() for value in entries.values()]
             self.offloaded.offload((value for value in remembered if torch.is_tensor(value)), MEMORY)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def reload(self) -> None:
         """Brings back what ``offload`` moved. Every rank."""

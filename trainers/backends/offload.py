@@ -46,7 +46,6 @@ class Offload:
             self._wait()
             for storage, *_ in moved:
                 storage.resize_(0)
-            torch.cuda.empty_cache()
             self.what_is_away.append(what)
         self.away += moved
         return sum(num_bytes for _, num_bytes, _ in moved)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rayhelper.device_groups.keys import SECTION_KEYS, SIZE_KEYS
+from rayhelper.device_groups.keys import SECTION_KEYS, SHARE_KEY, SIZE_KEYS
 from trainers.configuration.engine_names import IN_ROLLOUT, PREFIX, TEACHER, belongs_to_engine
 from trainers.configuration.given_keys import COMMAND_LINE, GivenKeys, plain
 from trainers.configuration.other_names import ALIASES, ELSEWHERE
@@ -51,7 +51,8 @@ MAIN_ROLES = ("train", "default", "sampler")
 
 def is_placement(name: str, value: Any) -> bool:
     """Whether a key beside ``device_groups`` says where roles run: the section of a role, or what sections share."""
-    return name in SHARED_PLACEMENT_KEYS or (isinstance(value, Mapping) and any(key in value for key in SIZE_KEYS))
+    is_section = isinstance(value, Mapping) and any(key in value for key in (*SIZE_KEYS, SHARE_KEY))
+    return name in SHARED_PLACEMENT_KEYS or is_section
 
 
 def lift_sections(given: GivenKeys, spoken: Mapping[tuple[str, ...], str]) -> dict[str, dict[str, Any]]:

@@ -10,15 +10,17 @@ to ``$OUT/found.json``. ``--seconds`` ends all that is left.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 THREADS = "12"  # of a job: the cores of a host are for all of its GPUs
 
@@ -66,13 +68,12 @@ def begin(job: Job, folder: Path) -> None:
 
 
 def end(job: Job) -> None:
-    """Whatever it started in its process group ends with it."""
-    os.killpg(job.process.pid, signal.SIGTERM)
-    try:
-        job.process.wait(5)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.process.pid, signal.SIGKILL)
-        job.process.wait()
+    """Whatever it started ends with it: parts of benchmarks are in process groups of their own."""
+    started = psutil.Process(job.process.pid).children(recursive=True)
+    for process in [job.process, *started]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    job.process.wait()
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ class CompletionConfig(TrainConfig):
     """With tuner_type: lora, keep the adapter apart: the engine has the model as it is on disk, gets the adapter alone
     and completes under it. false: it gets the weights that the adapter changes, with the adapter merged into them."""
     vllm_engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further fields of vLLM's EngineArgs."""
+    """Further fields of vLLM's EngineArgs; none that a key above says too."""
 
     # From the trainer to the engine
     sleep_level: Literal[0, 1, 2] = 0
@@ -92,10 +92,20 @@ def check_completion(config: CompletionConfig) -> None:
     at_least(config, 1, "vllm_tensor_parallel_size", "vllm_max_model_len", "vllm_max_num_seqs", "weight_bucket_mb")
     check_engine(config)
     at_least(config, 1, "max_completion_length", "max_prompt_length", "rollout_batch_size")
-    length, prompt = config.vllm_max_model_len, config.max_prompt_length
-    if length is not None and length < config.max_completion_length + (prompt or 1):
+    check_model_len(config)
+
+
+def check_model_len(config: CompletionConfig) -> None:
+    """Raises ConfigError if vLLM would have no room for a prompt and its completion."""
+    told, length = f"vllm_max_model_len={config.vllm_max_model_len}", config.vllm_max_model_len
+    if "max_model_len" in config.vllm_engine_kwargs:
+        length = config.vllm_engine_kwargs["max_model_len"]
+        told = f"vllm_engine_kwargs: {{max_model_len: {length}}}"
+    prompt = config.max_prompt_length
+    # vLLM finds a length itself for none and for -1, and says what is wrong with what is no number
+    if isinstance(length, int) and 0 <= length < config.max_completion_length + (prompt or 1):
         raise ConfigError(
-            f"vllm_max_model_len={length} has no room for a prompt of {prompt or 'at least 1'} and a completion of "
+            f"{told} has no room for a prompt of {prompt or 'at least 1'} and a completion of "
             f"{config.max_completion_length} tokens: raise it, or lower max_prompt_length or max_completion_length."
         )
 
@@ -110,12 +120,31 @@ def check_engine(config: CompletionConfig) -> None:
             raise ConfigError("rollout_batch_size is for rollout_engine: hf; vLLM takes vllm_max_num_seqs.")
         if config.vllm_enable_lora:
             check_adapter_apart(config)
+        check_said_once(config)
         return
     defaults = {key.name: key for key in fields(CompletionConfig)}
     for name in (name for name in defaults if name.startswith("vllm_")):
         default = defaults[name].default if defaults[name].default is not MISSING else {}
         if getattr(config, name) != default:
             raise ConfigError(f"{name} needs rollout_engine: vllm, but it is {config.rollout_engine}.")
+
+
+# Fields of EngineArgs that stand in vllm_engine_kwargs or, behind vllm_, are keys
+KEYS_AND_FIELDS = (
+    *("max_model_len", "max_num_seqs", "gpu_memory_utilization", "enable_prefix_caching", "enforce_eager"),
+)
+
+
+def check_said_once(config: CompletionConfig) -> None:
+    """Raises ConfigError for a field of EngineArgs that a key and vllm_engine_kwargs say."""
+    for name in KEYS_AND_FIELDS:
+        key = f"vllm_{name}"
+        value = getattr(config, key)
+        if name in config.vllm_engine_kwargs and value != getattr(CompletionConfig, key):
+            raise ConfigError(
+                f"{key}: {value} and vllm_engine_kwargs: {{{name}: {config.vllm_engine_kwargs[name]}}} set the same "
+                "field of vLLM's EngineArgs. Remove one of them."
+            )
 
 
 # What is said in lora_kwargs of how an adapter is trained, or shows in its matrices alone

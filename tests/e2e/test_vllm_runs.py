@@ -407,7 +407,7 @@ def test_generations_ahead_need_devices_of_their_own(model: str, tmp_path: Path)
     with pytest.raises(ConfigError, match="max_staleness=1 generates while the policy is trained"):
         GRPOTrainer.check(config, None)
     together = {"all": {"device": "CPU", "ranks": 2, "workers": ROLES}}
-    with pytest.raises(ConfigError, match="Give role rollout a group of its own"):
+    with pytest.raises(ConfigError, match="Give role rollout a group with devices of its own"):
         GRPOTrainer.check(config, placement(GRPOTrainer, greedy_config(model, tmp_path, device_groups=together)))
     GRPOTrainer.check(config, placement(GRPOTrainer, greedy_config(model, tmp_path, device_groups=apart())))
 
@@ -431,6 +431,7 @@ def test_processes_of_torchrun_apart_equal_one_process_bit_for_bit(
 ) -> None:
     done = torchrun(3, "-m", __name__, model, str(tmp_path), cwd=Path(__file__).resolve().parents[2])
     assert done.returncode == 0, done.stderr[-4000:]
+    assert "Traceback" not in done.stderr
     for name, expected in (("fresh", off), ("ahead", off_ahead)):
         assert lines(tmp_path / name) == lines(Path(expected.config.output_dir))
         assert final_bytes(tmp_path / name) == final_bytes(Path(expected.config.output_dir))

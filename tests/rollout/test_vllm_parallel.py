@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rayhelper import RayHelper
+from rayhelper import RayHelper, WorkerDiedError
 from tests.conftest import without_runtime
 from tests.golden.tiny import tiny_tokenizer
 from tests.rollout.prompts import prompts_of, save_decided
@@ -86,10 +86,12 @@ def test_a_model_in_two_parts_completes_as_one(place: str, tmp_path: Path) -> No
         if place == "two workers":
             together.close()
         else:
-            (worker, *parts) = together.processes()[0]
-            assert len(parts) > 2
-            os.kill(worker, signal.SIGKILL)
-            assert all_gone(parts, timeout_s=30)
+            processes = together.processes()[0]
+            (part,) = (pid for pid in processes if "Worker_TP1" in " ".join(psutil.Process(pid).cmdline()))
+            os.kill(part, signal.SIGKILL)
+            assert all_gone(processes, timeout_s=30)
+            with pytest.raises(WorkerDiedError, match="rank 0 of group 'engines'"):
+                together.generate(prompts_of())
             for file in Path(tempfile.gettempdir()).glob("vllm_dist_*"):  # where the killed ones had met
                 file.unlink()
     for ours, theirs in zip(found, expected, strict=True):

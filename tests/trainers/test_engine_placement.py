@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rayhelper import ConfigError, DeviceGroups
-from trainers.completion_config import CompletionConfig
-from trainers.completions import check_completions
+from trainers.completion_config import KEYS_AND_FIELDS, CompletionConfig
+from trainers.completions import check_completions, vllm_settings
 
 TRAIN: dict[str, Any] = {"device": "GPU", "ranks": [0, 1], "workers": ["train"]}
 TOGETHER: dict[str, Any] = {"all": {"device": "GPU", "ranks": 2, "workers": ["train", "rollout"]}}
@@ -34,6 +34,9 @@ FIT: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "sleeps on GPUs": ({"sleep_level": 2}, TOGETHER),
     "room for one token more": ({"vllm_max_model_len": 513}, None),
     "just room": ({"vllm_max_model_len": 612, "max_prompt_length": 100}, None),
+    "just room by vLLM's name": ({"vllm_engine_kwargs": {"max_model_len": 612}, "max_prompt_length": 100}, None),
+    "as long as fits": ({"vllm_engine_kwargs": {"max_model_len": -1}, "max_prompt_length": 100}, None),
+    "a key beside other fields": ({"vllm_max_num_seqs": 4, "vllm_engine_kwargs": {"enforce_eager": True}}, None),
 }
 
 
@@ -51,6 +54,18 @@ MISFITS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, str]] = {
     "sleeps on a CPU": ({"sleep_level": 1}, ON_CPU, "sleep_level=1: vLLM frees memory of GPUs alone"),
     "no room to complete": ({"vllm_max_model_len": 512}, None, "no room for a prompt of at least 1 and a comp"),
     "no room for both": ({"vllm_max_model_len": 611, "max_prompt_length": 100}, None, "no room for a prompt of 100"),
+    "no room by vLLM's name": (
+        {"vllm_engine_kwargs": {"max_model_len": 611}, "max_prompt_length": 100},
+        None,
+        "^vllm_engine_kwargs: {max_model_len: 611} has no room for a prompt of 100 and a completion of 512 tokens",
+    ),
+    "no such field": (
+        {"vllm_engine_kwargs": {"max_num_seq": 3}},
+        None,
+        r"^unknown key vllm_max_num_seq: vLLM's EngineArgs has no field .* \(did you mean vllm_max_num_seqs\?\)$",
+    ),
+    "almost a key": ({"vllm_engine_kwargs": {"tensor_paralel_size": 3}}, None, "mean vllm_tensor_parallel_size"),
+    "like nothing": ({"vllm_engine_kwargs": {"qqq": 3}}, None, "has no field 'qqq' for vllm_engine_kwargs$"),
 }
 
 
@@ -59,3 +74,29 @@ def test_what_it_cannot_work_in_is_told_before_anything_starts(name: str) -> Non
     keys, groups, message = MISFITS[name]
     with pytest.raises(ConfigError, match=message):
         check(keys, groups)
+
+
+TWICE: dict[str, tuple[Any, Any]] = {
+    "max_model_len": (600, 600),
+    "max_num_seqs": (4, 8),
+    "gpu_memory_utilization": (0.5, 0.6),
+    "enable_prefix_caching": (False, True),
+    "enforce_eager": (True, False),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_field_is_said_by_a_key_or_by_vllms_name(name: str) -> None:
+    by_key, by_name = TWICE[name]
+    message = f"vllm_{name}: {by_key} and vllm_engine_kwargs: {{{name}: {by_name}}} set the same field"
+    with pytest.raises(ConfigError, match=message):
+        check({f"vllm_{name}": by_key, "vllm_engine_kwargs": {name: by_name}}, None)
+
+
+def test_the_keys_that_have_a_field_of_their_name_are_those_that_set_it() -> None:
+    keys = {key: value for key, (value, _) in TWICE.items()}
+    config = CompletionConfig(
+        model="any", dataset="any", rollout_engine="vllm", **{f"vllm_{name}": value for name, value in keys.items()}
+    )
+    assert vllm_settings(config, shares_devices=False) == keys
+    assert set(KEYS_AND_FIELDS) == set(keys)

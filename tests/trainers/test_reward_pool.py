@@ -73,6 +73,8 @@ def fails(completions, how):
         raise KeyError("no such thing")
     if "strangely" in how:
         raise Strange(3, reason="odd")
+    if "leaving" in how:
+        sys.exit()
     if "dead" in how:
         os._exit(3)
     return [0.5] * len(completions)
@@ -189,6 +191,7 @@ def test_what_has_finished_is_rewarded_while_others_are_written(
     [
         ("wrongly", KeyError, "no such thing"),
         ("strangely", RuntimeError, "Strange: 3: odd\nraised by reward function 'fails'"),
+        ("leaving", RuntimeError, r"^SystemExit\(\) raised by reward function 'fails'$"),
         ("dead", RuntimeError, r"a process that runs reward functions has died \(exit code 3\)"),
     ],
 )
@@ -206,6 +209,14 @@ def test_what_goes_wrong_is_told_and_no_process_stays(
         rollouts = rewarded(pool, rows[:2], np.arange(2), WritingEngine(["a"] * 2))  # it can go on
         assert rollouts.function_rewards is not None
         assert rollouts.function_rewards.tolist() == [[0.5]] * 2
+
+
+def test_a_plugin_that_leaves_a_process_is_told(tmp_path: Path) -> None:
+    plugin = tmp_path / "leaving_rewards.py"
+    plugin.write_text("import sys\nsys.exit('not here')\n")
+    pool = RewardPool(["exact_answer"], num_processes=1, external_plugins=[plugin])
+    with pytest.raises(RuntimeError, match=r"^SystemExit: not here$"):
+        rewarded(pool, ROWS[:1], np.arange(1), WritingEngine(["a"]))
 
 
 def test_an_error_does_not_wait_for_the_completions_behind_it(pool_of: Callable[..., RewardPool]) -> None:

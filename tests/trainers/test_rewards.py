@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,29 @@ def test_an_exception_keeps_its_type_and_says_which_function_raised_it(kind: str
         call(broken if kind == "sync" else async_broken)
     name = "broken" if kind == "sync" else "async_broken"
     assert raised.value.__notes__ == [f"raised by reward function '{name}'"]
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("code", [None, 3])
+def test_a_function_does_not_end_the_run_in_silence(kind: str, code: int | None) -> None:
+    def leaving(completions: Any) -> Any:
+        sys.exit(code)
+
+    async def async_leaving(completions: Any) -> Any:
+        sys.exit(code)
+
+    name, function = ("leaving", leaving) if kind == "sync" else ("async_leaving", async_leaving)
+    with pytest.raises(RuntimeError, match=rf"^SystemExit\({code or ''}\) raised by reward function '{name}'$"):
+        call(function)
+
+
+def test_ctrl_c_in_a_function_stays_what_it_is() -> None:
+    def interrupted(completions: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        call(interrupted)
+    assert not hasattr(raised.value, "__notes__")
 
 
 def test_a_missing_column_is_named_before_anything_runs() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 
 from trainers.configuration.given_keys import GivenKeys, plain
 from trainers.configuration.other_names import ALIASES, HINTS, REFUSED, is_neutral, why_refused
+from trainers.configuration.typed_values import nearest
 
 PREFIX = "vllm_"
 TEACHER = "teacher_"  # before the keys of a section teacher that say something of vLLM
@@ -32,11 +33,23 @@ IN_ROLLOUT = {
     },
 }
 HF = ("hf_infer", "transformers")  # other names of rollout_engine: hf
+KEYS_ALONE = ("tensor_parallel_size", "enable_lora")  # fields of EngineArgs that a key of ours sets, behind PREFIX
 
 
 def belongs_to_engine(name: str, known: Collection[str]) -> bool:
     """Whether role rollout alone reads a key of this run, as it is its engine's, be it ours or another's."""
     return "rollout_engine" in known and (name.startswith(PREFIX) or name in OF_ROLLOUT)
+
+
+def no_field(name: str, key: str, owner: str, fields: Collection[str]) -> str:
+    """What to tell of a field in the mapping ``key`` that its owner lacks, which has ``fields`` that may be given.
+
+    One in ``vllm_engine_kwargs`` may have been written as a key.
+    """
+    if key != "vllm_engine_kwargs":
+        return f"{key}: {owner} has no field {name!r}{nearest(name, fields)}"
+    near = nearest(name, [*fields, *KEYS_ALONE], prefix=PREFIX)
+    return f"unknown key {PREFIX}{name}: {owner} has no field {name!r} for {key}{near}"
 
 
 def translate_engine(given: GivenKeys) -> None:

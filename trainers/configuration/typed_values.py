@@ -14,10 +14,10 @@ from rayhelper.text import parse_text
 from trainers.losses.types import NOT_BUILT
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """' (did you mean x?)' or nothing."""
+def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """' (did you mean x?)' or nothing; ``prefix``: what is written before all of them."""
     close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    return f" (did you mean {prefix}{close[0]}?)" if close else ""
 
 
 def typed(name: str, hint: Any, value: Any) -> Any:

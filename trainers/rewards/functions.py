@@ -55,7 +55,7 @@ def score(
     given to every function as it is, like TRL's ``trainer_state``.
 
     Raises ValueError or TypeError naming the function (and the row) for a wrong number of rewards or one that is no
-    number; what a function raises itself rises with a note naming it.
+    number; what a function raises itself rises with a note naming it, and sys.exit() in one as a RuntimeError.
     """
     pairs = [pair if isinstance(pair, tuple) else (pair, reward_name(pair)) for pair in functions]
     offered = {name: column for name, column in columns.items() if name not in RESERVED_COLUMNS}
@@ -147,6 +147,8 @@ def _naming(name: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"raised by reward function {name!r}")
         raise
+    except SystemExit as error:  # would end the run without a word
+        raise RuntimeError(f"{error!r} raised by reward function {name!r}") from error
 
 
 def _checked(values: Any, name: str, length: int) -> list[float]:

@@ -72,14 +72,14 @@ def scored(
         started = time.perf_counter()
         rewards_BK = score(pairs, prompts, completions, completion_ids, columns, runner=runner)
         return rewards_BK, time.perf_counter() - started
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # the latter of a plugin as it is imported
         raise _sendable(error) from error
 
 
-def _sendable(error: Exception) -> Exception:
-    """The error, or one that says the same, if its own type cannot go to another process."""
+def _sendable(error: Exception | SystemExit) -> Exception:
+    """The error, or one that says the same, if its own type cannot go to another process, or would end that."""
     try:
-        if type(pickle.loads(pickle.dumps(error))) is type(error):
+        if isinstance(error, Exception) and type(pickle.loads(pickle.dumps(error))) is type(error):
             return error
     except Exception:  # whatever a constructor, or what it was given, may raise
         pass

@@ -19,9 +19,9 @@ import torch
 from rayhelper import ConfigError
 from trainers.backends.hf_model import build_model, default_device, evaluating, load_named_weights, named_weights
 from trainers.batch import Prompts, Ragged, Rollouts
+from trainers.configuration.engine_names import no_field
 from trainers.fingerprints import fingerprints
 from trainers.losses.tokens import token_logps
-from trainers.plugins import nearest
 from trainers.rollout.base import Completion, Sampling
 
 # Fields of GenerationConfig that may not be given, and why
@@ -269,7 +269,7 @@ def check_fields(
         if name in reasons:
             raise ConfigError(f"{key} may not hold {name!r}: {reasons[name]}")
         if name not in known:
-            raise ConfigError(f"{key}: {owner} has no field {name!r}. {nearest(name, set(known) - reasons.keys())}")
+            raise ConfigError(no_field(name, key, owner, set(known) - reasons.keys()))
 
 
 def refuse_empty_prompts(prompts: Prompts) -> None:

@@ -151,6 +151,8 @@ class VllmEngine:
         self.processes: ModelProcesses | None = None
         if has_processes:
             self.processes = ModelProcesses(self.engine.model_executor, default_device())
+        elif finalizer := getattr(self.engine.engine_core, "_finalizer", None):
+            finalizer.atexit = False  # the process group is left by then, and memory goes with the process
         if on_cpu and tensor_parallel_size > 1:
             _forget_shared_memory()
         self.tasks = self.engine.get_supported_tasks()
@@ -202,12 +204,24 @@ class VllmEngine:
         return dataclasses.replace(rollouts, kv_cache_usage=np.full(len(rollouts), most_used, np.float32))
 
     def submit(self, prompts: Prompts, sampling: Sampling, *, seed: int) -> range:
-        """The numbers under which ``advance`` gives out the prompts' completions. Others may be running."""
+        """The numbers under which ``advance`` gives out the prompts' completions. Others may be running.
+
+        Raises:
+            ConfigError: the model's length has no room for a prompt and ``max_completion_length``; nothing was begun.
+        """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         self._check_awake()
         refuse_empty_prompts(prompts)
+        longest, length = int(prompts.prompt_ids.lengths.max(initial=0)), self.engine.model_config.max_model_len
+        if longest + sampling.max_completion_length > length:
+            raise ConfigError(
+                f"the longest prompt has {longest} tokens, and with a completion of {sampling.max_completion_length} "
+                f"(max_completion_length) that is more than vLLM's max_model_len, which is {length}. Set "
+                "max_prompt_length, lower max_completion_length, or raise vllm_max_model_len (of a teacher's engine "
+                "max_model_len in teacher_engine_kwargs)."
+            )
         check_sampling_kwargs(sampling.generation_kwargs)
         self._set_temperature(sampling.temperature or 1.0)
         greedy = sampling.temperature == 0

@@ -8,7 +8,9 @@ Also what keeps an engine whole when a signal stops the thread that steps it.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -23,11 +25,15 @@ TIMEOUT_S = 1800.0  # the weights may be on their way from another node meanwhil
 
 
 class ModelProcesses:
-    """The processes of vLLM's ``executor``; ``device``: where weights stand when they are handed on."""
+    """The processes of vLLM's ``executor``; ``device``: where weights stand when they are handed on.
+
+    If one of them dies, this process ends as well: what replaces workers that die then replaces it.
+    """
 
     def __init__(self, executor: Any, device: torch.device) -> None:
         self.executor, self.device = executor, device
         self.channel: Channel | None = None
+        executor.register_failure_callback(_end_worker)
 
     def load(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Every process has loaded its part of the weights.
@@ -63,6 +69,11 @@ class ModelProcesses:
         if self.channel is not None:
             self.channel.close()
             self.channel = None
+
+
+def _end_worker() -> None:
+    print("a process of vLLM that holds a part of the model has died; its worker ends", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def _load(channel: Channel, model: Any) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -14,6 +16,8 @@ from tests.leaks import Snapshot, left_behind, own_temporary_folder
 
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("suite")
+
+RaySession = Callable[[dict[str, Any]], contextlib.AbstractContextManager[None]]
 
 _temporary = contextlib.ExitStack()
 _of_the_cluster: list[Snapshot] = []  # what it brought along, and may keep until the end
@@ -58,6 +62,36 @@ def ray_cluster() -> Iterator[None]:
     yield
     ray.shutdown()
     _of_the_cluster.clear()
+
+
+@pytest.fixture(scope="session")
+def ray_session(ray_cluster: None) -> Iterator[RaySession]:
+    """``RayHelper.session``, but for equal groups with the same workers, which live as long as the cluster.
+
+    Most of what a worker costs is its start.
+    """
+    from rayhelper import RayHelper
+    from rayhelper.runtime import state
+
+    started: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def session(groups: dict[str, Any]) -> Iterator[None]:
+        name = json.dumps(groups)
+        with without_runtime():
+            if name not in started:
+                with may_stay():
+                    RayHelper.initialize(groups, runtime="ray")
+                started[name] = state.active
+            state.active = started[name]
+            with may_stay("actor"):  # in the place of one that died
+                yield
+
+    yield session
+    with without_runtime():
+        for runtime in started.values():
+            state.active = runtime
+            RayHelper.teardown()
 
 
 @contextlib.contextmanager

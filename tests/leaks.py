@@ -11,6 +11,7 @@ that run at once do not blame each other.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing.util
 import os
 import shutil
@@ -84,6 +85,8 @@ def left_behind(before: Snapshot, *allowed: Snapshot) -> list[str]:
     while new := Snapshot.take().since(known):
         if time.monotonic() > deadline:
             return new
+        gc.unfreeze()  # vLLM freezes what is there as an engine starts
+        gc.collect()  # threads of a pool end with it
         time.sleep(0.05)
     return []
 

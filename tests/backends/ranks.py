@@ -25,6 +25,8 @@ forkserver.set_forkserver_preload(
         "torch.nn.parallel",
         "torch._dynamo",
         "pytest",
+        "datasets",
+        "trl",
         "huggingface_hub.hf_file_system",
         "peft",
         "transformers.models.auto.modeling_auto",

@@ -65,16 +65,28 @@ def two_steps(rank: int, folder: str, cuts: list[int], case: str) -> tuple[Weigh
     return weights, scores.values, all(isinstance(weight, DTensor) for weight in backend.module.parameters())
 
 
+def steps_of_cases(rank: int, folder: str, cuts: list[int]) -> dict[str, tuple[Weights, np.ndarray, bool]]:
+    """All on the same ranks: most of what a rank costs is its first step."""
+    return {case: two_steps(rank, folder, cuts, case) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def alone(folder: str) -> dict[str, tuple[Weights, np.ndarray, bool]]:
+    return steps_of_cases(0, folder, CUTS[1])
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_shards_take_the_steps_of_one_process(folder: str, num_ranks: int, tmp_path: Path) -> None:
-    for case in CASES:
-        expected, scores, _ = two_steps(0, folder, CUTS[1], case)
-        assert largest_difference(expected, weights_of(FsdpBackend(folder))) > 1e-4
-        ranks = run_ranks(num_ranks, two_steps, folder, CUTS[num_ranks], case, folder=tmp_path)
-        for weights, _, is_sharded in ranks:
+def test_shards_take_the_steps_of_one_process(
+    folder: str, alone: dict[str, tuple[Weights, np.ndarray, bool]], num_ranks: int, tmp_path: Path
+) -> None:
+    ranks = run_ranks(num_ranks, steps_of_cases, folder, CUTS[num_ranks], folder=tmp_path)
+    untrained = weights_of(FsdpBackend(folder))
+    for case, (expected, scores, _) in alone.items():
+        assert largest_difference(expected, untrained) > 1e-4
+        for weights, _, is_sharded in (found[case] for found in ranks):
             assert is_sharded
             assert largest_difference(weights, expected) < 1e-6, case
-        np.testing.assert_allclose(np.concatenate([one[1] for one in ranks]), scores, atol=1e-5)
+        np.testing.assert_allclose(np.concatenate([found[case][1] for found in ranks]), scores, atol=1e-5)
 
 
 def complete(rank: int, folder: str) -> tuple[list[list[int]], Weights]:
@@ -120,18 +132,26 @@ def half_of_a_run(rank: int, folder: str, checkpoint: Path, case: str, num_ranks
     return weights_of(backend)
 
 
-@pytest.mark.parametrize("case", ["resharded", "lora"])
-def test_a_run_goes_on_over_another_number_of_ranks(folder: str, tmp_path: Path, case: str) -> None:
-    alone = tmp_path / "alone"
-    half_of_a_run(0, folder, alone / "checkpoint", case, 1)
-    expected = half_of_a_run(0, folder, alone / "checkpoint", case, 1)
+def halves_of_runs(rank: int, folder: str, runs: Path, num_ranks: int) -> dict[str, Weights]:
+    """Of a plain one and of one with an adapter."""
+    cases = ("resharded", "lora")
+    return {case: half_of_a_run(rank, folder, runs / case / "checkpoint", case, num_ranks) for case in cases}
+
+
+def test_a_run_goes_on_over_another_number_of_ranks(folder: str, tmp_path: Path) -> None:
+    halves_of_runs(0, folder, tmp_path / "alone", 1)
+    expected = halves_of_runs(0, folder, tmp_path / "alone", 1)
     for before, after in ((4, 2), (2, 1), (1, 4)):
-        checkpoint = tmp_path / f"from_{before}" / "checkpoint"
-        run_ranks(before, half_of_a_run, folder, checkpoint, case, before, folder=tmp_path)
-        ranks = run_ranks(after, half_of_a_run, folder, checkpoint, case, after, folder=tmp_path)
-        assert largest_difference(ranks[0], expected) < 2e-6, f"{before} to {after}"
-    final = load_file(tmp_path / "from_4" / "final" / "model.safetensors")
-    assert largest_difference(final, load_file(alone / "final" / "model.safetensors")) < 2e-6
+        runs = tmp_path / f"from_{before}"
+        run_ranks(before, halves_of_runs, folder, runs, before, folder=tmp_path)
+        found = run_ranks(after, halves_of_runs, folder, runs, after, folder=tmp_path)[0]
+        for case, weights in expected.items():
+            assert largest_difference(found[case], weights) < 2e-6, f"{case}, {before} to {after}"
+    for case in expected:
+        final, ours = (
+            load_file(tmp_path / name / case / "final" / "model.safetensors") for name in ("from_4", "alone")
+        )
+        assert largest_difference(final, ours) < 2e-6
 
 
 def follow(rank: int, folder: str) -> Weights:

@@ -97,16 +97,24 @@ def reward_config(model: str, folder: Path, **keys: Any) -> RewardConfig:
 
 def together(num_workers: int) -> dict[str, Any]:
     """Workers that host every role of every trainer."""
-    roles = ["default", "train", "rollout", "reference", "teacher", "reward", "critic"]
+    roles = ["default", "train", "rollout", "reference", "teacher", "reward", "critic", "sampler", "prm", "orm"]
     return {"cpus": {"device": "CPU", "ranks": num_workers, "workers": roles}}
 
 
 def separate() -> dict[str, Any]:
-    """One worker that learns; another that hosts what it needs answers and completions of."""
-    others = ["rollout", "reference", "teacher", "critic"]
+    """One worker that learns and judges; another that hosts what it needs answers and completions of."""
+    others = ["rollout", "reference", "teacher", "critic", "sampler"]
     return {
-        "learner": {"device": "CPU", "ranks": 1, "workers": ["default", "train", "reward"]},
+        "learner": {"device": "CPU", "ranks": 1, "workers": ["default", "train", "reward", "prm", "orm"]},
         "other": {"device": "CPU", "ranks": 1, "workers": others},
+    }
+
+
+def apart(restarts: int = 0) -> dict[str, Any]:
+    """One worker that learns, and two that do nothing but generate."""
+    return {
+        "learner": {"device": "CPU", "ranks": 1, "workers": ["train", "reference", "teacher", "reward"]},
+        "actors": {"device": "CPU", "ranks": 2, "workers": ["rollout"], "restarts": restarts},
     }
 
 

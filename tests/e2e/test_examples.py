@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from rayhelper import RayHelper
-from tests.conftest import without_runtime
-from tests.e2e.conftest import RaySession
-from tests.e2e.runs import lines, separate
+from tests.conftest import RaySession, without_runtime
+from tests.e2e.runs import lines, separate, together
 from tests.golden.tiny import save_tiny
 from trainers.cli import TRAINERS, load_config, placement, run
 from trainers.grpo import GRPOTrainer
@@ -80,7 +78,7 @@ def test_an_example_trains_two_steps(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_an_example_trains_two_steps_on_ray(name: str, tmp_path: Path, ray_session: RaySession) -> None:
-    """From its file. What GKD's names are device groups of its own; the others make do with workers that are there."""
+    """From its file, which has a place for every role; the run makes do with workers that are there."""
     trainer_name, config_name = TRAINERS[name.partition("/")[0]]
     trainer, config_type = imported(trainer_name), imported(config_name)
     keys = {"model": save_tiny(tmp_path / "model"), "output_dir": tmp_path / "out", "max_steps": 2, "report_to": "none"}
@@ -91,8 +89,8 @@ def test_an_example_trains_two_steps_on_ray(name: str, tmp_path: Path, ray_sessi
         keys["teacher_model"] = save_tiny(tmp_path / "teacher", seed=1)
     config = load_config(config_type, ["--config", f"examples/{name}.yaml", *(f"--{k}={v}" for k, v in keys.items())])
     config = dataclasses.replace(config, eval_dataset=None)
-    groups = placement(trainer, config)
-    with without_runtime(), RayHelper.session(groups) if name.startswith("gkd") else ray_session(separate()):
+    assert set(placement(trainer, config).roles) == set(trainer.__rayhelper_roles__)
+    with ray_session(separate()):
         trainer(config).train()
     assert [line["step"] for line in lines(tmp_path / "out") if "loss" in line] == [1, 2]
     assert (tmp_path / "out" / "final" / "model.safetensors").is_file()
@@ -103,12 +101,13 @@ def imported(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def test_the_quickstart_logs_the_same_off_and_with_ray(tmp_path: Path, ray_cluster: None) -> None:
+def test_the_quickstart_logs_the_same_off_and_with_ray(tmp_path: Path, ray_session: RaySession) -> None:
     small = {"max_steps": 3, "global_batch_size": 64, "eval_steps": 2}
     with without_runtime():
         off = run(GRPOTrainer, configured("grpo/quickstart.yaml", tmp_path / "off", **small))
         config = configured("grpo/quickstart.yaml", tmp_path / "ray", **small)
-        with RayHelper.session(placement(GRPOTrainer, config)):
+        assert [group.num_workers for group in placement(GRPOTrainer, config).groups] == [1]
+        with ray_session(together(1)):
             on = dict(GRPOTrainer(config).train())
     assert off.keys() == on.keys()
     assert lines(tmp_path / "off") == lines(tmp_path / "ray")

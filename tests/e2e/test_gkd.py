@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from rayhelper import ConfigError, RayHelper
 from tests.backends.ranks import run_ranks
-from tests.conftest import without_runtime
-from tests.e2e.conftest import RaySession
+from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import final_bytes, gkd_config, interrupted_after, lines, separate, together
 from tests.golden.tiny import save_tiny, tiny_model, tiny_tokenizer
 from trainers.backends.fsdp import FsdpBackend

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from rayhelper import ConfigError, RayHelper
-from tests.conftest import without_runtime
-from tests.e2e.runs import gkd_config, lines
+from tests.conftest import RaySession
+from tests.e2e.runs import gkd_config, lines, separate
 from tests.e2e.test_gkd import APART, TOGETHER, gradients_seen, seven_samples
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.backends.fsdp import FsdpBackend
@@ -39,6 +39,16 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Another model, wider, whose embeddings are padded to four tokens more; no narrower head suits vLLM."""
     settings: dict[str, Any] = {"hidden_size": 96, "head_dim": 32, "vocab_size": 264}
     return save_tiny(tmp_path_factory.mktemp("teacher"), seed=1, **settings)
+
+
+@RayHelper.worker(group=TOGETHER)
+class ClosingTrainer(GKDTrainer):
+    """Its workers may outlive it."""
+
+    @RayHelper.function(group="teacher")
+    def close_teacher(self) -> None:
+        teacher: Any = self.teacher
+        teacher.engine.close()
 
 
 @contextmanager
@@ -111,17 +121,15 @@ def test_it_completes_prompts_of_its_own_with_the_engine_that_scores(model: str,
 
 
 def test_on_devices_of_its_own_it_teaches_what_a_teacher_of_transformers_would(
-    model: str, teacher: str, tmp_path: Path, ray_cluster: None
+    model: str, teacher: str, tmp_path: Path, ray_session: RaySession
 ) -> None:
     keys = {"teacher_model": teacher, "lmbda": 0.5, "max_steps": 3, **KEYS}
     GKDTrainer(gkd_config(model, tmp_path / "hf", **keys)).train()
     keys |= {"teacher_engine": "vllm", "teacher_engine_kwargs": {"max_model_len": 1024}}
-    groups = {
-        "student": {"device": "CPU", "ranks": 1, "workers": ["train", "rollout"]},
-        "expert": {"device": "CPU", "ranks": 1, "workers": ["teacher"]},
-    }
-    with without_runtime(), RayHelper.session(groups):
-        GKDTrainer(gkd_config(model, tmp_path / "vllm", **keys)).train()
+    with ray_session(separate()):
+        trainer = ClosingTrainer(gkd_config(model, tmp_path / "vllm", **keys))
+        trainer.train()
+        trainer.close_teacher()
     expected, found = lines(tmp_path / "hf"), lines(tmp_path / "vllm")
     assert [line["on_policy"] for line in found] == [line["on_policy"] for line in expected]
     np.testing.assert_allclose([line["loss"] for line in found], [line["loss"] for line in expected], atol=1e-3)
@@ -223,6 +231,7 @@ PLACED: dict[str, tuple[dict[str, Any], Any, str]] = {
 }
 
 
+@VLLM
 @pytest.mark.parametrize("name", PLACED)
 def test_what_its_engine_could_not_do_is_refused_before_anything_starts(name: str, model: str, tmp_path: Path) -> None:
     keys, groups, message = PLACED[name]

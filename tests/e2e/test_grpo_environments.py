@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rayhelper import ConfigError
-from tests.e2e.conftest import RaySession
+from tests.conftest import RaySession
 from tests.e2e.runs import final_bytes, grpo_config, interrupted_after, lines, together
 from tests.golden.tiny import save_tiny
 from trainers.grpo import GRPOTrainer

@@ -141,6 +141,7 @@ def test_their_engine_gets_their_settings(name: str, tmp_path: Path) -> None:
         assert config.teacher_engine == "hf"
 
 
+@pytest.mark.xdist_group("vllm")
 def test_keys_that_make_room_are_without_effect_on_devices_of_their_own(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

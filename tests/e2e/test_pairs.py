@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
-from tests.e2e.conftest import RaySession
+from tests.conftest import RaySession
 from tests.e2e.runs import (
     dpo_config,
     final_bytes,

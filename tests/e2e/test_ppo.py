@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from rayhelper import ConfigError
-from tests.e2e.conftest import RaySession
+from tests.conftest import RaySession
 from tests.e2e.runs import (
     evenness,
     final_bytes,

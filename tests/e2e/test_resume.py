@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import RaySession
+from tests.conftest import RaySession
 from tests.e2e.runs import final_bytes, grpo_config, interrupted_after, lines, sft_config, together
 from tests.golden.tiny import save_tiny
 from trainers.grpo import GRPOTrainer

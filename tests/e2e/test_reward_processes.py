@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Mapping
+import os
+import signal
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from rayhelper import ConfigError, RayHelper
-from tests.e2e.runs import TEXTS, final_bytes, grpo_config, interrupted_after, lines, ppo_config
+from rayhelper import ConfigError
+from tests.conftest import RaySession
+from tests.e2e.runs import TEXTS, apart, final_bytes, grpo_config, interrupted_after, lines, ppo_config
 from tests.golden.tiny import save_tiny
 from trainers.grpo import GRPOTrainer
 from trainers.ppo import PPOTrainer
@@ -105,29 +108,42 @@ def test_where_functions_run_changes_no_number(case: str, model: str, shared: di
     trainer(config(model, tmp_path / "0", **shared | keys | driver)).train()
     trainer(config(model, tmp_path / "2", **shared | keys | pool)).train()
     assert_same_run(tmp_path / "2", tmp_path / "0")
-    (here,) = (int(path.name) for path in (tmp_path / "driver").iterdir())
-    others = {int(path.name) for path in (tmp_path / "pool").iterdir()}
+    (here,) = noted(tmp_path / "driver")
+    others = noted(tmp_path / "pool")
     assert here not in others
     assert 1 <= len(others) <= 2
     assert not multiprocessing.active_children()
 
 
 def test_two_rollout_workers_of_ray_have_processes_each(
-    model: str, shared: dict[str, Any], tmp_path: Path, ray_cluster: None
+    model: str, shared: dict[str, Any], tmp_path: Path, ray_session: RaySession
 ) -> None:
-    """Three prompts of four completions: the second group is rewarded in two parts."""
-    groups = {"cpus": {"device": "CPU", "ranks": 2, "workers": list(GRPOTrainer.__rayhelper_roles__)}}  # type: ignore[attr-defined]
+    """Three prompts of four completions: the second group is rewarded in two parts. Processes end with their worker."""
     keys: dict[str, Any] = {"generation_batch_size": 12, "global_batch_size": 12, "num_iterations": 1}
     pool = noting(tmp_path / "pool", reward_processes=1)
-    with RayHelper.session(groups):
+    with ray_session(apart(restarts=50)):
         GRPOTrainer(grpo_config(model, tmp_path / "0", **shared | keys | noting(tmp_path / "driver"))).train()
         trainer = GRPOTrainer(grpo_config(model, tmp_path / "1", **shared | keys | pool))
         trainer.train()
-        trainer.evaluate()  # begins processes anew, which the end of the workers ends
+        of_the_run = noted(tmp_path / "pool")
+        trainer.evaluate()  # begins processes anew
+        anew = [psutil.Process(pid) for pid in noted(tmp_path / "pool") - of_the_run]
+        mourned, other = sorted(anew, key=lambda process: process.pid)
+        assert mourned.ppid() != other.ppid()
+        os.kill(mourned.ppid(), signal.SIGKILL)
+        assert_all_end([*of_the_run, mourned.pid])
+        trainer.close_rewards()
+        assert_all_end([other.pid])
     assert_same_run(tmp_path / "1", tmp_path / "0")
-    noted = {int(path.name) for path in (tmp_path / "pool").iterdir()}
-    assert len(noted) == 4
-    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in noted if psutil.pid_exists(pid)], 20)
+    assert len(of_the_run) == 2
+
+
+def noted(folder: Path) -> set[int]:
+    return {int(path.name) for path in folder.iterdir()}
+
+
+def assert_all_end(pids: Iterable[int]) -> None:
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], 20)
     assert not alive
 
 

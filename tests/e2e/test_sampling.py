@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from rayhelper import DeviceGroups, RayHelper
-from tests.conftest import without_runtime
+from tests.conftest import RaySession, without_runtime
 from tests.e2e.completion_server import Answer, fails, question, says, serving
+from tests.e2e.runs import separate, together
 from tests.e2e.sampling_rewards import has_a_vowel
 from tests.golden.tiny import save_tiny
 from tests.trainers.test_reward_models import save_reward_model
@@ -127,37 +128,33 @@ def test_the_output_is_the_same_on_any_workers(whole: Path, models: Path, tmp_pa
     assert metrics(tmp_path) == metrics(whole)
 
 
-class TestOnRay:
-    """Two samplers, and both scorers in one worker of another group; both tests use the same workers."""
-
-    @pytest.fixture(scope="class", autouse=True)
-    def _workers(self, ray_cluster: None, models: Path, whole: Path) -> Iterator[None]:
-        with RayHelper.session(APART | {"rm_group": {**APART["rm_group"], "ranks": 1}}):
-            yield
-
-    def test_the_output_is_that_of_one_process(self, whole: Path, models: Path, tmp_path: Path) -> None:
+def test_the_output_of_two_ray_workers_is_that_of_one_process(
+    whole: Path, models: Path, tmp_path: Path, ray_session: RaySession
+) -> None:
+    with ray_session(together(2)):
         SamplingTrainer(config(models, tmp_path)).train()
-        assert files(tmp_path) == files(whole)
-        assert metrics(tmp_path) == metrics(whole)
+    assert files(tmp_path) == files(whole)
+    assert metrics(tmp_path) == metrics(whole)
 
-    def test_while_a_batch_is_scored_the_next_one_is_sampled(self, models: Path, tmp_path: Path) -> None:
-        """The score of a row waits until the server is asked for the next row."""
-        words = WORDS[:4]
-        with serving(lambda request: says(question(request).upper())) as (url, _):
-            pairs = zip(words, [*words[1:], None], strict=True)
-            rows = [{"prompt": word, "url": url, "after": after} for word, after in pairs]
-            SamplingTrainer(
-                config(
-                    models,
-                    tmp_path,
-                    **from_server(url),
-                    orm_model="tests.e2e.sampling_rewards.the_next_is_asked",
-                    num_sampling_batch_size=1,
-                    dataset=rows,
-                    num_return_sequences=1,
-                )
-            ).train()
-        assert [entry["state"] for entry in ledger(tmp_path)] == ["kept"] * 3 + ["no_positive"]
+
+def test_while_a_batch_is_scored_the_next_one_is_sampled(models: Path, tmp_path: Path, ray_session: RaySession) -> None:
+    """The score of a row waits until the server is asked for the next row."""
+    words = WORDS[:4]
+    with ray_session(separate()), serving(lambda request: says(question(request).upper())) as (url, _):
+        pairs = zip(words, [*words[1:], None], strict=True)
+        rows = [{"prompt": word, "url": url, "after": after} for word, after in pairs]
+        SamplingTrainer(
+            config(
+                models,
+                tmp_path,
+                **from_server(url),
+                orm_model="tests.e2e.sampling_rewards.the_next_is_asked",
+                num_sampling_batch_size=1,
+                dataset=rows,
+                num_return_sequences=1,
+            )
+        ).train()
+    assert [entry["state"] for entry in ledger(tmp_path)] == ["kept"] * 3 + ["no_positive"]
 
 
 def from_server(url: str) -> dict[str, Any]:

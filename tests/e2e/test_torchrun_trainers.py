@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from rayhelper import ConfigError, RayHelper
-from tests.conftest import without_runtime
-from tests.e2e.conftest import RaySession
+from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import (
     dpo_config,
     final_bytes,

@@ -21,10 +21,10 @@ import pytest
 import torch
 
 from rayhelper import Channel, ConfigError, RayHelper
-from tests.conftest import without_runtime
-from tests.e2e.conftest import RaySession
+from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import (
     TEXTS,
+    apart,
     final_bytes,
     final_weights,
     gkd_config,
@@ -48,20 +48,12 @@ from trainers.ppo import PPOTrainer
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf import HfEngine
 
-ROLES = ["train", "rollout", "reference", "teacher", "reward"]
-LEARNER = [role for role in ROLES if role != "rollout"]
+LEARNER = ["train", "reference", "teacher", "reward"]
+ROLES = [*LEARNER, "rollout"]
 VLLM: dict[str, Any] = {"rollout_engine": "vllm", "vllm_max_model_len": 64, "vllm_max_num_seqs": 8}
 Ledger = list[list[list[int]]]  # the token ids of every sequence of every optimizer step
 
 in_vllm_process = pytest.mark.xdist_group("vllm")
-
-
-def apart(restarts: int = 0) -> dict[str, Any]:
-    """One worker that trains and two that generate."""
-    return {
-        "learner": {"device": "CPU", "ranks": 1, "workers": LEARNER},
-        "actors": {"device": "CPU", "ranks": 2, "workers": ["rollout"], "restarts": restarts},
-    }
 
 
 def greedy_config(model: str, folder: Path, **keys: Any) -> GRPOConfig:
@@ -129,6 +121,12 @@ class LedgerTrainer(GRPOTrainer):
     @RayHelper.function(group="rollout")
     def pid(self) -> Any:
         return os.getpid()
+
+    @RayHelper.function(group="rollout")
+    def close_engine(self) -> None:
+        """Of vLLM: the worker outlives the run."""
+        engine: Any = self.engine
+        engine.close()
 
     def shall_die(self, where: str) -> bool:
         orders = Path(self.config.output_dir) / "dies"
@@ -345,18 +343,18 @@ def test_a_worker_dies_while_generations_are_under_way_and_no_row_is_lost_or_dou
 
 
 def test_vllm_workers_apart_equal_one_process_though_one_dies(
-    ray_cluster: None, off: LedgerTrainer, model: str, tmp_path: Path
+    workers: None, off: LedgerTrainer, model: str, tmp_path: Path
 ) -> None:
     """An engine has nothing to do with those of others: the dead worker alone is replaced."""
-    with without_runtime(), RayHelper.session(apart(restarts=1)):
-        trainer = LedgerTrainer(greedy_config(model, tmp_path, **VLLM))
-        (tmp_path / "dies").write_text("in generation 1")
-        survivor, dying = trainer.pid()
-        trainer.train()
-        found = trainer.pid()
-        assert found[0] == survivor
-        assert found[1] != dying
-        assert_same_run(trainer, off, atol=1e-4)
+    trainer = LedgerTrainer(greedy_config(model, tmp_path, **VLLM))
+    (tmp_path / "dies").write_text("in generation 1")
+    survivor, dying = trainer.pid()
+    trainer.train()
+    found = trainer.pid()
+    trainer.close_engine()
+    assert found[0] == survivor
+    assert found[1] != dying
+    assert_same_run(trainer, off, atol=1e-4)
 
 
 # --- generations begun ahead

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from rayhelper import Channel, ChannelError, ConfigError, RayHelper
-from tests.e2e.conftest import RaySession
-from tests.e2e.runs import lines
-from tests.e2e.test_vllm_runs import ROLES, apart, greedy_config, prompts_learned
+from tests.conftest import RaySession
+from tests.e2e.runs import apart, lines
+from tests.e2e.test_vllm_runs import ROLES, greedy_config, prompts_learned
 from tests.golden.tiny import save_tiny
 from trainers.backends.fsdp import FsdpBackend
 from trainers.batch import Prompts, Ragged, Rollouts, Samples, Sequences

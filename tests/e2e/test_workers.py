@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.conftest import RaySession
+from tests.conftest import RaySession
 from tests.e2e.runs import final_bytes, grpo_config, lines, separate, sft_config, together
 from tests.golden.tiny import save_tiny
 from trainers.batch import Ragged, Samples

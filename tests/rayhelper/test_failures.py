@@ -8,10 +8,9 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from rayhelper import (
     CallCancelledError,
@@ -24,9 +23,13 @@ from rayhelper import (
 )
 from rayhelper.runtime import state
 from tests.conftest import without_runtime
-from tests.rayhelper.test_calls import GROUPS, Trainer
+from tests.rayhelper.test_calls import Trainer
+
+if TYPE_CHECKING:
+    import torch
 
 WORKERS = 4
+ONE = {"one": {"device": "CPU", "ranks": 1, "workers": ["train", "judge"]}}
 
 
 @RayHelper.worker(group="work")
@@ -55,6 +58,8 @@ class Troubled:
     @RayHelper.function(group="work")
     def fail_on(self, rank: int, then: str) -> str:
         """One rank fails; what the others do meanwhile."""
+        import torch  # here, as half of the workers that are started do without
+
         if RayHelper.current().rank == rank:
             raise KeyError(f"rank {rank} cannot")
         if then == "sleep":
@@ -72,6 +77,8 @@ class Troubled:
 
     @RayHelper.function(group="work")
     def reduced(self) -> float:
+        import torch
+
         value = torch.ones(1)
         torch.distributed.all_reduce(value)
         return value.item()
@@ -84,6 +91,8 @@ class Troubled:
 
     @RayHelper.function(group="work")
     def one_sleeps_others_wait_for_it(self) -> None:
+        import torch
+
         if RayHelper.current().rank == 0:
             threading.Event().wait(60)
         torch.distributed.all_reduce(torch.ones(1))
@@ -112,7 +121,7 @@ class Troubled:
 
 @pytest.fixture(scope="module")
 def group(ray_cluster: None) -> Iterator[None]:
-    with RayHelper.session({"crew": {"device": "CPU", "ranks": WORKERS, "workers": ["work"]}, **GROUPS}):
+    with RayHelper.session({"crew": {"device": "CPU", "ranks": WORKERS, "workers": ["work"]}, **ONE}):
         yield
 
 
@@ -227,6 +236,8 @@ def test_a_killed_worker_is_noticed_and_later_calls_name_it(ray_cluster: None) -
 
 
 def test_a_tensor_that_others_read_cannot_be_changed_in_silence(troubled: Troubled) -> None:
+    import torch
+
     for size in (3, 300_000):
         with pytest.raises(DispatchError, match=r"Troubled\.change.*in place.*clone"):
             troubled.change(torch.ones(size))
@@ -271,7 +282,7 @@ def test_a_forked_child_that_ends_leaves_the_workers_alone(troubled: Troubled) -
 
 def test_a_future_that_outlives_its_session_says_so(ray_cluster: None) -> None:
     with without_runtime():
-        with RayHelper.session(GROUPS):
+        with RayHelper.session(ONE):
             late = Trainer().first.defer(1)
         with pytest.raises(RoleError, match="stopped"):
             late.result()

@@ -9,7 +9,7 @@ import pytest
 
 from rayhelper import RayHelper, RoleError
 from rayhelper.runtime import state
-from tests.conftest import without_runtime
+from tests.conftest import RaySession, without_runtime
 
 ONE = {"one": {"device": "CPU", "ranks": 1, "workers": ["train"]}}
 
@@ -22,8 +22,8 @@ class Counter:
 
 
 @pytest.fixture
-def session(ray_cluster: None) -> Iterator[Any]:
-    with without_runtime(), RayHelper.session(ONE):
+def session(ray_session: RaySession) -> Iterator[Any]:
+    with ray_session(ONE):
         yield state.active
 
 

@@ -67,13 +67,29 @@ def measured(cluster):
     import torch
 
     facts = {}
-    nodes = [cluster.add_node(num_cpus=1, num_gpus=gpus) for gpus in (2, 2, 4)]
+    nodes = [cluster.add_node(num_cpus=1, num_gpus=gpus) for gpus in (2, 4)]
     groups = {
         "nproc_per_node": 2,
         "trainers": {"device": "GPU", "ranks": [0, 1, 2, 3], "workers": ["train"]},
         "samplers": {"device": "GPU", "ranks": [4, 5], "workers": ["rollout"]},
-        "judges": {"device": "CPU", "ranks": 5, "workers": ["judge"]},
+        "judges": {"device": "CPU", "ranks": 4, "workers": ["judge"]},
     }
+    os.environ["RAYHELPER_WAIT_S"] = "1"
+    try:
+        RayHelper.initialize(groups, ray_address=cluster.address)
+    except PlacementError as error:
+        facts["missing"] = [str(error), "".join(error.__notes__)]
+    os.environ["RAYHELPER_WAIT_S"] = "60"
+    joining = threading.Timer(2.0, lambda: nodes.append(cluster.add_node(num_cpus=1, num_gpus=2)))
+    joining.start()
+    three = {"device": "GPU", "ranks": [0, 2, 4], "workers": ["train", "rollout", "judge"]}
+    with RayHelper.session({"nproc_per_node": 2, "one a node": three}, ray_address=cluster.address):
+        facts["waited for"] = [one[:2] for one in Probe().where()]
+    joining.join()
+    ray.init(address=cluster.address, logging_level=40)
+    facts["all free"] = ray.util.placement_group([{"GPU": gpus} for gpus in (2, 4, 2)]).wait(30)
+    ray.shutdown()
+
     with RayHelper.session(groups, ray_address=cluster.address):
         probe = Probe()
         facts["where"] = probe.where()
@@ -92,19 +108,6 @@ def measured(cluster):
             call.result(timeout_s=60)
         except WorkerDiedError as error:
             facts["lost"] = str(error)
-
-    os.environ["RAYHELPER_WAIT_S"] = "1"
-    try:
-        RayHelper.initialize(groups, ray_address=cluster.address)
-    except PlacementError as error:
-        facts["missing"] = [str(error), "".join(error.__notes__)]
-    os.environ["RAYHELPER_WAIT_S"] = "60"
-    joining = threading.Timer(2.0, lambda: cluster.add_node(num_cpus=1, num_gpus=2))
-    joining.start()
-    groups["judges"]["ranks"] = 1
-    with RayHelper.session(groups, ray_address=cluster.address):
-        facts["waited for"] = [one[:2] for one in Probe().where()]
-    joining.join()
     return facts
 
 
@@ -128,6 +131,22 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def test_missing_nodes_end_in_a_table_after_a_bounded_wait(facts: dict[str, Any]) -> None:
+    table, waited = facts["missing"]
+    assert "no node is left with 2 GPU free" in table
+    for row in ("trainers", "samplers", "free:", "asked:"):
+        assert row in table
+    assert "waited 1 s" in waited
+
+
+def test_a_node_that_joins_while_we_wait_is_used(facts: dict[str, Any]) -> None:
+    assert facts["waited for"] == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_the_cluster_outlives_its_sessions_and_all_that_they_had_is_free(facts: dict[str, Any]) -> None:
+    assert facts["all free"]
 
 
 def test_the_ranks_of_a_group_lie_node_by_node(facts: dict[str, Any]) -> None:
@@ -157,15 +176,3 @@ def test_values_travel_between_nodes(facts: dict[str, Any]) -> None:
 def test_a_node_that_dies_is_told_by_rank(facts: dict[str, Any]) -> None:
     assert "of group 'trainers'" in facts["lost"]
     assert "rank 2" in facts["lost"] or "rank 3" in facts["lost"]
-
-
-def test_missing_nodes_end_in_a_table_after_a_bounded_wait(facts: dict[str, Any]) -> None:
-    table, waited = facts["missing"]
-    assert "no node is left with 2 GPU free" in table
-    for row in ("trainers", "samplers", "free:", "asked:"):
-        assert row in table
-    assert "waited 1 s" in waited
-
-
-def test_a_node_that_joins_while_we_wait_is_used(facts: dict[str, Any]) -> None:
-    assert facts["waited for"] == [[0, 0], [1, 0], [2, 1], [3, 1]]

@@ -11,15 +11,17 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 
 from rayhelper import CallCancelledError, DeadlineError, DispatchError, RayHelper, WorkerError
-from tests.conftest import without_runtime
+from tests.conftest import RaySession, without_runtime
 from tests.rayhelper.test_calls import KeywordError
+
+if TYPE_CHECKING:
+    import torch
 
 GROUPS = {"odd": {"device": "CPU", "ranks": 2, "workers": ["odd"], "restarts": 1}}
 
@@ -90,9 +92,9 @@ class Odd:
 
 
 @pytest.fixture(scope="module", params=["strict", "ray"])
-def odd(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[Odd]:
-    inprocess = {"runtime": "inprocess", "strict": True}
-    with RayHelper.session(GROUPS, **(inprocess if request.param == "strict" else {})):  # type: ignore[arg-type]
+def odd(request: pytest.FixtureRequest, ray_session: RaySession) -> Iterator[Odd]:
+    simulated = RayHelper.session(GROUPS, runtime="inprocess", strict=True)
+    with simulated if request.param == "strict" else ray_session(GROUPS):
         yield Odd()
 
 
@@ -139,6 +141,8 @@ def test_a_future_inside_a_list_is_refused_with_what_to_do(odd: Odd) -> None:
 
 
 def test_a_call_that_failed_after_changing_a_tensor_is_not_blamed_on_the_next(odd: Odd) -> None:
+    import torch  # here, as most of the workers that are started do without
+
     with pytest.raises(KeyError, match="after the change"):
         odd.change_and_fail(torch.zeros(3))
     assert odd.total([1, 2]) == 3
@@ -150,8 +154,8 @@ def test_an_argument_of_the_constructor_that_does_not_pickle_is_named(odd: Odd) 
 
 
 @pytest.fixture(scope="module")
-def on_ray(ray_cluster: None) -> Iterator[Odd]:
-    with without_runtime(), RayHelper.session(GROUPS):
+def on_ray(ray_session: RaySession) -> Iterator[Odd]:
+    with ray_session(GROUPS):
         yield Odd()
 
 

@@ -229,7 +229,7 @@ def test_any_value_comes_back_from_any_layout_of_shards(shards: dict[int, Shard]
 
 @pytest.fixture(scope="module")
 def ray_echo(ray_cluster: None) -> Iterator[Echo]:
-    with without_runtime(), RayHelper.session(group_of(3)):
+    with without_runtime(), RayHelper.session(group_of(2)):
         yield Echo()
 
 

@@ -43,9 +43,16 @@ def recorded(path: Path, **options: Any) -> tuple[list[Span], dict[str, Any]]:
     return read(path)
 
 
+@pytest.fixture(scope="module")
+def on_ray(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Span], dict[str, Any]]:
+    return recorded(tmp_path_factory.mktemp("ray") / "trace.json.gz", runtime="ray")
+
+
 @pytest.mark.parametrize("runtime", ["inprocess", "ray"])
-def test_every_call_leaves_the_same_spans_in_every_runtime(ray_cluster: None, tmp_path: Path, runtime: str) -> None:
-    spans, metadata = recorded(tmp_path / "trace.json.gz", runtime=runtime)
+def test_every_call_leaves_the_same_spans_in_every_runtime(
+    on_ray: tuple[list[Span], dict[str, Any]], tmp_path: Path, runtime: str
+) -> None:
+    spans, metadata = on_ray if runtime == "ray" else recorded(tmp_path / "trace.json", runtime=runtime)
     assert metadata["runtime"] == runtime
     assert metadata["dropped"] == 0
     runs = Counter((span.role, span.rank, span.name) for span in spans if span.phase == "run")
@@ -65,8 +72,8 @@ def test_every_call_leaves_the_same_spans_in_every_runtime(ray_cluster: None, tm
         assert span.start_ns >= sent.start_ns
 
 
-def test_a_ray_trace_tells_waiting_and_bytes(ray_cluster: None, tmp_path: Path) -> None:
-    spans, _ = recorded(tmp_path / "trace.json", runtime="ray")
+def test_a_ray_trace_tells_waiting_and_bytes(on_ray: tuple[list[Span], dict[str, Any]]) -> None:
+    spans, _ = on_ray
     phases = Counter(span.phase for span in spans)
     assert phases["queue"] == phases["run"] == 9
     assert phases["serialise"] == 5

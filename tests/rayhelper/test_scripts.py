@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -143,76 +146,64 @@ def test_ctrl_c_ends_the_driver_and_every_worker(tmp_path: Path) -> None:
         driver.kill()
 
 
-def test_a_module_that_the_workers_lack_travels_by_value(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "lonely.py").write_text(
-        "from rayhelper import RayHelper\n"
-        "def triple(x):\n    return 3 * x\n"
-        "@RayHelper.worker(group='work')\n"
-        "class Lonely:\n"
-        "    @RayHelper.function(group='work', execute='first')\n"
-        "    def triple(self, x):\n        return triple(x)\n"
-    )
-    (tmp_path / "program.py").write_text(
-        "import importlib.util, sys\n"
-        "from rayhelper import RayHelper\n"
-        # loaded from a file that is on nobody's path, as on a cluster whose other nodes lack it
-        "spec = importlib.util.spec_from_file_location('lonely', sys.argv[1])\n"
-        "module = importlib.util.module_from_spec(spec)\n"
-        "sys.modules['lonely'] = module\n"
-        "spec.loader.exec_module(module)\n"
-        "with RayHelper.session({'work': {'device': 'CPU', 'ranks': 1, 'workers': ['work']}}):\n"
-        "    print(module.Lonely().triple(5))\n"
-    )
-    assert run(tmp_path, "program.py", str(elsewhere / "lonely.py")) == "15\n"
+LONELY = """
+import os
+from rayhelper import RayHelper
+
+def triple(x):
+    return 3 * x
+
+@RayHelper.worker(group="work")
+class Lonely:
+    @RayHelper.function(group="work", execute="first")
+    def triple(self, x):
+        return triple(x)
+
+    @RayHelper.function(group="work", execute="first")
+    def secret(self):
+        return os.environ.get("MY_TOKEN")
+"""
+
+ALONE = """
+import importlib.util, json, os, psutil, ray, sys
+from rayhelper import RayHelper
+
+# loaded from a file that is on nobody's path, as on a cluster whose other nodes lack it
+spec = importlib.util.spec_from_file_location("lonely", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+sys.modules["lonely"] = module
+spec.loader.exec_module(module)
+os.environ["MY_TOKEN"] = "secret"
+with RayHelper.session({"work": {"device": "CPU", "ranks": 1, "workers": ["work"]}}):
+    lonely = module.Lonely()
+    facts = {"triple": lonely.triple(5), "secret": lonely.secret()}
+    ports = [c for p in psutil.Process().children(recursive=True) for c in p.net_connections("inet")]
+    facts["addresses"] = list({c.laddr.ip.removeprefix("::ffff:") for c in ports if c.status == "LISTEN"})
+facts |= {"is on": ray.is_initialized(), "processes": [child.pid for child in psutil.Process().children()]}
+print(json.dumps(facts))
+"""
 
 
-def test_a_cluster_of_our_own_listens_on_loopback_and_hides_the_drivers_secrets(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(
-        "import os, psutil, ray\n"
-        "from rayhelper import RayHelper\n"
-        "@RayHelper.worker(group='work')\n"
-        "class Probe:\n"
-        "    @RayHelper.function(group='work', execute='first')\n"
-        "    def secret(self):\n        return os.environ.get('MY_TOKEN')\n"
-        "os.environ['MY_TOKEN'] = 'secret'\n"
-        "with RayHelper.session({'work': {'device': 'CPU', 'ranks': 1, 'workers': ['work']}}):\n"
-        "    print(Probe().secret())\n"
-        "    ports = [c for p in psutil.Process().children(recursive=True) for c in p.net_connections('inet')]\n"
-        "    print({c.laddr.ip.removeprefix('::ffff:') for c in ports if c.status == 'LISTEN'})\n"
-        "print(ray.is_initialized(), psutil.Process().children())\n"
-    )
-    assert run(tmp_path, "program.py") == "None\n{'127.0.0.1'}\nFalse []\n"
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a program sees that has a cluster of its own, and after it."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "lonely.py").write_text(LONELY)
+    (folder / "program.py").write_text(ALONE)
+    found: dict[str, Any] = json.loads(run(folder, "program.py", str(folder / "elsewhere" / "lonely.py")))
+    return found
 
 
-def test_an_existing_cluster_of_two_nodes_is_joined_and_outlives_us(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(
-        "import os, ray\n"
-        "from ray.cluster_utils import Cluster\n"
-        "from rayhelper import RayHelper\n"
-        "@RayHelper.worker(group=['train', 'judge'])\n"
-        "class Probe:\n"
-        "    @RayHelper.function(group='train')\n"
-        "    def where(self):\n"
-        "        info = RayHelper.current()\n"
-        "        return info.rank, info.node_rank, info.local_rank, ray.get_runtime_context().get_node_id()\n"
-        "    @RayHelper.function(group='judge', execute='first')\n"
-        "    def secret(self):\n        return os.environ.get('RANK')\n"
-        "cluster = Cluster(initialize_head=True, head_node_args={'num_cpus': 1})\n"
-        "for _ in range(2):\n"
-        "    cluster.add_node(num_cpus=1, num_gpus=2)\n"
-        "groups = {'nproc_per_node': 2, 'trainers': {'device': 'GPU', 'ranks': [0, 1, 2, 3], 'workers': ['train']},\n"
-        "          'judges': {'device': 'CPU', 'ranks': 2, 'workers': ['judge']}}\n"
-        "with RayHelper.session(groups, ray_address=cluster.address):\n"
-        "    probe = Probe()\n"
-        "    found = probe.where()\n"
-        "    print([one[:3] for one in found], len({one[3] for one in found}), probe.secret())\n"
-        "    assert found[0][3] == found[1][3]\n"
-        "ray.init(address=cluster.address, logging_level=40)\n"
-        "print(ray.available_resources()['GPU'])\n"
-        "ray.shutdown()\n"
-        "cluster.shutdown()\n"
-    )
-    expected = "[(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)] 2 0\n4.0\n"
-    assert run(tmp_path, "program.py") == expected
+def test_a_module_that_the_workers_lack_travels_by_value(facts: dict[str, Any]) -> None:
+    assert facts["triple"] == 15
+
+
+def test_a_cluster_of_our_own_listens_on_loopback_and_hides_the_drivers_secrets(facts: dict[str, Any]) -> None:
+    assert facts["secret"] is None
+    assert facts["addresses"] == ["127.0.0.1"]
+
+
+def test_a_cluster_of_our_own_ends_with_the_session(facts: dict[str, Any]) -> None:
+    assert not facts["is on"]
+    assert facts["processes"] == []

@@ -243,9 +243,9 @@ def torchrun(processes: int, *command: str, cwd: Path) -> subprocess.CompletedPr
 
 
 def test_the_contract_of_decorated_calls_holds_under_torchrun() -> None:
-    done = torchrun(
-        3, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "tests/rayhelper/test_calls.py", cwd=ROOT
-    )
+    """Of calls to all processes, and to groups on processes of their own."""
+    files = ["tests/rayhelper/test_calls.py", "tests/rayhelper/calls_apart.py"]
+    done = torchrun(3, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", *files, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     passed = [line for line in done.stdout.splitlines() if "passed" in line]
     assert len(passed) == 3

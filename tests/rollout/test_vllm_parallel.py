@@ -6,6 +6,8 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import psutil
 import pytest
 
 from rayhelper import RayHelper, WorkerDiedError
-from tests.conftest import without_runtime
+from tests.conftest import RaySession, without_runtime
+from tests.e2e.runs import together
 from tests.golden.tiny import tiny_tokenizer
 from tests.rollout.prompts import prompts_of, save_decided
 from trainers.backends.fsdp import FsdpBackend
@@ -58,15 +61,16 @@ class Completing:
         self.engine.close()
 
 
-PLACES: dict[str, dict[str, Any]] = {
-    "two workers": {"device": "CPU", "ranks": 2},
-    "one worker": {"device": "GPU", "ranks": 2, "gpus_per_worker": 2},  # invented ones
-}
+@contextmanager
+def one_worker() -> Iterator[None]:
+    """Of two invented GPUs."""
+    group = {"device": "GPU", "ranks": 2, "gpus_per_worker": 2, "workers": ["rollout"]}
+    with without_runtime(), RayHelper.session({"engines": group}):
+        yield
 
 
-@pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("place", PLACES)
-def test_a_model_in_two_parts_completes_as_one(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["two workers", "one worker"])
+def test_a_model_in_two_parts_completes_as_one(place: str, tmp_path: Path, ray_session: RaySession) -> None:
     models = [save_decided(tmp_path / str(seed), seed=seed, head_dim=32) for seed in (0, 1)]
     config = CompletionConfig(
         model=models[0],
@@ -77,21 +81,20 @@ def test_a_model_in_two_parts_completes_as_one(place: str, tmp_path: Path) -> No
         max_completion_length=12,
     )
     expected = [HfEngine(model, tiny_tokenizer()).generate(prompts_of(), SAMPLING, seed=0) for model in models]
-    groups = {"engines": PLACES[place] | {"workers": ["rollout"]}}
-    with without_runtime(), RayHelper.session(groups):
-        together = Completing(config)
-        found = [together.generate(prompts_of())]
-        prints = together.load(models[1])
-        found.append(together.generate(prompts_of()))
+    with ray_session(together(2)) if place == "two workers" else one_worker():
+        both = Completing(config)
+        found = [both.generate(prompts_of())]
+        prints = both.load(models[1])
+        found.append(both.generate(prompts_of()))
         if place == "two workers":
-            together.close()
+            both.close()
         else:
-            processes = together.processes()[0]
+            processes = both.processes()[0]
             (part,) = (pid for pid in processes if "Worker_TP1" in " ".join(psutil.Process(pid).cmdline()))
             os.kill(part, signal.SIGKILL)
             assert all_gone(processes, timeout_s=30)
             with pytest.raises(WorkerDiedError, match="rank 0 of group 'engines'"):
-                together.generate(prompts_of())
+                both.generate(prompts_of())
             for file in Path(tempfile.gettempdir()).glob("vllm_dist_*"):  # where the killed ones had met
                 file.unlink()
     for ours, theirs in zip(found, expected, strict=True):

@@ -10,6 +10,8 @@ from rayhelper import ConfigError, DeviceGroups
 from trainers.completion_config import KEYS_AND_FIELDS, CompletionConfig
 from trainers.completions import check_completions, vllm_settings
 
+pytestmark = pytest.mark.xdist_group("vllm")  # in the process that imports it
+
 TRAIN: dict[str, Any] = {"device": "GPU", "ranks": [0, 1], "workers": ["train"]}
 TOGETHER: dict[str, Any] = {"all": {"device": "GPU", "ranks": 2, "workers": ["train", "rollout"]}}
 ON_CPU: dict[str, Any] = {"all": {"device": "CPU", "ranks": 2, "workers": ["train", "rollout"]}}

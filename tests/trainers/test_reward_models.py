@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import trl
 from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForSequenceClassification
 
 from tests.e2e.runs import grpo_config, ppo_config
@@ -43,6 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def trl_scores(folder: str, prompts: list[Any], completions: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What TRL's GRPOTrainer gives: its method, called on the few things it reads."""
+    import trl  # here, as tests of whole runs, and the workers that they start, import this file
     from trl.trainer import grpo_trainer
 
     monkeypatch.setattr(grpo_trainer, "profiling_context", lambda *_: contextlib.nullcontext())

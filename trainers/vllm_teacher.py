@@ -76,9 +76,10 @@ def teacher_settings(config: GKDConfig, *, shares_devices: bool) -> dict[str, An
         "gpu_memory_utilization": 0.4 if shares_devices else 0.9,
         "max_logprobs": config.gkd_logits_topk,
         "max_num_batched_tokens": TOKENS_AT_ONCE,
-        "enforce_eager": not config.seq_kd,  # graphs make no scored sequence faster
         "enable_prefix_caching": config.seq_kd,  # of what is scored nothing is ever taken from a cache
     }
+    if not config.seq_kd:
+        settings["enforce_eager"] = True  # graphs make no scored sequence faster
     return settings | config.teacher_engine_kwargs
 
 

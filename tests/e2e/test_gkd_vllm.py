@@ -106,7 +106,7 @@ def test_it_completes_prompts_of_its_own_with_the_engine_that_scores(model: str,
     rows = [{"prompt": "a bee", "teacher_prompt": f"{k} no one"} for k in range(3)]
     config = gkd_config(
         model, tmp_path, teacher_model=teacher, dataset=rows, seq_kd=True, lmbda=0.0, **KEYS | {"temperature": 1e-3},
-        teacher_engine="vllm", teacher_engine_kwargs={"max_model_len": 64},
+        teacher_engine="vllm", teacher_engine_kwargs={"max_model_len": 64, "enforce_eager": True},
     )  # fmt: skip
     with built(config) as trainer:
         samples, _ = trainer.complete("teacher", *trainer.prompts(trainer.rows), step=0)
@@ -174,7 +174,8 @@ def test_its_engine_has_what_the_loss_needs_and_then_what_the_user_says(model: s
     found = [teacher_settings(config, shares_devices=shares) for shares in (True, False)]
     assert [(one["gpu_memory_utilization"], one["max_logprobs"]) for one in found] == [(0.4, 8), (0.9, 8)]
     writing = teacher_settings(replace(config, seq_kd=True), shares_devices=False)
-    assert (found[0]["enforce_eager"], writing["enforce_eager"]) == (True, False)
+    assert found[0]["enforce_eager"]
+    assert "enforce_eager" not in writing  # the engine knows: on a CPU nothing is compiled
     more = replace(config, teacher_engine_kwargs={"max_logprobs": 20, "gpu_memory_utilization": 0.5})
     settings = teacher_settings(more, shares_devices=False)
     assert (settings["gpu_memory_utilization"], settings["max_logprobs"]) == (0.5, 20)

@@ -276,7 +276,7 @@ def test_pretraining_is_sft_on_one_stream_of_tokens() -> None:
         ({"reward_funcs": [{"name": "soft_overlong_punishment", "max": 3}]}, 1, ["reward_funcs", "max_completion_len"]),
         ({"reward_funcs": [{"names": "exact_answer"}]}, 1, ["reward_funcs", "needs its `name`"]),
         ({"external_plugins": ["no.such_plugin"]}, 1, ["external_plugins", "'no.such_plugin' cannot be imported"]),
-        ({"generation_kwargs": {"typical": 0.9}}, 1, ["generation_kwargs: ", "no field 'typical'", "'typical_p'"]),
+        ({"generation_kwargs": {"typical": 0.9}}, 1, ["generation_kwargs: ", "no field 'typical'", "typical_p"]),
         ({"resume_from_checkpoint": "."}, 1, ["resume_from_checkpoint: '.' is no checkpoint", "checkpoints: "]),
         ({"num_generations": 3}, 1, ["a generation of 8 completions", "multiple of num_generations=3"]),
         ({"num_generations": 16}, 1, ["a generation of 8 completions", "multiple of num_generations=16"]),

@@ -242,7 +242,8 @@ def _with_proof(
     for name, weight in weights:
         prints[name] = fingerprint(weight)
         yield name, weight
-    text = json.dumps(added_up(prints.items())).encode()
+    # of one length whatever the numbers are: 64 bits have at most 19 digits and a sign
+    text = json.dumps({layer: f"{value:+020d}" for layer, value in added_up(prints.items()).items()}).encode()
     device = next(iter(prints.values())).device
     yield PROOF, torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
 
@@ -269,6 +270,6 @@ def _without_proof(
     """The weights of a stream; what came behind them is put into ``proof``."""
     for name, tensor in stream:
         if name == PROOF:
-            proof.update(json.loads(bytes(tensor.cpu().numpy())))
+            proof |= {layer: int(value) for layer, value in json.loads(bytes(tensor.cpu().numpy())).items()}
         else:
             yield name, tensor

@@ -106,7 +106,7 @@ def test_it_completes_prompts_of_its_own_with_the_engine_that_scores(model: str,
     rows = [{"prompt": "a bee", "teacher_prompt": f"{k} no one"} for k in range(3)]
     config = gkd_config(
         model, tmp_path, teacher_model=teacher, dataset=rows, seq_kd=True, lmbda=0.0, **KEYS | {"temperature": 1e-3},
-        teacher_engine="vllm", teacher_engine_kwargs={"max_model_len": 64, "enforce_eager": True},
+        teacher_engine="vllm", teacher_engine_kwargs={"max_model_len": 64},
     )  # fmt: skip
     with built(config) as trainer:
         samples, _ = trainer.complete("teacher", *trainer.prompts(trainer.rows), step=0)

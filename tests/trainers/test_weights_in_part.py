@@ -149,8 +149,7 @@ def test_the_second_round_brings_what_training_can_change_and_the_engine_has_all
         assert engine.fingerprints() == fingerprints(backend.named_weights())
     assert engine.rounds == [set(dict(backend.named_weights())), CHANGED, CHANGED]
     sizes = [receipt.num_bytes for receipt in receipts]
-    assert sizes[1] < sizes[0] / 2
-    assert sizes[2] == pytest.approx(sizes[1], abs=32)  # fingerprints travel as text, of any number of digits
+    assert sizes[1] == sizes[2] < sizes[0] / 2
 
 
 def test_without_fingerprints_too(folder: str, engine: Noted, channel: Channel) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 # What workers take over from the driver's environment; nothing else travels.
-PASSED_PREFIXES = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "VLLM_", "RAYHELPER_")
+PASSED_PREFIXES: tuple[str, ...] = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH")
+PASSED_PREFIXES += ("PYTORCH_", "VLLM_", "RAYHELPER_")
 PASSED = frozenset(
     "OMP_NUM_THREADS MKL_NUM_THREADS CUDA_DEVICE_MAX_CONNECTIONS CUBLAS_WORKSPACE_CONFIG PYTHONHASHSEED".split()
 )

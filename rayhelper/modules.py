@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 
 def user_modules() -> list[str]:
     """The loaded modules that no installed package provides: candidates for travelling by value."""
-    installed = importlib.metadata.packages_distributions()
+    installed = installed_modules()
     found = set()
     for name, module in list(sys.modules.items()):
         root = name.partition(".")[0]
@@ -21,6 +22,12 @@ def user_modules() -> list[str]:
         if not any(part in ("site-packages", "dist-packages") for part in file.split(os.sep)):
             found.add(name)
     return sorted(found)
+
+
+@functools.cache
+def installed_modules() -> frozenset[str]:
+    """The top-level modules of installed packages, as they were when first asked for: reading them takes a while."""
+    return frozenset(importlib.metadata.packages_distributions())
 
 
 def missing_modules(names: Iterable[str]) -> list[str]:

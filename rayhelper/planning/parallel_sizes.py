@@ -37,7 +37,10 @@ class ParallelSizes:
 
     @classmethod
     def of(cls, where: str, settings: Mapping[str, Any], num_workers: int, mistakes: Mistakes) -> ParallelSizes:
-        """The sizes that the settings say; what is no size is noted and counts as 1, what does not divide is noted."""
+        """The sizes that the settings say; what is no size is noted and counts as 1, what does not divide is noted.
+
+        Sequence parallelism goes with tensor parallelism unless the settings say otherwise.
+        """
         given = {key: value for key, value in settings.items() if key in SIZE_KEYS and value is not None}
         divided = {key: given[key] for key in MEGATRON_KEYS if key in given}
         check_parallel_sizes(where, divided, f"{num_workers} workers", num_workers, mistakes)
@@ -57,7 +60,7 @@ class ParallelSizes:
             expert=size(EXPERT_KEY),
             expert_tensor=size(EXPERT_TENSOR_KEY, tensor),
             virtual_pipeline=size(VIRTUAL_KEY),
-            sequence=bool(settings.get("sequence_parallel")),
+            sequence=tensor > 1 if settings.get("sequence_parallel") is None else bool(settings["sequence_parallel"]),
         )
 
     @property
@@ -95,6 +98,7 @@ def _shape_mistakes(where: str, sizes: ParallelSizes, settings: Mapping[str, Any
     for name, count in (
         ("num_attention_heads", shape.num_attention_heads),
         ("num_key_value_heads", shape.num_key_value_heads),
+        ("intermediate_size", shape.intermediate_size if shape.num_moe_layers < shape.num_hidden_layers else tp),
     ):
         if count % tp:
             yield (

@@ -121,12 +121,16 @@ def plan_role(place: Place) -> RolePlan:
 
 
 def _plan_model(place: Place) -> RolePlan:
-    """A role that trains or scores; parallel sizes beside the device groups are meant for those that train."""
+    """A role that trains or scores.
+
+    Parallel sizes beside the device groups are meant for those that train; with ``backend: megatron``, for both.
+    """
     findings, where = place.run.findings, place.where
     does: Does = "train" if place.role in TRAINED else "unknown"
     if does == "unknown" and (place.role in FROZEN or _own_model(place) is not None):
         does = "score"
-    settings = place.settings if does == "train" else place.section
+    is_megatron = does == "score" and place.settings.get("backend") == "megatron"
+    settings = place.settings if does == "train" or is_megatron else place.section
     sizes = ParallelSizes.of(where, settings, place.group.num_workers, findings.mistakes)
     _warn_of_torn(place, TENSOR_KEY, sizes.tensor * max(1, place.group.gpus_per_worker))
     shape, unknown = _shape(place) if does != "unknown" else (None, "the configuration does not say its model")

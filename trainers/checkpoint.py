@@ -2,6 +2,8 @@
 
 output_dir/checkpoint-40/        model, optimizer, schedule, rng_state_*.pth (backend), trainer_state.json (here)
 output_dir/checkpoint-60.tmp/    being written; what a killed run leaves of it is removed by the next one
+    rank_3.writing               a worker that goes on writing while training does, until it has written all
+    rank_3.failed                or why it could not
 output_dir/checkpoint-20.old/    being replaced; gets its name back if a kill came before the new one had it
 """
 
@@ -20,12 +22,13 @@ from typing import Any
 from rayhelper import ConfigError
 
 STATE_FILE = "trainer_state.json"
+WRITING, FAILED = ".writing", ".failed"
 _NAME = re.compile(r"checkpoint-\d+")
 
 
 def begin(folder: Path) -> Path:
     """An empty folder to write into, which ``complete`` gives its name."""
-    unfinished = _unfinished(folder)
+    unfinished = unfinished_folder(folder)
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     return unfinished
@@ -33,7 +36,7 @@ def begin(folder: Path) -> Path:
 
 def complete(folder: Path) -> None:
     """Gives what was written since ``begin`` the name ``folder``, in place of what had it."""
-    unfinished = _unfinished(folder)
+    unfinished = unfinished_folder(folder)
     _flush(unfinished)
     old = folder.with_name(folder.name + ".old")
     _restore(old)
@@ -46,11 +49,45 @@ def complete(folder: Path) -> None:
 
 def discard(folder: Path) -> None:
     """Removes what was written since ``begin``."""
-    shutil.rmtree(_unfinished(folder), ignore_errors=True)
+    shutil.rmtree(unfinished_folder(folder), ignore_errors=True)
 
 
-def _unfinished(folder: Path) -> Path:
+def unfinished_folder(folder: Path) -> Path:
     return folder.with_name(folder.name + ".tmp")
+
+
+class Writing:
+    """The mark that a worker leaves in a folder while it writes there."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.mark = folder / f"rank_{rank}{WRITING}"
+
+    def begin(self) -> None:
+        self.mark.parent.mkdir(parents=True, exist_ok=True)
+        self.mark.with_suffix(FAILED).unlink(missing_ok=True)
+        self.mark.touch()
+
+    def end(self) -> None:
+        self.mark.unlink()
+
+    def fail(self, error: BaseException) -> None:
+        """Says why the folder will never be whole."""
+        with contextlib.suppress(OSError):  # a full disk
+            self.mark.write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
+        self.mark.rename(self.mark.with_suffix(FAILED))
+
+
+def is_written(folder: Path) -> bool:
+    """Whether no worker goes on writing into the folder.
+
+    Raises:
+        RuntimeError: one of them could not.
+    """
+    failed = sorted(folder.rglob(f"rank_*{FAILED}"))
+    if failed:
+        told = failed[0].read_text(encoding="utf-8") or "it could not say why"
+        raise RuntimeError(f"{folder} is no checkpoint: {failed[0].stem} could not write its part ({told})")
+    return next(folder.rglob(f"rank_*{WRITING}"), None) is None
 
 
 def checkpoint_folder(output_dir: Path, step: int) -> Path:

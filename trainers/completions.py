@@ -28,19 +28,20 @@ def build_engine(
 ) -> Engine:
     """The engine of this worker; ``backend``: the policy, if this worker trains it as well.
 
-    hf then generates with its very module (``gathers`` False: whoever calls it sees to it that weights which lie in
-    shards are whole meanwhile); vllm has a model of its own in any case.
+    hf then generates with its very module, if that is of transformers (``gathers`` False: whoever calls it sees to it
+    that weights which lie in shards are whole meanwhile); vllm has a model of its own in any case.
     """
     if config.rollout_engine == "vllm":
         return build_vllm(config, model, tokenizer, shares_devices=backend is not None or is_beside("train"))
+    lender = backend if config.backend == "fsdp" else None
     return HfEngine(
-        model if backend is None else backend.module,
+        model if lender is None else lender.module,
         tokenizer,
         batch_size=config.rollout_batch_size,
         dtype=resolve_dtype(config),
         model_init_kwargs=config.model_init_kwargs,
         trust_remote_code=config.trust_remote_code,
-        whole_weights=backend.whole_weights if backend is not None and gathers else None,
+        whole_weights=lender.whole_weights if lender is not None and gathers else None,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
@@ -17,10 +17,24 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rayhelper import ConfigError, DeviceGroups
 from rayhelper.device_groups.keys import SECTION_KEYS
+from rayhelper.planning.parallel_sizes import SIZE_KEYS, VLLM_KEY
+from trainers.megatron_config import OF_FSDP, MegatronConfig, key_mistakes
 from trainers.trackers import check_installed
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 SEQUENCES_PER_STEP = "sequences a step"  # the name of that number in what a checkpoint says of the order of the data
+PARALLEL_KEYS = tuple(key for key in SIZE_KEYS if key != VLLM_KEY)
+OF_MEGATRON = tuple(one.name for one in fields(MegatronConfig))
+OF_FSDP_INSTEAD = {  # what fsdp does in the place of a key of megatron
+    **dict.fromkeys(PARALLEL_KEYS, " (fsdp_sharding_strategy: full_shard lays weights in shards over all workers)"),
+    **dict.fromkeys(
+        ("param_offload", "grad_offload", "optimizer_offload"),
+        " (offload_model and offload_optimizer make room for an engine, fsdp_offload_params all the time)",
+    ),
+    **dict.fromkeys(
+        (name for name in OF_MEGATRON if "recompute" in name), " (gradient_checkpointing recomputes layers)"
+    ),
+}
 REPORTERS = ("tensorboard", "wandb", "none")
 PLAIN_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 # Those of transformers that look at the step alone; some need lr_scheduler_kwargs.
@@ -98,11 +112,13 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(RunConfig):
+class TrainConfig(MegatronConfig, RunConfig):
     """The keys that all trainers share."""
 
-    backend: Literal["fsdp"] = "fsdp"
-    """What trains the model. fsdp: transformers and torch."""
+    # Backend and tuner
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    """What trains and scores models. fsdp: transformers and torch; megatron: megatron-core, which is installed apart
+    and divides a model over workers."""
     tuner_type: Literal["full", "lora"] = "full"
     """Train all weights, or a LoRA adapter beside them (arXiv 2106.09685)."""
     lora_rank: int = 8
@@ -166,12 +182,14 @@ class TrainConfig(RunConfig):
     """Micro-batches of a worker in an optimizer step."""
     global_batch_size: int | None = None
     """Sequences an optimizer step, over all workers; null: per_device_train_batch_size x gradient_accumulation_steps x
-    workers. Where it is set, gradient_accumulation_steps must be left alone."""
+    workers (backend: megatron: those that hold one model together count once). Where it is set,
+    gradient_accumulation_steps must be left alone."""
     token_budget: int | None = None
     """Tokens that a micro-batch holds at most, padding included; null: per_device_train_batch_size says it in
     sequences. A longer sequence is a micro-batch of its own."""
     padding_free: bool = False
-    """Pass the sequences of a micro-batch through the model as one row of documents, without padding."""
+    """Pass the sequences of a micro-batch through the model as one row of documents, without padding; backend: megatron
+    always does."""
     gradient_checkpointing: bool = False
     """Compute activations twice instead of keeping them: less memory, more time."""
     disable_dropout: bool = True
@@ -232,6 +250,8 @@ def check_shared(config: TrainConfig) -> None:
     at_least(config, 0, "learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps", "save_steps")
     at_least(config, 0, "num_train_epochs", "lora_dropout")
     at_least(config, 1, "lora_rank", "token_budget")
+    at_least(config, 1, "recompute_num_layers", "infer_batch_size", *PARALLEL_KEYS)
+    _check_backend(config)
     _check_adapter(config)
     for source in _listed(config.eval_dataset):
         _check_file("eval_dataset", source, DATA_SUFFIXES)
@@ -292,15 +312,34 @@ def check_sections(groups: DeviceGroups) -> None:
             )
 
 
+def changed(config: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """The named keys that have another value than their default, and that value; what is no key has none."""
+    for one in fields(config):
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        if one.name in names and getattr(config, one.name) != default:
+            yield one.name, getattr(config, one.name)
+
+
 def unread(config: Any, reason: str, *names: str) -> None:
     """Raises ConfigError if a named key has another value than its default: with ``reason``, nobody reads it."""
-    for one in fields(config):
-        if one.name in names:
-            default = one.default if one.default_factory is MISSING else one.default_factory()
-            if getattr(config, one.name) != default:
-                raise ConfigError(
-                    f"{one.name} is {getattr(config, one.name)!r}, but {reason}. Remove it, or change that"
-                )
+    for name, value in changed(config, names):
+        raise ConfigError(f"{name} is {value!r}, but {reason}. Remove it, or change that")
+
+
+def _check_backend(config: TrainConfig) -> None:
+    """Raises ConfigError for keys that the other backend reads, and for those of megatron that break each other."""
+    if config.backend == "megatron":
+        unread(config, "backend is megatron, which does not read it", *OF_FSDP)
+        if getattr(config, "rollout_engine", "vllm") != "hf":  # whose model is transformers'
+            unread(config, "backend is megatron, which builds the model itself", "model_init_kwargs")
+        for mistake in key_mistakes(config):
+            raise ConfigError(mistake)
+        return
+    for name, value in changed(config, OF_MEGATRON):
+        raise ConfigError(
+            f"{name} is {value!r}, but backend is fsdp, which does not read it. Set backend: megatron, or remove it"
+            f"{OF_FSDP_INSTEAD.get(name, '')}."
+        )
 
 
 def _check_adapter(config: TrainConfig) -> None:
@@ -372,8 +411,8 @@ def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.{hint}")
 
 
-def sequences_per_step(config: TrainConfig, num_workers: int, saved_order: Mapping[str, Any] | None = None) -> int:
-    """Sequences that one optimizer step learns from, over all workers.
+def sequences_per_step(config: TrainConfig, num_shards: int, saved_order: Mapping[str, Any] | None = None) -> int:
+    """Sequences that one optimizer step learns from, over all workers. Those of a shard hold one model together.
 
     A resumed run (``saved_order``: see ``run.saved_order``) keeps those it began with, however many workers it has now,
     unless the configuration says them outright.
@@ -382,7 +421,7 @@ def sequences_per_step(config: TrainConfig, num_workers: int, saved_order: Mappi
         return config.global_batch_size
     if saved_order and SEQUENCES_PER_STEP in saved_order:
         return int(saved_order[SEQUENCES_PER_STEP])
-    return config.per_device_train_batch_size * config.gradient_accumulation_steps * num_workers
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps * num_shards
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:

@@ -7,7 +7,8 @@ see the student's logits a chunk of tokens at a time:
     TopDivergence     the teacher is anywhere: its K likeliest tokens came with the samples
 
 The formulas are ``losses/distillation.py``. Here both vocabularies are cut to their common size, ``vocab_size``: models
-of one tokenizer may pad their embeddings differently.
+of one tokenizer may pad their embeddings differently. Logits may be those columns of a vocabulary in shards that this
+process holds; the teacher's are brought to the places of the student's where theirs are others.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from trainers.backends.head import CHUNK_BYTES
 from trainers.data.distillation import DistillationSamples
 from trainers.losses.distillation import generalized_jsd, topk_jsd
 from trainers.losses.tokens import token_entropy
+from trainers.losses.vocabulary import WHOLE, Vocabulary
 from trainers.metrics import Metrics
 
 NAMES = ("divergence", "teacher_agreement", "tempered_entropy")  # what both functions give, in this order
@@ -43,14 +45,19 @@ class WholeDivergence:
         """(N, H) the teacher's hidden states, those that predict the targets from what the teacher sees."""
         return (self.teacher.target_features(micro.as_teacher_sequences(), adapter=self.adapter),)
 
-    def __call__(self, logits_NV: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def __call__(
+        self, logits_NV: torch.Tensor, *inputs: torch.Tensor, vocabulary: Vocabulary = WHOLE
+    ) -> tuple[torch.Tensor, ...]:
         (features_NH,) = inputs
+        student_NV, vocabulary = vocabulary.cut(logits_NV, self.vocab_size)
         with torch.no_grad():
-            teacher_NV = self.teacher.logits(features_NH)[:, : self.vocab_size]
-        student_NV = logits_NV[:, : self.vocab_size]
-        divergence_N = generalized_jsd(student_NV, teacher_NV, beta=self.beta, temperature=self.temperature)
-        agrees_N = (student_NV.detach().argmax(-1) == teacher_NV.argmax(-1)).float()
-        return divergence_N, agrees_N, token_entropy(student_NV.detach(), self.temperature)
+            teacher_NV, held_by = self.teacher.vocabulary.cut(self.teacher.logits(features_NH), self.vocab_size)
+            teacher_NV = vocabulary.take(teacher_NV, held_by)
+        divergence_N = generalized_jsd(
+            student_NV, teacher_NV, beta=self.beta, temperature=self.temperature, vocabulary=vocabulary
+        )
+        agrees_N = (vocabulary.argmax(student_NV.detach()) == vocabulary.argmax(teacher_NV)).float()
+        return divergence_N, agrees_N, token_entropy(student_NV.detach(), self.temperature, vocabulary=vocabulary)
 
 
 class TopDivergence:
@@ -71,9 +78,11 @@ class TopDivergence:
         assert micro.top_logps is not None, "ids come with their log-probabilities"
         return torch.tensor(micro.top_ids.values), torch.tensor(micro.top_logps.values)
 
-    def __call__(self, logits_NV: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def __call__(
+        self, logits_NV: torch.Tensor, *inputs: torch.Tensor, vocabulary: Vocabulary = WHOLE
+    ) -> tuple[torch.Tensor, ...]:
         ids_NK, logps_NK = (column.to(logits_NV.device) for column in inputs)
-        student_NV = logits_NV[:, : self.vocab_size]
+        student_NV, vocabulary = vocabulary.cut(logits_NV, self.vocab_size)
         is_padding_NK = ids_NK >= self.vocab_size
         divergence_N = topk_jsd(
             student_NV,
@@ -83,9 +92,10 @@ class TopDivergence:
             temperature=self.temperature,
             add_tail=self.add_tail,
             teacher_temperature=self.temperature,
+            vocabulary=vocabulary,
         )
-        agrees_N = (student_NV.detach().argmax(-1) == ids_NK[:, 0]).float()
-        return divergence_N, agrees_N, token_entropy(student_NV.detach(), self.temperature)
+        agrees_N = (vocabulary.argmax(student_NV.detach()) == ids_NK[:, 0]).float()
+        return divergence_N, agrees_N, token_entropy(student_NV.detach(), self.temperature, vocabulary=vocabulary)
 
 
 @torch.no_grad()
@@ -108,7 +118,7 @@ def measure_divergence(
         columns = (student.target_features(micro.as_sequences()), *function.inputs(micro))
         for start in range(0, len(columns[0]), chunk_tokens):
             features_NX, *inputs = (column[start : start + chunk_tokens] for column in columns)
-            found = function(student.logits(features_NX), *inputs)
+            found = function(student.logits(features_NX), *inputs, vocabulary=student.vocabulary)
             for name, values_N in zip(("loss", "teacher_agreement", "entropy"), found, strict=True):
                 metrics.mean(name, float(values_N.sum()), len(values_N))
     return metrics

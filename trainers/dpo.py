@@ -46,6 +46,8 @@ from trainers.run import (
     check_before_start,
     load_model_and_tokenizer,
     mistakes_of,
+    num_shards,
+    num_train_shards,
     read_rows,
     resumed_state,
     saved_order,
@@ -73,8 +75,8 @@ class DPOTrainer:
     @staticmethod
     def check(config: DPOConfig, groups: DeviceGroups | None) -> None:
         """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
-        check_before_start(config)
-        num_workers = 1 if groups is None else groups.group_of("default").num_workers
+        check_before_start(config, groups)
+        num_workers = num_train_shards(config, groups, "default")
         num_pairs = sequences_per_step(config, num_workers, saved_order(config))
         sorting = SORTING_LOSSES & set(weighted_losses(config)[0])
         if sorting and (num_workers > 1 or num_pairs > config.per_device_train_batch_size or config.token_budget):
@@ -115,7 +117,7 @@ class DPOTrainer:
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
-        batch_size = sequences_per_step(config, self.num_train_workers(), saved_order(config))
+        batch_size = sequences_per_step(config, self.num_train_shards(), saved_order(config))
         batches = Batches(len(self.pairs), batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.prepare_reference()
@@ -182,7 +184,7 @@ class DPOTrainer:
         assert self.eval_pairs is not None
         size = self.config.per_device_eval_batch_size
         pairs = self.with_reference(self.eval_pairs, size)
-        most = -(-len(pairs) // self.num_train_workers())
+        most = -(-len(pairs) // self.num_train_shards())
         metrics = self.measure(pairs, len(pairs), pairs.num_chosen_tokens, num_passes=-(-most // size))
         return {f"eval_{name}": value for name, value in metrics.values().items()}
 
@@ -229,8 +231,8 @@ class DPOTrainer:
     # Role default: the policy
 
     @RayHelper.function(group="default", execute="first")
-    def num_train_workers(self) -> int:
-        return RayHelper.current().shard.count
+    def num_train_shards(self) -> int:
+        return num_shards(self.config)
 
     @RayHelper.function(group="default")
     def build_policy(self, model: str, num_steps: int) -> None:

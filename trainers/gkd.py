@@ -67,6 +67,7 @@ from trainers.run import (
     load_model_and_tokenizer,
     load_tokenizer,
     mistakes_of,
+    num_shards,
     read_rows,
     saved_order,
 )
@@ -96,7 +97,7 @@ class GKDTrainer:
     @staticmethod
     def check(config: GKDConfig, groups: DeviceGroups | None) -> None:
         """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
-        check_before_start(config)
+        check_before_start(config, groups)
         check_completions(config, groups)
         check_placement(config, groups)
         check_vllm_teacher(config, groups)
@@ -153,7 +154,7 @@ class GKDTrainer:
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
-        batch_size = sequences_per_step(config, self.num_train_workers(), saved_order(config))
+        batch_size = sequences_per_step(config, self.num_train_shards(), saved_order(config))
         batches = Batches(len(self.rows), batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.build(num_steps)
@@ -360,8 +361,8 @@ class GKDTrainer:
     # Role train
 
     @RayHelper.function(group="train", execute="first")
-    def num_train_workers(self) -> int:
-        return RayHelper.current().shard.count
+    def num_train_shards(self) -> int:
+        return num_shards(self.config)
 
     @RayHelper.function(group="train")
     def build_train(self, model: str, num_steps: int, vocab_size: int) -> None:

@@ -94,7 +94,8 @@ from trainers.run import (
     load_model_and_tokenizer,
     load_tokenizer,
     mistakes_of,
-    num_train_workers,
+    num_shards,
+    num_train_shards,
     read_rows,
     resolve_dtype,
     saved_order,
@@ -143,7 +144,7 @@ class GRPOTrainer:
     @staticmethod
     def check(config: GRPOConfig, groups: DeviceGroups | None) -> None:
         """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
-        check_before_start(config)
+        check_before_start(config, groups)
         with mistakes_of("reward_funcs"):
             resolve_rewards(config.reward_funcs)
         pool_of(config)
@@ -151,7 +152,7 @@ class GRPOTrainer:
         environment_of(config)
         check_staleness(config, groups)
         check_used(config, groups)
-        StepPlan.of(config, 1, num_train_workers(groups), saved_order(config))
+        StepPlan.of(config, 1, num_train_shards(config, groups), saved_order(config))
 
     # The driver's part
 
@@ -205,7 +206,7 @@ class GRPOTrainer:
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
-        plan = StepPlan.of(config, len(self.rows), self.num_train_workers(), saved_order(config))
+        plan = StepPlan.of(config, len(self.rows), self.num_train_shards(), saved_order(config))
         plan.check_rows()
         self.build(plan.num_steps)
         headline = ("reward", "loss", "completions/mean_length")
@@ -600,8 +601,8 @@ class GRPOTrainer:
     # Role train
 
     @RayHelper.function(group="train", execute="first")
-    def num_train_workers(self) -> int:
-        return RayHelper.current().shard.count
+    def num_train_shards(self) -> int:
+        return num_shards(self.config)
 
     @RayHelper.function(group="train")
     def build_train(self, model: str, num_steps: int) -> None:

@@ -77,6 +77,7 @@ from trainers.run import (
     load_model_and_tokenizer,
     load_tokenizer,
     mistakes_of,
+    num_shards,
     read_rows,
     resolve_dtype,
     saved_order,
@@ -103,7 +104,7 @@ class PPOTrainer:
     @staticmethod
     def check(config: PPOConfig, groups: DeviceGroups | None) -> None:
         """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
-        check_before_start(config)
+        check_before_start(config, groups)
         with mistakes_of("reward_funcs"):
             resolve_rewards(config.reward_funcs)
         pool_of(config)
@@ -146,7 +147,7 @@ class PPOTrainer:
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
-        plan = StepPlan.of(config, len(self.rows), self.num_train_workers(), saved_order(config))
+        plan = StepPlan.of(config, len(self.rows), self.num_train_shards(), saved_order(config))
         batches = Batches(len(self.rows), plan.batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
         self.build(plan.num_steps)
         headline = ("objective/scores", "objective/kl", "loss/policy_avg", "loss/value_avg")
@@ -424,8 +425,8 @@ class PPOTrainer:
     # Role train
 
     @RayHelper.function(group="train", execute="first")
-    def num_train_workers(self) -> int:
-        return RayHelper.current().shard.count
+    def num_train_shards(self) -> int:
+        return num_shards(self.config)
 
     @RayHelper.function(group="train")
     def build_train(self, model: str, num_steps: int) -> None:

@@ -12,6 +12,7 @@ from trainers.backends.base import Backend
 from trainers.batch import Ragged
 from trainers.data.preferences import Preferences
 from trainers.losses.tokens import token_entropy, token_logps
+from trainers.losses.vocabulary import WHOLE, Vocabulary
 from trainers.metrics import Metrics
 
 CHUNK_TOKENS = 512  # whose logits evaluation holds at once
@@ -32,11 +33,14 @@ class PairNumbers:
         return (target_ids(micro),)
 
     @torch.no_grad()
-    def __call__(self, logits_NV: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        is_top1_N = (logits_NV.argmax(-1) == inputs[0].to(logits_NV.device)).float()
-        numbers = (logits_NV.mean(-1), is_top1_N)
+    def __call__(
+        self, logits_NV: torch.Tensor, *inputs: torch.Tensor, vocabulary: Vocabulary = WHOLE
+    ) -> tuple[torch.Tensor, ...]:
+        is_top1_N = (vocabulary.argmax(logits_NV) == inputs[0].to(logits_NV.device)).float()
+        numbers = (vocabulary.mean(logits_NV), is_top1_N)
         if self.with_log_sum_sq_probs:
-            numbers += ((2 * logits_NV).logsumexp(-1) - 2 * logits_NV.logsumexp(-1),)  # type: ignore[assignment]
+            log_sum_sq_N = vocabulary.logsumexp(2 * logits_NV) - 2 * vocabulary.logsumexp(logits_NV)
+            numbers += (log_sum_sq_N,)  # type: ignore[assignment]
         return numbers
 
 
@@ -77,17 +81,19 @@ def evaluated(
     """What ``loss_function`` adds to the metrics of each micro-batch, and its sum as ``loss``.
 
     Every rank makes ``num_passes`` passes, the last ones with nothing in them: with weights in shards they keep step.
+    Of a pipeline the last stage alone has features to go on with.
     """
     metrics = Metrics()
     for k in range(num_passes):
         micro = pairs[k * micro_batch_size : (k + 1) * micro_batch_size]
         sequences = micro.as_sequences()
         features_NX = backend.target_features(sequences)
-        if not len(micro):
+        ids_N = target_ids(micro)
+        if not len(micro) or len(features_NX) < len(ids_N):
             continue
         counts = torch.from_numpy(np.array([mask.sum() for mask in sequences.target_mask])).to(features_NX.device)
         mask_BT = torch.arange(int(counts.max()), device=counts.device)[None, :] < counts[:, None]
-        columns = _token_scores(backend, features_NX, target_ids(micro), function)
+        columns = _token_scores(backend, features_NX, ids_N, function)
         tables = {
             name: torch.zeros(mask_BT.shape, device=mask_BT.device).masked_scatter(mask_BT, values_N)
             for name, values_N in zip(("logps", "entropy", *function.names), columns, strict=True)
@@ -107,5 +113,7 @@ def _token_scores(
     for start in range(0, max(1, len(ids_N)), CHUNK_TOKENS):
         ids = ids_N[start : start + CHUNK_TOKENS]
         logits_NV = backend.logits(features_NX[start : start + CHUNK_TOKENS])
-        parts.append((token_logps(logits_NV, ids), token_entropy(logits_NV), *function(logits_NV, ids)))
+        logps_N = token_logps(logits_NV, ids, vocabulary=backend.vocabulary)
+        entropy_N = token_entropy(logits_NV, vocabulary=backend.vocabulary)
+        parts.append((logps_N, entropy_N, *function(logits_NV, ids, vocabulary=backend.vocabulary)))
     return [torch.cat(column) for column in zip(*parts, strict=True)]

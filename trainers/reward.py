@@ -38,6 +38,7 @@ from trainers.run import (
     check_before_start,
     load_model_and_tokenizer,
     mistakes_of,
+    num_shards,
     read_rows,
     saved_order,
 )
@@ -54,7 +55,7 @@ class RewardTrainer:
     @staticmethod
     def check(config: RewardConfig, groups: DeviceGroups | None) -> None:
         """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
-        check_before_start(config)
+        check_before_start(config, groups)
 
     @RayHelper.function(group="driver")
     def prepare(self) -> None:
@@ -76,7 +77,7 @@ class RewardTrainer:
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
-        batch_size = sequences_per_step(config, self.num_train_workers(), saved_order(config))
+        batch_size = sequences_per_step(config, self.num_train_shards(), saved_order(config))
         batches = Batches(len(self.pairs), batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.build(self.model_path, num_steps, self.tokenizer.pad_token_id)
@@ -108,8 +109,8 @@ class RewardTrainer:
         return {f"eval_{name}": value for name, value in metrics.values().items()}
 
     @RayHelper.function(group="train", execute="first")
-    def num_train_workers(self) -> int:
-        return RayHelper.current().shard.count
+    def num_train_shards(self) -> int:
+        return num_shards(self.config)
 
     @RayHelper.function(group="train")
     def build(self, model: str, num_steps: int, pad_token_id: int) -> None:

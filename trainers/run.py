@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal
@@ -24,14 +25,18 @@ from trainers.checkpoint import (
     checkpoint_folder,
     complete,
     discard,
+    is_written,
     read_state,
     resolve_resume,
     rotate,
+    unfinished_folder,
     write_state,
 )
 from trainers.cli import save_config
 from trainers.config import SEQUENCES_PER_STEP, RunConfig, TrainConfig
 from trainers.data.rows import load_rows
+from trainers.megatron_checks import check_megatron
+from trainers.megatron_config import megatron_settings
 from trainers.metrics import Metrics
 from trainers.plugins import load_plugins, resolve_model
 from trainers.throughput import WORK, throughput
@@ -41,10 +46,10 @@ from trainers.trackers import Trackers
 # What a checkpoint's optimizer, schedule and adapter were made with: another value would be ignored, or another model
 KEPT_BY_CHECKPOINTS = (
     *("learning_rate", "optim", "lr_scheduler_type", "warmup_steps", "warmup_ratio"),
-    *("tuner_type", "lora_rank", "lora_alpha"),
+    *("backend", "tuner_type", "lora_rank", "lora_alpha"),
 )
-BACKENDS = {"fsdp": FsdpBackend}
 SaveFunction = Callable[[Path], Any]
+WAIT_S = 0.1  # between two looks at a folder that workers write into
 logger = logging.getLogger(__name__)
 Dtype = Literal["float32", "bfloat16"]
 
@@ -81,6 +86,7 @@ class Run:
         self.last: dict[str, float] = {}
         self.last_evaluation: dict[str, float] = {}
         self.trackers: Trackers | None = None  # process 0 has them
+        self.unnamed: tuple[Path, Mapping[str, Any] | None] | None = None  # a folder that workers still write into
         self.open_logs()
         self.stopwatch = Stopwatch()
 
@@ -105,6 +111,8 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         if self.trackers is not None:
+            with contextlib.suppress(RuntimeError):  # the run has ended or failed before
+                self._name_if_written()
             self.trackers.close()
 
     def resume(self, load: SaveFunction) -> None:
@@ -133,6 +141,7 @@ class Run:
         self.last |= numbers
         if self.trackers is not None:
             self.trackers.log(self.step, numbers)
+            self._name_if_written()
 
     def evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> None:
         """Writes the numbers that ``evaluate`` finds. Its time is of no step, whatever phases it goes through."""
@@ -204,7 +213,11 @@ class Run:
             self.best_metric, self.best_checkpoint = value, folder.name
 
     def write(self, folder: Path, save: SaveFunction, tokenizer: Any, state: Mapping[str, Any] | None) -> None:
-        """Writes ``folder``: the workers their parts, process 0 the rest; it has its name once all is written."""
+        """Writes ``folder``: the workers their parts, process 0 the rest; it has its name once all is written.
+
+        Workers may go on writing while training does; the next folder waits for them.
+        """
+        self.wait_until_written()
         unfinished = self.begin(folder)
         try:
             save(unfinished)
@@ -223,6 +236,35 @@ class Run:
     def complete(self, folder: Path, unfinished: Path, tokenizer: Any, state: Mapping[str, Any] | None) -> None:
         """Adds the driver's part of a folder, a checkpoint if it has a ``state``, and gives it its name."""
         tokenizer.save_pretrained(unfinished)
+        self.unnamed = folder, state
+        self._name_if_written()
+
+    @RayHelper.function(group="driver", execute="first")
+    def wait_until_written(self) -> None:
+        """Returns when workers have written all that they went on writing, and the folder has its name."""
+        while self.unnamed is not None:
+            self._name_if_written()
+            if self.unnamed is not None:
+                time.sleep(WAIT_S)
+
+    def _name_if_written(self) -> None:
+        """Gives the folder that was written last its name, unless a worker still writes. Process 0 calls it.
+
+        Raises:
+            RuntimeError: a worker could not write its part; the folder is gone.
+        """
+        if self.unnamed is None:
+            return
+        folder, state = self.unnamed
+        unfinished = unfinished_folder(folder)
+        try:
+            if not is_written(unfinished):
+                return
+        except RuntimeError:
+            self.unnamed = None
+            discard(folder)
+            raise
+        self.unnamed = None
         if state is not None:
             write_state(unfinished, state)
         complete(folder)
@@ -234,6 +276,7 @@ class Run:
         """Writes the trained model to ``output_dir/final`` and says what evaluation found before and after."""
         folder = self.output_dir / "final"
         self.write(folder, export, tokenizer, None)
+        self.wait_until_written()
         if self.trackers is not None:
             for name, after in self.last_evaluation.items():
                 before = self.first_evaluation.get(name)
@@ -324,16 +367,33 @@ def mistakes_of(key: str) -> Iterator[None]:
         raise ConfigError("; ".join([told, *getattr(error, "__notes__", [])])) from error
 
 
-def check_before_start(config: TrainConfig) -> None:
-    """Raises ConfigError for plugins that are not there, and for a checkpoint that is none."""
+def check_before_start(config: TrainConfig, groups: DeviceGroups | None) -> None:
+    """Raises ConfigError for plugins that are not there, a checkpoint that is none, and what megatron cannot do."""
     with mistakes_of("external_plugins"):
         load_plugins(config.external_plugins)
+    if config.backend == "megatron":
+        check_megatron(config, groups, lora_settings(config))
     resumed_state(config)
 
 
-def num_train_workers(groups: DeviceGroups | None) -> int:
-    """The workers of role train that ``groups`` will start; None: this process is the only one."""
-    return 1 if groups is None else groups.group_of("train").num_workers
+def num_train_shards(config: TrainConfig, groups: DeviceGroups | None, role: str = "train") -> int:
+    """Data-parallel shards of the role's workers that ``groups`` will start; None: this process is the only worker."""
+    num_workers = 1 if groups is None else groups.group_of(role).num_workers
+    return num_workers // config.workers_per_shard
+
+
+def num_shards(config: TrainConfig) -> int:
+    """Data-parallel shards of the role whose method is running, whether its model is built or not.
+
+    Raises ConfigError if its workers cannot hold whole models.
+    """
+    num_workers = RayHelper.current().world_size
+    if num_workers % config.workers_per_shard:
+        raise ConfigError(
+            f"tensor_, pipeline_ and context parallelism let {config.workers_per_shard} workers hold one model "
+            f"together, but there are {num_workers}. Start a multiple of {config.workers_per_shard}."
+        )
+    return num_workers // config.workers_per_shard
 
 
 def read_rows(config: RunConfig, source: Any, split: str) -> Any:
@@ -417,11 +477,40 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
     ``settings`` are further arguments of the backend, or others than the configuration's, such as ``head="value"`` or
     another ``learning_rate``.
     """
+    load_plugins(config.external_plugins)
+    if config.backend == "megatron":
+        RayHelper.init_process_group()
+        return build_megatron(config, model, shared_arguments(config, num_training_steps) | settings)
     trains = num_training_steps is not None
     if RayHelper.current().world_size > 1 or (trains and resolve_dtype(config) != "float32"):
         RayHelper.init_process_group()
-    steps = num_training_steps or 0
-    arguments: dict[str, Any] = {
+    arguments = {
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "sharding": config.fsdp_sharding_strategy,
+        "reshard_after_forward": config.fsdp_reshard_after_forward,
+        "offload_params": config.fsdp_offload_params,
+        "torch_compile": config.torch_compile,
+        "padding_free": config.padding_free,
+        "model_init_kwargs": config.model_init_kwargs,
+    }
+    return FsdpBackend(model, **shared_arguments(config, num_training_steps) | arguments | settings)
+
+
+def build_megatron(config: TrainConfig, model: str, arguments: dict[str, Any]) -> Backend:
+    """The ``megatron`` backend, which divides the model as the configuration says."""
+    from trainers.backends.megatron.backend import MegatronBackend
+    from trainers.backends.megatron.fields import divided
+
+    settings = replace(megatron_settings(config), **divided(config.megatron))
+    backend = MegatronBackend(model, settings=settings, **{"async_save": config.async_save, **arguments})
+    RayHelper.shard(*backend.shard)
+    return backend
+
+
+def shared_arguments(config: TrainConfig, num_training_steps: int | None) -> dict[str, Any]:
+    """What every backend is told; ``num_training_steps`` None: one that only scores."""
+    trains, steps = num_training_steps is not None, num_training_steps or 0
+    return {
         "dtype": resolve_dtype(config),
         "learning_rate": None if num_training_steps is None else config.learning_rate,
         "num_training_steps": steps,
@@ -435,18 +524,10 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
         "lr_scheduler_type": config.lr_scheduler_type,
         "lr_scheduler_kwargs": config.lr_scheduler_kwargs,
         "warmup_steps": config.warmup_steps or math.ceil(config.warmup_ratio * steps),
-        "gradient_checkpointing": config.gradient_checkpointing,
         "disable_dropout": config.disable_dropout,
         "lora": lora_settings(config) if trains else None,
-        "sharding": config.fsdp_sharding_strategy,
-        "reshard_after_forward": config.fsdp_reshard_after_forward,
-        "offload_params": config.fsdp_offload_params,
-        "torch_compile": config.torch_compile,
-        "padding_free": config.padding_free,
         "token_budget": config.token_budget,
         "peak_tflops": config.peak_tflops,
         "seed": config.seed,
-        "model_init_kwargs": config.model_init_kwargs,
         "trust_remote_code": config.trust_remote_code,
     }
-    return BACKENDS[config.backend](model, **arguments | settings)

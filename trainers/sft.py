@@ -37,6 +37,7 @@ from trainers.run import (
     check_before_start,
     load_model_and_tokenizer,
     mistakes_of,
+    num_shards,
     read_rows,
     saved_order,
 )
@@ -54,7 +55,7 @@ class SFTTrainer:
     @staticmethod
     def check(config: SFTConfig, groups: DeviceGroups | None) -> None:
         """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
-        check_before_start(config)
+        check_before_start(config, groups)
 
     @RayHelper.function(group="driver")
     def prepare(self) -> None:
@@ -91,7 +92,7 @@ class SFTTrainer:
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
-        batch_size = sequences_per_step(config, self.num_train_workers(), saved_order(config))
+        batch_size = sequences_per_step(config, self.num_train_shards(), saved_order(config))
         batches = Batches(len(self.sequences), batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.build(self.model_path, num_steps)
@@ -122,8 +123,8 @@ class SFTTrainer:
         return {f"eval_{name}": value for name, value in self.measure(self.eval_sequences).values().items()}
 
     @RayHelper.function(group="train", execute="first")
-    def num_train_workers(self) -> int:
-        return RayHelper.current().shard.count
+    def num_train_shards(self) -> int:
+        return num_shards(self.config)
 
     @RayHelper.function(group="train")
     def build(self, model: str, num_steps: int) -> None:

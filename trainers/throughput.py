@@ -35,8 +35,16 @@ def known_peak(device_name: str) -> float | None:
     return None
 
 
-def add_work(metrics: Metrics, module: torch.nn.Module, num_tokens: int, peak: float | None) -> None:
-    """Adds to a worker's metrics the ``num_tokens`` that went through its update, their FLOPs, and the device's peak.
+def add_work(metrics: Metrics, num_tokens: int, flops: float, peak: float | None, num_devices: int = 1) -> None:
+    """Adds to the metrics of a slice's update its tokens, their FLOPs, and the peak of its devices, where known."""
+    metrics.sum("update_tokens", num_tokens)
+    metrics.sum("update_flops", flops)
+    if peak is not None:
+        metrics.sum("update_peak_flops", peak * num_devices)
+
+
+def flops_of(module: torch.nn.Module, num_tokens: int) -> float:
+    """The FLOPs of an update of ``module`` by so many tokens.
 
     A token costs 2 FLOPs a parameter forward, 2 for the gradient of what the layers pass on and, of trained parameters,
     2 for their own gradient: 6 where all are trained, 4 for the model under a LoRA adapter. All parameters count,
@@ -46,10 +54,7 @@ def add_work(metrics: Metrics, module: torch.nn.Module, num_tokens: int, peak: f
     parameters = list(module.parameters())
     num_parameters = sum(weight.numel() for weight in parameters)  # of the whole model, also where it lies in shards
     num_trained = sum(weight.numel() for weight in parameters if weight.requires_grad)
-    metrics.sum("update_tokens", num_tokens)
-    metrics.sum("update_flops", (4.0 * num_parameters + 2.0 * num_trained) * num_tokens)
-    if peak is not None:
-        metrics.sum("update_peak_flops", peak)
+    return (4.0 * num_parameters + 2.0 * num_trained) * num_tokens
 
 
 def throughput(metrics: Metrics, seconds: Mapping[str, float]) -> dict[str, float]:

@@ -195,11 +195,12 @@ def check(engine: Engine, proof: dict[str, int]) -> None:
 
 
 def exported(backend: Backend) -> dict[str, torch.Tensor]:
-    """On worker 0 all weights by their Hugging Face names, on the CPU; on the others, which gather with it, nothing.
+    """All weights by their Hugging Face names, on the CPU, where ``first_of`` takes them from; elsewhere nothing.
 
-    Every worker of the role calls it.
+    Every worker of the role calls it, and gathers with the others.
     """
-    is_first = RayHelper.current().rank == 0
+    shard = RayHelper.current().shard
+    is_first = shard.index == 0 and shard.leader
     weights = {}
     for name, weight in backend.named_weights():
         if is_first:
@@ -208,7 +209,7 @@ def exported(backend: Backend) -> dict[str, torch.Tensor]:
 
 
 def first_of(values: list[Any]) -> Any:
-    """A ``collect``: worker 0's value."""
+    """A ``collect``: the value of the first shard's leader, which with pipeline parallelism is not worker 0."""
     return values[0]
 
 

@@ -25,10 +25,11 @@ from mkdocs.structure.files import File, Files
 
 from trainers.completion_config import CompletionConfig
 from trainers.config import RunConfig, TrainConfig
+from trainers.megatron_config import MegatronConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = re.compile(r"^\{\{ keys (\S+) \}\}$", re.MULTILINE)
-SHARED = (CompletionConfig, TrainConfig, RunConfig)
+SHARED = (CompletionConfig, TrainConfig, MegatronConfig, RunConfig)  # each after those that extend it
 OWN, CHANGED = "Keys", "Shared keys that have another default here"  # where no comment says more
 WORDS = {bool: "true, false", int: "whole number", float: "number", str: "text", NoneType: "null", Any: "anything"}
 
@@ -69,9 +70,9 @@ def own_keys(config_type: type) -> list[dataclasses.Field[Any]]:
 
 
 def shared_keys(config_type: type) -> dict[str, Any]:
-    """The defaults of the shared configuration that a class extends; none for RunConfig itself."""
-    base = next((shared for shared in SHARED if shared in config_type.__mro__[1:]), None)
-    return {} if base is None else {field.name: default_of(field) for field in dataclasses.fields(base)}
+    """The defaults of the shared configurations that a class extends; none for RunConfig itself."""
+    bases = [shared for shared in reversed(SHARED) if shared in config_type.__mro__[1:]]
+    return {field.name: default_of(field) for base in bases for field in dataclasses.fields(base)}
 
 
 def descriptions(config_type: type) -> dict[str, str]:

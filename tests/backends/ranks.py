@@ -34,14 +34,17 @@ forkserver.set_forkserver_preload(
         "transformers.optimization",
         "transformers.trainer_pt_utils",
         "safetensors.torch",
+        "tests.backends.megatron_preload",
     ]
 )
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, folder: Path, timeout_s: float = 60.0
+    num_ranks: int, function: Callable[..., Any], *args: Any, folder: Path, timeout_s: float = 60.0, joined: bool = True
 ) -> list[Any]:
     """What ``function(rank, *args)`` returned on each of ``num_ranks`` gloo ranks; ``folder`` is where they meet.
+
+    ``joined`` False: ranks are in no process group, and may make their own.
 
     Raises:
         AssertionError: a rank failed, with its traceback, or did not finish in time; the others are stopped.
@@ -51,7 +54,9 @@ def run_ranks(
     for rank in range(num_ranks):
         ours, theirs = forkserver.Pipe(duplex=False)
         process = forkserver.Process(
-            target=_rank, args=(theirs, rank, num_ranks, meeting, timeout_s, function, args), daemon=True
+            target=_rank,
+            args=(theirs, rank, num_ranks, meeting if joined else None, timeout_s, function, args),
+            daemon=True,
         )
         process.start()
         theirs.close()
@@ -92,23 +97,25 @@ def _rank(
     pipe: Connection,
     rank: int,
     num_ranks: int,
-    meeting: Path,
+    meeting: Path | None,
     timeout_s: float,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{meeting}",
-            rank=rank,
-            world_size=num_ranks,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
+        if meeting is not None:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{meeting}",
+                rank=rank,
+                world_size=num_ranks,
+                timeout=datetime.timedelta(seconds=timeout_s),
+            )
         answer = pickle.dumps((True, function(rank, *args)))
-        dist.barrier()
-        dist.destroy_process_group()
+        if meeting is not None:
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
         answer = pickle.dumps((False, traceback.format_exc()))
     pipe.send_bytes(answer)

@@ -37,7 +37,6 @@ STARTS: dict[str, tuple[str, list[str]]] = {  # the command of each file, and wh
     "sft": ("sft", ["--max_steps=2", "--use_ray=false", "--dataset_num_proc=null"]),
     "sample": ("sample", ["--max_new_tokens=6", "--num_sampling_batches=2", "--use_ray=false"]),
 }
-LATER = {"train": {"tensor_model_parallel_size": 2}, "vllm_mode": "colocate"}  # what their files have beside
 
 
 @pytest.fixture(autouse=True)
@@ -113,12 +112,15 @@ def read(name: str, kind: type[Any], tmp_path: Path, more: dict[str, Any]) -> An
 
 
 @pytest.mark.parametrize("name", [name for name in STARTS if STARTS[name][0] == "rlhf"])
-def test_their_own_files_are_refused_for_other_backends_alone(name: str, tmp_path: Path) -> None:
+def test_sizes_above_one_need_the_backend_that_has_them(name: str, tmp_path: Path) -> None:
     kind = GRPOConfig if name == "grpo" else GKDConfig
-    with pytest.raises(ConfigError) as error:
-        read(name, kind, tmp_path, LATER)
-    assert str(error.value).startswith(f"{tmp_path}/x.yaml: tensor_model_parallel_size is not supported")
-    assert "\n" not in str(error.value)
+    sizes = {"train": {"tensor_model_parallel_size": 2}, "vllm_mode": "colocate"}
+    with pytest.raises(ConfigError, match=r"^tensor_model_parallel_size is 2, but .* Set backend: megatron"):
+        read(name, kind, tmp_path, sizes)
+    config = read(name, kind, tmp_path, {**sizes, "backend": "megatron"})
+    assert (config.tensor_model_parallel_size, config.sequence_parallel) == (2, True)
+    assert (config.recompute_granularity, config.gradient_checkpointing) == ("selective", False)
+    assert config.model_init_kwargs == {}  # their attention_backend is the backend's to choose
 
 
 @pytest.mark.parametrize("name", [name for name in STARTS if STARTS[name][0] == "rlhf"])

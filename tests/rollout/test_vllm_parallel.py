@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -57,6 +58,11 @@ class Completing:
         return [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
 
     @RayHelper.function(group="rollout")
+    def parts(self) -> list[int]:
+        """The processes among them that hold a part of the model each."""
+        return [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+
+    @RayHelper.function(group="rollout")
     def close(self) -> None:
         self.engine.close()
 
@@ -89,9 +95,10 @@ def test_a_model_in_two_parts_completes_as_one(place: str, tmp_path: Path, ray_s
         if place == "two workers":
             both.close()
         else:
-            processes = both.processes()[0]
-            (part,) = (pid for pid in processes if "Worker_TP1" in " ".join(psutil.Process(pid).cmdline()))
-            os.kill(part, signal.SIGKILL)
+            processes, parts = both.processes()[0], both.parts()[0]
+            assert len(parts) == 2
+            assert set(parts) < set(processes)
+            os.kill(parts[1], signal.SIGKILL)
             assert all_gone(processes, timeout_s=30)
             with pytest.raises(WorkerDiedError, match="rank 0 of group 'engines'"):
                 both.generate(prompts_of())

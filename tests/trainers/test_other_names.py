@@ -45,6 +45,7 @@ def told(kind: type[Any], text: str, tmp_path: Path, *argv: str) -> str:
 COSINE = {"name": "cosine_scaled", "max_len": 9, "min_value_wrong": -0.5, "max_value_wrong": 0.0}
 COSINE |= {"min_value_correct": 0.5, "max_value_correct": 2.0}
 VLLM, GPU, KWARGS = {"rollout_engine": "vllm"}, "vllm_gpu_memory_utilization", "vllm_engine_kwargs"
+MEGATRON = {"backend": "megatron"}
 SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and our keys that say it
     (SFTConfig, "torch_dtype: bfloat16", {"dtype": "bfloat16"}),
     (SFTConfig, "bf16: true", {"dtype": "bfloat16"}),
@@ -148,6 +149,26 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
         GKDConfig,
         "rlhf_type: gkd\nteacher_model: t\noffload_teacher_model: true",
         {"teacher_model": "t", "offload_teacher_model": True},
+    ),
+    (
+        SFTConfig,  # Megatron's words for what fsdp does, and for what it does anyway
+        "sequence_parallel: true\nuse_distributed_optimizer: false\noverlap_param_gather: true\n"
+        "recompute_method: uniform",
+        {},
+    ),
+    (SFTConfig, "recompute_granularity: null\ngradient_checkpointing: true", {"gradient_checkpointing": True}),
+    (SFTConfig, "backend: megatron\nrecompute_granularity: full", MEGATRON | {"recompute_granularity": "full"}),
+    (SFTConfig, "backend: megatron\nrecompute_granularity: none", MEGATRON),
+    (SFTConfig, "backend: megatron\nsequence_parallel: true\nattention_backend: flash", MEGATRON),
+    (
+        SFTConfig,
+        "backend: megatron\nmoe_permute_fusion: true\nmegatron: {bucket_size: 1}",
+        MEGATRON | {"megatron": {"bucket_size": 1, "moe_permute_fusion": True}},
+    ),
+    (
+        SFTConfig,
+        "strategy_args: {strategy_name: megatron_train, strategy_config: {pipeline_model_parallel_size: 2}}",
+        MEGATRON | {"pipeline_model_parallel_size": 2},
     ),
     (GRPOConfig, "use_vllm: true", {"rollout_engine": "vllm"}),
     (PPOConfig, "use_vllm: 'true'\nvllm_mode: colocate\nvllm_gpu_memory_utilization: 0.4", VLLM | {GPU: 0.4}),
@@ -271,10 +292,11 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (PPOConfig, "async_generate: true", "completions are drawn by the policy as it is"),
     (GKDConfig, "vllm_importance_sampling_mode: token_mask", "another name of rollout_importance_sampling_mode"),
     (SFTConfig, "use_vllm: true", "vLLM completes prompts in GRPO, PPO and GKD alone"),
-    (GRPOConfig, "tensor_model_parallel_size: 2", "fsdp_sharding_strategy: full_shard lays the weights in shards"),
-    (GRPOConfig, "tensor_model_parallel_size: true", "tensor_model_parallel_size is not supported"),
+    (GRPOConfig, "tensor_model_parallel_size: 2", "fsdp_sharding_strategy: full_shard lays weights in shards"),
+    (GRPOConfig, "tensor_model_parallel_size: true", "tensor_model_parallel_size must be a whole number, got true"),
     (SFTConfig, "vllm_max_model_len: 9\nvllm_x: 1", "vllm_max_model_len and vllm_x are not supported: vLLM completes"),
-    (GRPOConfig, "moe_grouped_gemm: true", "it is a setting of Megatron's"),
+    (GRPOConfig, "moe_grouped_gemm: true", "moe_grouped_gemm is True, but backend is fsdp"),
+    (GRPOConfig, "moe_permute_fusion: true", "it is a setting of Megatron's"),
     (
         SFTConfig,
         "dataset: swift/self-cognition#9\nmodel_name: b",

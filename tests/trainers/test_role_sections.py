@@ -64,6 +64,28 @@ LIFTED: list[tuple[type[Any], str, dict[str, Any]]] = [
     (GRPOConfig, "temperature: 0.7\ntrain: {gpus: 4}\nrollout: {gpus: 4, temperature: 0.7}", {"temperature": 0.7}),
     (GRPOConfig, "train: {gpus: 4, temperature: 0.7}\nrollout: {gpus: 4, temperature: 0.7}", {"temperature": 0.7}),
     (GRPOConfig, GRPO + "train: {gpus: 4, model: s}", {"model": "s"}),
+    (
+        GRPOConfig,
+        GRPO + "tensor_model_parallel_size: 1\ntrain: {gpus: 4, backend: megatron, tensor_model_parallel_size: 2}",
+        {"backend": "megatron", "tensor_model_parallel_size": 2},
+    ),
+    (
+        GRPOConfig,  # a section may repeat what holds for all roles, before that of train too
+        GRPO + "backend: megatron\nreference: {gpus: 4, context_parallel_size: 2}\ntrain: {gpus: 4, "
+        "context_parallel_size: 2}",
+        {"context_parallel_size": 2},
+    ),
+    (
+        GRPOConfig,  # the form of ROLL
+        "train: {gpus: 4, strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: "
+        "2, use_distributed_optimizer: true}}, infer_batch_size: 3}\nrollout: {gpus: 4, strategy_args: {strategy_name: "
+        "vllm, strategy_config: {gpu_memory_utilization: 0.5}}}\nreference: {gpus: 4, strategy_args: {strategy_name: "
+        "megatron_infer, strategy_config: {tensor_model_parallel_size: 2}}}",
+        {"backend": "megatron", "tensor_model_parallel_size": 2, "infer_batch_size": 3}
+        | {"rollout_engine": "vllm", "vllm_gpu_memory_utilization": 0.5},
+    ),
+    (GRPOConfig, "train: {gpus: 4}\nrollout: {gpus: 4, infer_batch_size: 3}", {"rollout_batch_size": 3}),
+    (GRPOConfig, GRPO + "train: {gpus: 4, strategy_args: {strategy_name: fsdp2_train}}", {"backend": "fsdp"}),
     (GKDConfig, GRPO + "train: {gpus: 4}\ngkd_logits_topk: 64\nteacher: {gpus: 2, model: t}", {"teacher_model": "t"}),
     (GKDConfig, GRPO + "train: {gpus: 4}\nteacher: {gpus: 2, model: t, gkd_logits_topk: 8}", {"gkd_logits_topk": 8}),
     (
@@ -128,7 +150,31 @@ REFUSED: list[tuple[str, list[str]]] = [
     ),
     ("train: {gpus: 4, top_p: 0.9}", ["section 'train' has top_p, which role rollout reads"]),
     ("train: {gpus: 4}\nrollout: {gpus: 4, lr: 1}", ["section 'rollout' has lr, which role rollout does not read"]),
-    ("train: {gpus: 4, tensor_model_parallel_size: 2}", ["tensor_model_parallel_size is not supported"]),
+    (
+        "train: {gpus: 4, tensor_model_parallel_size: 2}",
+        ["tensor_model_parallel_size is 2, but backend is fsdp", "Set backend: megatron"],
+    ),
+    (
+        "backend: megatron\nreference: {gpus: 4, tensor_model_parallel_size: 2}\ntrain: {gpus: 4}",
+        ["section 'reference' has tensor_model_parallel_size: 2, and role train 1", "Write it once, at the top level"],
+    ),
+    (
+        "train: {gpus: 4, strategy_name: megatron_train}\nreference: {gpus: 4, strategy_name: hf_infer}",
+        ["section 'reference' has backend: fsdp, and role train megatron"],
+    ),
+    ("train: {gpus: 4, strategy_name: megatron_infer}", ["role train is trained. Write megatron_train"]),
+    ("reference: {gpus: 4, strategy_name: megatron_train}", ["role reference only scores. Write megatron_infer"]),
+    ("train: {gpus: 4, strategy_name: megatron_trian}", ["did you mean megatron_train?", "fsdp2_train"]),
+    ("train: {gpus: 4, strategy_args: megatron_train}", ["strategy_args must be a mapping", "'megatron_train'"]),
+    ("train: {gpus: 4, strategy_args: {strategy: a}}", ["strategy_args holds strategy", "strategy_config are read"]),
+    (
+        "train: {gpus: 4, context_parallel_size: 1, strategy_args: {strategy_config: {context_parallel_size: 2}}}",
+        ["context_parallel_size is 1, and 2 in strategy_args"],
+    ),
+    (
+        "backend: fsdp\nstrategy_args: {strategy_name: megatron_train}",
+        ["backend is fsdp, and megatron by the strategy"],
+    ),
     (
         "use_vllm: true\ntrain: {gpus: 4, vllm_kv_cache_dtype: fp8}",
         ["section 'train' has vllm_kv_cache_dtype, which role rollout reads"],

@@ -15,12 +15,12 @@ import torch
 from rayhelper import ConfigError, DeviceGroups
 from tests.e2e.runs import TEXTS, final_bytes, grpo_config, interrupted_after, lines, sft_config
 from tests.golden.tiny import save_tiny, tiny_tokenizer
-from trainers.checkpoint import checkpoints, read_state
+from trainers.checkpoint import Writing, checkpoints, read_state, resolve_resume
 from trainers.config import SEQUENCES_PER_STEP, TrainConfig, sequences_per_step
 from trainers.generation_plan import StepPlan
 from trainers.grpo import GRPOTrainer
 from trainers.metrics import Metrics
-from trainers.run import Run, load_tokenizer, mistakes_of, num_train_workers, resolve_dtype, saved_order
+from trainers.run import Run, load_tokenizer, mistakes_of, num_train_shards, resolve_dtype, saved_order
 from trainers.sft import SFTTrainer
 
 ORDER = {"sequences": 11, "sequences a step": 4}
@@ -112,6 +112,61 @@ def test_a_checkpoint_keeps_what_the_driver_knows(tmp_path: Path) -> None:
         "tokenizer.json",
         "trainer_state.json",
     }
+
+
+class Later:
+    """Workers that go on writing when ``save`` has returned, until ``end`` or ``fail``."""
+
+    def save(self, folder: Path) -> None:
+        self.writing = Writing(folder / "critic", rank=3)
+        self.writing.begin()
+
+
+def test_a_checkpoint_has_its_name_when_workers_have_written_it(tmp_path: Path) -> None:
+    workers = Later()
+    with opened(tmp_path, save_total_limit=1) as run:
+        stepped(run).save_checkpoint(Nothing().save, Nothing())
+        stepped(run).save_checkpoint(workers.save, Nothing())
+        stepped(run)
+        assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]  # which rotation has left
+        with pytest.raises(ConfigError, match="is no checkpoint"):
+            resolve_resume(str(tmp_path / "checkpoint-2.tmp"), tmp_path)
+        workers.writing.end()
+        stepped(run)
+        assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
+        assert read_state(tmp_path / "checkpoint-2")["step"] == 2
+
+
+def test_the_next_folder_waits_for_the_one_before(tmp_path: Path) -> None:
+    workers = Later()
+    with opened(tmp_path) as run:
+        stepped(run).save_checkpoint(workers.save, Nothing())
+        ending = threading.Timer(0.05, workers.writing.end)
+        ending.start()
+        stepped(run).save_checkpoint(Nothing().save, Nothing())
+        ending.join()
+        assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1", "checkpoint-2"]
+        run.finish(Nothing().save, Nothing())
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_workers_that_could_not_go_on_writing_are_told_at_the_next_step(tmp_path: Path) -> None:
+    workers = Later()
+    with opened(tmp_path) as run:
+        stepped(run).save_checkpoint(Nothing().save, Nothing())
+        stepped(run).save_checkpoint(workers.save, Nothing())
+        workers.writing.fail(OSError("disk full"))
+        with pytest.raises(RuntimeError, match=r"rank_3 could not write its part .OSError: disk full"):
+            stepped(run)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_a_run_killed_while_workers_write_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
+    with opened(tmp_path) as run:
+        stepped(run).save_checkpoint(Nothing().save, Nothing())
+        stepped(run).save_checkpoint(Later().save, Nothing())
+    with opened(tmp_path, resume_from_checkpoint=True) as resumed:
+        assert resumed.step == 1
 
 
 def test_a_failing_worker_leaves_no_checkpoint(tmp_path: Path) -> None:
@@ -275,8 +330,16 @@ def test_auto_is_float32_where_no_gpu_has_bfloat16() -> None:
 
 
 def test_the_train_workers_are_known_before_they_start() -> None:
-    assert num_train_workers(None) == 1
-    assert num_train_workers(DeviceGroups.single(["train", "rollout"], "CPU", 3)) == 3
+    config, three = TrainConfig(model="m", dataset="d"), DeviceGroups.single(["train", "rollout"], "CPU", 3)
+    assert (num_train_shards(config, None), num_train_shards(config, three)) == (1, 3)
+
+
+def test_workers_that_hold_one_model_together_are_one_shard() -> None:
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2}
+    config = TrainConfig(model="m", dataset="d", backend="megatron", **sizes)
+    assert num_train_shards(config, DeviceGroups.single(["train"], "GPU", 24)) == 3
+    experts = TrainConfig(model="m", dataset="d", backend="megatron", expert_model_parallel_size=4)
+    assert num_train_shards(experts, DeviceGroups.single(["default"], "GPU", 8), "default") == 8
 
 
 def test_a_bug_in_a_plugin_is_no_mistake_of_the_configuration() -> None:
@@ -395,6 +458,7 @@ def test_a_run_does_not_go_on_with_other_keys_than_its_checkpoint_was_made_with(
     for keys, told in (
         ({"learning_rate": 5.0}, "learning_rate was .* and is 5.0"),
         ({"tuner_type": "lora"}, "tuner_type was full and is lora"),
+        ({"backend": "megatron"}, "backend was fsdp and is megatron"),
         ({"num_steps": 1}, "is of step 2, and the run has 1 steps"),
     ):
         with pytest.raises(ConfigError, match=told):

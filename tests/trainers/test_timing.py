@@ -29,7 +29,7 @@ from trainers.ppo import PPOTrainer
 from trainers.reward import RewardTrainer
 from trainers.run import Run
 from trainers.sft import SFTTrainer
-from trainers.throughput import add_work, known_peak, throughput
+from trainers.throughput import add_work, flops_of, known_peak, throughput
 from trainers.timing import Stopwatch, step_times
 
 
@@ -136,7 +136,7 @@ def test_mfu_is_six_flops_a_parameter_and_token_by_what_the_devices_could_do() -
     parts = []
     for num_tokens in (30, 50):
         metrics = Metrics()
-        add_work(metrics, layer, num_tokens, 1000.0)
+        add_work(metrics, num_tokens, flops_of(layer, num_tokens), 1000.0)
         parts.append(metrics)
     found = throughput(Metrics.merge(parts), {"idle": 2.0, "update": 8.0})
     assert found == {"throughput/tokens_per_second": 8.0, "throughput/mfu": 9600 / (8 * 2 * 1000)}
@@ -146,7 +146,7 @@ def test_what_is_frozen_costs_no_gradient_of_its_own() -> None:
     """4 x 20 + 2 x 4 a token: of the layer's parameters only the 4 of its bias are trained."""
     layer, metrics = torch.nn.Linear(4, 4), Metrics()
     layer.weight.requires_grad_(False)
-    add_work(metrics, layer, 10, None)
+    add_work(metrics, 10, flops_of(layer, 10), None)
     assert metrics.values() == {"update_tokens": 10.0, "update_flops": 880.0}
     assert throughput(metrics, {"idle": 0.0, "update": 5.0}) == {"throughput/tokens_per_second": 2.0}
 

@@ -1,4 +1,4 @@
-"""The questions a training backend answers. ``fsdp.py`` answers them with transformers; ``megatron.py`` will.
+"""The questions a training backend answers: ``fsdp.py`` with transformers, ``megatron/`` with megatron-core.
 
 Unless said otherwise **every rank** of the role calls a method, with its own slice of the batch; a slice may be empty.
 A backend has one of two heads. ``lm``: scores of target tokens, for policies, references and teachers. ``value``: one
@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from trainers.batch import Ragged, Sequences
+from trainers.losses.vocabulary import WHOLE, Vocabulary
 from trainers.metrics import Metrics
 
 BatchT = TypeVar("BatchT", contravariant=True)
@@ -72,14 +73,17 @@ class TokenFunction(Protocol):
     ``inputs`` is called once a micro-batch, before the model, and gives tensors whose first dimension is the N targets
     of ``micro.as_sequences()``, in order, without gradient. ``__call__`` gets the float32 logits of some of these
     targets, not divided by any temperature, and the same rows of the inputs; it gives one float32 number a target and
-    name. What needs a gradient stands before what has none. It is called again in the backward pass.
+    name. What needs a gradient stands before what has none. It is called again in the backward pass. The logits are
+    those columns of ``vocabulary`` that this process holds, so whatever looks along V asks the vocabulary.
     """
 
     names: tuple[str, ...]
 
     def inputs(self, micro: Any) -> tuple[torch.Tensor, ...]: ...
 
-    def __call__(self, logits_NV: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]: ...
+    def __call__(
+        self, logits_NV: torch.Tensor, *inputs: torch.Tensor, vocabulary: Vocabulary = WHOLE
+    ) -> tuple[torch.Tensor, ...]: ...
 
 
 class Backend(Protocol):
@@ -87,6 +91,7 @@ class Backend(Protocol):
 
     module: Any  # the model, for engines that share it
     sent: SentWeights
+    vocabulary: Vocabulary  # the columns of logits that this process holds
 
     @property
     def trains_part(self) -> bool:
@@ -123,7 +128,7 @@ class Backend(Protocol):
         ...
 
     def logits(self, features_NX: torch.Tensor) -> torch.Tensor:
-        """(N, V) float32 logits that predict the targets."""
+        """(N, V) float32 logits that predict the targets: the columns of ``vocabulary``."""
         ...
 
     def step(
@@ -177,7 +182,8 @@ class Backend(Protocol):
     def save(self, folder: Path) -> None:
         """Writes model (a Hugging Face folder), optimizer, scheduler and every rank's RNG state into ``folder``.
 
-        With a LoRA adapter the model is the adapter alone.
+        With a LoRA adapter the model is the adapter alone. A backend may go on writing when this has returned: until
+        all is there ``checkpoint.Writing`` marks the folder, and the next ``save``, ``load`` or ``export`` waits.
         """
         ...
 

@@ -15,7 +15,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -50,9 +50,12 @@ from trainers.backends.optimizer import OptimizerName, build_optimizer, load_who
 from trainers.backends.random_state import random_state, set_random_state
 from trainers.backends.scorer import Scorer, ValueScorer
 from trainers.backends.sharding import full, layers_of, reshard, shard, whole_weights
+from trainers.backends.token_loss import token_loss
+from trainers.backends.top_logps import TopLogps
 from trainers.batch import Ragged, Sequences
+from trainers.losses.vocabulary import WHOLE
 from trainers.metrics import Metrics
-from trainers.throughput import add_work, peak_flops
+from trainers.throughput import add_work, flops_of, peak_flops
 
 Sharding = Literal["full_shard", "no_shard"]
 WEIGHTS, MEMORY = "the model's weights", "what the optimizer remembers"  # what ``offload`` moves
@@ -68,6 +71,8 @@ class FsdpBackend:
     ``token_budget`` cuts micro-batches by tokens instead of rows; ``padding_free`` joins the rows of one into a single
     row of documents. ``values_at``: where a value head is read off, at the token that predicts a target or at itself.
     """
+
+    vocabulary = WHOLE
 
     def __init__(
         self,
@@ -214,7 +219,7 @@ class FsdpBackend:
         self, sequences: Sequences, k: int, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True
     ) -> tuple[Ragged, Ragged]:
         """The k likeliest ids at each row's targets (values (N, k)) and their log-probabilities. As ``token_logps``."""
-        function = _TopLogps(k, temperature)
+        function = TopLogps(k, temperature)
         logps, ids = self._each(
             sequences, micro_batch_size, lambda scores: scores.further, 2, temperature, adapter, token_function=function
         )
@@ -289,7 +294,7 @@ class FsdpBackend:
             with self._synchronised(last=k == num_micro - 1):
                 scores = self._run(self.forward, sequences, temperature=temperature, **settings)
                 names = () if token_function is None else token_function.names
-                loss = self._loss(scores, names, loss_function, micro, sequences, metrics)
+                loss = token_loss(scores, names, loss_function, micro, sequences, metrics)
                 (loss * self.world_size).backward()
             metrics.sum("loss", loss.item())
             num_tokens += len(sequences.input_ids.values)
@@ -300,7 +305,7 @@ class FsdpBackend:
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        add_work(metrics, self.module, num_tokens, self.peak_flops)
+        add_work(metrics, num_tokens, flops_of(self.module, num_tokens), self.peak_flops)
         return metrics
 
     def _run(self, forward: torch.nn.Module, micro: Sequences | None, **settings: Any) -> Any:
@@ -317,32 +322,6 @@ class FsdpBackend:
     def _cut(self, batch: Any, micro_batch_size: int) -> list[np.ndarray]:
         lengths = batch.row_lengths()
         return micro_batches(lengths, micro_batch_size, token_budget=self.token_budget, padding_free=self.padding_free)
-
-    def _loss(
-        self,
-        scores: Any,
-        names: tuple[str, ...],
-        loss_function: Any,
-        micro: Any,
-        sequences: Sequences,
-        metrics: Metrics,
-    ) -> torch.Tensor:
-        nothing = scores[0][:0].sum()  # reaches every weight, with gradients of zero, whatever the loss looks at
-        if not len(micro):
-            return cast(torch.Tensor, nothing)
-        counts = torch.from_numpy(num_targets(sequences)).to(self.device)
-        mask_BT = torch.arange(int(num_targets(sequences).max()), device=self.device)[None, :] < counts[:, None]
-
-        def table(values_N: torch.Tensor) -> torch.Tensor:
-            return torch.zeros(mask_BT.shape, device=self.device).masked_scatter(mask_BT, values_N)
-
-        if isinstance(self.scorer, ValueScorer):
-            loss = loss_function(table(scores[0]), mask_BT, micro, metrics)
-            return cast(torch.Tensor, loss + nothing)
-        metrics.mean("mean_token_accuracy", float(scores.is_top1_N.sum()), len(scores.is_top1_N))
-        further = {f"{name}_BT": table(values) for name, values in zip(names, scores.further, strict=True)}
-        loss = loss_function(table(scores.logps_N), table(scores.entropy_N), mask_BT, micro, metrics, **further)
-        return cast(torch.Tensor, loss + nothing)
 
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if isinstance(self.forward, DistributedDataParallel) and not last:
@@ -492,19 +471,3 @@ class FsdpBackend:
         states = folder / f"rng_state_{self.rank}.pth"
         if states.exists():
             set_random_state(torch.load(states, weights_only=False), self.device)
-
-
-class _TopLogps:
-    """The token function of ``top_logps``."""
-
-    names = ("top_logps", "top_ids")
-
-    def __init__(self, k: int, temperature: float) -> None:
-        self.k, self.temperature = k, temperature
-
-    def inputs(self, micro: Any) -> tuple[torch.Tensor, ...]:
-        return ()
-
-    def __call__(self, logits_NV: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        values, ids = (logits_NV / self.temperature).log_softmax(-1).topk(self.k, dim=-1)
-        return values, ids

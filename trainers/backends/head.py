@@ -3,11 +3,15 @@
 The output head of a language model is its largest intermediate: tokens x vocabulary. Here only target tokens reach it,
 a chunk at a time, and a chunk's logits are computed again in the backward pass instead of being kept: by
 ``linear_scores.py`` where the head is a plain product, else by autograd.
+
+    LinearHead   a plain product with a weight, all of whose rows or a shard of them are here
+    Head         whatever a Hugging Face model has
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +21,7 @@ from trainers.backends.base import TokenFunction
 from trainers.backends.hf_model import evaluating
 from trainers.backends.linear_scores import LinearScores
 from trainers.losses.tokens import token_entropy, token_logps
+from trainers.losses.vocabulary import WHOLE, Vocabulary
 
 CHUNK_BYTES = 256 * 1024 * 1024  # of float32 logits
 
@@ -30,6 +35,96 @@ class Scores(NamedTuple):
     entropy_N: torch.Tensor
     is_top1_N: torch.Tensor  # 1.0 where the target is the most probable token
     further: tuple[torch.Tensor, ...] = ()  # what a token function gave
+
+
+class LinearHead:
+    """logits = scale x features weight^T, of the columns of ``vocabulary`` that are here.
+
+    ``weight()``: (V, H) their rows, without padding, asked for at each use; gradients reach it by autograd. Features
+    are alike on all ranks that share the vocabulary, which call every method together; so is their gradient.
+    """
+
+    def __init__(
+        self, weight: Callable[[], torch.Tensor], vocabulary: Vocabulary = WHOLE, *, scale: float = 1.0
+    ) -> None:
+        self.weight, self.vocabulary, self.scale = weight, vocabulary, scale
+
+    def scores(
+        self,
+        features_NX: torch.Tensor,
+        ids_N: torch.Tensor,
+        temperature: float,
+        *,
+        entropy_gradient: bool = False,
+        token_function: TokenFunction | None = None,
+        token_inputs: tuple[torch.Tensor, ...] = (),
+    ) -> Scores:
+        """The ``Scores`` of ``ids_N`` under softmax(logits / temperature), and what ``token_function`` gives."""
+        features_NX = self.vocabulary.spread(features_NX)
+        if token_function is None:
+            scale = self.scale / temperature
+            found = LinearScores.apply(  # type: ignore[no-untyped-call]
+                features_NX, self.weight(), ids_N, scale, self.chunk_rows(), entropy_gradient, self.vocabulary
+            )
+            return Scores(*found)
+        return scores_in_chunks(
+            self._logits,
+            self.chunk_rows(),
+            self.vocabulary,
+            features_NX,
+            ids_N,
+            temperature,
+            entropy_gradient=entropy_gradient,
+            token_function=token_function,
+            token_inputs=token_inputs,
+        )
+
+    def chunk_rows(self) -> int:
+        """How many tokens' logits are held at once; alike on all ranks."""
+        return max(1, CHUNK_BYTES // (4 * self.vocabulary.widest(self.weight().shape[0])))
+
+    def logits(self, features_NX: torch.Tensor) -> torch.Tensor:
+        """(N, V) float32."""
+        return self._logits(self.vocabulary.spread(features_NX))
+
+    def _logits(self, features_NX: torch.Tensor) -> torch.Tensor:
+        logits_NV = torch.nn.functional.linear(features_NX, self.weight()).float()
+        return logits_NV if self.scale == 1.0 else logits_NV * self.scale
+
+
+def scores_in_chunks(
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    rows: int,
+    vocabulary: Vocabulary,
+    features_NX: torch.Tensor,
+    ids_N: torch.Tensor,
+    temperature: float,
+    *,
+    entropy_gradient: bool = False,
+    token_function: TokenFunction | None = None,
+    token_inputs: tuple[torch.Tensor, ...] = (),
+) -> Scores:
+    """The ``Scores`` of ``ids_N`` by autograd, from the logits of ``rows`` tokens at a time."""
+
+    def score(features: torch.Tensor, ids: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits_NV = logits(features)
+        # The recomputation of the backward pass ends with the last tensor that a gradient needs, so what has no
+        # gradient stands last and is computed once.
+        further = () if token_function is None else token_function(logits_NV, *inputs, vocabulary=vocabulary)
+        logps_N = token_logps(logits_NV, ids, temperature, vocabulary=vocabulary)
+        of_entropy_NV = logits_NV if entropy_gradient else logits_NV.detach()
+        entropy_N = token_entropy(of_entropy_NV, temperature, vocabulary=vocabulary)
+        is_top1_N = (vocabulary.argmax(logits_NV.detach()) == ids).float()
+        return logps_N, entropy_N, is_top1_N, *further
+
+    columns = (features_NX, ids_N, *token_inputs)
+    parts = []
+    for start in range(0, max(1, len(ids_N)), rows):
+        chunk = [column[start : start + rows] for column in columns]
+        with_gradient = torch.is_grad_enabled()
+        parts.append(checkpoint(score, *chunk, use_reentrant=False) if with_gradient else score(*chunk))
+    logps_N, entropy_N, is_top1_N, *further = (torch.cat(column) for column in zip(*parts, strict=True))
+    return Scores(logps_N, entropy_N, is_top1_N, tuple(further))
 
 
 class Head:
@@ -83,33 +178,15 @@ class Head:
         token_inputs: tuple[torch.Tensor, ...] = (),
     ) -> Scores:
         """The ``Scores`` of ``ids_N`` under softmax(logits / temperature), and what ``token_function`` gives."""
-
+        settings: dict[str, Any] = {
+            "entropy_gradient": entropy_gradient,
+            "token_function": token_function,
+            "token_inputs": token_inputs,
+        }
         if token_function is None and self.is_linear():
-            scale = self.scale / temperature
-            found = LinearScores.apply(  # type: ignore[no-untyped-call]
-                features_NX, self.linear.weight, ids_N, scale, self.chunk_rows(), entropy_gradient
-            )
-            return Scores(*found)
-
-        def score(features: torch.Tensor, ids: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            logits_NV = self.logits(features)
-            # The recomputation of the backward pass ends with the last tensor that a gradient needs, so what has no
-            # gradient stands last and is computed once.
-            further = () if token_function is None else token_function(logits_NV, *inputs)
-            logps_N = token_logps(logits_NV, ids, temperature)
-            entropy_N = token_entropy(logits_NV if entropy_gradient else logits_NV.detach(), temperature)
-            is_top1_N = (logits_NV.detach().argmax(-1) == ids).float()
-            return logps_N, entropy_N, is_top1_N, *further
-
-        rows = self.chunk_rows()
-        columns = (features_NX, ids_N, *token_inputs)
-        parts = []
-        for start in range(0, max(1, len(ids_N)), rows):
-            chunk = [column[start : start + rows] for column in columns]
-            with_gradient = torch.is_grad_enabled()
-            parts.append(checkpoint(score, *chunk, use_reentrant=False) if with_gradient else score(*chunk))
-        logps_N, entropy_N, is_top1_N, *further = (torch.cat(column) for column in zip(*parts, strict=True))
-        return Scores(logps_N, entropy_N, is_top1_N, tuple(further))
+            head = LinearHead(lambda: self.linear.weight, scale=self.scale)
+            return head.scores(features_NX, ids_N, temperature, **settings)
+        return scores_in_chunks(self.logits, self.chunk_rows(), WHOLE, features_NX, ids_N, temperature, **settings)
 
     def is_linear(self) -> bool:
         """Whether logits are a plain product with the head's weight, but for a factor."""

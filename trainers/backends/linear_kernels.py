@@ -69,7 +69,7 @@ def gradient(
     entropy_gradient_N: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """(N, V) in ``dtype``: the gradient of the logits, which are not scaled."""
+    """(N, V) in ``dtype``: the gradient of the logits, which are not scaled; an id of -1 is in no column."""
     out_NV = torch.empty(logits_NV.shape, device=logits_NV.device, dtype=dtype)
     num_rows, width = logits_NV.shape
     grid = (num_rows, triton.cdiv(width, BLOCK))

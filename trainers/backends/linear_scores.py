@@ -3,6 +3,9 @@
 Autograd keeps several tensors of the size of the logits for each chunk of tokens. Here there is one, and one more in
 the dtype of the matrix product: what the head costs beside the gradient of its weight is about 1.5 x the logits of a
 chunk. Values and gradients are those of the plain formulas in ``losses/tokens.py``.
+
+Where the weight's rows lie in shards over ranks, each rank looks at its own logits alone, and the ranks exchange five
+numbers a token (``_fill_of_shards``).
 """
 
 from __future__ import annotations
@@ -11,15 +14,19 @@ from typing import Any
 
 import torch
 
+from trainers.backends.vocabulary import ShardedVocabulary
+from trainers.losses.vocabulary import Vocabulary
+
 
 class LinearScores(torch.autograd.Function):
-    """``LinearScores.apply(features_NH, weight_VH, ids_N, scale, rows, entropy_gradient)``.
+    """``LinearScores.apply(features_NH, weight_VH, ids_N, scale, rows, entropy_gradient, vocabulary)``.
 
     Three float32 (N,): log-probabilities of ``ids_N`` under softmax(scale x features weight^T), entropies, and 1.0
     where the id is the most probable.
 
     Products run in the dtype of autocast, ``rows`` tokens at a time; all else in float32. The entropy has a gradient
-    only if asked for.
+    only if asked for. ``weight_VH`` are the rows of ``vocabulary`` that are here; where others are elsewhere, the
+    gradient of the features is a part of theirs (``Vocabulary.spread`` sums it).
     """
 
     @staticmethod
@@ -31,25 +38,30 @@ class LinearScores(torch.autograd.Function):
         scale: float,
         rows: int,
         entropy_gradient: bool,
+        vocabulary: Vocabulary,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         kind = features_NH.device.type
         ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else features_NH.dtype
         ctx.scale, ctx.rows, ctx.entropy_gradient = scale, rows, entropy_gradient
         weight = weight_VH.to(ctx.dtype)
+        places_N = vocabulary.places(ids_N)
         columns = tuple(torch.empty(len(ids_N), device=ids_N.device, dtype=torch.float32) for _ in range(4))
         with torch.autocast(kind, enabled=False):
             for chunk in _chunks(len(ids_N), rows):
                 logits = _logits(features_NH[chunk].to(ctx.dtype), weight)
-                fill = _kernels().statistics if logits.is_cuda else _statistics
-                fill(logits, ids_N[chunk], scale, *(column[chunk] for column in columns))
+                filled = (column[chunk] for column in columns)
+                if isinstance(vocabulary, ShardedVocabulary):
+                    _fill_of_shards(vocabulary, logits, places_N[chunk], scale, *filled)
+                else:
+                    _fill(logits, places_N[chunk], scale, *filled)
         logps_N, log_totals_N, entropy_N, is_top1_N = columns
-        ctx.save_for_backward(features_NH, weight_VH, ids_N, log_totals_N, entropy_N)
+        ctx.save_for_backward(features_NH, weight_VH, places_N, log_totals_N, entropy_N)
         ctx.mark_non_differentiable(*([is_top1_N] if entropy_gradient else [entropy_N, is_top1_N]))
         return logps_N, entropy_N, is_top1_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        features_NH, weight_VH, ids_N, log_totals_N, entropy_N = ctx.saved_tensors
+        features_NH, weight_VH, places_N, log_totals_N, entropy_N = ctx.saved_tensors
         logps_gradient_N, entropy_gradient_N, _ = gradients
         if not ctx.entropy_gradient:
             entropy_gradient_N = torch.zeros_like(logps_gradient_N)
@@ -58,19 +70,19 @@ class LinearScores(torch.autograd.Function):
         features_gradient = torch.empty_like(features_NH) if needs_features else None
         weight_gradient = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_weight else None
         with torch.autocast(features_NH.device.type, enabled=False):
-            for chunk in _chunks(len(ids_N), ctx.rows):
+            for chunk in _chunks(len(places_N), ctx.rows):
                 features = features_NH[chunk].to(ctx.dtype)
                 logits = _logits(features, weight)
                 find = _kernels().gradient if logits.is_cuda else _gradient
                 given = (log_totals_N[chunk], entropy_N[chunk], logps_gradient_N[chunk], entropy_gradient_N[chunk])
-                product = find(logits, ids_N[chunk], ctx.scale, *given, ctx.dtype)
+                product = find(logits, places_N[chunk], ctx.scale, *given, ctx.dtype)
                 if features_gradient is not None:
                     features_gradient[chunk] = product @ weight
                 if weight_gradient is not None:
                     _add_product(weight_gradient, product.T, features)
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight_VH.dtype)
-        return features_gradient, weight_gradient, None, None, None, None
+        return features_gradient, weight_gradient, None, None, None, None, None
 
 
 def _logits(features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -86,6 +98,47 @@ def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total += left @ right
+
+
+def _fill(logits: torch.Tensor, places: torch.Tensor, scale: float, *columns: torch.Tensor) -> None:
+    """Fills the four columns: log-probabilities, logs of totals, entropies, top-1 hits."""
+    fill = _kernels().statistics if logits.is_cuda else _statistics
+    fill(logits, places, scale, *columns)
+
+
+def _fill_of_shards(
+    vocabulary: ShardedVocabulary,
+    logits: torch.Tensor,
+    places: torch.Tensor,
+    scale: float,
+    logps: torch.Tensor,
+    log_totals: torch.Tensor,
+    entropy: torch.Tensor,
+    is_top1: torch.Tensor,
+) -> None:
+    """What ``_fill`` fills, of the columns of all ranks; ``places`` -1 where the id is another rank's.
+
+    With L_r and H_r of rank r's columns alone, L = log sum_r exp(L_r) and H = sum_r exp(L_r - L) (H_r + L - L_r).
+    """
+    vocabulary.check(logits)
+    none = torch.finfo(torch.float32).min
+    own = logits.new_empty(5, len(places))
+    wanted, largest, own_totals, own_entropy, own_top1 = own
+    if logits.shape[1]:
+        elsewhere, places = places < 0, places.clamp(min=0)
+        largest.copy_(logits.amax(1))
+        wanted.copy_(logits.gather(1, places.unsqueeze(1)).squeeze(1)).mul_(scale)
+        _fill(logits, places, scale, torch.empty_like(wanted), own_totals, own_entropy, own_top1)
+        wanted.masked_fill_(elsewhere, none)
+        own_top1.masked_fill_(elsewhere, 0.0)
+    else:
+        own.copy_(own.new_tensor([none, none, none, 0.0, 0.0]).unsqueeze(1))
+    wanted_R, largest_R, totals_R, entropy_R, top1_R = vocabulary.gather(own).unbind(1)
+    log_totals.copy_(totals_R.logsumexp(0))
+    logps.copy_(wanted_R.amax(0) - log_totals)
+    above_R = log_totals - totals_R
+    entropy.copy_(((-above_R).exp() * (entropy_R + above_R)).sum(0))
+    is_top1.copy_(top1_R.gather(0, largest_R.argmax(0, keepdim=True)).squeeze(0))
 
 
 def _statistics(
@@ -114,12 +167,16 @@ def _gradient(
     entropy_gradient: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """d loss / d logits: of a log-probability 1 - p at its id and -p elsewhere, of the entropy -p (log p + H)."""
+    """d loss / d logits: of a log-probability 1 - p at its id and -p elsewhere, of the entropy -p (log p + H).
+
+    An id of -1 is in none of these columns.
+    """
     logps = logits.mul_(scale).sub_(log_totals.unsqueeze(1))
     wanted = logps_gradient.unsqueeze(1)
     inner = entropy_gradient.unsqueeze(1) * (logps + entropy.unsqueeze(1)) if entropy_gradient.any() else 0.0
     gradient = logps.exp_().mul_(-(wanted + inner))
-    gradient.scatter_add_(1, ids.unsqueeze(1), wanted)
+    (here,) = torch.where(ids >= 0)
+    gradient[here, ids[here]] += logps_gradient[here]
     return gradient.mul_(scale).to(dtype)
 
 

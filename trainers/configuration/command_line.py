@@ -1,6 +1,7 @@
 """From a YAML file and a command line to a configuration: every key typed, every mistake told at once.
 
     given keys        file, then command line, under our names        ``given_keys.py``, ``other_names.py``
+    strategies        ROLL's, opened into the keys that they hold    ``strategies.py``
     sections          to device groups and the keys that they mean    ``role_sections.py``
     translations      other systems' keys to ours                     ``translations.py``
     typed values      as the configuration's types ask for them       ``typed_values.py``
@@ -25,6 +26,7 @@ from rayhelper.text import parse_text
 from trainers.configuration.given_keys import COMMAND_LINE, GivenKeys, plain
 from trainers.configuration.other_names import ALIASES, HINTS, NEUTRAL, REFUSED, TRANSLATED, is_neutral, why_refused
 from trainers.configuration.role_sections import is_placement, lift_sections, our_name
+from trainers.configuration.strategies import open_strategies
 from trainers.configuration.text import as_yaml, default_of, print_help
 from trainers.configuration.translations import translate
 from trainers.configuration.typed_values import admits_bool, bracketed, nearest, typed
@@ -193,6 +195,7 @@ def _understood(
 ) -> tuple[GivenKeys, list[tuple[str, str, Any]]]:
     """The keys in our words; and those that are none of the configuration's, as (where, key, value)."""
     given, spoken = given_keys(argv, defaults)
+    open_strategies(given)
     foreign = []
     for role, keys in lift_sections(given, spoken).items():
         foreign += [(f"{given.where[role]}, section {role}", key, value) for key, value in keys.items()]

@@ -23,6 +23,7 @@ IN_ROLLOUT = {
     "name": "rollout_engine",
     "strategy_name": "rollout_engine",
     "n": "num_generations",
+    "infer_batch_size": "rollout_batch_size",
     "tensor_model_parallel_size": "vllm_tensor_parallel_size",
     **{
         name: f"{PREFIX}{name}"

@@ -200,11 +200,9 @@ HINTS = {
 _VLLM = "vLLM completes prompts in GRPO, PPO and GKD alone. Remove it"
 _SERVER = "prompts are completed by the workers of role rollout. Remove it, and give rollout a device group of its own "
 _SERVER += "where it shall not share that of train"
-_MEGATRON = (
-    "backend: fsdp has no such parallelism. Remove it (or write 1): fsdp_sharding_strategy: full_shard lays the "
-)
-_MEGATRON += "weights in shards over all train workers"
-_MEGATRON_ONLY = "it is a setting of Megatron's, and backend is fsdp. Remove it"
+_MEGATRON = "nothing is trained or scored by a backend here. Remove it (or write 1)"
+_MEGATRON_ONLY = "it is a setting of Megatron's, which backend: megatron alone reads. Remove it"
+_BRIDGE = "weights are converted by the backend itself, tensor by tensor. Remove it"
 _ADAPTERS = "merge the adapter into its model and name the folder as model"
 _TEMPLATE = "the tokenizer's own chat template is used. Remove it, or write another as chat_template"
 _VERL = "nested sections of verl and siiRL are not read; docs/equivalents.md has our flat key for each of theirs"
@@ -245,14 +243,12 @@ REFUSED = {
             "recompute_method",
             "recompute_num_layers",
             "recompute_modules",
-            "offload_bridge",
-            "mcore_model",
-            "mcore_adapter",
-            "optimizer_cpu_offload",
             "attention_softmax_in_fp32",
         ),
         _MEGATRON_ONLY,
     ),
+    **dict.fromkeys(("offload_bridge", "mcore_model", "mcore_adapter", "use_mbridge"), _BRIDGE),
+    "optimizer_cpu_offload": "write backend: megatron with optimizer_offload, or fsdp_offload_params",
     "infer_backend": "write use_vllm: true in GRPO, PPO and GKD. Remove it elsewhere",
     "router_replay_mode": "routing is not replayed. Remove it",
     "teacher_model_server": "the teacher answers in role teacher: write teacher_model",

@@ -8,12 +8,14 @@ same key beside the sections. That is refused for a key that several roles read,
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from rayhelper.device_groups.keys import SECTION_KEYS, SHARE_KEY, SIZE_KEYS
 from trainers.configuration.engine_names import IN_ROLLOUT, PREFIX, TEACHER, belongs_to_engine
 from trainers.configuration.given_keys import COMMAND_LINE, GivenKeys, plain
 from trainers.configuration.other_names import ALIASES, ELSEWHERE
+from trainers.megatron_config import MegatronConfig
 
 SHARED_PLACEMENT_KEYS = ("colocate_groups", "nproc_per_node", "nnodes")
 
@@ -44,8 +46,12 @@ READ_BY = {
 READ_BY_SEVERAL = (
     *("model", "tokenizer", "chat_template", "chat_template_kwargs", "model_init_kwargs", "trust_remote_code", "dtype"),
     *("seed", "temperature", "max_completion_length", "max_prompt_length", "max_length", "dataset", "system"),
-    *("external_plugins", "per_device_train_batch_size"),
+    *("external_plugins", "per_device_train_batch_size", "infer_batch_size"),
 )
+# Keys of the model's layout, which every role that trains or scores reads; role train decides
+OF_LAYOUT = {"backend": "fsdp", **asdict(MegatronConfig())}  # and what they are if nobody says
+del OF_LAYOUT["infer_batch_size"]
+SCORING = ("reference", "ref", "teacher", "critic")
 MAIN_ROLES = ("train", "default", "sampler")
 
 
@@ -73,10 +79,10 @@ def lift_sections(given: GivenKeys, spoken: Mapping[tuple[str, ...], str]) -> di
         )
     for name in sections:
         del given.values[name]
-    placed: dict[str, Any] = {}
+    placed: dict[str, Any] = dict.fromkeys(sections)  # ranks are given out in this order
     foreign: dict[str, dict[str, Any]] = {}
     said: dict[str, tuple[str, str, Any]] = {}  # keys of the run, by the section that said them
-    for role, section in sections.items():
+    for role, section in sorted(sections.items(), key=lambda item: item[0] in SCORING):  # after role train
         if not isinstance(section, Mapping) or role in SHARED_PLACEMENT_KEYS:
             placed[role] = section
             continue
@@ -132,6 +138,8 @@ def _disagreement(
     is_engines = belongs_to_engine(name, given.known)
     readers = ["rollout"] if is_engines else [reader for reader, names in READ_BY.items() if name in names]
     is_own = key in OWN_NAMES.get(role, {})
+    if name in OF_LAYOUT and role in SCORING and not is_own:
+        return _other_layout(role, key, name, value, given, said)
     is_shared = name in READ_BY_SEVERAL or is_own
     if readers and role not in readers and not is_own:
         return f"section {role!r} has {key}, which role {readers[0]} reads. Move it there, or to the top level."
@@ -152,3 +160,16 @@ def _disagreement(
             "it once, at the top level."
         )
     return None
+
+
+def _other_layout(
+    role: str, key: str, name: str, value: Any, given: GivenKeys, said: Mapping[str, tuple[str, str, Any]]
+) -> str | None:
+    """What is wrong with a key of the layout in the section of a role that does not decide it: another value."""
+    decided = said[name][2] if name in said else given.values.get(name, OF_LAYOUT[name])
+    if plain(decided) == plain(value):
+        return None
+    return (
+        f"section {role!r} has {key}: {value}, and role train {decided}; it has one value for all roles that train or "
+        "score. Write it once, at the top level."
+    )

@@ -7,12 +7,14 @@ that are none of ours and puts ours in their place. A mistake is noted, so that 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from trainers.configuration.engine_names import translate_engine
 from trainers.configuration.given_keys import GivenKeys, plain
-from trainers.configuration.other_names import REFUSED_RLHF_TYPES, RLHF_TYPES
+from trainers.configuration.other_names import HINTS, REFUSED_RLHF_TYPES, RLHF_TYPES, is_neutral
+from trainers.megatron_config import MegatronConfig
 
 ATTENTION = {  # ms-swift's attn_impl and Megatron's attention_backend, in transformers' words
     "flash_attn": "flash_attention_2",
@@ -47,6 +49,7 @@ def translate(given: GivenKeys, trainer: str, defaults: Mapping[str, Any]) -> No
     _generation(given)
     _sharding(given)
     _recomputation(given)
+    _megatron(given, defaults)
     _adapter(given)
     _evaluation(given)
     _saving(given)
@@ -93,6 +96,9 @@ def _attention(given: GivenKeys) -> None:
     for name in ("attn_impl", "attention_backend"):
         if given.foreign(name) and "model_init_kwargs" in given.known:
             value = given.take(name)
+            if given.get("backend") == "megatron":
+                given.notes[name] = "backend: megatron takes torch's fastest attention for the device and dtype"
+                continue
             if value not in ("auto", None):
                 given.put_inner("model_init_kwargs", "attn_implementation", ATTENTION.get(value, value), name)
 
@@ -174,15 +180,45 @@ def _sharding(given: GivenKeys) -> None:
 
 
 def _recomputation(given: GivenKeys) -> None:
-    if not given.foreign("recompute_granularity") or "gradient_checkpointing" not in given.known:
+    """``none`` is null; fsdp recomputes whole layers or nothing."""
+    name = "recompute_granularity"
+    value = given.get(name)
+    if name not in given.known or value is None:
         return
-    value = given.take("recompute_granularity")
-    if value in ("full", "none", None):
-        given.put("gradient_checkpointing", value == "full", "recompute_granularity")
+    if value == "none":
+        del given.values[name]
+    if given.get("backend") == "megatron":
+        return
+    if value in ("full", "none"):
+        given.put("gradient_checkpointing", value == "full", name)
+        given.values.pop(name, None)
     elif value == "selective":
-        given.notes["recompute_granularity"] = "attention keeps no scores; gradient_checkpointing recomputes layers"
-    else:
-        given.refuse("recompute_granularity", f"recompute_granularity must be full, selective or none, got {value!r}")
+        del given.values[name]
+        given.notes[name] = "attention keeps no scores; gradient_checkpointing recomputes layers"
+
+
+def _megatron(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    """Keys of the other backend: what they ask for may be done by fsdp as it is, or be a field of megatron-core."""
+    own = [one.name for one in fields(MegatronConfig)]
+    if "megatron" not in given.known:
+        return
+    if given.get("backend") != "megatron":
+        for name in [name for name in own if name in given.values]:
+            value = given.get(name)
+            if is_neutral(name, value) or (type(value), value) == (type(defaults[name]), defaults[name]):
+                del given.values[name]
+            elif name in HINTS:
+                del given.values[name]
+                given.notes[name] = HINTS[name]
+        return
+    if given.get("sequence_parallel") is True and given.get("tensor_model_parallel_size", 1) == 1:
+        del given.values["sequence_parallel"]
+        given.notes["sequence_parallel"] = "tensor_model_parallel_size is 1: there is nothing to divide over"
+    for name in [name for name in given.values if given.foreign(name)]:
+        if is_neutral(name, given.get(name)):
+            continue
+        if name.startswith("moe_") or name == "attention_softmax_in_fp32":  # as a field, known or not
+            given.put_inner("megatron", name, given.take(name), name)
 
 
 def _adapter(given: GivenKeys) -> None:

@@ -12,7 +12,7 @@ only. A student equal to its teacher, computed by the same operations, has a div
 Each function gives one divergence a token; ``distillation_loss`` sums them, by the rules of ``tokens.py``: no
 configuration, no collectives, a normaliser of the whole optimizer step. Both sides must predict the *same* token in
 the same place, and shifting is the caller's: nothing here is cut to the shorter side. Sizes in names: N tokens,
-H hidden, V vocabulary, K top-k.
+H hidden, V vocabulary (or those of its columns that this process holds: ``vocabulary.py``), K top-k.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from trainers.losses.tokens import token_entropy
+from trainers.losses.vocabulary import WHOLE, Vocabulary
 
 ABSENT = -1e4  # log-probability on both sides of a top-k entry that the teacher did not send: finite, and exp gives 0
 MAX_LOG_MASS = -1e-7  # of the top k, so that its tail is never empty; float32 does not resolve less
@@ -40,7 +41,12 @@ class Divergences(NamedTuple):
 
 
 def generalized_jsd(
-    student_logits: torch.Tensor, teacher_logits: torch.Tensor, *, beta: float, temperature: float = 1.0
+    student_logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    *,
+    beta: float,
+    temperature: float = 1.0,
+    vocabulary: Vocabulary = WHOLE,
 ) -> torch.Tensor:
     """Divergences (...) of softmax(logits / temperature), logits (..., V), which must be finite.
 
@@ -55,7 +61,9 @@ def generalized_jsd(
             "tokenizer's size; where the tokenizers differ, these divergences do not apply."
         )
     _check_same_tokens("teacher_logits", teacher_logits.shape[:-1], student_logits.shape[:-1])
-    return _divergence(_logps(student_logits, temperature), _logps(teacher_logits.detach(), temperature), beta)
+    student_logps = _logps(student_logits, temperature, vocabulary)
+    teacher_logps = _logps(teacher_logits.detach(), temperature, vocabulary)
+    return _divergence(student_logps, teacher_logps, beta, vocabulary)
 
 
 def chunked_jsd(
@@ -87,9 +95,11 @@ def chunked_jsd(
     return _in_chunks(score, chunk_tokens, student_hidden_NH, teacher_hidden_NH)
 
 
-def topk_logps(logits: torch.Tensor, k: int, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def topk_logps(
+    logits: torch.Tensor, k: int, *, temperature: float = 1.0, vocabulary: Vocabulary = WHOLE
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What a teacher hands on: its k most probable ids (..., k) and their log-probabilities, at that temperature."""
-    logps, ids = _logps(logits.detach(), temperature).topk(k, dim=-1)
+    logps, ids = vocabulary.topk(_logps(logits.detach(), temperature, vocabulary), k)
     return ids, logps
 
 
@@ -102,6 +112,7 @@ def topk_jsd(
     temperature: float = 1.0,
     add_tail: bool,
     teacher_temperature: float = 1.0,
+    vocabulary: Vocabulary = WHOLE,
 ) -> torch.Tensor:
     """Divergences (...) on K tokens of the teacher's choice, ``student_logits`` (..., V), the others (..., K).
 
@@ -123,7 +134,7 @@ def topk_jsd(
     than the teacher's.
     """
     _check_options(beta, temperature=temperature, teacher_temperature=teacher_temperature)
-    _check_topk(student_logits, teacher_ids_NK, teacher_logps_NK)
+    _check_topk(student_logits, teacher_ids_NK, teacher_logps_NK, vocabulary.size_of(student_logits))
     if add_tail and temperature != teacher_temperature:
         raise ValueError(
             f"the tail of a teacher at temperature {teacher_temperature} is not known at temperature {temperature}: "
@@ -132,13 +143,13 @@ def topk_jsd(
         )
     absent_NK = teacher_logps_NK == -torch.inf
     # Both sides go through the same operations, so that a teacher equal to the student gives exactly 0.
-    logps_NV = _logps(student_logits, teacher_temperature)
+    logps_NV = _logps(student_logits, teacher_temperature, vocabulary)
     rescale = teacher_temperature / temperature
-    student_NK = (logps_NV.gather(-1, teacher_ids_NK) * rescale).masked_fill(absent_NK, ABSENT)
+    student_NK = (vocabulary.pick(logps_NV, teacher_ids_NK) * rescale).masked_fill(absent_NK, ABSENT)
     teacher_NK = (teacher_logps_NK.detach().float() * rescale).masked_fill(absent_NK, ABSENT)
     if not add_tail:
         return _divergence(student_NK.log_softmax(-1), teacher_NK.log_softmax(-1), beta)
-    outside = _log_mass_outside(logps_NV, teacher_ids_NK, absent_NK)
+    outside = _log_mass_outside(logps_NV, teacher_ids_NK, absent_NK, vocabulary)
     # The value is the teacher's formula, the gradient (of a difference that is 0) that of the tokens in the tail.
     student_tail = _log_tail(student_NK.detach()) + (outside - outside.detach())
     student, teacher = torch.cat([student_NK, student_tail], -1), torch.cat([teacher_NK, _log_tail(teacher_NK)], -1)
@@ -189,7 +200,9 @@ def distillation_loss(divergence_BT: torch.Tensor, mask_BT: torch.Tensor, *, nor
     return divergence_BT.masked_fill(~mask_BT.bool(), 0.0).sum() / (normaliser or 1.0)
 
 
-def _divergence(student_logps: torch.Tensor, teacher_logps: torch.Tensor, beta: float) -> torch.Tensor:
+def _divergence(
+    student_logps: torch.Tensor, teacher_logps: torch.Tensor, beta: float, vocabulary: Vocabulary = WHOLE
+) -> torch.Tensor:
     """The divergence over the last dimension of two normalised distributions, by the table at the top.
 
     Gradients are written such that they are 0 entry by entry where both are equal. For beta > 0 the log-ratios are
@@ -197,20 +210,20 @@ def _divergence(student_logps: torch.Tensor, teacher_logps: torch.Tensor, beta: 
     """
     student, teacher = student_logps.exp(), teacher_logps.exp()
     if beta == 0.0:
-        return (teacher * (teacher_logps - student_logps) + (student - teacher)).sum(-1)
+        return vocabulary.total(teacher * (teacher_logps - student_logps) + (student - teacher))
     gap = teacher_logps - student_logps.detach()
     if beta == 1.0:
-        return -(student * gap).sum(-1)
+        return -vocabulary.total(student * gap)
     # log M less the larger of the two: log(1 - w + w e^-|gap|), w being the weight of the smaller one
     weight = torch.where(gap > 0, 1 - beta, beta)
     below_larger = (weight * torch.expm1(-gap.abs())).clamp(min=NEAREST_TO_MINUS_ONE).log1p()
     above_teacher = below_larger - gap.clamp(max=0)
     above_student = below_larger + gap.clamp(min=0)
-    return -(beta * teacher * above_teacher + (1 - beta) * student * above_student).sum(-1)
+    return -vocabulary.total(beta * teacher * above_teacher + (1 - beta) * student * above_student)
 
 
-def _logps(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    return (logits.float() / temperature).log_softmax(-1)
+def _logps(logits: torch.Tensor, temperature: float, vocabulary: Vocabulary) -> torch.Tensor:
+    return vocabulary.log_softmax(logits.float() / temperature)
 
 
 def _log_tail(logps_NK: torch.Tensor) -> torch.Tensor:
@@ -218,10 +231,13 @@ def _log_tail(logps_NK: torch.Tensor) -> torch.Tensor:
     return torch.log(-torch.expm1(logps_NK.logsumexp(-1, keepdim=True).clamp(max=MAX_LOG_MASS)))
 
 
-def _log_mass_outside(logps_NV: torch.Tensor, ids_NK: torch.Tensor, absent_NK: torch.Tensor) -> torch.Tensor:
+def _log_mass_outside(
+    logps_NV: torch.Tensor, ids_NK: torch.Tensor, absent_NK: torch.Tensor, vocabulary: Vocabulary
+) -> torch.Tensor:
     """log(sum(exp(logps))) (..., 1) over the ids that are not there; if all are, a finite number without gradient."""
-    counts_NV = torch.zeros_like(logps_NV).scatter_add(-1, ids_NK, (~absent_NK).float())
-    return logps_NV.masked_fill(counts_NV > 0, torch.finfo(torch.float32).min).logsumexp(-1, keepdim=True)
+    inside_NV = vocabulary.marked(logps_NV, ids_NK, ~absent_NK)
+    outside_NV = logps_NV.masked_fill(inside_NV, torch.finfo(torch.float32).min)
+    return vocabulary.logsumexp(outside_NV).unsqueeze(-1)
 
 
 def _in_chunks(
@@ -253,15 +269,15 @@ def _check_same_tokens(name: str, found: torch.Size, wanted: torch.Size) -> None
         )
 
 
-def _check_topk(student_logits: torch.Tensor, ids_NK: torch.Tensor, logps_NK: torch.Tensor) -> None:
+def _check_topk(student_logits: torch.Tensor, ids_NK: torch.Tensor, logps_NK: torch.Tensor, vocab_size: int) -> None:
     if ids_NK.shape != logps_NK.shape:
         raise ValueError(
             f"teacher_ids_NK and teacher_logps_NK must have one shape, got {tuple(ids_NK.shape)} and "
             f"{tuple(logps_NK.shape)}"
         )
     _check_same_tokens("teacher_ids_NK", ids_NK.shape[:-1], student_logits.shape[:-1])
-    if not 1 <= ids_NK.shape[-1] <= student_logits.shape[-1]:
+    if not 1 <= ids_NK.shape[-1] <= vocab_size:
         raise ValueError(
-            f"the teacher must send between 1 and {student_logits.shape[-1]} entries a token, the student's "
-            f"vocabulary, got {ids_NK.shape[-1]}"
+            f"the teacher must send between 1 and {vocab_size} entries a token, the student's vocabulary, got "
+            f"{ids_NK.shape[-1]}"
         )

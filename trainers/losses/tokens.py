@@ -3,7 +3,8 @@
 No configuration, no collectives, no logging. Every loss is a sum over the micro-batch divided by a ``normaliser`` of
 the whole optimizer step (all micro-batches, all workers), which the caller counts beforehand. So losses and gradients
 of micro-batches and workers simply *add up*, and no way of cutting a batch changes them. Sizes in names: B sequences,
-T tokens, V vocabulary; X is T or 1, one value a sequence. Masks are True where the loss counts a token; what stands
+T tokens, V vocabulary (or those of its columns that this process holds: ``vocabulary.py``); X is T or 1, one value a
+sequence. Masks are True where the loss counts a token; what stands
 elsewhere, NaN included, is never looked at.
 
 Diagnostics come back as sums beside the loss, and the ``add_..._metrics`` of each writes them down under TRL's names.
@@ -18,21 +19,24 @@ from typing import get_args
 import torch
 
 from trainers.losses.types import SFTLossType
+from trainers.losses.vocabulary import WHOLE, Vocabulary
 
 
-def token_logps(logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+def token_logps(
+    logits: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0, *, vocabulary: Vocabulary = WHOLE
+) -> torch.Tensor:
     """float32 log-probabilities of ``ids`` (...) under softmax(``logits`` / temperature) (..., V).
 
     ``logits[..., t, :]`` must be those that predict ``ids[..., t]``: shifting is the caller's.
     """
     scaled = logits.float() / temperature
-    return scaled.gather(-1, ids.unsqueeze(-1)).squeeze(-1) - scaled.logsumexp(-1)
+    return vocabulary.pick(scaled, ids) - vocabulary.logsumexp(scaled)
 
 
-def token_entropy(logits: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+def token_entropy(logits: torch.Tensor, temperature: float = 1.0, *, vocabulary: Vocabulary = WHOLE) -> torch.Tensor:
     """float32 entropy (...), in nats, of softmax(``logits`` / temperature) (..., V); logits must be finite."""
     scaled = logits.float() / temperature
-    return scaled.logsumexp(-1) - (scaled.softmax(-1) * scaled).sum(-1)
+    return vocabulary.logsumexp(scaled) - vocabulary.total(vocabulary.softmax(scaled) * scaled)
 
 
 def sft_loss(

@@ -597,6 +597,10 @@ def _settings(on_cpu: bool, *, alone: bool, joins: bool) -> Iterator[None]:
         "MASTER_PORT": os.environ.get("MASTER_PORT", _free_port()),
         "VLLM_ENABLE_V1_MULTIPROCESSING": 0,
     }
+    if device:  # compiled code names its device, and vLLM's cache of it does not tell devices apart
+        from vllm import envs
+
+        place |= {"VLLM_CACHE_ROOT": os.path.join(envs.VLLM_CACHE_ROOT, f"device_{device}")}
     if on_cpu:
         place |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
         place |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}

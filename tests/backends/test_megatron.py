@@ -1,0 +1,289 @@
+"""The megatron backend on the CPU, in every way of cutting a model, against one process with transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests import megatron_on_cpu
+from tests.backends.batches import plain_loss, samples_of, weighted_loss
+from tests.backends.ranks import run_ranks
+from trainers.backends.fsdp import FsdpBackend
+
+megatron_on_cpu.take_back()
+
+Layout = dict[str, Any]
+TRAINING: dict[str, Any] = {
+    "learning_rate": 1e-2,
+    "num_training_steps": 10,
+    "weight_decay": 0.1,
+    "adam_epsilon": 1e-3,  # weights without a gradient to speak of do not move by the sign of a rounding
+    "max_grad_norm": 0.5,
+    "warmup_steps": 1,
+}
+STEPS, MICRO = 3, 2
+TP, PP, VPP, CP = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("virtual_pipeline_model_parallel_size", "context_parallel_size"),
+)
+EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+SP, WHOLE = {"sequence_parallel": True}, {"sequence_parallel": False}
+PLAIN = {"use_distributed_optimizer": False}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "layernorm", "mlp"]}
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 261,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 17,  # which is among the samples' tokens: its embedding does not learn
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SHAPE | {"tie_word_embeddings": False},
+    "qwen2": SHAPE | {"tie_word_embeddings": True},
+    "qwen3": SHAPE | {"head_dim": 8, "tie_word_embeddings": False},
+    "qwen3_moe": SHAPE | EXPERTS | {"head_dim": 8, "mlp_only_layers": [2]},
+    "qwen2_moe": SHAPE | EXPERTS | {"norm_topk_prob": False, "shared_expert_intermediate_size": 40},
+}
+# By family and number of ranks, which start once for all layouts
+CASES: dict[tuple[str, int], list[Layout]] = {
+    ("llama", 2): [{}, {TP: 2} | WHOLE, {PP: 2} | PLAIN, {CP: 2} | PLAIN],
+    ("qwen2", 1): [PLAIN],
+    ("qwen2", 2): [{TP: 2} | SP | PLAIN, {PP: 2} | PLAIN, {PP: 2, VPP: 2} | PLAIN, {PP: 2, VPP: 1}, OVERLAP],
+    ("qwen3", 2): [PLAIN, {TP: 2} | WHOLE | PLAIN, {TP: 2} | SP | SELECTIVE, {PP: 2, VPP: 2}, {CP: 2} | FULL | PLAIN],
+    ("qwen3", 4): [
+        {TP: 4} | SP | PLAIN,
+        {PP: 4} | PLAIN,
+        {CP: 4} | PLAIN,
+        {TP: 2, PP: 2} | SP | PLAIN,
+        {TP: 2, CP: 2} | SP | PLAIN,
+        {TP: 2} | SP | OVERLAP,
+        {PP: 2, CP: 2} | FULL | PLAIN,
+        {PP: 2, VPP: 2} | OVERLAP,
+        {CP: 2},
+    ],
+    ("qwen3_moe", 1): [PLAIN, FULL],
+    ("qwen3_moe", 2): [{EP: 2} | PLAIN, {EP: 2, "moe_token_dispatcher_type": "allgather"} | PLAIN, {TP: 2} | SP],
+    ("qwen3_moe", 4): [
+        {EP: 4} | PLAIN,
+        {EP: 2},
+        {TP: 2, EP: 2, ETP: 1} | SP | PLAIN,
+        {TP: 2, EP: 2, ETP: 2} | SP | PLAIN,
+        {PP: 2, EP: 2} | PLAIN,
+        {CP: 2, EP: 2, "moe_layer_recompute": True} | PLAIN,
+        {PP: 2, EP: 2, "moe_token_dispatcher_type": "allgather"} | PLAIN,
+    ],
+    ("qwen2_moe", 2): [{EP: 2} | PLAIN, {TP: 2} | SP | PLAIN],
+}
+
+
+def told(layout: Layout) -> str:
+    """The layout in a word for each size, such as TP2-SP."""
+    short = {TP: "TP", PP: "PP", VPP: "VPP", CP: "CP", EP: "EP", ETP: "ETP"}
+    return "-".join(f"{short[key]}{value}" if key in short else f"{key}={value}" for key, value in layout.items())
+
+
+def save(family: str, folder: Path, **fields: Any) -> Path:
+    """A tiny model of the family, weights drawn from one seed."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **FAMILIES[family] | fields)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn_like(weight))  # norms and biases tell something too
+    model.save_pretrained(folder / family)
+    return folder / family
+
+
+def one(folder: Path, layout: Layout) -> dict[str, Any]:
+    """All that a rank finds out about its model: scores, three steps, the gradients of the first, weights."""
+    from trainers.backends.megatron.backend import MegatronBackend
+    from trainers.backends.megatron.settings import MegatronSettings
+
+    backend = MegatronBackend(folder, settings=MegatronSettings(**layout), **TRAINING)
+    index, count, leader = backend.shard
+    samples = samples_of()
+    mine = samples[np.array_split(np.arange(len(samples)), count)[index]]
+    logps, entropies = backend.token_scores(mine, micro_batch_size=3)
+    ids, top = backend.top_logps(mine, 3, micro_batch_size=3, temperature=0.7)
+    gradients: dict[str, torch.Tensor] = {}
+    step: Callable[[], Any] = backend.optimizer.step
+
+    def watched() -> Any:
+        if not gradients and not backend.settings.use_distributed_optimizer:
+            found = backend.weights.named_weights(of=lambda weight: weight.main_grad)
+            gradients.update((name, value.clone()) for name, value in found)
+        return step()
+
+    backend.optimizer.step = watched
+    total = float(samples.target_mask.values.sum())
+    loss = partial(weighted_loss, total)
+    steps = [backend.step(mine, loss, micro_batch_size=MICRO).values() for _ in range(STEPS)]
+    return {
+        "index": index,
+        "leader": leader,
+        "logps": logps.values,
+        "entropies": entropies.values,
+        "top ids": ids.values,
+        "top logps": top.values,
+        "losses": [step["loss"] for step in steps if leader],
+        "norms": [step["grad_norm"] for step in steps],
+        "gradients": gradients,
+        "weights": {name: weight.clone() for name, weight in backend.named_weights()},
+    }
+
+
+def of_layouts(rank: int, folder: Path, layouts: list[Layout]) -> list[dict[str, Any]]:
+    from megatron.core import parallel_state
+
+    megatron_on_cpu.install()
+    found = []
+    for layout in layouts:
+        found.append(one(folder, layout))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def wanted(folder: Path) -> dict[str, Any]:
+    """The same from transformers in one process."""
+    samples = samples_of()
+    backend = FsdpBackend(folder, **TRAINING)
+    logps, entropies = backend.token_scores(samples, micro_batch_size=3)
+    ids, top = backend.top_logps(samples, 3, micro_batch_size=3, temperature=0.7)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    plain_loss(model, samples).backward()
+    named = {weight: name for name, weight in model.named_parameters()}
+    for weight in named:  # as a checkpoint has them: experts are stacked in memory
+        weight.data = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    gradients = {}
+    from trainers.backends.hf_model import named_weights
+
+    gradients = {name: value.clone() for name, value in named_weights(model)}
+    loss = partial(weighted_loss, float(samples.target_mask.values.sum()))
+    steps = [backend.step(samples, loss, micro_batch_size=MICRO).values() for _ in range(STEPS)]
+    return {
+        "logps": logps.values,
+        "entropies": entropies.values,
+        "top ids": ids.values,
+        "top logps": top.values,
+        "losses": [step["loss"] for step in steps],
+        "norms": [step["grad_norm"] for step in steps],
+        "gradients": gradients,
+        "weights": {name: weight.clone() for name, weight in backend.named_weights()},
+    }
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("models")
+    found = {}
+    for family in FAMILIES:
+        path = save(family, folder)
+        found[family] = path, wanted(path)
+    return found
+
+
+@pytest.mark.parametrize(("family", "num_ranks"), CASES, ids=[f"{family}-{ranks}" for family, ranks in CASES])
+def test_a_model_in_parts_is_the_model(
+    family: str, num_ranks: int, oracles: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    folder, right = oracles[family]
+    layouts = CASES[family, num_ranks]
+    ranks = run_ranks(num_ranks, of_layouts, folder, layouts, folder=tmp_path, timeout_s=240)
+    for k, layout in enumerate(layouts):
+        compare([rank[k] for rank in ranks], right, told(layout))
+
+
+def compare(ranks: list[dict[str, Any]], right: dict[str, Any], case: str) -> None:
+    leaders = sorted((rank for rank in ranks if rank["leader"]), key=lambda rank: rank["index"])
+    for name in ("logps", "entropies", "top logps"):
+        found = np.concatenate([rank[name] for rank in leaders])
+        np.testing.assert_allclose(found, right[name], atol=1e-5, err_msg=f"{case}: {name}")
+    np.testing.assert_array_equal(np.concatenate([rank["top ids"] for rank in leaders]), right["top ids"], case)
+    for rank in ranks:  # those of one slice know the same
+        leader = leaders[rank["index"]]
+        np.testing.assert_array_equal(rank["logps"], leader["logps"], case)
+    losses = np.sum([rank["losses"] for rank in leaders], 0)
+    np.testing.assert_allclose(losses, right["losses"], atol=1e-5, err_msg=f"{case}: losses")
+    for rank in ranks:
+        np.testing.assert_allclose(rank["norms"], right["norms"], rtol=1e-5, err_msg=f"{case}: norms of gradients")
+        for kind in ("gradients", "weights"):
+            if rank[kind]:
+                assert rank[kind].keys() == right[kind].keys(), f"{case}: names"
+                for name, value in right[kind].items():
+                    np.testing.assert_allclose(rank[kind][name], value, atol=1e-5, err_msg=f"{case}: {kind} of {name}")
+
+
+# Values
+
+
+def values_of(rank: int, folder: Path, head: torch.Tensor, layouts: list[Layout]) -> list[Any]:
+    """Values, and the losses of three steps that learn them, from one ``head``."""
+    from megatron.core import parallel_state
+
+    from trainers.backends.megatron.backend import MegatronBackend
+    from trainers.backends.megatron.settings import MegatronSettings
+
+    megatron_on_cpu.install()
+    found = []
+    for layout in layouts:
+        backend: Any = MegatronBackend(folder, head="value", settings=MegatronSettings(**layout), **TRAINING)
+        own = {name: head if name == "score.weight" else weight for name, weight in backend.named_weights()}
+        backend.load_weights(own.items())
+        found.append((backend.shard, *learned_values(backend, *backend.shard[:2])))
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def learned_values(backend: Any, index: int = 0, count: int = 1) -> tuple[Any, Any, Any]:
+    samples = samples_of()
+    mine = samples[np.array_split(np.arange(len(samples)), count)[index]]
+    before = backend.token_values(mine, micro_batch_size=3).values
+    steps = [backend.step(mine, squares, micro_batch_size=MICRO).values() for _ in range(STEPS)]
+    return (
+        before,
+        [step.get("loss", 0.0) for step in steps],
+        {name: weight.clone() for name, weight in backend.named_weights()},
+    )
+
+
+def squares(values_BT: torch.Tensor, mask_BT: torch.Tensor, micro: Any, metrics: Any) -> torch.Tensor:
+    return ((values_BT - 1.0)[mask_BT] ** 2).sum() / 50
+
+
+def test_values_are_those_of_a_classifier(oracles: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+    folder = oracles["qwen3"][0]
+    oracle = FsdpBackend(folder, head="value", **TRAINING)
+    head = dict(oracle.named_weights())["score.weight"].clone()
+    values, losses, weights = learned_values(oracle)
+    layouts: list[Layout] = [{TP: 2} | SP, {PP: 2}, {CP: 2}, {}]
+    ranks = run_ranks(2, values_of, folder, head, layouts, folder=tmp_path)
+    for k, layout in enumerate(layouts):
+        leaders = sorted(rank[k][0][0] for rank in ranks if rank[k][0][2])
+        parts = {rank[k][0][0]: rank[k] for rank in ranks if rank[k][0][2]}
+        found = np.concatenate([parts[index][1] for index in leaders])
+        np.testing.assert_allclose(found, values, atol=1e-5, err_msg=told(layout))
+        total = np.sum([parts[index][2] for index in leaders], 0)
+        np.testing.assert_allclose(total, losses, rtol=1e-5, err_msg=told(layout))
+        for rank in ranks:
+            for name, weight in weights.items():
+                np.testing.assert_allclose(rank[k][3][name], weight, atol=1e-5, err_msg=f"{told(layout)}: {name}")

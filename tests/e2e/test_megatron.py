@@ -1,0 +1,358 @@
+"""Whole runs of every trainer with ``backend: megatron``: the numbers of ``backend: fsdp``, wherever roles run.
+
+Completions are drawn by each worker of role rollout, so that runs are compared with runs of as many of these. Adam's
+epsilon is above the rounding errors of gradients: weights do not move by the sign of one.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import yaml
+
+from rayhelper import ConfigError
+from rayhelper.runtime import state
+from tests.backends.ranks import run_ranks
+from tests.backends.test_megatron import save
+from tests.conftest import RaySession
+from tests.e2e import runs
+from tests.e2e.runs import TEXTS, final_bytes, final_weights, lines, together
+from tests.e2e.test_vllm_runs import VLLM, LedgerTrainer, assert_same_numbers, greedy_config
+from tests.golden.tiny import save_tiny, tiny_tokenizer
+from tests.rayhelper.test_torchrun import torchrun
+from tests.trainers.test_reward_models import save_reward_model
+from trainers.backends.offload import Offload
+from trainers.cli import run
+from trainers.config import changed
+from trainers.dpo import DPOTrainer
+from trainers.gkd import GKDTrainer
+from trainers.grpo import GRPOTrainer
+from trainers.ppo import PPOTrainer
+from trainers.reward import RewardTrainer
+from trainers.sft import SFTTrainer
+
+pytestmark = pytest.mark.xdist_group("ray_trainers")  # all look at what a few starts of processes left behind
+
+ROOT = Path(__file__).resolve().parents[2]
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+VPP, EP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size"
+Keys = dict[str, Any]
+Wanted = dict[str, tuple[str, Keys]]  # by the name of a run, its case, and what it has beyond that
+
+FSDP: Keys = {"backend": "fsdp"}
+OVERLAP: Keys = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+RESTING: Keys = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
+LAYOUTS: dict[str, Keys] = {
+    "fsdp": FSDP,
+    "tp": {TP: 2},
+    "pp": {PP: 2},
+    "cp": {CP: 2},
+    "vpp": {PP: 2, VPP: 2},
+    "ep": {EP: 2},
+    "overlap": OVERLAP,
+    "tp resting": {TP: 2} | RESTING,
+    "pp resting": {PP: 2} | RESTING,
+    "tp pp": {TP: 2, PP: 2},
+    "tp dp": {TP: 2} | OVERLAP,
+    "pp ep": {PP: 2, EP: 2},
+}
+TRAINERS: dict[str, Any] = {
+    "sft": SFTTrainer,
+    "dpo": DPOTrainer,
+    "reward": RewardTrainer,
+    "ppo": PPOTrainer,
+    "grpo": GRPOTrainer,
+    "gkd": GKDTrainer,
+}
+ON_CPU: Keys = {"external_plugins": ["tests.megatron_on_cpu"]}
+GREEDY: Keys = {"top_k": 1}  # alike for any number of workers
+OWN_PROMPTS = [{"prompt": text[:6], "teacher_prompt": text, "completion": text[6:]} for text in TEXTS]
+CASES: Wanted = {  # trainer and keys
+    "sft": ("sft", {"eval_dataset": [{"text": "no one"}]}),
+    "sft of experts": ("sft", {}),
+    "dpo": ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2, "rpo_alpha": 0.5}),
+    "dpo precomputed": ("dpo", {"precompute_ref_log_probs": True, "use_weighting": True}),
+    "reward": ("reward", {"center_rewards_coefficient": 0.1}),
+    "ppo": ("ppo", {}),
+    "grpo": ("grpo", {"max_steps": 10, "entropy_coef": 0.01, "sync_ref_model": True, "ref_model_sync_steps": 3}),
+    "grpo of experts": ("grpo", {"beta": 0.0}),
+    "gkd": ("gkd", {}),
+    "gkd top": ("gkd", {"gkd_logits_topk": 6, "seq_kd": True, "sft_alpha": 0.0, **GREEDY}),
+    "gkd offloaded": ("gkd", {"offload_teacher_model": True}),
+    "opsd": ("gkd", {"teacher_model": None, "dataset": OWN_PROMPTS, "eval_dataset": OWN_PROMPTS[:3]}),
+}
+BY_TWO: dict[str, list[str]] = {
+    "sft": ["tp", "pp", "cp", "vpp", "overlap", "tp resting"],
+    "sft of experts": ["ep"],
+    "dpo": ["tp", "pp", "cp", "pp resting"],
+    "dpo precomputed": ["pp"],
+    "reward": ["tp", "pp"],
+    "ppo": ["tp", "pp", "cp"],
+    "grpo": ["tp", "pp", "cp", "pp resting"],
+    "grpo of experts": ["ep"],
+    "gkd": ["tp", "pp", "cp", "tp resting"],
+    "gkd top": ["pp"],
+    "gkd offloaded": ["tp resting"],
+    "opsd": ["tp", "pp", "cp", "tp resting"],
+}
+BY_FOUR: dict[str, list[str]] = {
+    "sft": ["tp pp", "tp dp"],
+    "sft of experts": ["pp ep"],
+    "dpo": ["tp pp"],
+    "reward": ["tp pp"],
+    "grpo": ["tp pp"],
+    "gkd top": ["tp pp"],
+}
+BY_ONE = ["sft", "grpo", "opsd"]
+SAMPLED = ("grpo",)  # of BY_FOUR: more workers draw other completions
+
+
+def two_groups(first: list[str], second: list[str], size: int = 2) -> Keys:
+    """Two processes of torchrun that host the one, and ``size`` further ones that host the other roles."""
+    return {
+        "device_groups": {
+            "first": {"device": "GPU", "ranks": [0, 1], "workers": first},  # invented ones: CPUs have no ranks
+            "second": {"device": "GPU", "ranks": [2, 3][:size], "workers": second},
+        }
+    }
+
+
+APART: Wanted = {  # the case whose numbers they have, and where roles and layouts are others
+    "ppo, critic and reference apart": (
+        "ppo",
+        two_groups(["train", "rollout", "reward"], ["critic", "reference"]) | {TP: 2},
+    ),
+    "ppo, critic and reference apart in stages": (
+        "ppo",
+        two_groups(["train", "rollout", "reward"], ["critic", "reference"]) | {PP: 2},
+    ),
+    "grpo, reference and engines apart": (
+        "grpo",
+        two_groups(["train", "teacher", "reward"], ["reference", "rollout"]) | {PP: 2},
+    ),
+    "dpo, reference apart": ("dpo", two_groups(["default"], ["reference"]) | {TP: 2}),
+    "gkd top, teacher apart": ("gkd top", two_groups(["train", "rollout"], ["teacher"]) | {PP: 2}),
+}
+ENGINE = two_groups(["train", "reference", "teacher", "reward"], ["rollout"], size=1)
+ONE_ENGINE: Wanted = {
+    "grpo tp, engine apart": ("grpo", ENGINE | {TP: 2}),
+    "grpo pp, engine apart": ("grpo", ENGINE | {PP: 2}),
+}
+ENGINE_OF_RAY = {
+    "megatron learner": {"device": "CPU", "ranks": 2, "workers": ["train", "reference", "teacher", "reward"]},
+    "engine": {"device": "CPU", "ranks": 1, "workers": ["rollout"]},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The teacher's vocabulary has a padding token more, so that its shards begin elsewhere; "padding" is a tokenizer
+    that pads with the end."""
+    folder = tmp_path_factory.mktemp("models")
+    experts = save("qwen3_moe", folder, vocab_size=260, pad_token_id=0, eos_token_id=2)
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(experts)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder / "padding")
+    return {
+        "policy": save_tiny(folder / "policy", num_hidden_layers=4),
+        "teacher": save_tiny(folder / "teacher", seed=1, vocab_size=261),
+        "judge": save_reward_model(folder / "judge"),
+        "experts": str(experts),
+        "padding": str(folder / "padding"),
+    }
+
+
+def config_of(case: str, models: dict[str, str], folder: Path, keys: Keys) -> Any:
+    """Four steps, or ten of GRPO."""
+    trainer, own = CASES[case]
+    model = models["judge" if trainer == "reward" else "experts" if case.endswith("of experts") else "policy"]
+    settings: Keys = {"max_steps": 4, "adam_epsilon": 1e-4, "backend": "megatron"}
+    if trainer == "gkd":
+        settings["teacher_model"] = models["teacher"]
+    if trainer == "reward":
+        settings["tokenizer"] = models["padding"]
+    if trainer == "ppo":
+        settings["value_model"] = models["judge"]
+    return getattr(runs, f"{trainer}_config")(model, folder, **settings | own | keys)
+
+
+def by_processes(num_processes: int, folder: Path, models: dict[str, str], wanted: Wanted) -> Path:
+    """The folder in which each run has its own, after all of them, in so many processes that are as torchrun's."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    jobs = [(CASES[case][0], config_of(case, models, folder / name, keys)) for name, (case, keys) in wanted.items()]
+    run_ranks(num_processes, process, num_processes, port, jobs, folder=folder, timeout_s=300, joined=False)
+    return folder
+
+
+def process(rank: int, num_processes: int, port: int, jobs: list[tuple[str, Any]]) -> None:
+    """What each process does. Memory of the CPU is given back as that of a GPU is: what is away cannot be read."""
+    from tests import megatron_on_cpu
+
+    megatron_on_cpu.install()
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    with patch.object(Offload.__init__, "__defaults__", ("cpu", 2**20)):
+        for trainer, config in jobs:
+            run(TRAINERS[trainer], config)
+
+
+@pytest.fixture(scope="module")
+def by_one(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    wanted = {f"{case} {name}": (case, keys) for case in BY_ONE for name, keys in (("fsdp", FSDP), ("alone", {}))}
+    return by_processes(1, tmp_path_factory.mktemp("one"), models, wanted)
+
+
+@pytest.fixture(scope="module")
+def by_two(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    wanted = {f"{case} {name}": (case, LAYOUTS[name]) for case in BY_TWO for name in ("fsdp", *BY_TWO[case])}
+    return by_processes(2, tmp_path_factory.mktemp("two"), models, wanted)
+
+
+@pytest.fixture(scope="module")
+def by_four(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    wanted = {f"{case} fsdp": (case, FSDP) for case in SAMPLED}
+    wanted |= {f"{case} {name}": (case, LAYOUTS[name]) for case in BY_FOUR for name in BY_FOUR[case]}
+    return by_processes(4, tmp_path_factory.mktemp("four"), models, wanted | APART | ONE_ENGINE)
+
+
+def assert_same_run(found: Path, expected: Path, tolerance: float = 1e-5) -> None:
+    """All metrics of all steps, evaluations too, and the weights after them."""
+    assert all(line["grad_norm"] > 1e-3 for line in lines(expected) if "loss" in line)
+    for ours, theirs in zip(lines(found), lines(expected), strict=True):
+        assert ours == pytest.approx(theirs, rel=tolerance, abs=tolerance), found.name
+    weights = final_weights(found)
+    for name, weight in final_weights(expected).items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=tolerance, msg=lambda m: f"{found.name}: {m}")
+
+
+@pytest.mark.parametrize("case", BY_TWO)
+def test_two_workers_give_the_numbers_of_fsdp(case: str, by_two: Path) -> None:
+    for layout in BY_TWO[case]:
+        assert_same_run(by_two / f"{case} {layout}", by_two / f"{case} fsdp")
+
+
+@pytest.mark.parametrize("case", BY_FOUR)
+def test_four_workers_give_the_numbers_of_fsdp(case: str, by_four: Path, by_two: Path) -> None:
+    expected = (by_four if case in SAMPLED else by_two) / f"{case} fsdp"
+    for layout in BY_FOUR[case]:
+        assert_same_run(by_four / f"{case} {layout}", expected)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_models_in_processes_of_their_own_give_the_numbers_of_fsdp(name: str, by_four: Path, by_two: Path) -> None:
+    assert_same_run(by_four / name, by_two / f"{APART[name][0]} fsdp")
+
+
+@pytest.mark.parametrize("case", BY_ONE)
+def test_one_process_gives_the_numbers_of_fsdp(case: str, by_one: Path) -> None:
+    assert_same_run(by_one / f"{case} alone", by_one / f"{case} fsdp")
+
+
+@pytest.mark.parametrize("name", ONE_ENGINE)
+def test_an_engine_of_its_own_gets_the_weights_of_all_parts(name: str, by_four: Path, by_one: Path) -> None:
+    """One engine draws what the one process draws."""
+    assert_same_run(by_four / name, by_one / "grpo fsdp")
+
+
+def test_a_reward_model_is_written_with_the_padding_it_was_trained_with(by_two: Path) -> None:
+    """By which transformers finds the token whose value is the score."""
+    for layout in ("fsdp", *BY_TWO["reward"]):
+        written = json.loads((by_two / f"reward {layout}" / "final" / "config.json").read_text())
+        assert written["pad_token_id"] == tiny_tokenizer().eos_token_id
+
+
+# torchrun and Ray
+
+
+def test_a_command_line_under_torchrun_gives_the_same_bits(
+    by_two: Path, models: dict[str, str], tmp_path: Path
+) -> None:
+    for name in ("dataset", "eval_dataset"):
+        rows = getattr(config_of("sft", models, tmp_path, LAYOUTS["tp"]), name)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("dataset", "eval_dataset")}
+    config = config_of("sft", models, tmp_path / "run", LAYOUTS["tp"] | ON_CPU | files)
+    given = dict(changed(config, [field.name for field in fields(config)]))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(given))
+    done = torchrun(2, "-m", "trainers.sft", "--config", str(tmp_path / "run.yaml"), cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert lines(tmp_path / "run") == lines(by_two / "sft tp")
+    assert final_bytes(tmp_path / "run") == final_bytes(by_two / "sft tp")
+
+
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+def test_ray_and_torchrun_give_the_same_bits(
+    layout: str, by_two: Path, models: dict[str, str], tmp_path: Path, ray_session: RaySession
+) -> None:
+    """Both layouts come after each other in the same two workers."""
+    gc.collect()  # the trainers before are gone, and workers let go of their models
+    with ray_session({"megatron": together(2)["cpus"]}):
+        for case in ("sft", "grpo"):
+            config = config_of(case, models, tmp_path / case, LAYOUTS[layout] | ON_CPU)
+            TRAINERS[CASES[case][0]](config).train()
+            assert lines(tmp_path / case) == lines(by_two / f"{case} {layout}")
+            assert final_bytes(tmp_path / case) == final_bytes(by_two / f"{case} {layout}")
+
+
+@pytest.mark.parametrize("layout", ["tp", "pp"])
+def test_ray_and_torchrun_give_the_same_bits_with_an_engine_apart(
+    layout: str, by_four: Path, models: dict[str, str], tmp_path: Path, ray_session: RaySession
+) -> None:
+    gc.collect()
+    with ray_session(ENGINE_OF_RAY):
+        GRPOTrainer(config_of("grpo", models, tmp_path, LAYOUTS[layout] | ON_CPU)).train()
+    assert lines(tmp_path) == lines(by_four / f"grpo {layout}, engine apart")
+    assert final_bytes(tmp_path) == final_bytes(by_four / f"grpo {layout}, engine apart")
+
+
+def test_vllm_gets_the_weights_of_all_parts(tmp_path: Path, ray_session: RaySession) -> None:
+    """Completions are greedy, so that both engines write the same; what vLLM has got is proven by fingerprints."""
+    model = save_tiny(tmp_path / "model", head_dim=32)
+    GRPOTrainer(greedy_config(model, tmp_path / "fsdp")).train()
+    gc.collect()
+    keys = {"backend": "megatron", PP: 2} | ON_CPU
+    with ray_session(ENGINE_OF_RAY):
+        trainer = LedgerTrainer(greedy_config(model, tmp_path / "megatron", **keys, **VLLM))
+        trainer.train()
+        trainer.close_engine()
+    assert_same_numbers(tmp_path / "megatron", tmp_path / "fsdp", atol=1e-4)
+
+
+# Mistakes
+
+LEARNER = ["train", "rollout", "teacher", "reward"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "num_learners", "num_references", "message"),
+    [
+        ({TP: 2}, 3, 2, r"tensor_model_parallel_size 2 x .* = 2 does not divide the 3 workers of role 'train'"),
+        ({PP: 2}, 2, 1, r"pipeline_model_parallel_size 2 x .* = 2 does not divide the 1 workers of role 'reference'"),
+        ({TP: 3}, 3, 3, "3 of role 'train' does not divide the model's num_attention_heads 4. Choose among 1, 2, 4"),
+        ({PP: 3}, 3, 3, "3 of role 'reference' does not divide the model's num_hidden_layers 4. Choose a product"),
+    ],
+    ids=["workers", "workers of a reference", "heads", "layers"],
+)
+def test_a_layout_that_cannot_be_is_refused_before_anything_starts(
+    keys: Keys, num_learners: int, num_references: int, message: str, models: dict[str, str], tmp_path: Path
+) -> None:
+    groups = {
+        "learner": {"device": "GPU", "ranks": num_learners, "workers": LEARNER},
+        "reference": {"device": "GPU", "ranks": num_references, "workers": ["reference"]},
+    }
+    with pytest.raises(ConfigError, match=message):
+        run(GRPOTrainer, config_of("grpo", models, tmp_path, keys | {"device_groups": groups, "use_ray": True}))
+    assert state.active is None

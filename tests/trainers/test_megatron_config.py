@@ -1,0 +1,603 @@
+"""Keys of ``backend: megatron``: what each becomes, and what is refused before any process starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import pickle
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import peft  # noqa: F401  (it sets a variable of the environment when it is first imported)
+import pytest
+import torch
+
+from rayhelper import ConfigError, DeviceGroups, RayHelper
+from tests.conftest import without_runtime
+from tests.golden.tiny import save_tiny, tiny_tokenizer
+from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.megatron import fields as megatron_fields
+from trainers.backends.megatron.architectures import architecture_mistakes
+from trainers.backends.megatron.fields import (
+    ELSEWHERE,
+    NEEDS,
+    OF_BACKEND,
+    OF_LOSS,
+    OF_MODEL,
+    UNREAD,
+    check_fields,
+    divided,
+    known_fields,
+)
+from trainers.backends.megatron.settings import MegatronSettings, layout_mistakes, setting_mistakes
+from trainers.completions import build_engine
+from trainers.config import TrainConfig
+from trainers.dpo import DPOTrainer
+from trainers.dpo_config import DPOConfig
+from trainers.gkd_config import GKDConfig
+from trainers.grpo import GRPOTrainer
+from trainers.grpo_config import GRPOConfig
+from trainers.megatron_checks import check_megatron, roles_of
+from trainers.megatron_config import MegatronConfig, megatron_settings
+from trainers.ppo_config import PPOConfig
+from trainers.run import build_backend, num_shards
+from trainers.sft import SFTTrainer
+from trainers.sft_config import SFTConfig
+
+DENSE = {
+    **{"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 97},
+    **{"num_key_value_heads": 4, "head_dim": 8, "intermediate_size": 96},
+}
+MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+CP, EP, ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
+
+
+def config(kind: type[Any] = TrainConfig, **keys: Any) -> Any:
+    return kind(**{"model": "m", "dataset": "d", "backend": "megatron", **keys})
+
+
+def folder(tmp_path: Path, shape: dict[str, Any], name: str = "model") -> str:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text(json.dumps(shape))
+    return str(tmp_path / name)
+
+
+def gpus(roles: str, num_workers: int = 8) -> DeviceGroups:
+    return DeviceGroups.single(roles.split(), "GPU", num_workers)
+
+
+# What keys become
+
+
+def test_every_key_but_the_mapping_reaches_the_setting_of_its_name() -> None:
+    keys: dict[str, Any] = {
+        **{TP: 2, PP: 3, VPP: 4, CP: 5, EP: 6, ETP: 7, "sequence_parallel": True},
+        **{"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+        **{"moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True, "moe_layer_recompute": True},
+        **{"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+        **{"param_offload": True, "grad_offload": True, "optimizer_offload": True, "infer_batch_size": 9},
+    }
+    settings = megatron_settings(config(**keys))
+    found = {name: getattr(settings, name) for name in keys}
+    assert found == {**keys, "recompute_modules": ("core_attn", "mlp")}
+    full = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+    assert {name: getattr(megatron_settings(config(**full)), name) for name in full} == full
+    assert pickle.loads(pickle.dumps(settings)) == settings
+    names = {one.name for one in dataclasses.fields(MegatronSettings)} - {"transformer", "ddp", "optimizer"}
+    assert names == {one.name for one in dataclasses.fields(MegatronConfig)} - {"megatron", "async_save"}
+    assert names == {*keys, *full}
+
+
+def test_the_defaults_of_settings_are_those_of_keys() -> None:
+    assert megatron_settings(config()) == MegatronSettings()
+
+
+# keys, and fields of TransformerConfig that they set
+TRANSFORMER: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {TP: 1, PP: 1, VPP: None, CP: 1, EP: 1, "sequence_parallel": False, "recompute_granularity": None}),
+    ({TP: 2}, {TP: 2, "sequence_parallel": True}),
+    ({TP: 2, "sequence_parallel": False}, {TP: 2, "sequence_parallel": False}),
+    ({PP: 2}, {PP: 2, VPP: None, "overlap_p2p_comm": False, "batch_p2p_comm": True}),
+    ({PP: 2, VPP: 1}, {PP: 2, VPP: None, "batch_p2p_comm": True}),
+    ({PP: 2, VPP: 2}, {PP: 2, VPP: 2, "overlap_p2p_comm": True, "batch_p2p_comm": False}),
+    ({CP: 4}, {CP: 4}),
+    ({TP: 2, EP: 2, ETP: 1}, {EP: 2, ETP: 1, "moe_token_dispatcher_type": "alltoall"}),
+    ({"moe_token_dispatcher_type": "allgather"}, {"moe_token_dispatcher_type": "allgather"}),
+    ({"moe_grouped_gemm": True}, {"moe_grouped_gemm": True}),
+    (
+        {"recompute_granularity": "full"},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+    (
+        {"gradient_checkpointing": True},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+    (
+        {"gradient_checkpointing": True, "recompute_granularity": "full", "recompute_num_layers": 2},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    ),
+    (
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
+    ),
+    (
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"], "recompute_num_layers": None},
+    ),
+    (
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp", "layernorm"]},
+    ),
+    ({"moe_layer_recompute": True}, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}),
+    (
+        {"moe_layer_recompute": True, "recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
+    ),
+    (
+        {"megatron": {"moe_expert_capacity_factor": 1.5, "deallocate_pipeline_outputs": True}},
+        {"moe_expert_capacity_factor": 1.5, "deallocate_pipeline_outputs": True},
+    ),
+]
+
+
+def with_mapping(of: TrainConfig) -> MegatronSettings:
+    return dataclasses.replace(megatron_settings(of), **divided(of.megatron))
+
+
+@pytest.mark.parametrize(("keys", "expected"), TRANSFORMER, ids=lambda value: str(value)[:70])
+def test_megatron_cores_own_configuration_takes_what_keys_become(
+    keys: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    settings = with_mapping(config(**keys))
+    sizes = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "num_moe_experts": 8}
+    dtypes = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}  # grouped products' too
+    others = {"add_bias_linear": False, "ffn_hidden_size": 96}
+    made = TransformerConfig(**sizes, **dtypes, **others, **settings.transformer_fields)
+    assert {name: getattr(made, name) for name in expected} == expected
+
+
+def test_ddp_and_optimizer_take_what_keys_become() -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+
+    overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    more = {"bucket_size": 10, "check_for_nan_in_grad": True, "log_num_zeros_in_grad": True}
+    settings = with_mapping(config(**overlapped, megatron=more))
+    ddp = DistributedDataParallelConfig(**settings.ddp_fields)
+    assert (ddp.use_distributed_optimizer, ddp.overlap_grad_reduce, ddp.overlap_param_gather) == (True, True, True)
+    assert (ddp.bucket_size, ddp.check_for_nan_in_grad) == (10, True)
+    optimizer = OptimizerConfig(**settings.optimizer_fields)
+    assert (optimizer.use_distributed_optimizer, optimizer.overlap_param_gather) == (True, True)
+    assert optimizer.log_num_zeros_in_grad
+    plain = megatron_settings(config(use_distributed_optimizer=False))
+    assert not DistributedDataParallelConfig(**plain.ddp_fields).use_distributed_optimizer
+    assert not OptimizerConfig(**plain.optimizer_fields).use_distributed_optimizer
+
+
+def test_the_sizes_are_those_that_plans_reckon_with() -> None:
+    sizes = megatron_settings(config(**{TP: 2, PP: 2, VPP: 2, EP: 2})).sizes(16)
+    assert (sizes.tensor, sizes.pipeline, sizes.context, sizes.data) == (2, 2, 1, 4)
+    assert (sizes.expert, sizes.expert_tensor, sizes.virtual_pipeline, sizes.sequence) == (2, 2, 2, True)
+
+
+# Values that break each other
+
+KEY_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
+    ({TP: 0}, [f"{TP} must be at least 1, got 0"]),
+    ({"infer_batch_size": 0}, ["infer_batch_size must be at least 1"]),
+    ({"recompute_num_layers": 0}, ["recompute_num_layers must be at least 1"]),
+    ({"backend": "megatorn"}, ["backend must be one of fsdp, megatron", "Did you mean 'megatron'?"]),
+    ({"moe_token_dispatcher_type": "deepep"}, ["must be one of alltoall, allgather, flex"]),
+    ({"moe_token_dispatcher_type": "flex"}, ["TransformerEngine", "DeepEP", "Write alltoall or allgather"]),
+    ({"recompute_method": "uniform"}, ["recompute_method is uniform", "recompute_granularity is null", "full"]),
+    ({"recompute_granularity": "selective", "recompute_num_layers": 1}, ["recompute_num_layers is 1", "selective"]),
+    ({"recompute_granularity": "full", "recompute_method": "recompute"}, ["must be one of uniform, block"]),
+    ({"recompute_granularity": "full", "recompute_method": "block"}, ["block needs recompute_num_layers"]),
+    ({"recompute_modules": ["mlp"]}, ["recompute_modules is ['mlp']", "Write recompute_granularity: selective"]),
+    ({"recompute_granularity": "selective", "recompute_modules": ["attn"]}, ["core_attn, layernorm, mlp", "['attn']"]),
+    ({"recompute_granularity": "selective", "recompute_modules": []}, ["none of them"]),
+    ({"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, ["must be among", "mla_up_proj"]),
+    ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}, ["moe_act", "moe_grouped_gemm: true"]),
+    ({"recompute_granularity": "full", "moe_layer_recompute": True}, ["moe_layer_recompute", "Remove one"]),
+    ({"gradient_checkpointing": True, "moe_layer_recompute": True}, ["Remove moe_layer_recompute"]),
+    ({"gradient_checkpointing": True, "recompute_granularity": "selective"}, ["gradient_checkpointing", "Remove one"]),
+    ({"overlap_param_gather": True}, ["overlap_grad_reduce: true; got true and false"]),
+    (
+        {"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": False},
+        ["use_distributed_optimizer: true", "got false and true"],
+    ),
+    ({"moe_grouped_gemm": True, "dtype": "float32"}, ["moe_grouped_gemm multiplies in bfloat16", "dtype: bfloat16"]),
+    ({"infer_batch_size": 4, "token_budget": 99}, ["infer_batch_size is 4", "token_budget", "Remove one"]),
+    ({"optim": "adafactor"}, ["optim is adafactor", "adamw_torch, sgd"]),
+    ({"optim": "adamw_torch_fused"}, ["optim is adamw_torch_fused", "adamw_torch, sgd"]),
+    ({"optim": "sgd"}, ["optim: sgd", "use_distributed_optimizer: false"]),
+    ({"optim_kwargs": {"amsgrad": True}}, ["optim_kwargs holds amsgrad", "adamw_torch"]),
+    (
+        {"optim": "sgd", "use_distributed_optimizer": False, "optim_kwargs": {"nesterov": True}},
+        ["optim_kwargs holds nesterov", "takes momentum"],
+    ),
+    ({"fsdp_offload_params": True}, ["fsdp_offload_params is True", "backend is megatron"]),
+    ({"fsdp_sharding_strategy": "no_shard"}, ["fsdp_sharding_strategy is 'no_shard'", "backend is megatron"]),
+    ({"torch_compile": True}, ["torch_compile is True", "backend is megatron"]),
+    ({"model_init_kwargs": {"attn_implementation": "eager"}}, ["model_init_kwargs", "builds the model itself"]),
+]
+
+
+@pytest.mark.parametrize(("keys", "told"), KEY_MISTAKES, ids=lambda value: str(value)[:70])
+def test_keys_that_break_each_other_are_told_with_what_to_write(keys: dict[str, Any], told: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        config(**keys)
+    for words in told:
+        assert words in str(error.value)
+
+
+def test_what_is_legal_has_no_mistake() -> None:
+    config(optim="sgd", use_distributed_optimizer=False, optim_kwargs={"momentum": 0.9}, padding_free=False)
+    config(padding_free=True, tuner_type="lora", gradient_checkpointing=True, recompute_granularity="full")
+    hf = {"reward_funcs": ["format"], "model_init_kwargs": {"attn_implementation": "eager"}}
+    config(GRPOConfig, **hf)  # the hf engine's model is transformers'
+    for keys, _ in TRANSFORMER:
+        assert list(setting_mistakes(megatron_settings(config(**keys)))) == []
+
+
+@pytest.mark.parametrize("name", [one.name for one in dataclasses.fields(MegatronConfig)])
+def test_no_key_of_megatron_is_passed_over_by_fsdp(name: str) -> None:
+    other: dict[str, Any] = {"moe_token_dispatcher_type": "allgather", "use_distributed_optimizer": False}
+    other |= {"recompute_granularity": "full", "recompute_method": "block", "recompute_modules": ["mlp"]}
+    other |= {"megatron": {"bucket_size": 1}}
+    default = getattr(MegatronConfig(), name)
+    value = other.get(name, True if default is False or name == "sequence_parallel" else 2)
+    with pytest.raises(ConfigError, match=rf"^{name} is .*, but backend is fsdp.*Set backend: megatron"):
+        config(backend="fsdp", **{name: value})
+
+
+# Workers and models
+
+LAYOUT_MISTAKES: list[tuple[dict[str, Any], dict[str, Any], int, list[str]]] = [
+    ({TP: 2, PP: 2}, DENSE, 6, [f"{TP} 2 x {PP} 2 x {CP} 1 = 4 does not divide the 6 workers of role 'train'"]),
+    ({CP: 16}, DENSE, 8, ["= 16 does not divide the 8 workers", "multiple of 16"]),
+    ({TP: 8}, DENSE, 8, ["num_key_value_heads 4", "among 1, 2, 4"]),
+    ({TP: 2}, {**DENSE, "intermediate_size": 95}, 8, ["intermediate_size 95", "among 1, 5, 19, 95"]),
+    ({PP: 8}, {**DENSE, "num_hidden_layers": 12}, 8, ["num_hidden_layers 12", "among 1, 2, 3, 4, 6, 12"]),
+    ({PP: 4, VPP: 4}, DENSE, 8, [f"{VPP} 4", "num_hidden_layers 8"]),
+    ({VPP: 2}, DENSE, 8, [f"{VPP} 2", f"{PP} is 1", "Remove it"]),
+    ({"sequence_parallel": True}, DENSE, 8, ["sequence_parallel", f"{TP} is 1", "Remove it"]),
+    ({TP: 2, "sequence_parallel": False}, MOE, 8, ["mixture of experts", "Write sequence_parallel: true"]),
+    ({TP: 2, ETP: 1}, MOE, 8, [f"{ETP} 1", f"{EP} is 1", "reduces the experts' gradients over the wrong workers"]),
+    ({EP: 16}, MOE, 8, [f"{EP} 16", "does not divide the 8 workers", "among 1, 2, 4, 8"]),
+    ({EP: 4}, {**MOE, "num_experts": 6}, 8, ["num_experts 6", "among 1, 2, 3, 6"]),
+    ({EP: 2, ETP: 3}, MOE, 6, ["moe_intermediate_size 32", "among 1, 2, 4, 8, 16, 32"]),
+    ({EP: 2}, DENSE, 8, [f"{EP} 2", "the model has none", "Remove it"]),
+    ({ETP: 1}, DENSE, 8, [f"{ETP}: of experts", "has none"]),
+    ({"moe_grouped_gemm": True}, DENSE, 8, ["moe_grouped_gemm: of experts", "has none"]),
+    ({"moe_token_dispatcher_type": "allgather"}, DENSE, 8, ["moe_token_dispatcher_type: of experts"]),
+    ({"moe_layer_recompute": True}, DENSE, 8, ["moe_layer_recompute: of experts"]),
+    ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, DENSE, 8, ["recompute_modules moe"]),
+    ({"megatron": {"moe_expert_capacity_factor": 1.0}}, DENSE, 8, ["moe_expert_capacity_factor: of experts"]),
+    ({PP: 4, "recompute_granularity": "full", "recompute_num_layers": 3}, DENSE, 8, ["the 2 layers of each stage"]),
+    ({}, {**DENSE, "model_type": "gemma3_text"}, 8, ["'gemma3_text'", "llama, mistral, qwen2", "Write backend: fsdp"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("keys", "shape", "num_workers", "told"), LAYOUT_MISTAKES, ids=[str(one[0])[:70] for one in LAYOUT_MISTAKES]
+)
+def test_what_workers_or_the_model_do_not_allow_is_told_before_anything_starts(
+    keys: dict[str, Any], shape: dict[str, Any], num_workers: int, told: list[str], tmp_path: Path
+) -> None:
+    run = config(SFTConfig, model=folder(tmp_path, shape), output_dir=str(tmp_path / "out"), **keys)
+    with pytest.raises(ConfigError) as error:
+        SFTTrainer.check(run, gpus("train", num_workers))
+    for words in told:
+        assert words in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+LEGAL: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+    ({TP: 2, PP: 2, CP: 2}, DENSE, 8),
+    ({TP: 2, PP: 2, VPP: 2, "sequence_parallel": False}, DENSE, 8),
+    ({TP: 2, EP: 2, ETP: 1}, MOE, 8),
+    ({TP: 2, EP: 4}, MOE, 8),
+    ({TP: 2}, MOE, 8),
+    ({CP: 2, EP: 8}, MOE, 8),
+    ({EP: 2, ETP: 2}, MOE, 4),
+    ({PP: 2, EP: 2, "moe_grouped_gemm": True, "moe_layer_recompute": True}, MOE, 4),
+    ({TP: 4}, {**MOE, "intermediate_size": 95}, 4),  # no layer is dense
+]
+
+
+@pytest.mark.parametrize(("keys", "shape", "num_workers"), LEGAL, ids=[str(one[0])[:70] for one in LEGAL])
+def test_layouts_that_work_are_not_refused(
+    keys: dict[str, Any], shape: dict[str, Any], num_workers: int, tmp_path: Path
+) -> None:
+    SFTTrainer.check(config(SFTConfig, model=folder(tmp_path, shape), **keys), gpus("train", num_workers))
+
+
+def test_all_mistakes_of_a_layout_are_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_megatron(config(model=folder(tmp_path, DENSE), **{TP: 8, EP: 2, VPP: 2}), gpus("train"))
+    for words in (f"{TP} 8", f"{EP} 2", f"{VPP} 2"):
+        assert words in str(error.value)
+
+
+def test_every_role_is_checked_with_its_own_workers_and_model(tmp_path: Path) -> None:
+    keys = {"model": folder(tmp_path, DENSE), "ref_model": folder(tmp_path, {**DENSE, "num_key_value_heads": 1}, "r")}
+    groups = DeviceGroups.parse({"default": {"gpus": 4}, "reference": {"gpus": 3}})
+    with pytest.raises(ConfigError, match="does not divide the 3 workers of role 'reference'"):
+        DPOTrainer.check(config(DPOConfig, **{**keys, TP: 2}), groups)
+    groups = DeviceGroups.parse({"default": {"gpus": 4}, "reference": {"gpus": 2}})
+    with pytest.raises(ConfigError, match="of role 'reference' does not divide the model's num_key_value_heads 1"):
+        DPOTrainer.check(config(DPOConfig, **{**keys, TP: 2}), groups)
+
+
+def test_roles_that_have_a_model_of_the_backend() -> None:
+    ppo = config(PPOConfig, reward_funcs=["format"])
+    assert list(roles_of(ppo, gpus("train critic reference reward rollout"))) == ["train", "critic", "reference"]
+    assert list(roles_of(ppo, None)) == ["train"]
+    gkd = config(GKDConfig, teacher_model="t", gkd_logits_topk=8)
+    assert list(roles_of(gkd, gpus("train teacher rollout"))) == ["train", "teacher"]
+    asked = dataclasses.replace(gkd, teacher_engine="vllm")
+    assert list(roles_of(asked, gpus("train teacher rollout"))) == ["train"]
+
+
+def test_a_model_that_nobody_has_seen_yet_is_left_to_the_workers() -> None:
+    check_megatron(config(model="no/such-model", **{TP: 8}), gpus("train"))
+    assert list(layout_mistakes("role 'train'", MegatronSettings(tensor_model_parallel_size=8), 8, None)) == []
+
+
+def test_without_gpus_there_is_nothing_to_compute_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpus = DeviceGroups.single(["train"], "CPU", 2)
+    with pytest.raises(ConfigError, match="role 'train' is on a CPU"):
+        check_megatron(config(), cpus)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))  # as the plugin of tests does
+    check_megatron(config(), cpus)
+
+
+def test_without_megatron_core_the_install_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_fields, "_is_installed", lambda module: module != "megatron.core")
+    with pytest.raises(ConfigError, match=r"not installed. Run pip install 'rayhelper\[megatron\]'"):
+        check_megatron(config(), gpus("train"))
+
+
+# Fields of megatron-core
+
+
+def refused(name: str, value: Any = 1) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_fields({name: value})
+    return str(error.value)
+
+
+def test_the_tables_of_fields_name_fields_and_keys_that_exist() -> None:
+    known = known_fields()
+    tables = [*ELSEWHERE, *OF_MODEL, *OF_BACKEND, *OF_LOSS, *UNREAD]
+    assert sorted(set(tables) - known.keys()) == []
+    assert len(tables) == len(set(tables))
+    assert [start for start in NEEDS if not any(name.startswith(start) for name in known)] == []
+    assert set(ELSEWHERE.values()) <= {one.name for one in dataclasses.fields(TrainConfig)}
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("moe_permut_fusion", "no field 'moe_permut_fusion' in its configurations (did you mean moe_permute_fusion?)"),
+        (TP, f"{TP} is a key of its own. Write it beside megatron"),
+        ("recompute_granularity", "is a key of its own"),
+        ("hidden_size", "follows from the model's config.json"),
+        ("num_moe_experts", "follows from the model's config.json"),
+        ("mtp_num_layers", "follows from the model's config.json"),
+        ("lr", "is what the key learning_rate says"),
+        ("bf16", "is what the key dtype says"),
+        ("clip_grad", "is what the key max_grad_norm says"),
+        ("adam_eps", "is what the key adam_epsilon says"),
+        ("attention_dropout", "is what the key disable_dropout says"),
+        ("optimizer_cpu_offload", "is what the key optimizer_offload says"),
+        ("fine_grained_activation_offloading", "is what the key recompute_granularity says"),
+        ("overlap_p2p_comm", "is chosen by the backend"),
+        ("calculate_per_token_loss", "is chosen by the backend"),
+        ("fp32_residual_connection", "is chosen by the backend"),
+        ("microbatch_group_size_per_vp_stage", "is chosen by the backend"),
+        ("fsdp_double_buffer", "is chosen by the backend"),
+        ("moe_aux_loss_coeff", "is of a loss that balances experts"),
+    ],
+)
+def test_a_field_that_something_else_decides_is_refused_with_what_does(name: str, told: str) -> None:
+    assert told in refused(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fp8", "hybrid"),
+        ("tp_comm_overlap", True),
+        ("apply_rope_fusion", True),
+        ("moe_permute_fusion", True),
+        ("moe_router_fusion", True),
+        ("use_precision_aware_optimizer", True),
+        ("cuda_graph_impl", "local"),
+        ("persist_layer_norm", True),
+    ],
+)
+def test_a_field_of_layers_that_are_not_used_is_refused(name: str, value: Any) -> None:
+    default = next(iter(known_fields()[name].values()))
+    check_fields({name: default})  # as it is anyway
+    assert f"{name} is of layers of TransformerEngine or apex" in refused(name, value)
+
+
+def test_a_field_that_needs_a_package_is_taken_where_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "gradient_accumulation_fusion"
+    monkeypatch.setattr(megatron_fields, "_is_installed", lambda module: False)
+    assert f"{name} needs apex, which is not installed" in refused(name, True)
+    monkeypatch.setattr(megatron_fields, "_is_installed", lambda module: True)
+    check_fields({name: True})
+
+
+def test_a_field_that_nothing_reads_is_refused_unless_it_is_as_it_is_anyway() -> None:
+    for name in UNREAD:
+        default = next(iter(known_fields()[name].values()))
+        other = not default if isinstance(default, bool) else "nccl" if default is None else default + type(default)(1)
+        assert f"{name} is read by nothing that the backend uses. Remove it" in refused(name, other)
+        check_fields({name: default})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("bias_dropout_fusion", "yes", "bias_dropout_fusion must be true or false, got 'yes'"),
+        ("qk_clip_alpha", True, "qk_clip_alpha must be a number, got True"),
+        ("moe_deepep_num_sms", 1.5, "moe_deepep_num_sms must be a whole number, got 1.5"),
+    ],
+)
+def test_a_field_has_the_type_of_its_default(name: str, value: Any, told: str) -> None:
+    assert told in refused(name, value)
+
+
+def test_further_fields_go_to_the_configurations_that_have_them() -> None:
+    further = {"bias_dropout_fusion": True, "bucket_size": 5, "log_num_zeros_in_grad": True}
+    further |= {"barrier_with_L1_time": True}
+    check_fields(further)
+    assert divided(further) == {
+        "transformer": {"bias_dropout_fusion": True, "barrier_with_L1_time": True},
+        "ddp": {"bucket_size": 5},
+        "optimizer": {"log_num_zeros_in_grad": True, "barrier_with_L1_time": True},
+    }
+
+
+def test_a_wrong_field_is_told_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"megatron: .*bukket_size.*did you mean bucket_size"):
+        SFTTrainer.check(config(SFTConfig, output_dir=str(tmp_path), megatron={"bukket_size": 1}), gpus("train"))
+
+
+def test_what_megatron_core_itself_refuses_is_told_before_anything_starts(tmp_path: Path) -> None:
+    wrong = {"moe_pad_expert_input_to_capacity": True}  # without a capacity
+    run = config(SFTConfig, model=folder(tmp_path, MOE), megatron=wrong)
+    with pytest.raises(ConfigError, match="megatron-core refuses these fields: moe_expert_capacity_factor must be set"):
+        SFTTrainer.check(run, gpus("train"))
+    right = config(SFTConfig, model=run.model, megatron={**wrong, "moe_expert_capacity_factor": 1.0}, **{PP: 2, EP: 2})
+    SFTTrainer.check(right, gpus("train"))
+
+
+# What the trainers make of it
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of every backend that would be built."""
+    arguments: list[dict[str, Any]] = []
+
+    class MegatronBackend:
+        shard = (0, 1, True)
+
+        def __init__(self, model: str, **given: Any) -> None:
+            arguments.append({"model": model, **given})
+
+    module = ModuleType("trainers.backends.megatron.backend")
+    module.MegatronBackend = MegatronBackend  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(RayHelper, "init_process_group", lambda: None)
+    return arguments
+
+
+def test_the_backend_is_built_with_its_settings_and_what_every_backend_is_told(built: list[dict[str, Any]]) -> None:
+    run = config(learning_rate=3e-4, max_grad_norm=0.5, megatron={"bucket_size": 7}, infer_batch_size=2, **{TP: 2})
+    build_backend(run, "the-model", num_training_steps=5, head="value", values_at="target")
+    (given,) = built
+    assert (given["model"], given["head"], given["values_at"]) == ("the-model", "value", "target")
+    assert (given["learning_rate"], given["max_grad_norm"], given["num_training_steps"]) == (3e-4, 0.5, 5)
+    assert given["settings"] == MegatronSettings(
+        tensor_model_parallel_size=2, infer_batch_size=2, ddp={"bucket_size": 7}
+    )
+    of_fsdp = set(inspect.signature(FsdpBackend).parameters)
+    of_sharding = {"sharding", "reshard_after_forward", "offload_params", "torch_compile", "gradient_checkpointing"}
+    others = {"padding_free", "model_init_kwargs", "device"}
+    assert given.keys() == (of_fsdp | {"settings", "async_save"}) - of_sharding - others
+
+
+def test_a_role_that_only_scores_has_no_learning_rate(built: list[dict[str, Any]]) -> None:
+    build_backend(config(tuner_type="lora"), "m", num_training_steps=None)
+    assert (built[0]["learning_rate"], built[0]["num_training_steps"], built[0]["lora"]) == (None, 0, None)
+
+
+def test_workers_that_hold_one_model_count_once_before_it_is_built() -> None:
+    run = config(**{TP: 2})
+    with without_runtime(), pytest.raises(ConfigError, match="2 workers hold one model together, but there are 1"):
+        num_shards(run)
+    assert num_shards(config()) == 1
+
+
+def test_a_generation_is_planned_for_shards_not_workers() -> None:
+    keys = {"reward_funcs": ["exact_answer"], "num_generations": 8, "per_device_train_batch_size": 4}
+    groups = gpus("train rollout reference teacher reward", 4)
+    with pytest.raises(ConfigError, match="4 completions must be a multiple of num_generations=8"):
+        GRPOTrainer.check(config(GRPOConfig, **keys, **{TP: 4}), groups)
+    GRPOTrainer.check(config(GRPOConfig, **keys, **{TP: 2}), groups)  # two shards of 4
+    sorting = {"loss_type": ["aot"], "per_device_train_batch_size": 4}
+    with pytest.raises(ConfigError, match="sorts all pairs of an optimizer step"):
+        DPOTrainer.check(config(DPOConfig, **sorting), gpus("default reference", 2))
+    DPOTrainer.check(config(DPOConfig, **sorting, **{TP: 2}), gpus("default reference", 2))  # one shard
+
+
+def test_the_hf_engine_has_a_model_of_its_own_beside_megatron(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path)
+    run = config(GRPOConfig, model=model, reward_funcs=["format"])
+    backend: Any = None  # nothing of it is asked
+    engine = build_engine(run, model, tiny_tokenizer(), backend)
+    beside: Any = object()
+    assert build_engine(run, model, tiny_tokenizer(), beside).shares_weights is engine.shares_weights is False
+
+
+# Architectures
+
+
+QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "rope_parameters": {"rope_type": "default"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model_type": "gemma2"}, "architecture 'gemma2' is not known (known: llama, mistral"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"use_sliding_window": True}, "sliding window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+        ({"model_type": "mistral"}, "sliding window"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn', and known are default, linear, llama3"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "'dynamic'"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+    ],
+)
+def test_what_the_backend_would_leave_out_of_a_model_is_refused(changes: dict[str, Any], told: str) -> None:
+    assert not list(architecture_mistakes(QWEN3))
+    (mistake,) = architecture_mistakes(QWEN3 | changes)
+    assert told in mistake
+
+
+def test_a_mixture_without_the_biases_of_its_family_is_not_known() -> None:
+    assert not list(architecture_mistakes({"model_type": "qwen2_moe"}))
+    (mistake,) = architecture_mistakes({"model_type": "qwen2_moe", "qkv_bias": False})
+    assert "its qkv_bias is false" in mistake
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"lora_kwargs": {"use_dora": True}}, "does not know .*use_dora"),
+        ({"lora_target_modules": ["lm_head"]}, "target_modules has 'lm_head'"),
+    ],
+)
+def test_an_adapter_that_cannot_be_is_refused_before_anything_starts(
+    keys: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    run = config(SFTConfig, model=folder(tmp_path, DENSE), tuner_type="lora", **keys)
+    with pytest.raises(ConfigError, match=told):
+        SFTTrainer.check(run, gpus("train"))
+
+
+def test_a_mistral_without_a_window_is_known() -> None:
+    assert not list(architecture_mistakes({"model_type": "mistral", "sliding_window": None}))

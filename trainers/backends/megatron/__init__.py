@@ -1,0 +1,22 @@
+"""The ``megatron`` backend: megatron-core under the questions of ``backends/base.py``.
+
+    settings.py    what a configuration says of how a model is cut; fields.py: megatron-core's own names
+    architectures.py  which Hugging Face models it can be
+    layout.py      which of a role's workers hold which part of the model
+    model.py       a Hugging Face configuration as a model of megatron-core, cut into the stages of this worker
+    parts.py       what megatron-core lacks without TransformerEngine: norms, grouped products
+    patches.py     what fails in megatron-core without TransformerEngine
+    attention.py   attention within documents, also where their tokens are spread over workers
+    packing.py     a micro-batch as one row of documents, and the tokens of it that this worker has
+    weights.py     Hugging Face names <-> this worker's shards
+    checkpoint.py  the model in parts on the disk, read in any layout; written while training goes on
+    moments.py     what the optimizers keep of each weight, as whole tensors
+    adapters.py    LoRA: which layers have an adapter, and its matrices under peft's names
+    adapter_checkpoint.py  what is trained under an adapter, whole, on the disk
+    low_rank.py    what an adapter adds to one parallel layer
+    optimizer.py   gradients, optimizer, learning rate
+    pipeline.py    micro-batches through the stages
+    backend.py     scores and steps
+
+Nothing else imports megatron, and nothing imports it before a backend is built.
+"""

@@ -1,0 +1,49 @@
+"""Which Hugging Face architectures the backend can be, and what of them it does not know. Imports no megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+ROTATIONS = ("default", "linear", "llama3")
+BIASED = ("qwen2", "qwen2_moe")  # queries, keys and values have biases
+NORMED = ("qwen3", "qwen3_moe")  # queries and keys have norms
+MIXED = ("qwen2_moe", "qwen3_moe")  # mixtures of experts
+
+
+def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
+    """What a config.json asks for that the backend would leave out, and so compute something else."""
+    kind = config.get("model_type")
+    if kind not in MODEL_TYPES:
+        yield f"the architecture {kind!r} is not known (known: {', '.join(MODEL_TYPES)})"
+        return
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        yield f"its hidden_act is {activation!r}, and MLPs have silu"
+    window = config.get("sliding_window", 4096) if kind == "mistral" else config.get("use_sliding_window")
+    if window or "sliding_attention" in (config.get("layer_types") or ()):
+        yield "some layers look at a sliding window of tokens, and attention is to all tokens before"
+    rotation = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rotated = rotation.get("rope_type", rotation.get("type", "default"))
+    if rotated not in ROTATIONS:
+        yield f"its rotary embedding is of the kind {rotated!r}, and known are {', '.join(ROTATIONS)}"
+    if config.get("attention_bias") and kind not in BIASED:
+        yield "its attention_bias is true, and projections have no bias"
+    if kind == "qwen2_moe" and not config.get("qkv_bias", True):
+        yield "its qkv_bias is false, and queries, keys and values have biases"
+    if config.get("mlp_bias"):
+        yield "its mlp_bias is true, and MLPs have no bias"
+
+
+def has_experts(config: Any, layer: int) -> bool:
+    """Whether a layer, counted from 0, has experts; of all layers, that is megatron-core's ``moe_layer_freq``."""
+    if not getattr(config, "num_experts", 0) or layer in (getattr(config, "mlp_only_layers", None) or ()):
+        return False
+    return (layer + 1) % getattr(config, "decoder_sparse_step", 1) == 0
+
+
+def head_width(config: Any) -> int:
+    """Channels of an attention head."""
+    width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return width

@@ -1,0 +1,606 @@
+"""The ``megatron`` backend: a model of megatron-core, cut over the workers of a role in any of its ways.
+
+    batch (ragged) --cut--> micro-batches --pack--> rows of documents --stages--> hidden states of targets
+                                                                                          |
+            optimizer <-- gradients, summed over workers <-- loss function <-- numbers of all targets
+
+Workers that share a slice of the batch (tensor, context and pipeline parallelism) get the same rows. On the last stage
+each of them has the numbers of all targets, added up over columns of the vocabulary and over tokens of the row, and
+computes the same loss, which knows nothing of how the model is cut. In the backward pass each gets its own share.
+
+Gradients are sums over micro-batches and workers, as in ``fsdp.py``, and all run the same number of micro-batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from rayhelper import ConfigError
+from trainers.backends.base import SentWeights, TokenFunction
+from trainers.backends.head import LinearHead, Scores
+from trainers.backends.hf_model import ModelHead, default_device
+from trainers.backends.inputs import Place, in_order, micro_batches, num_targets
+from trainers.backends.megatron import layout
+from trainers.backends.megatron.adapter_checkpoint import load_adapter, save_adapter
+from trainers.backends.megatron.adapters import MegatronAdapter
+from trainers.backends.megatron.checkpoint import Writer, check_parts, load_parts, save_parts
+from trainers.backends.megatron.model import build_stages
+from trainers.backends.megatron.optimizer import build_optimizer, build_schedule, with_gradients
+from trainers.backends.megatron.packing import Packed
+from trainers.backends.megatron.pipeline import Pipeline
+from trainers.backends.megatron.settings import MegatronSettings
+from trainers.backends.megatron.weights import MegatronWeights
+from trainers.backends.offload import Offload
+from trainers.backends.random_state import random_state, set_random_state
+from trainers.backends.token_loss import token_loss
+from trainers.backends.top_logps import TopLogps
+from trainers.backends.vocabulary import ShardedVocabulary
+from trainers.batch import Ragged, Sequences
+from trainers.checkpoint import is_written
+from trainers.losses.vocabulary import WHOLE, Vocabulary
+from trainers.metrics import Metrics
+from trainers.throughput import add_work, peak_flops
+
+WEIGHTS, MEMORY = "the model's weights", "what the optimizer remembers"  # what ``offload`` moves
+
+
+class MegatronBackend:
+    """A model with a language or value head and, unless it only scores, its optimizer and schedule.
+
+    In bfloat16 the weights are bfloat16, and the optimizer keeps them in float32 beside; a model that only scores
+    (``learning_rate=None``) has neither gradients nor optimizer. ``settings`` say how the model is cut.
+    ``lora``: fields of peft's LoraConfig, those that ``adapters.py`` knows; the adapter alone is trained, in float32.
+    ``values_at``: where a value head is read off, at the token that predicts a target or at itself.
+    ``model_init_kwargs``: other values of the model's configuration.
+    ``async_save``: checkpoints are written from a copy in the host's memory while training goes on.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        settings: MegatronSettings,
+        head: ModelHead = "lm",
+        values_at: Place = "predicting",
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        device: str | torch.device | None = None,
+        learning_rate: float | None = None,
+        num_training_steps: int = 0,
+        optim: str = "adamw_torch",
+        optim_kwargs: Mapping[str, Any] | None = None,
+        weight_decay: float = 0.0,
+        adam_beta1: float = 0.9,
+        adam_beta2: float = 0.999,
+        adam_epsilon: float = 1e-8,
+        max_grad_norm: float = 1.0,
+        lr_scheduler_type: str = "linear",
+        lr_scheduler_kwargs: Mapping[str, Any] | None = None,
+        warmup_steps: int = 0,
+        disable_dropout: bool = True,
+        lora: Mapping[str, Any] | None = None,
+        token_budget: int | None = None,
+        peak_tflops: float | None = None,
+        seed: int = 42,
+        model_init_kwargs: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+        async_save: bool = False,
+    ) -> None:
+        from transformers import AutoConfig, set_seed
+
+        set_seed(seed)
+        self.device = default_device() if device is None else torch.device(device)
+        self.settings, self.head_kind, self.token_budget = settings, head, token_budget
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.peak_flops = peak_flops(self.device, peak_tflops)
+        place: Place = values_at if head == "value" else "predicting"
+        self.at = layout.start(settings, seed=seed)
+        fields = dict(model_init_kwargs or {})
+        self.hf = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **fields)
+        if not disable_dropout and learning_rate is not None and self.hf.attention_dropout:
+            raise ConfigError(
+                f"disable_dropout is false and the model's attention_dropout {self.hf.attention_dropout}, which the "
+                "backend megatron does not apply. Set disable_dropout: true."
+            )
+        self.stages = build_stages(self.hf, settings, head=head, dtype=self.dtype, device=self.device)
+        self.weights = MegatronWeights(self.hf, self.stages, head=head)
+        self.weights.load(model)
+        self.adapter: MegatronAdapter | None = None
+        if lora is not None:
+            self.adapter = MegatronAdapter(self.hf, self.stages, lora, value_head=head == "value", seed=seed)
+        self.num_active = self._num_active()
+        self.module: Any = None  # an engine has its own
+        self.sent = SentWeights()
+        self.offloaded = Offload()  # for an engine; what rests between calls, by the settings, beside it
+        self.resting = {WEIGHTS: Offload(), MEMORY: Offload()}
+        self.num_users = 0  # of the weights, one within the other: a student that teaches itself is asked in its step
+        self.vocabulary = self._vocabulary()
+        self.head: LinearHead | None = None
+        if head == "lm" and self.at.is_last_stage:
+            self.head = LinearHead(self._head_weight, self.vocabulary)
+        self.writer = Writer(in_background=async_save)
+        self.chunks: list[Any] = self.stages
+        self.optimizer: Any = None
+        if learning_rate is None:
+            for stage in self.stages:
+                stage.requires_grad_(False)
+                stage.eval()
+        else:
+            self.chunks = with_gradients(self.stages, settings)
+            self.optimizer = build_optimizer(
+                optim,
+                self.chunks,
+                settings,
+                dtype=self.dtype,
+                learning_rate=learning_rate,
+                weight_decay=weight_decay,
+                adam_betas=(adam_beta1, adam_beta2),
+                adam_epsilon=adam_epsilon,
+                max_grad_norm=max_grad_norm,
+                kwargs=optim_kwargs or {},
+            )
+            self.scheduler = build_schedule(
+                lr_scheduler_type,
+                learning_rate=learning_rate,
+                num_warmup_steps=warmup_steps,
+                num_training_steps=num_training_steps,
+                kwargs=lr_scheduler_kwargs or {},
+            )
+        self.pipeline = Pipeline(self.chunks, self.at, settings, place=place, device=self.device)
+
+    def _num_active(self) -> float:
+        """Parameters that a token goes through: of a mixture's experts those that it is sent to."""
+        sizes = {name: math.prod(shape) for name, shape in self.weights.shapes.items()}
+        of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        if not of_experts:
+            return sum(sizes.values())
+        share: float = self.hf.num_experts_per_tok / self.hf.num_experts
+        return sum(sizes.values()) - of_experts * (1 - share)
+
+    def _head_weight(self) -> torch.Tensor:
+        stage = self.stages[-1]
+        weight: torch.Tensor = stage.output_layer()
+        return weight[: self._num_columns()]
+
+    def _num_columns(self) -> int:
+        """Columns of the vocabulary that this worker has, without padding."""
+        if isinstance(self.vocabulary, ShardedVocabulary):
+            return self.vocabulary.width
+        return int(self.hf.vocab_size)
+
+    def _vocabulary(self) -> Vocabulary:
+        if self.at.tensor_size == 1:
+            return WHOLE
+        shard = self.stages[0].vocab_size // self.at.tensor_size  # padding is in the last ones
+        return ShardedVocabulary(self.hf.vocab_size, shard, parallel_state.get_tensor_model_parallel_group())
+
+    @property
+    def shard(self) -> tuple[int, int, bool]:
+        """Index and number of slices of a batch, and whether this worker answers for its slice."""
+        return self.at.data, self.at.data_size, self.at.is_leader
+
+    # Scoring
+
+    def token_logps(
+        self, sequences: Sequences, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True
+    ) -> Ragged:
+        """float32 log-probabilities of each row's targets under softmax(logits / temperature). Every rank."""
+        return self.token_scores(
+            sequences, micro_batch_size=micro_batch_size, temperature=temperature, adapter=adapter
+        )[0]
+
+    def token_scores(
+        self, sequences: Sequences, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True
+    ) -> tuple[Ragged, Ragged]:
+        """The log-probabilities of ``token_logps``, and the entropies at the same targets. Every rank."""
+        logps, entropies = self._each(sequences, micro_batch_size, lambda scores: scores[:2], 2, temperature, adapter)
+        return logps, entropies
+
+    def token_values(self, sequences: Sequences, *, micro_batch_size: int) -> Ragged:
+        """float32 values at each row's targets, of a value head. Every rank."""
+        return self._each(sequences, micro_batch_size, lambda values: values, 1, 1.0)[0]
+
+    def top_logps(
+        self, sequences: Sequences, k: int, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True
+    ) -> tuple[Ragged, Ragged]:
+        """The k likeliest ids at each row's targets (values (N, k)) and their log-probabilities. Every rank."""
+        function = TopLogps(k, temperature)
+        logps, ids = self._each(
+            sequences,
+            micro_batch_size,
+            lambda scores: scores.further,
+            2,
+            temperature,
+            adapter,
+            width=k,
+            token_function=function,
+        )
+        return Ragged(ids.values.astype(np.int64), ids.offsets), logps
+
+    @torch.no_grad()
+    def target_features(self, sequences: Sequences, *, adapter: bool = True) -> torch.Tensor:
+        """(N, H) what ``logits`` takes, of the targets of all rows in one pass; (0, H) before the last stage."""
+        found = self._pass([sequences], lambda features, packed: (self._of_all_targets(features, packed),), adapter)
+        if found:
+            return found[0][0]
+        return torch.zeros(0, self.hf.hidden_size, dtype=self.dtype, device=self.device)
+
+    def logits(self, features_NX: torch.Tensor) -> torch.Tensor:
+        """(N, columns) float32 logits of what ``target_features`` gave: this worker's part of the vocabulary.
+
+        Weights that rest between calls come back, and stay until the next pass has ended: it is called chunk by chunk.
+        """
+        self.offloaded.check_here(WEIGHTS)
+        self.resting[WEIGHTS].reload()
+        if self.head is None:
+            return torch.zeros(0, self._num_columns(), device=self.device)
+        return self.head.logits(features_NX)
+
+    def _each(
+        self,
+        sequences: Sequences,
+        micro_batch_size: int,
+        pick: Callable[[Any], tuple[torch.Tensor, ...]],
+        num_columns: int,
+        temperature: float,
+        adapter: bool = True,
+        width: int | None = None,
+        **settings: Any,
+    ) -> list[Ragged]:
+        """The columns that ``pick`` takes of each micro-batch's scores, in the order of the rows, on every rank."""
+        rows = self._cut(sequences, self.settings.infer_batch_size or micro_batch_size)
+        micros = [sequences[part] for part in rows]
+
+        def read(features: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, ...]:
+            scores = pick(self._scores(features, packed, temperature, **settings))
+            return tuple(column.float() for column in scores)
+
+        found = self._pass(micros, read, adapter)
+        if not rows:
+            return [Ragged.of([], np.float32) for _ in range(num_columns)]
+        counts = np.concatenate([num_targets(micro) for micro in micros])
+        columns = []
+        for column in range(num_columns):
+            if found:
+                values = torch.cat([found[k][column] for k in range(len(micros))])
+            else:
+                values = torch.empty(int(counts.sum()), *(() if width is None else (width,)), device=self.device)
+            self.pipeline.from_last_stage(values)
+            columns.append(in_order([Ragged.split(values.cpu().numpy(), counts)], rows))
+        return columns
+
+    @torch.no_grad()
+    def _pass(
+        self,
+        micros: list[Sequences],
+        read: Callable[[torch.Tensor, Packed], tuple[torch.Tensor, ...]],
+        adapter: bool = True,
+    ) -> dict[int, tuple[torch.Tensor, ...]]:
+        """What ``read`` makes of the last stage's output of each micro-batch, without learning; elsewhere nothing."""
+        found: dict[int, tuple[torch.Tensor, ...]] = {}
+
+        def keep(k: int, features: torch.Tensor, packed: Packed) -> torch.Tensor:
+            found[k] = read(features, packed)
+            return torch.zeros((), device=self.device)
+
+        with (
+            self._weights_at_hand(),
+            contextlib.nullcontext() if self.adapter is None else self.adapter.off(not adapter),
+        ):
+            for stage in self.stages:
+                stage.eval()
+            self.pipeline.run(micros, keep, learns=False)
+            for stage in self.stages:
+                stage.train(self.optimizer is not None)
+        return found
+
+    # Learning
+
+    def step(
+        self,
+        batch: Any,
+        loss_function: Any,
+        *,
+        micro_batch_size: int,
+        temperature: float = 1.0,
+        entropy_gradient: bool = False,
+        token_function: TokenFunction | None = None,
+    ) -> Metrics:
+        """One optimizer step; every rank calls it. See ``Backend.step``; all but the norm is told by the last stage."""
+        assert self.optimizer is not None, "this model only scores: it was built without a learning rate"
+        self.offloaded.check_here(MEMORY)
+        with self._weights_at_hand():
+            return self._step(batch, loss_function, micro_batch_size, temperature, entropy_gradient, token_function)
+
+    def _step(
+        self,
+        batch: Any,
+        loss_function: Any,
+        micro_batch_size: int,
+        temperature: float,
+        entropy_gradient: bool,
+        token_function: TokenFunction | None,
+    ) -> Metrics:
+        metrics = Metrics()
+        micros = [batch[part] for part in self._cut(batch, micro_batch_size)]
+        settings: dict[str, Any] = {}
+        given: list[tuple[torch.Tensor, ...]] = []
+        if self.head_kind == "lm":
+            settings = {"entropy_gradient": entropy_gradient, "token_function": token_function}
+        if token_function is not None:  # ahead of the schedule: a teacher runs one of its own
+            given = [token_function.inputs(micro) for micro in self._filled(micros, batch)]
+
+        def loss_of(k: int, features: torch.Tensor, packed: Packed) -> torch.Tensor:
+            micro = micros[k] if k < len(micros) else batch[:0]
+            inputs = (
+                {}
+                if token_function is None
+                else {"token_inputs": tuple(x[packed.chosen_M.to(x.device)] for x in given[k])}
+            )
+            scores = self._scores(features, packed, temperature, **settings, **inputs)
+            names = () if token_function is None else token_function.names
+            loss = token_loss(scores, names, loss_function, micro, micro.as_sequences(), metrics)
+            metrics.sum("loss", loss.item())
+            return loss
+
+        for memory in self._gradients():
+            memory.untyped_storage().resize_(memory.nbytes)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        rate = self.scheduler.get_last_lr()[0]
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_mult", 1.0)
+        self.pipeline.run([micro.as_sequences() for micro in micros], loss_of, learns=True)
+        self.resting[MEMORY].reload()
+        succeeded, grad_norm, _ = self.optimizer.step()
+        assert succeeded, "only float16 skips steps"
+        if self.settings.optimizer_offload:
+            self.resting[MEMORY].offload(self._memory())
+        if self.settings.grad_offload:
+            self._drop_gradients()
+        self.scheduler.optimizer.step()
+        self.scheduler.step()
+        metrics.same("grad_norm", float(grad_norm))
+        metrics.same("learning_rate", rate)
+        num_tokens = int(batch.row_lengths().sum())
+        flops = (6.0 if self.adapter is None else 4.0) * self.num_active * num_tokens
+        add_work(metrics, num_tokens, flops, self.peak_flops, self.at.workers_per_shard)
+        return metrics
+
+    def _filled(self, micros: list[Any], batch: Any) -> list[Any]:
+        """The micro-batches, and behind them as many empty ones as this worker runs beside others."""
+        return [*micros, *[batch[:0]] * (self.pipeline.num_micro(len(micros)) - len(micros))]
+
+    def _scores(self, features: torch.Tensor, packed: Packed, temperature: float, **settings: Any) -> Any:
+        """The numbers of all targets of a micro-batch, from those that this worker has of its tokens."""
+        if self.head_kind == "value":
+            layer: Any = self.stages[-1].values
+            values = layer(features).float().squeeze(-1)
+            return (self._of_all_targets(values, packed),)
+        assert self.head is not None, "only the last stage finishes"
+        scores = self.head.scores(features, packed.target_ids_M, temperature, **settings)
+        if self.at.context_size == 1:
+            return scores
+        logps, entropy, is_top1, *further = (
+            self._of_all_targets(column, packed) for column in (*scores[:3], *scores.further)
+        )
+        return Scores(logps, entropy, is_top1, tuple(further))
+
+    def _of_all_targets(self, own_M: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """(N, ...) from the (M, ...) of each context-parallel worker, in order; gradients go back to whose they are."""
+        if self.at.context_size == 1:
+            return own_M
+        from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+
+        whole_N = own_M.new_zeros(packed.num_targets, *own_M.shape[1:]).index_copy(0, packed.chosen_M, own_M)
+        summed: torch.Tensor = reduce_from_tensor_model_parallel_region(
+            whole_N, group=parallel_state.get_context_parallel_group()
+        )
+        return summed
+
+    def _cut(self, batch: Any, micro_batch_size: int) -> list[np.ndarray]:
+        lengths = batch.row_lengths()
+        return micro_batches(lengths, micro_batch_size, token_budget=self.token_budget, padding_free=True)
+
+    # Weights
+
+    def whole_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing to do: no engine shares the model."""
+        return contextlib.nullcontext()
+
+    @property
+    def trains_part(self) -> bool:
+        """Whether there are weights that an adapter leaves as they are."""
+        return self.adapter is not None
+
+    def named_weights(self, *, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights under their Hugging Face names, whole, one at a time, an adapter merged. Every rank.
+
+        ``trained_only``: without those that an adapter leaves as they are.
+        """
+        with self._weights_at_hand():
+            if self.adapter is None:
+                yield from self.weights.named_weights()
+                return
+            for name, weight in self.weights.named_weights(self.adapter.merged):
+                if not trained_only or name in self.adapter.changed:
+                    yield name, weight
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The matrices of the adapter alone, its scaling in B. Every rank."""
+        assert self.adapter is not None, "the backend was built without lora"
+        with self._weights_at_hand():
+            yield from self.adapter.named_weights()
+
+    def load_adapter(self, folder: Path) -> None:
+        """Takes the adapter that peft, or ``export`` into its folder ``adapter``, wrote. Every rank."""
+        assert self.adapter is not None, "the backend was built without lora"
+        self.sent = SentWeights()
+        with self._weights_at_hand():
+            self.adapter.load(Path(folder))
+            self._remember_weights()
+
+    @contextlib.contextmanager
+    def _weights_at_hand(self) -> Iterator[None]:
+        """Inside, weights are in the memory of the device, as the last step left them."""
+        self.offloaded.check_here(WEIGHTS)
+        self.resting[WEIGHTS].reload()
+        if self.optimizer is not None and self.settings.overlap_param_gather:  # which may wait for a pass
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+        self.num_users += 1
+        try:
+            yield
+        finally:
+            self.num_users -= 1
+        if self.settings.param_offload and not self.num_users:
+            self.resting[WEIGHTS].offload(self._parameters())
+
+    def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Takes the weights in place; every rank gives all of them."""
+        self._take(named_weights, None)
+
+    def mix_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]], share: float) -> None:
+        """weights = share x given + (1 - share) x own. Every rank."""
+        self._take(named_weights, share)
+
+    def _take(self, named_weights: Iterable[tuple[str, torch.Tensor]], share: float | None) -> None:
+        if self.adapter is not None:
+            raise ValueError("weights are given to a model without an adapter: named_weights() has the adapter merged")
+        self.sent = SentWeights()
+        with self._weights_at_hand():
+            self.weights.load_named(named_weights, share)
+            self._remember_weights()
+
+    def _remember_weights(self) -> None:
+        """The optimizer's own copies of weights become what those are now."""
+        if self.optimizer is not None:
+            self.offloaded.check_here(MEMORY)
+            self.resting[MEMORY].reload()
+            self.optimizer.reload_model_params()
+
+    # Memory
+
+    def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
+        """Moves weights, what the optimizer remembers, or both to pinned memory of the host. Every rank.
+
+        With the latter the gradients go, nowhere: they are of one step. What torch keeps of a GPU for later is free for
+        others too, also if neither is moved.
+        """
+        if model:
+            self.offloaded.offload(self._parameters(), WEIGHTS)
+        if optimizer and self.optimizer is not None:
+            self.offloaded.offload(self._memory(), MEMORY)
+            self._drop_gradients()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        """Brings back what ``offload`` moved. Every rank."""
+        self.offloaded.reload()
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [tensor for stage in self.stages for tensor in (*stage.parameters(), *stage.buffers())]
+
+    def _memory(self) -> list[torch.Tensor]:
+        """The optimizer's states and its own copies of weights; in float32 it may have parts of the model's instead."""
+        own = {tensor.untyped_storage().data_ptr() for tensor in self._parameters()}
+        found = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            found += [value for entries in one.optimizer.state.values() for value in entries.values()]
+        return [value for value in found if torch.is_tensor(value) and value.untyped_storage().data_ptr() not in own]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        chunks = self.chunks if self.optimizer is not None else []
+        return [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    def _drop_gradients(self) -> None:
+        for memory in self._gradients():
+            memory.untyped_storage().resize_(0)
+
+    # Checkpoints
+
+    def export(self, folder: Path, tokenizer: Any = None) -> None:
+        """Writes the model alone in ``dtype``, as a Hugging Face folder (rank 0 does). Every rank calls it.
+
+        A LoRA adapter is merged into it, and stands alone in ``adapter``.
+        """
+        folder = Path(folder)
+        self.writer.wait()
+        with self._weights_at_hand():
+            if self.adapter is None:
+                self.weights.export(folder, dtype=self.dtype)
+            else:
+                self.adapter.merging(self.weights).export(folder, dtype=self.dtype)
+                self.adapter.save(folder / "adapter")
+        if tokenizer is not None and dist.get_rank() == 0:
+            tokenizer.save_pretrained(folder)
+
+    def save(self, folder: Path) -> None:
+        """Writes the model as a Hugging Face folder and, in parts that any layout reads, all that training needs.
+
+        That is weights, what the optimizer keeps of them, schedule and every rank's random state; of a model that only
+        scores, the folder alone. With ``async_save`` the parts may yet be written when it returns. Every rank calls it.
+
+        Raises:
+            RuntimeError: the checkpoint before could not be written.
+        """
+        folder = Path(folder)
+        self.writer.wait()
+        self.offloaded.check_here(MEMORY)
+        self.resting[MEMORY].reload()
+        with self._weights_at_hand(), self.writer.writing(folder) as files:
+            if self.adapter is None:
+                self.weights.export(folder, dtype=self.dtype)
+            state = random_state(self.device) | {"megatron": get_cuda_rng_tracker().get_states()}
+            torch.save(state, folder / f"rng_state_{dist.get_rank()}.pth")
+            if self.optimizer is not None:
+                if dist.get_rank() == 0:
+                    torch.save(self.scheduler.state_dict(), folder / "scheduler.pt")
+                if self.adapter is None:
+                    save_parts(folder, self.stages, self.optimizer, files)
+                else:
+                    save_adapter(folder, self.adapter, self.optimizer)
+
+    def load(self, folder: Path) -> None:
+        """Restores what ``save`` wrote: bit for bit in the same layout, weights and optimizer in any. Every rank.
+
+        A rank that had no part in the saved run keeps its own random state.
+
+        Raises:
+            FileNotFoundError: a model in training finds no checkpoint of one of this backend.
+            RuntimeError: the checkpoint is not whole.
+        """
+        folder = Path(folder)
+        self.writer.wait()
+        if not is_written(folder):
+            raise RuntimeError(f"{folder} is not whole: a run ended while it was written. Take an earlier checkpoint.")
+        self.sent = SentWeights()
+        self.offloaded.check_here(MEMORY)
+        self.resting[MEMORY].reload()
+        with self._weights_at_hand():
+            if self.optimizer is None:
+                self.weights.load(folder)
+            elif self.adapter is None:
+                check_parts(folder, dtype=self.dtype)
+                load_parts(folder, self.stages, self.optimizer)
+            else:
+                load_adapter(folder, self.adapter, self.optimizer)
+        if self.optimizer is not None:
+            self.scheduler.load_state_dict(torch.load(folder / "scheduler.pt"))
+        states = folder / f"rng_state_{dist.get_rank()}.pth"
+        if states.exists():
+            state = torch.load(states, weights_only=False)
+            set_random_state(state, self.device)
+            if "megatron" in state:  # another backend may have written what a model that only scores reads
+                get_cuda_rng_tracker().set_states(state["megatron"])

@@ -1,0 +1,225 @@
+"""Which fields of megatron-core's configurations the key ``megatron`` may hold, and where each of them goes.
+
+TransformerConfig, DistributedDataParallelConfig and OptimizerConfig say which there are. Some are keys of their own,
+some follow from the model, the trainer or the backend, some need packages that may be missing; others are handed on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from rayhelper import ConfigError
+from rayhelper.device_groups.mistakes import nearest
+from rayhelper.planning.model_shape import ModelShape
+from trainers.backends.megatron.settings import MegatronSettings
+
+INSTALL = "pip install 'rayhelper[megatron]'"
+TRANSFORMER, DDP, OPTIMIZER = "transformer", "ddp", "optimizer"  # the mappings of MegatronSettings
+
+ELSEWHERE = {  # and the key that says it
+    **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"), "dtype"),
+    **dict.fromkeys(("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "dtype"),
+    **dict.fromkeys(("hidden_dropout", "attention_dropout"), "disable_dropout"),
+    **dict.fromkeys(("lr", "decoupled_lr"), "learning_rate"),
+    **dict.fromkeys(("min_lr", "decoupled_min_lr"), "lr_scheduler_kwargs"),
+    "weight_decay": "weight_decay",
+    "adam_beta1": "adam_beta1",
+    "adam_beta2": "adam_beta2",
+    "adam_eps": "adam_epsilon",
+    **dict.fromkeys(("optimizer", "decoupled_weight_decay"), "optim"),
+    "sgd_momentum": "optim_kwargs",
+    "clip_grad": "max_grad_norm",
+    **dict.fromkeys(("optimizer_cpu_offload", "optimizer_offload_fraction"), "optimizer_offload"),
+    **dict.fromkeys(("use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d"), "optimizer_offload"),
+    **dict.fromkeys(("cpu_offloading", "cpu_offloading_num_layers"), "recompute_granularity"),
+    **dict.fromkeys(("fine_grained_activation_offloading", "offload_modules"), "recompute_granularity"),
+    "moe_enable_deepep": "moe_token_dispatcher_type",
+}
+OF_MODEL = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
+    *("layernorm_epsilon", "layernorm_zero_centered_gamma", "normalization", "qk_layernorm", "qk_l2_norm"),
+    *("add_bias_linear", "add_qkv_bias", "gated_linear_unit", "activation_func", "activation_func_clamp_value"),
+    *("glu_linear_offset", "rotary_interleaved", "window_size", "window_attn_skip_freq", "softmax_scale"),
+    *("softmax_type", "attention_output_gate", "multi_latent_attention", "no_rope_freq", "mrope_section"),
+    *("experimental_attention_variant", "linear_attention_freq", "is_hybrid_model", "heterogeneous_block_specs"),
+    *("apply_residual_connection_post_layernorm", "apply_query_key_layer_scaling"),
+    *("num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("moe_shared_expert_gate", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk"),
+    *("moe_router_topk_limited_devices", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
+    *("moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
+    *("moe_apply_probs_on_input", "moe_latent_size"),
+)
+OF_MODEL_BEGINNINGS = ("linear_", "dsa_", "mamba_", "mtp_")
+OF_BACKEND = (
+    *("timers", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
+    *("use_cpu_initialization", "perform_initialization", "init_model_with_meta_device", "init_method"),
+    *("init_method_std", "output_layer_init_method", "embedding_init_method", "embedding_init_method_std"),
+    *("variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm", "use_ring_exchange_p2p"),
+    *("attention_backend", "transformer_impl", "calculate_per_token_loss", "cp_comm_type", "test_mode"),
+    *("hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"),
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    *("num_microbatches_with_partial_activation_checkpoints", "cross_entropy_loss_fusion"),
+    *("cross_entropy_fusion_impl", "average_in_collective", "gradient_reduce_div_fusion", "moe_extended_tp"),
+    *("num_distributed_optimizer_instances", "use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy"),
+    *("outer_dp_sharding_strategy", "preserve_fp32_weights", "overlap_param_gather_with_optimizer_step"),
+    *("overlap_moe_expert_parallel_comm", "ep_overlap_early_attn_memory_release", "moe_enable_routing_replay"),
+    *("flash_decode", "batch_invariant_mode", "symmetric_ar_type", "use_inference_optimized_layers"),
+    *("mlp_chunks_for_prefill", "quant_recipe", "hetereogenous_dist_checkpoint"),
+    *("fp32_residual_connection", "microbatch_group_size_per_vp_stage"),
+)
+OF_BACKEND_BEGINNINGS = ("_", "fsdp_", "inference_", "muon_", "use_kitchen", "kitchen_")
+OF_LOSS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type")
+UNREAD = (  # of attention, offloading, kernels and logs that are not in use here, or that megatron-core has no more
+    *("attention_softmax_in_fp32", "log_max_attention_logit", "qk_clip", "qk_clip_alpha", "qk_clip_threshold"),
+    *("cpu_offloading_activations", "cpu_offloading_weights", "cpu_offloading_double_buffering"),
+    *("min_offloaded_tensor_size", "pin_cpu_grads", "pin_cpu_params", "pipeline_model_parallel_comm_backend"),
+    *("moe_deepep_num_sms", "moe_hybridep_num_sms", "moe_flex_dispatcher_backend", "moe_use_legacy_grouped_gemm"),
+    *("moe_token_dropping", "moe_per_layer_logging", "barrier_with_L1_time", "wgrad_deferral_limit"),
+    *("use_fused_weighted_squared_relu", "use_mamba_mem_eff_path", "async_tensor_model_parallel_allreduce"),
+)
+# Beginnings of fields of TransformerEngine's layers, optimizers and graphs, or of apex's: the backend uses none of them
+OF_OTHER_LAYERS = (
+    *("fp8", "fp4", "keep_fp8", "activation_func_fp8", "tp_comm_", "tp_only_amax", "apply_rope_fusion", "delay_wgrad"),
+    *("fused_single_qkv_rope", "use_te_", "moe_permute_fusion", "moe_router_fusion", "moe_router_padding_for_"),
+    *("use_precision_aware_optimizer", "store_param_remainders", "main_grads", "main_params_dtype", "exp_avg_"),
+    *("reuse_grad_buf_for_mxfp8", "enable_cuda_graph", "cuda_graph_", "external_cuda_graph", "num_layers_at_"),
+    *("first_last_layers_bf16", "disable_parameter_transpose", "persist_layer_norm", "masked_softmax_fusion"),
+    "memory_efficient_layer_norm",
+)
+NEEDS = {"gradient_accumulation_fusion": "apex"}
+
+
+def check_installed() -> None:
+    """Raises ConfigError with the install line if megatron-core is not there."""
+    if not _is_installed("megatron") or not _is_installed("megatron.core"):
+        raise ConfigError(f"backend: megatron needs megatron-core, which is not installed. Run {INSTALL}")
+
+
+def known_fields() -> dict[str, dict[str, Any]]:
+    """The default of every field in each configuration that has it: {field: {"transformer": default}}."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that are not needed
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+    found: dict[str, dict[str, Any]] = {}
+    for part, kind in (
+        (TRANSFORMER, TransformerConfig),
+        (DDP, DistributedDataParallelConfig),
+        (OPTIMIZER, OptimizerConfig),
+    ):
+        for one in dataclasses.fields(kind):
+            default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+            found.setdefault(one.name, {})[part] = default
+    return found
+
+
+def check_fields(further: Mapping[str, Any]) -> None:
+    """Raises ConfigError for the first field that does not exist, is said elsewhere, or cannot be used here."""
+    if not further:
+        return
+    known = known_fields()
+    for name, value in further.items():
+        problem = _why_not(name, known) or _wrong_type(name, value, known[name])
+        if problem is not None:
+            raise ConfigError(f"megatron: {problem}")
+        default = next(iter(known[name].values()))
+        if name in UNREAD and value != default:
+            raise ConfigError(f"megatron: {name} is read by nothing that the backend uses. Remove it.")
+        if name.startswith(OF_OTHER_LAYERS) and value != default:
+            raise ConfigError(
+                f"megatron: {name} is of layers of TransformerEngine or apex, and the backend uses neither. Remove it."
+            )
+        package = NEEDS.get(name)
+        if package is not None and value != default and not _is_installed(package):
+            raise ConfigError(
+                f"megatron: {name} needs {package}, which is not installed. Remove it: without, training is slower and "
+                "gives the same numbers."
+            )
+
+
+def check_made(settings: MegatronSettings, shape: ModelShape) -> None:
+    """Raises ConfigError with what megatron-core itself finds wrong with the settings together, for such a model."""
+    import torch
+
+    sizes = {
+        "num_layers": shape.num_hidden_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_key_value_heads,
+        "kv_channels": shape.head_dim,
+        "ffn_hidden_size": shape.intermediate_size,
+    }
+    experts = {
+        "num_moe_experts": shape.num_experts,
+        "moe_router_topk": shape.num_experts_per_tok,
+        "moe_ffn_hidden_size": shape.moe_intermediate_size,
+    }
+    always = {
+        **{"normalization": "RMSNorm", "add_bias_linear": False, "gated_linear_unit": True},
+        **{"activation_func": torch.nn.functional.silu, "variable_seq_lengths": settings.sizes(1).pipeline > 1},
+    }
+    dtypes = {"bf16": True, "params_dtype": torch.bfloat16}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from megatron.core.distributed import DistributedDataParallelConfig
+            from megatron.core.optimizer import OptimizerConfig
+            from megatron.core.transformer.transformer_config import TransformerConfig
+
+            made: dict[str, Any] = sizes | (experts if shape.num_experts else {}) | always | dtypes
+            TransformerConfig(**made, pipeline_dtype=torch.bfloat16, **settings.transformer_fields)
+            DistributedDataParallelConfig(**settings.ddp_fields)
+            OptimizerConfig(lr=1.0, **dtypes, **settings.optimizer_fields)
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"megatron: megatron-core refuses these fields: {error}") from None
+
+
+def divided(further: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields by the configuration that they are of; one that several have goes to each."""
+    if not further:
+        return {}
+    known = known_fields()
+    return {
+        part: {name: value for name, value in further.items() if part in known[name]}
+        for part in (TRANSFORMER, DDP, OPTIMIZER)
+    }
+
+
+def _why_not(name: str, known: Mapping[str, Any]) -> str | None:
+    own = [one.name for one in dataclasses.fields(MegatronSettings) if one.name not in (TRANSFORMER, DDP, OPTIMIZER)]
+    if name in own:
+        return f"{name} is a key of its own. Write it beside megatron, not in it."
+    if name not in known:
+        near = nearest(name, [*known, *own], " (did you mean {}?)")
+        return f"megatron-core has no field {name!r} in its configurations{near}."
+    if name in ELSEWHERE:
+        return f"{name} is what the key {ELSEWHERE[name]} says. Write that."
+    if name in OF_MODEL or name.startswith(OF_MODEL_BEGINNINGS):
+        return f"{name} follows from the model's config.json. Remove it."
+    if name in OF_LOSS:
+        return f"{name} is of a loss that balances experts, which no trainer adds to its own. Remove it."
+    if name in OF_BACKEND or name.startswith(OF_BACKEND_BEGINNINGS):
+        return f"{name} is chosen by the backend, whose numbers are checked for its choice. Remove it."
+    return None
+
+
+def _wrong_type(name: str, value: Any, defaults: Mapping[str, Any]) -> str | None:
+    """A value of another type than the default's, as far as that says one."""
+    default = next(iter(defaults.values()))
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    kind = type(default)
+    fits = type(value) is kind or (kind is float and type(value) is int)
+    if kind not in words or fits or isinstance(default, type):
+        return None
+    return f"{name} must be {words[kind]}, got {value!r}."
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None

@@ -1,0 +1,104 @@
+"""What a LoRA adapter adds to one parallel layer of megatron-core.
+
+A layer whose output is cut over workers (queries, keys and values; gate and up) has A whole on each and B cut by rows;
+one whose input is cut has A cut by columns and B whole. What is whole is equal on all workers: where each sees its own
+tokens only (sequence parallelism), megatron-core sums the gradient over them; else each finds all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from torch.nn.functional import dropout, linear
+
+from trainers.backends.megatron.weights import Source
+
+
+class LowRank(torch.nn.Module):
+    """(S, 1, O) to be added to the product of the layer ``base``: scaling x B A x, in the dtype of x; float32 weights.
+
+    ``layer`` says how the rows of the layer are made of tensors of a checkpoint; each of ``targets`` has a pair of
+    matrices. The A of one lies above that of the next, and so do the B.
+    """
+
+    def __init__(
+        self, base: Any, layer: Source, targets: Sequence[str], *, rank: int, scaling: float, dropout: float
+    ) -> None:
+        super().__init__()
+        self.layer, self.targets = layer, targets
+        self.rank, self.scaling, self.dropout = rank, scaling, dropout
+        self.cuts_output = layer.dim == 0
+        self.spreads_sequence, self.group = base.sequence_parallel, base.tp_group
+        self.is_on = True
+        device = base.weight.device
+        self.rows = [layer.part_shape(name)[0] for name in targets]
+        self.a = torch.nn.Parameter(torch.zeros(rank * len(targets), layer.shape[1], device=device))
+        self.b = torch.nn.Parameter(torch.zeros(sum(self.rows), rank, device=device))
+        whole: Any = self.a if self.cuts_output else self.b
+        whole.sequence_parallel = self.spreads_sequence
+        cut = self.b if self.cuts_output else self.a
+        tensor_parallel.set_tensor_model_parallel_attributes(cut, True, layer.dim, 1)
+
+    def forward(self, input_SX: torch.Tensor) -> torch.Tensor:
+        if self.dropout and self.training:
+            input_SX = self._dropped(input_SX)
+        low = self._over_workers(linear(input_SX, self.a.to(input_SX.dtype))) * self.scaling
+        pairs = zip(low.split(self.rank, -1), self.b.to(low.dtype).split(self.rows), strict=True)
+        added = {name: linear(*pair) for name, pair in zip(self.targets, pairs, strict=True)}
+        parts = []
+        for name in self.layer.tensors:
+            rows = self.layer.part_shape(name)[0]
+            part = added[name] if name in added else low.new_zeros(*low.shape[:-1], rows)
+            parts.append(part.unflatten(-1, (self.layer.groups, -1)))
+        return torch.cat(parts, -1).flatten(-2)
+
+    def delta(self) -> torch.Tensor:
+        """float32, in the shape of this worker's weight of the layer: what the adapter makes it another by."""
+        delta = self.b.new_zeros(self.layer.shape)
+        pairs = zip(self.a.detach().split(self.rank), self.b.detach().split(self.rows), strict=True)
+        for name, (a, b) in zip(self.targets, pairs, strict=True):
+            self.layer.fill(delta, name, b @ a * self.scaling)
+        return delta
+
+    def _over_workers(self, low: torch.Tensor) -> torch.Tensor:
+        """A x of the tokens that B is for, summed over workers where the input is cut."""
+        moves = {
+            (True, True): tensor_parallel.gather_from_sequence_parallel_region,
+            (True, False): tensor_parallel.copy_to_tensor_model_parallel_region,
+            (False, True): tensor_parallel.reduce_scatter_to_sequence_parallel_region,
+            (False, False): tensor_parallel.reduce_from_tensor_model_parallel_region,
+        }
+        moved: torch.Tensor = moves[self.cuts_output, self.spreads_sequence](low, group=self.group)
+        return moved
+
+    def _dropped(self, input_SX: torch.Tensor) -> torch.Tensor:
+        """Workers that have the same input drop the same of it."""
+        own = not self.cuts_output or self.spreads_sequence
+        with tensor_parallel.get_cuda_rng_tracker().fork() if own else contextlib.nullcontext():
+            return dropout(input_SX, self.dropout)
+
+
+def attach(base: Any, low_rank: LowRank) -> None:
+    """From now on ``base`` adds what ``low_rank`` gives, unless that is off."""
+
+    def add(layer: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, Any]) -> Any:
+        if not low_rank.is_on:
+            return output
+        product, bias = output
+        return product + low_rank(inputs[0]), bias
+
+    base.add_module("low_rank", low_rank)
+    base.register_forward_hook(add)
+
+
+def begin_gradients(embedding: torch.nn.Module) -> None:
+    """Layers behind a frozen embedding are recomputed with gradients: the recomputation asks its input for them."""
+
+    def require(_: Any, __: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.requires_grad_() if torch.is_grad_enabled() else hidden
+
+    embedding.register_forward_hook(require)

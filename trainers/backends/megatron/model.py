@@ -1,0 +1,223 @@
+"""A Hugging Face configuration as a model of megatron-core: the stages of it that this worker has.
+
+A stage gets the tokens of a micro-batch as one row of documents (``packing.py``), and gives hidden states; the last one
+gives those of the targets, on which ``backend.py`` puts the head.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import GroupedMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rayhelper import ConfigError
+from trainers.backends.megatron import patches
+from trainers.backends.megatron.architectures import (
+    BIASED,
+    MIXED,
+    NORMED,
+    architecture_mistakes,
+    has_experts,
+    head_width,
+)
+from trainers.backends.megatron.attention import DocumentAttention, Rotation, told
+from trainers.backends.megatron.packing import Packed
+from trainers.backends.megatron.parts import Norm
+from trainers.backends.megatron.settings import MegatronSettings
+
+
+class Stage(GPTModel):  # type: ignore[misc]
+    """The layers of one stage of a pipeline; the first has the embedding, the last the final norm and the head."""
+
+    def __init__(self, config: TransformerConfig, hf: Any, *, head: Literal["lm", "value"], **settings: Any) -> None:
+        super().__init__(
+            config, max_sequence_length=hf.max_position_embeddings, position_embedding_type="none", **settings
+        )
+        self.register_buffer("frequencies", rotary_frequencies(hf), persistent=False)
+        self.padding: int | None = hf.pad_token_id
+        self.values: torch.nn.Linear | None = None
+        if self.post_process and head == "value":
+            del self.output_layer
+            self.values = torch.nn.Linear(config.hidden_size, 1, bias=False)
+            torch.nn.init.normal_(self.values.weight, std=hf.initializer_range)
+            self.values.to(config.params_dtype)
+        elif self.post_process:
+            self.output_layer.forward = self.head_weight
+
+    def forward(self, packed: Packed) -> Any:
+        """(S, 1, H) hidden states; from the last stage the (M, H) from which the targets are predicted."""
+        hidden: Any = None
+        if self.pre_process:
+            hidden = self.embed(packed.input_ids_S)
+        angles_SR = packed.positions_S[:, None].float() * self.frequencies
+        rotation = Rotation(angles_SR.cos().to(self.config.params_dtype), angles_SR.sin().to(self.config.params_dtype))
+        hidden = self.decoder(hidden, told(packed.documents, rotation))
+        if not self.post_process:
+            return hidden
+        if self.config.sequence_parallel:
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return hidden[:, 0].index_select(0, packed.places_M)
+
+    def embed(self, ids_S: torch.Tensor) -> torch.Tensor:
+        """(S, 1, H); (S / tensor size, 1, H) where the sequence is spread. As in transformers, the embedding of the
+        model's padding token does not learn."""
+        hidden: torch.Tensor = self.embedding(input_ids=ids_S[None], position_ids=None)
+        if self.padding is None:
+            return hidden
+        is_padding_S = ids_S == self.padding
+        if self.config.sequence_parallel:
+            group = self.pg_collection.tp
+            is_padding_S = is_padding_S.chunk(group.size())[group.rank()]
+        return torch.where(is_padding_S[:, None, None], hidden.detach(), hidden)
+
+    def sharded_state_dict(self, *args: Any, **settings: Any) -> dict[str, Any]:
+        """Where the weights lie in the whole model, as megatron-core's checkpoints know them."""
+        if self.values is None:
+            found: dict[str, Any] = super().sharded_state_dict(*args, **settings)
+            return found
+        found = MegatronModule.sharded_state_dict(self, *args, **settings)  # which asks for no output layer
+        return found
+
+    def head_weight(self) -> Any:
+        """This worker's rows of the output embedding. In the place of the output layer's product: hooks run with it."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def rotary_frequencies(hf: Any) -> torch.Tensor:
+    """(D / 2,) float32 angles a position, as transformers has them."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = hf.rope_parameters["rope_type"]
+    if kind != "default":
+        found: torch.Tensor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))[0]
+        return found.float()
+    width = head_width(hf)
+    powers = torch.arange(0, width, 2, dtype=torch.int64).float() / width
+    frequencies: torch.Tensor = 1.0 / (hf.rope_parameters["rope_theta"] ** powers)
+    return frequencies
+
+
+def build_stages(
+    hf: Any, settings: MegatronSettings, *, head: Literal["lm", "value"], dtype: torch.dtype, device: torch.device
+) -> list[Stage]:
+    """The stages of this worker, one or, with virtual stages, several, with weights that are yet to be loaded."""
+    for mistake in architecture_mistakes(hf.to_dict()):
+        raise ConfigError(f"backend: megatron cannot be this model: {mistake}. Write backend: fsdp.")
+    patches.apply()
+    config = transformer_config(hf, settings, dtype=dtype, device=device)
+    tied = bool(hf.tie_word_embeddings) and head == "lm"
+    width = settings.tensor_model_parallel_size
+    pieces = settings.virtual_stages
+    stages = []
+    for piece in range(pieces or 1):
+        which = {"ignore_virtual": False, "vp_stage": piece if pieces else None}
+        first, last = (
+            is_end(**which)
+            for is_end in (parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage)
+        )
+        stage = Stage(
+            config,
+            hf,
+            head=head,
+            transformer_layer_spec=layer_spec(config, vp_stage=which["vp_stage"]),
+            vocab_size=-(-hf.vocab_size // width) * width,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=tied,
+            vp_stage=which["vp_stage"],
+        )
+        mark_shards(stage)
+        stages.append(stage.to(device))
+    return stages
+
+
+def mark_shards(stage: torch.nn.Module) -> None:
+    """Says of each weight whether it lies in shards, without which norms of gradients count some once and some often.
+
+    megatron-core says it where it draws initial weights, which are not wanted here.
+    """
+    kinds = {tensor_parallel.ColumnParallelLinear: 0, tensor_parallel.RowParallelLinear: 1}
+    kinds |= {tensor_parallel.VocabParallelEmbedding: 0, GroupedMLP: 0}
+    for part in stage.modules():
+        for kind, dim in kinds.items():
+            if isinstance(part, kind):
+                for weight in part.parameters(recurse=False):
+                    if not hasattr(weight, "tensor_model_parallel") and (weight.dim() > 1 or dim == 0):
+                        tensor_parallel.set_tensor_model_parallel_attributes(weight, True, dim, 1)
+
+
+def layer_spec(config: TransformerConfig, *, vp_stage: int | None) -> Any:
+    """megatron-core's own layers, with attention within documents and norms for spread sequences."""
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+    spec.layer_norm = Norm
+    for layer in spec.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+        attention = parts.self_attention.submodules
+        attention.core_attention = DocumentAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = Norm
+    return spec
+
+
+def transformer_config(
+    hf: Any, settings: MegatronSettings, *, dtype: torch.dtype, device: torch.device
+) -> TransformerConfig:
+    """What megatron-core wants to know of a model and of how it is cut."""
+    on_gpu = device.type == "cuda"
+    fields: dict[str, Any] = {
+        "num_layers": hf.num_hidden_layers,
+        "hidden_size": hf.hidden_size,
+        "ffn_hidden_size": hf.intermediate_size,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": head_width(hf),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": hf.model_type in BIASED,
+        "qk_layernorm": hf.model_type in NORMED,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "use_cpu_initialization": not on_gpu,
+        "perform_initialization": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": on_gpu,
+        "bias_dropout_fusion": on_gpu,
+        # rows of any length; gradients are sums, which the loss has divided by what it is a mean of
+        "variable_seq_lengths": settings.moe_token_dispatcher_type != "allgather",
+        "calculate_per_token_loss": True,
+        "deallocate_pipeline_outputs": on_gpu,  # gloo would still be sending what was freed
+        **(mixture(hf) if hf.model_type in MIXED else {}),
+        **settings.transformer_fields,
+    }
+    return TransformerConfig(**fields)
+
+
+def mixture(hf: Any) -> dict[str, Any]:
+    found = {
+        "num_moe_experts": hf.num_experts,
+        "moe_layer_freq": [int(has_experts(hf, layer)) for layer in range(hf.num_hidden_layers)],
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+    }
+    if shared := getattr(hf, "shared_expert_intermediate_size", None):
+        found |= {"moe_shared_expert_intermediate_size": shared, "moe_shared_expert_gate": True}
+    return found

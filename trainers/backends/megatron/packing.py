@@ -1,0 +1,142 @@
+"""A micro-batch as one row of documents, and the part of its tokens that this worker has.
+
+With context parallelism every document is cut into 2 x size chunks of equal length, padded behind its end, of which
+worker r has the r-th from the start and the r-th from the end: so all have as much attention to compute. Padding that
+makes the row divisible is a document of its own at the end. No token looks at what follows it, so padding behind a
+document reaches no target.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from trainers.backends.inputs import Place, model_inputs
+from trainers.batch import Sequences
+
+CPU = torch.device("cpu")
+
+
+class Documents(NamedTuple):
+    """Which keys the queries of this worker look at: pieces of queries, each with the keys up to its own end.
+
+    Attention is causal and aligned at the ends: the last query of a piece looks at all of its keys.
+    """
+
+    query_starts: torch.Tensor  # (pieces + 1,) int32, among this worker's tokens
+    key_starts: torch.Tensor  # (pieces + 1,) int32, among the keys that ``keys`` picks
+    longest_query: int
+    longest_key: int
+    keys: torch.Tensor | None  # of all workers' tokens, one worker after the other; None: there is one worker
+
+
+class Packed(NamedTuple):
+    """S tokens of this worker; N targets of the micro-batch, M of which are predicted here."""
+
+    input_ids_S: torch.Tensor
+    positions_S: torch.Tensor  # within documents
+    documents: Documents
+    places_M: torch.Tensor  # where the numbers of each target are read off, among the S
+    target_ids_M: torch.Tensor
+    chosen_M: torch.Tensor  # which of the N they are
+    num_targets: int
+
+
+def pack(
+    micro: Sequences,
+    device: torch.device,
+    *,
+    place: Place = "predicting",
+    context: int = 0,
+    context_size: int = 1,
+    divisor: int = 1,
+    at_least: int = 0,
+) -> Packed:
+    """The tokens of ``micro`` for worker ``context`` of ``context_size``; their number is a multiple of ``divisor``.
+
+    ``at_least``: tokens that each worker has at least, padding among them.
+
+    Raises:
+        ValueError: as ``model_inputs``.
+    """
+    given = model_inputs(micro, CPU, padding_free=True, place=place)
+    ids, starts = given.input_ids_BT.flatten(), [0, given.input_ids_BT.numel()]
+    if given.document_starts is not None:
+        starts = given.document_starts.tolist()
+    chunks = 2 * context_size if context_size > 1 else 1
+    lengths = [end - start for start, end in pairwise(starts)]
+    padded = [-(-length // chunks) * chunks for length in lengths]
+    unit = math.lcm(chunks, divisor * context_size)
+    wanted = -(-max(sum(padded), at_least * context_size) // unit) * unit
+    if missing := wanted - sum(padded):
+        lengths.append(0)
+        padded.append(missing)
+
+    total = sum(padded)
+    ids_T = torch.zeros(total, dtype=torch.long)
+    positions_T = torch.cat([torch.arange(length) for length in padded])
+    moved = torch.zeros(len(ids), dtype=torch.long)  # where each token of the micro-batch lies now
+    begin = 0
+    for start, length, width in zip(starts, lengths, padded, strict=False):
+        moved[start : start + length] = torch.arange(begin, begin + length)
+        begin += width
+    ids_T[moved] = ids
+    own_T = [_own_tokens(padded, worker, context_size) for worker in range(context_size)]
+    mine_S = own_T[context]
+    where = torch.full((total,), -1)
+    where[mine_S] = torch.arange(len(mine_S))
+    places_N = where[moved[given.places_N]]
+    chosen_M = (places_N >= 0).nonzero().flatten()
+    return Packed(
+        input_ids_S=ids_T[mine_S].to(device),
+        positions_S=positions_T[mine_S].to(device),
+        documents=_documents(padded, own_T, context, device),
+        places_M=places_N[chosen_M].to(device),
+        target_ids_M=given.target_ids_N[chosen_M].to(device),
+        chosen_M=chosen_M.to(device),
+        num_targets=len(given.places_N),
+    )
+
+
+def _own_tokens(lengths: list[int], worker: int, num_workers: int) -> torch.Tensor:
+    """The tokens of the row that a worker has, in its order."""
+    if num_workers == 1:
+        return torch.arange(sum(lengths))
+    own, begin = [], 0
+    for length in lengths:
+        width = length // (2 * num_workers)
+        for chunk in (worker, 2 * num_workers - 1 - worker):
+            own.append(torch.arange(begin + chunk * width, begin + (chunk + 1) * width))
+        begin += length
+    return torch.cat(own)
+
+
+def _documents(lengths: list[int], own_T: list[torch.Tensor], worker: int, device: torch.device) -> Documents:
+    num_workers = len(own_T)
+    if num_workers == 1:
+        starts, longest = _starts(lengths, device), max(lengths)
+        return Documents(starts, starts, longest, longest, None)
+    queries, prefixes, keys, begin = [], [], [], 0
+    for length in lengths:
+        width = length // (2 * num_workers)
+        for chunk in (worker, 2 * num_workers - 1 - worker):
+            queries.append(width)
+            prefixes.append((chunk + 1) * width)
+            keys.append(torch.arange(begin, begin + prefixes[-1]))
+        begin += length
+    gathered = torch.empty(begin, dtype=torch.long)  # where each token of the row lies once all workers' are gathered
+    gathered[torch.cat(own_T)] = torch.arange(begin)
+    return Documents(
+        _starts(queries, device),
+        _starts(prefixes, device),
+        max(queries),
+        max(prefixes),
+        gathered[torch.cat(keys)].to(device),
+    )
+
+
+def _starts(lengths: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)

@@ -1,0 +1,54 @@
+"""What fails in megatron-core 0.16 where TransformerEngine or grouped_gemm is not installed, and is put right here.
+
+Found by running it; seen in 0.15.3 to 0.16.1, and each guarded by what it corrects. Sources:
+https://github.com/NVIDIA/Megatron-LM/tree/core_v0.16.1/megatron/core
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+
+def apply() -> None:
+    """Before a model is built; again is harmless."""
+    router_products()
+    recomputed_parts()
+    grouped_products()
+
+
+def router_products() -> None:
+    """transformer/moe/moe_utils.py names TransformerEngine's product and asks whether it is None, but nowhere says so.
+
+    Without this a router raises NameError. To delete: when the module defines it where the import fails.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def recomputed_parts() -> None:
+    """tensor_parallel/random.py takes the default ``fp8=False`` for fp8, as it is not None, and asks TransformerEngine.
+
+    Without this selective recomputation raises NameError. To delete: when the default is None, or the test ``if fp8``.
+    """
+    from megatron.core.tensor_parallel import random
+
+    if not hasattr(random, "FP8GlobalStateManager") and random.CheckpointWithoutOutput.__init__.__defaults__ == (
+        False,
+    ):
+        random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def grouped_products() -> None:
+    """transformer/moe/experts.py has GroupedMLP multiply by the package grouped_gemm; torch can by now.
+
+    To delete: with GroupedMLP (megatron-core 0.17).
+    """
+    from megatron.core.transformer.moe import experts
+
+    from trainers.backends.megatron.parts import grouped_product
+
+    if hasattr(experts, "gg") and not experts.gg.grouped_gemm_is_available():
+        experts.gg.grouped_gemm = SimpleNamespace()
+        experts.gg.ops = SimpleNamespace(gmm=grouped_product)

@@ -1,0 +1,591 @@
+"""A megatron-core model's weights under the names of a Hugging Face checkpoint: read, given, streamed, written.
+
+    checkpoint --load--> slices that this rank has       named tensors --load_named--> the same slices
+    slices of all ranks --named_weights--> whole tensors, one at a time --export--> checkpoint
+
+Which parameter is made of which tensors stands in one table, ``block_sources``. It follows from the configuration alone
+and is the same on every rank, so ranks agree on names, shapes and order without asking each other. How a model is built
+is not decided here: a parameter that the table does not know, or lacks, is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import Parameter
+
+from trainers.backends.megatron.architectures import MODEL_TYPES, NORMED, has_experts, head_width
+
+EMBEDDING, HEAD, VALUES = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+GROUPED = "mlp.experts.weight{}"  # the parameters of GroupedMLP, of all experts of a rank
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tensors of a checkpoint that one parameter is made of: the rows of one above those of the next.
+
+    A rank has an equal part of each tensor along ``dim``, or all of it (None). With ``groups`` above one the rows of a
+    part are cut into so many groups, and groups lie above each other: q, k, v of one key-value head, then of the next.
+    """
+
+    parameters: tuple[str, ...]  # what megatron-core and TransformerEngine call the parameter; {}: a rank's expert
+    tensors: Mapping[str, tuple[int, ...]]  # name and shape in the checkpoint
+    dim: int | None = None
+    num_ranks: int = 1  # that ``dim`` is cut over
+    groups: int = 1
+    num_padded: int = 0  # rows of zeros behind the last one
+
+    @property
+    def key(self) -> str:
+        return next(iter(self.tensors))
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the parameter on a rank."""
+        parts = [self.part_shape(name) for name in self.tensors]
+        return (sum(part[0] for part in parts), *parts[0][1:])
+
+    def part_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a rank's part of a tensor, with its padding."""
+        shape = list(self.tensors[name])
+        if self.dim is not None:
+            shape[self.dim] = (shape[self.dim] + self.num_padded) // self.num_ranks
+        return tuple(shape)
+
+    def part(self, name: str, rank: int) -> tuple[slice, ...]:
+        """Where a rank's part of a tensor, without padding, begins and ends."""
+        if self.dim is None:
+            return (slice(None),)
+        end, length = self.tensors[name][self.dim], self.part_shape(name)[self.dim]
+        own = slice(min(rank * length, end), min((rank + 1) * length, end))
+        return (*[slice(None)] * self.dim, own)
+
+    def views(self, shard: Tensor) -> dict[str, Tensor]:
+        """Where the parts of the tensors lie in a rank's parameter: (groups, rows of a group, ...)."""
+        rows = [self.part_shape(name)[0] // self.groups for name in self.tensors]
+        return dict(zip(self.tensors, shard.unflatten(0, (self.groups, -1)).split(rows, dim=1), strict=True))
+
+    def fill(self, shard: Tensor, name: str, part: Tensor, share: float | None = None) -> None:
+        """Puts a rank's part of a tensor where it belongs; ``share``: as in ``MegatronWeights.load_named``."""
+        view = self.views(shard)[name]
+        given = part.reshape(self.groups, part.shape[0] // self.groups, *part.shape[1:])
+        own, padding = view[:, : given.shape[1]], view[:, given.shape[1] :]
+        if share is None:
+            own.copy_(given)
+        else:
+            own.lerp_(given.to(own), share)
+        padding.zero_()
+
+    def join(self, shards: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The whole tensors, in memory of their own, from the parameters of all ranks."""
+        views = [self.views(shard) for shard in (shards if self.dim is not None else shards[:1])]
+        for name in self.tensors:
+            parts = [view[name].flatten(0, 1) for view in views]
+            if self.num_padded:
+                ends = (self.part(name, rank)[0] for rank in range(self.num_ranks))
+                parts = [part[: end.stop - end.start] for part, end in zip(parts, ends, strict=True)]
+            yield name, torch.cat(parts, dim=self.dim or 0)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A layer, or what comes before the first or behind the last one: its sources, and those of each expert."""
+
+    plain: Sequence[Source]
+    experts: Sequence[Sequence[Source]] = ()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How parameters lie over the ranks of ``group``: experts over some, each of them cut over ``num_ranks``."""
+
+    group: dist.ProcessGroup
+    rank: int
+    num_ranks: int
+    expert_rank: int = 0
+    num_expert_ranks: int = 1
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a source lies on this rank."""
+
+    source: Source
+    rank: int  # among those that the source is cut over
+    parameter: Parameter
+    view: Callable[[Tensor], Tensor]  # from a tensor of the parameter's shape to one of the source's
+
+    def fill(self, name: str, part: Tensor, share: float | None = None) -> None:
+        self.source.fill(self.view(self.parameter.detach()), name, part, share)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What is gathered at once: sources of equal shapes on each rank that has other experts, once if there are none."""
+
+    stage: int  # of the pipeline, that has them
+    cut: Cut
+    sources: Sequence[Sequence[Source]]
+
+    @property
+    def own(self) -> Sequence[Source]:
+        """Those of this rank."""
+        return self.sources[self.cut.expert_rank]
+
+
+class MegatronWeights:
+    """The weights of the ``chunks`` of this rank: several with a virtual pipeline; inside wrappers or not.
+
+    Every rank makes one once ``parallel_state`` is initialised, which costs a small all-reduce over the pipeline. It
+    holds the parameters, so that what wraps the model later changes nothing. ``head``: of a language model, or the
+    linear layer of a sequence classifier with one label (``value``). ``bucket_bytes``: of a layer's experts at most
+    about so many bytes are gathered at a time.
+
+    Raises:
+        ValueError: a model type that is not supported, more tensor-parallel ranks than it can be cut into, or a model
+            whose parameters are not those of the configuration.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        chunks: Sequence[Any],
+        *,
+        head: Literal["lm", "value"] = "lm",
+        bucket_bytes: int = 1 << 30,
+    ) -> None:
+        from megatron.core import parallel_state as state
+
+        self.config, self.head = config, head
+        self._is_tied = head == "lm" and config.tie_word_embeddings
+        self._pipeline: dist.ProcessGroup = state.get_pipeline_model_parallel_group()
+        tensor_group = state.get_tensor_model_parallel_group()
+        self._plain = Cut(tensor_group, tensor_group.rank(), tensor_group.size())
+        self._experts = Cut(
+            state.get_expert_tensor_and_model_parallel_group(),
+            state.get_expert_tensor_parallel_rank(),
+            state.get_expert_tensor_parallel_world_size(),
+            state.get_expert_model_parallel_rank(),
+            state.get_expert_model_parallel_world_size(),
+        )
+        cut = self._experts
+        assert cut.group.rank() == cut.expert_rank * cut.num_ranks + cut.rank, "ranks of an expert are neighbours"
+        check(config, self._plain.num_ranks)
+        models = [_unwrapped(chunk) for chunk in chunks]
+        num_padded = models[0].vocab_size - config.vocab_size
+        if num_padded < 0:
+            raise ValueError(f"the model's vocabulary has {models[0].vocab_size} words, fewer than {config.vocab_size}")
+        self._blocks = [
+            block_sources(
+                config,
+                block,
+                num_ranks=self._plain.num_ranks,
+                num_expert_ranks=cut.num_ranks,
+                num_padded=num_padded,
+                head=head,
+            )
+            for block in range(config.num_hidden_layers + 2)
+        ]
+        self.shapes: dict[str, tuple[int, ...]] = {
+            name: shape
+            for block in self._blocks
+            for sources in (block.plain, *block.experts)
+            for source in sources
+            for name, shape in source.tensors.items()
+        }
+        self._slots: list[Slot] = []
+        own_blocks = [block for model in models for block in self._bind(model)]
+        self._by_key = {slot.source.key: slot for slot in self._slots}
+        self._buckets = list(self._bucketed(own_blocks, bucket_bytes))
+
+    def load(self, model: str | Path) -> None:
+        """Reads the weights of a folder or hub name; of each tensor only the part that this rank has.
+
+        The values of a language model, which has none, stay as they are.
+
+        Raises:
+            FileNotFoundError: there are no safetensors files.
+            ValueError: a tensor is missing or has another shape.
+        """
+        with contextlib.ExitStack() as files, torch.no_grad():
+            tensors: dict[str, Any] = {}
+            for file in _safetensors_files(model):
+                opened = files.enter_context(safe_open(file, framework="pt"))
+                tensors |= {name: opened.get_slice(name) for name in opened.keys() if name in self.shapes}  # noqa: SIM118
+            self._check_all_given([*tensors, VALUES])
+            for name, tensor in tensors.items():
+                self._check_shape(name, tuple(tensor.get_shape()))
+            for slot in self._slots:
+                for name in slot.source.tensors.keys() & tensors.keys():
+                    slot.fill(name, tensors[name][slot.source.part(name, slot.rank)])
+
+    def load_named(self, named: Iterable[tuple[str, Tensor]], share: float | None = None) -> None:
+        """Copies whole tensors in place, the same on every rank, in any order; a tied head may be among them.
+
+        ``share``: each weight moves only that part of the way from what it is to what is given.
+
+        Raises:
+            ValueError: a name or shape the model does not have, or a weight that was not given.
+        """
+        places: dict[str, list[Slot]] = {name: [] for name in self.shapes}
+        for slot in self._slots:
+            for name in slot.source.tensors:
+                places[name].append(slot)
+        given: set[str] = set()
+        with torch.no_grad():
+            for name, weight in named:
+                if name == HEAD and self._is_tied:
+                    name = EMBEDDING
+                self._check_shape(name, tuple(weight.shape))
+                if name in given:
+                    continue
+                given.add(name)
+                for slot in places[name]:
+                    slot.fill(name, weight[slot.source.part(name, slot.rank)], share)
+        self._check_all_given(given)
+
+    def named_weights(self, of: Callable[[Parameter], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
+        """Every whole tensor under its name in a checkpoint, on every rank, one at a time; a tied head once.
+
+        Every rank iterates to the end. ``of`` says which tensor of a parameter, of its shape, is meant: the value, a
+        gradient, a moment; all are of one dtype. What comes has memory of its own. A layer costs one broadcast over the
+        pipeline and one all-gather over tensor-parallel ranks; its experts cost the same once more over the ranks that
+        have them, for each ``bucket_bytes`` of them. Over a single rank nothing is sent.
+        """
+        first = of(self._slots[0].parameter)
+        for bucket in self._buckets:
+            yield from self._gathered(bucket, of, first.dtype, first.device)
+
+    def export(self, folder: Path, *, dtype: torch.dtype, max_file_bytes: int = 5 * 10**9) -> None:
+        """Writes a Hugging Face folder, weights in ``dtype``; every rank calls it, and rank 0 writes.
+
+        It has the weights of one file in its memory. Of those of an earlier export nothing is left in the folder, which
+        is complete when this returns, on any rank.
+        """
+        from safetensors.torch import save_file
+
+        files = self._planned_files(dtype, max_file_bytes)
+        is_writer = dist.get_rank() == 0
+        if is_writer:
+            self._begin_folder(folder, dtype, files)
+        weights = self.named_weights()
+        for file, names in files.items():
+            in_file = {}
+            for name in names:
+                given, weight = next(weights)
+                assert given == name, "weights come in the order that was planned"
+                if is_writer:
+                    in_file[name] = weight.to("cpu", dtype)
+            if is_writer:
+                save_file(in_file, folder / file, metadata={"format": "pt"})
+        dist.barrier()
+
+    def _bind(self, model: Any) -> Iterator[int]:
+        """Finds the parameters of one chunk in the table; its blocks."""
+        tied = model.share_embeddings_and_output_weights
+        if tied != self._is_tied:
+            raise ValueError(
+                f"the checkpoint has tie_word_embeddings={self.config.tie_word_embeddings}, but the model was built "
+                f"with share_embeddings_and_output_weights={tied}: make them equal"
+            )
+        parameters = dict(model.named_parameters())
+        unknown = set(parameters)
+        prefixes = {layer.layer_number: f"decoder.layers.{k}." for k, layer in enumerate(model.decoder.layers)}
+        if model.pre_process:
+            prefixes[0] = ""
+        if model.post_process:
+            prefixes[len(self._blocks) - 1] = ""
+        for block, prefix in prefixes.items():
+            for slot, name in self._slots_of(self._blocks[block], prefix, parameters):
+                self._slots.append(slot)
+                unknown.discard(name)
+            yield block
+        if tied and model.post_process and not model.pre_process:  # a copy of what another stage of the pipeline has
+            copied = replace(self._blocks[0].plain[0], parameters=("output_layer.weight",))
+            self._slots.append(_slot(copied, copied.parameters[0], parameters, self._plain))
+            unknown.discard(copied.parameters[0])
+        if unknown:
+            raise ValueError(
+                f"{len(unknown)} parameters belong to no tensor of this {self.config.model_type} checkpoint, among "
+                f"them {sorted(unknown)[:3]}: was the model built from another configuration?"
+            )
+
+    def _slots_of(self, block: Block, prefix: str, parameters: Mapping[str, Parameter]) -> Iterator[tuple[Slot, str]]:
+        """The slots of a block of this rank, and the names of their parameters."""
+        own = [(source, self._plain, 0) for source in block.plain]
+        num_local = len(block.experts) // self._experts.num_expert_ranks
+        for local in range(num_local):
+            sources = block.experts[self._experts.expert_rank * num_local + local]
+            own += [(source, self._experts, local) for source in sources]
+        for source, cut, local in own:
+            names = [prefix + name.format(local) for name in source.parameters]
+            name = next((name for name in names if name in parameters), None)
+            if name is None:
+                raise ValueError(
+                    f"{source.key} of the checkpoint has no place in the model: there is no {' and no '.join(names)}"
+                )
+            yield _slot(source, name, parameters, cut, local, num_local), name
+
+    def _bucketed(self, own_blocks: Sequence[int], bucket_bytes: int) -> Iterator[Bucket]:
+        parameter = self._slots[0].parameter
+        stages = torch.full((len(self._blocks),), -1, device=parameter.device)
+        stages[list(own_blocks)] = self._pipeline.rank()
+        dist.all_reduce(stages, dist.ReduceOp.MAX, group=self._pipeline)
+        for block, stage in zip(self._blocks, stages.tolist(), strict=True):
+            if stage < 0:
+                raise ValueError(f"no stage of the pipeline has the layer of {block.plain[0].key}")
+            yield Bucket(stage, self._plain, [block.plain])
+            if not block.experts:
+                continue
+            num_local = len(block.experts) // self._experts.num_expert_ranks
+            one_each = sum(math.prod(source.shape) for source in block.experts[0]) * self._experts.group.size()
+            num_at_once = max(1, bucket_bytes // (one_each * parameter.element_size()))
+            for start in range(0, num_local, num_at_once):
+                batches = [
+                    block.experts[first + start : first + min(start + num_at_once, num_local)]
+                    for first in range(0, len(block.experts), num_local)
+                ]
+                flat = [[source for sources in batch for source in sources] for batch in batches]
+                yield Bucket(stage, self._experts, flat)
+
+    def _gathered(
+        self, bucket: Bucket, of: Callable[[Parameter], Tensor], dtype: torch.dtype, device: torch.device
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Packs this rank's shards and gathers those of all; over the pipeline goes a shard and not the whole."""
+        sizes = [math.prod(source.shape) for source in bucket.own]
+        packed = torch.empty(sum(sizes), dtype=dtype, device=device)
+        if self._pipeline.rank() == bucket.stage:
+            slots = [self._by_key[source.key] for source in bucket.own]
+            values = {slot.parameter: of(slot.parameter).detach() for slot in slots}
+            for slot, place in zip(slots, packed.split(sizes), strict=True):
+                shard = slot.view(values[slot.parameter])
+                assert shard.dtype == dtype, f"{slot.source.key} is {shard.dtype}, others {dtype}: cast the model"
+                place.view(slot.source.shape).copy_(shard)
+        if self._pipeline.size() > 1:
+            dist.broadcast(packed, dist.get_global_rank(self._pipeline, bucket.stage), group=self._pipeline)
+        gathered = packed
+        if bucket.cut.group.size() > 1:
+            gathered = packed.new_empty(bucket.cut.group.size() * len(packed))
+            dist.all_gather_into_tensor(gathered, packed, group=bucket.cut.group)
+        by_rank = [shards.split(sizes) for shards in gathered.view(-1, len(packed))]
+        for k, sources in enumerate(bucket.sources):
+            ranks = by_rank[k * bucket.cut.num_ranks : (k + 1) * bucket.cut.num_ranks]
+            for place, source in enumerate(sources):
+                yield from source.join([shards[place].view(source.shape) for shards in ranks])
+
+    def _planned_files(self, dtype: torch.dtype, max_bytes: int) -> dict[str, list[str]]:
+        """The names of the tensors in each file, in the order in which they come."""
+        files: list[list[str]] = [[]]
+        size = 0
+        for bucket in self._buckets:
+            for name in (name for sources in bucket.sources for source in sources for name in source.tensors):
+                num_bytes = math.prod(self.shapes[name]) * dtype.itemsize
+                if files[-1] and size + num_bytes > max_bytes:
+                    files.append([])
+                    size = 0
+                files[-1].append(name)
+                size += num_bytes
+        if len(files) == 1:
+            return {"model.safetensors": files[0]}
+        return {f"model-{k:05d}-of-{len(files):05d}.safetensors": names for k, names in enumerate(files, start=1)}
+
+    def _begin_folder(self, folder: Path, dtype: torch.dtype, files: Mapping[str, Sequence[str]]) -> None:
+        """Removes the weights of another export; writes the configuration and, for several files, the index."""
+        from transformers.models.auto import modeling_auto as known
+
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("model*.safetensors*"):
+            old.unlink()
+        config = copy.deepcopy(self.config)
+        if self.head == "lm":
+            config.architectures = [known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+        else:
+            config.architectures = [known.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
+            config.num_labels = 1
+        config.dtype = dtype
+        config.save_pretrained(folder)
+        if len(files) > 1:
+            index = {
+                "metadata": {"total_size": sum(map(math.prod, self.shapes.values())) * dtype.itemsize},
+                "weight_map": {name: file for file, names in files.items() for name in names},
+            }
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def _check_shape(self, name: str, given: tuple[int, ...]) -> None:
+        own = self.shapes.get(name)
+        if given != own:
+            there = f"has {own}" if own else "has no weight of that name"
+            raise ValueError(
+                f"weight {name!r} {given} does not fit: this {self.config.model_type} model {there}. "
+                "Are these the weights of another model?"
+            )
+
+    def _check_all_given(self, given: Iterable[str]) -> None:
+        missing = sorted(self.shapes.keys() - set(given))
+        if missing:
+            raise ValueError(
+                f"{len(missing)} of {len(self.shapes)} weights of the model were not given, among them {missing[:3]}"
+            )
+
+
+def check(config: Any, num_ranks: int) -> None:
+    """Raises ValueError for a model that is not known, or cannot be cut over so many tensor-parallel ranks."""
+    if config.model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"model_type {config.model_type!r} cannot be converted for megatron-core; these can: "
+            f"{', '.join(MODEL_TYPES)}. For others use backend: fsdp."
+        )
+    heads = config.num_key_value_heads
+    if heads % num_ranks:
+        sizes = [size for size in range(1, heads + 1) if heads % size == 0]
+        raise ValueError(
+            f"tensor_model_parallel_size {num_ranks} does not divide the model's {heads} key-value heads: "
+            f"use one of {sizes}"
+        )
+
+
+def block_sources(
+    config: Any,
+    block: int,
+    *,
+    num_ranks: int,
+    num_expert_ranks: int,
+    num_padded: int,
+    head: Literal["lm", "value"] = "lm",
+) -> Block:
+    """The table: the embedding (block 0), a layer (from 1 on), or what follows the last layer.
+
+    ``num_ranks`` are the tensor-parallel ranks, ``num_expert_ranks`` those of an expert, ``num_padded`` the rows that
+    the vocabulary has in megatron-core alone. Names of a layer's parameters begin behind ``decoder.layers.N.``.
+    """
+    hidden, words = config.hidden_size, (config.vocab_size, config.hidden_size)
+    if block == 0:
+        name = "embedding.word_embeddings.weight"
+        return Block([Source((name,), {EMBEDDING: words}, 0, num_ranks, num_padded=num_padded)])
+    if block > config.num_hidden_layers:
+        end = [Source(("decoder.final_layernorm.weight",), {"model.norm.weight": (hidden,)})]
+        if head == "value":
+            end.append(Source(("values.weight",), {VALUES: (1, hidden)}))
+        elif not config.tie_word_embeddings:
+            end.append(Source(("output_layer.weight",), {HEAD: words}, 0, num_ranks, num_padded=num_padded))
+        return Block(end)
+    layer = f"model.layers.{block - 1}."
+    plain = [
+        Source(
+            ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+            {f"{layer}input_layernorm.weight": (hidden,)},
+        ),
+        *_attention(config, f"{layer}self_attn.", num_ranks),
+        Source(
+            ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+            {f"{layer}post_attention_layernorm.weight": (hidden,)},
+        ),
+    ]
+    mlp = f"{layer}mlp."
+    if not has_experts(config, block - 1):
+        plain += _mlp(["mlp.linear_fc{}.weight"], mlp, hidden, config.intermediate_size, num_ranks)
+        if config.model_type == "llama" and config.mlp_bias:
+            rows = (config.intermediate_size,)
+            gated = {f"{mlp}gate_proj.bias": rows, f"{mlp}up_proj.bias": rows}
+            plain.append(Source(("mlp.linear_fc1.bias",), gated, 0, num_ranks))
+            plain.append(Source(("mlp.linear_fc2.bias",), {f"{mlp}down_proj.bias": (hidden,)}))
+        return Block(plain)
+    plain.append(Source(("mlp.router.weight",), {f"{mlp}gate.weight": (config.num_experts, hidden)}))
+    if config.model_type == "qwen2_moe":
+        names = ["mlp.shared_experts.linear_fc{}.weight"]
+        plain += _mlp(names, f"{mlp}shared_expert.", hidden, config.shared_expert_intermediate_size, num_ranks)
+        plain.append(Source(("mlp.shared_experts.gate_weight",), {f"{mlp}shared_expert_gate.weight": (1, hidden)}))
+    names = ["mlp.experts.local_experts.{{}}.linear_fc{}.weight", "mlp.experts.linear_fc{}.weight{{}}", GROUPED]
+    size = config.moe_intermediate_size
+    experts = [
+        _mlp(names, f"{mlp}experts.{expert}.", hidden, size, num_expert_ranks) for expert in range(config.num_experts)
+    ]
+    return Block(plain, experts)
+
+
+def _attention(config: Any, hf: str, num_ranks: int) -> Iterator[Source]:
+    head = head_width(config)
+    wide, hidden = config.num_attention_heads * head, config.hidden_size
+    rows = {"q": wide, "k": config.num_key_value_heads * head, "v": config.num_key_value_heads * head}
+    groups = config.num_key_value_heads // num_ranks
+    biased = config.model_type in ("llama", "qwen3", "qwen3_moe") and config.attention_bias
+    qkv_biased = biased or config.model_type == "qwen2" or (config.model_type == "qwen2_moe" and config.qkv_bias)
+    name = "self_attention.linear_qkv"
+    yield Source(
+        (f"{name}.weight",), {f"{hf}{x}_proj.weight": (n, hidden) for x, n in rows.items()}, 0, num_ranks, groups
+    )
+    if qkv_biased:
+        yield Source((f"{name}.bias",), {f"{hf}{x}_proj.bias": (n,) for x, n in rows.items()}, 0, num_ranks, groups)
+    if config.model_type in NORMED:
+        for x in "qk":
+            yield Source((f"self_attention.{x}_layernorm.weight",), {f"{hf}{x}_norm.weight": (head,)})
+    yield Source(("self_attention.linear_proj.weight",), {f"{hf}o_proj.weight": (hidden, wide)}, 1, num_ranks)
+    if biased:
+        yield Source(("self_attention.linear_proj.bias",), {f"{hf}o_proj.bias": (hidden,)})
+
+
+def _mlp(parameters: Sequence[str], hf: str, hidden: int, size: int, num_ranks: int) -> list[Source]:
+    """A gated MLP of ``size``; in the parameters' names {} is 1 for what goes in and 2 for what comes out."""
+    gated = {f"{hf}gate_proj.weight": (size, hidden), f"{hf}up_proj.weight": (size, hidden)}
+    return [
+        Source(tuple(name.format(1) for name in parameters), gated, 0, num_ranks),
+        Source(tuple(name.format(2) for name in parameters), {f"{hf}down_proj.weight": (hidden, size)}, 1, num_ranks),
+    ]
+
+
+def _slot(
+    source: Source, name: str, parameters: Mapping[str, Parameter], cut: Cut, local: int = 0, num_local: int = 1
+) -> Slot:
+    """``local``: which of the rank's ``num_local`` experts the source is, where they share a parameter."""
+    parameter = parameters[name]
+    view: Callable[[Tensor], Tensor] = _itself
+    fits = tuple(parameter.shape) == source.shape
+    if name.endswith((GROUPED.format(1), GROUPED.format(2))):
+        view = partial(_of_grouped, shape=source.shape, index=local)
+        fits = parameter.numel() == num_local * math.prod(source.shape)
+    if not fits:
+        raise ValueError(
+            f"parameter {name} is {tuple(parameter.shape)}, but {' and '.join(source.tensors)} make it {source.shape}: "
+            "was the model built from another configuration?"
+        )
+    return Slot(source, cut.rank, parameter, view)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _of_grouped(tensor: Tensor, *, shape: tuple[int, ...], index: int) -> Tensor:
+    """One expert of those that GroupedMLP keeps transposed in one parameter."""
+    return tensor.view(-1, *reversed(shape))[index].t()
+
+
+def _unwrapped(chunk: Any) -> Any:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _safetensors_files(model: str | Path) -> list[Path]:
+    """Those of a folder, or of a model of the hub, which is downloaded where it is not there yet."""
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(str(model), allow_patterns=["model*.safetensors"]))
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no model*.safetensors, so it is no checkpoint of a model")
+    return files

@@ -1,0 +1,43 @@
+"""From the numbers of a micro-batch's targets to its loss, in every backend: what a ``LossFunction`` is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainers.backends.head import Scores
+from trainers.backends.inputs import num_targets
+from trainers.batch import Sequences
+from trainers.metrics import Metrics
+
+
+def token_loss(
+    scores: Scores | tuple[torch.Tensor],
+    names: tuple[str, ...],
+    loss_function: Any,
+    micro: Any,
+    sequences: Sequences,
+    metrics: Metrics,
+) -> torch.Tensor:
+    """The loss of ``micro``, whose rows are ``sequences``, from ``Scores`` (``names``: of further ones) or (values,).
+
+    It reaches every weight, with gradients of zero, whatever the loss looks at, and if there are no rows.
+    """
+    nothing: torch.Tensor = scores[0][:0].sum()
+    if not len(micro):
+        return nothing
+    device, counts_B = nothing.device, torch.from_numpy(num_targets(sequences))
+    mask_BT = torch.arange(int(counts_B.max()), device=device)[None, :] < counts_B.to(device)[:, None]
+
+    def table(values_N: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(mask_BT.shape, device=device).masked_scatter(mask_BT, values_N)
+
+    loss: torch.Tensor
+    if not isinstance(scores, Scores):
+        loss = loss_function(table(scores[0]), mask_BT, micro, metrics)
+        return loss + nothing
+    metrics.mean("mean_token_accuracy", float(scores.is_top1_N.sum()), len(scores.is_top1_N))
+    further = {f"{name}_BT": table(values) for name, values in zip(names, scores.further, strict=True)}
+    loss = loss_function(table(scores.logps_N), table(scores.entropy_N), mask_BT, micro, metrics, **further)
+    return loss + nothing

@@ -30,6 +30,7 @@ from trainers.backends import linear_scores
 from trainers.backends.fsdp import FsdpBackend
 from trainers.batch import Ragged, Sequences
 from trainers.losses.tokens import sft_loss
+from trainers.losses.vocabulary import WHOLE
 
 
 def head_differences(dtype: torch.dtype) -> dict[str, float]:
@@ -42,7 +43,8 @@ def head_differences(dtype: torch.dtype) -> dict[str, float]:
 
     def answer() -> dict[str, torch.Tensor]:
         one, other = features.clone().requires_grad_(), weight.clone().requires_grad_()
-        logps, entropy, top1 = linear_scores.LinearScores.apply(one, other, ids, 1 / 0.7, 128, True)  # type: ignore
+        settings = (1 / 0.7, 128, True, WHOLE)
+        logps, entropy, top1 = linear_scores.LinearScores.apply(one, other, ids, *settings)  # type: ignore
         gradients = torch.autograd.grad((coefficients[0] * logps + coefficients[1] * entropy).sum(), [one, other])
         return {"logps": logps, "entropy": entropy, "top1": top1, "features": gradients[0], "weight": gradients[1]}
 

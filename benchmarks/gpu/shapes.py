@@ -13,6 +13,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
     "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "30b-a3b": {
+        **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32},
+        **{"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        **{"norm_topk_prob": True, "decoder_sparse_step": 1},
+    },
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
 
@@ -23,23 +29,26 @@ def save_shape(shape: str, folder: Path, *, seed: int = 0, **changes: Any) -> in
     ``tiny`` is for trying a benchmark without a GPU. ``changes`` are fields of the model's configuration.
     """
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {
         "vocab_size": 260 if shape == "tiny" else 151_936,
         "num_key_value_heads": 2 if shape == "tiny" else 8,
         "head_dim": 32 if shape == "tiny" else 128,
         "max_position_embeddings": 40_960,
-        "tie_word_embeddings": shape != "7b",
+        "tie_word_embeddings": shape not in ("7b", "8b", "30b-a3b"),
         "eos_token_id": 2,
         "pad_token_id": 0,
         "bos_token_id": None,
     }
     torch.manual_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = "qwen3_moe" if "num_experts" in SHAPES[shape] else "qwen3"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     with torch.device(device):
-        model = Qwen3ForCausalLM(Qwen3Config(**fields | SHAPES[shape] | changes))
-    model.to(torch.bfloat16 if device == "cuda" else torch.float32).save_pretrained(folder)
+        config = AutoConfig.for_model(kind, **fields | SHAPES[shape] | changes)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return sum(weight.numel() for weight in model.parameters())
 

@@ -64,6 +64,9 @@ def build_optimizer(
     )
     for group in optimizer.param_groups:
         group["weight_decay"] = weight_decay * group["wd_mult"]  # which the optimizer only notes
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(one.optimizer, torch.optim.AdamW):
+            _fuse(one.optimizer)
     return optimizer
 
 
@@ -81,6 +84,12 @@ def build_schedule(
         num_training_steps=num_training_steps,
         scheduler_specific_kwargs=dict(kwargs),
     )
+
+
+def _fuse(adam: torch.optim.AdamW) -> None:
+    """One pass over the memory, as in ``fsdp.py``; megatron-core builds the form that holds copies of all it steps."""
+    for settings in (adam.defaults, *adam.param_groups):
+        settings["fused"] = True
 
 
 def _finalize(model: list[Any], num_tokens: Any = None, **settings: Any) -> None:

@@ -28,7 +28,7 @@ OF_MEGATRON = tuple(one.name for one in fields(MegatronConfig))
 OF_FSDP_INSTEAD = {  # what fsdp does in the place of a key of megatron
     **dict.fromkeys(PARALLEL_KEYS, " (fsdp_sharding_strategy: full_shard lays weights in shards over all workers)"),
     **dict.fromkeys(
-        ("param_offload", "grad_offload", "optimizer_offload"),
+        ("param_offload", "grad_offload"),
         " (offload_model and offload_optimizer make room for an engine, fsdp_offload_params all the time)",
     ),
     **dict.fromkeys(
@@ -136,6 +136,8 @@ class TrainConfig(MegatronConfig, RunConfig):
     has them whole (DDP)."""
     fsdp_reshard_after_forward: bool = True
     """Free a layer's gathered weights between forward and backward (ZeRO-3); false keeps them (ZeRO-2)."""
+    optimizer_offload: bool = False
+    """The optimizer's states are in the memory of the host but when it changes the weights."""
     torch_compile: bool = False
     """Compile the model's layers: the first step takes minutes, later ones less time."""
     fsdp_offload_params: bool = False
@@ -356,6 +358,8 @@ def _check_adapter(config: TrainConfig) -> None:
         unread(config, "fsdp_sharding_strategy is no_shard", "fsdp_reshard_after_forward")
     if config.fsdp_offload_params and config.fsdp_sharding_strategy == "no_shard":
         raise ConfigError("fsdp_offload_params needs fsdp_sharding_strategy: full_shard")
+    if config.fsdp_offload_params:
+        unread(config, "fsdp_offload_params keeps the optimizer on the host all the time", "optimizer_offload")
     if not config.lora_kwargs:
         return
     if config.tuner_type != "lora":

@@ -64,8 +64,6 @@ class MegatronConfig:
     meanwhile. offload_model moves them while an engine beside them generates, and only then."""
     grad_offload: bool = False
     """Gradients have memory in the steps of the optimizer alone."""
-    optimizer_offload: bool = False
-    """The optimizer's states are in the memory of the host but when it changes the weights."""
     infer_batch_size: int | None = None
     """Sequences of a micro-batch that is only scored; null: as many as of one that is trained on."""
     async_save: bool = False

@@ -489,6 +489,7 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
         "sharding": config.fsdp_sharding_strategy,
         "reshard_after_forward": config.fsdp_reshard_after_forward,
         "offload_params": config.fsdp_offload_params,
+        "optimizer_offload": config.optimizer_offload,
         "torch_compile": config.torch_compile,
         "padding_free": config.padding_free,
         "model_init_kwargs": config.model_init_kwargs,

@@ -66,6 +66,7 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         sleep_level=options.sleep_level if ON_GPU and not options.apart else 0,
         offload_optimizer=options.offload,
         offload_model=options.offload,
+        optimizer_offload=options.rest,
         max_staleness=options.staleness,
         vllm_max_num_seqs=size,
         vllm_enforce_eager=options.eager,
@@ -203,7 +204,8 @@ def main() -> None:
     parser.add_argument("--kv_gib", type=float, default=30)
     parser.add_argument("--trl_share", type=float, default=0.3)
     parser.add_argument("--sleep_level", type=int, default=2)
-    parser.add_argument("--offload", action="store_true")
+    parser.add_argument("--offload", action="store_true", help="model and optimizer, while the engine generates")
+    parser.add_argument("--rest", action="store_true", help="optimizer_offload: its states, also in passes")
     parser.add_argument("--apart", type=int, default=0, help="GPUs that train, and as many that generate, by Ray")
     parser.add_argument("--staleness", type=int, default=0, help="max_staleness; needs --apart")
     parser.add_argument("--eager", action="store_true")

@@ -97,3 +97,31 @@ def test_a_backend_says_that_what_it_needs_is_away(tmp_path: Path) -> None:
     backend.reload()
     for use in USES.values():
         use(backend)
+
+
+def test_an_optimizer_that_rests_on_the_host_learns_the_same(tmp_path: Path) -> None:
+    """Its states are away during a pass and after a step, and are written where they are."""
+    model, seen = save_tiny(tmp_path / "model"), []
+    settings: Any = {"learning_rate": 1e-3, "num_training_steps": 9}
+    stays, rests = (FsdpBackend(model, **settings, optimizer_offload=away) for away in (False, True))
+    rests.resting = Offload("cpu")
+
+    def loss(logps: torch.Tensor, *_: Any) -> torch.Tensor:
+        seen.append(sum(state.untyped_storage().nbytes() for state in rests._remembered()))
+        return -logps.sum()
+
+    for backend in (rests, stays):
+        for _ in range(2):
+            backend.step(ROWS, loss, micro_batch_size=1)
+    rests.offload(model=False)  # for an engine: nothing is left to move
+    rests.reload()
+    rests.save(tmp_path / "rests")
+    for backend in (rests, stays):
+        backend.step(ROWS, loss, micro_batch_size=1)
+    assert seen == [0] * 6
+    went_on = FsdpBackend(model, **settings, optimizer_offload=True)
+    went_on.load(tmp_path / "rests")
+    went_on.step(ROWS, loss, micro_batch_size=1)
+    for other in (rests, went_on):
+        for weight, expected in zip(other.module.parameters(), stays.module.parameters(), strict=True):
+            assert torch.equal(weight, expected)

@@ -362,6 +362,10 @@ def test_reading_a_key_in_a_check_is_not_using_it() -> None:
         ({"optim": "sgd", "adam_beta1": 0.8}, "adam_beta1 is 0.8, but optim is sgd"),
         ({"fsdp_sharding_strategy": "no_shard", "fsdp_offload_params": True}, "fsdp_offload_params needs"),
         (
+            {"optimizer_offload": True, "fsdp_offload_params": True},
+            "optimizer_offload is True.*on the host all the time",
+        ),
+        (
             {"fsdp_sharding_strategy": "no_shard", "fsdp_reshard_after_forward": False},
             "fsdp_reshard_after_forward is False, but fsdp_sharding_strategy is no_shard",
         ),

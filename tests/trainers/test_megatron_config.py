@@ -88,7 +88,9 @@ def test_every_key_but_the_mapping_reaches_the_setting_of_its_name() -> None:
     assert {name: getattr(megatron_settings(config(**full)), name) for name in full} == full
     assert pickle.loads(pickle.dumps(settings)) == settings
     names = {one.name for one in dataclasses.fields(MegatronSettings)} - {"transformer", "ddp", "optimizer"}
-    assert names == {one.name for one in dataclasses.fields(MegatronConfig)} - {"megatron", "async_save"}
+    assert names == {one.name for one in dataclasses.fields(MegatronConfig)} - {"megatron", "async_save"} | {
+        "optimizer_offload"
+    }
     assert names == {*keys, *full}
 
 
@@ -515,8 +517,9 @@ def test_the_backend_is_built_with_its_settings_and_what_every_backend_is_told(b
     )
     of_fsdp = set(inspect.signature(FsdpBackend).parameters)
     of_sharding = {"sharding", "reshard_after_forward", "offload_params", "torch_compile", "gradient_checkpointing"}
+    in_settings = {"optimizer_offload"}
     others = {"padding_free", "model_init_kwargs", "device"}
-    assert given.keys() == (of_fsdp | {"settings", "async_save"}) - of_sharding - others
+    assert given.keys() == (of_fsdp | {"settings", "async_save"}) - of_sharding - in_settings - others
 
 
 def test_a_role_that_only_scores_has_no_learning_rate(built: list[dict[str, Any]]) -> None:

@@ -70,6 +70,7 @@ class FsdpBackend:
 
     ``token_budget`` cuts micro-batches by tokens instead of rows; ``padding_free`` joins the rows of one into a single
     row of documents. ``values_at``: where a value head is read off, at the token that predicts a target or at itself.
+    ``optimizer_offload``: what the optimizer remembers is in the memory of the host but when it changes the weights.
     """
 
     vocabulary = WHOLE
@@ -100,6 +101,7 @@ class FsdpBackend:
         sharding: Sharding = "no_shard",
         reshard_after_forward: bool = True,
         offload_params: bool = False,
+        optimizer_offload: bool = False,
         torch_compile: bool = False,
         padding_free: bool = False,
         token_budget: int | None = None,
@@ -169,7 +171,9 @@ class FsdpBackend:
             devices = [self.device.index] if self.device.type == "cuda" else None
             self.forward = DistributedDataParallel(self.scorer, device_ids=devices, gradient_as_bucket_view=True)
         self.is_sharded = shards
-        self.offloaded = Offload()
+        self.offloaded = Offload()  # for an engine
+        self.optimizer_offload = optimizer_offload
+        self.resting = Offload()  # for ``optimizer_offload``
         self.sent = SentWeights()
         self.optimizer: torch.optim.Optimizer | None = None
         if learning_rate is None:
@@ -302,9 +306,13 @@ class FsdpBackend:
         grad_norm = torch.nn.utils.clip_grad_norm_(trained, self.max_grad_norm or float("inf"))
         metrics.same("grad_norm", float(full(grad_norm)))
         metrics.same("learning_rate", self.scheduler.get_last_lr()[0])
+        if self.optimizer_offload and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the states do not fit what activations have left
+        self.resting.reload()
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self._rest()
         add_work(metrics, num_tokens, flops_of(self.module, num_tokens), self.peak_flops)
         return metrics
 
@@ -389,14 +397,23 @@ class FsdpBackend:
                 reshard(self.scorer)
             self.offloaded.offload([*self.module.parameters(), *self.module.buffers()], WEIGHTS)
         if optimizer and self.optimizer is not None:
-            remembered = [value for entries in self.optimizer.state.values() for value in entries.values()]
-            self.offloaded.offload((value for value in remembered if torch.is_tensor(value)), MEMORY)
+            self.offloaded.offload(self._remembered(), MEMORY)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
         """Brings back what ``offload`` moved. Every rank."""
         self.offloaded.reload()
+
+    def _remembered(self) -> list[torch.Tensor]:
+        """The optimizer's states."""
+        assert self.optimizer is not None, "this model only scores: it was built without a learning rate"
+        states = [value for entries in self.optimizer.state.values() for value in entries.values()]
+        return [value for value in states if torch.is_tensor(value)]
+
+    def _rest(self) -> None:
+        if self.optimizer_offload and self.optimizer is not None:
+            self.resting.offload(self._remembered())
 
     def export(self, folder: Path, tokenizer: Any = None) -> None:
         """Writes the model alone in ``dtype``, as a Hugging Face folder (rank 0 does). Every rank calls it.
@@ -429,6 +446,7 @@ class FsdpBackend:
             weights = dict(own_weights(self.module, untied(self.module)))
         optimizer = None
         if self.optimizer is not None and (self.rank == 0 or self.is_sharded):
+            self.resting.reload()
             optimizer = whole_state(self.optimizer)
         if self.rank == 0:
             if self.adapted is not None:
@@ -439,6 +457,7 @@ class FsdpBackend:
                 torch.save(optimizer, folder / "optimizer.pt")
                 torch.save(self.scheduler.state_dict(), folder / "scheduler.pt")
         torch.save(random_state(self.device), folder / f"rng_state_{self.rank}.pth")
+        self._rest()
         if self.world_size > 1:
             dist.barrier()
 
@@ -466,7 +485,9 @@ class FsdpBackend:
             load_named_weights(self.module, read_weights(folder))
         if self.optimizer is not None:
             state = torch.load(folder / "optimizer.pt", map_location="cpu")
+            self.resting.reload()
             load_whole_state(self.optimizer, state)
+            self._rest()
             self.scheduler.load_state_dict(torch.load(folder / "scheduler.pt"))
         states = folder / f"rng_state_{self.rank}.pth"
         if states.exists():

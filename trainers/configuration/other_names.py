@@ -248,7 +248,7 @@ REFUSED = {
         _MEGATRON_ONLY,
     ),
     **dict.fromkeys(("offload_bridge", "mcore_model", "mcore_adapter", "use_mbridge"), _BRIDGE),
-    "optimizer_cpu_offload": "write backend: megatron with optimizer_offload, or fsdp_offload_params",
+    "optimizer_cpu_offload": "write optimizer_offload, or fsdp_offload_params",
     "infer_backend": "write use_vllm: true in GRPO, PPO and GKD. Remove it elsewhere",
     "router_replay_mode": "routing is not replayed. Remove it",
     "teacher_model_server": "the teacher answers in role teacher: write teacher_model",

@@ -55,7 +55,7 @@ CASES: dict[str, list[Layout]] = {  # on two ranks, which start once for all
     "qwen3_moe": [
         {EP: 2} | PLAIN | GROUPED,
         {EP: 2} | PLAIN | FUSED,
-        {PP: 2} | GROUPED,
+        {PP: 2} | GROUPED | SELECTIVE | PLAIN,
         {TP: 2, EP: 2, ETP: 1} | SP | PLAIN | GROUPED,
     ],
     "qwen2_moe": [{TP: 2} | SP | PLAIN],

@@ -478,11 +478,11 @@ def test_with_transformer_engine_fields_of_its_layers_are_checked(monkeypatch: p
 
 
 def test_fp8_asks_for_widths_that_it_can_multiply() -> None:
-    shape = ModelShape.of(MOE)
+    shape = ModelShape.of(MOE | {"mlp_only_layers": [0]})
     for sizes, further, told in (
         ({TP: 2}, {"fp8_recipe": "blockwise"}, None),
-        ({TP: 2}, {"fp8_recipe": "mxfp8"}, "intermediate_size 48, moe_intermediate_size 16. Remove fp8"),
-        ({TP: 4}, {"fp8_recipe": "blockwise"}, "intermediate_size 24, moe_intermediate_size 8. Remove fp8"),
+        ({TP: 2}, {"fp8_recipe": "mxfp8"}, "there is moe_intermediate_size 16, intermediate_size 48. Remove fp8"),
+        ({TP: 4}, {"fp8_recipe": "blockwise"}, "there is moe_intermediate_size 8, intermediate_size 24. Remove fp8"),
     ):
         settings = MegatronSettings(**sizes, transformer={"fp8": "hybrid", **further})
         mistakes = list(layout_mistakes("role 'train'", settings, 4, shape))

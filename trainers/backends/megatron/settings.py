@@ -235,9 +235,10 @@ def _fp8_mistakes(where: str, settings: MegatronSettings, sizes: ParallelSizes, 
         "hidden_size": shape.hidden_size,
         "num_attention_heads x head_dim": heads // sizes.tensor,
         "queries, keys and values": (heads + 2 * shape.num_key_value_heads * shape.head_dim) // sizes.tensor,
-        "intermediate_size": shape.intermediate_size // sizes.tensor,
         "moe_intermediate_size": shape.moe_intermediate_size // sizes.expert_tensor,
     }
+    if shape.num_moe_layers < shape.num_hidden_layers:
+        widths["intermediate_size"] = shape.intermediate_size // sizes.tensor
     odd = [f"{name} {width}" for name, width in widths.items() if width % settings.fp8_rows]
     if odd:
         yield (

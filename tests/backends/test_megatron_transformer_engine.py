@@ -31,7 +31,7 @@ from tests.backends.test_megatron import (
     WHOLE,
     Layout,
     compare,
-    of_layouts,
+    one,
     save,
     told,
     wanted,
@@ -72,17 +72,21 @@ FP8: dict[str, list[Layout]] = {
 
 
 def with_engine(rank: int, function: Any, *args: Any) -> Any:
+    """What the function returns on a rank that has the stand-in."""
     transformer_engine_on_cpu.install()
     return function(rank, *args)
 
 
 def of_families(rank: int, models: dict[Path, list[Layout]]) -> list[tuple[dict[str, Any], int]]:
-    """What ``of_layouts`` finds, and how many products fp8 would have computed."""
+    """What a rank finds out about each model in each layout, and how many products fp8 would have computed."""
+    from megatron.core import parallel_state
+
+    megatron_on_cpu.install()
     found = []
-    for folder, layouts in models.items():
-        for layout in layouts:
-            before = FP8GlobalStateManager.num_products
-            found.append((*of_layouts(rank, folder, [layout]), FP8GlobalStateManager.num_products - before))
+    for folder, layout in ((folder, layout) for folder, layouts in models.items() for layout in layouts):
+        before = FP8GlobalStateManager.num_products
+        found.append((one(folder, layout), FP8GlobalStateManager.num_products - before))
+        parallel_state.destroy_model_parallel()
     return found
 
 
@@ -90,14 +94,14 @@ def compared(cases: dict[str, list[Layout]], tmp_path: Path, **fields: Any) -> I
     """Each case, once it is equal to the model in one process, and the number of its products in fp8."""
     models = {save(family, tmp_path, **fields): layouts for family, layouts in cases.items()}
     ranks = run_ranks(2, with_engine, of_families, models, folder=tmp_path, timeout_s=300)
-    k = 0
+    found = zip(*ranks, strict=True)
     for folder, layouts in models.items():
         right = wanted(folder)
         for layout in layouts:
+            numbers, counts = zip(*next(found), strict=True)
             case = f"{folder.name} {told(layout)}"
-            compare([rank[k][0] for rank in ranks], right, case)
-            yield case, min(rank[k][1] for rank in ranks)
-            k += 1
+            compare(list(numbers), right, case)
+            yield case, min(counts)
 
 
 def test_a_model_of_its_layers_is_the_model(tmp_path: Path) -> None:
@@ -129,7 +133,9 @@ def test_checkpoints_and_exports_do_not_tell_layers_apart(tmp_path: Path) -> Non
     np.testing.assert_array_equal(losses(ranks, 2), whole)
     without = [Part({TP: 2} | SP, load="engine"), Part({PP: 2} | PLAIN, save="local", before=BEFORE)]
     plain = started(2, model, tmp_path, without)
-    back = run_ranks(2, with_engine, of_parts, model, tmp_path, [Part(cut, load="local")], folder=tmp_path)
+    back = run_ranks(
+        2, with_engine, of_parts, model, tmp_path, [Part(cut, load="local")], folder=tmp_path, timeout_s=240
+    )
     for numbers in (losses(ranks, 3), losses(ranks, 4), losses(plain, 0), losses(plain, 1)[BEFORE:], losses(back, 0)):
         np.testing.assert_allclose(numbers, whole, atol=1e-6)
 
@@ -158,12 +164,10 @@ def layers_of(rank: int, folder: Path, cases: list[tuple[Any, Any]]) -> list[tup
 def test_its_layers_are_used_where_they_can_be(tmp_path: Path) -> None:
     folder = save("llama", tmp_path)
     own, engines = "ColumnParallelLinear", "TELayerNormColumnParallelLinear"
-    missing, old = (
-        "TransformerEngine is not installed",
-        "TransformerEngine 2.6.0 is installed, which is older than 2.7.0",
-    )
-    (without,) = run_ranks(1, layers_of, folder, [(None, None)], folder=tmp_path)
+    missing = "TransformerEngine is not installed"
+    old = "TransformerEngine 2.6.0 is installed, which is older than 2.7.0"
+    (without,) = run_ranks(1, layers_of, folder, [(None, None)], folder=tmp_path, timeout_s=240)
     assert without == [(own, missing)]
     cases = [(None, None), ({"r": 4}, None), (None, "2.6.0")]
-    (found,) = run_ranks(1, with_engine, layers_of, folder, cases, folder=tmp_path)
+    (found,) = run_ranks(1, with_engine, layers_of, folder, cases, folder=tmp_path, timeout_s=240)
     assert found == [(engines, None), (own, None), (own, old)]

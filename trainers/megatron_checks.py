@@ -30,7 +30,7 @@ def check_megatron(config: TrainConfig, groups: DeviceGroups | None, lora: Mappi
     ``lora``: fields of peft's LoraConfig, where an adapter is trained.
     """
     check_installed()
-    check_fields(config.megatron)
+    check_fields(config.megatron, has_adapter=lora is not None)
     check_devices(config, groups)
     settings = replace(megatron_settings(config), **divided(config.megatron))
     mistakes: list[str] = []

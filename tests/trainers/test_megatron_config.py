@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import pickle
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,10 +17,12 @@ import pytest
 import torch
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
+from rayhelper.planning.model_shape import ModelShape
 from tests.conftest import without_runtime
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.backends.fsdp import FsdpBackend
 from trainers.backends.megatron import fields as megatron_fields
+from trainers.backends.megatron import layers
 from trainers.backends.megatron.architectures import architecture_mistakes
 from trainers.backends.megatron.fields import (
     ELSEWHERE,
@@ -32,6 +35,7 @@ from trainers.backends.megatron.fields import (
     divided,
     known_fields,
 )
+from trainers.backends.megatron.layers import implementation
 from trainers.backends.megatron.settings import MegatronSettings, layout_mistakes, setting_mistakes
 from trainers.completions import build_engine
 from trainers.config import TrainConfig
@@ -416,11 +420,11 @@ def test_a_field_that_something_else_decides_is_refused_with_what_does(name: str
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("fp8", "hybrid"),
+        ("fp8_param", True),
+        ("fp8_dot_product_attention", True),
+        ("fp4", "e2m1"),
         ("tp_comm_overlap", True),
         ("apply_rope_fusion", True),
-        ("moe_permute_fusion", True),
-        ("moe_router_fusion", True),
         ("use_precision_aware_optimizer", True),
         ("cuda_graph_impl", "local"),
         ("persist_layer_norm", True),
@@ -430,6 +434,62 @@ def test_a_field_of_layers_that_are_not_used_is_refused(name: str, value: Any) -
     default = next(iter(known_fields()[name].values()))
     check_fields({name: default})  # as it is anyway
     assert f"{name} is of layers of TransformerEngine or apex" in refused(name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[
+            ("fp8", "hybrid"),
+            ("num_layers_at_end_in_bf16", 2),
+            ("moe_permute_fusion", True),
+            ("moe_router_fusion", True),
+        ],
+        ("transformer_impl", "transformer_engine"),
+    ],
+)
+def test_without_transformer_engine_its_layers_and_their_fields_are_refused(
+    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "why_no_engine", lambda: "TransformerEngine is not installed")
+    told = refused(name, value)
+    assert name in told
+    assert "needs layers of TransformerEngine, but TransformerEngine is not installed. Remove it" in told
+    assert implementation({}, has_adapter=False) == "local"
+    check_fields({"transformer_impl": "local"})
+
+
+def test_with_transformer_engine_fields_of_its_layers_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "why_no_engine", lambda: None)
+    fp8 = {"fp8": "hybrid", "fp8_recipe": "mxfp8"}
+    check_fields(fp8 | {"moe_permute_fusion": True, "first_last_layers_bf16": True})
+    check_fields({"transformer_impl": "transformer_engine"})
+    for adapter, further, told in (
+        (False, {"transformer_impl": "apex"}, "transformer_impl must be transformer_engine or local, got 'apex'"),
+        (False, {**fp8, "transformer_impl": "local"}, "fp8 needs layers of TransformerEngine, but transformer_impl is"),
+        (True, fp8, "an adapter stands beside megatron-core's own layers"),
+        (True, {"transformer_impl": "transformer_engine"}, "transformer_impl: transformer_engine needs layers"),
+        (False, {"fp8": "e5m2"}, "fp8 must be e4m3 or hybrid, got 'e5m2'"),
+        (False, {"fp8": "e4m3"}, "fp8_recipe must be one of tensorwise, blockwise, mxfp8; it is 'delayed'"),
+        (False, {"fp8_recipe": "mxfp8"}, "fp8_recipe is of fp8. Write fp8: hybrid beside it"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            check_fields(further, has_adapter=adapter)
+    assert implementation({}, has_adapter=False) == "transformer_engine"
+    assert implementation({}, has_adapter=True) == implementation({"transformer_impl": "local"}, has_adapter=False)
+
+
+def test_fp8_asks_for_widths_that_it_can_multiply() -> None:
+    shape = ModelShape.of(MOE | {"mlp_only_layers": [0]})
+    for sizes, further, told in (
+        ({TP: 2}, {"fp8_recipe": "blockwise"}, None),
+        ({TP: 2}, {"fp8_recipe": "mxfp8"}, "there is moe_intermediate_size 16, intermediate_size 48. Remove fp8"),
+        ({TP: 4}, {"fp8_recipe": "blockwise"}, "there is moe_intermediate_size 8, intermediate_size 24. Remove fp8"),
+    ):
+        settings = MegatronSettings(**sizes, transformer={"fp8": "hybrid", **further})
+        mistakes = list(layout_mistakes("role 'train'", settings, 4, shape))
+        assert [mistake for mistake in mistakes if told is None or told not in mistake] == []
+        assert bool(mistakes) == (told is not None)
 
 
 def test_a_field_that_needs_a_package_is_taken_where_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

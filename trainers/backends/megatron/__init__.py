@@ -3,6 +3,7 @@
     settings.py    what a configuration says of how a model is cut; fields.py: megatron-core's own names
     architectures.py  which Hugging Face models it can be
     layout.py      which of a role's workers hold which part of the model
+    layers.py      TransformerEngine's layers or megatron-core's own, and the fields that the former alone read
     model.py       a Hugging Face configuration as a model of megatron-core, cut into the stages of this worker
     parts.py       what megatron-core lacks without TransformerEngine: norms, grouped products
     patches.py     what fails in megatron-core without TransformerEngine

@@ -111,7 +111,9 @@ class MegatronBackend:
                 f"disable_dropout is false and the model's attention_dropout {self.hf.attention_dropout}, which the "
                 "backend megatron does not apply. Set disable_dropout: true."
             )
-        self.stages = build_stages(self.hf, settings, head=head, dtype=self.dtype, device=self.device)
+        self.stages = build_stages(
+            self.hf, settings, head=head, dtype=self.dtype, device=self.device, has_adapter=lora is not None
+        )
         self.weights = MegatronWeights(self.hf, self.stages, head=head)
         self.weights.load(model)
         self.adapter: MegatronAdapter | None = None

@@ -41,6 +41,7 @@ from trainers.backends.megatron.moments import MAIN, Kept, kept
 from trainers.checkpoint import Writing
 
 FOLDER = "megatron"
+EXTRA = "_extra_state"  # in the names of what a layer keeps beside its weights
 BATCH_BYTES = 4 * 2**30  # that a rank reads of the optimizer's part at a time
 
 
@@ -191,7 +192,9 @@ def load_parts(folder: Path, stages: Sequence[Any], optimizer: Any, *, batch_byt
     """
     found = _load(folder, _shards(stages))
     for k, stage in enumerate(stages):
-        stage.load_state_dict(found[f"stage {k}"])
+        others = stage.load_state_dict(found[f"stage {k}"], strict=False)
+        odd = [name for name in (*others.missing_keys, *others.unexpected_keys) if EXTRA not in name]
+        assert not odd, f"all weights were asked for, and not {odd[:3]}"
     names, step = found["optimizer"]["names"], found["optimizer"]["step"]
     places = _places(_shards(stages))
     own = list(kept(optimizer))
@@ -218,8 +221,14 @@ def _load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shards(stages: Sequence[Any]) -> dict[str, Any]:
-    """Where the weights of each stage lie in the model."""
-    return {f"stage {k}": stage.sharded_state_dict() for k, stage in enumerate(stages)}
+    """Where the weights of each stage lie in the model, whichever layers have them.
+
+    What else TransformerEngine's layers keep is of recipes for fp8 that are refused.
+    """
+    return {
+        f"stage {k}": {name: shard for name, shard in stage.sharded_state_dict().items() if EXTRA not in name}
+        for k, stage in enumerate(stages)
+    }
 
 
 def _places(shards: Mapping[str, Any]) -> dict[int, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from rayhelper import ConfigError
 from rayhelper.device_groups.mistakes import nearest
 from rayhelper.planning.model_shape import ModelShape
+from trainers.backends.megatron.layers import ENGINE_FIELDS, engine_mistake
 from trainers.backends.megatron.settings import MegatronSettings
 
 INSTALL = "pip install 'rayhelper[megatron]'"
@@ -59,7 +60,7 @@ OF_BACKEND = (
     *("use_cpu_initialization", "perform_initialization", "init_model_with_meta_device", "init_method"),
     *("init_method_std", "output_layer_init_method", "embedding_init_method", "embedding_init_method_std"),
     *("variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm", "use_ring_exchange_p2p"),
-    *("attention_backend", "transformer_impl", "calculate_per_token_loss", "cp_comm_type", "test_mode"),
+    *("attention_backend", "calculate_per_token_loss", "cp_comm_type", "test_mode"),
     *("hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"),
     *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
@@ -82,7 +83,8 @@ UNREAD = (  # of attention, offloading, kernels and logs that are not in use her
     *("moe_token_dropping", "moe_per_layer_logging", "barrier_with_L1_time", "wgrad_deferral_limit"),
     *("use_fused_weighted_squared_relu", "use_mamba_mem_eff_path", "async_tensor_model_parallel_allreduce"),
 )
-# Beginnings of fields of TransformerEngine's layers, optimizers and graphs, or of apex's: the backend uses none of them
+# Beginnings of fields of TransformerEngine's layers, optimizers and graphs, or of apex's: but for ``ENGINE_FIELDS`` the
+# backend uses none of them
 OF_OTHER_LAYERS = (
     *("fp8", "fp4", "keep_fp8", "activation_func_fp8", "tp_comm_", "tp_only_amax", "apply_rope_fusion", "delay_wgrad"),
     *("fused_single_qkv_rope", "use_te_", "moe_permute_fusion", "moe_router_fusion", "moe_router_padding_for_"),
@@ -120,8 +122,11 @@ def known_fields() -> dict[str, dict[str, Any]]:
     return found
 
 
-def check_fields(further: Mapping[str, Any]) -> None:
-    """Raises ConfigError for the first field that does not exist, is said elsewhere, or cannot be used here."""
+def check_fields(further: Mapping[str, Any], *, has_adapter: bool = False) -> None:
+    """Raises ConfigError for the first field that does not exist, is said elsewhere, or cannot be used here.
+
+    ``has_adapter``: whether an adapter is trained.
+    """
     if not further:
         return
     known = known_fields()
@@ -132,9 +137,9 @@ def check_fields(further: Mapping[str, Any]) -> None:
         default = next(iter(known[name].values()))
         if name in UNREAD and value != default:
             raise ConfigError(f"megatron: {name} is read by nothing that the backend uses. Remove it.")
-        if name.startswith(OF_OTHER_LAYERS) and value != default:
+        if name.startswith(OF_OTHER_LAYERS) and name not in ENGINE_FIELDS and value != default:
             raise ConfigError(
-                f"megatron: {name} is of layers of TransformerEngine or apex, and the backend uses neither. Remove it."
+                f"megatron: {name} is of layers of TransformerEngine or apex that the backend does not use. Remove it."
             )
         package = NEEDS.get(name)
         if package is not None and value != default and not _is_installed(package):
@@ -142,6 +147,11 @@ def check_fields(further: Mapping[str, Any]) -> None:
                 f"megatron: {name} needs {package}, which is not installed. Remove it: without, training is slower and "
                 "gives the same numbers."
             )
+    changed = {name: value for name, value in further.items() if value != next(iter(known[name].values()))}
+    chosen = {name: value for name, value in further.items() if name == "transformer_impl"}  # also if it is the default
+    problem = engine_mistake(changed | chosen, has_adapter=has_adapter)
+    if problem is not None:
+        raise ConfigError(f"megatron: {problem}")
 
 
 def check_made(settings: MegatronSettings, shape: ModelShape) -> None:

@@ -27,6 +27,7 @@ from trainers.backends.megatron.architectures import (
     head_width,
 )
 from trainers.backends.megatron.attention import DocumentAttention, Rotation, told
+from trainers.backends.megatron.layers import LOCAL, implementation
 from trainers.backends.megatron.packing import Packed
 from trainers.backends.megatron.parts import Norm
 from trainers.backends.megatron.settings import MegatronSettings
@@ -106,13 +107,19 @@ def rotary_frequencies(hf: Any) -> torch.Tensor:
 
 
 def build_stages(
-    hf: Any, settings: MegatronSettings, *, head: Literal["lm", "value"], dtype: torch.dtype, device: torch.device
+    hf: Any,
+    settings: MegatronSettings,
+    *,
+    head: Literal["lm", "value"],
+    dtype: torch.dtype,
+    device: torch.device,
+    has_adapter: bool = False,
 ) -> list[Stage]:
     """The stages of this worker, one or, with virtual stages, several, with weights that are yet to be loaded."""
     for mistake in architecture_mistakes(hf.to_dict()):
         raise ConfigError(f"backend: megatron cannot be this model: {mistake}. Write backend: fsdp.")
     patches.apply()
-    config = transformer_config(hf, settings, dtype=dtype, device=device)
+    config = transformer_config(hf, settings, dtype=dtype, device=device, has_adapter=has_adapter)
     tied = bool(hf.tie_word_embeddings) and head == "lm"
     width = settings.tensor_model_parallel_size
     pieces = settings.virtual_stages
@@ -142,7 +149,7 @@ def build_stages(
 def mark_shards(stage: torch.nn.Module) -> None:
     """Says of each weight whether it lies in shards, without which norms of gradients count some once and some often.
 
-    megatron-core says it where it draws initial weights, which are not wanted here.
+    megatron-core says it where it draws initial weights, which are not wanted here; TransformerEngine always does.
     """
     kinds = {tensor_parallel.ColumnParallelLinear: 0, tensor_parallel.RowParallelLinear: 1}
     kinds |= {tensor_parallel.VocabParallelEmbedding: 0, GroupedMLP: 0}
@@ -155,21 +162,36 @@ def mark_shards(stage: torch.nn.Module) -> None:
 
 
 def layer_spec(config: TransformerConfig, *, vp_stage: int | None) -> Any:
-    """megatron-core's own layers, with attention within documents and norms for spread sequences."""
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+    """megatron-core's layers with attention within documents; its own ones with norms for spread sequences."""
+    is_local = config.transformer_impl == LOCAL
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=not is_local, normalization="RMSNorm", vp_stage=vp_stage
+    )
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = DocumentAttention
+        # a checkpoint has one name for a norm, in whichever module it is
+        layer.submodules.sharded_state_dict_keys_map = {
+            "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+            "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+        }
+    if is_local:
+        use_own_norms(spec, config)
+    return spec
+
+
+def use_own_norms(spec: Any, config: TransformerConfig) -> None:
+    """In megatron-core's own layers, whose norms know no spread sequence."""
     spec.layer_norm = Norm
     for layer in spec.layer_specs:
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-        attention = parts.self_attention.submodules
-        attention.core_attention = DocumentAttention
         if config.qk_layernorm:
+            attention = parts.self_attention.submodules
             attention.q_layernorm = attention.k_layernorm = Norm
-    return spec
 
 
 def transformer_config(
-    hf: Any, settings: MegatronSettings, *, dtype: torch.dtype, device: torch.device
+    hf: Any, settings: MegatronSettings, *, dtype: torch.dtype, device: torch.device, has_adapter: bool
 ) -> TransformerConfig:
     """What megatron-core wants to know of a model and of how it is cut."""
     on_gpu = device.type == "cuda"
@@ -194,6 +216,7 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "use_cpu_initialization": not on_gpu,
         "perform_initialization": False,
+        "transformer_impl": implementation(settings.transformer, has_adapter=has_adapter),
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,

@@ -89,7 +89,7 @@ class Pipeline:
             place=self.place,
             context=self.at.context,
             context_size=self.at.context_size,
-            divisor=self.at.tensor_size if self.settings.is_sequence_parallel else 1,
+            divisor=(self.at.tensor_size if self.settings.is_sequence_parallel else 1) * self.settings.fp8_rows,
             at_least=at_least,
         )
 

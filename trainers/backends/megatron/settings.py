@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from rayhelper.planning.model_shape import ModelShape
 from rayhelper.planning.parallel_sizes import ParallelSizes, size_mistakes
+from trainers.backends.megatron.layers import fp8_rows
 
 OPTIMIZERS = ("adamw_torch", "sgd")
 RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
@@ -70,6 +71,11 @@ class MegatronSettings:
     def is_sequence_parallel(self) -> bool:
         """Whether norms and what lies between layers are divided over tensor-parallel workers; None: if there are."""
         return self.tensor_model_parallel_size > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+    @property
+    def fp8_rows(self) -> int:
+        """What the number of tokens of a worker is a multiple of, padding among them."""
+        return fp8_rows(self.transformer)
 
     @property
     def workers_per_shard(self) -> int:
@@ -201,6 +207,8 @@ def layout_mistakes(
         return
     if not shape.num_experts:
         yield from _dense_mistakes(where, settings)
+    if settings.fp8_rows > 1:
+        yield from _fp8_mistakes(where, settings, sizes_given, shape)
     layers = shape.num_hidden_layers // (sizes_given.pipeline * sizes_given.virtual_pipeline)
     if layers and (settings.recompute_num_layers or 1) > layers:
         yield (
@@ -218,6 +226,25 @@ def _dense_mistakes(where: str, settings: MegatronSettings) -> Iterator[str]:
     found += [name for name in settings.transformer if name.startswith("moe_")]
     if found:
         yield f"{', '.join(found)}: of experts, but the model of {where} has none. Remove what is of experts."
+
+
+def _fp8_mistakes(where: str, settings: MegatronSettings, sizes: ParallelSizes, shape: ModelShape) -> Iterator[str]:
+    """Matrices of a worker that fp8 cannot multiply."""
+    heads = shape.num_attention_heads * shape.head_dim
+    widths = {
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads x head_dim": heads // sizes.tensor,
+        "queries, keys and values": (heads + 2 * shape.num_key_value_heads * shape.head_dim) // sizes.tensor,
+        "moe_intermediate_size": shape.moe_intermediate_size // sizes.expert_tensor,
+    }
+    if shape.num_moe_layers < shape.num_hidden_layers:
+        widths["intermediate_size"] = shape.intermediate_size // sizes.tensor
+    odd = [f"{name} {width}" for name, width in widths.items() if width % settings.fp8_rows]
+    if odd:
+        yield (
+            f"with fp8 every width of the model on a worker of {where} must be a multiple of {settings.fp8_rows}, but "
+            f"there is {', '.join(odd)}. Remove fp8, or choose other sizes."
+        )
 
 
 def _word(value: Any) -> str:

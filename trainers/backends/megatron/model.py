@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import GroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rayhelper import ConfigError
@@ -29,18 +30,32 @@ from trainers.backends.megatron.architectures import (
 from trainers.backends.megatron.attention import DocumentAttention, Rotation, told
 from trainers.backends.megatron.packing import Packed
 from trainers.backends.megatron.parts import Norm
+from trainers.backends.megatron.router import Balance, BalancedRouter
 from trainers.backends.megatron.settings import MegatronSettings
 
 
 class Stage(GPTModel):  # type: ignore[misc]
     """The layers of one stage of a pipeline; the first has the embedding, the last the final norm and the head."""
 
-    def __init__(self, config: TransformerConfig, hf: Any, *, head: Literal["lm", "value"], **settings: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hf: Any,
+        *,
+        head: Literal["lm", "value"],
+        balance: Balance | None = None,
+        **settings: Any,
+    ) -> None:
         super().__init__(
             config, max_sequence_length=hf.max_position_embeddings, position_embedding_type="none", **settings
         )
         self.register_buffer("frequencies", rotary_frequencies(hf), persistent=False)
         self.padding: int | None = hf.pad_token_id
+        self.balance = balance
+        for part in self.modules():
+            if isinstance(part, BalancedRouter):
+                assert balance is not None, "it is why there are such routers"
+                part.balance = balance
         self.values: torch.nn.Linear | None = None
         if self.post_process and head == "value":
             del self.output_layer
@@ -57,7 +72,11 @@ class Stage(GPTModel):  # type: ignore[misc]
             hidden = self.embed(packed.input_ids_S)
         angles_SR = packed.positions_S[:, None].float() * self.frequencies
         rotation = Rotation(angles_SR.cos().to(self.config.params_dtype), angles_SR.sin().to(self.config.params_dtype))
-        hidden = self.decoder(hidden, told(packed.documents, rotation))
+        further = {}
+        if self.balance is not None and self.training:
+            spread = self.pg_collection.tp if self.config.sequence_parallel else None
+            further = {"padding_mask": self.balance.told(packed, divided_over=spread)}
+        hidden = self.decoder(hidden, told(packed.documents, rotation), **further)
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
@@ -114,6 +133,7 @@ def build_stages(
     patches.apply()
     config = transformer_config(hf, settings, dtype=dtype, device=device)
     tied = bool(hf.tie_word_embeddings) and head == "lm"
+    balance = Balance.of(config)
     width = settings.tensor_model_parallel_size
     pieces = settings.virtual_stages
     stages = []
@@ -127,6 +147,7 @@ def build_stages(
             config,
             hf,
             head=head,
+            balance=balance,
             transformer_layer_spec=layer_spec(config, vp_stage=which["vp_stage"]),
             vocab_size=-(-hf.vocab_size // width) * width,
             pre_process=first,
@@ -165,6 +186,8 @@ def layer_spec(config: TransformerConfig, *, vp_stage: int | None) -> Any:
         attention.core_attention = DocumentAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = Norm
+        if Balance.of(config) is not None and parts.mlp.module is MoELayer:
+            parts.mlp.submodules.router = BalancedRouter
     return spec
 
 
@@ -216,7 +239,6 @@ def mixture(hf: Any) -> dict[str, Any]:
         "moe_ffn_hidden_size": hf.moe_intermediate_size,
         "moe_router_topk": hf.num_experts_per_tok,
         "moe_router_pre_softmax": not hf.norm_topk_prob,
-        "moe_router_load_balancing_type": "none",
     }
     if shared := getattr(hf, "shared_expert_intermediate_size", None):
         found |= {"moe_shared_expert_intermediate_size": shared, "moe_shared_expert_gate": True}

@@ -594,7 +594,7 @@ QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "rope_parameters": {"rope_
         ({"use_sliding_window": True}, "sliding window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
         ({"model_type": "mistral"}, "sliding window"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn', and known are default, linear, llama3"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope', and known are default, linear, llama3, yarn"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "'dynamic'"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),

@@ -49,7 +49,8 @@ class Stage(GPTModel):  # type: ignore[misc]
         super().__init__(
             config, max_sequence_length=hf.max_position_embeddings, position_embedding_type="none", **settings
         )
-        self.register_buffer("frequencies", rotary_frequencies(hf), persistent=False)
+        frequencies, self.rotary_factor = rotary_frequencies(hf)
+        self.register_buffer("frequencies", frequencies, persistent=False)
         self.padding: int | None = hf.pad_token_id
         self.balance = balance
         for part in self.modules():
@@ -71,7 +72,8 @@ class Stage(GPTModel):  # type: ignore[misc]
         if self.pre_process:
             hidden = self.embed(packed.input_ids_S)
         angles_SR = packed.positions_S[:, None].float() * self.frequencies
-        rotation = Rotation(angles_SR.cos().to(self.config.params_dtype), angles_SR.sin().to(self.config.params_dtype))
+        turns = (angles_SR.cos(), angles_SR.sin())
+        rotation = Rotation(*((turn_SR * self.rotary_factor).to(self.config.params_dtype) for turn_SR in turns))
         further = {}
         if self.balance is not None and self.training:
             spread = self.pg_collection.tp if self.config.sequence_parallel else None
@@ -110,18 +112,18 @@ class Stage(GPTModel):  # type: ignore[misc]
         return self.output_layer.weight
 
 
-def rotary_frequencies(hf: Any) -> torch.Tensor:
-    """(D / 2,) float32 angles a position, as transformers has them."""
+def rotary_frequencies(hf: Any) -> tuple[torch.Tensor, float]:
+    """(D / 2,) float32 angles a position, as transformers has them, and what it multiplies queries and keys by."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kind = hf.rope_parameters["rope_type"]
     if kind != "default":
-        found: torch.Tensor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))[0]
-        return found.float()
+        found, factor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
+        return found.float(), factor
     width = head_width(hf)
     powers = torch.arange(0, width, 2, dtype=torch.int64).float() / width
     frequencies: torch.Tensor = 1.0 / (hf.rope_parameters["rope_theta"] ** powers)
-    return frequencies
+    return frequencies, 1.0
 
 
 def build_stages(

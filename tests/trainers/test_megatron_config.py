@@ -627,5 +627,15 @@ def test_an_adapter_that_cannot_be_is_refused_before_anything_starts(
         SFTTrainer.check(run, gpus("train"))
 
 
+def test_an_adapter_of_experts_needs_them_whole_and_one_by_one(tmp_path: Path) -> None:
+    stacks = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    keys = {"model": folder(tmp_path, MOE), "tuner_type": "lora", "lora_target_modules": [], "lora_kwargs": stacks}
+    SFTTrainer.check(config(SFTConfig, **keys, **{TP: 2, EP: 2, ETP: 1}), gpus("train", 2))
+    with pytest.raises(ConfigError, match=r"each is cut over 2 workers. Write expert_tensor_parallel_size: 1"):
+        SFTTrainer.check(config(SFTConfig, **keys, **{TP: 2}), gpus("train", 2))
+    with pytest.raises(ConfigError, match=r"moe_grouped_gemm multiplies at once"):
+        SFTTrainer.check(config(SFTConfig, **keys, moe_grouped_gemm=True, dtype="bfloat16"), gpus("train"))
+
+
 def test_a_mistral_without_a_window_is_known() -> None:
     assert not list(architecture_mistakes({"model_type": "mistral", "sliding_window": None}))

@@ -47,8 +47,9 @@ class Balance:
 
     @classmethod
     def of(cls, config: TransformerConfig) -> Balance | None:
-        """None where no loss is asked for."""
-        return cls(config) if config.moe_aux_loss_coeff or config.moe_z_loss_coeff else None
+        """None where no loss is asked for, or there are no experts."""
+        is_asked = config.moe_aux_loss_coeff or config.moe_z_loss_coeff
+        return cls(config) if is_asked and config.num_moe_experts is not None else None
 
     def begin(self, num_tokens: int, device: torch.device) -> None:
         """A step in which this worker's slice of the batch has so many tokens. Every rank calls it."""

@@ -55,7 +55,7 @@ class Balance:
         """A step in which this worker's slice of the batch has so many tokens. Every rank calls it."""
         total = torch.tensor(num_tokens, device=device)
         dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
-        self.num_tokens = int(total)
+        self.num_tokens = max(1, int(total))
         self._micros.clear()
         self._sums = torch.zeros(2, device=device)
 

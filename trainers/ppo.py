@@ -407,7 +407,8 @@ class PPOTrainer:
         """One optimizer step over all critic workers; ``num_places`` are those of the whole step."""
         loss = partial(value_loss, self.config, num_places)
         metrics = self.critic.step(states, loss, micro_batch_size=self.config.per_device_train_batch_size)
-        for name in ("grad_norm", "learning_rate"):  # the policy has these too; their losses add up
+        own = {"grad_norm", "learning_rate", "moe_aux_loss", "moe_z_loss"}  # the policy has these too; losses add up
+        for name in sorted(own & metrics.entries.keys()):
             metrics.entries[f"critic/{name}"] = metrics.entries.pop(name)
         del metrics.entries["update_tokens"]  # the policy's, told there
         if self.policy is not None:

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from rayhelper import ConfigError
 from tests.backends.batches import largest_difference, mean_loss, plain_scores, samples_of
 from tests.golden.tiny import save_tiny
 from trainers.backends.fsdp import FsdpBackend
+from trainers.rollout.vllm_adapter import put_adapter
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-2, "num_training_steps": 10, "lora": LORA}
@@ -141,6 +143,44 @@ def test_an_output_head_is_trained_too_where_the_adapter_says_so(kind: dict[str,
     merged = FsdpBackend(tmp_path)
     merged.load_weights(backend.named_weights())
     np.testing.assert_allclose(scores(merged), scores(backend), atol=1e-5)
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("qwen3_moe", {"target_modules": "all-linear"}),
+        ("qwen3_moe", {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}),
+        ("qwen2_moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    ],
+)
+def test_experts_that_lie_stacked_are_merged_and_written_as_others(
+    family: str, targets: dict[str, Any], tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": 261, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "shared_expert_intermediate_size": 40}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": []}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **experts), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    backend = FsdpBackend(tmp_path / "model", **SETTINGS | {"lora": {"r": 3, "lora_alpha": 6} | targets})
+    with torch.no_grad():
+        for name, weight in backend.module.named_parameters():
+            if ".lora_B." in name:
+                weight.add_(0.3 * torch.randn_like(weight))
+    before = scores(backend)
+    assert np.abs(before - scores(backend, adapter=False)).max() > 1e-2
+    own = {name: weight.clone() for name, weight in FsdpBackend(tmp_path / "model").named_weights()}
+    found = {name: weight.clone() for name, weight in backend.named_weights()}
+    assert found.keys() == own.keys()
+    changed = {name for name, weight in found.items() if not torch.equal(weight, own[name])}
+    assert changed == {name for name, _ in backend.named_weights(trained_only=True)}
+    assert sum(".experts." in name for name in changed) == 2 * 4 * 3, "of each of four experts in two layers"
+    backend.export(tmp_path / "merged")
+    np.testing.assert_allclose(scores(FsdpBackend(tmp_path / "merged")), before, atol=1e-5)
+    with pytest.raises(ConfigError, match=r"changes experts .*Set vllm_enable_lora: false"):
+        put_adapter(None, 3, backend.adapter_weights())
 
 
 def test_a_layer_that_the_model_does_not_have_is_refused(folder: str) -> None:

@@ -233,6 +233,42 @@ def compare(ranks: list[dict[str, Any]], right: dict[str, Any], case: str) -> No
                     np.testing.assert_allclose(rank[kind][name], value, atol=1e-5, err_msg=f"{case}: {kind} of {name}")
 
 
+# Rotary embeddings
+
+
+LONGER: dict[str, Any] = {"factor": 4.0, "rope_theta": 100.0, "original_max_position_embeddings": 8}
+KINDS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0, "rope_theta": 100.0},
+    "llama3": LONGER | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": LONGER,
+    "yarn as told": LONGER | {"attention_factor": 1.4, "beta_fast": 4.0, "truncate": False},
+}
+
+
+def logps_of(rank: int, folders: list[Path], layout: Layout) -> list[np.ndarray]:
+    from trainers.backends.megatron.backend import MegatronBackend
+    from trainers.backends.megatron.settings import MegatronSettings
+
+    megatron_on_cpu.install()
+    settings = MegatronSettings(**layout)
+    return [
+        MegatronBackend(one, settings=settings).token_logps(samples_of(), micro_batch_size=4).values for one in folders
+    ]
+
+
+def test_rotary_embeddings_of_every_kind_are_those_of_transformers(tmp_path: Path) -> None:
+    folders = []
+    for kind, parameters in KINDS.items():
+        rotation = {"rope_type": kind.split()[0], **parameters}
+        folders.append(save("qwen3", tmp_path / kind, rope_parameters=rotation))
+    right = [FsdpBackend(one).token_logps(samples_of(), micro_batch_size=4).values for one in folders]
+    differences = [np.abs(one - other).max() for k, one in enumerate(right) for other in right[:k]]
+    assert min(differences) > 1e-3, "each kind is another model"
+    for found in run_ranks(2, logps_of, folders, {CP: 2}, folder=tmp_path):
+        for kind, logps, wanted_logps in zip(KINDS, found, right, strict=True):
+            np.testing.assert_allclose(logps, wanted_logps, atol=1e-5, err_msg=kind)
+
+
 # Values
 
 

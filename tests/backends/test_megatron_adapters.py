@@ -21,6 +21,7 @@ from tests.backends.ranks import run_ranks
 from tests.backends.test_megatron import (
     CP,
     EP,
+    ETP,
     FAMILIES,
     FULL,
     MICRO,
@@ -38,7 +39,7 @@ from tests.backends.test_megatron import (
     told,
 )
 from trainers.backends.fsdp import FsdpBackend
-from trainers.backends.megatron.adapters import chosen_targets
+from trainers.backends.megatron.adapters import STACKS, check_experts, chosen_targets
 
 Lora = dict[str, Any]
 FILE = "adapter_model.safetensors"
@@ -47,6 +48,9 @@ SOME: Lora = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "u
 SOME |= {"use_rslora": True}
 ATTENTION: Lora = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 SHARED: Lora = {"r": 4, "target_modules": ["k_proj", *(f"shared_expert.{x}_proj" for x in ("gate", "up", "down"))]}
+NAMED: Lora = {"r": 3, "lora_alpha": 6, "use_rslora": True}
+NAMED |= {"target_modules": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
+STACKED: Lora = {"r": 4, "target_modules": [], "target_parameters": list(STACKS)}
 # By family, adapter and number of ranks, which start once for all layouts
 CASES: list[tuple[str, Lora, int, list[Layout]]] = [
     ("qwen2", ALL, 1, [{}]),
@@ -55,6 +59,18 @@ CASES: list[tuple[str, Lora, int, list[Layout]]] = [
     ("qwen3", ALL, 4, [{TP: 2, PP: 2} | SP | PLAIN, {TP: 2} | SP | OVERLAP, {PP: 2, CP: 2}]),
     ("qwen3_moe", ATTENTION, 2, [{EP: 2}, {EP: 2} | PLAIN, {TP: 2} | SP]),
     ("qwen2_moe", SHARED, 2, [{EP: 2}, {TP: 2} | SP | PLAIN]),
+    ("qwen3_moe", NAMED, 2, [{}, {EP: 2}, {PP: 2} | PLAIN]),
+    ("qwen3_moe", STACKED, 2, [{EP: 2} | FULL, {CP: 2} | PLAIN]),
+    (
+        "qwen2_moe",
+        STACKED | {"target_modules": ["k_proj", "shared_expert.up_proj"], "use_rslora": True},
+        4,
+        [
+            {TP: 2, EP: 2, ETP: 1} | SP | PLAIN,
+            {PP: 2, VPP: 2, EP: 2},
+            {CP: 2, EP: 2, "moe_layer_recompute": True} | OVERLAP,
+        ],
+    ),
 ]
 
 
@@ -109,9 +125,11 @@ def largest_spread(backend: Any) -> float:
     from megatron.core import parallel_state
 
     spread = 0.0
-    groups = {"data": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    groups["tensor"] = parallel_state.get_tensor_model_parallel_group()
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    data = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    of_experts = parallel_state.get_expert_data_parallel_group()
     for weight in (weight for stage in backend.stages for weight in stage.parameters() if weight.requires_grad):
+        groups = {"data": data if getattr(weight, "allreduce", True) else of_experts, "tensor": tensor}
         for kind, group in groups.items():
             if kind == "data" or not getattr(weight, "tensor_model_parallel", False):
                 copies = [torch.empty_like(weight) for _ in range(group.size())]
@@ -137,7 +155,11 @@ def one(folder: Path, start: Path, lora: Lora, layout: Layout, export: Path) -> 
         "drawn": drawn,
         "spread": largest_spread(backend),
         "frozen with a gradient": [hasattr(weight, "main_grad") or weight.grad is not None for weight in frozen],
-        "num buffered": sum(len(buffer.params) for chunk in backend.chunks for buffer in chunk.buffers),
+        "num buffered": sum(
+            len(buffer.params)
+            for chunk in backend.chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ),
         "num trained": len(trained),
     }
 
@@ -340,8 +362,18 @@ REFUSED: dict[str, tuple[str, Lora, int, str]] = {
     "field": ("llama", {"use_dora": True}, 1, "use_dora.*lora_alpha"),
     "pattern": ("llama", {"target_modules": ".*_proj"}, 1, "not a pattern"),
     "head": ("llama", {"target_modules": ["q_proj", "lm_head"]}, 1, "lm_head.*down_proj.*q_proj"),
-    "experts": ("qwen2_moe", {"target_modules": ["up_proj"]}, 1, r"experts have too.*mlp\.up_proj.*shared_expert\.up"),
-    "dense": ("qwen3_moe", {"target_modules": ["mlp.up_proj"]}, 1, r"mlp\.up_proj.*only these layers.*k_proj, o_proj"),
+    "experts": ("qwen2_moe", {"target_modules": ["up_proj"]}, 1, r"experts have too.*shared_expert\.up.*target_param"),
+    "some": (
+        "qwen3_moe",
+        {"target_modules": ["mlp.up_proj", "q_proj"]},
+        1,
+        r"not \['gate_proj', 'down_proj'\]. Write all",
+    ),
+    "one": ("qwen2_moe", {"target_parameters": [STACKS[0]]}, 1, "Write both"),
+    "stack": ("qwen3_moe", {"target_parameters": ["mlp.gate.weight"]}, 1, "'mlp.gate.weight'.*knows.*gate_up_proj"),
+    "no experts": ("qwen3", {"target_parameters": list(STACKS)}, 1, "this qwen3 model has none"),
+    "dropout": ("qwen3_moe", {"target_parameters": list(STACKS), "lora_dropout": 0.1}, 1, "lora_dropout: 0"),
+    "dense layers": ("qwen3_moe", {"target_modules": [], "target_parameters": list(STACKS)}, 2, r"\[2\].*every layer"),
     "router": ("qwen3_moe", {"target_modules": ["gate"]}, 1, "only these layers"),
     "stages": ("qwen2_moe", {"target_modules": ["shared_expert.up_proj"]}, 2, r"\[2\].*every layer"),
 }
@@ -356,6 +388,18 @@ def test_what_can_have_no_adapter_is_refused_with_what_can(case: str) -> None:
     family, lora, num_stages, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         chosen_targets(config_of(family), lora, num_stages=num_stages)
+
+
+def test_experts_that_are_cut_or_multiplied_at_once_get_no_adapter() -> None:
+    config = config_of("qwen3_moe")
+    targets = chosen_targets(config, STACKED)
+    assert len(targets) == 3 * 4 * 3, "of each of four experts in three layers"
+    check_experts(config, targets, grouped=False, num_ranks=1)
+    check_experts(config, chosen_targets(config, ATTENTION), grouped=True, num_ranks=2)
+    with pytest.raises(ConfigError, match=r"moe_grouped_gemm.*Remove"):
+        check_experts(config, targets, grouped=True, num_ranks=1)
+    with pytest.raises(ConfigError, match="expert_tensor_parallel_size: 1"):
+        check_experts(config, targets, grouped=False, num_ranks=2)
 
 
 @pytest.mark.parametrize(("family", "num_targets"), [("qwen3", 7 * 4), ("qwen3_moe", 4 * 4), ("qwen2_moe", 7 * 4)])
@@ -415,10 +459,19 @@ def resumed(rank: int, folder: Path, lora: Lora, layouts: list[Layout], saved: P
     return found
 
 
-@pytest.mark.parametrize("lora", [ALL, SOME], ids=["all", "some"])
-def test_a_run_with_an_adapter_goes_on_in_any_layout(lora: Lora, folders: dict[str, Path], tmp_path: Path) -> None:
-    layouts = [{TP: 2, PP: 2} | SP, {TP: 4} | PLAIN, {PP: 2}, {}, {TP: 2, CP: 2} | PLAIN]
-    ranks = run_ranks(4, resumed, folders["qwen3"], lora, layouts, tmp_path / "saved", folder=tmp_path, timeout_s=120)
+DENSE_LAYOUTS: list[Layout] = [{TP: 2, PP: 2} | SP, {TP: 4} | PLAIN, {PP: 2}, {}, {TP: 2, CP: 2} | PLAIN]
+EXPERT_LAYOUTS: list[Layout] = [{PP: 2, EP: 2}, {EP: 4} | PLAIN, {TP: 2, EP: 2, ETP: 1} | SP, {}]
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "layouts"),
+    [("qwen3", ALL, DENSE_LAYOUTS), ("qwen3", SOME, DENSE_LAYOUTS), ("qwen2_moe", STACKED, EXPERT_LAYOUTS)],
+    ids=["all", "some", "experts"],
+)
+def test_a_run_with_an_adapter_goes_on_in_any_layout(
+    family: str, lora: Lora, layouts: list[Layout], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    ranks = run_ranks(4, resumed, folders[family], lora, layouts, tmp_path / "saved", folder=tmp_path, timeout_s=120)
     written, *read = (np.sum([rank[k][1] for rank in ranks if rank[k][0]], 0) for k in range(len(layouts) + 1))
     np.testing.assert_array_equal(read[0], written)
     for layout, losses in zip(layouts, read, strict=True):

@@ -142,6 +142,8 @@ APART: Wanted = {  # the case whose numbers they have, and where roles and layou
     "dpo, reference apart": ("dpo", two_groups(["default"], ["reference"]) | {TP: 2}),
     "gkd top, teacher apart": ("gkd top", two_groups(["train", "rollout"], ["teacher"]) | {PP: 2}),
 }
+BALANCE: Keys = {"megatron": {"moe_aux_loss_coeff": 0.05, "moe_router_load_balancing_type": "seq_aux_loss"}}
+BALANCED: Wanted = {f"balanced {name}": ("sft of experts", LAYOUTS[name] | BALANCE) for name in ("ep", "pp")}
 ENGINE = two_groups(["train", "reference", "teacher", "reward"], ["rollout"], size=1)
 ONE_ENGINE: Wanted = {
     "grpo tp, engine apart": ("grpo", ENGINE | {TP: 2}),
@@ -218,7 +220,7 @@ def by_one(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture(scope="module")
 def by_two(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     wanted = {f"{case} {name}": (case, LAYOUTS[name]) for case in BY_TWO for name in ("fsdp", *BY_TWO[case])}
-    return by_processes(2, tmp_path_factory.mktemp("two"), models, wanted)
+    return by_processes(2, tmp_path_factory.mktemp("two"), models, wanted | BALANCED)
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +244,15 @@ def assert_same_run(found: Path, expected: Path, tolerance: float = 1e-5) -> Non
 def test_two_workers_give_the_numbers_of_fsdp(case: str, by_two: Path) -> None:
     for layout in BY_TWO[case]:
         assert_same_run(by_two / f"{case} {layout}", by_two / f"{case} fsdp")
+
+
+def test_a_run_that_balances_experts_logs_it_and_does(by_two: Path) -> None:
+    found, other = (by_two / name for name in BALANCED)
+    assert_same_run(found, other)
+    plain, steps = lines(by_two / "sft of experts ep"), [line for line in lines(found) if "loss" in line]
+    assert all("moe_aux_loss" in line and "moe_z_loss" not in line for line in steps)
+    assert steps[-1]["moe_aux_loss"] < steps[0]["moe_aux_loss"]
+    assert not any("moe_aux_loss" in line for line in plain)
 
 
 @pytest.mark.parametrize("case", BY_FOUR)

@@ -25,12 +25,14 @@ from trainers.backends.megatron import fields as megatron_fields
 from trainers.backends.megatron import layers
 from trainers.backends.megatron.architectures import architecture_mistakes
 from trainers.backends.megatron.fields import (
+    AUX,
+    BALANCING,
     ELSEWHERE,
     NEEDS,
     OF_BACKEND,
-    OF_LOSS,
     OF_MODEL,
     UNREAD,
+    Z,
     check_fields,
     divided,
     known_fields,
@@ -382,7 +384,7 @@ def refused(name: str, value: Any = 1) -> str:
 
 def test_the_tables_of_fields_name_fields_and_keys_that_exist() -> None:
     known = known_fields()
-    tables = [*ELSEWHERE, *OF_MODEL, *OF_BACKEND, *OF_LOSS, *UNREAD]
+    tables = [*ELSEWHERE, *OF_MODEL, *OF_BACKEND, AUX, Z, BALANCING, *UNREAD]
     assert sorted(set(tables) - known.keys()) == []
     assert len(tables) == len(set(tables))
     assert [start for start in NEEDS if not any(name.startswith(start) for name in known)] == []
@@ -410,7 +412,6 @@ def test_the_tables_of_fields_name_fields_and_keys_that_exist() -> None:
         ("fp32_residual_connection", "is chosen by the backend"),
         ("microbatch_group_size_per_vp_stage", "is chosen by the backend"),
         ("fsdp_double_buffer", "is chosen by the backend"),
-        ("moe_aux_loss_coeff", "is of a loss that balances experts"),
     ],
 )
 def test_a_field_that_something_else_decides_is_refused_with_what_does(name: str, told: str) -> None:
@@ -506,6 +507,33 @@ def test_a_field_that_nothing_reads_is_refused_unless_it_is_as_it_is_anyway() ->
         other = not default if isinstance(default, bool) else "nccl" if default is None else default + type(default)(1)
         assert f"{name} is read by nothing that the backend uses. Remove it" in refused(name, other)
         check_fields({name: default})
+
+
+@pytest.mark.parametrize(
+    ("further", "told"),
+    [
+        ({BALANCING: "global_aux_loss", AUX: 1e-3}, "how a whole step chose its experts"),
+        ({BALANCING: "sinkhorn"}, "to other experts in training than in scoring. Write one of aux_loss, seq_aux_loss"),
+        ({BALANCING: ["aux_loss"], AUX: [1e-3]}, f"{BALANCING} must be one of aux_loss, seq_aux_loss, none"),
+        ({AUX: -1.0}, f"{AUX} must be a number, 0 or above, got -1.0"),
+        ({Z: "1e-3"}, f"{Z} must be a number, 0 or above, got '1e-3'"),
+        ({BALANCING: "none", AUX: 1e-3}, f"{BALANCING} is none, but {AUX} 0.001"),
+        ({BALANCING: "seq_aux_loss"}, f"seq_aux_loss says nothing without {AUX}"),
+    ],
+)
+def test_losses_that_balance_experts_in_another_way_are_refused(further: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        check_fields(further)
+    assert told in str(error.value)
+
+
+def test_losses_that_balance_experts_are_fields_of_the_model(tmp_path: Path) -> None:
+    for further in ({AUX: 1e-3}, {AUX: 1, BALANCING: "seq_aux_loss", Z: 1e-3}, {BALANCING: "none"}, {Z: None}):
+        check_fields(further)
+        assert divided(further)["transformer"] == further
+    run = config(SFTConfig, model=folder(tmp_path, DENSE), megatron={AUX: 1e-3})
+    with pytest.raises(ConfigError, match=f"{AUX}: of experts, but the model of .* has none"):
+        SFTTrainer.check(run, gpus("train"))
 
 
 @pytest.mark.parametrize(
@@ -629,7 +657,7 @@ QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "rope_parameters": {"rope_
         ({"use_sliding_window": True}, "sliding window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
         ({"model_type": "mistral"}, "sliding window"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "'yarn', and known are default, linear, llama3"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope', and known are default, linear, llama3, yarn"),
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "'dynamic'"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
@@ -660,6 +688,16 @@ def test_an_adapter_that_cannot_be_is_refused_before_anything_starts(
     run = config(SFTConfig, model=folder(tmp_path, DENSE), tuner_type="lora", **keys)
     with pytest.raises(ConfigError, match=told):
         SFTTrainer.check(run, gpus("train"))
+
+
+def test_an_adapter_of_experts_needs_them_whole_and_one_by_one(tmp_path: Path) -> None:
+    stacks = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    keys = {"model": folder(tmp_path, MOE), "tuner_type": "lora", "lora_target_modules": [], "lora_kwargs": stacks}
+    SFTTrainer.check(config(SFTConfig, **keys, **{TP: 2, EP: 2, ETP: 1}), gpus("train", 2))
+    with pytest.raises(ConfigError, match=r"each is cut over 2 workers. Write expert_tensor_parallel_size: 1"):
+        SFTTrainer.check(config(SFTConfig, **keys, **{TP: 2}), gpus("train", 2))
+    with pytest.raises(ConfigError, match=r"moe_grouped_gemm multiplies at once"):
+        SFTTrainer.check(config(SFTConfig, **keys, moe_grouped_gemm=True, dtype="bfloat16"), gpus("train"))
 
 
 def test_a_mistral_without_a_window_is_known() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,21 +49,45 @@ def own_weights(module: Any, weights: Mapping[str, torch.Tensor]) -> Iterator[tu
     One at a time, so that no second model is ever held. The live weights stay as they are. If they lie in shards, every
     rank must go through all of them.
     """
-    from peft.tuners.lora import LoraLayer
-
-    adapted = {
-        f"{name}.base_layer.weight": part for name, part in module.named_modules() if isinstance(part, LoraLayer)
-    }
+    adapted = _adapted(module)
     for name, weight in weights.items():
         if (is_adapter(name) and ".modules_to_save." not in name) or ".original_module." in name:
             continue
         weight = full(weight)
         if name in adapted:
-            part: Any = adapted[name]
-            a, b = full(part.lora_A["default"].weight.detach()), full(part.lora_B["default"].weight.detach())
-            delta = (b.float() @ a.float()) * part.scaling["default"]
-            weight = (weight.float() + (delta.T if part.fan_in_fan_out else delta)).to(weight.dtype)
-        yield name.replace(".base_layer.", ".").replace(".modules_to_save.default.", "."), weight
+            weight = (weight.float() + _delta(adapted[name])).to(weight.dtype)
+        yield re.sub(r"\.base_layer(?=\.)", "", name).replace(".modules_to_save.default.", "."), weight
+
+
+def _adapted(module: Any) -> dict[str, Any]:
+    """The layers of peft, by the names of the weights that each stands beside: of stacked experts, one in the other."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
+
+    found: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        if isinstance(part, ParamWrapper):
+            inner: Any = part
+            while isinstance(inner, ParamWrapper):
+                inner, name = inner.base_layer, f"{name}.base_layer"
+            found[f"{name}.{part.parameter_name}"] = part
+        elif isinstance(part, LoraLayer):
+            found[f"{name}.base_layer.weight"] = part
+    return found
+
+
+def _delta(part: Any) -> torch.Tensor:
+    """float32, whole: what a layer of peft makes its weight another by. Of stacked experts B has the expert last."""
+    a, b = (full(half["default"].weight.detach()).float() for half in (part.lora_A, part.lora_B))
+    num_experts = getattr(part, "num_experts", 1)
+    if num_experts > 1:
+        a_ERI, b_ORE = a.view(num_experts, -1, a.shape[1]), b.view(len(b), -1, num_experts)
+        delta_EOI = torch.einsum("ore,eri->eoi", b_ORE, a_ERI)
+        delta = delta_EOI if part._did_swap_in_out_features else delta_EOI.transpose(1, 2)
+    else:
+        delta = (b @ a).T if part.fan_in_fan_out else b @ a
+    scaling: float = part.scaling["default"]
+    return delta * scaling
 
 
 def adapter_weights(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -103,11 +128,8 @@ def layer_names(model: str | Path, target_modules: Sequence[str], *, trust_remot
 
 def trained_names(module: Any) -> set[str]:
     """Names, in ``module``, of the weights that a trained adapter makes others of, or that are trained themselves."""
-    from peft.tuners.lora import LoraLayer
-
     trained = {name for name, weight in module.named_parameters(remove_duplicate=False) if weight.requires_grad}
-    adapted = {f"{name}.base_layer.weight" for name, part in module.named_modules() if isinstance(part, LoraLayer)}
-    return trained | adapted
+    return trained | _adapted(module).keys()
 
 
 def load_adapter(adapted: Any, folder: Path) -> None:

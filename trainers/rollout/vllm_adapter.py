@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 import torch
 
+from rayhelper import ConfigError
 from trainers.fingerprints import added_up, fingerprint
 from trainers.rollout.vllm_processes import uninterrupted
 
@@ -39,11 +40,21 @@ def adapter_settings(rank: int, target_modules: Collection[str]) -> dict[str, An
 
 
 def put_adapter(engine: Any, rank: int, named_weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
-    """What requests say that run under the adapter, which ``Backend.adapter_weights`` gives."""
+    """What requests say that run under the adapter, which ``Backend.adapter_weights`` gives.
+
+    Raises:
+        ConfigError: it changes experts.
+    """
+    weights = {name: weight.to("cpu", copy=True).contiguous() for name, weight in named_weights}
+    if of_experts := [name for name in weights if ".experts." in name]:
+        raise ConfigError(
+            f"vllm_enable_lora: the adapter changes experts ({of_experts[0]}), and engines are given those of other "
+            "layers alone. Set vllm_enable_lora: false, which merges the adapter into the weights that engines get, or "
+            "name layers of the attention in lora_target_modules."
+        )
     from safetensors.torch import save_file
     from vllm.lora.request import LoRARequest
 
-    weights = {name: weight.to("cpu", copy=True).contiguous() for name, weight in named_weights}
     fields = {"r": rank, "lora_alpha": rank, "target_modules": [], "bias": "none"}  # whose scaling is 1
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
         save_file(weights, Path(folder) / "adapter_model.safetensors")

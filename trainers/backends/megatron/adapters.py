@@ -6,9 +6,18 @@ megatron-core fuses what Hugging Face keeps apart, so a layer may have several p
     o_proj                 -> linear_proj     down_proj          -> linear_fc2
 
 Function, number of weights and initial values are as with peft on the model in one process, but for one thing: of
-targets in one fused layer, dropout takes the same inputs. Experts, routers, gates of shared experts, embedding and head
-get no adapter: "all-linear" is attention, dense MLPs and shared experts, and of qwen3_moe, where names of an MLP mean
-experts to peft, attention alone.
+targets in one fused layer, dropout takes the same inputs. Routers, gates of shared experts, embedding and head get no
+adapter: "all-linear" is attention, dense MLPs and shared experts, and of qwen3_moe, where names of an MLP mean experts
+to peft, attention alone.
+
+Experts get one where they are named. transformers stacks those of a layer, gate above up, and peft adapts the stack: a
+pair of matrices an expert and stack, written as
+
+    experts.base_layer.lora_A  (E R, H)   the R rows of an expert above those of the next      gate_up_proj
+    experts.base_layer.lora_B  (2 I, R E)  of the R columns each, those of all experts side by side
+    experts.lora_A (E R, I), experts.lora_B (H, R E)                                            down_proj
+
+Where gate_proj and up_proj are named, as before transformers stacked them, peft gives the pair of both twice the rank.
 """
 
 from __future__ import annotations
@@ -30,23 +39,38 @@ from torch.nn import Parameter
 from rayhelper import ConfigError
 from trainers.backends.megatron.weights import MegatronWeights, Source, block_sources
 
-FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora")
+FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "use_rslora")
+STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # what peft calls the experts of a layer
+IN_STACKS = ("gate_proj", "up_proj", "down_proj")  # and what it called them when they were layers of their own
 MLP_IS_EXPERTS = ("qwen3_moe",)  # where peft takes the names of an MLP of any kind for those of the experts
 PREFIX, FILE = "base_model.model.", "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Matrices that lie above each other in one parameter: whole under their names, and what this worker has."""
+    """Matrices that lie above each other in one parameter: whole under their names, and what this worker has.
+
+    Those of experts have a dimension of experts in ``source``, and none in a file.
+    """
 
     source: Source
     parameter: Parameter | None  # None: on another stage of the pipeline
+    group: dist.ProcessGroup  # over which the source is cut
 
-    def fill(self, weights: Mapping[str, torch.Tensor], rank: int) -> None:
+    def fill(self, weights: Mapping[str, torch.Tensor]) -> None:
         if self.parameter is not None:
-            for name in self.source.tensors:
-                part = weights[name][self.source.part(name, rank)]
-                self.source.fill(self.parameter.detach(), name, part)
+            self.put(self.parameter.detach(), weights)
+
+    def put(self, own: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
+        """Fills ``own``, of the shape of the parameter, with this worker's part."""
+        for name, shape in self.source.tensors.items():
+            self.source.fill(own, name, weights[name].reshape(shape)[self.source.part(name, self.group.rank())])
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the matrices in a file."""
+        return {
+            name: tuple(_flat(name, torch.empty(s, device="meta")).shape) for name, s in self.source.tensors.items()
+        }
 
 
 class MegatronAdapter:
@@ -66,34 +90,40 @@ class MegatronAdapter:
 
         self.settings, self.value_head = dict(settings), value_head
         self.rank: int = self.settings.get("r", 8)
-        root = math.sqrt(self.rank) if self.settings.get("use_rslora") else self.rank
-        self.scaling: float = self.settings.get("lora_alpha", 8) / root
         self._tensor = parallel_state.get_tensor_model_parallel_group()
+        self._experts = parallel_state.get_expert_model_parallel_group()
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
         self._device = next(stages[0].parameters()).device
         self._config = config
         self.targets = chosen_targets(config, self.settings, num_stages=self._pipeline.size())
-        self._low_ranks: dict[Parameter, Any] = {}  # by the weight beside which they are
+        grouped = stages[0].config.moe_grouped_gemm
+        num_ranks = parallel_state.get_expert_tensor_parallel_world_size()
+        check_experts(config, self.targets, grouped=grouped, num_ranks=num_ranks)
+        self._low_ranks: list[Any] = []
+        self._deltas: dict[Parameter, Callable[[], torch.Tensor]] = {}  # by the weight that they change
+        self._scalings: dict[str, float] = {}  # of the matrices B
         for stage in stages:
             freeze(stage)
         own = {layer.layer_number: layer for stage in stages for layer in stage.decoder.layers}
-        self._blocks: list[list[Piece]] = [
-            [piece for source in sources for piece in self._added(source, own.get(number))]
-            for number, sources in enumerate(_linear_layers(config, self._tensor.size()), start=1)
-        ]
+        self._blocks: list[list[Piece]] = []  # of pieces that are cut over the same workers
+        for number, sources in enumerate(_linear_layers(config, self._tensor.size()), start=1):
+            layer = own.get(number)
+            self._blocks.append([piece for source in sources for piece in self._added(source, layer)])
+            if _expert_names(config, number) & self.targets:
+                self._blocks.append(list(self._added_to_experts(number, layer)))
         if value_head:
             shape = {f"{PREFIX}score.weight": (1, config.hidden_size)}
             values = getattr(stages[-1], "values", None)
-            self._blocks.append([Piece(Source((), shape), None if values is None else values.weight)])
+            self._blocks.append([Piece(Source((), shape), None if values is None else values.weight, self._tensor)])
         self._stages = self._found_stages()
         for piece in self._pieces():
-            _draw(piece, self._tensor.rank(), seed)
+            _draw(piece, seed)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The matrices A and B, whole, one layer's at a time, the scaling in B; every rank, to the end."""
         for name, weight in self.state():
             if ".lora_" in name:
-                yield name, weight * self.scaling if ".lora_B." in name else weight
+                yield name, weight * self._scalings[name] if ".lora_B." in name else weight
 
     def state(
         self, of: Callable[[Parameter], torch.Tensor] = torch.Tensor.detach
@@ -109,8 +139,7 @@ class MegatronAdapter:
         """This worker's part of what ``state`` gave, in the shape of the parameter."""
         piece = next(piece for piece in self._pieces() if piece.parameter is parameter)
         own = torch.zeros(parameter.shape, device=parameter.device)
-        for name in piece.source.tensors:
-            piece.source.fill(own, name, wholes[name][piece.source.part(name, self._tensor.rank())])
+        piece.put(own, wholes)
         return own
 
     @property
@@ -121,10 +150,9 @@ class MegatronAdapter:
     def merged(self, parameter: Parameter) -> torch.Tensor:
         """This worker's part of a weight with the adapter added, which leaves the weight as it is."""
         weight = parameter.detach()
-        if parameter not in self._low_ranks:
+        if parameter not in self._deltas:
             return weight
-        delta: torch.Tensor = self._low_ranks[parameter].delta()
-        return (weight.float() + delta).to(weight.dtype)
+        return (weight.float() + self._deltas[parameter]()).to(weight.dtype)
 
     def merging(self, weights: MegatronWeights) -> MegatronWeights:
         """Reads and writes the model as ``weights`` does, but with the adapter merged."""
@@ -135,12 +163,12 @@ class MegatronAdapter:
     @contextlib.contextmanager
     def off(self, is_off: bool = True) -> Iterator[None]:
         """Inside, the model is what it was before the adapter was added."""
-        for low_rank in self._low_ranks.values():
+        for low_rank in self._low_ranks:
             low_rank.is_on = not is_off
         try:
             yield
         finally:
-            for low_rank in self._low_ranks.values():
+            for low_rank in self._low_ranks:
                 low_rank.is_on = True
 
     def save(self, folder: Path) -> None:
@@ -152,7 +180,7 @@ class MegatronAdapter:
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             LoraConfig(
-                **self.settings | {"target_modules": self._shortest_targets()},
+                **self.settings | {"target_modules": self._shortest_targets()} | self._of_stacks(),
                 task_type="SEQ_CLS" if self.value_head else "CAUSAL_LM",
                 modules_to_save=["score"] if self.value_head else None,
                 base_model_name_or_path=self._config.name_or_path,
@@ -173,12 +201,12 @@ class MegatronAdapter:
         if not (folder / FILE).is_file():
             raise FileNotFoundError(f"{folder} holds no {FILE}, so it is no checkpoint of a LoRA run")
         given = load_file(folder / FILE)
-        own = {name: shape for piece in self._pieces() for name, shape in piece.source.tensors.items()}
+        own = {name: shape for piece in self._pieces() for name, shape in piece.shapes().items()}
         found = {name: tuple(weight.shape) for name, weight in given.items()}
         if odd := sorted(name for name in own.keys() | found.keys() if own.get(name) != found.get(name)):
             raise ValueError(f"the adapter in {folder} has other weights than this model's, among them {odd[:3]}")
         for piece in self._pieces():
-            piece.fill(given, self._tensor.rank())
+            piece.fill(given)
 
     def _pieces(self) -> Iterator[Piece]:
         for block in self._blocks:
@@ -194,9 +222,44 @@ class MegatronAdapter:
         rows, columns = zip(*(source.tensors[name] for name in targets), strict=True)
         a = {f"{name}.lora_A.weight": (self.rank, width) for name, width in zip(names, columns, strict=True)}
         b = {f"{name}.lora_B.weight": (height, self.rank) for name, height in zip(names, rows, strict=True)}
+        self._scalings |= dict.fromkeys(b, self._scaling())
         for key, tensors, dim in (("a", a, 1), ("b", b, 0)):
             cut = dim if dim == source.dim else None
-            yield Piece(Source((), tensors, cut, source.num_ranks), getattr(low_rank, key, None))
+            yield Piece(Source((), tensors, cut, source.num_ranks), getattr(low_rank, key, None), self._tensor)
+
+    def _added_to_experts(self, number: int, layer: Any) -> Iterator[Piece]:
+        """What the adapter has beside the experts of the layer of that number."""
+        from trainers.backends.megatron.low_rank import ExpertsLowRank, attach_to_experts
+
+        config, num_ranks = self._config, self._experts.size()
+        hidden, size, num_experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
+        experts = None if layer is None else layer.mlp.experts
+        base = f"{PREFIX}model.layers.{number - 1}.mlp.experts"
+        for linear, name, width, height in (
+            ("linear_fc1", f"{base}.base_layer", hidden, 2 * size),
+            ("linear_fc2", base, size, hidden),
+        ):
+            times = 2 if linear == "linear_fc1" and _names_in_stacks(config, self.settings) else 1
+            rank, scaling = times * self.rank, self._scaling(times)
+            low_rank: Any = None
+            if experts is not None:
+                bases = [getattr(expert, linear) for expert in experts.local_experts]
+                low_rank = ExpertsLowRank(bases, rank=rank, scaling=scaling)
+                attach_to_experts(experts, linear, low_rank)
+                self._low_ranks.append(low_rank)
+                self._deltas |= {part.weight: partial(low_rank.delta, k) for k, part in enumerate(bases)}
+            a, b = {f"{name}.lora_A.weight": (num_experts, rank, width)}, f"{name}.lora_B.weight"
+            self._scalings[b] = scaling
+            yield Piece(Source((), a, 0, num_ranks), getattr(low_rank, "a", None), self._experts)
+            yield Piece(
+                Source((), {b: (height, rank, num_experts)}, 2, num_ranks), getattr(low_rank, "b", None), self._experts
+            )
+
+    def _scaling(self, times: int = 1) -> float:
+        """Of a pair of matrices of so many times the rank, and alpha."""
+        rank = times * self.rank
+        alpha: float = times * self.settings.get("lora_alpha", 8)
+        return alpha / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
 
     def _attached(self, source: Source, targets: list[str], layer: Any) -> Any:
         from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -211,9 +274,10 @@ class MegatronAdapter:
                 "megatron-core's own layers, and needs moe_shared_expert_overlap: false"
             )
         dropout = self.settings.get("lora_dropout", 0.0)
-        low_rank = LowRank(base, source, targets, rank=self.rank, scaling=self.scaling, dropout=dropout)
+        low_rank = LowRank(base, source, targets, rank=self.rank, scaling=self._scaling(), dropout=dropout)
         attach(base, low_rank)
-        self._low_ranks[base.weight] = low_rank
+        self._low_ranks.append(low_rank)
+        self._deltas[base.weight] = low_rank.delta
         return low_rank
 
     def _found_stages(self) -> list[int]:
@@ -228,9 +292,10 @@ class MegatronAdapter:
     def _gathered(
         self, block: Sequence[Piece], stage: int, of: Callable[[Parameter], torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The whole matrices of a block: broadcast over the pipeline, then gathered over tensor-parallel workers."""
+        """The whole matrices of a block: broadcast over the pipeline, then gathered over those that it is cut over."""
         if not block:
             return
+        group = block[0].group
         sizes = [math.prod(piece.source.shape) for piece in block]
         own = torch.zeros(sum(sizes), device=self._device)
         for piece, place in zip(block, own.split(sizes), strict=True):
@@ -239,19 +304,32 @@ class MegatronAdapter:
         if self._pipeline.size() > 1:
             dist.broadcast(own, dist.get_global_rank(self._pipeline, stage), group=self._pipeline)
         gathered = own
-        if self._tensor.size() > 1:
-            gathered = own.new_empty(self._tensor.size() * len(own))
-            dist.all_gather_into_tensor(gathered, own, group=self._tensor)
-        shards = [one.split(sizes) for one in gathered.view(self._tensor.size(), -1)]
+        if group.size() > 1:
+            gathered = own.new_empty(group.size() * len(own))
+            dist.all_gather_into_tensor(gathered, own, group=group)
+        shards = [one.split(sizes) for one in gathered.view(group.size(), -1)]
         for k, piece in enumerate(block):
-            yield from piece.source.join([shard[k].view(piece.source.shape) for shard in shards])
+            for name, whole in piece.source.join([shard[k].view(piece.source.shape) for shard in shards]):
+                yield name, _flat(name, whole)
 
     def _shortest_targets(self) -> list[str]:
         """As peft writes them: last parts of names where these mean no other layer."""
-        others = (_adaptable(self._config) | _in_experts(self._config)) - self.targets
-        shared = {_last(name) for name in others}
-        found = {name.removesuffix(".weight") if _last(name) in shared else _last(name) for name in self.targets}
+        in_experts = _in_experts(self._config)
+        targets = self.targets - in_experts
+        shared = {_last(name) for name in (_adaptable(self._config) - targets) | in_experts}
+        found = {name.removesuffix(".weight") if _last(name) in shared else _last(name) for name in targets}
         return sorted(found)
+
+    def _of_stacks(self) -> dict[str, Any]:
+        """Fields of peft's LoraConfig that are of experts."""
+        if not self.targets & _in_experts(self._config):
+            return {}
+        found: dict[str, Any] = {"target_parameters": list(STACKS)}
+        if _names_in_stacks(self._config, self.settings):
+            both = r".*\.gate_up_proj"
+            found |= {"rank_pattern": {both: 2 * self.rank}}
+            found |= {"alpha_pattern": {both: 2 * self.settings.get("lora_alpha", 8)}}
+        return found
 
 
 def chosen_targets(config: Any, settings: Mapping[str, Any], *, num_stages: int = 1) -> set[str]:
@@ -266,19 +344,22 @@ def chosen_targets(config: Any, settings: Mapping[str, Any], *, num_stages: int 
         raise ConfigError(f"lora: backend: megatron does not know {unknown}; of peft's fields it has {list(FIELDS)}")
     known, in_experts = _adaptable(config), _in_experts(config)
     wanted = settings.get("target_modules", "all-linear")
+    chosen = in_experts if _takes_experts(config, settings, bool(in_experts)) else set()
     if wanted in ("all-linear", ["all-linear"]):
-        return known
+        return known | chosen
     if isinstance(wanted, str):
         raise ConfigError(f"lora: target_modules is {wanted!r}; write all-linear or a list of names, not a pattern")
     lasts = sorted({_last(name) for name in known})
-    chosen: set[str] = set()
     for target in wanted:
+        if in_experts and _names_in_stacks(config, {"target_modules": [target]}):
+            continue
         meant = {name for name in known if _means(target, name)}
         if any(_means(target, name) for name in in_experts):
             longer = sorted({".".join(name.split(".")[-3:-1]) for name in meant})
             raise ConfigError(
-                f"lora: target_modules has {target!r}, which experts have too, and they get no adapter with backend: "
-                f"megatron. Write {longer or 'all-linear, or names of the attention'}, which are not in experts."
+                f"lora: target_modules has {target!r}, which experts have too, but stacked, as no layers of their own. "
+                f"Write {longer}, which are not in experts, and for these lora_kwargs: {{target_parameters: "
+                f"{list(STACKS)}}}."
             )
         if not meant:
             raise ConfigError(
@@ -286,13 +367,29 @@ def chosen_targets(config: Any, settings: Mapping[str, Any], *, num_stages: int 
                 f"{config.model_type} model can have an adapter: {', '.join(lasts)}"
             )
         chosen |= meant
-    layers = [{name for source in layer for name in source.tensors} for layer in _linear_layers(config, 1)]
+    layers = [
+        {name for source in layer for name in source.tensors} | _expert_names(config, number)
+        for number, layer in enumerate(_linear_layers(config, 1), start=1)
+    ]
     if bare := [k for k, names in enumerate(layers) if num_stages > 1 and not names & chosen]:
         raise ConfigError(
             f"lora: target_modules {list(wanted)} leave layers {bare[:3]} without an adapter, but with "
             "pipeline_model_parallel_size every layer must have one: add a layer of the attention"
         )
     return chosen
+
+
+def check_experts(config: Any, targets: set[str], *, grouped: bool, num_ranks: int) -> None:
+    """Raises ConfigError for an adapter beside experts that are multiplied at once, or each cut over ``num_ranks``."""
+    if not targets & _in_experts(config):
+        return
+    if grouped:
+        raise ConfigError("lora: experts that moe_grouped_gemm multiplies at once get no adapter. Remove that key.")
+    if num_ranks > 1:
+        raise ConfigError(
+            f"lora: experts get an adapter where they are whole, but each is cut over {num_ranks} workers. Write "
+            "expert_tensor_parallel_size: 1, which needs expert_model_parallel_size above 1."
+        )
 
 
 def freeze(stage: Any) -> None:
@@ -331,8 +428,43 @@ def _adaptable(config: Any) -> set[str]:
 
 
 def _in_experts(config: Any) -> set[str]:
-    blocks = [_block(config, block, 1) for block in range(1, config.num_hidden_layers + 1)]
-    return {name for block in blocks for sources in block.experts for source in sources for name in source.tensors}
+    return {name for number in range(1, config.num_hidden_layers + 1) for name in _expert_names(config, number)}
+
+
+def _expert_names(config: Any, number: int) -> set[str]:
+    """Names of the weights of the experts of a layer."""
+    return {name for sources in _block(config, number, 1).experts for source in sources for name in source.tensors}
+
+
+def _names_in_stacks(config: Any, settings: Mapping[str, Any]) -> set[str]:
+    """Those of ``IN_STACKS`` that target modules name, where peft takes them for experts."""
+    wanted = settings.get("target_modules", "all-linear")
+    if config.model_type not in MLP_IS_EXPERTS or isinstance(wanted, str):
+        return set()
+    return {name for name in IN_STACKS for target in wanted if f".{target}".endswith(f".{name}")}
+
+
+def _takes_experts(config: Any, settings: Mapping[str, Any], has_experts: bool) -> bool:
+    """Whether the experts get an adapter. Raises ConfigError where one part of them would, and another not."""
+    named, stacks = _names_in_stacks(config, settings), list(settings.get("target_parameters") or ())
+    if not has_experts:
+        if stacks:
+            raise ConfigError(f"lora: target_parameters are of experts, and this {config.model_type} model has none.")
+        return False
+    if unknown := [name for name in stacks if not any(f".{stack}".endswith(f".{name}") for stack in STACKS)]:
+        raise ConfigError(f"lora: target_parameters has {unknown[0]!r}; backend: megatron knows {list(STACKS)}")
+    if not named and not stacks:
+        return False
+    if settings.get("lora_dropout"):
+        raise ConfigError("lora: peft has no dropout for experts, as they are stacked. Write lora_dropout: 0.")
+    if missing := [name for name in IN_STACKS if named and name not in named]:
+        raise ConfigError(
+            f"lora: target_modules has {sorted(named)}, which are experts of this model, but not {missing}. Write all "
+            f"of {list(IN_STACKS)}."
+        )
+    if not named and len({_last(f"{name}.weight") for name in stacks}) < len(STACKS):
+        raise ConfigError(f"lora: target_parameters has {stacks}. Write both: {list(STACKS)}.")
+    return True
 
 
 def _last(name: str) -> str:
@@ -345,12 +477,17 @@ def _means(target: str, name: str) -> bool:
     return f".{name}".endswith(f".{target}.weight")
 
 
-def _draw(piece: Piece, rank: int, seed: int) -> None:
+def _flat(name: str, whole: torch.Tensor) -> torch.Tensor:
+    """A matrix as it is in a file; only those of experts have more dimensions."""
+    return whole.flatten(0, -2) if ".lora_A." in name else whole.flatten(1)
+
+
+def _draw(piece: Piece, seed: int) -> None:
     """Initial values as peft draws them: A as those of a linear layer, B zero."""
     drawn = {}
-    for name, shape in piece.source.tensors.items():
+    for name, shape in piece.shapes().items():
         if ".lora_A." not in name or piece.parameter is None:
             return
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
         drawn[name] = torch.nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
-    piece.fill(drawn, rank)
+    piece.fill(drawn)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-ROTATIONS = ("default", "linear", "llama3")
+ROTATIONS = ("default", "linear", "llama3", "yarn")
 BIASED = ("qwen2", "qwen2_moe")  # queries, keys and values have biases
 NORMED = ("qwen3", "qwen3_moe")  # queries and keys have norms
 MIXED = ("qwen2_moe", "qwen3_moe")  # mixtures of experts

@@ -359,6 +359,10 @@ class MegatronBackend:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        num_tokens = int(batch.row_lengths().sum())
+        balance = self.stages[0].balance
+        if balance is not None:
+            balance.begin(num_tokens, self.device)
         rate = self.scheduler.get_last_lr()[0]
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_mult", 1.0)
@@ -374,7 +378,9 @@ class MegatronBackend:
         self.scheduler.step()
         metrics.same("grad_norm", float(grad_norm))
         metrics.same("learning_rate", rate)
-        num_tokens = int(batch.row_lengths().sum())
+        if balance is not None:
+            for name, value in balance.end().items():
+                metrics.sum(name, value)
         flops = (6.0 if self.adapter is None else 4.0) * self.num_active * num_tokens
         add_work(metrics, num_tokens, flops, self.peak_flops, self.at.workers_per_shard)
         return metrics

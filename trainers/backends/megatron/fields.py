@@ -74,7 +74,14 @@ OF_BACKEND = (
     *("fp32_residual_connection", "microbatch_group_size_per_vp_stage"),
 )
 OF_BACKEND_BEGINNINGS = ("_", "fsdp_", "inference_", "muon_", "use_kitchen", "kitchen_")
-OF_LOSS = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type")
+AUX, Z, BALANCING = "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"
+BALANCES = {  # and why not; None: it is known
+    "aux_loss": None,
+    "seq_aux_loss": None,
+    "none": None,
+    "global_aux_loss": "asks how a whole step chose its experts, before its first backward pass knows",
+    "sinkhorn": "sends tokens to other experts in training than in scoring",
+}
 UNREAD = (  # of attention, offloading, kernels and logs that are not in use here, or that megatron-core has no more
     *("attention_softmax_in_fp32", "log_max_attention_logit", "qk_clip", "qk_clip_alpha", "qk_clip_threshold"),
     *("cpu_offloading_activations", "cpu_offloading_weights", "cpu_offloading_double_buffering"),
@@ -130,6 +137,8 @@ def check_fields(further: Mapping[str, Any], *, has_adapter: bool = False) -> No
     if not further:
         return
     known = known_fields()
+    if mistake := _balancing_mistake(further):
+        raise ConfigError(f"megatron: {mistake}")
     for name, value in further.items():
         problem = _why_not(name, known) or _wrong_type(name, value, known[name])
         if problem is not None:
@@ -213,8 +222,6 @@ def _why_not(name: str, known: Mapping[str, Any]) -> str | None:
         return f"{name} is what the key {ELSEWHERE[name]} says. Write that."
     if name in OF_MODEL or name.startswith(OF_MODEL_BEGINNINGS):
         return f"{name} follows from the model's config.json. Remove it."
-    if name in OF_LOSS:
-        return f"{name} is of a loss that balances experts, which no trainer adds to its own. Remove it."
     if name in OF_BACKEND or name.startswith(OF_BACKEND_BEGINNINGS):
         return f"{name} is chosen by the backend, whose numbers are checked for its choice. Remove it."
     return None
@@ -229,6 +236,25 @@ def _wrong_type(name: str, value: Any, defaults: Mapping[str, Any]) -> str | Non
     if kind not in words or fits or isinstance(default, type):
         return None
     return f"{name} must be {words[kind]}, got {value!r}."
+
+
+def _balancing_mistake(further: Mapping[str, Any]) -> str | None:
+    """What the losses that balance experts (``router.py``) are not, or do not say together."""
+    kind = further.get(BALANCING, "aux_loss")
+    known = ", ".join(name for name, why in BALANCES.items() if why is None)
+    if not isinstance(kind, str) or kind not in BALANCES:
+        return f"{BALANCING} must be one of {known}, got {kind!r}."
+    if why := BALANCES[kind]:
+        return f"{BALANCING} {kind} {why}. Write one of {known}."
+    for name in (AUX, Z):
+        value = further.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            return f"{name} must be a number, 0 or above, got {value!r}."
+    if kind == "none" and further.get(AUX):
+        return f"{BALANCING} is none, but {AUX} {further[AUX]}. Remove one of them."
+    if kind != "none" and BALANCING in further and AUX not in further:
+        return f"{BALANCING} {kind} says nothing without {AUX}. Write that too, such as 1e-3, or remove it."
+    return None
 
 
 def _is_installed(module: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a LoRA adapter adds to one parallel layer of megatron-core.
+"""What a LoRA adapter adds to one parallel layer of megatron-core, or to the experts of one.
 
 A layer whose output is cut over workers (queries, keys and values; gate and up) has A whole on each and B cut by rows;
 one whose input is cut has A cut by columns and B whole. What is whole is equal on all workers: where each sees its own
@@ -8,7 +8,8 @@ tokens only (sequence parallelism), megatron-core sums the gradient over them; e
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,16 +83,56 @@ class LowRank(torch.nn.Module):
             return dropout(input_SX, self.dropout)
 
 
+class ExpertsLowRank(torch.nn.Module):
+    """What is to be added to one of the two products of each expert of this worker, as peft stacks it; float32 weights.
+
+    ``bases`` are the layers of that product, one an expert, which are not cut: A and B of an expert are whole, on the
+    worker that has it, and nothing goes between workers but with the tokens.
+    """
+
+    def __init__(self, bases: Sequence[Any], *, rank: int, scaling: float) -> None:
+        super().__init__()
+        self.scaling, self.is_on = scaling, True
+        height, width = bases[0].weight.shape
+        device = bases[0].weight.device
+        self.a = torch.nn.Parameter(torch.zeros(len(bases), rank, width, device=device))
+        self.b = torch.nn.Parameter(torch.zeros(height, rank, len(bases), device=device))
+        for weight in (self.a, self.b):
+            tensor_parallel.set_tensor_model_parallel_attributes(weight, True, 0, 1)  # no other worker has the same
+            weight.allreduce = bases[0].weight.allreduce  # type: ignore[attr-defined]  # whose gradient is summed as is
+
+    def of(self, expert: int, input_SX: torch.Tensor) -> torch.Tensor:
+        """(S, O): scaling x B A x, of one expert, for tokens that went to it."""
+        low_SR = linear(input_SX, self.a[expert].to(input_SX.dtype)) * self.scaling
+        return linear(low_SR, self.b[:, :, expert].to(input_SX.dtype))
+
+    def delta(self, expert: int) -> torch.Tensor:
+        """float32, in the shape of the expert's weight: what the adapter makes it another by."""
+        delta: torch.Tensor = self.b.detach()[:, :, expert] @ self.a.detach()[expert] * self.scaling
+        return delta
+
+
 def attach(base: Any, low_rank: LowRank) -> None:
     """From now on ``base`` adds what ``low_rank`` gives, unless that is off."""
+    base.add_module("low_rank", low_rank)
+    _add_to(base, low_rank, low_rank)
+
+
+def attach_to_experts(experts: Any, linear: str, low_rank: ExpertsLowRank) -> None:
+    """From now on each of the ``local_experts`` adds what ``low_rank`` gives to the product of its layer ``linear``."""
+    experts.add_module(f"{linear}_low_rank", low_rank)
+    for k, expert in enumerate(experts.local_experts):
+        _add_to(getattr(expert, linear), low_rank, partial(low_rank.of, k))
+
+
+def _add_to(base: Any, low_rank: Any, added: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
     def add(layer: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, Any]) -> Any:
         if not low_rank.is_on:
             return output
         product, bias = output
-        return product + low_rank(inputs[0]), bias
+        return product + added(inputs[0]), bias
 
-    base.add_module("low_rank", low_rank)
     base.register_forward_hook(add)
 
 

@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import GroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rayhelper import ConfigError
@@ -30,18 +31,33 @@ from trainers.backends.megatron.attention import DocumentAttention, Rotation, to
 from trainers.backends.megatron.layers import LOCAL, implementation
 from trainers.backends.megatron.packing import Packed
 from trainers.backends.megatron.parts import Norm
+from trainers.backends.megatron.router import Balance, BalancedRouter
 from trainers.backends.megatron.settings import MegatronSettings
 
 
 class Stage(GPTModel):  # type: ignore[misc]
     """The layers of one stage of a pipeline; the first has the embedding, the last the final norm and the head."""
 
-    def __init__(self, config: TransformerConfig, hf: Any, *, head: Literal["lm", "value"], **settings: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hf: Any,
+        *,
+        head: Literal["lm", "value"],
+        balance: Balance | None = None,
+        **settings: Any,
+    ) -> None:
         super().__init__(
             config, max_sequence_length=hf.max_position_embeddings, position_embedding_type="none", **settings
         )
-        self.register_buffer("frequencies", rotary_frequencies(hf), persistent=False)
+        frequencies, self.rotary_factor = rotary_frequencies(hf)
+        self.register_buffer("frequencies", frequencies, persistent=False)
         self.padding: int | None = hf.pad_token_id
+        self.balance = balance
+        for part in self.modules():
+            if isinstance(part, BalancedRouter):
+                assert balance is not None, "it is why there are such routers"
+                part.balance = balance
         self.values: torch.nn.Linear | None = None
         if self.post_process and head == "value":
             del self.output_layer
@@ -57,8 +73,13 @@ class Stage(GPTModel):  # type: ignore[misc]
         if self.pre_process:
             hidden = self.embed(packed.input_ids_S)
         angles_SR = packed.positions_S[:, None].float() * self.frequencies
-        rotation = Rotation(angles_SR.cos().to(self.config.params_dtype), angles_SR.sin().to(self.config.params_dtype))
-        hidden = self.decoder(hidden, told(packed.documents, rotation))
+        turns = (angles_SR.cos(), angles_SR.sin())
+        rotation = Rotation(*((turn_SR * self.rotary_factor).to(self.config.params_dtype) for turn_SR in turns))
+        further = {}
+        if self.balance is not None and self.training:
+            spread = self.pg_collection.tp if self.config.sequence_parallel else None
+            further = {"padding_mask": self.balance.told(packed, divided_over=spread)}
+        hidden = self.decoder(hidden, told(packed.documents, rotation), **further)
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
@@ -92,18 +113,18 @@ class Stage(GPTModel):  # type: ignore[misc]
         return self.output_layer.weight
 
 
-def rotary_frequencies(hf: Any) -> torch.Tensor:
-    """(D / 2,) float32 angles a position, as transformers has them."""
+def rotary_frequencies(hf: Any) -> tuple[torch.Tensor, float]:
+    """(D / 2,) float32 angles a position, as transformers has them, and what it multiplies queries and keys by."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kind = hf.rope_parameters["rope_type"]
     if kind != "default":
-        found: torch.Tensor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))[0]
-        return found.float()
+        found, factor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
+        return found.float(), factor
     width = head_width(hf)
     powers = torch.arange(0, width, 2, dtype=torch.int64).float() / width
     frequencies: torch.Tensor = 1.0 / (hf.rope_parameters["rope_theta"] ** powers)
-    return frequencies
+    return frequencies, 1.0
 
 
 def build_stages(
@@ -121,6 +142,7 @@ def build_stages(
     patches.apply()
     config = transformer_config(hf, settings, dtype=dtype, device=device, has_adapter=has_adapter)
     tied = bool(hf.tie_word_embeddings) and head == "lm"
+    balance = Balance.of(config)
     width = settings.tensor_model_parallel_size
     pieces = settings.virtual_stages
     stages = []
@@ -134,6 +156,7 @@ def build_stages(
             config,
             hf,
             head=head,
+            balance=balance,
             transformer_layer_spec=layer_spec(config, vp_stage=which["vp_stage"]),
             vocab_size=-(-hf.vocab_size // width) * width,
             pre_process=first,
@@ -174,6 +197,8 @@ def layer_spec(config: TransformerConfig, *, vp_stage: int | None) -> Any:
             "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
             "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
         }
+        if Balance.of(config) is not None and layer.submodules.mlp.module is MoELayer:
+            layer.submodules.mlp.submodules.router = BalancedRouter
     if is_local:
         use_own_norms(spec, config)
     return spec
@@ -239,7 +264,6 @@ def mixture(hf: Any) -> dict[str, Any]:
         "moe_ffn_hidden_size": hf.moe_intermediate_size,
         "moe_router_topk": hf.num_experts_per_tok,
         "moe_router_pre_softmax": not hf.norm_topk_prob,
-        "moe_router_load_balancing_type": "none",
     }
     if shared := getattr(hf, "shared_expert_intermediate_size", None):
         found |= {"moe_shared_expert_intermediate_size": shared, "moe_shared_expert_gate": True}

@@ -43,6 +43,8 @@ class Packed(NamedTuple):
     target_ids_M: torch.Tensor
     chosen_M: torch.Tensor  # which of the N they are
     num_targets: int
+    document_S: torch.Tensor  # which of the D documents each token is of; -1: padding
+    lengths_D: torch.Tensor  # tokens of each, on all workers, without padding
 
 
 def pack(
@@ -84,6 +86,10 @@ def pack(
         moved[start : start + length] = torch.arange(begin, begin + length)
         begin += width
     ids_T[moved] = ids
+    lengths_D = torch.tensor(lengths)
+    document_T = torch.full((total,), -1)
+    if given.document_starts is not None:  # else there is no token at all, and one of padding
+        document_T[moved] = torch.arange(len(lengths)).repeat_interleave(lengths_D)
     own_T = [_own_tokens(padded, worker, context_size) for worker in range(context_size)]
     mine_S = own_T[context]
     where = torch.full((total,), -1)
@@ -98,6 +104,8 @@ def pack(
         target_ids_M=given.target_ids_N[chosen_M].to(device),
         chosen_M=chosen_M.to(device),
         num_targets=len(given.places_N),
+        document_S=document_T[mine_S].to(device),
+        lengths_D=lengths_D.to(device),
     )
 
 

@@ -45,7 +45,7 @@ from trainers.backends.hf_model import (
     zero_dropout,
 )
 from trainers.backends.inputs import Place, in_order, micro_batches, model_inputs, num_targets
-from trainers.backends.offload import Offload
+from trainers.backends.offload import MEMORY, WEIGHTS, Offload
 from trainers.backends.optimizer import OptimizerName, build_optimizer, load_whole_state, whole_state
 from trainers.backends.random_state import random_state, set_random_state
 from trainers.backends.scorer import Scorer, ValueScorer
@@ -58,7 +58,6 @@ from trainers.metrics import Metrics
 from trainers.throughput import add_work, flops_of, peak_flops
 
 Sharding = Literal["full_shard", "no_shard"]
-WEIGHTS, MEMORY = "the model's weights", "what the optimizer remembers"  # what ``offload`` moves
 
 
 class FsdpBackend:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 SLAB = 256 * 2**20  # bytes of a piece of pinned memory: torch rounds up to a power of two
 ALIGNMENT = 512
+WEIGHTS, MEMORY = "the model's weights", "what the optimizer remembers"  # what backends move
 
 
 class Offload:

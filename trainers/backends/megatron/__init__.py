@@ -8,6 +8,7 @@
     parts.py       what megatron-core lacks without TransformerEngine: norms, grouped products
     patches.py     what fails in megatron-core without TransformerEngine
     attention.py   attention within documents, also where their tokens are spread over workers
+    router.py      losses that balance experts
     packing.py     a micro-batch as one row of documents, and the tokens of it that this worker has
     weights.py     Hugging Face names <-> this worker's shards
     checkpoint.py  the model in parts on the disk, read in any layout; written while training goes on
@@ -16,6 +17,7 @@
     adapter_checkpoint.py  what is trained under an adapter, whole, on the disk
     low_rank.py    what an adapter adds to one parallel layer
     optimizer.py   gradients, optimizer, learning rate
+    residence.py   what of all that is on the device, and what waits in the memory of the host
     pipeline.py    micro-batches through the stages
     backend.py     scores and steps
 

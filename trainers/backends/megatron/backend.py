@@ -38,9 +38,9 @@ from trainers.backends.megatron.model import build_stages
 from trainers.backends.megatron.optimizer import build_optimizer, build_schedule, with_gradients
 from trainers.backends.megatron.packing import Packed
 from trainers.backends.megatron.pipeline import Pipeline
+from trainers.backends.megatron.residence import Residence
 from trainers.backends.megatron.settings import MegatronSettings
 from trainers.backends.megatron.weights import MegatronWeights
-from trainers.backends.offload import Offload
 from trainers.backends.random_state import random_state, set_random_state
 from trainers.backends.token_loss import token_loss
 from trainers.backends.top_logps import TopLogps
@@ -50,8 +50,6 @@ from trainers.checkpoint import is_written
 from trainers.losses.vocabulary import WHOLE, Vocabulary
 from trainers.metrics import Metrics
 from trainers.throughput import add_work, peak_flops
-
-WEIGHTS, MEMORY = "the model's weights", "what the optimizer remembers"  # what ``offload`` moves
 
 
 class MegatronBackend:
@@ -122,9 +120,6 @@ class MegatronBackend:
         self.num_active = self._num_active()
         self.module: Any = None  # an engine has its own
         self.sent = SentWeights()
-        self.offloaded = Offload()  # for an engine; what rests between calls, by the settings, beside it
-        self.resting = {WEIGHTS: Offload(), MEMORY: Offload()}
-        self.num_users = 0  # of the weights, one within the other: a student that teaches itself is asked in its step
         self.vocabulary = self._vocabulary()
         self.head: LinearHead | None = None
         if head == "lm" and self.at.is_last_stage:
@@ -157,6 +152,7 @@ class MegatronBackend:
                 num_training_steps=num_training_steps,
                 kwargs=lr_scheduler_kwargs or {},
             )
+        self.residence = Residence(self.stages, self.chunks, self.optimizer, settings)
         self.pipeline = Pipeline(self.chunks, self.at, settings, place=place, device=self.device)
 
     def _num_active(self) -> float:
@@ -241,8 +237,7 @@ class MegatronBackend:
 
         Weights that rest between calls come back, and stay until the next pass has ended: it is called chunk by chunk.
         """
-        self.offloaded.check_here(WEIGHTS)
-        self.resting[WEIGHTS].reload()
+        self.residence.bring_weights()
         if self.head is None:
             return torch.zeros(0, self._num_columns(), device=self.device)
         return self.head.logits(features_NX)
@@ -295,7 +290,7 @@ class MegatronBackend:
             return torch.zeros((), device=self.device)
 
         with (
-            self._weights_at_hand(),
+            self.residence.weights_here(),
             contextlib.nullcontext() if self.adapter is None else self.adapter.off(not adapter),
         ):
             for stage in self.stages:
@@ -319,8 +314,8 @@ class MegatronBackend:
     ) -> Metrics:
         """One optimizer step; every rank calls it. See ``Backend.step``; all but the norm is told by the last stage."""
         assert self.optimizer is not None, "this model only scores: it was built without a learning rate"
-        self.offloaded.check_here(MEMORY)
-        with self._weights_at_hand():
+        self.residence.check_memory()
+        with self.residence.weights_here():
             return self._step(batch, loss_function, micro_batch_size, temperature, entropy_gradient, token_function)
 
     def _step(
@@ -354,8 +349,7 @@ class MegatronBackend:
             metrics.sum("loss", loss.item())
             return loss
 
-        for memory in self._gradients():
-            memory.untyped_storage().resize_(memory.nbytes)
+        self.residence.bring_gradients()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -367,13 +361,10 @@ class MegatronBackend:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("lr_mult", 1.0)
         self.pipeline.run([micro.as_sequences() for micro in micros], loss_of, learns=True)
-        self.resting[MEMORY].reload()
+        self.residence.bring_memory()
         succeeded, grad_norm, _ = self.optimizer.step()
         assert succeeded, "only float16 skips steps"
-        if self.settings.optimizer_offload:
-            self.resting[MEMORY].offload(self._memory())
-        if self.settings.grad_offload:
-            self._drop_gradients()
+        self.residence.rest()
         self.scheduler.optimizer.step()
         self.scheduler.step()
         metrics.same("grad_norm", float(grad_norm))
@@ -436,7 +427,7 @@ class MegatronBackend:
 
         ``trained_only``: without those that an adapter leaves as they are.
         """
-        with self._weights_at_hand():
+        with self.residence.weights_here():
             if self.adapter is None:
                 yield from self.weights.named_weights()
                 return
@@ -447,32 +438,16 @@ class MegatronBackend:
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The matrices of the adapter alone, its scaling in B. Every rank."""
         assert self.adapter is not None, "the backend was built without lora"
-        with self._weights_at_hand():
+        with self.residence.weights_here():
             yield from self.adapter.named_weights()
 
     def load_adapter(self, folder: Path) -> None:
         """Takes the adapter that peft, or ``export`` into its folder ``adapter``, wrote. Every rank."""
         assert self.adapter is not None, "the backend was built without lora"
         self.sent = SentWeights()
-        with self._weights_at_hand():
+        with self.residence.weights_here():
             self.adapter.load(Path(folder))
             self._remember_weights()
-
-    @contextlib.contextmanager
-    def _weights_at_hand(self) -> Iterator[None]:
-        """Inside, weights are in the memory of the device, as the last step left them."""
-        self.offloaded.check_here(WEIGHTS)
-        self.resting[WEIGHTS].reload()
-        if self.optimizer is not None and self.settings.overlap_param_gather:  # which may wait for a pass
-            for chunk in self.chunks:
-                chunk.start_param_sync(force_sync=True)
-        self.num_users += 1
-        try:
-            yield
-        finally:
-            self.num_users -= 1
-        if self.settings.param_offload and not self.num_users:
-            self.resting[WEIGHTS].offload(self._parameters())
 
     def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Takes the weights in place; every rank gives all of them."""
@@ -486,15 +461,14 @@ class MegatronBackend:
         if self.adapter is not None:
             raise ValueError("weights are given to a model without an adapter: named_weights() has the adapter merged")
         self.sent = SentWeights()
-        with self._weights_at_hand():
+        with self.residence.weights_here():
             self.weights.load_named(named_weights, share)
             self._remember_weights()
 
     def _remember_weights(self) -> None:
         """The optimizer's own copies of weights become what those are now."""
         if self.optimizer is not None:
-            self.offloaded.check_here(MEMORY)
-            self.resting[MEMORY].reload()
+            self.residence.bring_memory()
             self.optimizer.reload_model_params()
 
     # Memory
@@ -505,36 +479,13 @@ class MegatronBackend:
         With the latter the gradients go, nowhere: they are of one step. What torch keeps of a GPU for later is free for
         others too, also if neither is moved.
         """
-        if model:
-            self.offloaded.offload(self._parameters(), WEIGHTS)
-        if optimizer and self.optimizer is not None:
-            self.offloaded.offload(self._memory(), MEMORY)
-            self._drop_gradients()
+        self.residence.offload(model=model, optimizer=optimizer)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def reload(self) -> None:
         """Brings back what ``offload`` moved. Every rank."""
-        self.offloaded.reload()
-
-    def _parameters(self) -> list[torch.Tensor]:
-        return [tensor for stage in self.stages for tensor in (*stage.parameters(), *stage.buffers())]
-
-    def _memory(self) -> list[torch.Tensor]:
-        """The optimizer's states and its own copies of weights; in float32 it may have parts of the model's instead."""
-        own = {tensor.untyped_storage().data_ptr() for tensor in self._parameters()}
-        found = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            found += [value for entries in one.optimizer.state.values() for value in entries.values()]
-        return [value for value in found if torch.is_tensor(value) and value.untyped_storage().data_ptr() not in own]
-
-    def _gradients(self) -> list[torch.Tensor]:
-        chunks = self.chunks if self.optimizer is not None else []
-        return [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-
-    def _drop_gradients(self) -> None:
-        for memory in self._gradients():
-            memory.untyped_storage().resize_(0)
+        self.residence.reload()
 
     # Checkpoints
 
@@ -545,7 +496,7 @@ class MegatronBackend:
         """
         folder = Path(folder)
         self.writer.wait()
-        with self._weights_at_hand():
+        with self.residence.weights_here():
             if self.adapter is None:
                 self.weights.export(folder, dtype=self.dtype)
             else:
@@ -565,9 +516,8 @@ class MegatronBackend:
         """
         folder = Path(folder)
         self.writer.wait()
-        self.offloaded.check_here(MEMORY)
-        self.resting[MEMORY].reload()
-        with self._weights_at_hand(), self.writer.writing(folder) as files:
+        self.residence.bring_memory()
+        with self.residence.weights_here(), self.writer.writing(folder) as files:
             if self.adapter is None:
                 self.weights.export(folder, dtype=self.dtype)
             state = random_state(self.device) | {"megatron": get_cuda_rng_tracker().get_states()}
@@ -594,9 +544,8 @@ class MegatronBackend:
         if not is_written(folder):
             raise RuntimeError(f"{folder} is not whole: a run ended while it was written. Take an earlier checkpoint.")
         self.sent = SentWeights()
-        self.offloaded.check_here(MEMORY)
-        self.resting[MEMORY].reload()
-        with self._weights_at_hand():
+        self.residence.bring_memory()
+        with self.residence.weights_here():
             if self.optimizer is None:
                 self.weights.load(folder)
             elif self.adapter is None:

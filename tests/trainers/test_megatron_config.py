@@ -167,14 +167,14 @@ def test_ddp_and_optimizer_take_what_keys_become() -> None:
     from megatron.core.optimizer import OptimizerConfig
 
     overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    more = {"bucket_size": 10, "check_for_nan_in_grad": True, "log_num_zeros_in_grad": True}
+    more = {"bucket_size": 10, "check_for_nan_in_grad": True, "apply_wd_to_qk_layernorm": True}
     settings = with_mapping(config(**overlapped, megatron=more))
     ddp = DistributedDataParallelConfig(**settings.ddp_fields)
     assert (ddp.use_distributed_optimizer, ddp.overlap_grad_reduce, ddp.overlap_param_gather) == (True, True, True)
     assert (ddp.bucket_size, ddp.check_for_nan_in_grad) == (10, True)
     optimizer = OptimizerConfig(**settings.optimizer_fields)
     assert (optimizer.use_distributed_optimizer, optimizer.overlap_param_gather) == (True, True)
-    assert optimizer.log_num_zeros_in_grad
+    assert optimizer.apply_wd_to_qk_layernorm
     plain = megatron_settings(config(use_distributed_optimizer=False))
     assert not DistributedDataParallelConfig(**plain.ddp_fields).use_distributed_optimizer
     assert not OptimizerConfig(**plain.optimizer_fields).use_distributed_optimizer
@@ -439,9 +439,10 @@ def test_a_field_that_needs_a_package_is_taken_where_that_is_installed(monkeypat
 
 
 def test_a_field_that_nothing_reads_is_refused_unless_it_is_as_it_is_anyway() -> None:
+    named = {"pipeline_model_parallel_comm_backend": "nccl", "moe_flex_dispatcher_backend": "hybridep"}
     for name in UNREAD:
         default = next(iter(known_fields()[name].values()))
-        other = not default if isinstance(default, bool) else "nccl" if default is None else default + type(default)(1)
+        other = not default if isinstance(default, bool) else named.get(name) or (default or 0) + 1
         assert f"{name} is read by nothing that the backend uses. Remove it" in refused(name, other)
         check_fields({name: default})
 
@@ -452,20 +453,28 @@ def test_a_field_that_nothing_reads_is_refused_unless_it_is_as_it_is_anyway() ->
         ("bias_dropout_fusion", "yes", "bias_dropout_fusion must be true or false, got 'yes'"),
         ("qk_clip_alpha", True, "qk_clip_alpha must be a number, got True"),
         ("moe_deepep_num_sms", 1.5, "moe_deepep_num_sms must be a whole number, got 1.5"),
+        ("bucket_size", "40M", "bucket_size must be a whole number, got '40M'"),  # by default null
+        ("moe_expert_capacity_factor", "1.5", "moe_expert_capacity_factor must be a number, got '1.5'"),
+        ("moe_router_dtype", "float32", "moe_router_dtype must be one of fp32, fp64, got 'float32'"),
+        ("moe_token_drop_policy", None, "moe_token_drop_policy must be one of probs, position, got None"),
     ],
 )
-def test_a_field_has_the_type_of_its_default(name: str, value: Any, told: str) -> None:
+def test_a_field_has_a_type_that_it_is_declared_with(name: str, value: Any, told: str) -> None:
     assert told in refused(name, value)
 
 
+def test_a_field_takes_each_of_its_types() -> None:
+    check_fields({"bucket_size": None, "moe_expert_capacity_factor": 2, "moe_router_dtype": "fp64"})
+
+
 def test_further_fields_go_to_the_configurations_that_have_them() -> None:
-    further = {"bias_dropout_fusion": True, "bucket_size": 5, "log_num_zeros_in_grad": True}
+    further = {"bias_dropout_fusion": True, "bucket_size": 5, "apply_wd_to_qk_layernorm": True}
     further |= {"barrier_with_L1_time": True}
     check_fields(further)
     assert divided(further) == {
         "transformer": {"bias_dropout_fusion": True, "barrier_with_L1_time": True},
         "ddp": {"bucket_size": 5},
-        "optimizer": {"log_num_zeros_in_grad": True, "barrier_with_L1_time": True},
+        "optimizer": {"apply_wd_to_qk_layernorm": True, "barrier_with_L1_time": True},
     }
 
 

@@ -281,6 +281,12 @@ LAYOUT_MISTAKES: list[tuple[dict[str, Any], dict[str, Any], int, list[str]]] = [
     ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, DENSE, 8, ["recompute_modules moe"]),
     ({"megatron": {"moe_expert_capacity_factor": 1.0}}, DENSE, 8, ["moe_expert_capacity_factor: of experts"]),
     ({PP: 4, "recompute_granularity": "full", "recompute_num_layers": 3}, DENSE, 8, ["the 2 layers of each stage"]),
+    (
+        {"disable_dropout": False},
+        {**DENSE, "attention_dropout": 0.1},
+        8,
+        ["attention_dropout", "disable_dropout: true"],
+    ),
     ({}, {**DENSE, "model_type": "gemma3_text"}, 8, ["'gemma3_text'", "llama, mistral, qwen2", "Write backend: fsdp"]),
 ]
 
@@ -317,6 +323,16 @@ def test_layouts_that_work_are_not_refused(
     keys: dict[str, Any], shape: dict[str, Any], num_workers: int, tmp_path: Path
 ) -> None:
     SFTTrainer.check(config(SFTConfig, model=folder(tmp_path, shape), **keys), gpus("train", num_workers))
+
+
+def test_weights_in_another_format_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    run = config(SFTConfig, model=folder(tmp_path, DENSE), disable_dropout=False)  # the model has none
+    SFTTrainer.check(run, gpus("train"))
+    (Path(run.model) / "pytorch_model-00001-of-00002.bin").touch()
+    with pytest.raises(ConfigError, match=r"has pytorch_model\*\.bin alone. Load and save it once with transformers"):
+        SFTTrainer.check(run, gpus("train"))
+    (Path(run.model) / "model.safetensors").touch()
+    SFTTrainer.check(run, gpus("train"))
 
 
 def test_all_mistakes_of_a_layout_are_told_at_once(tmp_path: Path) -> None:
@@ -579,6 +595,7 @@ QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "rope_parameters": {"rope_
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "'dynamic'"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantized (fp8)"),
     ],
 )
 def test_what_the_backend_would_leave_out_of_a_model_is_refused(changes: dict[str, Any], told: str) -> None:

@@ -261,6 +261,12 @@ def test_no_key_of_megatron_is_passed_over_by_fsdp(name: str) -> None:
 
 LAYOUT_MISTAKES: list[tuple[dict[str, Any], dict[str, Any], int, list[str]]] = [
     ({TP: 2, PP: 2}, DENSE, 6, [f"{TP} 2 x {PP} 2 x {CP} 1 = 4 does not divide the 6 workers of role 'train'"]),
+    (
+        {TP: 2},
+        DENSE,
+        1,
+        ["the 1 workers of role 'train'", "multiple of 2 workers (torchrun --nproc-per-node, or use_ray"],
+    ),
     ({CP: 16}, DENSE, 8, ["= 16 does not divide the 8 workers", "multiple of 16"]),
     ({TP: 8}, DENSE, 8, ["num_key_value_heads 4", "among 1, 2, 4"]),
     ({TP: 2}, {**DENSE, "intermediate_size": 95}, 8, ["intermediate_size 95", "among 1, 5, 19, 95"]),

@@ -191,6 +191,8 @@ class GKDTrainer:
         if self.teacher_path is not None:  # first: building the student settles the random state, wherever this was
             self.build_teacher(self.teacher_path, self.model_path)
         self.build_train(self.model_path, num_steps, self.vocab_size)
+        if self.teacher_path is None and self.config.gkd_logits_topk is not None:
+            self.ask_as_trained()
         if self.completes:
             self.build_rollout(self.model_path)
             self.engines = EngineUpdates.of(self)
@@ -318,6 +320,11 @@ class GKDTrainer:
         if config.offload_teacher_model:
             self.teacher.offload()
 
+    @RayHelper.function(group="teacher")
+    def ask_as_trained(self) -> None:
+        """A student that teaches itself gets, as a teacher, the slices that it gets where it is trained."""
+        RayHelper.shard(self.shard.index, self.shard.count, leader=self.shard.leader)
+
     @RayHelper.function(group="teacher", dispatch="slice", collect="flatten")
     def ask(self, samples: DistillationSamples) -> TopLogps:
         """The teacher's likeliest tokens at every target."""
@@ -368,6 +375,7 @@ class GKDTrainer:
     def build_train(self, model: str, num_steps: int, vocab_size: int) -> None:
         config = self.config
         self.backend = build_backend(config, model, num_training_steps=num_steps)
+        self.shard = RayHelper.current().shard
         settings: dict[str, Any] = {"beta": config.beta, "temperature": config.temperature, "vocab_size": vocab_size}
         self.divergence: TopDivergence | WholeDivergence
         if config.gkd_logits_topk is not None:

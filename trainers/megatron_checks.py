@@ -39,6 +39,8 @@ def check_megatron(config: TrainConfig, groups: DeviceGroups | None, lora: Mappi
         num_workers = 1 if groups is None else groups.group_of(role).num_workers
         shapes[role] = shape_of(model_of(config, role))
         mistakes += layout_mistakes(f"role {role!r}", settings, num_workers, shapes[role])
+        if role in TRAINED and not config.disable_dropout:
+            mistakes += dropout_mistakes(model_of(config, role))
     if mistakes:
         raise ConfigError(mistakes[0] if len(mistakes) == 1 else "\n  - ".join(["several mistakes", *mistakes]))
     for shape in shapes.values():
@@ -99,14 +101,31 @@ def shape_of(model: str) -> ModelShape | None:
     """The shape of a model in a folder, or of the hub if it was loaded before; None if nobody knows it yet.
 
     Raises:
-        ConfigError: an architecture that the backend does not know.
+        ConfigError: an architecture that the backend does not know, or weights that it cannot read.
     """
     file = config_file(model)
     if file is None:
         return None
     for mistake in architecture_mistakes(json.loads(file.read_text(encoding="utf-8"))):
         raise ConfigError(f"backend: megatron cannot be the model {model}: {mistake}. Write backend: fsdp.")
+    folder = Path(model).expanduser()
+    if folder.is_dir() and any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("model*.safetensors")):
+        raise ConfigError(
+            f"backend: megatron reads safetensors, and the model {model} has pytorch_model*.bin alone. Load and save "
+            "it once with transformers, or write backend: fsdp."
+        )
     return ModelShape.of(file, "model")
+
+
+def dropout_mistakes(model: str) -> Iterator[str]:
+    """What speaks against training with dropout."""
+    file = config_file(model)
+    dropout = None if file is None else json.loads(file.read_text(encoding="utf-8")).get("attention_dropout")
+    if dropout:
+        yield (
+            f"disable_dropout is false and attention_dropout of the model {model} {dropout}, which the backend "
+            "megatron does not apply. Write disable_dropout: true."
+        )
 
 
 def config_file(model: str) -> Path | None:

@@ -26,6 +26,7 @@ from rayhelper.planning.plan_roles import TRAINED, Findings, Place, RolePlan, Ru
 from rayhelper.ranks import runs
 from rayhelper.text import parse_text
 
+UNREAD_KEYS = ("strategy_args", "strategy_name")  # of ROLL, which trainers read
 DEFAULT_GPUS_PER_NODE = 8
 
 
@@ -94,6 +95,13 @@ def make_plan(
             f"{config} has no device groups: a trainer then runs all its roles in one worker. Add device_groups, or a "
             "section such as train: {gpus: 4} for each role, to plan more."
         )
+    sections = {"the top level": shared} | {f"section {role!r}": keys for role, keys in groups.role_settings.items()}
+    for where, keys in sections.items():
+        if unread := [key for key in UNREAD_KEYS if key in keys]:
+            findings.warnings.append(
+                f"{' and '.join(unread)} of {where} say more than a plan reads, which is then of other sizes than the "
+                "run. Write backend: megatron and the sizes as keys of their own."
+            )
     if gpus_per_node is None:
         gpus_per_node = groups.nproc_per_node or DEFAULT_GPUS_PER_NODE
         if groups.nproc_per_node is None:

@@ -49,6 +49,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         vocab_size=103, shared_expert_intermediate_size=24, mlp_only_layers=[1], **EXPERTS, **SIZES
     ),
 }
+ENDS = [5, 7]  # of generation_config.json alone
 DENSE = ["llama", "llama_biased", "mistral", "qwen2", "qwen3"]
 MIXTURES = ["qwen3_moe", "qwen2_moe"]
 
@@ -63,6 +64,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(std=0.2)
+        model.generation_config.eos_token_id = ENDS
         model.save_pretrained(root / name, max_shard_size="60KB")
     return root
 
@@ -228,6 +230,7 @@ def round_trips(rank: int, root: Path, cases: list[tuple[dict[str, int], list[st
                     assert_equal(tensors_of(out), expected, f"export of {case}")
                     first, second = (AutoModelForCausalLM.from_pretrained(folder) for folder in (root / name, out))
                     assert_equal(second.state_dict(), first.state_dict(), f"from_pretrained of {case}")
+                    assert second.generation_config.eos_token_id == ENDS, case
 
 
 def test_one_rank_returns_every_tensor(checkpoints: Path, tmp_path: Path) -> None:

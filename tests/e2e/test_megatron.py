@@ -89,6 +89,16 @@ CASES: Wanted = {  # trainer and keys
     "gkd top": ("gkd", {"gkd_logits_topk": 6, "seq_kd": True, "sft_alpha": 0.0, **GREEDY}),
     "gkd offloaded": ("gkd", {"offload_teacher_model": True}),
     "opsd": ("gkd", {"teacher_model": None, "dataset": OWN_PROMPTS, "eval_dataset": OWN_PROMPTS[:3]}),
+    "opsd top": (
+        "gkd",
+        {
+            "teacher_model": None,
+            "dataset": OWN_PROMPTS,
+            "eval_dataset": OWN_PROMPTS[:3],
+            "gkd_logits_topk": 6,
+            **GREEDY,
+        },
+    ),
 }
 BY_TWO: dict[str, list[str]] = {
     "sft": ["tp", "pp", "cp", "vpp", "overlap", "tp resting"],
@@ -103,6 +113,7 @@ BY_TWO: dict[str, list[str]] = {
     "gkd top": ["pp"],
     "gkd offloaded": ["tp resting"],
     "opsd": ["tp", "pp", "cp", "tp resting"],
+    "opsd top": ["tp", "pp"],
 }
 BY_FOUR: dict[str, list[str]] = {
     "sft": ["tp pp", "tp dp"],

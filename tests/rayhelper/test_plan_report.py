@@ -208,6 +208,17 @@ five:  {device: GPU, ranks: 1, workers: [judge, chat]}
     assert all(begin in message for begin, message in zip(expected, said, strict=True))
 
 
+def test_sizes_in_words_that_plans_do_not_read_are_warned_of(tmp_path: Path) -> None:
+    strategy = {"strategy_name": "megatron_train", "strategy_config": {"tensor_model_parallel_size": 2}}
+    for config in (
+        {"train": {"gpus": 4, "strategy_args": strategy}},
+        {"strategy_args": strategy, "train": {"gpus": 4}},
+    ):
+        (warning,) = planned(tmp_path, config).findings.warnings
+        assert "strategy_args of" in warning
+        assert "Write backend: megatron and the sizes as keys" in warning
+
+
 @pytest.mark.parametrize(
     "config",
     [

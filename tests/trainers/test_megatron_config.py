@@ -175,14 +175,14 @@ def test_ddp_and_optimizer_take_what_keys_become() -> None:
     from megatron.core.optimizer import OptimizerConfig
 
     overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    more = {"bucket_size": 10, "check_for_nan_in_grad": True, "log_num_zeros_in_grad": True}
+    more = {"bucket_size": 10, "check_for_nan_in_grad": True, "apply_wd_to_qk_layernorm": True}
     settings = with_mapping(config(**overlapped, megatron=more))
     ddp = DistributedDataParallelConfig(**settings.ddp_fields)
     assert (ddp.use_distributed_optimizer, ddp.overlap_grad_reduce, ddp.overlap_param_gather) == (True, True, True)
     assert (ddp.bucket_size, ddp.check_for_nan_in_grad) == (10, True)
     optimizer = OptimizerConfig(**settings.optimizer_fields)
     assert (optimizer.use_distributed_optimizer, optimizer.overlap_param_gather) == (True, True)
-    assert optimizer.log_num_zeros_in_grad
+    assert optimizer.apply_wd_to_qk_layernorm
     plain = megatron_settings(config(use_distributed_optimizer=False))
     assert not DistributedDataParallelConfig(**plain.ddp_fields).use_distributed_optimizer
     assert not OptimizerConfig(**plain.optimizer_fields).use_distributed_optimizer
@@ -269,6 +269,12 @@ def test_no_key_of_megatron_is_passed_over_by_fsdp(name: str) -> None:
 
 LAYOUT_MISTAKES: list[tuple[dict[str, Any], dict[str, Any], int, list[str]]] = [
     ({TP: 2, PP: 2}, DENSE, 6, [f"{TP} 2 x {PP} 2 x {CP} 1 = 4 does not divide the 6 workers of role 'train'"]),
+    (
+        {TP: 2},
+        DENSE,
+        1,
+        ["the 1 workers of role 'train'", "multiple of 2 workers (torchrun --nproc-per-node, or use_ray"],
+    ),
     ({CP: 16}, DENSE, 8, ["= 16 does not divide the 8 workers", "multiple of 16"]),
     ({TP: 8}, DENSE, 8, ["num_key_value_heads 4", "among 1, 2, 4"]),
     ({TP: 2}, {**DENSE, "intermediate_size": 95}, 8, ["intermediate_size 95", "among 1, 5, 19, 95"]),
@@ -289,6 +295,12 @@ LAYOUT_MISTAKES: list[tuple[dict[str, Any], dict[str, Any], int, list[str]]] = [
     ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, DENSE, 8, ["recompute_modules moe"]),
     ({"megatron": {"moe_expert_capacity_factor": 1.0}}, DENSE, 8, ["moe_expert_capacity_factor: of experts"]),
     ({PP: 4, "recompute_granularity": "full", "recompute_num_layers": 3}, DENSE, 8, ["the 2 layers of each stage"]),
+    (
+        {"disable_dropout": False},
+        {**DENSE, "attention_dropout": 0.1},
+        8,
+        ["attention_dropout", "disable_dropout: true"],
+    ),
     ({}, {**DENSE, "model_type": "gemma3_text"}, 8, ["'gemma3_text'", "llama, mistral, qwen2", "Write backend: fsdp"]),
 ]
 
@@ -325,6 +337,16 @@ def test_layouts_that_work_are_not_refused(
     keys: dict[str, Any], shape: dict[str, Any], num_workers: int, tmp_path: Path
 ) -> None:
     SFTTrainer.check(config(SFTConfig, model=folder(tmp_path, shape), **keys), gpus("train", num_workers))
+
+
+def test_weights_in_another_format_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    run = config(SFTConfig, model=folder(tmp_path, DENSE), disable_dropout=False)  # the model has none
+    SFTTrainer.check(run, gpus("train"))
+    (Path(run.model) / "pytorch_model-00001-of-00002.bin").touch()
+    with pytest.raises(ConfigError, match=r"has pytorch_model\*\.bin alone. Load and save it once with transformers"):
+        SFTTrainer.check(run, gpus("train"))
+    (Path(run.model) / "model.safetensors").touch()
+    SFTTrainer.check(run, gpus("train"))
 
 
 def test_all_mistakes_of_a_layout_are_told_at_once(tmp_path: Path) -> None:
@@ -502,9 +524,10 @@ def test_a_field_that_needs_a_package_is_taken_where_that_is_installed(monkeypat
 
 
 def test_a_field_that_nothing_reads_is_refused_unless_it_is_as_it_is_anyway() -> None:
+    named = {"pipeline_model_parallel_comm_backend": "nccl", "moe_flex_dispatcher_backend": "hybridep"}
     for name in UNREAD:
         default = next(iter(known_fields()[name].values()))
-        other = not default if isinstance(default, bool) else "nccl" if default is None else default + type(default)(1)
+        other = not default if isinstance(default, bool) else named.get(name) or (default or 0) + 1
         assert f"{name} is read by nothing that the backend uses. Remove it" in refused(name, other)
         check_fields({name: default})
 
@@ -542,20 +565,28 @@ def test_losses_that_balance_experts_are_fields_of_the_model(tmp_path: Path) -> 
         ("bias_dropout_fusion", "yes", "bias_dropout_fusion must be true or false, got 'yes'"),
         ("qk_clip_alpha", True, "qk_clip_alpha must be a number, got True"),
         ("moe_deepep_num_sms", 1.5, "moe_deepep_num_sms must be a whole number, got 1.5"),
+        ("bucket_size", "40M", "bucket_size must be a whole number, got '40M'"),  # by default null
+        ("moe_expert_capacity_factor", "1.5", "moe_expert_capacity_factor must be a number, got '1.5'"),
+        ("moe_router_dtype", "float32", "moe_router_dtype must be one of fp32, fp64, got 'float32'"),
+        ("moe_token_drop_policy", None, "moe_token_drop_policy must be one of probs, position, got None"),
     ],
 )
-def test_a_field_has_the_type_of_its_default(name: str, value: Any, told: str) -> None:
+def test_a_field_has_a_type_that_it_is_declared_with(name: str, value: Any, told: str) -> None:
     assert told in refused(name, value)
 
 
+def test_a_field_takes_each_of_its_types() -> None:
+    check_fields({"bucket_size": None, "moe_expert_capacity_factor": 2, "moe_router_dtype": "fp64"})
+
+
 def test_further_fields_go_to_the_configurations_that_have_them() -> None:
-    further = {"bias_dropout_fusion": True, "bucket_size": 5, "log_num_zeros_in_grad": True}
+    further = {"bias_dropout_fusion": True, "bucket_size": 5, "apply_wd_to_qk_layernorm": True}
     further |= {"barrier_with_L1_time": True}
     check_fields(further)
     assert divided(further) == {
         "transformer": {"bias_dropout_fusion": True, "barrier_with_L1_time": True},
         "ddp": {"bucket_size": 5},
-        "optimizer": {"log_num_zeros_in_grad": True, "barrier_with_L1_time": True},
+        "optimizer": {"apply_wd_to_qk_layernorm": True, "barrier_with_L1_time": True},
     }
 
 
@@ -661,6 +692,7 @@ QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "rope_parameters": {"rope_
         ({"rope_parameters": None, "rope_scaling": {"type": "dynamic"}}, "'dynamic'"),
         ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "its weights are quantized (fp8)"),
     ],
 )
 def test_what_the_backend_would_leave_out_of_a_model_is_refused(changes: dict[str, Any], told: str) -> None:

@@ -163,6 +163,8 @@ REFUSED: list[tuple[str, list[str]]] = [
         ["section 'reference' has backend: fsdp, and role train megatron"],
     ),
     ("train: {gpus: 4, strategy_name: megatron_infer}", ["role train is trained. Write megatron_train"]),
+    ("train: {gpus: 4, strategy_name: hf_infer}", ["role train is trained. Write fsdp2_train"]),
+    ("strategy_args: {strategy_name: megatron_infer}", ["the model is trained. Write megatron_train"]),
     ("reference: {gpus: 4, strategy_name: megatron_train}", ["role reference only scores. Write megatron_infer"]),
     ("train: {gpus: 4, strategy_name: megatron_trian}", ["did you mean megatron_train?", "fsdp2_train"]),
     ("train: {gpus: 4, strategy_args: megatron_train}", ["strategy_args must be a mapping", "'megatron_train'"]),

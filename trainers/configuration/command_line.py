@@ -219,21 +219,23 @@ def _told(foreign: Iterable[tuple[str, str, Any]], given: GivenKeys) -> list[str
         elif reason := why_refused(name):
             reasons.setdefault((where, reason), []).append(name)
         else:
-            mistakes.append(f"{where}: {_unknown(name, value, given.known, is_in_section)}")
+            mistakes.append(f"{where}: {_unknown(name, value, given, is_in_section)}")
     for (where, reason), names in reasons.items():
         listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
         mistakes.append(f"{where}: {listed} {'is' if len(names) == 1 else 'are'} not supported: {reason}")
     return mistakes
 
 
-def _unknown(name: str, value: Any, known: Iterable[str], is_in_section: bool) -> str:
+def _unknown(name: str, value: Any, given: GivenKeys, is_in_section: bool) -> str:
     """What to tell of a key that nobody knows."""
     meant = ALIASES.get(name)
     if meant is not None:
         return f"{name} is another name of {meant}, which is no key of this trainer; remove it"
-    names = [*known, *ALIASES, *(SECTION_KEYS if is_in_section else ())]
+    names = [*given.known, *ALIASES, *(SECTION_KEYS if is_in_section else ())]
     near = nearest(name, names) or nearest(name, [*NEUTRAL, *HINTS, *REFUSED, *TRANSLATED])
     if isinstance(value, Mapping):
         size = next((hint for key in value if (hint := nearest(str(key), SIZE_KEYS))), "")
         return f"unknown key {name}{near}; the section of a role needs {', '.join(SIZE_KEYS)}{size}"
-    return f"unknown key {name}{near}; --help lists all keys"
+    further = f"; fields of megatron-core stand in megatron: {{{name}: ...}}"
+    is_megatron = "megatron" in given.known and given.get("backend") == "megatron"
+    return f"unknown key {name}{near}{further if is_megatron else ''}; --help lists all keys"

@@ -98,6 +98,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "recompute_modules": (["core_attn"], None),
     "infer_backend": ("pt", "transformers"),
     "router_replay_mode": ("disabled",),
+    "use_dist_checkpointing": (False,),
+    "dist_checkpointing_path": (None,),
     "deepspeed": (None,),
     "tuner_backend": ("peft",),
     # model
@@ -234,10 +236,11 @@ REFUSED = {
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
             "virtual_pipeline_model_parallel_size",
-            "sequence_parallel_size",
         ),
         _MEGATRON,
     ),
+    "sequence_parallel_size": "sequences are cut over workers by backend: megatron alone. Write that and "
+    "context_parallel_size, or remove it",
     **dict.fromkeys(
         (
             "recompute_method",
@@ -248,6 +251,9 @@ REFUSED = {
         _MEGATRON_ONLY,
     ),
     **dict.fromkeys(("offload_bridge", "mcore_model", "mcore_adapter", "use_mbridge"), _BRIDGE),
+    **dict.fromkeys(
+        ("vanilla_mbridge", "bridge_backend", "use_dist_checkpointing", "dist_checkpointing_path"), _BRIDGE
+    ),
     "optimizer_cpu_offload": "write optimizer_offload, or fsdp_offload_params",
     "infer_backend": "write use_vllm: true in GRPO, PPO and GKD. Remove it elsewhere",
     "router_replay_mode": "routing is not replayed. Remove it",

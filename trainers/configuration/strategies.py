@@ -68,10 +68,14 @@ def _opened(role: str, section: Mapping[str, Any], where: str, given: GivenKeys)
         given.mistakes.append(f"{told}: {NAME} must be one of {listed}, got {name!r}{nearest(str(name), BACKENDS)}")
         return opened
     trains = name.endswith("_train")
-    if role and trains is not (role in TRAINED):
-        needed = name.rpartition("_")[0] + ("_infer" if trains else "_train")
-        does = "is trained" if role in TRAINED else "only scores"
-        given.mistakes.append(f"{told}: {NAME} is {name}, but role {role} {does}. Write {needed}")
+    is_trained = not role or role in TRAINED  # what holds for all roles holds for those
+    if trains is not is_trained:
+        needed = next(
+            one for one in BACKENDS if BACKENDS[one] == BACKENDS[name] and one.endswith("_train") is is_trained
+        )
+        does = "is trained" if is_trained else "only scores"
+        who = f"role {role}" if role else "the model"
+        given.mistakes.append(f"{told}: {NAME} is {name}, but {who} {does}. Write {needed}")
     if opened.setdefault("backend", BACKENDS[name]) != BACKENDS[name]:
         given.mistakes.append(f"{told}: {NAME} is {name}, but backend is {opened['backend']}; remove one of them")
     return opened

@@ -163,6 +163,13 @@ def _sharding(given: GivenKeys) -> None:
     value = given.take("deepspeed")
     if value is None:
         return
+    if given.get("backend") == "megatron":
+        given.refuse(
+            "deepspeed",
+            f"deepspeed {value} is of backend: fsdp. With megatron write use_distributed_optimizer, param_offload and "
+            "optimizer_offload, or remove it",
+        )
+        return
     stage = value.removesuffix("_offload") if isinstance(value, str) else value
     if not isinstance(stage, str) or stage not in DEEPSPEED or value == "zero0_offload":
         given.refuse(

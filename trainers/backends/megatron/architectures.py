@@ -34,6 +34,9 @@ def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
         yield "its qkv_bias is false, and queries, keys and values have biases"
     if config.get("mlp_bias"):
         yield "its mlp_bias is true, and MLPs have no bias"
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        yield f"its weights are quantized ({method}), and numbers are read as they stand, without their scales"
 
 
 def has_experts(config: Any, layer: int) -> bool:

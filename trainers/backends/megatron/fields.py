@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from rayhelper import ConfigError
 from rayhelper.device_groups.mistakes import nearest
@@ -89,6 +90,8 @@ UNREAD = (  # of attention, offloading, kernels and logs that are not in use her
     *("moe_deepep_num_sms", "moe_hybridep_num_sms", "moe_flex_dispatcher_backend", "moe_use_legacy_grouped_gemm"),
     *("moe_token_dropping", "moe_per_layer_logging", "barrier_with_L1_time", "wgrad_deferral_limit"),
     *("use_fused_weighted_squared_relu", "use_mamba_mem_eff_path", "async_tensor_model_parallel_allreduce"),
+    *("log_num_zeros_in_grad", "disable_bf16_reduced_precision_matmul"),
+    *("suggested_communication_unit_size", "disable_symmetric_registration"),
 )
 # Beginnings of fields of TransformerEngine's layers, optimizers and graphs, or of apex's: but for ``ENGINE_FIELDS`` the
 # backend uses none of them
@@ -100,6 +103,7 @@ OF_OTHER_LAYERS = (
     *("first_last_layers_bf16", "disable_parameter_transpose", "persist_layer_norm", "masked_softmax_fusion"),
     "memory_efficient_layer_norm",
 )
+WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}  # of plain types
 NEEDS = {"gradient_accumulation_fusion": "apex"}
 
 
@@ -111,21 +115,10 @@ def check_installed() -> None:
 
 def known_fields() -> dict[str, dict[str, Any]]:
     """The default of every field in each configuration that has it: {field: {"transformer": default}}."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of packages that are not needed
-        from megatron.core.distributed import DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig
-        from megatron.core.transformer.transformer_config import TransformerConfig
-
     found: dict[str, dict[str, Any]] = {}
-    for part, kind in (
-        (TRANSFORMER, TransformerConfig),
-        (DDP, DistributedDataParallelConfig),
-        (OPTIMIZER, OptimizerConfig),
-    ):
-        for one in dataclasses.fields(kind):
-            default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
-            found.setdefault(one.name, {})[part] = default
+    for part, one in _all_fields():
+        default = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+        found.setdefault(one.name, {})[part] = default
     return found
 
 
@@ -227,15 +220,31 @@ def _why_not(name: str, known: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _all_fields() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
+    """Each field of each configuration, and which of the three has it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that are not needed
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+    yield from ((TRANSFORMER, one) for one in dataclasses.fields(TransformerConfig))
+    yield from ((DDP, one) for one in dataclasses.fields(DistributedDataParallelConfig))
+    yield from ((OPTIMIZER, one) for one in dataclasses.fields(OptimizerConfig))
+
+
 def _wrong_type(name: str, value: Any, defaults: Mapping[str, Any]) -> str | None:
-    """A value of another type than the default's, as far as that says one."""
-    default = next(iter(defaults.values()))
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    kind = type(default)
-    fits = type(value) is kind or (kind is float and type(value) is int)
-    if kind not in words or fits or isinstance(default, type):
+    """A value of none of the types that the field is declared with, as far as these are plain ones and choices."""
+    declared = next(one.type for _, one in _all_fields() if one.name == name)
+    kinds = get_args(declared) if get_origin(declared) in (Union, UnionType) else (declared,)
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    plain = [kind for kind in kinds if kind in WORDS]
+    is_told = len(plain) + sum(get_origin(kind) is Literal or kind is NoneType for kind in kinds) == len(kinds)
+    fits = type(value) in plain or (float in plain and type(value) is int) or value in choices
+    if not is_told or fits or (value is None and (NoneType in kinds or None in defaults.values())):
         return None
-    return f"{name} must be {words[kind]}, got {value!r}."
+    words = [f"one of {', '.join(map(str, choices))}"] if choices else []
+    return f"{name} must be {' or '.join([*words, *(WORDS[kind] for kind in plain)])}, got {value!r}."
 
 
 def _balancing_mistake(further: Mapping[str, Any]) -> str | None:

@@ -195,9 +195,11 @@ def layout_mistakes(
             f"tensor_model_parallel_size {settings.tensor_model_parallel_size} x pipeline_model_parallel_size "
             f"{settings.pipeline_model_parallel_size} x context_parallel_size {settings.context_parallel_size}"
         )
+        product = settings.workers_per_shard
+        how = " (torchrun --nproc-per-node, or use_ray with device_groups)" if num_workers == 1 else ""
         yield (
-            f"{sizes} = {settings.workers_per_shard} does not divide the {num_workers} workers of {where}. Give it a "
-            f"multiple of {settings.workers_per_shard} workers, or make the product smaller."
+            f"{sizes} = {product} does not divide the {num_workers} workers of {where}. Give it a multiple of "
+            f"{product} workers{how}, or make the product smaller."
         )
         return
     given = {"sequence_parallel": settings.sequence_parallel}

@@ -29,6 +29,7 @@ from torch.nn import Parameter
 from trainers.backends.megatron.architectures import MODEL_TYPES, NORMED, has_experts, head_width
 
 EMBEDDING, HEAD, VALUES = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
+GENERATION = "generation_config.json"
 GROUPED = "mlp.experts.weight{}"  # the parameters of GroupedMLP, of all experts of a rank
 
 
@@ -205,6 +206,7 @@ class MegatronWeights:
             for source in sources
             for name, shape in source.tensors.items()
         }
+        self.generation: str | None = None  # how to generate, as the model that was loaded says
         self._slots: list[Slot] = []
         own_blocks = [block for model in models for block in self._bind(model)]
         self._by_key = {slot.source.key: slot for slot in self._slots}
@@ -219,9 +221,12 @@ class MegatronWeights:
             FileNotFoundError: there are no safetensors files.
             ValueError: a tensor is missing or has another shape.
         """
+        folder = _folder(model)
+        if (folder / GENERATION).is_file():
+            self.generation = (folder / GENERATION).read_text(encoding="utf-8")
         with contextlib.ExitStack() as files, torch.no_grad():
             tensors: dict[str, Any] = {}
-            for file in _safetensors_files(model):
+            for file in _safetensors_files(folder):
                 opened = files.enter_context(safe_open(file, framework="pt"))
                 tensors |= {name: opened.get_slice(name) for name in opened.keys() if name in self.shapes}  # noqa: SIM118
             self._check_all_given([*tensors, VALUES])
@@ -270,6 +275,8 @@ class MegatronWeights:
 
     def export(self, folder: Path, *, dtype: torch.dtype, max_file_bytes: int = 5 * 10**9) -> None:
         """Writes a Hugging Face folder, weights in ``dtype``; every rank calls it, and rank 0 writes.
+
+        A language model keeps the ``generation_config.json`` of the one that was loaded: which tokens end a completion.
 
         It has the weights of one file in its memory. Of those of an earlier export nothing is left in the folder, which
         is complete when this returns, on any rank.
@@ -416,6 +423,8 @@ class MegatronWeights:
             config.num_labels = 1
         config.dtype = dtype
         config.save_pretrained(folder)
+        if self.head == "lm" and self.generation is not None:
+            (folder / GENERATION).write_text(self.generation, encoding="utf-8")
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": sum(map(math.prod, self.shapes.values())) * dtype.itemsize},
@@ -578,13 +587,17 @@ def _unwrapped(chunk: Any) -> Any:
     return chunk
 
 
-def _safetensors_files(model: str | Path) -> list[Path]:
-    """Those of a folder, or of a model of the hub, which is downloaded where it is not there yet."""
+def _folder(model: str | Path) -> Path:
+    """The folder itself, or that of a model of the hub, which is downloaded where it is not there yet."""
     folder = Path(model)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
 
-        folder = Path(snapshot_download(str(model), allow_patterns=["model*.safetensors"]))
+    return Path(snapshot_download(str(model), allow_patterns=["model*.safetensors", GENERATION]))
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no model*.safetensors, so it is no checkpoint of a model")

@@ -113,14 +113,23 @@ def fork_generator(tracker: Any, name: str = "model-parallel-rng") -> Iterator[N
         torch.set_rng_state(before)
 
 
-def install() -> Callable[[], None]:
-    """Puts the CPU in the place of CUDA, in this process; returns what takes it back."""
-    changed: list[tuple[Any, str, Any]] = []
+_changed: list[tuple[Any, str, Any]] = []  # owner, name and what stood there before, while it is installed
 
-    def put(owner: Any, name: str, value: Any) -> None:
-        changed.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
 
+def put(owner: Any, name: str, value: Any) -> None:
+    _changed.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, value)
+
+
+def take_back() -> None:
+    while _changed:
+        setattr(*_changed.pop())
+
+
+def install() -> None:
+    """Puts the CPU in the place of CUDA, in this process; again is harmless."""
+    if _changed:
+        return
     from torch._dynamo import trace_rules
     from torch.utils._device import _device_constructors
 
@@ -164,11 +173,5 @@ def install() -> Callable[[], None]:
 
     put(token_dispatcher, "maybe_move_tensor_to_cpu", to_numpy)
 
-    def take_back() -> None:
-        for owner, name, value in reversed(changed):
-            setattr(owner, name, value)
 
-    return take_back
-
-
-take_back = install()  # importing is enough; what preloads megatron alone takes it back, and each rank installs it
+install()  # importing is enough; what preloads megatron alone takes it back, and each rank installs it

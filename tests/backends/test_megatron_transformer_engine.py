@@ -49,13 +49,12 @@ def fp8(recipe: str, **further: Any) -> Layout:
 GROUPED, LOCAL_LAYERS = {"moe_grouped_gemm": True}, {"transformer": {"transformer_impl": "local"}}
 FUSED = {"transformer": {"moe_permute_fusion": True, "moe_router_fusion": True}}
 CASES: dict[str, list[Layout]] = {  # on two ranks, which start once for all
-    "llama": [{TP: 2} | SP | PLAIN, {PP: 2}],
-    "qwen2": [{TP: 2} | SP | PLAIN, {PP: 2, VPP: 2} | PLAIN],
+    "llama": [{PP: 2, VPP: 2} | PLAIN],
+    "qwen2": [{TP: 2} | SP | PLAIN],
     "qwen3": [{TP: 2} | WHOLE | PLAIN, {TP: 2} | SP | SELECTIVE, {CP: 2} | FULL | OVERLAP],
     "qwen3_moe": [
         {EP: 2} | PLAIN | GROUPED,
         {EP: 2} | PLAIN | FUSED,
-        {PP: 2} | GROUPED | SELECTIVE | PLAIN,
         {TP: 2, EP: 2, ETP: 1} | SP | PLAIN | GROUPED,
     ],
     "qwen2_moe": [{TP: 2} | SP | PLAIN],

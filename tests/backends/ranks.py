@@ -63,7 +63,7 @@ def run_ranks(
         processes.append(process)
         pipes[ours] = rank
     try:
-        values = _collect(pipes, num_ranks, time.monotonic() + timeout_s)
+        values = _collect(pipes, processes, time.monotonic() + timeout_s)
         for process in processes:
             process.join(timeout_s)
         return values
@@ -76,8 +76,9 @@ def run_ranks(
         meeting.unlink(missing_ok=True)
 
 
-def _collect(pipes: dict[Connection, int], num_ranks: int, deadline: float) -> list[Any]:
+def _collect(pipes: dict[Connection, int], processes: list[Any], deadline: float) -> list[Any]:
     values: dict[int, Any] = {}
+    num_ranks = len(processes)
     while len(values) < num_ranks:
         waiting = [pipe for pipe, rank in pipes.items() if rank not in values]
         ready = wait(waiting, max(0.0, deadline - time.monotonic()))
@@ -87,7 +88,9 @@ def _collect(pipes: dict[Connection, int], num_ranks: int, deadline: float) -> l
             try:
                 succeeded, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
-                raise AssertionError(f"rank {rank} of {num_ranks} died without a word") from None
+                processes[rank].join(5)
+                code = processes[rank].exitcode
+                raise AssertionError(f"rank {rank} of {num_ranks} died without a word, exit code {code}") from None
             assert succeeded, f"rank {rank} of {num_ranks} failed:\n{value}"
             values[rank] = value
     return [values[rank] for rank in range(num_ranks)]

@@ -307,6 +307,7 @@ def refused(rank: int, model: Path, folder: Path) -> None:
     assert all(torch.equal(given[name], written[name]) for name in given)
     assert {path.name for path in (folder / "scorer").glob("*")} == {
         "config.json",
+        "generation_config.json",
         "model.safetensors",
         "rng_state_0.pth",
     }

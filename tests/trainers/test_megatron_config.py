@@ -488,11 +488,12 @@ def test_with_transformer_engine_fields_of_its_layers_are_checked(monkeypatch: p
     check_fields(fp8 | {"moe_permute_fusion": True, "first_last_layers_bf16": True})
     check_fields({"transformer_impl": "transformer_engine"})
     for adapter, further, told in (
-        (False, {"transformer_impl": "apex"}, "transformer_impl must be transformer_engine or local, got 'apex'"),
+        (False, {"transformer_impl": "apex"}, "transformer_impl must be one of local, transformer_engine"),
+        (False, {"transformer_impl": "inference_optimized"}, "transformer_impl must be transformer_engine or local"),
         (False, {**fp8, "transformer_impl": "local"}, "fp8 needs layers of TransformerEngine, but transformer_impl is"),
         (True, fp8, "an adapter stands beside megatron-core's own layers"),
         (True, {"transformer_impl": "transformer_engine"}, "transformer_impl: transformer_engine needs layers"),
-        (False, {"fp8": "e5m2"}, "fp8 must be e4m3 or hybrid, got 'e5m2'"),
+        (False, {"fp8": "e5m2"}, "fp8 must be one of e4m3, hybrid, got 'e5m2'"),
         (False, {"fp8": "e4m3"}, "fp8_recipe must be one of tensorwise, blockwise, mxfp8; it is 'delayed'"),
         (False, {"fp8_recipe": "mxfp8"}, "fp8_recipe is of fp8. Write fp8: hybrid beside it"),
     ):

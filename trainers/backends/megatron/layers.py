@@ -17,7 +17,7 @@ FP8_FIELDS = (
     *("disable_parameter_transpose_cache", "moe_router_padding_for_quantization"),
 )
 ENGINE_FIELDS = (*FP8_FIELDS, "moe_permute_fusion", "moe_router_fusion")  # that TransformerEngine's layers alone read
-FORMATS, RECIPES = ("e4m3", "hybrid"), ("tensorwise", "blockwise", "mxfp8")
+RECIPES = ("tensorwise", "blockwise", "mxfp8")
 
 
 def why_no_engine() -> str | None:
@@ -71,8 +71,6 @@ def _fp8_mistake(further: Mapping[str, Any], first: str) -> str | None:
     form, recipe = further.get("fp8"), further.get("fp8_recipe", "delayed")
     if form is None:
         return f"{first} is of fp8. Write fp8: hybrid beside it, or remove it."
-    if form not in FORMATS:
-        return f"fp8 must be {' or '.join(FORMATS)}, got {form!r}."
     if recipe not in RECIPES:
         return (
             f"with fp8, fp8_recipe must be one of {', '.join(RECIPES)}; it is {recipe!r}. (Unless said it is delayed, "

@@ -18,9 +18,8 @@ from trainers.backends.megatron.architectures import architecture_mistakes
 from trainers.backends.megatron.fields import check_fields, check_installed, check_made, divided
 from trainers.backends.megatron.settings import layout_mistakes
 from trainers.config import TrainConfig
-from trainers.megatron_config import megatron_settings
+from trainers.megatron_config import TRAINED, megatron_settings
 
-TRAINED = ("train", "default", "critic")
 OWN_MODELS = {"critic": "value_model", "reference": "ref_model", "teacher": "teacher_model"}  # null: the policy's
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from trainers.configuration.given_keys import GivenKeys
 from trainers.configuration.typed_values import nearest
+from trainers.megatron_config import TRAINED
 
 NAME, ARGUMENTS, CONFIG = "strategy_name", "strategy_args", "strategy_config"
 BACKENDS = {
@@ -20,7 +21,6 @@ BACKENDS = {
     "fsdp2_infer": "fsdp",
     "hf_infer": "fsdp",
 }
-TRAINED = ("train", "default", "critic")
 ENGINES = ("rollout", "sampler")  # whose strategy is an engine
 
 

@@ -17,10 +17,9 @@ from rayhelper import ConfigError
 from rayhelper.device_groups.mistakes import nearest
 from rayhelper.planning.model_shape import ModelShape
 from trainers.backends.megatron.layers import ENGINE_FIELDS, engine_mistake
-from trainers.backends.megatron.settings import MegatronSettings
+from trainers.backends.megatron.settings import DDP, KEYS, OPTIMIZER, TRANSFORMER, MegatronSettings
 
 INSTALL = "pip install 'rayhelper[megatron]'"
-TRANSFORMER, DDP, OPTIMIZER = "transformer", "ddp", "optimizer"  # the mappings of MegatronSettings
 
 ELSEWHERE = {  # and the key that says it
     **dict.fromkeys(("bf16", "fp16", "params_dtype", "pipeline_dtype", "enable_autocast", "autocast_dtype"), "dtype"),
@@ -178,17 +177,14 @@ def check_made(settings: MegatronSettings, shape: ModelShape) -> None:
         **{"activation_func": torch.nn.functional.silu, "variable_seq_lengths": settings.sizes(1).pipeline > 1},
     }
     dtypes = {"bf16": True, "params_dtype": torch.bfloat16}
+    made: dict[str, Any] = sizes | (experts if shape.num_experts else {}) | always | dtypes
+    kinds = _configurations()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from megatron.core.distributed import DistributedDataParallelConfig
-            from megatron.core.optimizer import OptimizerConfig
-            from megatron.core.transformer.transformer_config import TransformerConfig
-
-            made: dict[str, Any] = sizes | (experts if shape.num_experts else {}) | always | dtypes
-            TransformerConfig(**made, pipeline_dtype=torch.bfloat16, **settings.transformer_fields)
-            DistributedDataParallelConfig(**settings.ddp_fields)
-            OptimizerConfig(lr=1.0, **dtypes, **settings.optimizer_fields)
+            kinds[TRANSFORMER](**made, pipeline_dtype=torch.bfloat16, **settings.transformer_fields)
+            kinds[DDP](**settings.ddp_fields)
+            kinds[OPTIMIZER](lr=1.0, **dtypes, **settings.optimizer_fields)
     except (ValueError, AssertionError) as error:
         raise ConfigError(f"megatron: megatron-core refuses these fields: {error}") from None
 
@@ -205,11 +201,10 @@ def divided(further: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _why_not(name: str, known: Mapping[str, Any]) -> str | None:
-    own = [one.name for one in dataclasses.fields(MegatronSettings) if one.name not in (TRANSFORMER, DDP, OPTIMIZER)]
-    if name in own:
+    if name in KEYS:
         return f"{name} is a key of its own. Write it beside megatron, not in it."
     if name not in known:
-        near = nearest(name, [*known, *own], " (did you mean {}?)")
+        near = nearest(name, [*known, *KEYS], " (did you mean {}?)")
         return f"megatron-core has no field {name!r} in its configurations{near}."
     if name in ELSEWHERE:
         return f"{name} is what the key {ELSEWHERE[name]} says. Write that."
@@ -222,15 +217,19 @@ def _why_not(name: str, known: Mapping[str, Any]) -> str | None:
 
 def _all_fields() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
     """Each field of each configuration, and which of the three has it."""
+    for part, kind in _configurations().items():
+        yield from ((part, one) for one in dataclasses.fields(kind))
+
+
+def _configurations() -> dict[str, Any]:
+    """megatron-core's classes, by the mapping of MegatronSettings that is for each."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that are not needed
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-    yield from ((TRANSFORMER, one) for one in dataclasses.fields(TransformerConfig))
-    yield from ((DDP, one) for one in dataclasses.fields(DistributedDataParallelConfig))
-    yield from ((OPTIMIZER, one) for one in dataclasses.fields(OptimizerConfig))
+    return {TRANSFORMER: TransformerConfig, DDP: DistributedDataParallelConfig, OPTIMIZER: OptimizerConfig}
 
 
 def _wrong_type(name: str, value: Any, defaults: Mapping[str, Any]) -> str | None:

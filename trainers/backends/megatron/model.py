@@ -157,7 +157,7 @@ def build_stages(
             hf,
             head=head,
             balance=balance,
-            transformer_layer_spec=layer_spec(config, vp_stage=which["vp_stage"]),
+            transformer_layer_spec=layer_spec(config, vp_stage=which["vp_stage"], balanced=balance is not None),
             vocab_size=-(-hf.vocab_size // width) * width,
             pre_process=first,
             post_process=last,
@@ -184,8 +184,11 @@ def mark_shards(stage: torch.nn.Module) -> None:
                         tensor_parallel.set_tensor_model_parallel_attributes(weight, True, dim, 1)
 
 
-def layer_spec(config: TransformerConfig, *, vp_stage: int | None) -> Any:
-    """megatron-core's layers with attention within documents; its own ones with norms for spread sequences."""
+def layer_spec(config: TransformerConfig, *, vp_stage: int | None, balanced: bool) -> Any:
+    """megatron-core's layers with attention within documents; its own ones with norms for spread sequences.
+
+    ``balanced``: whether losses balance their experts.
+    """
     is_local = config.transformer_impl == LOCAL
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=not is_local, normalization="RMSNorm", vp_stage=vp_stage
@@ -197,7 +200,7 @@ def layer_spec(config: TransformerConfig, *, vp_stage: int | None) -> Any:
             "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
             "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
         }
-        if Balance.of(config) is not None and layer.submodules.mlp.module is MoELayer:
+        if balanced and layer.submodules.mlp.module is MoELayer:
             layer.submodules.mlp.submodules.router = BalancedRouter
     if is_local:
         use_own_norms(spec, config)

@@ -43,8 +43,8 @@ class Packed(NamedTuple):
     target_ids_M: torch.Tensor
     chosen_M: torch.Tensor  # which of the N they are
     num_targets: int
-    document_S: torch.Tensor  # which of the D documents each token is of; -1: padding
-    lengths_D: torch.Tensor  # tokens of each, on all workers, without padding
+    document_S: torch.Tensor  # on the CPU: which of the D documents each token is of; -1: padding
+    lengths_D: torch.Tensor  # on the CPU: tokens of each, on all workers, without padding
 
 
 def pack(
@@ -104,8 +104,8 @@ def pack(
         target_ids_M=given.target_ids_N[chosen_M].to(device),
         chosen_M=chosen_M.to(device),
         num_targets=len(given.places_N),
-        document_S=document_T[mine_S].to(device),
-        lengths_D=lengths_D.to(device),
+        document_S=document_T[mine_S],
+        lengths_D=lengths_D,
     )
 
 

@@ -61,13 +61,14 @@ class Balance:
 
     def told(self, packed: Packed, *, divided_over: Any) -> torch.Tensor:
         """What stands for a micro-batch. ``divided_over``: the workers over which its tokens are spread further."""
-        group_S, sizes_G = packed.document_S, packed.lengths_D
+        device = packed.input_ids_S.device
+        group_S, sizes_G = packed.document_S.to(device), packed.lengths_D.to(device)
         if not self.by_document:
             group_S, sizes_G = group_S.clamp(max=0), sizes_G.sum(0, keepdim=True)
         if divided_over is not None:
             group_S = group_S.chunk(divided_over.size())[divided_over.rank()]
         self._micros.append((group_S, sizes_G.clamp(min=1)))
-        return torch.zeros(1, len(self._micros), dtype=torch.bool, device=group_S.device)
+        return torch.zeros(1, len(self._micros), dtype=torch.bool, device=device)
 
     def micro(self, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(S,) the group of each token, -1 of padding, and (G,) the tokens of each on all workers."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rayhelper.planning.model_shape import ModelShape
 from rayhelper.planning.parallel_sizes import ParallelSizes, size_mistakes
 from trainers.backends.megatron.layers import fp8_rows
 
+TRANSFORMER, DDP, OPTIMIZER = "transformer", "ddp", "optimizer"  # the mappings of MegatronSettings
 OPTIMIZERS = ("adamw_torch", "sgd")
 RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts")
 OF_EXPERTS = ("moe", "moe_act", "shared_experts")  # of RECOMPUTABLE
@@ -147,6 +148,9 @@ class MegatronSettings:
         if self.recompute_granularity is None and not modules:
             return {}
         return {"recompute_granularity": "selective", "recompute_modules": modules or ["core_attn"]}
+
+
+KEYS = tuple(one.name for one in fields(MegatronSettings) if one.name not in (TRANSFORMER, DDP, OPTIMIZER))
 
 
 def setting_mistakes(settings: MegatronSettings) -> Iterator[str]:

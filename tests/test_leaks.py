@@ -75,7 +75,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         env={**os.environ, "PYTHONPATH": root, "CHANGES": "before", "GOES": "away"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert f"{len(CLEAN) + len(LEAVING)} passed" in run.stdout, run.stdout + run.stderr
     found = dict.fromkeys((*CLEAN, *LEAVING), "")

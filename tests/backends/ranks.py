@@ -40,7 +40,12 @@ forkserver.set_forkserver_preload(
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, folder: Path, timeout_s: float = 60.0, joined: bool = True
+    num_ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    folder: Path,
+    timeout_s: float = 800.0,
+    joined: bool = True,
 ) -> list[Any]:
     """What ``function(rank, *args)`` returned on each of ``num_ranks`` gloo ranks; ``folder`` is where they meet.
 

@@ -208,7 +208,7 @@ def test_a_model_in_parts_is_the_model(
 ) -> None:
     folder, right = oracles[family]
     layouts = CASES[family, num_ranks]
-    ranks = run_ranks(num_ranks, of_layouts, folder, layouts, folder=tmp_path, timeout_s=240)
+    ranks = run_ranks(num_ranks, of_layouts, folder, layouts, folder=tmp_path)
     for k, layout in enumerate(layouts):
         compare([rank[k] for rank in ranks], right, told(layout))
 

@@ -190,7 +190,7 @@ def test_an_adapter_of_a_model_in_parts_is_pefts(
     right = found_by(backend, samples_of())
     backend.save(tmp_path / "right")
     arguments = (folders[family], start, lora, layouts, tmp_path)
-    ranks = run_ranks(num_ranks, of_layouts, *arguments, folder=tmp_path, timeout_s=240)
+    ranks = run_ranks(num_ranks, of_layouts, *arguments, folder=tmp_path)
     for k, layout in enumerate(layouts):
         compare([rank[k] for rank in ranks], right, told(layout))
         compare_folders(folders[family], tmp_path / str(k), tmp_path / "right", right["weights"])
@@ -313,7 +313,7 @@ def test_beside_a_bfloat16_model_the_adapter_is_float32(folders: dict[str, Path]
     backend, start = begin(folders["llama"], ALL)
     right = found_by(backend, samples_of())
     layouts = [{TP: 2} | SP, {TP: 2} | PLAIN]
-    for rank in run_ranks(2, in_bfloat16, folders["llama"], start, layouts, folder=tmp_path, timeout_s=120):
+    for rank in run_ranks(2, in_bfloat16, folders["llama"], start, layouts, folder=tmp_path):
         for losses, kinds, frozen, adapter, merged in rank:
             np.testing.assert_allclose(losses, right["losses"], atol=0.03)
             assert kinds == {torch.float32}
@@ -344,9 +344,7 @@ def with_dropout(rank: int, folder: Path, layouts: list[Layout]) -> list[Any]:
 
 
 def test_dropout_is_of_training_alone_and_keeps_workers_equal(folders: dict[str, Path], tmp_path: Path) -> None:
-    ranks = run_ranks(
-        2, with_dropout, folders["llama"], [{TP: 2} | WHOLE, {TP: 2} | SP], folder=tmp_path, timeout_s=120
-    )
+    ranks = run_ranks(2, with_dropout, folders["llama"], [{TP: 2} | WHOLE, {TP: 2} | SP], folder=tmp_path)
     for rank in ranks:
         for (losses, *_), (dropped, spread, is_repeatable), _ in rank:
             assert dropped[0] == pytest.approx(losses[0]), "B is zero at first"
@@ -411,7 +409,7 @@ def test_all_linear_is_what_is_not_in_experts(family: str, num_targets: int) -> 
 
 def test_an_adapter_of_other_layers_is_not_loaded(folders: dict[str, Path], tmp_path: Path) -> None:
     _, start = begin(folders["llama"], SOME)
-    for rank in run_ranks(1, refusals, folders["llama"], start, folder=tmp_path, timeout_s=60):
+    for rank in run_ranks(1, refusals, folders["llama"], start, folder=tmp_path):
         assert "other weights" in rank[0]
         assert "LoRA" in rank[1]
         assert "adapter merged" in rank[2]
@@ -471,7 +469,7 @@ EXPERT_LAYOUTS: list[Layout] = [{PP: 2, EP: 2}, {EP: 4} | PLAIN, {TP: 2, EP: 2, 
 def test_a_run_with_an_adapter_goes_on_in_any_layout(
     family: str, lora: Lora, layouts: list[Layout], folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    ranks = run_ranks(4, resumed, folders[family], lora, layouts, tmp_path / "saved", folder=tmp_path, timeout_s=120)
+    ranks = run_ranks(4, resumed, folders[family], lora, layouts, tmp_path / "saved", folder=tmp_path)
     written, *read = (np.sum([rank[k][1] for rank in ranks if rank[k][0]], 0) for k in range(len(layouts) + 1))
     np.testing.assert_array_equal(read[0], written)
     for layout, losses in zip(layouts, read, strict=True):

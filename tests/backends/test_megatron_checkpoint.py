@@ -100,7 +100,7 @@ def losses(ranks: list[list[dict[str, Any]]], k: int) -> np.ndarray:
 
 
 def started(num_ranks: int, model: Path, folder: Path, parts: list[Part]) -> list[list[dict[str, Any]]]:
-    return run_ranks(num_ranks, of_parts, model, folder, parts, folder=folder, timeout_s=240)
+    return run_ranks(num_ranks, of_parts, model, folder, parts, folder=folder)
 
 
 SAVED: dict[str, Layout] = {"qwen3": {TP: 2, PP: 2} | SP, "qwen3_moe": {TP: 2, EP: 2, ETP: 1} | SP}

@@ -92,7 +92,7 @@ def of_families(rank: int, models: dict[Path, list[Layout]]) -> list[tuple[dict[
 def compared(cases: dict[str, list[Layout]], tmp_path: Path, **fields: Any) -> Iterator[tuple[str, int]]:
     """Each case, once it is equal to the model in one process, and the number of its products in fp8."""
     models = {save(family, tmp_path, **fields): layouts for family, layouts in cases.items()}
-    ranks = run_ranks(2, with_engine, of_families, models, folder=tmp_path, timeout_s=300)
+    ranks = run_ranks(2, with_engine, of_families, models, folder=tmp_path)
     found = zip(*ranks, strict=True)
     for folder, layouts in models.items():
         right = wanted(folder)
@@ -123,7 +123,7 @@ def test_checkpoints_and_exports_do_not_tell_layers_apart(tmp_path: Path) -> Non
         Part({PP: 2}, load="engine"),
         Part({EP: 2} | LOCAL_LAYERS, load="engine"),
     ]
-    ranks = run_ranks(2, with_engine, of_parts, model, tmp_path, with_it, folder=tmp_path, timeout_s=240)
+    ranks = run_ranks(2, with_engine, of_parts, model, tmp_path, with_it, folder=tmp_path)
     exported, source = (load_file(folder / "model.safetensors") for folder in (tmp_path / "start", model))
     assert exported.keys() == source.keys()
     for name, tensor in source.items():
@@ -132,9 +132,7 @@ def test_checkpoints_and_exports_do_not_tell_layers_apart(tmp_path: Path) -> Non
     np.testing.assert_array_equal(losses(ranks, 2), whole)
     without = [Part({TP: 2} | SP, load="engine"), Part({PP: 2} | PLAIN, save="local", before=BEFORE)]
     plain = started(2, model, tmp_path, without)
-    back = run_ranks(
-        2, with_engine, of_parts, model, tmp_path, [Part(cut, load="local")], folder=tmp_path, timeout_s=240
-    )
+    back = run_ranks(2, with_engine, of_parts, model, tmp_path, [Part(cut, load="local")], folder=tmp_path)
     for numbers in (losses(ranks, 3), losses(ranks, 4), losses(plain, 0), losses(plain, 1)[BEFORE:], losses(back, 0)):
         np.testing.assert_allclose(numbers, whole, atol=1e-6)
 
@@ -165,8 +163,8 @@ def test_its_layers_are_used_where_they_can_be(tmp_path: Path) -> None:
     own, engines = "ColumnParallelLinear", "TELayerNormColumnParallelLinear"
     missing = "TransformerEngine is not installed"
     old = "TransformerEngine 2.6.0 is installed, which is older than 2.7.0"
-    (without,) = run_ranks(1, layers_of, folder, [(None, None)], folder=tmp_path, timeout_s=240)
+    (without,) = run_ranks(1, layers_of, folder, [(None, None)], folder=tmp_path)
     assert without == [(own, missing)]
     cases = [(None, None), ({"r": 4}, None), (None, "2.6.0")]
-    (found,) = run_ranks(1, with_engine, layers_of, folder, cases, folder=tmp_path, timeout_s=240)
+    (found,) = run_ranks(1, with_engine, layers_of, folder, cases, folder=tmp_path)
     assert found == [(engines, None), (own, None), (own, old)]

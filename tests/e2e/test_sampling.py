@@ -190,7 +190,7 @@ def test_a_run_that_was_killed_goes_on_and_leaves_what_an_uninterrupted_one_leav
     keys = config(models, tmp_path / "out", dataset=str(tmp_path / "rows.jsonl"))
     (tmp_path / "x.yaml").write_text(json.dumps(dataclasses.asdict(keys)))
     command = [sys.executable, "-c", KILLED_WHILE_WRITING, "--config", str(tmp_path / "x.yaml")]
-    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     written = (tmp_path / "out" / "samples.jsonl.ledger").read_bytes()
     assert not written.endswith(b"\n")

@@ -100,7 +100,7 @@ def environment() -> dict[str, str]:
 
 def run(folder: Path, *argv: str) -> str:
     done = subprocess.run(
-        [sys.executable, *argv], cwd=folder, env=environment(), capture_output=True, text=True, timeout=120
+        [sys.executable, *argv], cwd=folder, env=environment(), capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -239,7 +239,7 @@ def torchrun(processes: int, *command: str, cwd: Path) -> subprocess.CompletedPr
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     with tempfile.TemporaryDirectory() as logs:
         line = [*start, "--log-dir", logs, *command]
-        return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
+        return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
 
 
 def test_the_contract_of_decorated_calls_holds_under_torchrun() -> None:

@@ -13,7 +13,7 @@ import torch
 from rayhelper import ConfigError, DeviceGroups
 from rayhelper.planning.model_shape import ModelShape
 from trainers.backends.hf_model import default_device
-from trainers.backends.megatron.adapters import check_experts, chosen_targets
+from trainers.backends.megatron.adapter_targets import check_experts, chosen_targets
 from trainers.backends.megatron.architectures import architecture_mistakes
 from trainers.backends.megatron.fields import check_fields, check_installed, check_made, divided
 from trainers.backends.megatron.settings import layout_mistakes

@@ -39,7 +39,7 @@ from tests.backends.test_megatron import (
     told,
 )
 from trainers.backends.fsdp import FsdpBackend
-from trainers.backends.megatron.adapters import STACKS, check_experts, chosen_targets
+from trainers.backends.megatron.adapter_targets import STACKS, check_experts, chosen_targets
 
 Lora = dict[str, Any]
 FILE = "adapter_model.safetensors"

@@ -84,6 +84,7 @@ CASES: Wanted = {  # trainer and keys
     "reward": ("reward", {"center_rewards_coefficient": 0.1}),
     "ppo": ("ppo", {}),
     "grpo": ("grpo", {"max_steps": 4, "entropy_coef": 0.01, "sync_ref_model": True, "ref_model_sync_steps": 2}),
+    "grpo of ten steps": ("grpo", {"max_steps": 10}),
     "grpo of experts": ("grpo", {"beta": 0.0}),
     "gkd": ("gkd", {}),
     "gkd top": ("gkd", {"gkd_logits_topk": 6, "seq_kd": True, "sft_alpha": 0.0, **GREEDY}),
@@ -108,6 +109,7 @@ BY_TWO: dict[str, list[str]] = {
     "reward": ["tp", "pp"],
     "ppo": ["tp", "pp", "cp"],
     "grpo": ["tp", "pp", "cp", "pp resting"],
+    "grpo of ten steps": ["tp", "pp"],
     "grpo of experts": ["ep"],
     "gkd": ["pp", "cp", "tp resting"],
     "gkd top": ["pp"],
@@ -186,7 +188,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def config_of(case: str, models: dict[str, str], folder: Path, keys: Keys) -> Any:
-    """Three steps, or four of GRPO."""
+    """Three steps, where a case says nothing else."""
     trainer, own = CASES[case]
     model = models["judge" if trainer == "reward" else "experts" if case.endswith("of experts") else "policy"]
     settings: Keys = {"max_steps": 3, "adam_epsilon": 1e-4, "backend": "megatron"}

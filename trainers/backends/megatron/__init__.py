@@ -13,7 +13,8 @@
     weights.py     Hugging Face names <-> this worker's shards
     checkpoint.py  the model in parts on the disk, read in any layout; written while training goes on
     moments.py     what the optimizers keep of each weight, as whole tensors
-    adapters.py    LoRA: which layers have an adapter, and its matrices under peft's names
+    adapter_targets.py  LoRA: which weights have an adapter
+    adapters.py    and its matrices under peft's names
     adapter_checkpoint.py  what is trained under an adapter, whole, on the disk
     low_rank.py    what an adapter adds to one parallel layer
     optimizer.py   gradients, optimizer, learning rate

@@ -57,7 +57,7 @@ class MegatronBackend:
 
     In bfloat16 the weights are bfloat16, and the optimizer keeps them in float32 beside; a model that only scores
     (``learning_rate=None``) has neither gradients nor optimizer. ``settings`` say how the model is cut.
-    ``lora``: fields of peft's LoraConfig, those that ``adapters.py`` knows; the adapter alone is trained, in float32.
+    ``lora``: fields of peft's LoraConfig that ``adapter_targets.py`` knows; the adapter alone is trained, in float32.
     ``values_at``: where a value head is read off, at the token that predicts a target or at itself.
     ``model_init_kwargs``: other values of the model's configuration.
     ``async_save``: checkpoints are written from a copy in the host's memory while training goes on.

@@ -1,0 +1,175 @@
+"""Which weights of a model have an adapter, by fields of peft's LoraConfig.
+
+Routers, gates of shared experts, embedding and head get none: "all-linear" is attention, dense MLPs and shared experts,
+and of qwen3_moe, where names of an MLP mean experts to peft, attention alone. Experts get one where they are named.
+
+Needs neither weights nor megatron-core: mistakes are found before a process starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rayhelper import ConfigError
+from trainers.backends.megatron.weights import Source, block_sources
+
+FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "use_rslora")
+STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # what peft calls the experts of a layer
+IN_STACKS = ("gate_proj", "up_proj", "down_proj")  # and what it called them when they were layers of their own
+MLP_IS_EXPERTS = ("qwen3_moe",)  # where peft takes the names of an MLP of any kind for those of the experts
+
+
+def chosen_targets(config: Any, settings: Mapping[str, Any], *, num_stages: int = 1) -> set[str]:
+    """Names, in a checkpoint, of the weights that get an adapter by ``settings``, fields of peft's LoraConfig.
+
+    ``num_stages``: of the pipeline, each of which must have some.
+
+    Raises:
+        ConfigError: a field, or a layer, that can have no adapter here.
+    """
+    if unknown := sorted(settings.keys() - set(FIELDS)):
+        raise ConfigError(f"lora: backend: megatron does not know {unknown}; of peft's fields it has {list(FIELDS)}")
+    known, in_experts = _adaptable(config), names_in_experts(config)
+    wanted = settings.get("target_modules", "all-linear")
+    chosen = in_experts if _takes_experts(config, settings, bool(in_experts)) else set()
+    if wanted in ("all-linear", ["all-linear"]):
+        return known | chosen
+    if isinstance(wanted, str):
+        raise ConfigError(f"lora: target_modules is {wanted!r}; write all-linear or a list of names, not a pattern")
+    lasts = sorted({_last(name) for name in known})
+    for target in wanted:
+        if in_experts and names_in_stacks(config, {"target_modules": [target]}):
+            continue
+        meant = {name for name in known if _means(target, name)}
+        if any(_means(target, name) for name in in_experts):
+            longer = sorted({".".join(name.split(".")[-3:-1]) for name in meant})
+            raise ConfigError(
+                f"lora: target_modules has {target!r}, which experts have too, but stacked, as no layers of their own. "
+                f"Write {longer}, which are not in experts, and for these lora_kwargs: {{target_parameters: "
+                f"{list(STACKS)}}}."
+            )
+        if not meant:
+            raise ConfigError(
+                f"lora: target_modules has {target!r}, but with backend: megatron only these layers of a "
+                f"{config.model_type} model can have an adapter: {', '.join(lasts)}"
+            )
+        chosen |= meant
+    layers = [
+        {name for source in layer for name in source.tensors} | expert_names(config, number)
+        for number, layer in enumerate(linear_layers(config, 1), start=1)
+    ]
+    if bare := [k for k, names in enumerate(layers) if num_stages > 1 and not names & chosen]:
+        raise ConfigError(
+            f"lora: target_modules {list(wanted)} leave layers {bare[:3]} without an adapter, but with "
+            "pipeline_model_parallel_size every layer must have one: add a layer of the attention"
+        )
+    return chosen
+
+
+def check_experts(config: Any, targets: set[str], *, grouped: bool, num_ranks: int) -> None:
+    """Raises ConfigError for an adapter beside experts that are multiplied at once, or each cut over ``num_ranks``."""
+    if not targets & names_in_experts(config):
+        return
+    if grouped:
+        raise ConfigError("lora: experts that moe_grouped_gemm multiplies at once get no adapter. Remove that key.")
+    if num_ranks > 1:
+        raise ConfigError(
+            f"lora: experts get an adapter where they are whole, but each is cut over {num_ranks} workers. Write "
+            "expert_tensor_parallel_size: 1, which needs expert_model_parallel_size above 1."
+        )
+
+
+def peft_fields(config: Any, settings: Mapping[str, Any], targets: set[str]) -> dict[str, Any]:
+    """Fields of peft's LoraConfig that say the same: last parts of names where these mean no other layer."""
+    in_experts = names_in_experts(config)
+    layers = targets - in_experts
+    shared = {_last(name) for name in (_adaptable(config) - layers) | in_experts}
+    found: dict[str, Any] = {
+        "target_modules": sorted(
+            {name.removesuffix(".weight") if _last(name) in shared else _last(name) for name in layers}
+        )
+    }
+    if not targets & in_experts:
+        return found
+    found["target_parameters"] = list(STACKS)
+    if names_in_stacks(config, settings):
+        both = r".*\.gate_up_proj"
+        found["rank_pattern"] = {both: 2 * settings.get("r", 8)}
+        found["alpha_pattern"] = {both: 2 * settings.get("lora_alpha", 8)}
+    return found
+
+
+def linear_layers(config: Any, num_ranks: int) -> list[list[Source]]:
+    """Of each layer of the model, those of its parts that can have an adapter."""
+    blocks = [_block(config, block, num_ranks) for block in range(1, config.num_hidden_layers + 1)]
+    attention_only = config.model_type in MLP_IS_EXPERTS
+    return [
+        [
+            source
+            for source in block.plain
+            if all(name.endswith("_proj.weight") for name in source.tensors)
+            and not (attention_only and ".mlp." in source.key)
+        ]
+        for block in blocks
+    ]
+
+
+def names_in_experts(config: Any) -> set[str]:
+    """Names of the weights of all experts."""
+    return {name for number in range(1, config.num_hidden_layers + 1) for name in expert_names(config, number)}
+
+
+def expert_names(config: Any, number: int) -> set[str]:
+    """Names of the weights of the experts of a layer."""
+    return {name for sources in _block(config, number, 1).experts for source in sources for name in source.tensors}
+
+
+def names_in_stacks(config: Any, settings: Mapping[str, Any]) -> set[str]:
+    """Those of ``IN_STACKS`` that target modules name, where peft takes them for experts."""
+    wanted = settings.get("target_modules", "all-linear")
+    if config.model_type not in MLP_IS_EXPERTS or isinstance(wanted, str):
+        return set()
+    return {name for name in IN_STACKS for target in wanted if f".{target}".endswith(f".{name}")}
+
+
+def _block(config: Any, block: int, num_ranks: int) -> Any:
+    return block_sources(config, block, num_ranks=num_ranks, num_expert_ranks=1, num_padded=0)
+
+
+def _adaptable(config: Any) -> set[str]:
+    """Names of the weights that can have an adapter."""
+    return {name for layer in linear_layers(config, 1) for source in layer for name in source.tensors}
+
+
+def _takes_experts(config: Any, settings: Mapping[str, Any], has_experts: bool) -> bool:
+    """Whether the experts get an adapter. Raises ConfigError where one part of them would, and another not."""
+    named, stacks = names_in_stacks(config, settings), list(settings.get("target_parameters") or ())
+    if not has_experts:
+        if stacks:
+            raise ConfigError(f"lora: target_parameters are of experts, and this {config.model_type} model has none.")
+        return False
+    if unknown := [name for name in stacks if not any(f".{stack}".endswith(f".{name}") for stack in STACKS)]:
+        raise ConfigError(f"lora: target_parameters has {unknown[0]!r}; backend: megatron knows {list(STACKS)}")
+    if not named and not stacks:
+        return False
+    if settings.get("lora_dropout"):
+        raise ConfigError("lora: peft has no dropout for experts, as they are stacked. Write lora_dropout: 0.")
+    if missing := [name for name in IN_STACKS if named and name not in named]:
+        raise ConfigError(
+            f"lora: target_modules has {sorted(named)}, which are experts of this model, but not {missing}. Write all "
+            f"of {list(IN_STACKS)}."
+        )
+    if not named and len({_last(f"{name}.weight") for name in stacks}) < len(STACKS):
+        raise ConfigError(f"lora: target_parameters has {stacks}. Write both: {list(STACKS)}.")
+    return True
+
+
+def _last(name: str) -> str:
+    """q_proj of model.layers.0.self_attn.q_proj.weight."""
+    return name.split(".")[-2]
+
+
+def _means(target: str, name: str) -> bool:
+    """Whether peft takes the layer of the weight ``name`` for the target."""
+    return f".{name}".endswith(f".{target}.weight")

@@ -72,7 +72,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "--junit-xml=said.xml", "-p", "no:cacheprovider", "-p", "no:xdist"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": root, "CHANGES": "before", "GOES": "away"},
+        env={**os.environ, "PYTHONPATH": root, "PYTEST_ADDOPTS": "", "CHANGES": "before", "GOES": "away"},
         capture_output=True,
         text=True,
         timeout=600,

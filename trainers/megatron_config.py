@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainers.backends.megatron.settings import EVERY_LAYER, KEYS, OPTIMIZERS, MegatronSettings, setting_mistakes
+from trainers.backends.megatron.settings import EVERY_LAYER, OPTIMIZERS, MegatronSettings, setting_mistakes
 
 if TYPE_CHECKING:
     from trainers.config import TrainConfig
@@ -80,9 +80,29 @@ class MegatronConfig:
 
 def megatron_settings(config: TrainConfig) -> MegatronSettings:
     """What the keys say to the backend, all but ``megatron``: its fields are divided where megatron-core is at hand."""
-    modules = config.recompute_modules
-    values = {name: getattr(config, name) for name in KEYS}
-    settings = MegatronSettings(**values | {"recompute_modules": None if modules is None else tuple(modules)})
+    settings = MegatronSettings(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+        use_distributed_optimizer=config.use_distributed_optimizer,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+        moe_token_dispatcher_type=config.moe_token_dispatcher_type,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        moe_layer_recompute=config.moe_layer_recompute,
+        recompute_granularity=config.recompute_granularity,
+        recompute_method=config.recompute_method,
+        recompute_num_layers=config.recompute_num_layers,
+        recompute_modules=None if config.recompute_modules is None else tuple(config.recompute_modules),
+        param_offload=config.param_offload,
+        grad_offload=config.grad_offload,
+        optimizer_offload=config.optimizer_offload,
+        infer_batch_size=config.infer_batch_size,
+    )
     recomputes_layers = config.gradient_checkpointing and config.recompute_granularity is None
     return replace(settings, **EVERY_LAYER) if recomputes_layers else settings
 

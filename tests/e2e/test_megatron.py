@@ -109,7 +109,7 @@ BY_TWO: dict[str, list[str]] = {
     "reward": ["tp", "pp"],
     "ppo": ["tp", "pp", "cp"],
     "grpo": ["tp", "pp", "cp", "pp resting"],
-    "grpo of ten steps": ["tp", "pp"],
+    "grpo of ten steps": ["tp"],
     "grpo of experts": ["ep"],
     "gkd": ["pp", "cp", "tp resting"],
     "gkd top": ["pp"],

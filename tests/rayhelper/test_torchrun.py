@@ -235,7 +235,7 @@ with session():
 
 def torchrun(processes: int, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The finished command, run by ``processes`` processes."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     with tempfile.TemporaryDirectory() as logs:
         line = [*start, "--log-dir", logs, *command]

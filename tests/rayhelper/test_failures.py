@@ -172,7 +172,7 @@ def test_a_deadline_shows_where_every_rank_is_even_inside_a_collective(troubled:
 
 
 def test_the_deadline_of_a_group_gives_the_call_up(ray_cluster: None) -> None:
-    groups = {"crew": {"device": "CPU", "ranks": 2, "workers": ["work"], "timeout_s": 1}}
+    groups = {"crew": {"device": "CPU", "ranks": 2, "workers": ["work"], "timeout_s": 4}}
     with without_runtime(), RayHelper.session(groups):
         troubled = Troubled()
         with pytest.raises(DeadlineError, match=r"ranks 0-1.*timeout_s(?s:.*)time\.sleep\(seconds\)"):

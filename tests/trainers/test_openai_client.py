@@ -75,7 +75,7 @@ def test_an_answer_that_takes_too_long_is_asked_for_again() -> None:
     def answer(request: dict[str, Any]) -> Answer:
         if not first.is_set():
             first.set()
-            go_on.wait(10)
+            go_on.wait(60)
         else:
             go_on.set()
         return says("here")
@@ -89,7 +89,7 @@ def test_no_more_requests_are_open_than_allowed_and_so_many_are() -> None:
     together = threading.Barrier(3)  # each answer waits for two others
 
     def answer(request: dict[str, Any]) -> Answer:
-        together.wait(10)
+        together.wait(60)
         return says("yes")
 
     with serving(answer) as (url, server):

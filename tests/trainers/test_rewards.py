@@ -93,7 +93,7 @@ def test_async_functions_of_a_batch_run_at_the_same_time() -> None:
     async def meet(completions: list[str]) -> list[float]:
         if not meeting:
             meeting.append(asyncio.Barrier(2))
-        await asyncio.wait_for(meeting[0].wait(), timeout=10)
+        await asyncio.wait_for(meeting[0].wait(), timeout=60)
         return [1.0, 1.0]
 
     assert score([meet, meet], ["p", "q"], ["a", "b"], IDS, {}).sum() == 4

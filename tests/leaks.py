@@ -32,10 +32,11 @@ SHARED_MEMORY = Path("/dev/shm")
 # one of each a process, started at first use and gone with it
 HELPERS = ("multiprocessing.resource_tracker", "multiprocess.resource_tracker", "multiprocessing.forkserver")
 TOOLS_FOLDERS = ("ray", "pymp-", "torchinductor_")
-# set by pytest, by Ray at its first remote call, and by what vLLM imports
+# set by pytest, by Ray at its first remote call, by torch's compiler, and by what vLLM imports
 NOT_OURS = (
     *("PYTEST_CURRENT_TEST", "RAY_CLIENT_MODE", "LD_LIBRARY_PATH", "PYTORCH_NVML_BASED_CUDA_CHECK"),
-    *("TILELANG_CLEANUP_TEMP_FILES", "TORCHINDUCTOR_COMPILE_THREADS", "TRITON_CACHE_AUTOTUNING"),
+    *("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"),
+    *("TILELANG_CLEANUP_TEMP_FILES", "TRITON_CACHE_AUTOTUNING"),
 )
 
 

@@ -206,28 +206,28 @@ class Runs:
 
     def __init__(self, num_processes: int, wanted: Wanted, models: dict[str, str], folder: Path) -> None:
         self._num_processes, self._wanted, self._models, self._folder = num_processes, wanted, models, folder
-        self._done: set[str] = set()
+        self._begun: set[str] = set()
 
     def __call__(self, name: str) -> Path:
         """The folder of the run of that name."""
         trainer = self._trainer(name)
-        if trainer not in self._done:
-            self._run([name for name in self._wanted if self._trainer(name) == trainer])
-            self._done.add(trainer)
+        if trainer not in self._begun:
+            self._begun.add(trainer)  # once, though it fails: others then miss their files at once
+            self._run({name: one for name, one in self._wanted.items() if self._trainer(name) == trainer})
         return self._folder / name
 
     def _trainer(self, name: str) -> str:
         case, _ = self._wanted[name]
         return CASES[case][0]
 
-    def _run(self, names: list[str]) -> None:
+    def _run(self, wanted: Wanted) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        jobs = []
-        for name in names:
-            case, keys = self._wanted[name]
-            jobs.append((CASES[case][0], config_of(case, self._models, self._folder / name, keys)))
+        jobs = [
+            (CASES[case][0], config_of(case, self._models, self._folder / name, keys))
+            for name, (case, keys) in wanted.items()
+        ]
         run_ranks(self._num_processes, process, self._num_processes, port, jobs, folder=self._folder, joined=False)
 
 

@@ -249,7 +249,7 @@ def endless_receiver(channel: Channel, die_at: int, died: Any) -> int:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_when_the_sender_is_killed_every_receiver_knows_long_before_the_deadline(transport: Any) -> None:
+def test_when_the_sender_is_killed_every_receiver_knows_within_two_seconds(transport: Any) -> None:
     died = processes.Value("d", 0.0)
     with Channel(2, bucket_mb=4 * KIB, timeout_s=60, transport=transport, name="sync") as channel:
         receivers = [(endless_receiver, channel, -1, died)] * 2
@@ -259,11 +259,11 @@ def test_when_the_sender_is_killed_every_receiver_knows_long_before_the_deadline
         assert isinstance(error, ChannelError)
         assert "channel 'sync'" in str(error)
         assert "the sender is gone" in str(error)
-        assert error.raised_at - died.value < 30  # type: ignore[attr-defined]
+        assert error.raised_at - died.value < 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_when_a_receiver_is_killed_the_sender_and_the_others_know_long_before_the_deadline(transport: Any) -> None:
+def test_when_a_receiver_is_killed_the_sender_and_the_others_know_within_two_seconds(transport: Any) -> None:
     died = processes.Value("d", 0.0)
     with Channel(2, bucket_mb=4 * KIB, timeout_s=60, transport=transport) as channel:
         sides = [(endless_sender, channel, -1), (endless_receiver, channel, -1), (endless_receiver, channel, 20)]
@@ -272,7 +272,7 @@ def test_when_a_receiver_is_killed_the_sender_and_the_others_know_long_before_th
     for error in errors:
         assert isinstance(error, ChannelError)
         assert "is gone: its process ended" in str(error)
-        assert error.raised_at - died.value < 30  # type: ignore[attr-defined]
+        assert error.raised_at - died.value < 2  # type: ignore[attr-defined]
     assert "after tensor 'w" in str(errors[0])
     assert str(errors[1]).count("the sender failed") == 1
 

@@ -136,12 +136,12 @@ def calls_trainer(group: None) -> Trainer:
 
 
 @pytest.mark.parametrize("then", ["return", "sleep", "spin", "wait for it"])
-def test_a_failure_is_told_whatever_the_others_do_and_the_group_goes_on(troubled: Troubled, then: str) -> None:
+def test_a_failure_is_told_within_a_second_and_the_group_goes_on(troubled: Troubled, then: str) -> None:
     assert troubled.reduced() == [float(WORKERS)] * WORKERS
     started = time.monotonic()
     with pytest.raises(KeyError, match="rank 2 cannot") as caught:
         troubled.fail_on(2, then)
-    assert time.monotonic() - started < 30  # others go on for a minute, or for ever; benchmarks measure it
+    assert time.monotonic() - started < 2  # on a machine that tests share; benchmarks measure it
     note = "".join(caught.value.__notes__)
     for words in ("Troubled.fail_on", "'work'", "rank 2", "'crew'", "node 127.0.0.1"):
         assert words in note
@@ -230,7 +230,7 @@ def test_a_killed_worker_is_noticed_and_later_calls_name_it(ray_cluster: None) -
         started = time.monotonic()
         with pytest.raises(WorkerDiedError, match=r"rank 1 of group 'crew'.*Troubled\.sleep"):
             call.result()
-        assert time.monotonic() - started < 30  # half of what the call takes; benchmarks measure it
+        assert time.monotonic() - started < 4  # on a machine that tests share; benchmarks measure it
         with pytest.raises(WorkerDiedError, match=r"rank 1 of group 'crew'.*Troubled\.sleep"):
             troubled.squares([1])
 

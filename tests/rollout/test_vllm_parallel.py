@@ -99,7 +99,7 @@ def test_a_model_in_two_parts_completes_as_one(place: str, tmp_path: Path, ray_s
             assert len(parts) == 2
             assert set(parts) < set(processes)
             os.kill(parts[1], signal.SIGKILL)
-            assert all_gone(processes, timeout_s=60)
+            assert all_gone(processes, timeout_s=30)
             with pytest.raises(WorkerDiedError, match="rank 0 of group 'engines'"):
                 both.generate(prompts_of())
             for file in Path(tempfile.gettempdir()).glob("vllm_dist_*"):  # where the killed ones had met

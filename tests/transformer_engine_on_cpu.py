@@ -608,6 +608,11 @@ def multi_tensor_scale(size: int, noop_flag: Tensor, tensor_lists: list[list[Ten
         target.copy_(source * scale)
 
 
+def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> Tensor:
+    """What stands for a gradient that was added to its buffer already."""
+    return torch.full(shape, 0.0 if zero else torch.nan, dtype=dtype)
+
+
 MODULES: dict[str, dict[str, Any]] = {
     "": {"__version__": VERSION},
     "common": {},
@@ -633,7 +638,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "pytorch.module.base": {
         "TransformerEngineBaseModule": TransformerEngineBaseModule,
         "get_workspace": lambda: None,
-        "get_dummy_wgrad": None,
+        "get_dummy_wgrad": get_dummy_wgrad,
     },
     "pytorch.cpp_extensions": {"general_gemm": general_gemm},
     "pytorch.permutation": {

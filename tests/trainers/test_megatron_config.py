@@ -28,7 +28,6 @@ from trainers.backends.megatron.fields import (
     AUX,
     BALANCING,
     ELSEWHERE,
-    NEEDS,
     OF_BACKEND,
     OF_MODEL,
     UNREAD,
@@ -409,7 +408,6 @@ def test_the_tables_of_fields_name_fields_and_keys_that_exist() -> None:
     tables = [*ELSEWHERE, *OF_MODEL, *OF_BACKEND, AUX, Z, BALANCING, *UNREAD]
     assert sorted(set(tables) - known.keys()) == []
     assert len(tables) == len(set(tables))
-    assert [start for start in NEEDS if not any(name.startswith(start) for name in known)] == []
     assert set(ELSEWHERE.values()) <= {one.name for one in dataclasses.fields(TrainConfig)}
 
 
@@ -514,14 +512,6 @@ def test_fp8_asks_for_widths_that_it_can_multiply() -> None:
         mistakes = list(layout_mistakes("role 'train'", settings, 4, shape))
         assert [mistake for mistake in mistakes if told is None or told not in mistake] == []
         assert bool(mistakes) == (told is not None)
-
-
-def test_a_field_that_needs_a_package_is_taken_where_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "gradient_accumulation_fusion"
-    monkeypatch.setattr(megatron_fields, "_is_installed", lambda module: False)
-    assert f"{name} needs apex, which is not installed" in refused(name, True)
-    monkeypatch.setattr(megatron_fields, "_is_installed", lambda module: True)
-    check_fields({name: True})
 
 
 def test_a_field_that_nothing_reads_is_refused_unless_it_is_as_it_is_anyway() -> None:

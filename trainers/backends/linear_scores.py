@@ -79,7 +79,7 @@ class LinearScores(torch.autograd.Function):
                 if features_gradient is not None:
                     features_gradient[chunk] = product @ weight
                 if weight_gradient is not None:
-                    _add_product(weight_gradient, product.T, features)
+                    add_product(weight_gradient, product.T, features)
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight_VH.dtype)
         return features_gradient, weight_gradient, None, None, None, None, None
@@ -92,9 +92,9 @@ def _logits(features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (features @ weight.T).float()
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """total += left @ right, in float32: what many chunks add up to must not be rounded at each."""
-    if left.is_cuda and left.dtype != torch.float32:
+    if left.is_cuda and left.dtype != total.dtype:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total += left @ right

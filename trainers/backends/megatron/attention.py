@@ -10,7 +10,6 @@ get tensors alone.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainers.backends.megatron.packing import Documents
+from trainers.backends.megatron.parts import in_one_pass
 from trainers.backends.packed_attention import ASKS_FOR_GROUPS
 
 
@@ -25,16 +25,22 @@ class Rotation(NamedTuple):
     """Of the angles by which each token's queries and keys are turned."""
 
     cos_SR: torch.Tensor  # half as wide as a head
-    sin_SR: torch.Tensor
+    sin_S2R: torch.Tensor  # negative, for the first half of a head, and as it is, for the second
+
+
+def rotation(angles_SR: torch.Tensor, factor: float, dtype: torch.dtype) -> Rotation:
+    """``factor``: what queries and keys are multiplied by beside."""
+    cos_SR, sin_SR = ((turn_SR * factor).to(dtype) for turn_SR in (angles_SR.cos(), angles_SR.sin()))
+    return Rotation(cos_SR, torch.stack([-sin_SR, sin_SR], 1))
 
 
 _told: dict[int, tuple[Documents, Rotation]] = {}
 
 
-def told(documents: Documents, rotation: Rotation) -> torch.Tensor:
+def told(documents: Documents, turns: Rotation) -> torch.Tensor:
     """What stands for them until ``forget``."""
     number = len(_told)
-    _told[number] = documents, rotation
+    _told[number] = documents, turns
     return torch.tensor([number])
 
 
@@ -43,17 +49,11 @@ def forget() -> None:
     _told.clear()
 
 
-def turned(heads_SHD: torch.Tensor, cos_SR: torch.Tensor, sin_SR: torch.Tensor) -> torch.Tensor:
+def turned(heads_SHD: torch.Tensor, cos_SR: torch.Tensor, sin_S2R: torch.Tensor) -> torch.Tensor:
     """(S, H, D) turned by position, the first half of a head against the second (RoPE, arXiv 2104.09864)."""
-    first, second = heads_SHD.chunk(2, -1)
-    cos, sin = cos_SR[:, None], sin_SR[:, None]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-@functools.cache
-def turn(on_gpu: bool) -> Callable[..., torch.Tensor]:
-    """``turned``, on a GPU in one pass over the memory."""
-    return torch.compile(turned, dynamic=True) if on_gpu else turned
+    halves_SH2R = heads_SHD.unflatten(-1, (2, -1))
+    turned_SH2R: torch.Tensor = halves_SH2R * cos_SR[:, None, None] + halves_SH2R.flip(-2) * sin_S2R[:, None]
+    return turned_SH2R.flatten(-2)
 
 
 class DocumentAttention(torch.nn.Module):
@@ -75,9 +75,9 @@ class DocumentAttention(torch.nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
-        documents, rotation = _told[int(attention_mask)]
+        documents, turns = _told[int(attention_mask)]
         query_SHD, key_SGD, value_SGD = (heads.squeeze(1) for heads in (query, key, value))
-        query_SHD, key_SGD = (turn(query.is_cuda)(heads, *rotation) for heads in (query_SHD, key_SGD))
+        query_SHD, key_SGD = (in_one_pass(turned, (heads, *turns)) for heads in (query_SHD, key_SGD))
         if self.context is not None:
             key_SGD, value_SGD = self._of_all_workers(key_SGD, value_SGD, documents)
         attend: Callable[..., torch.Tensor] = one_by_one

@@ -103,7 +103,6 @@ OF_OTHER_LAYERS = (
     "memory_efficient_layer_norm",
 )
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}  # of plain types
-NEEDS = {"gradient_accumulation_fusion": "apex"}
 
 
 def check_installed() -> None:
@@ -141,12 +140,6 @@ def check_fields(further: Mapping[str, Any], *, has_adapter: bool = False) -> No
         if name.startswith(OF_OTHER_LAYERS) and name not in ENGINE_FIELDS and value != default:
             raise ConfigError(
                 f"megatron: {name} is of layers of TransformerEngine or apex that the backend does not use. Remove it."
-            )
-        package = NEEDS.get(name)
-        if package is not None and value != default and not _is_installed(package):
-            raise ConfigError(
-                f"megatron: {name} needs {package}, which is not installed. Remove it: without, training is slower and "
-                "gives the same numbers."
             )
     changed = {name: value for name, value in further.items() if value != next(iter(known[name].values()))}
     chosen = {name: value for name, value in further.items() if name == "transformer_impl"}  # also if it is the default

@@ -27,7 +27,7 @@ from trainers.backends.megatron.architectures import (
     has_experts,
     head_width,
 )
-from trainers.backends.megatron.attention import DocumentAttention, Rotation, told
+from trainers.backends.megatron.attention import DocumentAttention, rotation, told
 from trainers.backends.megatron.layers import LOCAL, implementation
 from trainers.backends.megatron.packing import Packed
 from trainers.backends.megatron.parts import Norm
@@ -73,13 +73,12 @@ class Stage(GPTModel):  # type: ignore[misc]
         if self.pre_process:
             hidden = self.embed(packed.input_ids_S)
         angles_SR = packed.positions_S[:, None].float() * self.frequencies
-        turns = (angles_SR.cos(), angles_SR.sin())
-        rotation = Rotation(*((turn_SR * self.rotary_factor).to(self.config.params_dtype) for turn_SR in turns))
+        turns = rotation(angles_SR, self.rotary_factor, self.config.params_dtype)
         further = {}
         if self.balance is not None and self.training:
             spread = self.pg_collection.tp if self.config.sequence_parallel else None
             further = {"padding_mask": self.balance.told(packed, divided_over=spread)}
-        hidden = self.decoder(hidden, told(packed.documents, rotation), **further)
+        hidden = self.decoder(hidden, told(packed.documents, turns), **further)
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
@@ -223,6 +222,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """What megatron-core wants to know of a model and of how it is cut."""
     on_gpu = device.type == "cuda"
+    layers = implementation(settings.transformer, has_adapter=has_adapter)
     fields: dict[str, Any] = {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
@@ -244,10 +244,10 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "use_cpu_initialization": not on_gpu,
         "perform_initialization": False,
-        "transformer_impl": implementation(settings.transformer, has_adapter=has_adapter),
+        "transformer_impl": layers,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,
+        "gradient_accumulation_fusion": layers == LOCAL,
         "bias_activation_fusion": on_gpu,
         "bias_dropout_fusion": on_gpu,
         # rows of any length; gradients are sums, which the loss has divided by what it is a mean of

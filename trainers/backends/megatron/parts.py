@@ -1,11 +1,37 @@
-"""What megatron-core 0.16 lacks without TransformerEngine and apex: norms and grouped products."""
+"""What megatron-core 0.16 lacks without TransformerEngine and apex: norms, and products of matrices."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import torch
+
+from trainers.backends.linear_scores import add_product
+
+compiled = functools.cache(torch.compile)
+
+
+def in_one_pass(function: Callable[..., torch.Tensor], rows: tuple[torch.Tensor, ...], *given: Any) -> torch.Tensor:
+    """``function`` of tensors with a row a token, and of what is given beside.
+
+    On a GPU it is compiled, once for any number of rows, and reads and writes the memory once.
+    """
+    if not rows[0].is_cuda:
+        return function(*rows, *given)
+    for one in rows:
+        torch._dynamo.maybe_mark_dynamic(one, 0)
+    result: torch.Tensor = compiled(function)(*rows, *given)
+    return result
+
+
+def normed(rows_SH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm (arXiv 1910.07467) of each row, computed in float32."""
+    wide_SH = rows_SH.float()
+    scale_S1 = torch.rsqrt(wide_SH.square().mean(-1, keepdim=True) + eps)
+    return (wide_SH * scale_S1 * weight_H.float()).to(rows_SH.dtype)
 
 
 class Norm(torch.nn.Module):
@@ -19,7 +45,7 @@ class Norm(torch.nn.Module):
         self.eps = eps
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        return in_one_pass(normed, (hidden.flatten(0, -2),), self.weight, self.eps).view(hidden.shape)
 
 
 def grouped_product(
@@ -35,3 +61,9 @@ def grouped_product(
     starts = [0, *ends[:-1]]
     products = [left_TK[start:end] @ weight for start, end, weight in zip(starts, ends, weights_EKN, strict=True)]
     return torch.cat(products)
+
+
+def add_weight_gradient(input_TK: torch.Tensor, gradient_TN: torch.Tensor, total_NK: torch.Tensor) -> None:
+    """Adds a linear layer's gradient to its buffer, in the buffer's dtype: the product is not rounded before."""
+    if len(input_TK):
+        add_product(total_NK, gradient_TN.T, input_TK)

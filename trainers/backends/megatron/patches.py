@@ -14,6 +14,7 @@ def apply() -> None:
     router_products()
     recomputed_parts()
     grouped_products()
+    gradient_products()
 
 
 def router_products() -> None:
@@ -52,3 +53,19 @@ def grouped_products() -> None:
     if hasattr(experts, "gg") and not experts.gg.grouped_gemm_is_available():
         experts.gg.grouped_gemm = SimpleNamespace()
         experts.gg.ops = SimpleNamespace(gmm=grouped_product)
+
+
+def gradient_products() -> None:
+    """tensor_parallel/layers.py adds the gradients of linear layers in one product with apex's extension alone.
+
+    Without it gradients are rounded to the dtype of the weights before they are added. To delete: when it asks torch.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    from trainers.backends.megatron.parts import add_weight_gradient
+
+    if not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+            wgrad_gemm_accum_fp32=add_weight_gradient, wgrad_gemm_accum_fp16=add_weight_gradient
+        )
+        layers._grad_accum_fusion_available = True

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.gpu.parts import run_limited
 from benchmarks.gpu.shapes import SHAPES, saved_apart
 from benchmarks.gpu.steps import ON_GPU, our_steps, phases
 from benchmarks.origin import origin
@@ -47,14 +47,14 @@ def shape_of(model: str) -> str:
 def write(options: argparse.Namespace, folder: Path) -> None:
     """The example as it runs in ``folder``, its models and data beside it."""
     keys: dict[str, Any] = yaml.safe_load(Path(options.file).read_text(encoding="utf-8"))
-    for model in {keys[name] for name in MODEL_KEYS if keys.get(name)}:
+    keys |= {"max_steps": options.warm + options.steps, "save_steps": 0, "report_to": ["none"], "output_dir": "out"}
+    keys |= options.keys
+    for model in sorted({keys[name] for name in MODEL_KEYS if keys.get(name)}, reverse=True):
         saved_apart(options.shape or shape_of(model), folder, model)
     (folder / "examples").symlink_to(ROOT / "examples")
     for section in keys.values():
         if options.gpus and isinstance(section, dict) and "gpus" in section:
             section["gpus"] = options.gpus
-    keys |= {"max_steps": options.warm + options.steps, "save_steps": 0, "report_to": ["none"], "output_dir": "out"}
-    keys |= options.keys
     (folder / "example.yaml").write_text(yaml.safe_dump(keys, sort_keys=False))
 
 
@@ -75,27 +75,24 @@ def main() -> None:
         write(options, folder)
         command = [sys.executable, "-m", f"trainers.{options.trainer}", "--config", "example.yaml"]
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        subprocess.run(
-            [*command, "--use_ray", options.use_ray],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": path},
-            timeout=options.limit_s,
-            check=True,
-        )
+        settings = {"cwd": folder, "env": os.environ | {"PYTHONPATH": path}}
+        ended = run_limited([*command, "--use_ray", options.use_ray], options.limit_s, **settings)
         steps = our_steps(folder / "out", options.warm)
         found = {
+            "ended": ended,
             "phases": phases(steps),
             "losses": [step["loss"] for step in our_steps(folder / "out", 0)],
             "mean_length": [step.get("completions/mean_length") for step in steps],
             "on_gpu": ON_GPU,
         }
-    print(f"{options.file}: {len(steps)} steps")
+    print(f"{options.file}: {len(steps)} steps, {'to its end' if ended == 0 else f'ended by {ended}'}")
     for phase, value in found["phases"].items():
         print(f"  {phase:<44}{value:12.3f}")
     print(f"  losses {found['losses']}, mean lengths {found['mean_length']}")
     if "OUT" in os.environ:
         everything = {**origin(), "options": vars(options), **found}
         (Path(os.environ["OUT"]) / "examples.json").write_text(json.dumps(everything, indent=1))
+    sys.exit(ended != 0)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.steps import our_steps
 from benchmarks.origin import origin
 
 Part = Callable[[argparse.Namespace, Path], Any]
@@ -77,20 +79,26 @@ def run_parts(
 def _run(module: str, name: str, folder: Path, limit_s: float) -> Any:
     answer = folder / "answer.json"
     answer.unlink(missing_ok=True)
+    shutil.rmtree(folder / "ours", ignore_errors=True)
     since = time.perf_counter()
     command = [sys.executable, "-m", module, *sys.argv[1:], "--one", name, str(folder)]
-    with subprocess.Popen(command, start_new_session=True) as process:
+    code = run_limited(command, limit_s)
+    taken = time.perf_counter() - since
+    if not answer.exists():
+        return {"failed": code, "part_seconds": taken, "steps": our_steps(folder / "ours", 0)}
+    return {**json.loads(answer.read_text()), "part_seconds": taken}
+
+
+def run_limited(command: list[str], limit_s: float, **settings: Any) -> Any:
+    """The exit code of a command, or words if it took too long; nothing that it started is left."""
+    with subprocess.Popen(command, start_new_session=True, **settings) as process:
         try:
-            code: Any = process.wait(limit_s)
+            return process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            code = f"took more than {limit_s:.0f} s"
+            return f"took more than {limit_s:.0f} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with what it started: engines have processes of their own
-    taken = time.perf_counter() - since
-    if not answer.exists():
-        return {"failed": code, "part_seconds": taken}
-    return {**json.loads(answer.read_text()), "part_seconds": taken}
 
 
 def _own(options: argparse.Namespace, name: str) -> argparse.Namespace:

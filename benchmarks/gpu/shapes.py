@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -54,11 +57,27 @@ def save_shape(shape: str, folder: Path, *, seed: int = 0, **changes: Any) -> in
 
 
 def saved_apart(shape: str, folder: Path, name: str = "model", **changes: Any) -> dict[str, int]:
-    """``save_shape`` into ``folder / name`` by a process of its own, which leaves nothing on a GPU."""
-    command = [sys.executable, "-m", "benchmarks.gpu.shapes", shape, str(folder / name), json.dumps(changes)]
-    return {
-        "parameters": int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1])
-    }
+    """``save_shape`` into ``folder / name`` by a process of its own, which leaves nothing on a GPU.
+
+    Where the variable MODELS names a folder, models are kept there for the next benchmark, and linked to.
+    """
+    if "MODELS" not in os.environ:
+        return {"parameters": _saved(shape, folder / name, changes)}
+    words = "-".join([shape, *(f"{field}_{value}" for field, value in sorted(changes.items()))])
+    kept = Path(os.environ["MODELS"]) / words
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    count = kept.with_suffix(".parameters")
+    with FileLock(kept.with_suffix(".lock")):
+        if not count.exists():
+            count.write_text(str(_saved(shape, kept, changes)))
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).symlink_to(kept)
+    return {"parameters": int(count.read_text())}
+
+
+def _saved(shape: str, folder: Path, changes: dict[str, Any]) -> int:
+    command = [sys.executable, "-m", "benchmarks.gpu.shapes", shape, str(folder), json.dumps(changes)]
+    return int(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1])
 
 
 def tokenizer() -> Any:

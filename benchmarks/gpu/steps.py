@@ -15,8 +15,9 @@ ON_GPU = torch.cuda.is_available()  # without one a benchmark can be tried, but 
 
 
 def our_steps(output_dir: Path, warm: int) -> list[dict[str, float]]:
-    """The metrics of the steps after the first ``warm`` ones."""
-    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    """The metrics of the steps after the first ``warm`` ones; none of a run that wrote none."""
+    file = output_dir / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     return [line for line in lines if "time/step" in line][warm:]
 
 

@@ -93,11 +93,11 @@ def _logits(features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, in float32: what many chunks add up to must not be rounded at each."""
+    """total += left @ right, in the total's dtype: what many chunks add up to must not be rounded at each."""
     if left.is_cuda and left.dtype != total.dtype:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        total += left @ right
+        total += left.to(total.dtype) @ right.to(total.dtype)
 
 
 def _fill(logits: torch.Tensor, places: torch.Tensor, scale: float, *columns: torch.Tensor) -> None:

@@ -75,9 +75,10 @@ def teacher_settings(config: GKDConfig, *, shares_devices: bool) -> dict[str, An
     settings: dict[str, Any] = {
         "gpu_memory_utilization": 0.4 if shares_devices else 0.9,
         "max_logprobs": config.gkd_logits_topk,
-        "max_num_batched_tokens": TOKENS_AT_ONCE,
         "enable_prefix_caching": config.seq_kd,  # of what is scored nothing is ever taken from a cache
     }
+    if default_device().type == "cuda":
+        settings["max_num_batched_tokens"] = TOKENS_AT_ONCE  # on a CPU a sequence is scored at once, however long
     if not config.seq_kd:
         settings["enforce_eager"] = True  # graphs make no scored sequence faster
     return settings | config.teacher_engine_kwargs

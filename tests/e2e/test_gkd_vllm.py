@@ -125,7 +125,7 @@ def test_on_devices_of_its_own_it_teaches_what_a_teacher_of_transformers_would(
 ) -> None:
     keys = {"teacher_model": teacher, "lmbda": 0.5, "max_steps": 3, **KEYS}
     GKDTrainer(gkd_config(model, tmp_path / "hf", **keys)).train()
-    keys |= {"teacher_engine": "vllm", "teacher_engine_kwargs": {"max_model_len": 1024}}
+    keys |= {"teacher_engine": "vllm", "teacher_engine_kwargs": {"max_model_len": 2560}}
     with ray_session(separate()):
         trainer = ClosingTrainer(gkd_config(model, tmp_path / "vllm", **keys))
         trainer.train()
@@ -169,7 +169,9 @@ def test_an_offloaded_engine_is_awake_when_it_is_asked_and_only_then(
     assert events == ["level 1", "sleep", "wake weights", "wake kv_cache", "ask", "sleep"]
 
 
-def test_its_engine_has_what_the_loss_needs_and_then_what_the_user_says(model: str, tmp_path: Path) -> None:
+def test_its_engine_has_what_the_loss_needs_and_then_what_the_user_says(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = gkd_config(model, tmp_path, teacher_model=model, teacher_engine="vllm", **KEYS)
     found = [teacher_settings(config, shares_devices=shares) for shares in (True, False)]
     assert [(one["gpu_memory_utilization"], one["max_logprobs"]) for one in found] == [(0.4, 8), (0.9, 8)]
@@ -179,6 +181,9 @@ def test_its_engine_has_what_the_loss_needs_and_then_what_the_user_says(model: s
     more = replace(config, teacher_engine_kwargs={"max_logprobs": 20, "gpu_memory_utilization": 0.5})
     settings = teacher_settings(more, shares_devices=False)
     assert (settings["gpu_memory_utilization"], settings["max_logprobs"]) == (0.5, 20)
+    assert "max_num_batched_tokens" not in settings
+    monkeypatch.setattr("trainers.vllm_teacher.default_device", lambda: torch.device("cuda"))
+    assert teacher_settings(config, shares_devices=False)["max_num_batched_tokens"] == 2048
 
 
 # Mistakes

@@ -26,7 +26,11 @@ RUNTIME_BYTES = 3 * GIB // 2  # CUDA context, NCCL and the allocator's leftovers
 LOGITS_CHUNK_BYTES = 256 * 1024**2  # float32 logits at once
 CACHE_BYTES = 2  # of a number in a key-value cache
 
+# Keys that move something away while another role works
 OFFLOAD_MODEL, OFFLOAD_OPTIMIZER, SLEEP_LEVEL = "offload_model", "offload_optimizer", "sleep_level"
+PARAM_OFFLOAD, GRAD_OFFLOAD = "param_offload", "grad_offload"  # of backend: megatron
+STEP_ONLY = "optimizer_offload"  # has the optimizer's states here in the very change of the weights alone
+KEYS = (OFFLOAD_MODEL, OFFLOAD_OPTIMIZER, SLEEP_LEVEL, PARAM_OFFLOAD, GRAD_OFFLOAD, STEP_ONLY)
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class Term:
     name: str
     num_bytes: int
     stays: bool = True  # while another role of the same workers works
-    freed_by: str = ""  # the key that moves it away meanwhile
+    freed_by: tuple[str, ...] = ()  # keys of which each moves it away meanwhile
     is_estimate: bool = False  # False: counted
 
 
@@ -69,8 +73,16 @@ class RoleMemory:
     generates: bool = False
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether the optimizer's states are away in the passes through the model."""
+        return STEP_ONLY in self.offloads and any(STEP_ONLY in term.freed_by for term in self.terms)
+
+    @property
     def at_work(self) -> int:
-        return sum(term.num_bytes for term in self.terms)
+        """Bytes at the most: in the passes through the model, or in the change of its weights."""
+        at_rest = sum(term.num_bytes for term in self.terms if self.takes_turns and STEP_ONLY in term.freed_by)
+        passing = sum(term.num_bytes for term in self.terms if term.is_estimate)
+        return sum(term.num_bytes for term in self.terms) - min(at_rest, passing)
 
     @property
     def counted(self) -> RoleMemory:
@@ -80,7 +92,7 @@ class RoleMemory:
     def idle(self, *, offloading: bool) -> int:
         """Bytes that stay while another role works."""
         away = self.offloads if offloading else frozenset()
-        return sum(term.num_bytes for term in self.terms if term.stays and term.freed_by not in away)
+        return sum(term.num_bytes for term in self.terms if term.stays and away.isdisjoint(term.freed_by))
 
 
 def peak_bytes(*processes: Sequence[RoleMemory], offloading: bool) -> int:
@@ -114,20 +126,20 @@ def training(shape: ModelShape, sizes: ParallelSizes, work: Work) -> tuple[Term,
         states = (master + 8) * (math.ceil(dense / dense_ways) + math.ceil(experts / expert_ways))
         own = dense + experts
         weights = [
-            Term("weights", work.compute_bytes * own, freed_by=OFFLOAD_MODEL),
-            Term("gradients", 4 * own, freed_by=OFFLOAD_MODEL),
-            Term("optimizer", states, freed_by=OFFLOAD_OPTIMIZER),
+            Term("weights", work.compute_bytes * own, freed_by=(OFFLOAD_MODEL, PARAM_OFFLOAD)),
+            Term("gradients", 4 * own, freed_by=(OFFLOAD_OPTIMIZER, GRAD_OFFLOAD)),
+            Term("optimizer", states, freed_by=(OFFLOAD_OPTIMIZER, STEP_ONLY)),
         ]
     else:
         own = math.ceil(shape.num_parameters / sizes.data)
         weights = [
-            Term("weights", 4 * own, freed_by=OFFLOAD_MODEL),
+            Term("weights", 4 * own, freed_by=(OFFLOAD_MODEL,)),
             Term("gradients", 4 * own, stays=False),  # set to none by the step
-            Term("optimizer", 8 * own, freed_by=OFFLOAD_OPTIMIZER),
+            Term("optimizer", 8 * own, freed_by=(OFFLOAD_OPTIMIZER, STEP_ONLY)),
             *_gathered(shape, sizes, work),
         ]
     if work.has_reference:
-        weights.append(Term("reference", work.compute_bytes * own, freed_by=OFFLOAD_MODEL))
+        weights.append(Term("reference", work.compute_bytes * own, freed_by=(OFFLOAD_MODEL,)))
     return (*weights, _passing("activations", activation_bytes(shape, sizes, work)), _logits(shape, work))
 
 
@@ -135,11 +147,11 @@ def scoring(shape: ModelShape, sizes: ParallelSizes, work: Work) -> tuple[Term, 
     """A frozen model in the compute type, divided as in training, and one layer's activations."""
     if work.backend == "megatron":
         own = sum(megatron_parameters(shape, sizes))
-        weights = [Term("weights", work.compute_bytes * own, freed_by=OFFLOAD_MODEL)]
+        weights = [Term("weights", work.compute_bytes * own, freed_by=(OFFLOAD_MODEL, PARAM_OFFLOAD))]
     else:
         own = math.ceil(shape.num_parameters / sizes.data)
         gathered = _gathered(shape, sizes, work) if sizes.data > 1 else []
-        weights = [Term("weights", work.compute_bytes * own, freed_by=OFFLOAD_MODEL), *gathered]
+        weights = [Term("weights", work.compute_bytes * own, freed_by=(OFFLOAD_MODEL,)), *gathered]
     layer = _layer_bytes(shape, sizes, work, trains=False) * _tokens(sizes, work)
     return (*weights, _passing("activations", layer), _logits(shape, work))
 
@@ -149,8 +161,8 @@ def vllm_engine(shape: ModelShape, tensor: int, utilization: float, gpu_bytes: i
     weights = math.ceil(2 * shape.num_parameters / tensor)
     cache = max(0, int(utilization * gpu_bytes) - weights)
     return (
-        Term("weights", weights, freed_by=SLEEP_LEVEL),
-        Term("KV cache", cache, freed_by=SLEEP_LEVEL),
+        Term("weights", weights, freed_by=(SLEEP_LEVEL,)),
+        Term("KV cache", cache, freed_by=(SLEEP_LEVEL,)),
     )
 
 

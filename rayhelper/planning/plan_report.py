@@ -99,7 +99,8 @@ def _group_lines(planned: GroupPlan, gpu_bytes: int) -> Iterator[str]:
         yield f"  {role.role}: {_role_text(role, planned)}"
         if role.memory is not None:
             terms = " + ".join(f"{term.name} {_gib(term.num_bytes)}" for term in role.memory.terms)
-            yield f"    memory {terms} = {_gib(role.memory.at_work)} GiB a GPU"
+            apart = ", the optimizer's states apart from activations" if role.memory.takes_turns else ""
+            yield f"    memory {terms} = {_gib(role.memory.at_work)} GiB a GPU{apart}"
         elif group.device != "CPU":
             yield f"    memory unknown: {role.unknown}"
     if planned.peak_bytes is not None and group.shares_devices_with is not None:
@@ -267,5 +268,5 @@ def _term_dict(term: Term) -> dict[str, Any]:
         "bytes": term.num_bytes,
         "is_estimate": term.is_estimate,
         "stays_while_idle": term.stays,
-        "freed_by": term.freed_by or None,
+        "freed_by": list(term.freed_by),
     }

@@ -18,9 +18,7 @@ from rayhelper.device_groups.mistakes import Mistakes
 from rayhelper.device_groups.role_form import check_parallel_sizes
 from rayhelper.planning.memory import (
     GIB,
-    OFFLOAD_MODEL,
-    OFFLOAD_OPTIMIZER,
-    SLEEP_LEVEL,
+    KEYS,
     RoleMemory,
     Work,
     cache_bytes_per_token,
@@ -290,8 +288,7 @@ def _utilization(place: Place) -> float:
 
 
 def _offloads(settings: Mapping[str, Any]) -> frozenset[str]:
-    keys = (OFFLOAD_MODEL, OFFLOAD_OPTIMIZER, SLEEP_LEVEL)
-    return frozenset(key for key in keys if settings.get(key))
+    return frozenset(key for key in KEYS if settings.get(key))
 
 
 def _warn_of_torn(place: Place, key: str, width: int) -> None:

@@ -89,7 +89,7 @@ def _run(module: str, name: str, folder: Path, limit_s: float) -> Any:
     return {**json.loads(answer.read_text()), "part_seconds": taken}
 
 
-def run_limited(command: list[str], limit_s: float, **settings: Any) -> Any:
+def run_limited(command: list[str], limit_s: float, **settings: Any) -> int | str:
     """The exit code of a command, or words if it took too long; nothing that it started is left."""
     with subprocess.Popen(command, start_new_session=True, **settings) as process:
         try:

@@ -64,10 +64,10 @@ def saved_apart(shape: str, folder: Path, name: str = "model", **changes: Any) -
     if "MODELS" not in os.environ:
         return {"parameters": _saved(shape, folder / name, changes)}
     words = "-".join([shape, *(f"{field}_{value}" for field, value in sorted(changes.items()))])
-    kept = Path(os.environ["MODELS"]) / words
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    count = kept.with_suffix(".parameters")
-    with FileLock(kept.with_suffix(".lock")):
+    models = Path(os.environ["MODELS"])
+    models.mkdir(parents=True, exist_ok=True)
+    kept, count = models / words, models / f"{words}.parameters"
+    with FileLock(models / f"{words}.lock"):
         if not count.exists():
             count.write_text(str(_saved(shape, kept, changes)))
     (folder / name).parent.mkdir(parents=True, exist_ok=True)

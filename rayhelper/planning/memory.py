@@ -30,7 +30,7 @@ CACHE_BYTES = 2  # of a number in a key-value cache
 OFFLOAD_MODEL, OFFLOAD_OPTIMIZER, SLEEP_LEVEL = "offload_model", "offload_optimizer", "sleep_level"
 PARAM_OFFLOAD, GRAD_OFFLOAD = "param_offload", "grad_offload"  # of backend: megatron
 STEP_ONLY = "optimizer_offload"  # has the optimizer's states here in the very change of the weights alone
-KEYS = (OFFLOAD_MODEL, OFFLOAD_OPTIMIZER, SLEEP_LEVEL, PARAM_OFFLOAD, GRAD_OFFLOAD, STEP_ONLY)
+FREEING_KEYS = (OFFLOAD_MODEL, OFFLOAD_OPTIMIZER, SLEEP_LEVEL, PARAM_OFFLOAD, GRAD_OFFLOAD, STEP_ONLY)
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,15 @@ class RoleMemory:
     generates: bool = False
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether the optimizer's states are away in the passes through the model."""
-        return STEP_ONLY in self.offloads and any(STEP_ONLY in term.freed_by for term in self.terms)
+    def at_rest(self) -> int:
+        """Bytes that are away in the passes through the model, and here in the change of its weights."""
+        return sum(term.num_bytes for term in self.terms if STEP_ONLY in self.offloads.intersection(term.freed_by))
 
     @property
     def at_work(self) -> int:
         """Bytes at the most: in the passes through the model, or in the change of its weights."""
-        at_rest = sum(term.num_bytes for term in self.terms if self.takes_turns and STEP_ONLY in term.freed_by)
         passing = sum(term.num_bytes for term in self.terms if term.is_estimate)
-        return sum(term.num_bytes for term in self.terms) - min(at_rest, passing)
+        return sum(term.num_bytes for term in self.terms) - min(self.at_rest, passing)
 
     @property
     def counted(self) -> RoleMemory:

@@ -17,8 +17,8 @@ from rayhelper.device_groups import DeviceGroup
 from rayhelper.device_groups.mistakes import Mistakes
 from rayhelper.device_groups.role_form import check_parallel_sizes
 from rayhelper.planning.memory import (
+    FREEING_KEYS,
     GIB,
-    KEYS,
     RoleMemory,
     Work,
     cache_bytes_per_token,
@@ -288,7 +288,7 @@ def _utilization(place: Place) -> float:
 
 
 def _offloads(settings: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset(key for key in KEYS if settings.get(key))
+    return frozenset(key for key in FREEING_KEYS if settings.get(key))
 
 
 def _warn_of_torn(place: Place, key: str, width: int) -> None:

@@ -27,13 +27,13 @@ def test_a_gradient_is_added_without_being_rounded_before() -> None:
     torch.testing.assert_close(total_NK, exact_NK.float(), rtol=1e-5, atol=1e-5)
 
 
-def gradients(rank: int, folder: Path, dtype: str) -> dict[str, torch.Tensor]:
-    """The buffers of linear layers' gradients after one step of one micro-batch."""
+def gradients(rank: int, folder: Path) -> dict[str, torch.Tensor]:
+    """The buffers of linear layers' gradients after one step of one micro-batch in bfloat16."""
     megatron_on_cpu.install()
     from trainers.backends.megatron.backend import MegatronBackend
     from trainers.backends.megatron.settings import MegatronSettings
 
-    given: dict[str, Any] = TRAINING | {"dtype": dtype, "max_grad_norm": 0.0}
+    given: dict[str, Any] = TRAINING | {"dtype": "bfloat16", "max_grad_norm": 0.0}
     backend = MegatronBackend(folder, settings=MegatronSettings(), **given)
     samples = samples_of()
     backend.step(samples, partial(weighted_loss, 1.0), micro_batch_size=len(samples))
@@ -46,7 +46,7 @@ def gradients(rank: int, folder: Path, dtype: str) -> dict[str, torch.Tensor]:
 
 def test_layers_in_bfloat16_have_gradients_in_float32(tmp_path: Path) -> None:
     folder = save("qwen3", tmp_path)
-    (found,) = run_ranks(1, gradients, folder, "bfloat16", folder=tmp_path)
+    (found,) = run_ranks(1, gradients, folder, folder=tmp_path)
     assert len(found) == 4 * 4
     for name, gradient in found.items():
         assert gradient.dtype == torch.float32

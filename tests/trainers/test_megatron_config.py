@@ -514,6 +514,16 @@ def test_fp8_asks_for_widths_that_it_can_multiply() -> None:
         assert bool(mistakes) == (told is not None)
 
 
+def test_gradients_are_added_in_one_product_without_apex_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "gradient_accumulation_fusion"
+    monkeypatch.setattr(megatron_fields, "_is_installed", lambda module: False)
+    for value in (True, False):
+        check_fields({name: value})
+        assert MegatronSettings(transformer={name: value}).transformer_fields[name] is value
+
+
 def test_a_field_that_nothing_reads_is_refused_unless_it_is_as_it_is_anyway() -> None:
     named = {"pipeline_model_parallel_comm_backend": "nccl", "moe_flex_dispatcher_backend": "hybridep"}
     for name in UNREAD:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 from functools import partial
 from pathlib import Path
@@ -26,12 +27,15 @@ import torch
 from benchmarks.gpu.device_memory import PeakMemory
 from benchmarks.gpu.grpo import GIB, PROMPT, rows_of
 from benchmarks.gpu.parts import arguments, run_parts
+from benchmarks.gpu.profiled import FILE, UPDATE, profiled, show
 from benchmarks.gpu.sft import PEAK_FLOPS, documents
 from benchmarks.gpu.shapes import SHAPES, saved_apart
 from benchmarks.gpu.steps import ON_GPU, our_steps, phases
 from rayhelper import RayHelper
+from trainers.batch import Sequences
 from trainers.grpo import GRPOTrainer
 from trainers.grpo_config import GRPOConfig
+from trainers.metrics import Metrics
 from trainers.sft import SFTTrainer
 from trainers.sft_config import SFTConfig
 
@@ -41,6 +45,11 @@ class MeasuredSFT(SFTTrainer):
 
     @RayHelper.function(group="train")
     def export(self, folder: Path) -> None: ...
+
+    @RayHelper.function(group="train", dispatch=RayHelper.balanced(), collect=Metrics.merge)
+    def update(self, batch: Sequences, num_tokens: int) -> Metrics:
+        with profiled(Path(self.config.output_dir)):
+            return super().update(batch, num_tokens)
 
 
 class MeasuredGRPO(GRPOTrainer):
@@ -59,7 +68,11 @@ def sft(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         global_batch_size=options.rows,
         per_device_train_batch_size=options.micro,
     )
-    return measured(options, folder, lambda: MeasuredSFT(config).train(), ["train"])
+    if options.profile:
+        os.environ[UPDATE] = str(options.warm)
+    found = measured(options, folder, lambda: MeasuredSFT(config).train(), ["train"])
+    file = folder / "ours" / FILE
+    return found | ({"profile": json.loads(file.read_text())} if file.exists() else {})
 
 
 def grpo(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -140,6 +153,7 @@ def main() -> None:
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--completion", type=int, default=512)
     parser.add_argument("--kv_gib", type=float, default=20)
+    parser.add_argument("--profile", action="store_true", help="SFT's first counted step, on the first GPU")
     options = arguments(parser, ["sft", "grpo"], limit_s=200)
     changes = {"num_hidden_layers": options.layers} if options.layers else {}
     found = run_parts("benchmarks.gpu.megatron", options, PARTS, partial(saved_apart, options.shape, **changes))
@@ -150,6 +164,8 @@ def main() -> None:
                   f"{one['mfu']:8.1%} MFU{one['peak_gib']:8.1f} GiB peak")  # fmt: skip
             for phase, value in one["phases"].items():
                 print(f"  {phase:<44}{value:12.3f}")
+        if "profile" in one:
+            show(one["profile"])
 
 
 PARTS = {"sft": sft, "grpo": grpo}

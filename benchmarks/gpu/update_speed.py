@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.profiled import kernels, show
 from benchmarks.gpu.shapes import SHAPES, save_shape
 from benchmarks.origin import origin
 
@@ -80,14 +81,11 @@ def measure(model: str, options: argparse.Namespace, settings: dict[str, Any], m
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
     }
     if options.profile:
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-            update()
-        table = profiler.key_averages()
-        on_gpu = sum(event.self_device_time_total for event in table) / 1e6
-        found["gpu_busy_share"] = on_gpu / seconds
-        print(table.table(sort_by="self_cuda_time_total", row_limit=options.profile, max_name_column_width=70))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            profiled_seconds = update()
+        seen = kernels(profiler, profiled_seconds, most=options.profile)
+        found["gpu_busy_share"] = seen["busy_seconds"] / seen["seconds"]
+        show(seen)
     return found
 
 

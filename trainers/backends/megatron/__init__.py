@@ -5,8 +5,9 @@
     layout.py      which of a role's workers hold which part of the model
     layers.py      TransformerEngine's layers or megatron-core's own, and the fields that the former alone read
     model.py       a Hugging Face configuration as a model of megatron-core, cut into the stages of this worker
-    parts.py       what megatron-core lacks without TransformerEngine: norms, grouped products
-    patches.py     what fails in megatron-core without TransformerEngine
+    parts.py       what megatron-core lacks without TransformerEngine: norms, products, experts' activation
+    patches.py     what fails or is rounded in megatron-core without TransformerEngine
+    expert_rows.py  tokens on their way to their experts and back
     attention.py   attention within documents, also where their tokens are spread over workers
     router.py      losses that balance experts
     packing.py     a micro-batch as one row of documents, and the tokens of it that this worker has

@@ -30,7 +30,7 @@ from trainers.backends.megatron.architectures import (
 from trainers.backends.megatron.attention import DocumentAttention, rotation, told
 from trainers.backends.megatron.layers import LOCAL, implementation
 from trainers.backends.megatron.packing import Packed
-from trainers.backends.megatron.parts import Norm
+from trainers.backends.megatron.parts import Norm, weighted_swiglu
 from trainers.backends.megatron.router import Balance, BalancedRouter
 from trainers.backends.megatron.settings import MegatronSettings
 
@@ -58,6 +58,8 @@ class Stage(GPTModel):  # type: ignore[misc]
             if isinstance(part, BalancedRouter):
                 assert balance is not None, "it is why there are such routers"
                 part.balance = balance
+            if isinstance(part, GroupedMLP):  # which has one compiled of its own in each layer, for each number of rows
+                part.activation_func_with_probs = weighted_swiglu
         self.values: torch.nn.Linear | None = None
         if self.post_process and head == "value":
             del self.output_layer

@@ -1,4 +1,4 @@
-"""What megatron-core 0.16 lacks without TransformerEngine and apex: norms, and products of matrices."""
+"""What megatron-core 0.16 lacks without TransformerEngine and apex: norms, products, the activation of experts."""
 
 from __future__ import annotations
 
@@ -61,6 +61,16 @@ def grouped_product(
     starts = [0, *ends[:-1]]
     products = [left_TK[start:end] @ weight for start, end, weight in zip(starts, ends, weights_EKN, strict=True)]
     return torch.cat(products)
+
+
+def weighted_swiglu(rows_R2N: torch.Tensor, weight_R1: torch.Tensor) -> torch.Tensor:
+    """(R, N): what comes between an expert's products (SwiGLU, arXiv 2002.05202), times the probability of the row."""
+    return in_one_pass(_weighted_swiglu, (rows_R2N, weight_R1))
+
+
+def _weighted_swiglu(rows_R2N: torch.Tensor, weight_R1: torch.Tensor) -> torch.Tensor:
+    gate_RN, up_RN = rows_R2N.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate_RN) * up_RN * weight_R1).to(rows_R2N.dtype)
 
 
 def add_weight_gradient(input_TK: torch.Tensor, gradient_TN: torch.Tensor, total_NK: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
-"""What fails in megatron-core 0.16 where TransformerEngine or grouped_gemm is not installed, and is put right here.
+"""What fails or is rounded in megatron-core 0.16 without TransformerEngine or grouped_gemm, and is put right here.
 
-Found by running it; seen in 0.15.3 to 0.16.1, and each guarded by what it corrects. Sources:
+Found by running it; seen in 0.15.3 to 0.16.1, and guarded by what it corrects where that can be asked. Sources:
 https://github.com/NVIDIA/Megatron-LM/tree/core_v0.16.1/megatron/core
 """
 
@@ -14,6 +14,7 @@ def apply() -> None:
     router_products()
     recomputed_parts()
     grouped_products()
+    rows_of_experts()
     gradient_products()
 
 
@@ -53,6 +54,20 @@ def grouped_products() -> None:
     if hasattr(experts, "gg") and not experts.gg.grouped_gemm_is_available():
         experts.gg.grouped_gemm = SimpleNamespace()
         experts.gg.ops = SimpleNamespace(gmm=grouped_product)
+
+
+def rows_of_experts() -> None:
+    """transformer/moe/token_dispatcher.py adds up what experts answer in bfloat16, in no fixed order (expert_rows.py).
+
+    But for TransformerEngine's fused permutations (``moe_permute_fusion``). To delete: when others add up in float32.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    from trainers.backends.megatron import expert_rows
+
+    token_dispatcher.permute = expert_rows.permute
+    token_dispatcher.unpermute = expert_rows.unpermute
+    token_dispatcher.sort_chunks_by_idxs = expert_rows.sort_chunks_by_idxs
 
 
 def gradient_products() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.backends.batches import largest_difference, mean_loss, samples_of, weighted_loss
@@ -173,3 +174,89 @@ def test_a_reference_in_shards_follows_a_policy_in_shards(folder: str, tmp_path:
     assert largest_difference(expected, untrained) > 1e-4
     for weights in run_ranks(2, follow, folder, folder=tmp_path):
         assert largest_difference(weights, expected) < 1e-6
+
+
+LOW: dict[str, Any] = {"dtype": "bfloat16", "optim": "sgd", "learning_rate": 10.0}
+
+
+def steps_alone(rank: int, folder: str) -> tuple[list[tuple[Weights, int]], dict[str, Weights]]:
+    """On a single rank: weights after a step of four micro-batches, with its reductions, by turns and all at once.
+
+    And those after such a step when one before it has failed. A torch that cannot forget that takes no further step.
+    """
+    found = []
+    for accumulates_whole in (False, True):
+        backend = FsdpBackend(folder, **SETTINGS | LOW)
+        backend.accumulates_whole &= accumulates_whole
+        with torch.profiler.profile() as profile:
+            backend.step(samples_of(), partial(weighted_loss, 50), micro_batch_size=2)
+        assert all(isinstance(weight, DTensor) for weight in backend.module.parameters())  # freed after the step
+        found.append((weights_of(backend), sum("post_backward_reduce" in event.name for event in profile.events())))
+    after_failures = {failing: after_a_failure(folder, failing, LOW) for failing in FAILING}
+    del FSDPModule.reset_iter_state  # as in torch before it had that; nothing else uses this process
+    with pytest.raises(RuntimeError, match=r"a step failed before.*resume"):
+        after_a_failure(folder, "loss", LOW)
+    return found, after_failures
+
+
+class FailureError(Exception):
+    pass
+
+
+FAILING = ("loss", "backward pass", "forward pass")
+
+
+def after_a_failure(folder: str, failing: str, settings: dict[str, Any]) -> Weights:
+    """Weights after a step, before which another one failed in its second micro-batch."""
+    backend = FsdpBackend(folder, **SETTINGS | settings)
+    micros: list[int] = []
+
+    def fail(*given: Any) -> None:
+        if len(micros) == 2:
+            raise FailureError
+
+    def entered(module: Any, inputs: Any) -> None:
+        micros.append(0)
+        if failing == "forward pass":
+            fail()
+
+    def passed(module: Any, inputs: Any, output: Any) -> None:
+        if failing == "backward pass" and output.requires_grad:
+            output.register_hook(fail)
+
+    def loss(*given: Any) -> torch.Tensor:
+        if failing == "loss":
+            fail()
+        return weighted_loss(50, *given)
+
+    layer = backend.module.model.layers[0].mlp
+    hooks = [layer.register_forward_pre_hook(entered), layer.register_forward_hook(passed)]
+    with pytest.raises(FailureError):
+        backend.step(samples_of(seed=3), loss, micro_batch_size=2)
+    for hook in hooks:
+        hook.remove()
+    backend.step(samples_of(), partial(weighted_loss, 50), micro_batch_size=2)
+    return weights_of(backend)
+
+
+def assert_equal(found: Weights, expected: Weights) -> None:
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_a_single_rank_in_shards_reduces_once_a_step_and_forgets_a_step_that_failed(
+    folder: str, tmp_path: Path
+) -> None:
+    (answer,) = run_ranks(1, steps_alone, folder, folder=tmp_path)
+    ((by_turns, reduced), (at_once, reduced_once)), after_failures = answer
+    assert reduced == 4 * reduced_once > 0
+    assert largest_difference(by_turns, weights_of(FsdpBackend(folder))) > 1e-4
+    assert_equal(at_once, by_turns)
+    for weights in after_failures.values():
+        assert_equal(weights, by_turns)
+
+
+@pytest.mark.parametrize("failing", FAILING)
+def test_a_step_that_failed_leaves_no_gradient_to_the_next(folder: str, failing: str) -> None:
+    backend = FsdpBackend(folder, **SETTINGS)
+    backend.step(samples_of(), partial(weighted_loss, 50), micro_batch_size=2)
+    assert_equal(after_a_failure(folder, failing, {}), weights_of(backend))

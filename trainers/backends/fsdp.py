@@ -49,7 +49,7 @@ from trainers.backends.offload import MEMORY, WEIGHTS, Offload
 from trainers.backends.optimizer import OptimizerName, build_optimizer, load_whole_state, whole_state
 from trainers.backends.random_state import random_state, set_random_state
 from trainers.backends.scorer import Scorer, ValueScorer
-from trainers.backends.sharding import full, layers_of, reshard, shard, whole_weights
+from trainers.backends.sharding import accumulate_whole, forget_step, full, layers_of, reshard, shard, whole_weights
 from trainers.backends.token_loss import token_loss
 from trainers.backends.top_logps import TopLogps
 from trainers.batch import Ragged, Sequences
@@ -170,6 +170,8 @@ class FsdpBackend:
             devices = [self.device.index] if self.device.type == "cuda" else None
             self.forward = DistributedDataParallel(self.scorer, device_ids=devices, gradient_as_bucket_view=True)
         self.is_sharded = shards
+        self.accumulates_whole = shards and self.world_size == 1 and not offload_params  # a shard is all there is
+        self.can_step = True  # no step failed in a way that would spoil the next
         self.offloaded = Offload()  # for an engine
         self.optimizer_offload = optimizer_offload
         self.resting = Offload()  # for ``optimizer_offload``
@@ -283,37 +285,54 @@ class FsdpBackend:
         """One optimizer step; every rank calls it. See ``Backend.step``."""
         assert self.optimizer is not None, "this model only scores: it was built without a learning rate"
         self.offloaded.check_here(WEIGHTS, MEMORY)
-        metrics = Metrics()
-        rows = self._cut(batch, micro_batch_size)
-        num_micro, num_tokens = self._most(max(1, len(rows))), 0
-        settings: dict[str, Any] = {}
-        if isinstance(self.scorer, Scorer):
-            settings = {"entropy_gradient": entropy_gradient, "token_function": token_function}
-        for k in range(num_micro):
-            micro = batch[rows[k] if k < len(rows) else slice(0, 0)]
-            sequences = micro.as_sequences()
-            if token_function is not None:
-                settings["token_inputs"] = token_function.inputs(micro)
-            with self._synchronised(last=k == num_micro - 1):
-                scores = self._run(self.forward, sequences, temperature=temperature, **settings)
-                names = () if token_function is None else token_function.names
-                loss = token_loss(scores, names, loss_function, micro, sequences, metrics)
-                (loss * self.world_size).backward()
-            metrics.sum("loss", loss.item())
-            num_tokens += len(sequences.input_ids.values)
-        trained = [weight for weight in self.module.parameters() if weight.requires_grad]
-        grad_norm = torch.nn.utils.clip_grad_norm_(trained, self.max_grad_norm or float("inf"))
-        metrics.same("grad_norm", float(full(grad_norm)))
-        metrics.same("learning_rate", self.scheduler.get_last_lr()[0])
-        if self.optimizer_offload and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # the states do not fit what activations have left
-        self.resting.reload()
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self._rest()
-        add_work(metrics, num_tokens, flops_of(self.module, num_tokens), self.peak_flops)
-        return metrics
+        if not self.can_step:
+            raise RuntimeError(
+                "a step failed before, which this torch cannot forget (2.13 can): resume in new processes"
+            )
+        with self._forgetting_failures():
+            metrics = Metrics()
+            rows = self._cut(batch, micro_batch_size)
+            num_micro, num_tokens = self._most(max(1, len(rows))), 0
+            settings: dict[str, Any] = {}
+            if isinstance(self.scorer, Scorer):
+                settings = {"entropy_gradient": entropy_gradient, "token_function": token_function}
+            for k in range(num_micro):
+                micro = batch[rows[k] if k < len(rows) else slice(0, 0)]
+                sequences = micro.as_sequences()
+                if token_function is not None:
+                    settings["token_inputs"] = token_function.inputs(micro)
+                with self._synchronised(last=k == num_micro - 1):
+                    scores = self._run(self.forward, sequences, temperature=temperature, **settings)
+                    names = () if token_function is None else token_function.names
+                    loss = token_loss(scores, names, loss_function, micro, sequences, metrics)
+                    (loss * self.world_size).backward()
+                metrics.sum("loss", loss.item())
+                num_tokens += len(sequences.input_ids.values)
+            trained = [weight for weight in self.module.parameters() if weight.requires_grad]
+            grad_norm = torch.nn.utils.clip_grad_norm_(trained, self.max_grad_norm or float("inf"))
+            metrics.same("grad_norm", float(full(grad_norm)))
+            metrics.same("learning_rate", self.scheduler.get_last_lr()[0])
+            if self.optimizer_offload and self.device.type == "cuda":
+                torch.cuda.empty_cache()  # the states do not fit what activations have left
+            self.resting.reload()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self._rest()
+            add_work(metrics, num_tokens, flops_of(self.module, num_tokens), self.peak_flops)
+            return metrics
+
+    @contextlib.contextmanager
+    def _forgetting_failures(self) -> Iterator[None]:
+        """What a step that fails inside leaves behind is not added to the next one."""
+        assert self.optimizer is not None
+        try:
+            yield
+        except BaseException:
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.is_sharded:
+                self.can_step = forget_step(self.scorer)
+            raise
 
     def _run(self, forward: torch.nn.Module, micro: Sequences | None, **settings: Any) -> Any:
         micro = Sequences(Ragged.of([], np.int64), Ragged.of([], bool)) if micro is None else micro
@@ -333,6 +352,8 @@ class FsdpBackend:
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if isinstance(self.forward, DistributedDataParallel) and not last:
             return self.forward.no_sync()
+        if self.accumulates_whole:
+            accumulate_whole(self.scorer, last=last)
         return contextlib.nullcontext()
 
     def _most(self, count: int) -> int:

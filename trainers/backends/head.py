@@ -23,7 +23,7 @@ from trainers.backends.linear_scores import LinearScores
 from trainers.losses.tokens import token_entropy, token_logps
 from trainers.losses.vocabulary import WHOLE, Vocabulary
 
-CHUNK_BYTES = 256 * 1024 * 1024  # of float32 logits
+CHUNK_BYTES = 256 * 1024 * 1024  # of float32 logits, of which autograd keeps several tensors
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,9 @@ class LinearHead:
         features_NX = self.vocabulary.spread(features_NX)
         if token_function is None:
             scale = self.scale / temperature
+            rows = 2 * self.chunk_rows()  # it keeps fewer tensors, and adding up the weight's gradient wants many rows
             found = LinearScores.apply(  # type: ignore[no-untyped-call]
-                features_NX, self.weight(), ids_N, scale, self.chunk_rows(), entropy_gradient, self.vocabulary
+                features_NX, self.weight(), ids_N, scale, rows, entropy_gradient, self.vocabulary
             )
             return Scores(*found)
         return scores_in_chunks(
@@ -80,7 +81,7 @@ class LinearHead:
         )
 
     def chunk_rows(self) -> int:
-        """How many tokens' logits are held at once; alike on all ranks."""
+        """How many tokens' logits autograd holds at once; alike on all ranks."""
         return max(1, CHUNK_BYTES // (4 * self.vocabulary.widest(self.weight().shape[0])))
 
     def logits(self, features_NX: torch.Tensor) -> torch.Tensor:

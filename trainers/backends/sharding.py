@@ -51,7 +51,7 @@ def layers_of(model: Any) -> list[torch.nn.Module]:
 @contextlib.contextmanager
 def whole_weights(scorer: torch.nn.Module) -> Iterator[None]:
     """Inside, every rank holds all weights, and running the model needs no other rank. Every rank enters."""
-    parts = [part for part in scorer.modules() if isinstance(part, FSDPModule)]
+    parts = _sharded_parts(scorer)
     resharding = [part._get_fsdp_state()._fsdp_param_group for part in parts]
     before = [None if group is None else group.post_forward_mesh_info for group in resharding]
     for part in parts:
@@ -66,11 +66,42 @@ def whole_weights(scorer: torch.nn.Module) -> Iterator[None]:
             part.reshard()
 
 
+def accumulate_whole(scorer: torch.nn.Module, *, last: bool) -> None:
+    """Before a micro-batch of a step: layers stay gathered and gradients whole until the last one, in the same dtypes.
+
+    Over several ranks that would cost the memory that shards save; on a single one it saves copies.
+    """
+    assert isinstance(scorer, FSDPModule)
+    scorer.set_reshard_after_backward(last)
+    scorer.set_requires_gradient_sync(last)
+
+
+def forget_step(scorer: torch.nn.Module) -> bool:
+    """After a step that failed: nothing of its gradients stays, nor of where FSDP was in it. No rank is asked.
+
+    False: this torch cannot (2.13 can), and another step would be wrong.
+    """
+    for part in _sharded_parts(scorer):
+        group = part._get_fsdp_state()._fsdp_param_group
+        for weight in () if group is None else group.fsdp_params:
+            weight.unsharded_accumulated_grad = None
+            if hasattr(weight, "_unsharded_param"):
+                weight._unsharded_param.grad = None
+    assert isinstance(scorer, FSDPModule)
+    if not hasattr(scorer, "reset_iter_state"):
+        return False
+    scorer.reset_iter_state()
+    return True
+
+
 def reshard(scorer: torch.nn.Module) -> None:
     """Frees gathered weights: without a backward pass those of the root stay, and what is written to them is lost."""
-    for part in scorer.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
+    for part in _sharded_parts(scorer):
+        part.reshard()
+
+
+def _sharded_parts(scorer: torch.nn.Module) -> list[FSDPModule]:
+    return [part for part in scorer.modules() if isinstance(part, FSDPModule)]
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

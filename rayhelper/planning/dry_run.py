@@ -227,10 +227,10 @@ def _plan_group(
     peak = awake = None
     if any(processes):
         runtime = RUNTIME_BYTES * len(processes)
-        peak = runtime + peak_bytes(*processes, offloading=True)
-        awake = runtime + peak_bytes(*processes, offloading=False)
+        peak = runtime + peak_bytes(*processes)
+        awake = runtime + peak_bytes(*([memory.awake for memory in process] for process in processes))
     if peak is not None and peak > run.gpu_bytes and group.shares_devices_with is None:
-        counted = peak_bytes(*([memory.counted for memory in process] for process in processes), offloading=True)
+        counted = peak_bytes(*([memory.counted for memory in process] for process in processes))
         room = ", or let roles make room for each other (offload_model, offload_optimizer, sleep_level)"
         others = f", with {', '.join(repr(other.name) for other in neighbours)} on its devices," if neighbours else ""
         message = (

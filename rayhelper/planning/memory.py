@@ -23,7 +23,7 @@ from rayhelper.planning.parallel_sizes import ParallelSizes
 
 GIB = 1024**3
 RUNTIME_BYTES = 3 * GIB // 2  # CUDA context, NCCL and the allocator's leftovers of a process
-LOGITS_CHUNK_BYTES = 256 * 1024**2  # float32 logits at once
+LOGITS_CHUNK_BYTES = 256 * 1024**2  # float32 logits that autograd holds at once; a plain head's twice, in 1.5 tensors
 CACHE_BYTES = 2  # of a number in a key-value cache
 
 # Keys that move something away while another role works
@@ -88,13 +88,18 @@ class RoleMemory:
         """The part that is no estimate."""
         return replace(self, terms=tuple(term for term in self.terms if not term.is_estimate))
 
-    def idle(self, *, offloading: bool) -> int:
+    @property
+    def awake(self) -> RoleMemory:
+        """The same role if it moved nothing away."""
+        return replace(self, offloads=frozenset())
+
+    @property
+    def idle(self) -> int:
         """Bytes that stay while another role works."""
-        away = self.offloads if offloading else frozenset()
-        return sum(term.num_bytes for term in self.terms if term.stays and away.isdisjoint(term.freed_by))
+        return sum(term.num_bytes for term in self.terms if term.stays and self.offloads.isdisjoint(term.freed_by))
 
 
-def peak_bytes(*processes: Sequence[RoleMemory], offloading: bool) -> int:
+def peak_bytes(*processes: Sequence[RoleMemory]) -> int:
     """The most that the roles of processes on one GPU need, without the runtime's share.
 
     Of a process one role is at work at a time. Processes work at the same time, but those that generate and the others
@@ -102,12 +107,12 @@ def peak_bytes(*processes: Sequence[RoleMemory], offloading: bool) -> int:
     """
 
     def added(memory: RoleMemory) -> int:
-        return memory.at_work - memory.idle(offloading=offloading)
+        return memory.at_work - memory.idle
 
     def at_once(generates: bool) -> int:
         return sum(max((added(one) for one in roles if one.generates is generates), default=0) for roles in processes)
 
-    idle = sum(memory.idle(offloading=offloading) for roles in processes for memory in roles)
+    idle = sum(memory.idle for roles in processes for memory in roles)
     return idle + max(at_once(True), at_once(False))
 
 
@@ -256,7 +261,7 @@ def _gathered(shape: ModelShape, sizes: ParallelSizes, work: Work) -> list[Term]
 
 
 def _logits(shape: ModelShape, work: Work) -> Term:
-    """A chunk of float32 logits, their softmax and their gradient."""
+    """A chunk of float32 logits, their softmax and their gradient; those of a plain head take as much."""
     return _passing("logits", 3 * min(LOGITS_CHUNK_BYTES, 4 * shape.vocab_size * work.micro_batch * work.length))
 
 

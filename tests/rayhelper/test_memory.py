@@ -289,10 +289,10 @@ def test_colocated_roles_need_what_works_and_what_stays() -> None:
         frozenset({"offload_optimizer"}),
     )
     rollout = RoleMemory("rollout", (Term("KV cache", 50, freed_by=("sleep_level",)),), frozenset({"sleep_level"}))
-    assert peak_bytes([train, rollout], offloading=False) == 10 + 20 + 40 + 50
-    assert peak_bytes([train, rollout], offloading=True) == max(10 + 20 + 40, 50 + 10)
-    assert peak_bytes([train.counted, rollout.counted], offloading=False) == 10 + 20 + 50
-    assert peak_bytes([train], offloading=True) == 70
+    assert peak_bytes([train.awake, rollout.awake]) == 10 + 20 + 40 + 50
+    assert peak_bytes([train, rollout]) == max(10 + 20 + 40, 50 + 10)
+    assert peak_bytes([train.counted.awake, rollout.counted.awake]) == 10 + 20 + 50
+    assert peak_bytes([train]) == 70
 
 
 def test_states_that_are_here_for_the_step_alone_are_not_beside_activations() -> None:
@@ -304,17 +304,18 @@ def test_states_that_are_here_for_the_step_alone_are_not_beside_activations() ->
     resting = replace(train, offloads=frozenset({"optimizer_offload"}))
     assert train.at_work == sum(parts.values())
     assert resting.at_work == train.at_work - min(parts["optimizer"], passing)
-    assert resting.idle(offloading=True) == parts["weights"] + parts["gradients"]
+    assert resting.awake.at_work == train.at_work
+    assert resting.idle == parts["weights"] + parts["gradients"]
     assert resting.counted.at_work == train.counted.at_work
     all_keys = replace(train, offloads=frozenset({"optimizer_offload", "grad_offload", "param_offload"}))
-    assert all_keys.idle(offloading=True) == 0
+    assert all_keys.idle == 0
     for keys, left in (
         ({"offload_model"}, ["gradients", "optimizer"]),
         ({"offload_optimizer"}, ["weights"]),  # gradients go with what the optimizer remembers
         ({"grad_offload"}, ["weights", "optimizer"]),
         ({"param_offload"}, ["gradients", "optimizer"]),
     ):
-        found = replace(train, offloads=frozenset(keys)).idle(offloading=True)
+        found = replace(train, offloads=frozenset(keys)).idle
         assert found == sum(parts[name] for name in left), keys
 
 
@@ -326,8 +327,8 @@ def test_processes_on_one_gpu_work_at_the_same_time_but_for_those_that_generate(
     critic = RoleMemory("critic", (Term("weights", 1), replace(passing, num_bytes=5)))
     cache = Term("KV cache", 60, freed_by=("sleep_level",))
     rollout = RoleMemory("rollout", (cache,), frozenset({"sleep_level"}), generates=True)
-    assert peak_bytes([train], [rollout], offloading=False) == 10 + 40 + 60
-    assert peak_bytes([train], [rollout], offloading=True) == max(10 + 40, 60)
-    assert peak_bytes([train], [critic], [rollout], offloading=True) == max(10 + 40 + 1 + 5, 60 + 1)
-    assert peak_bytes([train, critic], [rollout], offloading=True) == max(10 + 40 + 1, 60 + 1)
-    assert peak_bytes([], [train], offloading=True) == 50
+    assert peak_bytes([train.awake], [rollout.awake]) == 10 + 40 + 60
+    assert peak_bytes([train], [rollout]) == max(10 + 40, 60)
+    assert peak_bytes([train], [critic], [rollout]) == max(10 + 40 + 1 + 5, 60 + 1)
+    assert peak_bytes([train, critic], [rollout]) == max(10 + 40 + 1, 60 + 1)
+    assert peak_bytes([], [train]) == 50

@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 Names = dict[Any, str]  # what identifies a thing, and what a message calls it
-GRACE_S = 5.0  # for what was told to end and is ending
+GRACE_S = 20.0  # for what was told to end and is ending
 SHARED_MEMORY = Path("/dev/shm")
 # one of each a process, started at first use and gone with it
 HELPERS = ("multiprocessing.resource_tracker", "multiprocess.resource_tracker", "multiprocessing.forkserver")

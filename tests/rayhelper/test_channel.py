@@ -321,13 +321,13 @@ def reader_that_waits(channel: Channel, go: Any) -> Any:
 def test_a_receiver_that_reads_no_further_is_named_with_the_last_tensor() -> None:
     named = [(f"w{k}", torch.ones(1024)) for k in range(10)]
     go = processes.Event()
-    channel = Channel(bucket_mb=4 * KIB, timeout_s=4, name="sync")  # in which both sides have started
+    channel = Channel(bucket_mb=4 * KIB, timeout_s=10, name="sync")  # in which both sides have started
     with channel, peers((send, channel, [named]), (reader_that_waits, channel, go)) as (sender, receiver):
         error = sender.value()
         go.set()
         told = receiver.value()
     assert isinstance(error, DeadlineError)
-    for words in ("channel 'sync' (shared_memory), sender", "after tensor 'w2'", "waited 4 s", "receiver 1 (process"):
+    for words in ("channel 'sync' (shared_memory), sender", "after tensor 'w2'", "waited 10 s", "receiver 1 (process"):
         assert words in str(error)
     assert isinstance(told, ChannelError)
     assert "the sender failed" in str(told)

@@ -178,7 +178,7 @@ def test_an_import_is_not_interrupted_half_way(on_ray: Odd, tmp_path: Path) -> N
 
 
 def test_a_deadline_holds_while_a_worker_is_replaced(ray_cluster: None) -> None:
-    groups = {"odd": {**GROUPS["odd"], "timeout_s": 4}}
+    groups = {"odd": {**GROUPS["odd"], "timeout_s": 8}}
     with without_runtime(), RayHelper.session(groups):
         odd = Odd()
         pids = odd.pid()

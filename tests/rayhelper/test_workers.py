@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from rayhelper import DeadlineError, PlacementError, RayHelper, RayHelperError, ShardError, WorkerDiedError, WorkerError
+from rayhelper import PlacementError, RayHelper, RayHelperError, ShardError, WorkerDiedError, WorkerError
 from tests.conftest import without_runtime
 
 NAMES = (
@@ -91,10 +91,6 @@ class Probe:
             os._exit(3)
 
     @RayHelper.function(group="judge")
-    def hang(self) -> None:
-        threading.Event().wait(4)
-
-    @RayHelper.function(group="judge")
     def initializes(self) -> None:
         RayHelper.initialize(GROUPS)
 
@@ -107,7 +103,7 @@ GROUPS = {
     "nproc_per_node": 8,
     "actors": {"device": "gpu", "ranks": "list(range(0, 4))", "workers": ["train"]},
     "samplers": {"device": "GPU", "ranks": [4, 5], "workers": ["rollout"]},
-    "judges": {"device": "CPU", "ranks": 1, "workers": ["judge"], "timeout_s": 1, "env": {"MY_SETTING": 5}},
+    "judges": {"device": "CPU", "ranks": 1, "workers": ["judge"], "env": {"MY_SETTING": 5}},
 }
 
 
@@ -189,11 +185,6 @@ def test_shards_that_do_not_fit_together_are_refused(probe: Probe, layout: str, 
 def test_a_shard_index_out_of_range_is_refused() -> None:
     with pytest.raises(ShardError, match=r"0\.\.count-1"):
         RayHelper.shard(2, 2)
-
-
-def test_a_call_beyond_the_deadline_names_the_rank_and_the_key(probe: Probe) -> None:
-    with pytest.raises(DeadlineError, match=r"ranks 0.*timeout_s"):
-        probe.hang()
 
 
 def test_a_value_that_cannot_be_sent_names_the_method(ray_cluster: None, probe: Probe) -> None:

@@ -13,7 +13,7 @@ import torch
 from rayhelper import ConfigError, DeviceGroups
 from rayhelper.planning.model_shape import ModelShape
 from trainers.backends.hf_model import default_device
-from trainers.backends.megatron.adapter_targets import check_experts, chosen_targets
+from trainers.backends.megatron.adapter_targets import chosen_targets
 from trainers.backends.megatron.architectures import architecture_mistakes
 from trainers.backends.megatron.fields import check_fields, check_installed, check_made, divided
 from trainers.backends.megatron.settings import layout_mistakes
@@ -57,9 +57,7 @@ def check_adapter(config: TrainConfig, groups: DeviceGroups | None, lora: Mappin
         file = config_file(model_of(config, role)) if role in TRAINED else None
         if file is not None:
             hf = AutoConfig.from_pretrained(file, trust_remote_code=config.trust_remote_code)
-            targets = chosen_targets(hf, lora, num_stages=config.pipeline_model_parallel_size)
-            num_ranks = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
-            check_experts(hf, targets, grouped=config.moe_grouped_gemm, num_ranks=num_ranks)
+            chosen_targets(hf, lora, num_stages=config.pipeline_model_parallel_size)
 
 
 def check_devices(config: TrainConfig, groups: DeviceGroups | None) -> None:

@@ -122,8 +122,6 @@ def key_mistakes(config: TrainConfig) -> Iterator[str]:
         )
     if config.optim == "sgd" and config.use_distributed_optimizer:
         yield "optim: sgd cannot lie in shards with megatron-core. Write use_distributed_optimizer: false."
-    if config.moe_grouped_gemm and config.dtype == "float32":
-        yield "moe_grouped_gemm multiplies in bfloat16 alone, but dtype is float32. Remove it or write dtype: bfloat16."
     if config.token_budget is not None and config.infer_batch_size is not None:
         yield (
             f"infer_batch_size is {config.infer_batch_size}, but token_budget says what a micro-batch holds, of those "

@@ -3,9 +3,9 @@
     python -m benchmarks.gpu.experts [--tokens 8192] [--experts 128] [--chosen 8] [--width 2048] [--ffn 768]
 
 One layer's permutation, activation and sum, forward and backward, in bfloat16 on one GPU: ours
-(trainers/backends/megatron/expert_rows.py, parts.py) beside megatron-core's own without TransformerEngine. Milliseconds
-on the device's clock and on the host's, medians; errors are those of the sum, relative to one in float64. Beside
-them the two grouped products, forward and backward.
+(expert_rows.py and grouped_experts.py in trainers/backends/megatron) beside megatron-core's own without
+TransformerEngine. Milliseconds on the device's clock and on the host's, medians; errors are those of the sum, relative
+to one in float64. Beside them the two grouped products, forward and backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.core.transformer.moe import moe_utils
 from benchmarks.gpu.steps import ON_GPU, synchronize
 from benchmarks.origin import origin
 from trainers.backends.megatron import expert_rows
-from trainers.backends.megatron.parts import grouped_product, weighted_swiglu
+from trainers.backends.megatron.grouped_experts import grouped_product, weighted_swiglu
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 

@@ -126,7 +126,7 @@ def _shape_mistakes(where: str, sizes: ParallelSizes, settings: Mapping[str, Any
             f"{EXPERT_TENSOR_KEY} {sizes.expert_tensor} of {where} does not divide the model's moe_intermediate_size "
             f"{shape.moe_intermediate_size}. Choose among {_divisors(shape.moe_intermediate_size)}."
         )
-    if tp > 1 and ep == 1 and sizes.expert_tensor != tp:
+    if ep == 1 and sizes.expert_tensor != tp:
         yield (
             f"{EXPERT_TENSOR_KEY} {sizes.expert_tensor} of {where} differs from {TENSOR_KEY} {tp} while {EXPERT_KEY} "
             f"is 1: megatron-core then reduces the experts' gradients over the wrong workers. Remove "

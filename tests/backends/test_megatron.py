@@ -64,6 +64,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": SHAPE | EXPERTS | {"head_dim": 8, "mlp_only_layers": [2]},
     "qwen2_moe": SHAPE | EXPERTS | {"norm_topk_prob": False, "shared_expert_intermediate_size": 40},
 }
+GROUPED: Layout = {"moe_grouped_gemm": True}
+MOE_ACT: Layout = {"recompute_granularity": "selective", "recompute_modules": ("moe_act",)}
 # By family and number of ranks, which start once for all layouts
 CASES: dict[tuple[str, int], list[Layout]] = {
     ("llama", 2): [{}, {TP: 2} | WHOLE, {PP: 2} | PLAIN, {CP: 2} | PLAIN],
@@ -81,11 +83,18 @@ CASES: dict[tuple[str, int], list[Layout]] = {
         {PP: 2, VPP: 2} | OVERLAP,
         {CP: 2},
     ],
-    ("qwen3_moe", 1): [PLAIN, FULL],
-    ("qwen3_moe", 2): [{EP: 2} | PLAIN, {EP: 2, "moe_token_dispatcher_type": "allgather"} | PLAIN, {TP: 2} | SP],
+    ("qwen3_moe", 1): [PLAIN, FULL, GROUPED | MOE_ACT | PLAIN],
+    ("qwen3_moe", 2): [
+        {EP: 2} | PLAIN,
+        {EP: 2} | GROUPED,
+        {EP: 2, "moe_token_dispatcher_type": "allgather"} | PLAIN,
+        {TP: 2} | SP,
+        {TP: 2} | SP | GROUPED | MOE_ACT | PLAIN,
+    ],
     ("qwen3_moe", 4): [
         {EP: 4} | PLAIN,
         {EP: 2},
+        {EP: 2, ETP: 2} | GROUPED | PLAIN,
         {TP: 2, EP: 2, ETP: 1} | SP | PLAIN,
         {TP: 2, EP: 2, ETP: 2} | SP | PLAIN,
         {PP: 2, EP: 2} | PLAIN,

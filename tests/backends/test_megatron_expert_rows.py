@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 from trainers.backends.megatron import expert_rows, patches
-from trainers.backends.megatron.parts import weighted_swiglu
+from trainers.backends.megatron.grouped_experts import weighted_swiglu
 
 S, E, K, H = 11, 6, 3, 8
 

@@ -37,7 +37,11 @@ SIZE_MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
         "among 1, 2, 3, 6",
     ),
     "ETP that tears an expert": (
-        {"model": {**MOE, "moe_intermediate_size": 769}, "expert_tensor_parallel_size": 2},
+        {
+            "model": {**MOE, "moe_intermediate_size": 769},
+            "expert_tensor_parallel_size": 2,
+            "expert_model_parallel_size": 2,
+        },
         "does not divide the model's moe_intermediate_size 769",
         "among 1, 769",
     ),
@@ -45,6 +49,11 @@ SIZE_MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
         {"model": MOE, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
         "expert_tensor_parallel_size 1 of role 'train' differs from tensor_model_parallel_size 2",
         "Remove expert_tensor_parallel_size",
+    ),
+    "ETP without TP and EP": (
+        {"model": MOE, "expert_tensor_parallel_size": 2},
+        "expert_tensor_parallel_size 2 of role 'train' differs from tensor_model_parallel_size 1",
+        "or make expert_model_parallel_size larger",
     ),
     "experts under TP without sequence parallelism": (
         {"model": MOE, "tensor_model_parallel_size": 2, "sequence_parallel": False},

@@ -219,7 +219,6 @@ KEY_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
         {"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": False},
         ["use_distributed_optimizer: true", "got false and true"],
     ),
-    ({"moe_grouped_gemm": True, "dtype": "float32"}, ["moe_grouped_gemm multiplies in bfloat16", "dtype: bfloat16"]),
     ({"infer_batch_size": 4, "token_budget": 99}, ["infer_batch_size is 4", "token_budget", "Remove one"]),
     ({"optim": "adafactor"}, ["optim is adafactor", "adamw_torch, sgd"]),
     ({"optim": "adamw_torch_fused"}, ["optim is adamw_torch_fused", "adamw_torch, sgd"]),
@@ -723,14 +722,11 @@ def test_an_adapter_that_cannot_be_is_refused_before_anything_starts(
         SFTTrainer.check(run, gpus("train"))
 
 
-def test_an_adapter_of_experts_needs_them_whole_and_one_by_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [{TP: 2, EP: 2, ETP: 1}, {TP: 2}, {EP: 2, "moe_grouped_gemm": True}])
+def test_experts_however_they_lie_may_have_an_adapter(sizes: dict[str, Any], tmp_path: Path) -> None:
     stacks = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
     keys = {"model": folder(tmp_path, MOE), "tuner_type": "lora", "lora_target_modules": [], "lora_kwargs": stacks}
-    SFTTrainer.check(config(SFTConfig, **keys, **{TP: 2, EP: 2, ETP: 1}), gpus("train", 2))
-    with pytest.raises(ConfigError, match=r"each is cut over 2 workers. Write expert_tensor_parallel_size: 1"):
-        SFTTrainer.check(config(SFTConfig, **keys, **{TP: 2}), gpus("train", 2))
-    with pytest.raises(ConfigError, match=r"moe_grouped_gemm multiplies at once"):
-        SFTTrainer.check(config(SFTConfig, **keys, moe_grouped_gemm=True, dtype="bfloat16"), gpus("train"))
+    SFTTrainer.check(config(SFTConfig, **keys, **sizes), gpus("train", 2))
 
 
 def test_a_mistral_without_a_window_is_known() -> None:

@@ -5,9 +5,10 @@
     layout.py      which of a role's workers hold which part of the model
     layers.py      TransformerEngine's layers or megatron-core's own, and the fields that the former alone read
     model.py       a Hugging Face configuration as a model of megatron-core, cut into the stages of this worker
-    parts.py       what megatron-core lacks without TransformerEngine: norms, products, experts' activation
+    parts.py       what megatron-core lacks without TransformerEngine: norms, products of gradients
     patches.py     what fails or is rounded in megatron-core without TransformerEngine
     expert_rows.py  tokens on their way to their experts and back
+    grouped_experts.py  experts whose products are one call for all of them
     attention.py   attention within documents, also where their tokens are spread over workers
     router.py      losses that balance experts
     packing.py     a micro-batch as one row of documents, and the tokens of it that this worker has
@@ -15,7 +16,7 @@
     checkpoint.py  the model in parts on the disk, read in any layout; written while training goes on
     moments.py     what the optimizers keep of each weight, as whole tensors
     adapter_targets.py  LoRA: which weights have an adapter
-    adapters.py    and its matrices under peft's names
+    adapters.py    and its matrices under peft's names; adapter_pieces.py: how these lie over workers
     adapter_checkpoint.py  what is trained under an adapter, whole, on the disk
     low_rank.py    what an adapter adds to one parallel layer
     optimizer.py   gradients, optimizer, learning rate

@@ -67,19 +67,6 @@ def chosen_targets(config: Any, settings: Mapping[str, Any], *, num_stages: int 
     return chosen
 
 
-def check_experts(config: Any, targets: set[str], *, grouped: bool, num_ranks: int) -> None:
-    """Raises ConfigError for an adapter beside experts that are multiplied at once, or each cut over ``num_ranks``."""
-    if not targets & names_in_experts(config):
-        return
-    if grouped:
-        raise ConfigError("lora: experts that moe_grouped_gemm multiplies at once get no adapter. Remove that key.")
-    if num_ranks > 1:
-        raise ConfigError(
-            f"lora: experts get an adapter where they are whole, but each is cut over {num_ranks} workers. Write "
-            "expert_tensor_parallel_size: 1, which needs expert_model_parallel_size above 1."
-        )
-
-
 def peft_fields(config: Any, settings: Mapping[str, Any], targets: set[str]) -> dict[str, Any]:
     """Fields of peft's LoraConfig that say the same: last parts of names where these mean no other layer."""
     in_experts = names_in_experts(config)

@@ -10,14 +10,7 @@ targets in one fused layer, dropout takes the same inputs. Routers, gates of sha
 adapter: "all-linear" is attention, dense MLPs and shared experts, and of qwen3_moe, where names of an MLP mean experts
 to peft, attention alone.
 
-Experts get one where they are named. transformers stacks those of a layer, gate above up, and peft adapts the stack: a
-pair of matrices an expert and stack, written as
-
-    experts.base_layer.lora_A  (E R, H)   the R rows of an expert above those of the next      gate_up_proj
-    experts.base_layer.lora_B  (2 I, R E)  of the R columns each, those of all experts side by side
-    experts.lora_A (E R, I), experts.lora_B (H, R E)                                            down_proj
-
-Where gate_proj and up_proj are named, as before transformers stacked them, peft gives the pair of both twice the rank.
+Experts get one where they are named (adapter_pieces.py).
 """
 
 from __future__ import annotations
@@ -27,7 +20,6 @@ import copy
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,8 +29,8 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from rayhelper import ConfigError
+from trainers.backends.megatron.adapter_pieces import Piece, Stack, expert_stacks
 from trainers.backends.megatron.adapter_targets import (
-    check_experts,
     chosen_targets,
     expert_names,
     linear_layers,
@@ -48,33 +40,6 @@ from trainers.backends.megatron.adapter_targets import (
 from trainers.backends.megatron.weights import MegatronWeights, Source
 
 PREFIX, FILE = "base_model.model.", "adapter_model.safetensors"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Matrices that lie above each other in one parameter: whole under their names, and what this worker has.
-
-    Those of experts have a dimension of experts in ``source``, and none in a file.
-    """
-
-    source: Source
-    parameter: Parameter | None  # None: on another stage of the pipeline
-    group: dist.ProcessGroup  # over which the source is cut
-
-    def fill(self, weights: Mapping[str, torch.Tensor]) -> None:
-        if self.parameter is not None:
-            self.put(self.parameter.detach(), weights)
-
-    def put(self, own: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> None:
-        """Fills ``own``, of the shape of the parameter, with this worker's part."""
-        for name, shape in self.source.tensors.items():
-            self.source.fill(own, name, weights[name].reshape(shape)[self.source.part(name, self.group.rank())])
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the matrices in a file."""
-        return {
-            name: tuple(_flat(name, torch.empty(s, device="meta")).shape) for name, s in self.source.tensors.items()
-        }
 
 
 class MegatronAdapter:
@@ -95,14 +60,13 @@ class MegatronAdapter:
         self.settings, self.value_head = dict(settings), value_head
         self.rank: int = self.settings.get("r", 8)
         self._tensor = parallel_state.get_tensor_model_parallel_group()
-        self._experts = parallel_state.get_expert_model_parallel_group()
+        self._experts = parallel_state.get_expert_tensor_and_model_parallel_group()
+        self._within_experts = parallel_state.get_expert_tensor_parallel_group()
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
         self._device = next(stages[0].parameters()).device
         self._config = config
         self.targets = chosen_targets(config, self.settings, num_stages=self._pipeline.size())
-        grouped = stages[0].config.moe_grouped_gemm
-        num_ranks = parallel_state.get_expert_tensor_parallel_world_size()
-        check_experts(config, self.targets, grouped=grouped, num_ranks=num_ranks)
+        self._is_grouped = bool(stages[0].config.moe_grouped_gemm)
         self._low_ranks: list[Any] = []
         self._deltas: dict[Parameter, Callable[[], torch.Tensor]] = {}  # by the weight that they change
         self._scalings: dict[str, float] = {}  # of the matrices B
@@ -205,7 +169,7 @@ class MegatronAdapter:
         if not (folder / FILE).is_file():
             raise FileNotFoundError(f"{folder} holds no {FILE}, so it is no checkpoint of a LoRA run")
         given = load_file(folder / FILE)
-        own = {name: shape for piece in self._pieces() for name, shape in piece.shapes().items()}
+        own = {name: shape for piece in self._pieces() for name, shape in piece.source.tensors.items()}
         found = {name: tuple(weight.shape) for name, weight in given.items()}
         if odd := sorted(name for name in own.keys() | found.keys() if own.get(name) != found.get(name)):
             raise ValueError(f"the adapter in {folder} has other weights than this model's, among them {odd[:3]}")
@@ -233,31 +197,34 @@ class MegatronAdapter:
 
     def _added_to_experts(self, number: int, layer: Any) -> Iterator[Piece]:
         """What the adapter has beside the experts of the layer of that number."""
+        cuts = self._within_experts.size()
+        over = (self._experts.size() // cuts, cuts)
+        base = f"{PREFIX}model.layers.{number - 1}.mlp.experts"
+        experts = None if layer is None else layer.mlp.experts
+        for linear, name in (("linear_fc1", f"{base}.base_layer"), ("linear_fc2", base)):
+            times = 2 if linear == "linear_fc1" and names_in_stacks(self._config, self.settings) else 1
+            rank, scaling = times * self.rank, self._scaling(times)
+            stacks = expert_stacks(self._config, linear, name, rank, over)
+            self._scalings[stacks[1].name] = scaling
+            low_rank = None if experts is None else self._attached_to_experts(experts, linear, stacks, scaling)
+            for key, stack in zip("ab", stacks, strict=True):
+                yield Piece(stack, getattr(low_rank, key, None), self._experts)
+
+    def _attached_to_experts(self, experts: Any, linear: str, stacks: tuple[Stack, Stack], scaling: float) -> Any:
         from trainers.backends.megatron.low_rank import ExpertsLowRank, attach_to_experts
 
-        config, num_ranks = self._config, self._experts.size()
-        hidden, size, num_experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
-        experts = None if layer is None else layer.mlp.experts
-        base = f"{PREFIX}model.layers.{number - 1}.mlp.experts"
-        for linear, name, width, height in (
-            ("linear_fc1", f"{base}.base_layer", hidden, 2 * size),
-            ("linear_fc2", base, size, hidden),
-        ):
-            times = 2 if linear == "linear_fc1" and names_in_stacks(config, self.settings) else 1
-            rank, scaling = times * self.rank, self._scaling(times)
-            low_rank: Any = None
-            if experts is not None:
-                bases = [getattr(expert, linear) for expert in experts.local_experts]
-                low_rank = ExpertsLowRank(bases, rank=rank, scaling=scaling)
-                attach_to_experts(experts, linear, low_rank)
-                self._low_ranks.append(low_rank)
-                self._deltas |= {part.weight: partial(low_rank.delta, k) for k, part in enumerate(bases)}
-            a, b = {f"{name}.lora_A.weight": (num_experts, rank, width)}, f"{name}.lora_B.weight"
-            self._scalings[b] = scaling
-            yield Piece(Source((), a, 0, num_ranks), getattr(low_rank, "a", None), self._experts)
-            yield Piece(
-                Source((), {b: (height, rank, num_experts)}, 2, num_ranks), getattr(low_rank, "b", None), self._experts
-            )
+        low_rank = ExpertsLowRank(
+            experts, linear, stacks[0].shape, stacks[1].shape, scaling=scaling, group=self._within_experts
+        )
+        attach_to_experts(experts, linear, low_rank)
+        self._low_ranks.append(low_rank)
+        if self._is_grouped:
+            weight = experts.weight1 if linear == "linear_fc1" else experts.weight2
+            self._deltas[weight] = partial(low_rank.delta_of_all, weight.shape)
+        else:
+            bases = [getattr(expert, linear) for expert in experts.local_experts]
+            self._deltas |= {part.weight: partial(low_rank.delta, k) for k, part in enumerate(bases)}
+        return low_rank
 
     def _scaling(self, times: int = 1) -> float:
         """Of a pair of matrices of so many times the rank, and alpha."""
@@ -313,8 +280,7 @@ class MegatronAdapter:
             dist.all_gather_into_tensor(gathered, own, group=group)
         shards = [one.split(sizes) for one in gathered.view(group.size(), -1)]
         for k, piece in enumerate(block):
-            for name, whole in piece.source.join([shard[k].view(piece.source.shape) for shard in shards]):
-                yield name, _flat(name, whole)
+            yield from piece.source.join([shard[k].view(piece.source.shape) for shard in shards])
 
 
 def freeze(stage: Any) -> None:
@@ -328,15 +294,10 @@ def freeze(stage: Any) -> None:
         begin_gradients(stage.embedding)
 
 
-def _flat(name: str, whole: torch.Tensor) -> torch.Tensor:
-    """A matrix as it is in a file; only those of experts have more dimensions."""
-    return whole.flatten(0, -2) if ".lora_A." in name else whole.flatten(1)
-
-
 def _draw(piece: Piece, seed: int) -> None:
     """Initial values as peft draws them: A as those of a linear layer, B zero."""
     drawn = {}
-    for name, shape in piece.shapes().items():
+    for name, shape in piece.source.tensors.items():
         if ".lora_A." not in name or piece.parameter is None:
             return
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))

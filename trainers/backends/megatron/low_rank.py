@@ -13,9 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
-from torch.nn.functional import dropout, linear
+from torch.nn.functional import dropout, linear, pad
 
+from trainers.backends.megatron.grouped_experts import ALIGNED, GroupedExperts, grouped_product
 from trainers.backends.megatron.weights import Source
 
 
@@ -86,30 +88,72 @@ class LowRank(torch.nn.Module):
 class ExpertsLowRank(torch.nn.Module):
     """What is to be added to one of the two products of each expert of this worker, as peft stacks it; float32 weights.
 
-    ``bases`` are the layers of that product, one an expert, which are not cut: A and B of an expert are whole, on the
-    worker that has it, and nothing goes between workers but with the tokens.
+    ``a`` and ``b``: shapes (E, R, width) and (height, R, E) of the matrices. ``group``: workers that each expert is cut
+    over. They have the same tokens, and megatron-core sums what they answer, and the gradients of the tokens. B is cut
+    by rows in the first product (``linear_fc1``: gate and up are halves of them), A by columns in the second. The other
+    matrix is whole on each worker, and its gradient is summed here.
     """
 
-    def __init__(self, bases: Sequence[Any], *, rank: int, scaling: float) -> None:
+    def __init__(
+        self, experts: Any, linear: str, a: tuple[int, ...], b: tuple[int, ...], *, scaling: float, group: Any
+    ) -> None:
         super().__init__()
-        self.scaling, self.is_on = scaling, True
-        height, width = bases[0].weight.shape
-        device = bases[0].weight.device
-        self.a = torch.nn.Parameter(torch.zeros(len(bases), rank, width, device=device))
-        self.b = torch.nn.Parameter(torch.zeros(height, rank, len(bases), device=device))
+        self.scaling, self.group, self.is_on = scaling, group, True
+        self.cuts_output = linear == "linear_fc1"
+        base = next(experts.parameters())
+        self.a = torch.nn.Parameter(torch.zeros(a, device=base.device))
+        self.b = torch.nn.Parameter(torch.zeros(b, device=base.device))
         for weight in (self.a, self.b):
             tensor_parallel.set_tensor_model_parallel_attributes(weight, True, 0, 1)  # no other worker has the same
-            weight.allreduce = bases[0].weight.allreduce  # type: ignore[attr-defined]  # whose gradient is summed as is
+            weight.allreduce = base.allreduce  # type: ignore[attr-defined]  # whose gradient is summed as is
+        whole: Any = self.a if self.cuts_output else self.b
+        whole.shared = group.rank() > 0  # but for this one, which norms of gradients count once
 
     def of(self, expert: int, input_SX: torch.Tensor) -> torch.Tensor:
         """(S, O): scaling x B A x, of one expert, for tokens that went to it."""
-        low_SR = linear(input_SX, self.a[expert].to(input_SX.dtype)) * self.scaling
-        return linear(low_SR, self.b[:, :, expert].to(input_SX.dtype))
+        a_RX, b_OR = self._with_sums(self.a[expert], self.b[:, :, expert])
+        low_SR = linear(input_SX, a_RX.to(input_SX.dtype)) * self.scaling
+        return linear(low_SR, b_OR.to(input_SX.dtype))
+
+    def of_all(self, input_SX: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        """(S, O) of all experts: the first counts_E[0] tokens are of the first one."""
+        a_ERX, b_ORE = self._with_sums(self.a, self.b)
+        a_EXR, b_ERO = a_ERX.transpose(1, 2).to(input_SX.dtype), b_ORE.permute(2, 1, 0).to(input_SX.dtype)
+        if unaligned := -a_EXR.shape[2] % ALIGNED:  # zeros add nothing
+            a_EXR, b_ERO = pad(a_EXR, (0, unaligned)), pad(b_ERO, (0, 0, 0, unaligned))
+        low_SR = grouped_product(input_SX, a_EXR.contiguous(), counts_E) * self.scaling
+        return grouped_product(low_SR, b_ERO.contiguous(), counts_E)
 
     def delta(self, expert: int) -> torch.Tensor:
         """float32, in the shape of the expert's weight: what the adapter makes it another by."""
         delta: torch.Tensor = self.b.detach()[:, :, expert] @ self.a.detach()[expert] * self.scaling
         return delta
+
+    def delta_of_all(self, shape: torch.Size) -> torch.Tensor:
+        """The same of the weight, of ``shape``, that holds those of all experts transposed."""
+        a_EXR, b_ERO = self.a.detach().transpose(1, 2), self.b.detach().permute(2, 1, 0)
+        return (a_EXR @ b_ERO * self.scaling).reshape(shape)
+
+    def _with_sums(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same matrices; the gradient of the one that is whole will be summed over the workers."""
+        whole: torch.Tensor = _GradientSummed.apply(a if self.cuts_output else b, self.group)  # type: ignore[no-untyped-call]
+        return (whole, b) if self.cuts_output else (a, whole)
+
+
+class _GradientSummed(torch.autograd.Function):
+    """As copy_to_tensor_model_parallel_region, which leaves a gradient that is not contiguous as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.group.size() > 1:
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
 
 
 def attach(base: Any, low_rank: LowRank) -> None:
@@ -119,10 +163,11 @@ def attach(base: Any, low_rank: LowRank) -> None:
 
 
 def attach_to_experts(experts: Any, linear: str, low_rank: ExpertsLowRank) -> None:
-    """From now on each of the ``local_experts`` adds what ``low_rank`` gives to the product of its layer ``linear``."""
+    """From now on experts add what ``low_rank`` gives to their product ``linear``."""
     experts.add_module(f"{linear}_low_rank", low_rank)
-    for k, expert in enumerate(experts.local_experts):
-        _add_to(getattr(expert, linear), low_rank, partial(low_rank.of, k))
+    if not isinstance(experts, GroupedExperts):  # which look for it
+        for k, expert in enumerate(experts.local_experts):
+            _add_to(getattr(expert, linear), low_rank, partial(low_rank.of, k))
 
 
 def _add_to(base: Any, low_rank: Any, added: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -13,7 +13,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -28,9 +27,10 @@ from trainers.backends.megatron.architectures import (
     head_width,
 )
 from trainers.backends.megatron.attention import DocumentAttention, rotation, told
+from trainers.backends.megatron.grouped_experts import GroupedExperts
 from trainers.backends.megatron.layers import LOCAL, implementation
 from trainers.backends.megatron.packing import Packed
-from trainers.backends.megatron.parts import Norm, weighted_swiglu
+from trainers.backends.megatron.parts import Norm
 from trainers.backends.megatron.router import Balance, BalancedRouter
 from trainers.backends.megatron.settings import MegatronSettings
 
@@ -58,8 +58,6 @@ class Stage(GPTModel):  # type: ignore[misc]
             if isinstance(part, BalancedRouter):
                 assert balance is not None, "it is why there are such routers"
                 part.balance = balance
-            if isinstance(part, GroupedMLP):  # which has one compiled of its own in each layer, for each number of rows
-                part.activation_func_with_probs = weighted_swiglu
         self.values: torch.nn.Linear | None = None
         if self.post_process and head == "value":
             del self.output_layer
@@ -176,7 +174,7 @@ def mark_shards(stage: torch.nn.Module) -> None:
     megatron-core says it where it draws initial weights, which are not wanted here; TransformerEngine always does.
     """
     kinds = {tensor_parallel.ColumnParallelLinear: 0, tensor_parallel.RowParallelLinear: 1}
-    kinds |= {tensor_parallel.VocabParallelEmbedding: 0, GroupedMLP: 0}
+    kinds |= {tensor_parallel.VocabParallelEmbedding: 0, GroupedExperts: 0}
     for part in stage.modules():
         for kind, dim in kinds.items():
             if isinstance(part, kind):
@@ -186,7 +184,7 @@ def mark_shards(stage: torch.nn.Module) -> None:
 
 
 def layer_spec(config: TransformerConfig, *, vp_stage: int | None, balanced: bool) -> Any:
-    """megatron-core's layers with attention within documents; its own ones with norms for spread sequences.
+    """megatron-core's layers with attention within documents; its own ones with our norms and grouped experts.
 
     ``balanced``: whether losses balance their experts.
     """
@@ -203,6 +201,8 @@ def layer_spec(config: TransformerConfig, *, vp_stage: int | None, balanced: boo
         }
         if balanced and layer.submodules.mlp.module is MoELayer:
             layer.submodules.mlp.submodules.router = BalancedRouter
+        if is_local and config.moe_grouped_gemm and layer.submodules.mlp.module is MoELayer:
+            layer.submodules.mlp.submodules.experts.module = GroupedExperts
     if is_local:
         use_own_norms(spec, config)
     return spec

@@ -1,10 +1,9 @@
-"""What megatron-core 0.16 lacks without TransformerEngine and apex: norms, products, the activation of experts."""
+"""What megatron-core 0.16 lacks without TransformerEngine and apex: norms, and products of gradients."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -46,31 +45,6 @@ class Norm(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return in_one_pass(normed, (hidden.flatten(0, -2),), self.weight, self.eps).view(hidden.shape)
-
-
-def grouped_product(
-    left_TK: torch.Tensor, weights_EKN: torch.Tensor, counts: torch.Tensor, trans_b: bool = False
-) -> torch.Tensor:
-    """(T, N): the first counts[0] rows times the first weight, the next counts[1] times the second, and so on."""
-    weights_EKN = weights_EKN.transpose(1, 2) if trans_b else weights_EKN
-    ends = list(accumulate(counts.tolist()))
-    if left_TK.is_cuda and left_TK.dtype == torch.bfloat16:
-        places = torch.tensor(ends, dtype=torch.int32).to(left_TK.device, non_blocking=True)
-        product_TN: torch.Tensor = torch.nn.functional.grouped_mm(left_TK, weights_EKN, offs=places)
-        return product_TN
-    starts = [0, *ends[:-1]]
-    products = [left_TK[start:end] @ weight for start, end, weight in zip(starts, ends, weights_EKN, strict=True)]
-    return torch.cat(products)
-
-
-def weighted_swiglu(rows_R2N: torch.Tensor, weight_R1: torch.Tensor) -> torch.Tensor:
-    """(R, N): what comes between an expert's products (SwiGLU, arXiv 2002.05202), times the probability of the row."""
-    return in_one_pass(_weighted_swiglu, (rows_R2N, weight_R1))
-
-
-def _weighted_swiglu(rows_R2N: torch.Tensor, weight_R1: torch.Tensor) -> torch.Tensor:
-    gate_RN, up_RN = rows_R2N.float().chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate_RN) * up_RN * weight_R1).to(rows_R2N.dtype)
 
 
 def add_weight_gradient(input_TK: torch.Tensor, gradient_TN: torch.Tensor, total_NK: torch.Tensor) -> None:

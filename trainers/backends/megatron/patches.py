@@ -43,17 +43,14 @@ def recomputed_parts() -> None:
 
 
 def grouped_products() -> None:
-    """transformer/moe/experts.py has GroupedMLP multiply by the package grouped_gemm; torch can by now.
+    """transformer/moe/experts.py asks for the package grouped_gemm, which GroupedExperts does not use.
 
     To delete: with GroupedMLP (megatron-core 0.17).
     """
     from megatron.core.transformer.moe import experts
 
-    from trainers.backends.megatron.parts import grouped_product
-
     if hasattr(experts, "gg") and not experts.gg.grouped_gemm_is_available():
         experts.gg.grouped_gemm = SimpleNamespace()
-        experts.gg.ops = SimpleNamespace(gmm=grouped_product)
 
 
 def rows_of_experts() -> None:

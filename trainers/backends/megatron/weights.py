@@ -375,7 +375,7 @@ class MegatronWeights:
         packed = torch.empty(sum(sizes), dtype=dtype, device=device)
         if self._pipeline.rank() == bucket.stage:
             slots = [self._by_key[source.key] for source in bucket.own]
-            values = {slot.parameter: of(slot.parameter).detach() for slot in slots}
+            values = {parameter: of(parameter).detach() for parameter in {slot.parameter for slot in slots}}
             for slot, place in zip(slots, packed.split(sizes), strict=True):
                 shard = slot.view(values[slot.parameter])
                 assert shard.dtype == dtype, f"{slot.source.key} is {shard.dtype}, others {dtype}: cast the model"

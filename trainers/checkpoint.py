@@ -1,10 +1,12 @@
 """Checkpoint folders that are either whole or not there.
 
 output_dir/checkpoint-40/        model, optimizer, schedule, rng_state_*.pth (backend), trainer_state.json (here)
-output_dir/checkpoint-60.tmp/    being written; what a killed run leaves of it is removed by the next one
+output_dir/checkpoint-60.tmp/    being written; of what a killed run left the next one names what is whole, and removes
     rank_3.writing               a worker that goes on writing while training does, until it has written all
     rank_3.failed                or why it could not
+    trainer_state.json           all the rest is on the disk
 output_dir/checkpoint-20.old/    being replaced; gets its name back if a kill came before the new one had it
+output_dir/checkpoint-10.gone/   being removed
 """
 
 from __future__ import annotations
@@ -105,8 +107,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 def latest(output_dir: Path) -> Path | None:
     """The checkpoint that was written last, or None. What a killed run left unfinished is put right first."""
-    for old in _left_over(output_dir, ".old"):
-        _restore(old)
+    _put_right(output_dir)
     return next(reversed(checkpoints(output_dir)), None)
 
 
@@ -115,16 +116,15 @@ def rotate(output_dir: Path, save_total_limit: int | None, best: str | None = No
 
     As in transformers the one named ``best`` counts and stays, and the newest stays beside it even if the limit is 1.
     """
-    for old in _left_over(output_dir, ".old"):
-        _restore(old)
-    for unfinished in _left_over(output_dir, ".tmp"):
+    _put_right(output_dir)
+    for unfinished in (*_left_over(output_dir, ".tmp"), *_left_over(output_dir, ".gone")):
         shutil.rmtree(unfinished, ignore_errors=True)
     if save_total_limit is not None:
         found = checkpoints(output_dir)
         others = [path for path in found[:-1] if path.name != best]
         for oldest in others[: max(0, len(found) - save_total_limit)]:
             # at no time half a checkpoint under its name
-            shutil.rmtree(oldest.rename(oldest.with_name(oldest.name + ".tmp")), ignore_errors=True)
+            shutil.rmtree(oldest.rename(oldest.with_name(oldest.name + ".gone")), ignore_errors=True)
 
 
 def resolve_resume(value: str | bool | None, output_dir: Path) -> Path | None:
@@ -138,16 +138,19 @@ def resolve_resume(value: str | bool | None, output_dir: Path) -> Path | None:
     if value is True or value == "auto":
         return latest(output_dir)
     folder = Path(value)
-    if not (folder / STATE_FILE).is_file():
+    if not _is_whole(folder):
         known = ", ".join(str(path) for path in checkpoints(folder)) or "none there"
-        raise ConfigError(
-            f"resume_from_checkpoint: {value!r} is no checkpoint (it has no {STATE_FILE}); checkpoints: {known}"
-        )
+        lacks = "a worker had not written all" if (folder / STATE_FILE).is_file() else f"it has no {STATE_FILE}"
+        raise ConfigError(f"resume_from_checkpoint: {value!r} is no checkpoint ({lacks}); checkpoints: {known}")
     return folder
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Writes ``trainer_state.json``: ``state``, and ``saved_at``, in seconds since 1970."""
+    """Writes ``trainer_state.json``: ``state``, and ``saved_at``, in seconds since 1970.
+
+    It comes last: with it, and without marks of workers that write, a folder is whole.
+    """
+    _flush(folder)
     text = json.dumps({**state, "saved_at": time.time()}, indent=2)
     (folder / STATE_FILE).write_text(text, encoding="utf-8")
 
@@ -172,6 +175,25 @@ def _left_over(output_dir: Path, suffix: str) -> list[Path]:
     return [*names, *output_dir.glob(f"final{suffix}")]
 
 
+def _put_right(output_dir: Path) -> None:
+    """Gives folders that a killed run left whole their names."""
+    for old in _left_over(output_dir, ".old"):
+        _restore(old)
+    for unfinished in _left_over(output_dir, ".tmp"):
+        folder = unfinished.with_suffix("")
+        if _is_whole(unfinished) and not folder.exists():
+            with contextlib.suppress(FileNotFoundError):  # another process of the run did it at the same time
+                unfinished.rename(folder)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        read_state(folder)
+        return is_written(folder)
+    except (OSError, ValueError, RuntimeError):  # no state, or a torn one, or a worker that could not write
+        return False
+
+
 def _restore(old: Path) -> None:
     """Gives a folder that was being replaced its name back, or removes it if its replacement has the name."""
     folder = old.with_suffix("")
@@ -184,7 +206,8 @@ def _restore(old: Path) -> None:
 def _flush(folder: Path) -> None:
     """Makes what was written survive a power cut before the folder gets its name."""
     for path in [*folder.rglob("*"), folder]:
-        _sync(path)
+        with contextlib.suppress(FileNotFoundError):  # the mark of a worker that has just written all
+            _sync(path)
 
 
 def _sync(path: Path) -> None:

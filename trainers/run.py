@@ -21,6 +21,7 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.backends.fsdp import FsdpBackend
 from trainers.checkpoint import (
+    STATE_FILE,
     begin,
     checkpoint_folder,
     complete,
@@ -86,7 +87,7 @@ class Run:
         self.last: dict[str, float] = {}
         self.last_evaluation: dict[str, float] = {}
         self.trackers: Trackers | None = None  # process 0 has them
-        self.unnamed: tuple[Path, Mapping[str, Any] | None] | None = None  # a folder that workers still write into
+        self.unnamed: Path | None = None  # a folder that workers still write into
         self.open_logs()
         self.stopwatch = Stopwatch()
 
@@ -236,7 +237,9 @@ class Run:
     def complete(self, folder: Path, unfinished: Path, tokenizer: Any, state: Mapping[str, Any] | None) -> None:
         """Adds the driver's part of a folder, a checkpoint if it has a ``state``, and gives it its name."""
         tokenizer.save_pretrained(unfinished)
-        self.unnamed = folder, state
+        if state is not None:
+            write_state(unfinished, state)
+        self.unnamed = folder
         self._name_if_written()
 
     @RayHelper.function(group="driver", execute="first")
@@ -255,20 +258,17 @@ class Run:
         """
         if self.unnamed is None:
             return
-        folder, state = self.unnamed
-        unfinished = unfinished_folder(folder)
+        folder = self.unnamed
         try:
-            if not is_written(unfinished):
+            if not is_written(unfinished_folder(folder)):
                 return
         except RuntimeError:
             self.unnamed = None
             discard(folder)
             raise
         self.unnamed = None
-        if state is not None:
-            write_state(unfinished, state)
         complete(folder)
-        if state is not None:
+        if (folder / STATE_FILE).exists():
             best = None if self.best_checkpoint is None else Path(self.best_checkpoint).name
             rotate(self.output_dir, self.config.save_total_limit, best)
 

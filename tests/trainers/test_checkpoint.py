@@ -17,6 +17,7 @@ import pytest
 from rayhelper import ConfigError
 from trainers import checkpoint
 from trainers.checkpoint import (
+    Writing,
     begin,
     checkpoint_folder,
     checkpoints,
@@ -68,14 +69,15 @@ def kill_at_rename(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 def test_a_checkpoint_appears_only_when_it_is_whole(tmp_path: Path) -> None:
     with writing(checkpoint_folder(tmp_path, 10)) as folder:
         (folder / "model.bin").write_text("weights")
-        write_state(folder, {"step": 10})
         assert latest(tmp_path) is None
+        write_state(folder, {"step": 10})
     assert names(tmp_path) == ["checkpoint-10"]
     assert latest(tmp_path) == tmp_path / "checkpoint-10"
 
 
-def test_a_kill_between_write_and_rename_leaves_the_checkpoint_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tidied", [False, True])
+def test_a_kill_between_write_and_rename_loses_nothing(
+    tidied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 10)
     with monkeypatch.context() as patch:
@@ -83,9 +85,30 @@ def test_a_kill_between_write_and_rename_leaves_the_checkpoint_before(
         with pytest.raises(Killed):
             save(tmp_path, 20)
     assert names(tmp_path) == ["checkpoint-10", "checkpoint-20.tmp"]
+    if tidied:
+        rotate(tmp_path, None)
+    assert latest(tmp_path) == tmp_path / "checkpoint-20"
+    assert names(tmp_path) == ["checkpoint-10", "checkpoint-20"]
+
+
+@pytest.mark.parametrize("then", ["all have written", "one has not", "one failed"])
+def test_what_workers_wrote_behind_the_state_counts_once_all_have(then: str, tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    folder = begin(checkpoint_folder(tmp_path, 20))
+    marks = [Writing(folder / "critic", rank) for rank in range(2)]
+    for mark in marks:
+        mark.begin()
+    write_state(folder, {"step": 20})
     assert latest(tmp_path) == tmp_path / "checkpoint-10"
+    marks[0].end()
+    if then == "one failed":
+        marks[1].fail(OSError("the disk is full"))
+    elif then == "all have written":
+        marks[1].end()
+    expected = ["checkpoint-10", *(["checkpoint-20"] if then == "all have written" else [])]
+    assert latest(tmp_path) == tmp_path / expected[-1]
     rotate(tmp_path, None)
-    assert names(tmp_path) == ["checkpoint-10"]
+    assert names(tmp_path) == expected
 
 
 @pytest.mark.parametrize("rename", [1, 2])
@@ -115,7 +138,6 @@ def test_a_process_that_dies_while_writing_leaves_the_checkpoint_before(existing
     if child == 0:
         with writing(checkpoint_folder(tmp_path, 20)) as folder:
             (folder / "model.bin").write_text("new")
-            write_state(folder, {"step": 20})
             os._exit(9)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 9
@@ -263,8 +285,8 @@ def test_everything_is_on_disk_before_the_name_is_there(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append("sync"), real_sync(descriptor))[1])
     monkeypatch.setattr(Path, "rename", rename)
     save(tmp_path, 10)
-    # model.bin, trainer_state.json and their folder; the name; the folder that holds the name
-    assert events == ["sync", "sync", "sync", "rename", "sync"]
+    # model.bin and its folder; these and trainer_state.json; the name; the folder that holds the name
+    assert events == [*["sync"] * 2, *["sync"] * 3, "rename", "sync"]
 
 
 def test_the_state_is_read_back_and_says_when_it_was_saved(tmp_path: Path) -> None:

@@ -222,6 +222,33 @@ def test_a_model_in_parts_is_the_model(
         compare([rank[k] for rank in ranks], right, told(layout))
 
 
+IDLE: list[Layout] = [{EP: 2} | PLAIN, {EP: 2} | GROUPED | MOE_ACT | PLAIN, {TP: 2} | SP | GROUPED | PLAIN]
+
+
+def with_idle_experts(folder: Path) -> Path:
+    """The model in a folder, whose routers now choose the same two experts for every token: the last have none."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 4.0
+        for layer in model.model.layers:
+            if hasattr(layer.mlp, "experts"):
+                layer.mlp.gate.weight[:2, 0] += 8
+                layer.mlp.gate.weight[2:, 0] -= 8
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_experts_and_workers_may_have_no_tokens(tmp_path: Path) -> None:
+    folder = with_idle_experts(save("qwen3_moe", tmp_path))
+    right = wanted(folder)
+    idle = [weight for name, weight in right["gradients"].items() if ".mlp.experts.3." in name]
+    assert idle
+    assert not any(weight.any() for weight in idle)
+    ranks = run_ranks(2, of_layouts, folder, IDLE, folder=tmp_path)
+    for k, layout in enumerate(IDLE):
+        compare([rank[k] for rank in ranks], right, told(layout))
+
+
 def compare(ranks: list[dict[str, Any]], right: dict[str, Any], case: str) -> None:
     leaders = sorted((rank for rank in ranks if rank["leader"]), key=lambda rank: rank["index"])
     for name in ("logps", "entropies", "top logps"):

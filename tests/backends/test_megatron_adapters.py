@@ -25,6 +25,7 @@ from tests.backends.test_megatron import (
     FAMILIES,
     FULL,
     GROUPED,
+    IDLE,
     MICRO,
     MOE_ACT,
     OVERLAP,
@@ -39,6 +40,7 @@ from tests.backends.test_megatron import (
     Layout,
     save,
     told,
+    with_idle_experts,
 )
 from trainers.backends.fsdp import FsdpBackend
 from trainers.backends.megatron.adapter_targets import STACKS, chosen_targets
@@ -206,6 +208,15 @@ def test_an_adapter_of_a_model_in_parts_is_pefts(
     for rank in ranks:  # however the model is cut
         for found in rank:
             check_drawn(found["drawn"], ranks[0][0]["drawn"])
+
+
+def test_experts_and_workers_may_have_no_tokens(tmp_path: Path) -> None:
+    folder = with_idle_experts(save("qwen3_moe", tmp_path))
+    backend, start = begin(folder, NAMED)
+    right = found_by(backend, samples_of())
+    ranks = run_ranks(2, of_layouts, folder, start, NAMED, IDLE, tmp_path, folder=tmp_path)
+    for k, layout in enumerate(IDLE):
+        compare([rank[k] for rank in ranks], right, told(layout))
 
 
 def compare(ranks: list[dict[str, Any]], right: dict[str, Any], case: str) -> None:

@@ -7,7 +7,6 @@ import torch
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 from trainers.backends.megatron import expert_rows, patches
-from trainers.backends.megatron.grouped_experts import weighted_swiglu
 
 S, E, K, H = 11, 6, 3, 8
 
@@ -76,14 +75,3 @@ def test_megatron_core_sends_tokens_that_way() -> None:
     patches.apply()
     for name in ("permute", "unpermute", "sort_chunks_by_idxs"):
         assert getattr(token_dispatcher, name) is getattr(expert_rows, name)
-
-
-def test_the_activation_of_experts_is_swiglu_times_the_probability() -> None:
-    random = torch.Generator().manual_seed(3)
-    rows_R2N, probs_R1 = torch.randn(7, 10, generator=random), torch.rand(7, 1, generator=random)
-    gate_RN, up_RN = rows_R2N.chunk(2, dim=1)
-    right_RN = gate_RN / (1 + (-gate_RN).exp()) * up_RN * probs_R1
-    torch.testing.assert_close(weighted_swiglu(rows_R2N, probs_R1), right_RN)
-    low_RN = weighted_swiglu(rows_R2N.bfloat16(), probs_R1)
-    gate_RN, up_RN = rows_R2N.bfloat16().float().chunk(2, dim=1)
-    assert torch.equal(low_RN, (torch.nn.functional.silu(gate_RN) * up_RN * probs_R1).bfloat16())  # rounded once

@@ -206,13 +206,13 @@ class FailureError(Exception):
 FAILING = ("loss", "backward pass", "forward pass")
 
 
-def after_a_failure(folder: str, failing: str, settings: dict[str, Any]) -> Weights:
-    """Weights after a step, before which another one failed in its second micro-batch."""
+def after_a_failure(folder: str, failing: str, settings: dict[str, Any], at: int = 2) -> Weights:
+    """Weights after a step, before which another one failed in the second, or so, of its four micro-batches."""
     backend = FsdpBackend(folder, **SETTINGS | settings)
     micros: list[int] = []
 
     def fail(*given: Any) -> None:
-        if len(micros) == 2:
+        if len(micros) == at:
             raise FailureError
 
     def entered(module: Any, inputs: Any) -> None:
@@ -253,6 +253,24 @@ def test_a_single_rank_in_shards_reduces_once_a_step_and_forgets_a_step_that_fai
     assert_equal(at_once, by_turns)
     for weights in after_failures.values():
         assert_equal(weights, by_turns)
+
+
+def copies_after_a_failure(rank: int, folder: str) -> tuple[dict[str, Weights], Weights]:
+    """Of ranks that hold copies: weights after a failure and a step, and after that step alone."""
+    settings = {"sharding": "no_shard"}
+    forgotten = {failing: after_a_failure(folder, failing, settings, at=4) for failing in ("loss", "forward pass")}
+    forgotten["earlier"] = after_a_failure(folder, "backward pass", settings)
+    with pytest.raises(RuntimeError, match=r"a step failed before.*DistributedDataParallel.*resume"):
+        after_a_failure(folder, "backward pass", settings, at=4)  # which adds up what the ranks found
+    backend = FsdpBackend(folder, **SETTINGS | settings)
+    backend.step(samples_of(), partial(weighted_loss, 50), micro_batch_size=2)
+    return forgotten, weights_of(backend)
+
+
+def test_ranks_with_copies_forget_a_failure_or_refuse_further_steps(folder: str, tmp_path: Path) -> None:
+    for forgotten, right in run_ranks(2, copies_after_a_failure, folder, folder=tmp_path):
+        for weights in forgotten.values():
+            assert_equal(weights, right)
 
 
 @pytest.mark.parametrize("failing", FAILING)

@@ -596,12 +596,17 @@ def test_a_wrong_field_is_told_before_anything_starts(tmp_path: Path) -> None:
 
 
 def test_what_megatron_core_itself_refuses_is_told_before_anything_starts(tmp_path: Path) -> None:
-    wrong = {"moe_pad_expert_input_to_capacity": True}  # without a capacity
-    run = config(SFTConfig, model=folder(tmp_path, MOE), megatron=wrong)
-    with pytest.raises(ConfigError, match="megatron-core refuses these fields: moe_expert_capacity_factor must be set"):
-        SFTTrainer.check(run, gpus("train"))
-    right = config(SFTConfig, model=run.model, megatron={**wrong, "moe_expert_capacity_factor": 1.0}, **{PP: 2, EP: 2})
-    SFTTrainer.check(right, gpus("train"))
+    fields = {"distribute_saved_activations": True}
+    keys = {"model": folder(tmp_path, MOE), "recompute_granularity": "full", "recompute_num_layers": 1}
+    keys |= {"recompute_method": "uniform", TP: 2}
+    with pytest.raises(ConfigError, match="megatron-core refuses these fields: distribute_saved_activations"):
+        SFTTrainer.check(config(SFTConfig, **keys, megatron=fields), gpus("train", 2))
+    SFTTrainer.check(config(SFTConfig, **keys, megatron={"moe_expert_capacity_factor": 1.0}), gpus("train", 2))
+
+
+def test_experts_are_not_padded_to_a_capacity_as_workers_have_other_numbers_of_tokens() -> None:
+    with pytest.raises(ConfigError, match=r"moe_pad_expert_input_to_capacity exchanges.*documents of any length"):
+        check_fields({"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 1.0})
 
 
 # What the trainers make of it

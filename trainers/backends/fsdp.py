@@ -172,6 +172,7 @@ class FsdpBackend:
         self.is_sharded = shards
         self.accumulates_whole = shards and self.world_size == 1 and not offload_params  # a shard is all there is
         self.can_step = True  # no step failed in a way that would spoil the next
+        self.is_reducing = False  # gradients are added up over ranks as they come
         self.offloaded = Offload()  # for an engine
         self.optimizer_offload = optimizer_offload
         self.resting = Offload()  # for ``optimizer_offload``
@@ -287,7 +288,8 @@ class FsdpBackend:
         self.offloaded.check_here(WEIGHTS, MEMORY)
         if not self.can_step:
             raise RuntimeError(
-                "a step failed before, which this torch cannot forget (2.13 can): resume in new processes"
+                "a step failed before in a way that cannot be forgotten (DistributedDataParallel was adding up "
+                "gradients, or FSDP of a torch below 2.13): resume in new processes"
             )
         with self._forgetting_failures():
             metrics = Metrics()
@@ -305,7 +307,9 @@ class FsdpBackend:
                     scores = self._run(self.forward, sequences, temperature=temperature, **settings)
                     names = () if token_function is None else token_function.names
                     loss = token_loss(scores, names, loss_function, micro, sequences, metrics)
+                    self.is_reducing = k == num_micro - 1
                     (loss * self.world_size).backward()
+                    self.is_reducing = False
                 metrics.sum("loss", loss.item())
                 num_tokens += len(sequences.input_ids.values)
             trained = [weight for weight in self.module.parameters() if weight.requires_grad]
@@ -332,6 +336,8 @@ class FsdpBackend:
             self.optimizer.zero_grad(set_to_none=True)
             if self.is_sharded:
                 self.can_step = forget_step(self.scorer)
+            elif isinstance(self.forward, DistributedDataParallel):
+                self.can_step = not self.is_reducing
             raise
 
     def _run(self, forward: torch.nn.Module, micro: Sequences | None, **settings: Any) -> Any:

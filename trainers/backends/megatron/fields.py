@@ -74,6 +74,7 @@ OF_BACKEND = (
     *("fp32_residual_connection", "microbatch_group_size_per_vp_stage"),
 )
 OF_BACKEND_BEGINNINGS = ("_", "fsdp_", "inference_", "muon_", "use_kitchen", "kitchen_")
+PADDED = "moe_pad_expert_input_to_capacity"
 AUX, Z, BALANCING = "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"
 BALANCES = {  # and why not; None: it is known
     "aux_loss": None,
@@ -130,6 +131,11 @@ def check_fields(further: Mapping[str, Any], *, has_adapter: bool = False) -> No
     known = known_fields()
     if mistake := _balancing_mistake(further):
         raise ConfigError(f"megatron: {mistake}")
+    if further.get(PADDED) is True:
+        raise ConfigError(
+            f"megatron: {PADDED} exchanges as many rows between workers as each has tokens, but their micro-batches "
+            "are rows of documents of any length. Remove it."
+        )
     for name, value in further.items():
         problem = _why_not(name, known) or _wrong_type(name, value, known[name])
         if problem is not None:

@@ -1,6 +1,7 @@
 """The experts of a worker, each of whose two products is one call for all of them (``moe_grouped_gemm``).
 
-megatron-core without TransformerEngine has the package grouped_gemm multiply them, in bfloat16 alone; here torch does.
+megatron-core 0.16 without TransformerEngine has the package grouped_gemm multiply them, in bfloat16 alone; here torch
+does. It announces to drop GroupedMLP, of which the weights and their place in checkpoints are.
 """
 
 from __future__ import annotations
@@ -51,15 +52,22 @@ def grouped_product(left_TK: torch.Tensor, weights_EKN: torch.Tensor, counts: to
 
     One call in bfloat16, of widths that are multiples of ``ALIGNED``; else one a weight.
     """
-    ends = list(accumulate(counts.tolist()))
+    rows = counts.tolist()
     is_aligned = all(width % ALIGNED == 0 for width in weights_EKN.shape[1:])
     if left_TK.dtype == torch.bfloat16 and is_aligned and len(left_TK):
+        if 0 in rows and _spoils_empty(left_TK.device):
+            used = [k for k, count in enumerate(rows) if count]
+            weights_EKN, rows = weights_EKN[used], [rows[k] for k in used]
+        ends = list(accumulate(rows))
         places = torch.tensor(ends, dtype=torch.int32).to(left_TK.device, non_blocking=True)
         product_TN: torch.Tensor = torch.nn.functional.grouped_mm(left_TK, weights_EKN, offs=places)
         return product_TN
-    starts = [0, *ends[:-1]]
-    products = [left_TK[start:end] @ weight for start, end, weight in zip(starts, ends, weights_EKN, strict=True)]
-    return torch.cat(products)
+    return torch.cat([part @ weight for part, weight in zip(left_TK.split(rows), weights_EKN, strict=True)])
+
+
+def _spoils_empty(device: torch.device) -> bool:
+    """Whether a weight without rows gets a gradient: on Blackwell, https://github.com/pytorch/pytorch/issues/172439."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
 
 
 def weighted_swiglu(rows_R2N: torch.Tensor, weight_R1: torch.Tensor) -> torch.Tensor:

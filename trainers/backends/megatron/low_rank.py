@@ -108,10 +108,16 @@ class ExpertsLowRank(torch.nn.Module):
             weight.allreduce = base.allreduce  # type: ignore[attr-defined]  # whose gradient is summed as is
         whole: Any = self.a if self.cuts_output else self.b
         whole.shared = group.rank() > 0  # but for this one, which norms of gradients count once
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each expert, while they are at work
+
+    def begin(self) -> None:
+        """Before experts that come one by one: what is summed over workers is summed once for all of them."""
+        a_ERX, b_ORE = self._with_sums(self.a, self.b)
+        self.pairs = list(zip(a_ERX.unbind(0), b_ORE.unbind(2), strict=True))
 
     def of(self, expert: int, input_SX: torch.Tensor) -> torch.Tensor:
         """(S, O): scaling x B A x, of one expert, for tokens that went to it."""
-        a_RX, b_OR = self._with_sums(self.a[expert], self.b[:, :, expert])
+        a_RX, b_OR = self.pairs[expert]
         low_SR = linear(input_SX, a_RX.to(input_SX.dtype)) * self.scaling
         return linear(low_SR, b_OR.to(input_SX.dtype))
 
@@ -165,9 +171,12 @@ def attach(base: Any, low_rank: LowRank) -> None:
 def attach_to_experts(experts: Any, linear: str, low_rank: ExpertsLowRank) -> None:
     """From now on experts add what ``low_rank`` gives to their product ``linear``."""
     experts.add_module(f"{linear}_low_rank", low_rank)
-    if not isinstance(experts, GroupedExperts):  # which look for it
-        for k, expert in enumerate(experts.local_experts):
-            _add_to(getattr(expert, linear), low_rank, partial(low_rank.of, k))
+    if isinstance(experts, GroupedExperts):  # which look for it
+        return
+    experts.register_forward_pre_hook(lambda *_: low_rank.begin())
+    experts.register_forward_hook(lambda *_: low_rank.pairs.clear())
+    for k, expert in enumerate(experts.local_experts):
+        _add_to(getattr(expert, linear), low_rank, partial(low_rank.of, k))
 
 
 def _add_to(base: Any, low_rank: Any, added: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -16,9 +16,10 @@ compiled = functools.cache(torch.compile)
 def in_one_pass(function: Callable[..., torch.Tensor], rows: tuple[torch.Tensor, ...], *given: Any) -> torch.Tensor:
     """``function`` of tensors with a row a token, and of what is given beside.
 
-    On a GPU it is compiled, once for any number of rows, and reads and writes the memory once.
+    On a GPU it is compiled, once for any number of rows, and reads and writes the memory once. No row and a single one
+    would be cases of their own to torch.compile, which makes only so many of a function: these are not compiled.
     """
-    if not rows[0].is_cuda:
+    if not rows[0].is_cuda or len(rows[0]) < 2:
         return function(*rows, *given)
     for one in rows:
         torch._dynamo.maybe_mark_dynamic(one, 0)

@@ -45,7 +45,7 @@ def recomputed_parts() -> None:
 def grouped_products() -> None:
     """transformer/moe/experts.py asks for the package grouped_gemm, which GroupedExperts does not use.
 
-    To delete: with GroupedMLP (megatron-core 0.17).
+    To delete: with GroupedMLP, and GroupedExperts that is made of it.
     """
     from megatron.core.transformer.moe import experts
 

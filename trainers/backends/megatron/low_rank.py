@@ -112,7 +112,7 @@ class ExpertsLowRank(torch.nn.Module):
 
     def begin(self) -> None:
         """Before experts that come one by one: what is summed over workers is summed once for all of them."""
-        a_ERX, b_ORE = self._with_sums(self.a, self.b)
+        a_ERX, b_ORE = self._matrices()
         self.pairs = list(zip(a_ERX.unbind(0), b_ORE.unbind(2), strict=True))
 
     def of(self, expert: int, input_SX: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class ExpertsLowRank(torch.nn.Module):
 
     def of_all(self, input_SX: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """(S, O) of all experts: the first counts_E[0] tokens are of the first one."""
-        a_ERX, b_ORE = self._with_sums(self.a, self.b)
+        a_ERX, b_ORE = self._matrices()
         a_EXR, b_ERO = a_ERX.transpose(1, 2).to(input_SX.dtype), b_ORE.permute(2, 1, 0).to(input_SX.dtype)
         if unaligned := -a_EXR.shape[2] % ALIGNED:  # zeros add nothing
             a_EXR, b_ERO = pad(a_EXR, (0, unaligned)), pad(b_ERO, (0, 0, 0, unaligned))
@@ -140,10 +140,11 @@ class ExpertsLowRank(torch.nn.Module):
         a_EXR, b_ERO = self.a.detach().transpose(1, 2), self.b.detach().permute(2, 1, 0)
         return (a_EXR @ b_ERO * self.scaling).reshape(shape)
 
-    def _with_sums(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same matrices; the gradient of the one that is whole will be summed over the workers."""
-        whole: torch.Tensor = _GradientSummed.apply(a if self.cuts_output else b, self.group)  # type: ignore[no-untyped-call]
-        return (whole, b) if self.cuts_output else (a, whole)
+    def _matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A and B, where the gradient of the one that is whole will be summed over the workers."""
+        whole = self.a if self.cuts_output else self.b
+        whole = _GradientSummed.apply(whole, self.group)  # type: ignore[no-untyped-call]
+        return (whole, self.b) if self.cuts_output else (self.a, whole)
 
 
 class _GradientSummed(torch.autograd.Function):

@@ -2,8 +2,8 @@
 
 All that has one value a token is alike on every rank, the loss too; each rank holds some columns of the logits. Every
 rank computes the one loss and takes its backward pass, and each gets the gradients of that one loss. So a sum over the
-ranks passes its gradient on as it is (``_Sum``: each rank already has all of it), and what goes from a token to its
-columns gets the sum of the ranks' gradients (``_Spread``). A plain all-reduce has neither.
+ranks passes its gradient on as it is (``total`` of sums.py: each rank already has all of it), and what goes from a
+token to its columns gets the sum of the ranks' gradients (``spread``). A plain all-reduce has neither.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainers.backends import sums
 from trainers.losses.vocabulary import Vocabulary
 
 MAX_ID = 2**32 - 1
@@ -59,10 +60,10 @@ class ShardedVocabulary(Vocabulary):
         return values_NV[..., : vocabulary.width], vocabulary
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        return _Spread.apply(values, self.group)  # type: ignore[no-any-return, no-untyped-call]
+        return sums.spread(values, self.group)
 
     def total(self, values_NV: torch.Tensor) -> torch.Tensor:
-        return _Sum.apply(values_NV.sum(-1), self.group)  # type: ignore[no-any-return, no-untyped-call]
+        return sums.total(values_NV.sum(-1), self.group)
 
     def mean(self, values_NV: torch.Tensor) -> torch.Tensor:
         return self.total(values_NV) / self.size
@@ -82,7 +83,7 @@ class ShardedVocabulary(Vocabulary):
             return self.pick(values_NV, ids.unsqueeze(-1)).squeeze(-1)
         places = self.places(ids)
         found = _not_empty(values_NV).gather(-1, places.clamp(min=0)).masked_fill(places < 0, 0.0)
-        return _Sum.apply(found, self.group)  # type: ignore[no-any-return, no-untyped-call]
+        return sums.total(found, self.group)
 
     def marked(self, values_NV: torch.Tensor, ids_NK: torch.Tensor, counts_NK: torch.Tensor) -> torch.Tensor:
         places = self.places(ids_NK)
@@ -127,31 +128,6 @@ class ShardedVocabulary(Vocabulary):
         return found
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over the ranks, of which every rank has the whole gradient already."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return _summed(values, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
-
-
-class _Spread(torch.autograd.Function):
-    """The values as they are; each rank's gradient is a part of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _summed(gradient, ctx.group), None
-
-
 class _LogTotal(torch.autograd.Function):
     """log(sum(exp)) over the ranks, of one number each."""
 
@@ -165,12 +141,6 @@ class _LogTotal(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         own, total = ctx.saved_tensors
         return gradient * (own - total).exp(), None
-
-
-def _summed(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    values = values.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(values, group=group)
-    return values
 
 
 def _not_empty(values_NV: torch.Tensor) -> torch.Tensor:

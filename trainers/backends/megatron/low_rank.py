@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import tensor_parallel
 from torch.nn.functional import dropout, linear, pad
 
 from trainers.backends.megatron.grouped_experts import ALIGNED, GroupedExperts, grouped_product
 from trainers.backends.megatron.weights import Source
+from trainers.backends.sums import spread
 
 
 class LowRank(torch.nn.Module):
@@ -141,26 +141,15 @@ class ExpertsLowRank(torch.nn.Module):
         return (a_EXR @ b_ERO * self.scaling).reshape(shape)
 
     def _matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B, where the gradient of the one that is whole will be summed over the workers."""
-        whole = self.a if self.cuts_output else self.b
-        whole = _GradientSummed.apply(whole, self.group)  # type: ignore[no-untyped-call]
-        return (whole, self.b) if self.cuts_output else (self.a, whole)
+        """A and B, where the gradient of the one that is whole will be summed over the workers.
 
-
-class _GradientSummed(torch.autograd.Function):
-    """As copy_to_tensor_model_parallel_region, which leaves a gradient that is not contiguous as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if ctx.group.size() > 1:
-            gradient = gradient.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
+        copy_to_tensor_model_parallel_region leaves a gradient that is not contiguous as it is.
+        """
+        if self.group.size() == 1:
+            return self.a, self.b
+        if self.cuts_output:
+            return spread(self.a, self.group), self.b
+        return self.a, spread(self.b, self.group)
 
 
 def attach(base: Any, low_rank: LowRank) -> None:

@@ -1,11 +1,11 @@
 """How long do the policy's weights take to get into vLLM, and to the host and back?
 
-    python -m benchmarks.gpu.weight_sync [--shape 7b] [--rounds 5] [--json FILE]
+    python -m benchmarks.gpu.weight_sync [--shape 7b] [--offloaded_shape 0.6b] [--rounds 5] [--json FILE]
 
 copied: one process of one GPU trains and generates. sent: two Ray workers on two GPUs (left out where there is one).
 Each with and without the checksum, the engine's own copy into its fused weights included, medians of the rounds after
-the first. The policy holds bfloat16, as FSDP2 sends it. Then offload and reload of a model in training (0.6b: float32
-weights in FSDP2's shards, AdamW's states) beside a plain pinned copy.
+the first. The policy holds bfloat16, as FSDP2 sends it. Then offload and reload of a model in training (float32 weights
+in FSDP2's shards, AdamW's states; ``--offloaded_shape``) beside a plain pinned copy.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def offloaded(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     RayHelper.init_process_group()
     backend = FsdpBackend(
-        folder / "small", sharding="full_shard", dtype="bfloat16", learning_rate=1e-6, num_training_steps=9
+        folder / "in_training", sharding="full_shard", dtype="bfloat16", learning_rate=1e-6, num_training_steps=9
     )
     sequences = Sequences(Ragged.of([np.arange(4, 68)], np.int64), Ragged.of([np.arange(64) > 0], bool))
 
@@ -172,6 +172,7 @@ def offloaded(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--offloaded_shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bucket_mb", type=int, default=256)
     options = arguments(parser, list(PARTS), limit_s=300)
@@ -183,9 +184,10 @@ def main() -> None:
 
 
 def save(options: argparse.Namespace, folder: Path) -> dict[str, int]:
-    """The model whose weights travel, and a small one to offload."""
-    saved_apart("tiny" if options.shape == "tiny" else "0.6b", folder, "small")
-    return saved_apart(options.shape, folder)
+    """The model whose weights travel, and the one to offload, as far as a part needs them."""
+    if "offloaded" in options.parts:
+        saved_apart(options.offloaded_shape, folder, "in_training")
+    return saved_apart(options.shape, folder) if {"copied", "sent"} & set(options.parts) else {}
 
 
 PARTS = {"copied": copied, "sent": sent, "offloaded": offloaded}

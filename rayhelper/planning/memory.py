@@ -30,6 +30,7 @@ CACHE_BYTES = 2  # of a number in a key-value cache
 OFFLOAD_MODEL, OFFLOAD_OPTIMIZER, SLEEP_LEVEL = "offload_model", "offload_optimizer", "sleep_level"
 PARAM_OFFLOAD, GRAD_OFFLOAD = "param_offload", "grad_offload"  # of backend: megatron
 STEP_ONLY = "optimizer_offload"  # has the optimizer's states here in the very change of the weights alone
+PIECE_BYTES = GIB  # of states, by which fsdp does that; three at once, one that works and two that travel
 FREEING_KEYS = (OFFLOAD_MODEL, OFFLOAD_OPTIMIZER, SLEEP_LEVEL, PARAM_OFFLOAD, GRAD_OFFLOAD, STEP_ONLY)
 
 
@@ -61,6 +62,11 @@ class Term:
     stays: bool = True  # while another role of the same workers works
     freed_by: tuple[str, ...] = ()  # keys of which each moves it away meanwhile
     is_estimate: bool = False  # False: counted
+    at_once: int | None = None  # bytes of it that are here if it comes in pieces; None: all
+
+    @property
+    def here_at_once(self) -> int:
+        return self.num_bytes if self.at_once is None else self.at_once
 
 
 @dataclass(frozen=True)
@@ -73,15 +79,16 @@ class RoleMemory:
     generates: bool = False
 
     @property
-    def at_rest(self) -> int:
-        """Bytes that are away in the passes through the model, and here in the change of its weights."""
-        return sum(term.num_bytes for term in self.terms if STEP_ONLY in self.offloads.intersection(term.freed_by))
+    def resting(self) -> tuple[Term, ...]:
+        """What is away in the passes through the model, and here in the change of its weights."""
+        return tuple(term for term in self.terms if STEP_ONLY in self.offloads.intersection(term.freed_by))
 
     @property
     def at_work(self) -> int:
         """Bytes at the most: in the passes through the model, or in the change of its weights."""
-        passing = sum(term.num_bytes for term in self.terms if term.is_estimate)
-        return sum(term.num_bytes for term in self.terms) - min(self.at_rest, passing)
+        in_passes = sum(term.num_bytes for term in self.terms if term not in self.resting)
+        in_change = sum(term.num_bytes for term in self.terms if term not in self.resting and not term.is_estimate)
+        return max(in_passes, in_change + sum(term.here_at_once for term in self.resting))
 
     @property
     def counted(self) -> RoleMemory:
@@ -136,10 +143,11 @@ def training(shape: ModelShape, sizes: ParallelSizes, work: Work) -> tuple[Term,
         ]
     else:
         own = math.ceil(shape.num_parameters / sizes.data)
+        pieces = 3 * max(PIECE_BYTES, math.ceil(8 * shape.ends / sizes.data))
         weights = [
             Term("weights", 4 * own, freed_by=(OFFLOAD_MODEL,)),
             Term("gradients", 4 * own, stays=False),  # set to none by the step
-            Term("optimizer", 8 * own, freed_by=(OFFLOAD_OPTIMIZER, STEP_ONLY)),
+            Term("optimizer", 8 * own, freed_by=(OFFLOAD_OPTIMIZER, STEP_ONLY), at_once=min(8 * own, pieces)),
             *_gathered(shape, sizes, work),
         ]
     if work.has_reference:

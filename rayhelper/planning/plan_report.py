@@ -99,7 +99,7 @@ def _group_lines(planned: GroupPlan, gpu_bytes: int) -> Iterator[str]:
         yield f"  {role.role}: {_role_text(role, planned)}"
         if role.memory is not None:
             terms = " + ".join(f"{term.name} {_gib(term.num_bytes)}" for term in role.memory.terms)
-            apart = ", the optimizer's states apart from activations" if role.memory.at_rest else ""
+            apart = ", the optimizer's states apart from activations" if role.memory.resting else ""
             yield f"    memory {terms} = {_gib(role.memory.at_work)} GiB a GPU{apart}"
         elif group.device != "CPU":
             yield f"    memory unknown: {role.unknown}"

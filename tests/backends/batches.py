@@ -52,7 +52,8 @@ def weighted_loss(
     """-sum(advantage x logp) / normaliser: every sequence pulls with a strength of its own."""
     assert micro.advantages is not None
     metrics.mean("entropy", float(entropy_BT[mask_BT].sum()), int(mask_BT.sum()))
-    return -(torch.from_numpy(micro.advantages)[:, None] * logps_BT)[mask_BT].sum() / normaliser
+    advantages_B1 = torch.from_numpy(micro.advantages)[:, None].to(logps_BT.device)
+    return -(advantages_B1 * logps_BT)[mask_BT].sum() / normaliser
 
 
 def mean_loss(

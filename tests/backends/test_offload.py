@@ -13,6 +13,7 @@ import torch
 from tests.golden.tiny import save_tiny
 from trainers.backends.fsdp import FsdpBackend
 from trainers.backends.offload import ALIGNMENT, Offload
+from trainers.backends.resting_optimizer import RestingOptimizer
 from trainers.batch import Ragged, Sequences
 
 
@@ -40,7 +41,7 @@ def test_what_comes_back_is_what_went_and_lies_in_the_same_tensors() -> None:
         assert offload.offload(tensors) == num_bytes
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
         assert offload.offload(tensors) == 0  # what is away stays away
-        num_slabs = len(offload.slabs)
+        num_slabs = len(offload.memory.slabs)
         assert num_slabs == 4  # larger than a slab: over several
         assert offload.reload() == num_bytes
         assert offload.reload() == 0
@@ -49,7 +50,7 @@ def test_what_comes_back_is_what_went_and_lies_in_the_same_tensors() -> None:
         assert tensors[2].untyped_storage().data_ptr() == tensors[3].untyped_storage().data_ptr()
         tensors[3][:] = 7.0  # and can be written as before
         before[3][:] = 7.0
-        assert len(offload.slabs) == num_slabs
+        assert len(offload.memory.slabs) == num_slabs
 
 
 def test_parts_that_went_one_after_the_other_come_back_together() -> None:
@@ -99,29 +100,76 @@ def test_a_backend_says_that_what_it_needs_is_away(tmp_path: Path) -> None:
         use(backend)
 
 
-def test_an_optimizer_that_rests_on_the_host_learns_the_same(tmp_path: Path) -> None:
-    """Its states are away during a pass and after a step, and are written where they are."""
-    model, seen = save_tiny(tmp_path / "model"), []
-    settings: Any = {"learning_rate": 1e-3, "num_training_steps": 9}
-    stays, rests = (FsdpBackend(model, **settings, optimizer_offload=away) for away in (False, True))
-    rests.resting = Offload("cpu")
+@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor", "sgd"])
+@pytest.mark.parametrize("piece_bytes", [1, 3 * 64 * 64 * 4, 1 << 30])
+def test_an_optimizer_that_rests_on_the_host_learns_the_same(optim: Any, piece_bytes: int, tmp_path: Path) -> None:
+    """Its states are away during a pass and after a step, come in pieces, and are written where they are."""
+    model, seen, here = save_tiny(tmp_path / "model"), [], []
+    settings: Any = {"learning_rate": 1e-3, "num_training_steps": 9, "optim": optim}
+    if optim == "sgd":
+        settings["optim_kwargs"] = {"momentum": 0.9}
+    stays, rests, went_on = (FsdpBackend(model, **settings) for _ in range(3))
+    assert rests.optimizer is not None
+    rests.resting = RestingOptimizer(rests.optimizer, "cpu", piece_bytes)
+
+    def num_here(backend: FsdpBackend) -> int:
+        return sum(state.untyped_storage().nbytes() for state in backend._remembered() if state.dim())
 
     def loss(logps: torch.Tensor, *_: Any) -> torch.Tensor:
-        seen.append(sum(state.untyped_storage().nbytes() for state in rests._remembered()))
+        seen.append(num_here(rests))
         return -logps.sum()
 
     for backend in (rests, stays):
         for _ in range(2):
             backend.step(ROWS, loss, micro_batch_size=1)
+    rests.optimizer.register_step_post_hook(lambda *_: here.append(num_here(rests)))
     rests.offload(model=False)  # for an engine: nothing is left to move
     rests.reload()
     rests.save(tmp_path / "rests")
-    for backend in (rests, stays):
-        backend.step(ROWS, loss, micro_batch_size=1)
-    assert seen == [0] * 6
-    went_on = FsdpBackend(model, **settings, optimizer_offload=True)
     went_on.load(tmp_path / "rests")
-    went_on.step(ROWS, loss, micro_batch_size=1)
+    for backend in (rests, stays, went_on):
+        backend.step(ROWS, loss, micro_batch_size=1)
+    assert seen == [0] * 7
+    assert num_here(rests) == 0
+    all_of_them = num_here(stays)
+    assert all_of_them > 0
+    if piece_bytes < 1 << 30:
+        assert len(here) > 3
+        assert max(here) < all_of_them / 2
+    else:
+        assert here == [all_of_them]
     for other in (rests, went_on):
         for weight, expected in zip(other.module.parameters(), stays.module.parameters(), strict=True):
             assert torch.equal(weight, expected)
+
+
+def test_a_step_that_fails_halfway_leaves_an_optimizer_that_goes_on() -> None:
+    weights = [torch.nn.Parameter(torch.ones(4)) for _ in range(6)]
+    optimizer = torch.optim.AdamW(weights, lr=0.1)
+    resting = RestingOptimizer(optimizer, "cpu", piece_bytes=2 * weights[0].nbytes)
+
+    def step(failing: int | None = None) -> None:
+        for weight in weights:
+            weight.grad = torch.ones(4)
+        calls = []
+
+        def fail(*_: Any) -> None:
+            calls.append(1)
+            if len(calls) == failing:
+                raise MemoryError
+
+        hook = optimizer.register_step_pre_hook(fail)
+        try:
+            resting.step()
+        finally:
+            hook.remove()
+
+    step()
+    with pytest.raises(MemoryError):
+        step(failing=2)
+    step()
+    resting.bring()
+    assert [float(optimizer.state[weight]["step"]) for weight in weights] == [3, 3, 2, 2, 2, 2]
+    first, last = (optimizer.state[weights[k]]["exp_avg"] for k in (0, -1))
+    torch.testing.assert_close(first, torch.full((4,), 1 - 0.9**3))
+    torch.testing.assert_close(last, torch.full((4,), 1 - 0.9**2))

@@ -48,6 +48,7 @@ from trainers.backends.inputs import Place, in_order, micro_batches, model_input
 from trainers.backends.offload import MEMORY, WEIGHTS, Offload
 from trainers.backends.optimizer import OptimizerName, build_optimizer, load_whole_state, whole_state
 from trainers.backends.random_state import random_state, set_random_state
+from trainers.backends.resting_optimizer import RestingOptimizer
 from trainers.backends.scorer import Scorer, ValueScorer
 from trainers.backends.sharding import accumulate_whole, forget_step, full, layers_of, reshard, shard, whole_weights
 from trainers.backends.token_loss import token_loss
@@ -69,7 +70,8 @@ class FsdpBackend:
 
     ``token_budget`` cuts micro-batches by tokens instead of rows; ``padding_free`` joins the rows of one into a single
     row of documents. ``values_at``: where a value head is read off, at the token that predicts a target or at itself.
-    ``optimizer_offload``: what the optimizer remembers is in the memory of the host but when it changes the weights.
+    ``optimizer_offload``: what the optimizer remembers is in the memory of the host, and comes in pieces to change the
+    weights.
     """
 
     vocabulary = WHOLE
@@ -174,10 +176,9 @@ class FsdpBackend:
         self.can_step = True  # no step failed in a way that would spoil the next
         self.is_reducing = False  # gradients are added up over ranks as they come
         self.offloaded = Offload()  # for an engine
-        self.optimizer_offload = optimizer_offload
-        self.resting = Offload()  # for ``optimizer_offload``
         self.sent = SentWeights()
         self.optimizer: torch.optim.Optimizer | None = None
+        self.resting: RestingOptimizer | None = None  # for ``optimizer_offload``
         if learning_rate is None:
             return
         self.max_grad_norm = max_grad_norm
@@ -190,6 +191,8 @@ class FsdpBackend:
             adam_epsilon=adam_epsilon,
             kwargs=optim_kwargs or {},
         )
+        if optimizer_offload and self.device.type == "cuda":
+            self.resting = RestingOptimizer(self.optimizer)
         self.scheduler = get_scheduler(
             lr_scheduler_type,
             self.optimizer,
@@ -316,13 +319,9 @@ class FsdpBackend:
             grad_norm = torch.nn.utils.clip_grad_norm_(trained, self.max_grad_norm or float("inf"))
             metrics.same("grad_norm", float(full(grad_norm)))
             metrics.same("learning_rate", self.scheduler.get_last_lr()[0])
-            if self.optimizer_offload and self.device.type == "cuda":
-                torch.cuda.empty_cache()  # the states do not fit what activations have left
-            self.resting.reload()
-            self.optimizer.step()
+            (self.resting or self.optimizer).step()
             self.scheduler.step()
             self.optimizer.zero_grad(set_to_none=True)
-            self._rest()
             add_work(metrics, num_tokens, flops_of(self.module, num_tokens), self.peak_flops)
             return metrics
 
@@ -437,9 +436,14 @@ class FsdpBackend:
         states = [value for entries in self.optimizer.state.values() for value in entries.values()]
         return [value for value in states if torch.is_tensor(value)]
 
-    def _rest(self) -> None:
-        if self.optimizer_offload and self.optimizer is not None:
-            self.resting.offload(self._remembered())
+    @contextlib.contextmanager
+    def _memory_here(self) -> Iterator[None]:
+        """Inside, what the optimizer remembers is on the device."""
+        if self.resting is not None:
+            self.resting.bring()
+        yield
+        if self.resting is not None:
+            self.resting.rest()
 
     def export(self, folder: Path, tokenizer: Any = None) -> None:
         """Writes the model alone in ``dtype``, as a Hugging Face folder (rank 0 does). Every rank calls it.
@@ -470,20 +474,18 @@ class FsdpBackend:
         adapter = self._adapter_weights()
         if self.adapted is None and (self.rank == 0 or self.is_sharded):
             weights = dict(own_weights(self.module, untied(self.module)))
-        optimizer = None
-        if self.optimizer is not None and (self.rank == 0 or self.is_sharded):
-            self.resting.reload()
-            optimizer = whole_state(self.optimizer)
         if self.rank == 0:
             if self.adapted is not None:
                 self.adapted.save_pretrained(folder, state_dict=adapter)
             else:
                 write_model(self.module, weights, folder, dtype=self.module.dtype, config=self.config)
-            if optimizer is not None:
-                torch.save(optimizer, folder / "optimizer.pt")
-                torch.save(self.scheduler.state_dict(), folder / "scheduler.pt")
+        if self.optimizer is not None and (self.rank == 0 or self.is_sharded):
+            with self._memory_here():
+                optimizer = whole_state(self.optimizer)
+                if self.rank == 0:
+                    torch.save(optimizer, folder / "optimizer.pt")
+                    torch.save(self.scheduler.state_dict(), folder / "scheduler.pt")
         torch.save(random_state(self.device), folder / f"rng_state_{self.rank}.pth")
-        self._rest()
         if self.world_size > 1:
             dist.barrier()
 
@@ -511,9 +513,8 @@ class FsdpBackend:
             load_named_weights(self.module, read_weights(folder))
         if self.optimizer is not None:
             state = torch.load(folder / "optimizer.pt", map_location="cpu")
-            self.resting.reload()
-            load_whole_state(self.optimizer, state)
-            self._rest()
+            with self._memory_here():
+                load_whole_state(self.optimizer, state)
             self.scheduler.load_state_dict(torch.load(folder / "scheduler.pt"))
         states = folder / f"rng_state_{self.rank}.pth"
         if states.exists():

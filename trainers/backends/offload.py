@@ -74,7 +74,8 @@ class Home:
 
     def _pieces(self) -> tuple[torch.Tensor, ...]:
         memory = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
-        return memory.split([len(place) for place in self.places])
+        pieces: tuple[torch.Tensor, ...] = memory.split([len(place) for place in self.places])
+        return pieces
 
 
 class Offload:

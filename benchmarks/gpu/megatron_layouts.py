@@ -286,13 +286,20 @@ def rank(options: argparse.Namespace, folder: Path) -> None:
 
 def chosen(options: argparse.Namespace) -> list[tuple[int, Case]]:
     found = list(enumerate(cases(options.ranks)))
-    return [(k, case) for k, case in found if all(word in str(case) for word in options.only)]
+    wanted = [(k, case) for k, case in found if all(word in str(case) for word in options.only)]
+    return [(k, case) for k, case in wanted if not any(word in str(case) for word in options.without)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, choices=[1, 2, 4], default=max(1, torch.cuda.device_count()))
     parser.add_argument("--only", nargs="*", default=[], help="words that a case has to have")
+    parser.add_argument(
+        "--without",
+        nargs="*",
+        default=[],
+        help="words that it may not have (LoRA: TransformerEngine's layers have none)",
+    )
     parser.add_argument("--transformer_impl", choices=["local", "transformer_engine"])
     parser.add_argument("--limit_s", type=float, default=120, help="seconds that a start of the ranks may take")
     parser.add_argument("--tries", type=int, default=4, help="starts: a case that fails ends the ranks")

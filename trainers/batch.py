@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     import torch
 
 
+def on_device(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+    """A tensor of the host there; this process does not wait until a GPU has come so far."""
+    if getattr(device, "type", device) != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Ragged:
     """Rows of unequal length: ``values`` (sum of lengths,) and ``offsets`` (rows + 1,) with offsets[0] == 0."""
 
@@ -91,7 +98,7 @@ class Ragged:
         width = int(lengths.max()) if len(lengths) else 0
         out = np.full((len(self), width), fill, self.dtype)
         out[np.arange(width)[None, :] < lengths[:, None]] = self.values
-        return torch.from_numpy(out).to(device)
+        return on_device(torch.from_numpy(out), device)
 
     def mask(self, device: Any = None) -> torch.Tensor:
         """(rows, longest) bool tensor: True where a row has a value."""
@@ -99,7 +106,7 @@ class Ragged:
 
         lengths = torch.from_numpy(self.lengths)
         width = int(lengths.max()) if len(lengths) else 0
-        return (torch.arange(width)[None, :] < lengths[:, None]).to(device)
+        return on_device(torch.arange(width)[None, :] < lengths[:, None], device)
 
     def __iter__(self) -> Iterator[np.ndarray]:
         """The rows, as views."""

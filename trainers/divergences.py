@@ -17,6 +17,7 @@ import torch
 
 from trainers.backends.base import Backend
 from trainers.backends.head import CHUNK_BYTES
+from trainers.batch import on_device
 from trainers.data.distillation import DistillationSamples
 from trainers.losses.distillation import generalized_jsd, topk_jsd
 from trainers.losses.tokens import token_entropy
@@ -81,7 +82,7 @@ class TopDivergence:
     def __call__(
         self, logits_NV: torch.Tensor, *inputs: torch.Tensor, vocabulary: Vocabulary = WHOLE
     ) -> tuple[torch.Tensor, ...]:
-        ids_NK, logps_NK = (column.to(logits_NV.device) for column in inputs)
+        ids_NK, logps_NK = (on_device(column, logits_NV.device) for column in inputs)
         student_NV, vocabulary = vocabulary.cut(logits_NV, self.vocab_size)
         is_padding_NK = ids_NK >= self.vocab_size
         divergence_N = topk_jsd(
@@ -120,5 +121,5 @@ def measure_divergence(
             features_NX, *inputs = (column[start : start + chunk_tokens] for column in columns)
             found = function(student.logits(features_NX), *inputs, vocabulary=student.vocabulary)
             for name, values_N in zip(("loss", "teacher_agreement", "entropy"), found, strict=True):
-                metrics.mean(name, float(values_N.sum()), len(values_N))
+                metrics.mean(name, values_N.sum(), len(values_N))
     return metrics

@@ -36,6 +36,7 @@ from trainers.data.preferences import Preferences, tokenize_preferences
 from trainers.data.rows import Batches
 from trainers.dpo_config import DPOConfig, weighted_losses
 from trainers.losses.preference import SORTING_LOSSES, Completions, add_preference_metrics, preference_loss
+from trainers.losses.tokens import masked
 from trainers.metrics import Metrics
 from trainers.preference_scores import PairNumbers, evaluated, pair_logps
 from trainers.reference_store import read_reference_logps, write_reference_logps
@@ -336,10 +337,11 @@ def dpo_loss(
         discopop_tau=config.discopop_tau,
     )
     add_preference_metrics(metrics, diagnostics)
-    metrics.mean("entropy", float((entropy_BT * mask_BT).sum()), int(mask_BT.sum()))
+    metrics.mean("entropy", (entropy_BT * mask_BT).sum(), mask_BT.sum())
     for name, half in (("chosen", chosen), ("rejected", rejected)):
-        metrics.mean(f"logits/{name}", float(mean_logits_BT[half][mask_BT[half]].sum()), int(mask_BT[half].sum()))
-    metrics.mean("chosen_token_accuracy", float(is_top1_BT[chosen].sum()), int(mask_BT[chosen].sum()))
+        logits_BT = masked(mean_logits_BT[half], mask_BT[half], "mean_logits_BT")
+        metrics.mean(f"logits/{name}", logits_BT.sum(), mask_BT[half].sum())
+    metrics.mean("chosen_token_accuracy", is_top1_BT[chosen].sum(), mask_BT[chosen].sum())
     return loss
 
 

@@ -458,14 +458,14 @@ def gkd_loss(
     tempered_entropy_BT: torch.Tensor,
 ) -> torch.Tensor:
     """The loss of one micro-batch, divided by the response tokens of the whole optimizer step."""
-    num_targets = int(mask_BT.sum())
-    metrics.mean("entropy", float(tempered_entropy_BT.sum()), num_targets)
-    metrics.mean("teacher_agreement", float(teacher_agreement_BT.sum()), num_targets)
+    num_targets = mask_BT.sum()
+    metrics.mean("entropy", tempered_entropy_BT.sum(), num_targets)
+    metrics.mean("teacher_agreement", teacher_agreement_BT.sum(), num_targets)
     loss = distillation_loss(divergence_BT, mask_BT, normaliser=num_tokens)
     if sft_alpha:
         cross_entropy = sft_loss(logps_BT, mask_BT, normaliser=num_tokens)
-        metrics.sum("divergence", loss.item())
-        metrics.sum("sft_loss", cross_entropy.item())
+        metrics.sum("divergence", loss)
+        metrics.sum("sft_loss", cross_entropy)
         loss = loss + sft_alpha * cross_entropy
     return loss
 

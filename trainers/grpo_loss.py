@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from trainers.batch import Ragged, Samples
+from trainers.batch import Ragged, Samples, on_device
 from trainers.grpo_config import GRPOConfig
 from trainers.losses import entropy as entropy_control
 from trainers.losses import policy as policy_losses
 from trainers.losses.policy_terms import FipoWeight, SapoGate, VespoWeight
 from trainers.losses.rollout_correction import add_rollout_metrics, off_policy_mask, rollout_ratios
+from trainers.losses.tokens import masked
 from trainers.metrics import Metrics
 
 
@@ -46,7 +47,7 @@ def grpo_loss(
     if isinstance(micro.advantages, Ragged):
         advantages = padded(micro.advantages)
     else:
-        advantages = torch.tensor(micro.advantages).to(logps_BT)  # a copy: what came through Ray is read-only
+        advantages = on_device(torch.tensor(micro.advantages), logps_BT.device).to(logps_BT.dtype)
 
     token_weights = policy_mask_BT
     if config.off_policy_mask_threshold is not None:
@@ -91,9 +92,9 @@ def grpo_loss(
     policy_losses.add_policy_metrics(metrics, diagnostics)
     bonus_mask_BT = loss_mask_BT if policy_mask_BT is None else loss_mask_BT & policy_mask_BT
     if policy_mask_BT is not None:
-        metrics.mean("top_entropy", float(entropy_BT.detach()[bonus_mask_BT].sum()), int(bonus_mask_BT.sum()))
+        metrics.mean("top_entropy", masked(entropy_BT, bonus_mask_BT, "entropy_BT").sum(), bonus_mask_BT.sum())
     if config.entropy_coef or config.use_adaptive_entropy:
-        metrics.sum("policy_loss", loss.item())
+        metrics.sum("policy_loss", loss)
     if step.entropy_coef:
         loss = loss + entropy_control.entropy_bonus(
             entropy_BT, bonus_mask_BT, coefficient=step.entropy_coef, num_tokens=step.num_bonus_tokens

@@ -3,57 +3,93 @@
 A worker adds what it saw of a step; ``Metrics.merge`` joins the parts of all micro-batches and all workers into the
 value the whole batch would have given. So a mean is kept as sum and weight, never as a mean of means. Writing them to
 the console or to files is ``trackers.py``.
+
+A number may be a tensor without dimensions: it is read when somebody asks, with all others of its kind at once, so that
+whoever measures need not wait for a device that computes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch  # reading a configuration need not wait for it
+
+    Number = float | torch.Tensor
 
 Reduction = Literal["sum", "mean", "max", "min", "same"]
+Entry = tuple[Reduction, float, float]
 
 
 class Metrics:
     """Named numbers, each with the rule by which its parts are joined."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, tuple[Reduction, float, float]] = {}
+        self._entries: dict[str, Entry] = {}
+        self._unread: list[tuple[str, Reduction, Number, Number]] = []
 
-    def sum(self, name: str, value: float) -> None:
+    def sum(self, name: str, value: Number) -> None:
         """Parts add up: a loss that is already divided by its global normaliser, a token count."""
-        self._join(name, "sum", float(value), 1.0)
+        self._add(name, "sum", value)
 
-    def mean(self, name: str, total: float, weight: float) -> None:
+    def mean(self, name: str, total: Number, weight: Number) -> None:
         """The reported value is sum(total) / sum(weight); NaN totals or zero weights count nothing."""
-        if weight and not math.isnan(total):
-            self._join(name, "mean", float(total), float(weight))
+        self._add(name, "mean", total, weight)
 
-    def max(self, name: str, value: float) -> None:
-        if not math.isnan(value):
-            self._join(name, "max", float(value), 1.0)
+    def max(self, name: str, value: Number, *, count: Number = 1.0) -> None:
+        """NaN counts nothing, nor does the largest of ``count`` 0 numbers."""
+        self._add(name, "max", value, count)
 
-    def min(self, name: str, value: float) -> None:
-        if not math.isnan(value):
-            self._join(name, "min", float(value), 1.0)
+    def min(self, name: str, value: Number, *, count: Number = 1.0) -> None:
+        """As ``max``."""
+        self._add(name, "min", value, count)
 
-    def same(self, name: str, value: float) -> None:
+    def same(self, name: str, value: Number) -> None:
         """Every worker reports the same value (gradient norm, learning rate): the first one is kept."""
-        self._join(name, "same", float(value), 1.0)
+        self._add(name, "same", value)
+
+    def _add(self, name: str, reduction: Reduction, value: Number, weight: Number = 1.0) -> None:
+        if self._unread or hasattr(value, "detach") or hasattr(weight, "detach"):
+            self._unread.append((name, reduction, _detached(value), _detached(weight)))
+        else:
+            self._join(name, reduction, float(value), float(weight))
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """What is known of each name: how its parts are joined, the value, and the weight of a mean."""
+        unread, self._unread = self._unread, []
+        numbers = iter(_read([number for *_, value, weight in unread for number in (value, weight)]))
+        for name, reduction, *_ in unread:
+            self._join(name, reduction, next(numbers), next(numbers))
+        return self._entries
+
+    @entries.setter
+    def entries(self, entries: dict[str, Entry]) -> None:
+        self._entries, self._unread = entries, []
+
+    def __getstate__(self) -> dict[str, Entry]:
+        return self.entries
+
+    def __setstate__(self, entries: dict[str, Entry]) -> None:
+        self.entries = entries
 
     def _join(self, name: str, reduction: Reduction, value: float, weight: float) -> None:
-        if name not in self.entries:
-            self.entries[name] = (reduction, value, weight)
+        if reduction in ("mean", "max", "min") and (math.isnan(value) or not weight):
             return
-        known, total, weights = self.entries[name]
+        if name not in self._entries:
+            self._entries[name] = (reduction, value, weight if reduction == "mean" else 1.0)
+            return
+        known, total, weights = self._entries[name]
         if known != reduction:
             raise ValueError(f"metric {name!r} was joined by {known!r} before and by {reduction!r} now")
         if reduction in ("sum", "mean"):
-            self.entries[name] = (reduction, total + value, weights + weight)
+            self._entries[name] = (reduction, total + value, weights + weight)
         elif reduction == "max":
-            self.entries[name] = (reduction, max(total, value), 1.0)
+            self._entries[name] = (reduction, max(total, value), 1.0)
         elif reduction == "min":
-            self.entries[name] = (reduction, min(total, value), 1.0)
+            self._entries[name] = (reduction, min(total, value), 1.0)
 
     @classmethod
     def merge(cls, parts: Iterable[Metrics]) -> Metrics:
@@ -70,3 +106,24 @@ class Metrics:
             name: value / weight if reduction == "mean" else value
             for name, (reduction, value, weight) in self.entries.items()
         }
+
+
+def _detached(number: Any) -> Any:
+    return number.detach() if hasattr(number, "detach") else number
+
+
+def _read(numbers: list[Any]) -> list[float]:
+    """Plain numbers, those of a device in one transfer."""
+    by_device: dict[Any, list[int]] = {}
+    for place, number in enumerate(numbers):
+        if hasattr(number, "detach"):
+            by_device.setdefault(number.device, []).append(place)
+    if by_device:
+        import torch
+
+    read = list(numbers)
+    for places in by_device.values():
+        values = torch.stack([numbers[place].double() for place in places]).tolist()
+        for place, value in zip(places, values, strict=True):
+            read[place] = value
+    return [float(number) for number in read]

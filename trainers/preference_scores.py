@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trainers.backends.base import Backend
-from trainers.batch import Ragged
+from trainers.batch import Ragged, on_device
 from trainers.data.preferences import Preferences
 from trainers.losses.tokens import token_entropy, token_logps
 from trainers.losses.vocabulary import WHOLE, Vocabulary
@@ -36,7 +36,7 @@ class PairNumbers:
     def __call__(
         self, logits_NV: torch.Tensor, *inputs: torch.Tensor, vocabulary: Vocabulary = WHOLE
     ) -> tuple[torch.Tensor, ...]:
-        is_top1_N = (vocabulary.argmax(logits_NV) == inputs[0].to(logits_NV.device)).float()
+        is_top1_N = (vocabulary.argmax(logits_NV) == on_device(inputs[0], logits_NV.device)).float()
         numbers = (vocabulary.mean(logits_NV), is_top1_N)
         if self.with_log_sum_sq_probs:
             log_sum_sq_N = vocabulary.logsumexp(2 * logits_NV) - 2 * vocabulary.logsumexp(logits_NV)
@@ -100,7 +100,7 @@ def evaluated(
         }
         logps_BT, entropy_BT = tables.pop("logps"), tables.pop("entropy")
         further: dict[str, Any] = {f"{name}_BT": values_BT for name, values_BT in tables.items()}
-        metrics.sum("loss", loss_function(logps_BT, entropy_BT, mask_BT, micro, metrics, **further).item())
+        metrics.sum("loss", loss_function(logps_BT, entropy_BT, mask_BT, micro, metrics, **further))
     return metrics
 
 
@@ -108,7 +108,7 @@ def _token_scores(
     backend: Backend, features_NX: torch.Tensor, ids_N: torch.Tensor, function: PairNumbers
 ) -> list[torch.Tensor]:
     """Log-probabilities, entropies and what ``function`` gives (N,), a chunk of tokens at a time."""
-    ids_N = ids_N.to(features_NX.device)
+    ids_N = on_device(ids_N, features_NX.device)
     parts = []
     for start in range(0, max(1, len(ids_N)), CHUNK_TOKENS):
         ids = ids_N[start : start + CHUNK_TOKENS]

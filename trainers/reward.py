@@ -26,6 +26,7 @@ import torch
 
 from rayhelper import DeviceGroups, RayHelper
 from trainers.backends.base import Backend
+from trainers.batch import on_device
 from trainers.config import SEQUENCES_PER_STEP, sequences_per_step, total_steps
 from trainers.data.preferences import Preferences, tokenize_comparisons
 from trainers.data.rows import Batches
@@ -137,7 +138,7 @@ class RewardTrainer:
         values = self.backend.token_values(pairs.as_sequences(), micro_batch_size=size)
         metrics = Metrics()
         loss = partial(comparison_loss, self.config.center_rewards_coefficient, num_pairs)
-        metrics.sum("loss", loss(values.padded(), values.mask(), pairs, metrics).item())
+        metrics.sum("loss", loss(values.padded(), values.mask(), pairs, metrics))
         return metrics
 
     @RayHelper.function(group="train")
@@ -169,7 +170,7 @@ def comparison_loss(
     loss, diagnostics = reward_model_loss(
         rewards_B[: len(micro)],
         rewards_B[len(micro) :],
-        None if micro.margins is None else torch.tensor(micro.margins).to(rewards_B),  # a copy: Ray's is read-only
+        None if micro.margins is None else on_device(torch.tensor(micro.margins), rewards_B.device).to(rewards_B.dtype),
         num_pairs=num_pairs,
         center_rewards_coefficient=center_rewards_coefficient,
     )

@@ -167,5 +167,5 @@ def supervised_loss(
     metrics: Metrics,
 ) -> torch.Tensor:
     """The loss of one micro-batch, divided by the loss tokens of the whole optimizer step."""
-    metrics.mean("entropy", float((entropy_BT * mask_BT).sum()), int(mask_BT.sum()))
+    metrics.mean("entropy", (entropy_BT * mask_BT).sum(), mask_BT.sum())
     return sft_loss(logps_BT, mask_BT, normaliser=num_tokens, loss_type=loss_type)

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.update_speed [--shape 0.6b] [--sequences 128] [--length 528]
 
 ``FsdpBackend.step`` with GRPO's loss on sequences of equal length, bfloat16, AdamW. MFU counts 6 x parameters x tokens
-against the device's peak (trainers/throughput.py).
+against the device's peak (trainers/throughput.py). ``waits``: how often an update waited for the GPU, as torch tells.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import statistics
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,12 @@ def measure(model: str, options: argparse.Namespace, settings: dict[str, Any], m
         "mfu": 6 * num_parameters * tokens / seconds / 989e12,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
     }
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as waited:
+        warnings.simplefilter("always")
+        update()
+    torch.cuda.set_sync_debug_mode("default")
+    found["waits"] = sum("synchroniz" in str(one.message) for one in waited)
     if options.profile:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             profiled_seconds = update()

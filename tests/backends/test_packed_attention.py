@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,8 @@ from tests.golden.tiny import save_tiny
 from trainers.backends import packed_attention
 from trainers.backends.fsdp import FsdpBackend
 from trainers.backends.hf_model import build_model
-from trainers.backends.inputs import model_inputs
+from trainers.backends.inputs import Inputs, model_inputs
+from trainers.backends.packed_attention import single_documents
 from trainers.batch import Ragged, Sequences
 
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "num_training_steps": 4, "adam_epsilon": 1e-4, "max_grad_norm": 0.0}
@@ -200,3 +202,20 @@ def test_a_model_is_given_varlen_if_it_keeps_documents_apart_by_it(model: str, t
     )
     packed_attention.prefer(built)
     assert built.config._attn_implementation == ("varlen" if model == "takes it" else chosen)
+
+
+def test_rows_of_one_document_are_told_apart_from_others_in_each_thread() -> None:
+    from transformers import masking_utils
+
+    empty = torch.zeros(0, dtype=torch.long)
+    ids = torch.tensor([[0, 1, 0, 1]])
+    single, packed = (Inputs(ids, positions, empty, empty) for positions in (None, ids))
+    with single_documents(single):
+        assert masking_utils.find_packed_sequence_indices(ids) is None
+        with ThreadPoolExecutor(1) as pool:
+            elsewhere = pool.submit(masking_utils.find_packed_sequence_indices, ids).result()
+        with single_documents(packed):
+            here = masking_utils.find_packed_sequence_indices(ids)
+    for found in (here, elsewhere, masking_utils.find_packed_sequence_indices(ids)):
+        assert found is not None
+        assert found.tolist() == [[0, 0, 1, 1]]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
 from tests.backends.batches import (
@@ -24,6 +27,8 @@ from tests.backends.batches import (
 from tests.golden.tiny import save_tiny
 from trainers.backends.fsdp import FsdpBackend
 from trainers.batch import Ragged, Samples
+from trainers.grpo_config import GRPOConfig
+from trainers.grpo_loss import StepNumbers, grpo_loss
 from trainers.metrics import Metrics
 
 # Adam divides a gradient by its own size: with its usual epsilon, rounding errors of gradients near zero become steps
@@ -260,3 +265,33 @@ def test_the_loss_sees_ragged_targets_left_aligned(folder: str) -> None:
 
     FsdpBackend(folder, **SETTINGS).step(samples, loss, micro_batch_size=3)
     assert shapes == [3, 3, len(LENGTHS) - 6]
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often a number is read from a device, for which a process waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_waits_for_its_device_as_often_however_many_micro_batches_it_has(tmp_path: Path) -> None:
+    backend = FsdpBackend(save_tiny(tmp_path), learning_rate=1e-3, num_training_steps=9)
+    config = GRPOConfig(model="any", dataset=[{"prompt": "any"}], reward_funcs=["exact_answer"], beta=0.1)
+    samples = dataclasses.replace(
+        samples_of(),
+        old_logps=Ragged.of([np.full(mask.sum(), -5.0) for mask in samples_of().target_mask], np.float32),
+        ref_logps=Ragged.of([np.full(mask.sum(), -6.0) for mask in samples_of().target_mask], np.float32),
+    )
+    counts = []
+    for micro_batch_size in (8, 4, 2):
+        with Reads() as reads:
+            loss = partial(grpo_loss, config, StepNumbers(normaliser=40.0, num_bonus_tokens=0, entropy_coef=0.0))
+            metrics = backend.step(samples, loss, micro_batch_size=micro_batch_size)
+        assert metrics.values()["kl"] > 0
+        counts.append(reads.count - 8 // micro_batch_size)  # on a CPU the head looks for gradients of entropies
+    assert counts[0] == counts[1] == counts[2]

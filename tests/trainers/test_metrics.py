@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,6 +69,37 @@ def test_a_nan_in_a_mean_does_not_hide_the_others() -> None:
     metrics.mean("reward", math.nan, 2)
     metrics.mean("reward", 3.0, 2)
     assert metrics.values() == {"reward": 1.5}
+
+
+@given(st.lists(st.tuples(numbers, st.integers(0, 3)), max_size=6))
+def test_tensors_give_the_numbers_that_they_hold(parts: list[tuple[float, int]]) -> None:
+    """In double precision, in order, whoever of them comes as a tensor."""
+    plain, late = Metrics(), Metrics()
+    for k, (value, count) in enumerate(parts):
+        for metrics, number in ((plain, float), (late, torch.tensor if k % 2 else float)):
+            as_double = number(value, dtype=torch.float64) if number is torch.tensor else number(value)  # type: ignore
+            metrics.sum("sum", as_double)
+            metrics.mean("mean", as_double, number(count))  # type: ignore[arg-type]
+            metrics.max("max", as_double, count=number(count))  # type: ignore[arg-type]
+            metrics.min("min", as_double, count=number(count))  # type: ignore[arg-type]
+    assert pickle.loads(pickle.dumps(late)).entries == plain.entries
+    assert list(late.values().items()) == list(plain.values().items())
+    assert Metrics.merge([late, plain]).values() == Metrics.merge([plain, plain]).values()
+
+
+def test_tensors_are_read_when_somebody_asks() -> None:
+    """One transfer, and the graph that they came from is not kept."""
+    weight = torch.ones(3, requires_grad=True)
+    metrics = Metrics()
+    metrics.sum("loss", (2 * weight).sum())
+    metrics.same("rate", 0.5)
+    with torch.no_grad():
+        metrics.mean("nothing", torch.tensor(math.nan), torch.tensor(2))
+        metrics.max("none", torch.tensor(-math.inf), count=torch.tensor(0))
+    assert not any(number.requires_grad for *_, number, _ in metrics._unread if torch.is_tensor(number))
+    assert metrics.values() == {"loss": 6.0, "rate": 0.5}
+    metrics.sum("loss", torch.tensor(1.0))
+    assert metrics.values()["loss"] == 7.0
 
 
 def test_a_nan_loss_is_told() -> None:

@@ -313,7 +313,7 @@ class FsdpBackend:
                     self.is_reducing = k == num_micro - 1
                     (loss * self.world_size).backward()
                     self.is_reducing = False
-                metrics.sum("loss", loss.item())
+                metrics.sum("loss", loss)
                 num_tokens += len(sequences.input_ids.values)
             trained = [weight for weight in self.module.parameters() if weight.requires_grad]
             grad_norm = torch.nn.utils.clip_grad_norm_(trained, self.max_grad_norm or float("inf"))

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from trainers.batch import Ragged, Sequences
+from trainers.batch import Ragged, Sequences, on_device
 
 Place = Literal["predicting", "target"]
 
@@ -96,7 +96,7 @@ def model_inputs(
         starts = torch.cat([begins, begins.new_tensor([position_ids_BT.numel()])]).to(torch.int32)
         longest = int(starts.diff().max())
     tensors = (input_ids_BT, position_ids_BT, places_N, input_ids_BT.flatten()[targets_N], starts)
-    return Inputs(*(None if tensor is None else tensor.to(device) for tensor in tensors), longest)  # type: ignore
+    return Inputs(*(None if tensor is None else on_device(tensor, device) for tensor in tensors), longest)  # type: ignore
 
 
 def num_targets(sequences: Sequences) -> np.ndarray:

@@ -10,7 +10,10 @@ is given it unless ``model_init_kwargs`` names another (``prefer``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any
 
@@ -49,6 +52,29 @@ def packed_arguments(config: Any, inputs: Inputs) -> dict[str, Any]:
         "max_length_q": inputs.longest_document,
         "max_length_k": inputs.longest_document,
     }
+
+
+@contextlib.contextmanager
+def single_documents(inputs: Inputs) -> Iterator[None]:
+    """Inside, if every row is one document, transformers does not look on the device whether it is: that would wait."""
+    _let_rows_be_told()
+    known = _are_single.set(inputs.position_ids_BT is None)
+    try:
+        yield
+    finally:
+        _are_single.reset(known)
+
+
+_are_single = ContextVar("_are_single", default=False)  # of this thread: another may have rows of documents
+
+
+@functools.cache
+def _let_rows_be_told() -> None:
+    from transformers import masking_utils
+
+    name = "find_packed_sequence_indices"
+    if find := getattr(masking_utils, name, None):
+        setattr(masking_utils, name, lambda position_ids: None if _are_single.get() else find(position_ids))
 
 
 def varlen_attention(

@@ -9,7 +9,7 @@ import torch
 from trainers.backends.base import TokenFunction
 from trainers.backends.head import Head, Scores
 from trainers.backends.inputs import Inputs
-from trainers.backends.packed_attention import packed_arguments
+from trainers.backends.packed_attention import packed_arguments, single_documents
 
 
 class Scorer(torch.nn.Module):
@@ -30,7 +30,8 @@ class Scorer(torch.nn.Module):
         features_only: bool = False,
     ) -> Scores | tuple[torch.Tensor]:
         """``head.Scores`` of each target and what ``token_function`` gives; or the features that the head takes."""
-        features_NX = self.head.features(self.model, inputs.places_N, **_model_arguments(self.model, inputs))
+        with single_documents(inputs):
+            features_NX = self.head.features(self.model, inputs.places_N, **_model_arguments(self.model, inputs))
         if features_only:
             return (features_NX,)
         return self.head.scores(
@@ -61,7 +62,9 @@ class ValueScorer(torch.nn.Module):
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor]:
         """(N,) float32 values."""
-        hidden_BTH = self.model.base_model(**_model_arguments(self.model, inputs), use_cache=False).last_hidden_state
+        with single_documents(inputs):
+            given = _model_arguments(self.model, inputs)
+            hidden_BTH = self.model.base_model(**given, use_cache=False).last_hidden_state
         hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, inputs.places_N)
         return (self.model.score(hidden_NH).float().squeeze(-1),)
 

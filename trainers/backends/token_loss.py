@@ -8,7 +8,7 @@ import torch
 
 from trainers.backends.head import Scores
 from trainers.backends.inputs import num_targets
-from trainers.batch import Sequences
+from trainers.batch import Sequences, on_device
 from trainers.metrics import Metrics
 
 
@@ -27,8 +27,9 @@ def token_loss(
     nothing: torch.Tensor = scores[0][:0].sum()
     if not len(micro):
         return nothing
-    device, counts_B = nothing.device, torch.from_numpy(num_targets(sequences))
-    mask_BT = torch.arange(int(counts_B.max()), device=device)[None, :] < counts_B.to(device)[:, None]
+    device, counts = nothing.device, num_targets(sequences)
+    counts_B = on_device(torch.from_numpy(counts), device)
+    mask_BT = torch.arange(counts.max(), device=device)[None, :] < counts_B[:, None]
 
     def table(values_N: torch.Tensor) -> torch.Tensor:
         return torch.zeros(mask_BT.shape, device=device).masked_scatter(mask_BT, values_N)
@@ -37,7 +38,7 @@ def token_loss(
     if not isinstance(scores, Scores):
         loss = loss_function(table(scores[0]), mask_BT, micro, metrics)
         return loss + nothing
-    metrics.mean("mean_token_accuracy", float(scores.is_top1_N.sum()), len(scores.is_top1_N))
+    metrics.mean("mean_token_accuracy", scores.is_top1_N.sum(), len(scores.is_top1_N))
     further = {f"{name}_BT": table(values) for name, values in zip(names, scores.further, strict=True)}
     loss = loss_function(table(scores.logps_N), table(scores.entropy_N), mask_BT, micro, metrics, **further)
     return loss + nothing

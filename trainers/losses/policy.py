@@ -30,7 +30,7 @@ from trainers.losses.policy_terms import (
     importance_ratios,
     k3_divergence,
 )
-from trainers.losses.tokens import check_choice, masked, per_token, transferred
+from trainers.losses.tokens import check_choice, masked, per_token, present
 from trainers.losses.types import NOT_BUILT, ImportanceLevel, PolicyLossType
 from trainers.metrics import Metrics
 
@@ -175,14 +175,14 @@ def policy_gradient_loss(
 
 
 def add_policy_metrics(metrics: Metrics, diagnostics: PolicyDiagnostics) -> None:
-    """Writes the diagnostics of one micro-batch under TRL's names; one transfer from the device.
+    """Writes the diagnostics of one micro-batch under TRL's names.
 
     Joined over micro-batches and workers they describe the step: means weigh every token (sequence) alike, ``low_min``
     and ``high_max`` are over all its sequences. Departures from TRL, which averages all of these over micro-batches,
     counts sequences without loss tokens too (at sequence level, and in vespo's phi), and looks for clipping after
     ``delta`` was applied.
     """
-    seen = transferred(diagnostics)
+    seen = present(diagnostics)
     tokens, units = seen["num_tokens"], seen["num_clip_units"]
     for name in ("kl", "entropy"):
         if name in seen:
@@ -197,9 +197,8 @@ def add_policy_metrics(metrics: Metrics, diagnostics: PolicyDiagnostics) -> None
         metrics.mean("clip_ratio/low_mean", seen["low_clipped"], units)
         metrics.mean("clip_ratio/high_mean", seen["high_clipped"], units)
         metrics.mean("clip_ratio/region_mean", seen["low_clipped"] + seen["high_clipped"], units)
-        if units:
-            metrics.min("clip_ratio/low_min", seen["low_clipped_min"])
-            metrics.max("clip_ratio/high_max", seen["high_clipped_max"])
+        metrics.min("clip_ratio/low_min", seen["low_clipped_min"], count=units)
+        metrics.max("clip_ratio/high_max", seen["high_clipped_max"], count=units)
 
 
 def check_loss_type(loss_type: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainers.losses.tokens import masked, transferred
+from trainers.losses.tokens import masked, present
 from trainers.metrics import Metrics
 
 
@@ -104,8 +104,8 @@ def ppo_value_loss(
 
 
 def add_ppo_metrics(metrics: Metrics, diagnostics: PPODiagnostics) -> None:
-    """Writes the policy's diagnostics of one micro-batch under TRL's names; one transfer from the device."""
-    seen = transferred(diagnostics)
+    """Writes the policy's diagnostics of one micro-batch under TRL's names."""
+    seen = present(diagnostics)
     tokens = seen["num_tokens"]
     metrics.sum("loss/policy_avg", seen["loss"])
     metrics.mean("policy/clipfrac_avg", seen["clipped"], tokens)
@@ -116,8 +116,8 @@ def add_ppo_metrics(metrics: Metrics, diagnostics: PPODiagnostics) -> None:
 
 
 def add_value_metrics(metrics: Metrics, diagnostics: ValueDiagnostics) -> None:
-    """Writes the critic's diagnostics of one micro-batch under TRL's names; one transfer from the device."""
-    seen = transferred(diagnostics)
+    """Writes the critic's diagnostics of one micro-batch under TRL's names."""
+    seen = present(diagnostics)
     metrics.sum("loss/value_avg", seen["loss"])
     metrics.mean("val/clipfrac_avg", seen["clipped"], seen["num_places"])
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import logsigmoid, relu
 
-from trainers.losses.tokens import check_choice, masked, transferred
+from trainers.losses.tokens import check_choice, masked, present
 from trainers.losses.types import FDivergenceType, PreferenceLossType
 from trainers.metrics import Metrics
 
@@ -328,11 +328,11 @@ def divergence_scores(
 
 
 def add_preference_metrics(metrics: Metrics, diagnostics: PreferenceDiagnostics) -> None:
-    """Writes the diagnostics of one micro-batch under TRL's names; one transfer from the device.
+    """Writes the diagnostics of one micro-batch under TRL's names.
 
     Joined over micro-batches and workers they weigh every pair of the step alike; TRL averages micro-batches.
     """
-    seen = transferred(diagnostics)
+    seen = present(diagnostics)
     pairs = seen["num_pairs"]
     metrics.mean("rewards/chosen", seen["chosen_rewards"], pairs)
     metrics.mean("rewards/rejected", seen["rejected_rewards"], pairs)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import logsigmoid
 
-from trainers.losses.tokens import transferred
+from trainers.losses.tokens import present
 from trainers.metrics import Metrics
 
 
@@ -59,18 +59,17 @@ def reward_model_loss(
 
 
 def add_reward_model_metrics(metrics: Metrics, diagnostics: RewardDiagnostics) -> None:
-    """Writes the diagnostics of one micro-batch under TRL's names; one transfer from the device.
+    """Writes the diagnostics of one micro-batch under TRL's names.
 
     ``min_reward`` and ``max_reward`` are over all completions of the step; TRL averages those of micro-batches.
     """
-    seen = transferred(diagnostics)
+    seen = present(diagnostics)
     pairs = seen["num_pairs"]
     metrics.mean("accuracy", seen["accurate"], pairs)
     metrics.mean("margin", seen["margins"], pairs)
     metrics.mean("mean_reward", seen["rewards"], 2 * pairs)
-    if pairs:
-        metrics.min("min_reward", seen["min_reward"])
-        metrics.max("max_reward", seen["max_reward"])
+    metrics.min("min_reward", seen["min_reward"], count=pairs)
+    metrics.max("max_reward", seen["max_reward"], count=pairs)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainers.losses.tokens import check_choice, masked, per_token, transferred
+from trainers.losses.tokens import check_choice, masked, per_token, present
 from trainers.losses.types import RolloutCorrection
 from trainers.metrics import Metrics
 
@@ -108,12 +108,11 @@ def off_policy_mask(
 
 
 def add_rollout_metrics(metrics: Metrics, diagnostics: RolloutDiagnostics) -> None:
-    """Writes the diagnostics of one micro-batch under TRL's names; one transfer from the device."""
-    seen = transferred(diagnostics)
-    if seen["num_scored"]:
-        metrics.mean("sampling/sampling_logp_difference/mean", seen["differences"], seen["num_scored"])
-        metrics.max("sampling/sampling_logp_difference/max", seen["largest_difference"])
-    if seen["num_ratios"]:
-        metrics.min("sampling/importance_sampling_ratio/min", seen["smallest_ratio"])
-        metrics.mean("sampling/importance_sampling_ratio/mean", seen["ratios"], seen["num_ratios"])
-        metrics.max("sampling/importance_sampling_ratio/max", seen["largest_ratio"])
+    """Writes the diagnostics of one micro-batch under TRL's names."""
+    seen = present(diagnostics)
+    scored, ratios = seen["num_scored"], seen["num_ratios"]
+    metrics.mean("sampling/sampling_logp_difference/mean", seen["differences"], scored)
+    metrics.max("sampling/sampling_logp_difference/max", seen["largest_difference"], count=scored)
+    metrics.min("sampling/importance_sampling_ratio/min", seen["smallest_ratio"], count=ratios)
+    metrics.mean("sampling/importance_sampling_ratio/mean", seen["ratios"], ratios)
+    metrics.max("sampling/importance_sampling_ratio/max", seen["largest_ratio"], count=ratios)

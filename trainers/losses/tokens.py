@@ -53,10 +53,9 @@ def sft_loss(
     return -(weights * logps).sum() / (normaliser or 1.0)
 
 
-def transferred(diagnostics: object) -> dict[str, float]:
-    """The fields of a dataclass of 0-dim tensors that are not None, by name, in one transfer from the device."""
-    present = {name: value for name, value in vars(diagnostics).items() if value is not None}
-    return dict(zip(present, torch.stack([value.float() for value in present.values()]).tolist(), strict=True))
+def present(diagnostics: object) -> dict[str, torch.Tensor]:
+    """The fields of a dataclass of 0-dim tensors that are not None, by name."""
+    return {name: value for name, value in vars(diagnostics).items() if value is not None}
 
 
 def masked(values_BT: torch.Tensor, mask_BT: torch.Tensor, name: str) -> torch.Tensor:

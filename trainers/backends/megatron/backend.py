@@ -346,7 +346,7 @@ class MegatronBackend:
             scores = self._scores(features, packed, temperature, **settings, **inputs)
             names = () if token_function is None else token_function.names
             loss = token_loss(scores, names, loss_function, micro, micro.as_sequences(), metrics)
-            metrics.sum("loss", loss.item())
+            metrics.sum("loss", loss)
             return loss
 
         self.residence.bring_gradients()

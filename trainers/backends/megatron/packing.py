@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from trainers.backends.inputs import Place, model_inputs
-from trainers.batch import Sequences
+from trainers.batch import Sequences, on_device
 
 CPU = torch.device("cpu")
 
@@ -97,12 +97,12 @@ def pack(
     places_N = where[moved[given.places_N]]
     chosen_M = (places_N >= 0).nonzero().flatten()
     return Packed(
-        input_ids_S=ids_T[mine_S].to(device),
-        positions_S=positions_T[mine_S].to(device),
+        input_ids_S=on_device(ids_T[mine_S], device),
+        positions_S=on_device(positions_T[mine_S], device),
         documents=_documents(padded, own_T, context, device),
-        places_M=places_N[chosen_M].to(device),
-        target_ids_M=given.target_ids_N[chosen_M].to(device),
-        chosen_M=chosen_M.to(device),
+        places_M=on_device(places_N[chosen_M], device),
+        target_ids_M=on_device(given.target_ids_N[chosen_M], device),
+        chosen_M=on_device(chosen_M, device),
         num_targets=len(given.places_N),
         document_S=document_T[mine_S],
         lengths_D=lengths_D,
@@ -142,9 +142,9 @@ def _documents(lengths: list[int], own_T: list[torch.Tensor], worker: int, devic
         _starts(prefixes, device),
         max(queries),
         max(prefixes),
-        gathered[torch.cat(keys)].to(device),
+        on_device(gathered[torch.cat(keys)], device),
     )
 
 
 def _starts(lengths: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+    return on_device(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)

@@ -27,6 +27,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainers.backends.megatron.packing import Packed
+from trainers.batch import on_device
 
 
 class Balance:
@@ -62,7 +63,7 @@ class Balance:
     def told(self, packed: Packed, *, divided_over: Any) -> torch.Tensor:
         """What stands for a micro-batch. ``divided_over``: the workers over which its tokens are spread further."""
         device = packed.input_ids_S.device
-        group_S, sizes_G = packed.document_S.to(device), packed.lengths_D.to(device)
+        group_S, sizes_G = on_device(packed.document_S, device), on_device(packed.lengths_D, device)
         if not self.by_document:
             group_S, sizes_G = group_S.clamp(max=0), sizes_G.sum(0, keepdim=True)
         if divided_over is not None:

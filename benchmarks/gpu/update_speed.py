@@ -40,7 +40,7 @@ def measure(model: str, options: argparse.Namespace, settings: dict[str, Any], m
 
     from rayhelper import RayHelper
     from trainers.backends.fsdp import FsdpBackend
-    from trainers.batch import Ragged, Samples
+    from trainers.batch import Ragged, Samples, on_device
     from trainers.losses.policy import policy_gradient_loss
 
     RayHelper.init_process_group()
@@ -59,7 +59,7 @@ def measure(model: str, options: argparse.Namespace, settings: dict[str, Any], m
     samples = Samples(input_ids=Ragged.of(ids, np.int64), target_mask=Ragged.of(mask, bool), advantages=advantages)
 
     def loss(logps: Any, entropy: Any, mask_BT: Any, micro: Any, metrics: Any) -> torch.Tensor:
-        advantages = torch.tensor(micro.advantages).to(logps)
+        advantages = on_device(torch.tensor(micro.advantages), logps.device)
         return policy_gradient_loss(
             logps, None, advantages, mask_BT, loss_type="dapo", normaliser=float(mask.sum())
         )[0]  # fmt: skip

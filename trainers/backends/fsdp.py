@@ -262,17 +262,18 @@ class FsdpBackend:
         """The columns that ``pick`` takes of each micro-batch's scores, in the order of the rows."""
         self.offloaded.check_here(WEIGHTS)
         rows = self._cut(sequences, micro_batch_size)
-        columns: list[list[Ragged]] = [[] for _ in range(num_columns)]
+        columns: list[list[torch.Tensor]] = [[] for _ in range(num_columns)]
         with evaluating(self.module), without_adapter(self.adapted, not adapter):
             for k in range(self._most(len(rows)) if self.is_sharded else len(rows)):
                 micro = sequences[rows[k]] if k < len(rows) else None
                 scores = pick(self._run(self.scorer, micro, temperature=temperature, **settings))
                 if micro is not None:
-                    for column, values in zip(columns, scores, strict=True):
-                        column.append(Ragged.split(values.cpu().numpy(), num_targets(micro)))
+                    for column, values in zip(columns, scores, strict=True):  # wide ones would fill the device
+                        column.append(values if values.dim() == 1 else values.cpu())
         if not rows:
             return [Ragged.of([], np.float32) for _ in columns]
-        return [in_order(parts, rows) for parts in columns]
+        counts = np.concatenate([num_targets(sequences[part]) for part in rows])
+        return [in_order([Ragged.split(torch.cat(parts).cpu().numpy(), counts)], rows) for parts in columns]
 
     # Learning
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainers.backends.head import Scores
@@ -27,12 +28,12 @@ def token_loss(
     nothing: torch.Tensor = scores[0][:0].sum()
     if not len(micro):
         return nothing
-    device, counts = nothing.device, num_targets(sequences)
-    counts_B = on_device(torch.from_numpy(counts), device)
-    mask_BT = torch.arange(counts.max(), device=device)[None, :] < counts_B[:, None]
+    device, counts_B = nothing.device, num_targets(sequences)
+    known_BT = np.arange(counts_B.max())[None, :] < counts_B[:, None]
+    mask_BT, places_N = (on_device(torch.from_numpy(x), device) for x in (known_BT, np.flatnonzero(known_BT)))
 
-    def table(values_N: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(mask_BT.shape, device=device).masked_scatter(mask_BT, values_N)
+    def table(values_N: torch.Tensor) -> torch.Tensor:  # by places: the gradient of masked_scatter waits for the device
+        return torch.zeros(known_BT.size, device=device).index_copy(0, places_N, values_N).view(mask_BT.shape)
 
     loss: torch.Tensor
     if not isinstance(scores, Scores):

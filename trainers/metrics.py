@@ -4,7 +4,7 @@ A worker adds what it saw of a step; ``Metrics.merge`` joins the parts of all mi
 value the whole batch would have given. So a mean is kept as sum and weight, never as a mean of means. Writing them to
 the console or to files is ``trackers.py``.
 
-A number may be a tensor without dimensions: it is read when somebody asks, with all others of its kind at once, so that
+A number may be a tensor of one element: it is copied, and read when somebody asks, with all others at once, so that
 whoever measures need not wait for a device that computes.
 """
 
@@ -29,6 +29,7 @@ class Metrics:
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self._unread: list[tuple[str, Reduction, Number, Number]] = []
+        self._reductions: dict[str, Reduction] = {}  # of those
 
     def sum(self, name: str, value: Number) -> None:
         """Parts add up: a loss that is already divided by its global normaliser, a token count."""
@@ -52,22 +53,24 @@ class Metrics:
 
     def _add(self, name: str, reduction: Reduction, value: Number, weight: Number = 1.0) -> None:
         if self._unread or hasattr(value, "detach") or hasattr(weight, "detach"):
-            self._unread.append((name, reduction, _detached(value), _detached(weight)))
+            known = self._reductions.setdefault(name, self._entries[name][0] if name in self._entries else reduction)
+            _check(name, known, reduction)
+            self._unread.append((name, reduction, _copied(value), _copied(weight)))
         else:
             self._join(name, reduction, float(value), float(weight))
 
     @property
     def entries(self) -> dict[str, Entry]:
         """What is known of each name: how its parts are joined, the value, and the weight of a mean."""
-        unread, self._unread = self._unread, []
-        numbers = iter(_read([number for *_, value, weight in unread for number in (value, weight)]))
+        numbers = iter(_read([number for *_, value, weight in self._unread for number in (value, weight)]))
+        unread, self._unread, self._reductions = self._unread, [], {}
         for name, reduction, *_ in unread:
             self._join(name, reduction, next(numbers), next(numbers))
         return self._entries
 
     @entries.setter
     def entries(self, entries: dict[str, Entry]) -> None:
-        self._entries, self._unread = entries, []
+        self._entries, self._unread, self._reductions = entries, [], {}
 
     def __getstate__(self) -> dict[str, Entry]:
         return self.entries
@@ -82,8 +85,7 @@ class Metrics:
             self._entries[name] = (reduction, value, weight if reduction == "mean" else 1.0)
             return
         known, total, weights = self._entries[name]
-        if known != reduction:
-            raise ValueError(f"metric {name!r} was joined by {known!r} before and by {reduction!r} now")
+        _check(name, known, reduction)
         if reduction in ("sum", "mean"):
             self._entries[name] = (reduction, total + value, weights + weight)
         elif reduction == "max":
@@ -108,8 +110,18 @@ class Metrics:
         }
 
 
-def _detached(number: Any) -> Any:
-    return number.detach() if hasattr(number, "detach") else number
+def _check(name: str, known: Reduction, reduction: Reduction) -> None:
+    if known != reduction:
+        raise ValueError(f"metric {name!r} was joined by {known!r} before and by {reduction!r} now")
+
+
+def _copied(number: Any) -> Any:
+    """In double precision, without graph; neither the tensor nor what it is a view of is kept."""
+    if not hasattr(number, "detach"):
+        return number
+    import torch
+
+    return number.detach().reshape(()).to(torch.float64, copy=True)
 
 
 def _read(numbers: list[Any]) -> list[float]:
@@ -123,7 +135,7 @@ def _read(numbers: list[Any]) -> list[float]:
 
     read = list(numbers)
     for places in by_device.values():
-        values = torch.stack([numbers[place].double() for place in places]).tolist()
+        values = torch.stack([numbers[place] for place in places]).tolist()
         for place, value in zip(places, values, strict=True):
             read[place] = value
     return [float(number) for number in read]

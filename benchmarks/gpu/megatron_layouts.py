@@ -255,7 +255,7 @@ def differences(case: Case, folder: Path, transformer: dict[str, Any]) -> dict[s
         "logps": float(np.abs(logps - right["logps"].numpy()).max()),
         "losses": float(np.abs(losses - right["losses"].numpy()).max()),
         "norms": float(np.abs(norms / right["norms"].numpy() - 1).max()),
-        "weights": max(float((weight - right["weights"][name]).abs().max()) for name, weight in weights.items()),
+        "weights": float(np.max([(weight - right["weights"][name]).abs().max() for name, weight in weights.items()])),
     }
 
 
@@ -319,6 +319,8 @@ def main() -> None:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
         command = [*launch, *module[1:], *sys.argv[1:], "--ranks", str(options.ranks), "--rank_in", name]
         wanted = dict(chosen(options))
+        if not wanted:
+            parser.error(f"no case has the words {options.only} and none of {options.without}")
         for _ in range(options.tries):
             if any(not (folder / f"{k}.json").exists() for k in wanted):
                 run_limited(command, options.limit_s)

@@ -30,7 +30,7 @@ CACHE_BYTES = 2  # of a number in a key-value cache
 OFFLOAD_MODEL, OFFLOAD_OPTIMIZER, SLEEP_LEVEL = "offload_model", "offload_optimizer", "sleep_level"
 PARAM_OFFLOAD, GRAD_OFFLOAD = "param_offload", "grad_offload"  # of backend: megatron
 STEP_ONLY = "optimizer_offload"  # has the optimizer's states here in the very change of the weights alone
-PIECE_BYTES = GIB  # of states, by which fsdp does that; three at once, one that works and two that travel
+PIECE_BYTES = GIB  # of states, by which fsdp does that, two at once; a larger weight's are one
 FREEING_KEYS = (OFFLOAD_MODEL, OFFLOAD_OPTIMIZER, SLEEP_LEVEL, PARAM_OFFLOAD, GRAD_OFFLOAD, STEP_ONLY)
 
 
@@ -143,7 +143,7 @@ def training(shape: ModelShape, sizes: ParallelSizes, work: Work) -> tuple[Term,
         ]
     else:
         own = math.ceil(shape.num_parameters / sizes.data)
-        pieces = 3 * max(PIECE_BYTES, math.ceil(8 * shape.ends / sizes.data))
+        pieces = 2 * max(PIECE_BYTES, math.ceil(8 * max(shape.ends, shape.largest_layer) / sizes.data))
         weights = [
             Term("weights", 4 * own, freed_by=(OFFLOAD_MODEL,)),
             Term("gradients", 4 * own, stays=False),  # set to none by the step

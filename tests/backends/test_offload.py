@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 from tests.golden.tiny import save_tiny
 from trainers.backends.fsdp import FsdpBackend
-from trainers.backends.offload import ALIGNMENT, Offload
+from trainers.backends.offload import ALIGNMENT, Home, Offload
 from trainers.backends.resting_optimizer import RestingOptimizer
 from trainers.batch import Ragged, Sequences
 
@@ -71,6 +72,7 @@ def test_tensors_elsewhere_are_left_alone() -> None:
     assert offload.reload() == 0
 
 
+CPU = torch.device("cpu")
 ROWS = Sequences(Ragged.of([[5, 6, 7]], np.int64), Ragged.of([[False, True, True]], bool))
 USES: dict[str, Callable[[Any], Any]] = {
     "scores": lambda backend: backend.token_logps(ROWS, micro_batch_size=1),
@@ -110,7 +112,7 @@ def test_an_optimizer_that_rests_on_the_host_learns_the_same(optim: Any, piece_b
         settings["optim_kwargs"] = {"momentum": 0.9}
     stays, rests, went_on = (FsdpBackend(model, **settings) for _ in range(3))
     assert rests.optimizer is not None
-    rests.resting = RestingOptimizer(rests.optimizer, "cpu", piece_bytes)
+    rests.resting = RestingOptimizer(rests.optimizer, CPU, piece_bytes=piece_bytes)
 
     def num_here(backend: FsdpBackend) -> int:
         return sum(state.untyped_storage().nbytes() for state in backend._remembered() if state.dim())
@@ -143,33 +145,91 @@ def test_an_optimizer_that_rests_on_the_host_learns_the_same(optim: Any, piece_b
             assert torch.equal(weight, expected)
 
 
-def test_a_step_that_fails_halfway_leaves_an_optimizer_that_goes_on() -> None:
+class FailsAt:
+    """A function that fails when it is called for the n-th time."""
+
+    def __init__(self, function: Callable[..., Any], number: int) -> None:
+        self.function, self.number, self.count = function, number, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.count += 1
+        if self.count == self.number:
+            raise MemoryError
+        return self.function(*args)
+
+
+@pytest.mark.parametrize("where", ["step", "allocate"])
+def test_a_step_that_fails_halfway_leaves_an_optimizer_that_goes_on(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = [torch.nn.Parameter(torch.ones(4)) for _ in range(6)]
     optimizer = torch.optim.AdamW(weights, lr=0.1)
-    resting = RestingOptimizer(optimizer, "cpu", piece_bytes=2 * weights[0].nbytes)
+    resting = RestingOptimizer(optimizer, CPU, piece_bytes=2 * weights[0].nbytes)
+    fails = FailsAt(optimizer.step, 2) if where == "step" else FailsAt(Home.allocate, 6)
 
-    def step(failing: int | None = None) -> None:
+    def step() -> None:
         for weight in weights:
             weight.grad = torch.ones(4)
-        calls = []
-
-        def fail(*_: Any) -> None:
-            calls.append(1)
-            if len(calls) == failing:
-                raise MemoryError
-
-        hook = optimizer.register_step_pre_hook(fail)
-        try:
-            resting.step()
-        finally:
-            hook.remove()
+        resting.step()
 
     step()
-    with pytest.raises(MemoryError):
-        step(failing=2)
+    with monkeypatch.context() as patch:
+        if where == "step":
+            patch.setattr(optimizer, "step", fails)
+        else:
+            patch.setattr(Home, "allocate", lambda home: fails(home))
+        with pytest.raises(MemoryError):
+            step()
+    states = [state for weight in weights for state in optimizer.state[weight].values()]
+    assert not any(state.untyped_storage().nbytes() for state in states)
     step()
-    resting.bring()
-    assert [float(optimizer.state[weight]["step"]) for weight in weights] == [3, 3, 2, 2, 2, 2]
-    first, last = (optimizer.state[weights[k]]["exp_avg"] for k in (0, -1))
-    torch.testing.assert_close(first, torch.full((4,), 1 - 0.9**3))
-    torch.testing.assert_close(last, torch.full((4,), 1 - 0.9**2))
+    state = resting.whole_state()["state"]
+    counts = [int(state[k]["step"]) for k in range(6)]
+    assert counts == ([3, 3, 2, 2, 2, 2] if where == "step" else [2, 2, 2, 2, 2, 2])
+    for k, count in enumerate(counts):
+        torch.testing.assert_close(state[k]["exp_avg"], torch.full((4,), 1 - 0.9**count))
+
+
+def test_states_are_read_and_put_back_a_weight_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [torch.nn.Parameter(torch.full((8,), float(k))) for k in range(4)]
+    here: list[int] = []
+    first, second = (RestingOptimizer(torch.optim.AdamW(weights, lr=lr), CPU) for lr in (0.1, 0.5))
+    for resting in (first, second):
+        for k, weight in enumerate(weights):
+            weight.grad = torch.full((8,), k + resting.optimizer.param_groups[0]["lr"])
+        resting.step()
+
+    def counting(function: Callable[[Home], None]) -> Callable[[Home], None]:
+        def counted(home: Home) -> None:
+            states = [one for resting in (first, second) for one in resting.optimizer.state.values()]
+            here.append(sum(value.untyped_storage().nbytes() > 0 for state in states for value in state.values()))
+            function(home)
+
+        return counted
+
+    for name in ("give", "take"):
+        monkeypatch.setattr(Home, name, counting(getattr(Home, name)))
+    state = first.whole_state()
+    second.load_whole_state(copy.deepcopy(state))  # on a CPU what is given is taken as it is
+    assert len(here) == 2 * 3 * 4
+    assert max(here) == 3  # of one weight
+    assert second.optimizer.param_groups[0]["lr"] == 0.1
+    found = second.whole_state()["state"]
+    assert found.keys() == state["state"].keys() == {0, 1, 2, 3}
+    for index, entries in state["state"].items():
+        for name, value in entries.items():
+            assert torch.equal(found[index][name], value), (index, name)
+
+
+def test_states_that_an_optimizer_begins_with_rest_from_the_beginning() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.Adagrad([weight], lr=0.1)
+    resting = RestingOptimizer(optimizer, CPU)
+    assert not optimizer.state[weight]["sum"].untyped_storage().nbytes()
+    weight.grad = torch.full((4,), 2.0)
+    resting.step()
+    assert resting.whole_state()["state"][0]["sum"].tolist() == [4.0] * 4
+    plain = RestingOptimizer(torch.optim.SGD([weight], lr=0.1), CPU)
+    weight.grad = torch.ones(4)
+    plain.step()
+    assert plain.whole_state()["state"] == {}

@@ -25,6 +25,7 @@ from tests.backends.batches import (
     weights_of,
 )
 from tests.golden.tiny import save_tiny
+from trainers.backends import fsdp
 from trainers.backends.fsdp import FsdpBackend
 from trainers.batch import Ragged, Samples
 from trainers.grpo_config import GRPOConfig
@@ -268,22 +269,32 @@ def test_the_loss_sees_ragged_targets_left_aligned(folder: str) -> None:
 
 
 aten = torch.ops.aten
-WAITING = [aten._local_scalar_dense.default, aten.masked_select.default, aten.masked_scatter_backward.default]
+READS = [aten._local_scalar_dense.default, aten.masked_select.default, aten.masked_scatter_backward.default]
 
 
 class Reads(TorchDispatchMode):
-    """Counts how often a number, or how many numbers there are, is read from a device, for which a process waits."""
+    """Counts what a process would wait for, were its device a GPU: for a number, or for how many there are.
 
-    def __init__(self) -> None:
+    ``of_inputs``: what is done to inputs too, before they go to the device.
+    """
+
+    def __init__(self, *, of_inputs: bool = False) -> None:
         super().__init__()
-        self.count = 0
+        self.of_inputs, self.count = of_inputs, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in WAITING
+        self.count += func in READS
+        if self.of_inputs:
+            self.count += func is aten.nonzero.default
+            self.count += func is aten.index.Tensor and any(
+                one is not None and one.dtype == torch.bool for one in args[1]
+            )
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_waits_for_its_device_as_often_however_many_micro_batches_it_has(tmp_path: Path) -> None:
+def test_a_step_waits_for_its_device_as_often_however_many_micro_batches_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = FsdpBackend(save_tiny(tmp_path), learning_rate=1e-3, num_training_steps=9)
     config = GRPOConfig(model="any", dataset=[{"prompt": "any"}], reward_funcs=["exact_answer"], beta=0.1)
     samples = dataclasses.replace(
@@ -291,6 +302,17 @@ def test_a_step_waits_for_its_device_as_often_however_many_micro_batches_it_has(
         old_logps=Ragged.of([np.full(mask.sum(), -5.0) for mask in samples_of().target_mask], np.float32),
         ref_logps=Ragged.of([np.full(mask.sum(), -6.0) for mask in samples_of().target_mask], np.float32),
     )
+    in_losses, token_loss = [], fsdp.token_loss
+
+    def watched(*args: Any) -> torch.Tensor:
+        with Reads(of_inputs=True) as reads, monkeypatch.context() as patch:
+            for name in ("tolist", "numpy", "cpu"):
+                patch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"{name} waits"))
+            loss = token_loss(*args)
+        in_losses.append(reads.count)
+        return loss
+
+    monkeypatch.setattr(fsdp, "token_loss", watched)
     counts = []
     for micro_batch_size in (8, 4, 2):
         with Reads() as reads:
@@ -298,4 +320,5 @@ def test_a_step_waits_for_its_device_as_often_however_many_micro_batches_it_has(
             metrics = backend.step(samples, loss, micro_batch_size=micro_batch_size)
         assert metrics.values()["kl"] > 0
         counts.append(reads.count - 8 // micro_batch_size)  # on a CPU the head looks for gradients of entropies
+    assert in_losses == [0] * (1 + 2 + 4)
     assert counts[0] == counts[1] == counts[2]

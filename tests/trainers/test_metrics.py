@@ -102,6 +102,20 @@ def test_tensors_are_read_when_somebody_asks() -> None:
     assert metrics.values()["loss"] == 7.0
 
 
+def test_what_happens_to_a_tensor_later_changes_no_metric() -> None:
+    several = torch.tensor([3.0, 4.0])
+    metrics = Metrics()
+    metrics.sum("loss", several[:1])
+    several.zero_()
+    assert metrics.values() == {"loss": 3.0}
+    with pytest.raises(ValueError, match="'loss' was joined by 'sum' before and by 'mean' now"):
+        metrics.mean("loss", several[0], 1)
+    metrics.max("largest", several[0])
+    with pytest.raises(ValueError, match="'largest' was joined by 'max' before and by 'min' now"):
+        metrics.min("largest", several[0])
+    assert metrics.values() == {"loss": 3.0, "largest": 0.0}
+
+
 def test_a_nan_loss_is_told() -> None:
     metrics = Metrics()
     metrics.sum("loss", math.nan)

@@ -192,7 +192,7 @@ class FsdpBackend:
             kwargs=optim_kwargs or {},
         )
         if optimizer_offload and self.device.type == "cuda":
-            self.resting = RestingOptimizer(self.optimizer)
+            self.resting = RestingOptimizer(self.optimizer, self.device)
         self.scheduler = get_scheduler(
             lr_scheduler_type,
             self.optimizer,
@@ -437,15 +437,6 @@ class FsdpBackend:
         states = [value for entries in self.optimizer.state.values() for value in entries.values()]
         return [value for value in states if torch.is_tensor(value)]
 
-    @contextlib.contextmanager
-    def _memory_here(self) -> Iterator[None]:
-        """Inside, what the optimizer remembers is on the device."""
-        if self.resting is not None:
-            self.resting.bring()
-        yield
-        if self.resting is not None:
-            self.resting.rest()
-
     def export(self, folder: Path, tokenizer: Any = None) -> None:
         """Writes the model alone in ``dtype``, as a Hugging Face folder (rank 0 does). Every rank calls it.
 
@@ -481,11 +472,10 @@ class FsdpBackend:
             else:
                 write_model(self.module, weights, folder, dtype=self.module.dtype, config=self.config)
         if self.optimizer is not None and (self.rank == 0 or self.is_sharded):
-            with self._memory_here():
-                optimizer = whole_state(self.optimizer)
-                if self.rank == 0:
-                    torch.save(optimizer, folder / "optimizer.pt")
-                    torch.save(self.scheduler.state_dict(), folder / "scheduler.pt")
+            optimizer = whole_state(self.optimizer) if self.resting is None else self.resting.whole_state()
+            if self.rank == 0:
+                torch.save(optimizer, folder / "optimizer.pt")
+                torch.save(self.scheduler.state_dict(), folder / "scheduler.pt")
         torch.save(random_state(self.device), folder / f"rng_state_{self.rank}.pth")
         if self.world_size > 1:
             dist.barrier()
@@ -514,8 +504,10 @@ class FsdpBackend:
             load_named_weights(self.module, read_weights(folder))
         if self.optimizer is not None:
             state = torch.load(folder / "optimizer.pt", map_location="cpu")
-            with self._memory_here():
+            if self.resting is None:
                 load_whole_state(self.optimizer, state)
+            else:
+                self.resting.load_whole_state(state)
             self.scheduler.load_state_dict(torch.load(folder / "scheduler.pt"))
         states = folder / f"rng_state_{self.rank}.pth"
         if states.exists():

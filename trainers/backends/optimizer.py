@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -58,26 +59,51 @@ def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[
     ]
 
 
-def whole_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with whole tensors on the CPU, for any number of ranks. Every rank calls it."""
+def whole_state(
+    optimizer: torch.optim.Optimizer,
+    *,
+    here: Callable[[torch.Tensor], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with whole tensors on the CPU, for any number of ranks. Every rank calls it.
+
+    Inside ``here(weight)`` the states of a weight are read.
+    """
     found = optimizer.state_dict()
-    state = {
-        index: {key: full(value).cpu() if torch.is_tensor(value) else value for key, value in entries.items()}
-        for index, entries in found["state"].items()
-    }
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    state = {}
+    for index, entries in found["state"].items():
+        with here(weights[index]):
+            state[index] = {
+                key: full(value).to("cpu", copy=True) if torch.is_tensor(value) else value
+                for key, value in entries.items()
+            }
     return {"state": state, "param_groups": found["param_groups"]}
 
 
-def load_whole_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Puts back what ``whole_state`` gave, laid out as the weights are now."""
+def load_whole_state(
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    *,
+    loaded: Callable[[torch.Tensor], object] | None = None,
+) -> None:
+    """Puts back what ``whole_state`` gave, laid out as the weights are now.
+
+    ``loaded`` is called for each weight that has its states, before those of the next are placed.
+    """
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    placed = {
-        index: {
-            key: as_placed(value, weights[index])
-            if torch.is_tensor(value) and value.shape == weights[index].shape
-            else value
-            for key, value in entries.items()
-        }
-        for index, entries in state["state"].items()
+    known = dict[torch.Tensor, Any]()
+    indices = list(state["state"])
+    for part in [indices] if loaded is None else [[index] for index in indices]:
+        placed = {index: _placed(state["state"][index], weights[index]) for index in part}
+        optimizer.load_state_dict({"state": placed, "param_groups": state["param_groups"]})
+        if loaded is not None:
+            loaded(weights[part[0]])
+        known |= optimizer.state
+    optimizer.state.update(known)
+
+
+def _placed(entries: Mapping[str, Any], weight: torch.Tensor) -> dict[str, Any]:
+    return {
+        key: as_placed(value, weight) if torch.is_tensor(value) and value.shape == weight.shape else value
+        for key, value in entries.items()
     }
-    optimizer.load_state_dict({"state": placed, "param_groups": state["param_groups"]})

@@ -111,7 +111,7 @@ def add_ppo_metrics(metrics: Metrics, diagnostics: PPODiagnostics) -> None:
     metrics.mean("policy/clipfrac_avg", seen["clipped"], tokens)
     metrics.mean("policy/approxkl_avg", seen["approxkl"], tokens)
     metrics.mean("policy/entropy_avg", seen["entropy"], tokens)
-    metrics.mean("val/ratio", tokens + seen["ratio_excess"], tokens)
+    metrics.mean("val/ratio", tokens.double() + seen["ratio_excess"], tokens)
     metrics.mean(SQUARED_RATIO_EXCESS, seen["squared_ratio_excess"], tokens)
 
 

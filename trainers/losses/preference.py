@@ -337,7 +337,7 @@ def add_preference_metrics(metrics: Metrics, diagnostics: PreferenceDiagnostics)
     metrics.mean("rewards/chosen", seen["chosen_rewards"], pairs)
     metrics.mean("rewards/rejected", seen["rejected_rewards"], pairs)
     metrics.mean("rewards/accuracies", seen["accurate"], pairs)
-    metrics.mean("rewards/margins", seen["chosen_rewards"] - seen["rejected_rewards"], pairs)
+    metrics.mean("rewards/margins", seen["chosen_rewards"].double() - seen["rejected_rewards"], pairs)
     metrics.mean("logps/chosen", seen["chosen_logps"], pairs)
     metrics.mean("logps/rejected", seen["rejected_logps"], pairs)
 

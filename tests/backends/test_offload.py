@@ -232,4 +232,8 @@ def test_states_that_an_optimizer_begins_with_rest_from_the_beginning() -> None:
     plain = RestingOptimizer(torch.optim.SGD([weight], lr=0.1), CPU)
     weight.grad = torch.ones(4)
     plain.step()
-    assert plain.whole_state()["state"] == {}
+    state = plain.whole_state()
+    assert state["state"] == {}
+    state["param_groups"][0]["lr"] = 0.7
+    plain.load_whole_state(state)
+    assert plain.optimizer.param_groups[0]["lr"] == 0.7

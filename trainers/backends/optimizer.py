@@ -93,10 +93,10 @@ def load_whole_state(
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     known = dict[torch.Tensor, Any]()
     indices = list(state["state"])
-    for part in [indices] if loaded is None else [[index] for index in indices]:
+    for part in [indices] if loaded is None or not indices else [[index] for index in indices]:
         placed = {index: _placed(state["state"][index], weights[index]) for index in part}
         optimizer.load_state_dict({"state": placed, "param_groups": state["param_groups"]})
-        if loaded is not None:
+        if loaded is not None and part:
             loaded(weights[part[0]])
         known |= optimizer.state
     optimizer.state.update(known)

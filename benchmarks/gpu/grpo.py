@@ -41,7 +41,7 @@ def rows_of(num_prompts: int) -> list[dict[str, str]]:
 
 def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Medians of what the trainer itself tells of each step."""
-    from trainers.grpo import GRPOTrainer
+    from benchmarks.gpu.measured import MeasuredGRPO
     from trainers.grpo_config import GRPOConfig
 
     size = options.prompts * options.generations
@@ -74,7 +74,7 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )
     session = RayHelper.session(apart(options.apart)) if options.apart else contextlib.nullcontext()
     with PeakMemory() as peak, session:
-        GRPOTrainer(config).train()
+        MeasuredGRPO(config).train()
     steps = our_steps(folder / "ours", options.warm)
     found = phases(steps)
     found["completions/mean_length"] = statistics.median(step["completions/mean_length"] for step in steps)

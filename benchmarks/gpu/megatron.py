@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.gpu.device_memory import PeakMemory
 from benchmarks.gpu.grpo import GIB, PROMPT, rows_of
+from benchmarks.gpu.measured import MeasuredGRPO
 from benchmarks.gpu.parts import arguments, run_parts
 from benchmarks.gpu.profiled import FILE, UPDATE, profiled, show
 from benchmarks.gpu.sft import PEAK_FLOPS, documents
@@ -33,7 +34,6 @@ from benchmarks.gpu.shapes import SHAPES, saved_apart
 from benchmarks.gpu.steps import ON_GPU, our_steps, phases
 from rayhelper import RayHelper
 from trainers.batch import Sequences
-from trainers.grpo import GRPOTrainer
 from trainers.grpo_config import GRPOConfig
 from trainers.metrics import Metrics
 from trainers.sft import SFTTrainer
@@ -50,13 +50,6 @@ class MeasuredSFT(SFTTrainer):
     def update(self, batch: Sequences, num_tokens: int) -> Metrics:
         with profiled(Path(self.config.output_dir)):
             return super().update(batch, num_tokens)
-
-
-class MeasuredGRPO(GRPOTrainer):
-    """Nobody wants the model."""
-
-    @RayHelper.function(group="train")
-    def export(self, folder: Path) -> None: ...
 
 
 def sft(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Work:
     distributed_optimizer: bool = True  # megatron's: optimizer states are divided over data-parallel workers
     num_micro_batches: int | None = None  # of an optimizer step; None: enough to fill a pipeline
     has_reference: bool = False  # a frozen copy of the model beside the trained one
+    adapter: int = 0  # parameters of a LoRA adapter, which alone is trained; 0: all are
 
     @property
     def is_autocast(self) -> bool:
@@ -128,9 +129,12 @@ def training(shape: ModelShape, sizes: ParallelSizes, work: Work) -> tuple[Term,
 
     fsdp: everything in float32 (16 bytes a parameter), divided over the data-parallel workers, and what is gathered of
     it in the compute type. megatron in bfloat16: 2 + 4 bytes of weights and gradients a parameter of the worker, and 12
-    of master weights and moments, which the distributed optimizer divides.
+    of master weights and moments, which the distributed optimizer divides. Under an adapter it alone has all that, in
+    float32; the weights are in the compute type, but those that fsdp divides.
     """
-    if work.backend == "megatron":
+    if work.adapter:
+        weights = _under_adapter(shape, sizes, work)
+    elif work.backend == "megatron":
         dense, experts = megatron_parameters(shape, sizes)
         master = 4 if work.compute_bytes == 2 else 0
         dense_ways, expert_ways = _optimizer_ways(sizes) if work.distributed_optimizer else (1, 1)
@@ -151,8 +155,30 @@ def training(shape: ModelShape, sizes: ParallelSizes, work: Work) -> tuple[Term,
             *_gathered(shape, sizes, work),
         ]
     if work.has_reference:
-        weights.append(Term("reference", work.compute_bytes * own, freed_by=(OFFLOAD_MODEL,)))
+        weights.append(Term("reference", scoring(shape, sizes, work)[0].num_bytes, freed_by=(OFFLOAD_MODEL,)))
     return (*weights, _passing("activations", activation_bytes(shape, sizes, work)), _logits(shape, work))
+
+
+def _under_adapter(shape: ModelShape, sizes: ParallelSizes, work: Work) -> list[Term]:
+    if work.backend == "megatron":
+        num_bytes = work.compute_bytes * sum(megatron_parameters(shape, sizes))
+        own = math.ceil(work.adapter / sizes.pipeline)  # tensor-parallel workers may share a half: counted whole
+        states = math.ceil(own / (sizes.data * sizes.context if work.distributed_optimizer else 1))
+        return [
+            Term("weights", num_bytes, freed_by=(OFFLOAD_MODEL, PARAM_OFFLOAD)),
+            Term("adapter", 4 * own, freed_by=(OFFLOAD_MODEL, PARAM_OFFLOAD)),
+            Term("gradients", 4 * own, freed_by=(OFFLOAD_OPTIMIZER, GRAD_OFFLOAD)),
+            Term("optimizer", 8 * states, freed_by=(OFFLOAD_OPTIMIZER, STEP_ONLY)),
+        ]
+    own = math.ceil(work.adapter / sizes.data)
+    kept = 4 if sizes.data > 1 else work.compute_bytes
+    return [
+        Term("weights", kept * math.ceil(shape.num_parameters / sizes.data), freed_by=(OFFLOAD_MODEL,)),
+        Term("adapter", 4 * own, freed_by=(OFFLOAD_MODEL,)),
+        Term("gradients", 4 * own, stays=False),
+        Term("optimizer", 8 * own, freed_by=(OFFLOAD_OPTIMIZER, STEP_ONLY)),
+        *(_gathered(shape, sizes, work) if sizes.data > 1 else []),
+    ]
 
 
 def scoring(shape: ModelShape, sizes: ParallelSizes, work: Work) -> tuple[Term, ...]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rayhelper.device_groups import DeviceGroup
 from rayhelper.device_groups.mistakes import Mistakes
 from rayhelper.device_groups.role_form import check_parallel_sizes
+from rayhelper.planning.adapter import ALL, adapter_parameters
 from rayhelper.planning.memory import (
     FREEING_KEYS,
     GIB,
@@ -44,6 +45,7 @@ MICRO_BATCH_KEYS = ("per_device_train_batch_size", "micro_batch_size")
 UTILIZATION_KEY = "vllm_gpu_memory_utilization"
 DEFAULT_UTILIZATION = 0.9  # vLLM's
 DEFAULT_PROMPT = 512  # tokens
+DEFAULT_RANK = 8  # of a LoRA adapter
 
 Does = Literal["train", "generate", "score", "unknown"]
 
@@ -136,6 +138,8 @@ def _plan_model(place: Place) -> RolePlan:
     memory = None
     if shape is not None and place.group.device != "CPU":
         work = _work(place, sizes)
+        if does == "train" and place.settings.get("tuner_type") == "lora":
+            work = replace(work, adapter=_adapter(place.settings, shape))
         terms = (training if does == "train" else scoring)(shape, sizes, work)
         memory = RoleMemory(place.role, terms, _offloads(place.settings))
         if work.backend == "fsdp" and sizes.data > 1:
@@ -246,6 +250,13 @@ def _work(place: Place, sizes: ParallelSizes) -> Work:
     )
 
 
+def _adapter(settings: Mapping[str, Any], shape: ModelShape) -> int:
+    """Parameters of the LoRA adapter that these keys describe."""
+    targets = settings.get("lora_target_modules", [ALL])
+    names = [targets] if isinstance(targets, str) else targets
+    return adapter_parameters(shape, _whole(settings, "lora_rank") or DEFAULT_RANK, [str(name) for name in names])
+
+
 def _length(settings: Mapping[str, Any], findings: Findings) -> int:
     """Tokens of a sequence: prompt and completion, or ``max_length``."""
     completion, whole = _whole(settings, "max_completion_length"), _whole(settings, "max_length")
@@ -263,6 +274,8 @@ def _has_reference(place: Place) -> bool:
     """Whether GRPO's KL term makes the trained role hold the model that it started from."""
     settings = place.settings
     is_policy = place.role in TRAINED - {"critic", "value"} and not {"ref", "reference"} & set(place.run.roles)
+    if settings.get("tuner_type") == "lora" and settings.get("ref_model") is None:
+        return False  # the policy without its adapter
     return is_policy and bool(settings.get("beta")) and bool(settings.get("reward_funcs"))
 
 

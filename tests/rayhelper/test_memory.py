@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from rayhelper.errors import ConfigError
+from rayhelper.planning.adapter import adapter_parameters
 from rayhelper.planning.memory import (
     GIB,
     RoleMemory,
@@ -254,6 +255,41 @@ def test_a_frozen_model_has_neither_gradients_nor_states() -> None:
     assert found["weights"] == 2 * DENSE.num_parameters
     assert set(found) == {"weights", "activations", "logits"}
     assert found["logits"] == 3 * 4 * 101 * 10
+
+
+@pytest.mark.parametrize(
+    "targets", [["all-linear"], ["q_proj", "self_attn.v_proj"], ["o_proj", "gate_proj", "up_proj"]]
+)
+@pytest.mark.parametrize("kind", [Qwen3Config, LlamaConfig, Qwen3MoeConfig])
+def test_an_adapter_counts_exactly_the_parameters_of_pefts(kind: Any, targets: list[str]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = kind(**{**SIZES, **(EXPERTS if kind is Qwen3MoeConfig else {})})
+    names: Any = "all-linear" if targets == ["all-linear"] else [name.rpartition(".")[2] for name in targets]
+    with torch.device("meta"):
+        model = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(r=3, target_modules=names))
+    shape = ModelShape.of(config.to_dict())
+    assert shape is not None
+    wanted = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    assert adapter_parameters(shape, 3, targets) == wanted > 0
+
+
+def test_under_an_adapter_it_alone_has_gradients_and_states() -> None:
+    work = Work(adapter=1000)
+    alone = terms(training(DENSE, ONE, work))
+    assert alone["weights"] == 2 * DENSE.num_parameters
+    assert (alone["adapter"], alone["gradients"], alone["optimizer"]) == (4000, 4000, 8000)
+    assert "gathered" not in alone
+    several = terms(training(DENSE, ParallelSizes(data=4), work))
+    assert several["weights"] == 4 * DENSE.num_parameters // 4
+    assert (several["adapter"], several["optimizer"]) == (1000, 2000)
+    assert several["gathered"] == terms(training(DENSE, ParallelSizes(data=4), Work()))["gathered"]
+    sizes = ParallelSizes(tensor=2, pipeline=2, data=4)
+    cut = terms(training(DENSE, sizes, replace(work, backend="megatron")))
+    assert cut["weights"] == 2 * sum(megatron_parameters(DENSE, sizes))
+    assert (cut["adapter"], cut["gradients"], cut["optimizer"]) == (2000, 2000, 8 * 125)
+    with_reference = terms(training(DENSE, ParallelSizes(data=4), replace(work, has_reference=True)))
+    assert with_reference["reference"] == 2 * DENSE.num_parameters // 4
 
 
 def test_a_reference_model_lies_beside_the_trained_one() -> None:

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from rayhelper.device_groups import DeviceGroups
 from rayhelper.errors import PlacementError
 from rayhelper.plan import NodeResources, assign
+from rayhelper.planning.adapter import adapter_parameters
 from rayhelper.planning.dry_run import Plan, make_plan
 from rayhelper.planning.memory import GIB
+from rayhelper.planning.model_shape import ModelShape
 from rayhelper.planning.plan_report import as_dict, as_lines, plan
 from rayhelper.ranks import runs
 
@@ -304,6 +306,22 @@ def test_keys_of_vllm_do_not_outweigh_that_it_is_not_used(keys: dict[str, Any], 
     roles = {role.role: role for group in planned(tmp_path, config).groups for role in group.roles}
     assert roles["rollout"].engine == engine
     assert (roles["teacher"].does, roles["teacher"].engine) == ("score", None)
+
+
+def test_a_run_that_trains_an_adapter_needs_room_for_its_states_alone(tmp_path: Path) -> None:
+    lora = {"model": SHAPE, "tuner_type": "lora", "lora_rank": 4, "lora_target_modules": ["q_proj"], "beta": 0.1}
+    lora |= {"reward_funcs": ["any"], "train": {"gpus": 1}}
+    memory = planned(tmp_path, lora).groups[0].roles[0].memory
+    assert memory is not None
+    found = {term.name: term.num_bytes for term in memory.terms}
+    shape = ModelShape.of(SHAPE)
+    assert shape is not None
+    size = adapter_parameters(shape, 4, ["q_proj"])
+    assert (found["weights"], found["adapter"], found["optimizer"]) == (2 * shape.num_parameters, 4 * size, 8 * size)
+    assert "reference" not in found  # the policy without its adapter
+    named = planned(tmp_path, lora | {"ref_model": SHAPE}).groups[0].roles[0].memory
+    assert named is not None
+    assert "reference" in {term.name for term in named.terms}
 
 
 def test_roles_that_make_room_for_each_other_need_less(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def grpo_loss(
     assert micro.advantages is not None, "credit comes first"
     if isinstance(micro.advantages, Ragged):
         advantages = padded(micro.advantages)
-    else:
+    else:  # a copy: what came through Ray is read-only
         advantages = on_device(torch.tensor(micro.advantages), logps_BT.device).to(logps_BT.dtype)
 
     token_weights = policy_mask_BT

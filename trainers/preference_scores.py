@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from trainers.backends.base import Backend
+from trainers.backends.token_loss import target_table
 from trainers.batch import Ragged, on_device
 from trainers.data.preferences import Preferences
 from trainers.losses.tokens import token_entropy, token_logps
@@ -91,12 +92,10 @@ def evaluated(
         ids_N = target_ids(micro)
         if not len(micro) or len(features_NX) < len(ids_N):
             continue
-        counts = torch.from_numpy(np.array([mask.sum() for mask in sequences.target_mask])).to(features_NX.device)
-        mask_BT = torch.arange(int(counts.max()), device=counts.device)[None, :] < counts[:, None]
+        mask_BT, table = target_table(sequences, features_NX.device)
         columns = _token_scores(backend, features_NX, ids_N, function)
         tables = {
-            name: torch.zeros(mask_BT.shape, device=mask_BT.device).masked_scatter(mask_BT, values_N)
-            for name, values_N in zip(("logps", "entropy", *function.names), columns, strict=True)
+            name: table(values_N) for name, values_N in zip(("logps", "entropy", *function.names), columns, strict=True)
         }
         logps_BT, entropy_BT = tables.pop("logps"), tables.pop("entropy")
         further: dict[str, Any] = {f"{name}_BT": values_BT for name, values_BT in tables.items()}

@@ -170,6 +170,7 @@ def comparison_loss(
     loss, diagnostics = reward_model_loss(
         rewards_B[: len(micro)],
         rewards_B[len(micro) :],
+        # a copy: what came through Ray is read-only
         None if micro.margins is None else on_device(torch.tensor(micro.margins), rewards_B.device).to(rewards_B.dtype),
         num_pairs=num_pairs,
         center_rewards_coefficient=center_rewards_coefficient,

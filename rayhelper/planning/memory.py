@@ -163,7 +163,7 @@ def _under_adapter(shape: ModelShape, sizes: ParallelSizes, work: Work) -> list[
     if work.backend == "megatron":
         num_bytes = work.compute_bytes * sum(megatron_parameters(shape, sizes))
         own = math.ceil(work.adapter / sizes.pipeline)  # tensor-parallel workers may share a half: counted whole
-        states = math.ceil(own / (sizes.data * sizes.context if work.distributed_optimizer else 1))
+        states = math.ceil(own / (_optimizer_ways(sizes)[0] if work.distributed_optimizer else 1))
         return [
             Term("weights", num_bytes, freed_by=(OFFLOAD_MODEL, PARAM_OFFLOAD)),
             Term("adapter", 4 * own, freed_by=(OFFLOAD_MODEL, PARAM_OFFLOAD)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,7 @@ def token_loss(
     nothing: torch.Tensor = scores[0][:0].sum()
     if not len(micro):
         return nothing
-    device, counts_B = nothing.device, num_targets(sequences)
-    known_BT = np.arange(counts_B.max())[None, :] < counts_B[:, None]
-    mask_BT, places_N = (on_device(torch.from_numpy(x), device) for x in (known_BT, np.flatnonzero(known_BT)))
-
-    def table(values_N: torch.Tensor) -> torch.Tensor:  # by places: the gradient of masked_scatter waits for the device
-        return torch.zeros(known_BT.size, device=device).index_copy(0, places_N, values_N).view(mask_BT.shape)
-
+    mask_BT, table = target_table(sequences, nothing.device)
     loss: torch.Tensor
     if not isinstance(scores, Scores):
         loss = loss_function(table(scores[0]), mask_BT, micro, metrics)
@@ -43,3 +38,20 @@ def token_loss(
     further = {f"{name}_BT": table(values) for name, values in zip(names, scores.further, strict=True)}
     loss = loss_function(table(scores.logps_N), table(scores.entropy_N), mask_BT, micro, metrics, **further)
     return loss + nothing
+
+
+def target_table(
+    sequences: Sequences, device: torch.device
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """(B, T) where rows have targets, left-aligned; and what lays numbers of all targets (N,) out like that.
+
+    By their places: the gradient of ``masked_scatter`` would wait for the device.
+    """
+    counts_B = num_targets(sequences)
+    known_BT = np.arange(counts_B.max())[None, :] < counts_B[:, None]
+    mask_BT, places_N = (on_device(torch.from_numpy(x), device) for x in (known_BT, np.flatnonzero(known_BT)))
+
+    def table(values_N: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(known_BT.size, device=device).index_copy(0, places_N, values_N).view(mask_BT.shape)
+
+    return mask_BT, table

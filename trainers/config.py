@@ -140,6 +140,9 @@ class TrainConfig(MegatronConfig, RunConfig):
     """The optimizer's states are in the memory of the host but when it changes the weights."""
     torch_compile: bool = False
     """Compile the model's layers: the first step takes minutes, later ones less time."""
+    activation_memory_budget: float = 1.0
+    """With ``torch_compile``: the share of a layer's activations that is kept for the backward pass; the rest is
+    computed again, what costs least first. 0.9 leaves out what lies between products, 0: all but the layer's input."""
     fsdp_offload_params: bool = False
     """Keep the shards and the optimizer in the memory of the host."""
 
@@ -257,6 +260,10 @@ def check_shared(config: TrainConfig) -> None:
     _check_adapter(config)
     for source in _listed(config.eval_dataset):
         _check_file("eval_dataset", source, DATA_SUFFIXES)
+    if not 0 <= config.activation_memory_budget <= 1:
+        raise ConfigError(f"activation_memory_budget must lie in [0, 1], got {config.activation_memory_budget}")
+    if not config.torch_compile:
+        unread(config, "torch_compile is false", "activation_memory_budget")
     for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
         if not 0 <= getattr(config, name) < 1:
             raise ConfigError(f"{name} must lie in [0, 1), got {getattr(config, name)}")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 TRAINED = ("train", "default", "critic")  # roles; models of others only score
 OF_FSDP = (
     *("fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_offload_params", "torch_compile"),
-    "teacher_model_init_kwargs",
+    *("activation_memory_budget", "teacher_model_init_kwargs"),
 )
 
 

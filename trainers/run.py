@@ -491,6 +491,7 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
         "offload_params": config.fsdp_offload_params,
         "optimizer_offload": config.optimizer_offload,
         "torch_compile": config.torch_compile,
+        "activation_memory_budget": config.activation_memory_budget,
         "padding_free": config.padding_free,
         "model_init_kwargs": config.model_init_kwargs,
     }

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import statistics
 import time
@@ -62,6 +63,7 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         learning_rate=1e-6,
         gradient_checkpointing=options.checkpointing,
         torch_compile=options.compile,
+        activation_memory_budget=options.budget,
         rollout_engine="vllm",
         sleep_level=options.sleep_level if ON_GPU and not options.apart else 0,
         offload_optimizer=options.offload,
@@ -70,7 +72,7 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         max_staleness=options.staleness,
         vllm_max_num_seqs=size,
         vllm_enforce_eager=options.eager,
-        vllm_engine_kwargs={"kv_cache_memory_bytes": int(options.kv_gib * GIB)} if ON_GPU else {},
+        vllm_engine_kwargs=({"kv_cache_memory_bytes": int(options.kv_gib * GIB)} if ON_GPU else {}) | options.engine,
     )
     session = RayHelper.session(apart(options.apart)) if options.apart else contextlib.nullcontext()
     with PeakMemory() as peak, session:
@@ -210,6 +212,8 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, default=0, help="max_staleness; needs --apart")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--budget", type=float, default=1.0, help="activation_memory_budget; needs --compile")
+    parser.add_argument("--engine", type=json.loads, default={}, help="further fields of vLLM's EngineArgs, as JSON")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--checkpointing_trl", action="store_true")
     options = arguments(parser, ["ours", "trl", "decoding", "products"], limit_s=300)

@@ -10,6 +10,7 @@ tells.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -103,6 +104,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=128)
     parser.add_argument("--length", type=int, default=528)
     parser.add_argument("--micros", type=int, nargs="+", default=[16])
+    parser.add_argument("--budgets", type=float, nargs="+", default=[1.0], help="activation_memory_budget, if compiled")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS))
     parser.add_argument("--profile", type=int, default=0, help="rows of a table of kernels")
     parser.add_argument("--json")
@@ -112,22 +114,22 @@ def main() -> None:
     import torch
 
     rows: dict[str, Any] = {}
+    target = options.json or (Path(os.environ["OUT"]) / "update_speed.json" if "OUT" in os.environ else None)
     with tempfile.TemporaryDirectory() as folder:
         save_shape(options.shape, Path(folder))
-        for variant in options.variants:
-            for micro in options.micros:
-                try:
-                    rows[f"{variant} {micro}"] = measure(folder, options, VARIANTS[variant], micro)
-                except torch.OutOfMemoryError:
-                    rows[f"{variant} {micro}"] = {}
-                torch._dynamo.reset()
-                gc.collect()
-                torch.cuda.empty_cache()
-    for name, found in rows.items():
-        print(f"{name:<28}" + "".join(f"{key} {value:<12.4g}" for key, value in found.items()))
-    target = options.json or (Path(os.environ["OUT"]) / "update_speed.json" if "OUT" in os.environ else None)
-    if target:
-        Path(target).write_text(json.dumps({**origin(), "options": vars(options), "rows": rows}, indent=1))
+        for variant, micro, budget in itertools.product(options.variants, options.micros, options.budgets):
+            name = f"{variant} {micro}" + (f" budget {budget}" if budget < 1 else "")
+            try:
+                settings = VARIANTS[variant] | {"activation_memory_budget": budget}
+                rows[name] = measure(folder, options, settings, micro)
+            except torch.OutOfMemoryError:
+                rows[name] = {}
+            print(f"{name:<28}" + "".join(f"{key} {value:<12.4g}" for key, value in rows[name].items()), flush=True)
+            if target:
+                Path(target).write_text(json.dumps({**origin(), "options": vars(options), "rows": rows}, indent=1))
+            torch._dynamo.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

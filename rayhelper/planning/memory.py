@@ -43,6 +43,7 @@ class Work:
     backend: Literal["fsdp", "megatron"] = "fsdp"
     compute_bytes: int = 2  # of a number in the forward pass; 2: bfloat16
     checkpointing: bool = False
+    kept_share: float = 1.0  # of a compiled layer's activations (activation_memory_budget); it computes the rest again
     distributed_optimizer: bool = True  # megatron's: optimizer states are divided over data-parallel workers
     num_micro_batches: int | None = None  # of an optimizer step; None: enough to fill a pipeline
     has_reference: bool = False  # a frozen copy of the model beside the trained one
@@ -238,7 +239,8 @@ def activation_bytes(shape: ModelShape, sizes: ParallelSizes, work: Work) -> int
 
     The first stage of a pipeline holds a micro-batch for every stage after it (1F1B), so that its layers times those
     micro-batches are as many as all layers; interleaving adds (p - 1) / (p m) for m pieces a stage (section 4.2.3).
-    With checkpointing each layer keeps its input alone, and one layer at a time is computed again.
+    With checkpointing each layer keeps its input alone, and one layer at a time is computed again. So is what a layer
+    does not keep for a ``kept_share`` below 1.
     """
     tokens, pipeline = _tokens(sizes, work), sizes.pipeline
     layers = math.ceil(shape.num_hidden_layers / pipeline)
@@ -251,7 +253,8 @@ def activation_bytes(shape: ModelShape, sizes: ParallelSizes, work: Work) -> int
     if work.checkpointing:
         kept = (4 if work.is_autocast else work.compute_bytes) * shape.hidden_size / _norm_ways(sizes)
         return int(tokens * (kept * layers * in_flight + layer))
-    return int(tokens * layer * layers * in_flight)
+    again = layer if work.kept_share < 1 else 0
+    return int(tokens * (work.kept_share * layer * layers * in_flight + again))
 
 
 def _layer_bytes(shape: ModelShape, sizes: ParallelSizes, work: Work, *, trains: bool = True) -> int:

@@ -237,6 +237,7 @@ def _work(place: Place, sizes: ParallelSizes) -> Work:
         findings.assume(f"{MICRO_BATCH_KEYS[0]} 8")
     steps = _whole(settings, "gradient_accumulation_steps")
     batch = _whole(settings, "global_batch_size")
+    budget = settings.get("activation_memory_budget", 1.0) if settings.get("torch_compile") else 1.0
     is_megatron = settings.get("backend", "megatron" if sizes.is_divided else "fsdp") == "megatron"
     return Work(
         micro_batch=micro_batch,
@@ -244,6 +245,7 @@ def _work(place: Place, sizes: ParallelSizes) -> Work:
         backend="megatron" if is_megatron else "fsdp",
         compute_bytes=4 if settings.get("dtype") == "float32" or settings.get("bf16") is False else 2,
         checkpointing=bool(settings.get("gradient_checkpointing")) or settings.get("recompute_granularity") == "full",
+        kept_share=budget if isinstance(budget, int | float) else 1.0,
         distributed_optimizer=settings.get("use_distributed_optimizer", True) is not False,
         num_micro_batches=math.ceil(batch / (micro_batch * sizes.data)) if batch else steps,
         has_reference=_has_reference(place),

@@ -221,6 +221,32 @@ def test_gradient_checkpointing_gives_the_same_gradients_and_runs_layers_again(f
     assert calls[1] == 2 * calls[0]
 
 
+def test_compiled_layers_give_the_same_step_and_keep_no_more_activations_than_they_may(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer_compile = torch.nn.Module.compile  # into PyTorch's own operators here, by the same choice of what is kept
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda layer: layer_compile(layer, backend="aot_eager_decomp_partition")
+    )
+    plain = weights_of(one_step(folder).module)
+    kept = {}
+    for budget in (1.0, 0.9, 0.0):
+        torch._dynamo.reset()
+        seen: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
+            if not isinstance(tensor, torch.nn.Parameter):
+                seen[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            compiled = one_step(folder, micro_batch_size=100, torch_compile=True, activation_memory_budget=budget)
+        kept[budget] = sum(seen.values())
+        assert largest_difference(weights_of(compiled.module), plain) < 1e-6
+    assert kept[0.9] < 0.9 * kept[1.0]
+    assert kept[0.0] < 0.5 * kept[1.0]
+
+
 def test_bfloat16_keeps_float32_weights_and_states_and_learns(folder: str) -> None:
     samples = samples_of()
     backend = FsdpBackend(folder, **SETTINGS, dtype="bfloat16")

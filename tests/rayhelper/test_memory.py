@@ -186,6 +186,12 @@ def test_checkpointing_keeps_the_input_of_every_layer_and_one_layer() -> None:
     assert activation_bytes(DENSE, ONE, work) == 16 * 2 * 64 * 4 + whole // 4
 
 
+def test_compiled_layers_keep_their_share_and_compute_one_layer_again() -> None:
+    whole = activation_bytes(DENSE, ONE, Work())
+    assert activation_bytes(DENSE, ONE, Work(kept_share=0.5)) == whole // 2 + whole // 4
+    assert activation_bytes(DENSE, ONE, Work(kept_share=0.0)) == whole // 4
+
+
 def test_activations_of_a_pipeline_are_those_of_all_layers_while_micro_batches_last() -> None:
     def kept(num_micro_batches: int | None, virtual: int = 1) -> int:
         sizes = ParallelSizes(pipeline=4, virtual_pipeline=virtual)

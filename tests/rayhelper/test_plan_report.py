@@ -324,6 +324,17 @@ def test_a_run_that_trains_an_adapter_needs_room_for_its_states_alone(tmp_path: 
     assert "reference" in {term.name for term in named.terms}
 
 
+def test_activations_that_compiled_layers_do_not_keep_are_not_counted(tmp_path: Path) -> None:
+    def activations(**keys: Any) -> int:
+        memory = planned(tmp_path, {"model": SHAPE, "train": {"gpus": 8}, **keys}).groups[0].roles[0].memory
+        assert memory is not None
+        return next(term.num_bytes for term in memory.terms if term.name == "activations")
+
+    eager = activations(activation_memory_budget=0.5)
+    assert activations(torch_compile=True) == eager
+    assert 0.5 * eager < activations(torch_compile=True, activation_memory_budget=0.5) < 0.6 * eager
+
+
 def test_roles_that_make_room_for_each_other_need_less(tmp_path: Path) -> None:
     config = {
         "model": SHAPE,

@@ -231,6 +231,10 @@ KEY_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"fsdp_offload_params": True}, ["fsdp_offload_params is True", "backend is megatron"]),
     ({"fsdp_sharding_strategy": "no_shard"}, ["fsdp_sharding_strategy is 'no_shard'", "backend is megatron"]),
     ({"torch_compile": True}, ["torch_compile is True", "backend is megatron"]),
+    (
+        {"torch_compile": False, "activation_memory_budget": 0.5},
+        ["activation_memory_budget is 0.5", "backend is megatron"],
+    ),
     ({"model_init_kwargs": {"attn_implementation": "eager"}}, ["model_init_kwargs", "builds the model itself"]),
 ]
 
@@ -641,6 +645,7 @@ def test_the_backend_is_built_with_its_settings_and_what_every_backend_is_told(b
     )
     of_fsdp = set(inspect.signature(FsdpBackend).parameters)
     of_sharding = {"sharding", "reshard_after_forward", "offload_params", "torch_compile", "gradient_checkpointing"}
+    of_sharding |= {"activation_memory_budget"}
     in_settings = {"optimizer_offload"}
     others = {"padding_free", "model_init_kwargs", "device"}
     assert given.keys() == (of_fsdp | {"settings", "async_save"}) - of_sharding - in_settings - others

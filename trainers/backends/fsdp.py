@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
 from trainers.backends import packed_attention
@@ -71,7 +72,8 @@ class FsdpBackend:
     ``token_budget`` cuts micro-batches by tokens instead of rows; ``padding_free`` joins the rows of one into a single
     row of documents. ``values_at``: where a value head is read off, at the token that predicts a target or at itself.
     ``optimizer_offload``: what the optimizer remembers is in the memory of the host, and comes in pieces to change the
-    weights.
+    weights. ``activation_memory_budget``: the share of activations that a compiled layer keeps for its backward pass;
+    torch computes the others again, and chooses those that cost least.
     """
 
     vocabulary = WHOLE
@@ -104,6 +106,7 @@ class FsdpBackend:
         offload_params: bool = False,
         optimizer_offload: bool = False,
         torch_compile: bool = False,
+        activation_memory_budget: float = 1.0,
         padding_free: bool = False,
         token_budget: int | None = None,
         peak_tflops: float | None = None,
@@ -118,6 +121,7 @@ class FsdpBackend:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.padding_free, self.token_budget = padding_free, token_budget
+        self.activation_memory_budget = activation_memory_budget
         self.peak_flops = peak_flops(self.device, peak_tflops)
         self.place: Place = values_at if head == "value" else "predicting"
         trains, lowers = learning_rate is not None, self.dtype != torch.float32
@@ -295,7 +299,8 @@ class FsdpBackend:
                 "a step failed before in a way that cannot be forgotten (DistributedDataParallel was adding up "
                 "gradients, or FSDP of a torch below 2.13): resume in new processes"
             )
-        with self._forgetting_failures():
+        budget = functorch_config.patch(activation_memory_budget=self.activation_memory_budget)
+        with self._forgetting_failures(), budget:  # layers are compiled when they first run
             metrics = Metrics()
             rows = self._cut(batch, micro_batch_size)
             num_micro, num_tokens = self._most(max(1, len(rows))), 0

@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu.backend [--json FILE]    (OUT=FOLDER: FOLDER/backend.json)
 
-Checks, each with the largest difference found and what is allowed: the Triton kernels of the head against the same
-formulas in plain torch, values and gradients; a step in shards of one worker and by autocast against float32, on the
-weights' gradients; a step after ``offload`` and ``reload`` against one without. Then offload and reload of weights and
-AdamW's states of the 596 M Qwen3 shape in GB/s, beside one pinned copy of as many bytes. Exits with 1 if a check fails.
+Checks, each with the largest difference found and what is allowed: the Triton kernels of the head and of sums of
+gradients against the same formulas in plain torch, values and gradients; a step in shards of one worker and by autocast
+against float32, on the weights' gradients; a step after ``offload`` and ``reload`` against one without; three steps
+with the optimizer's states in the host's memory against three without. Then offload and reload of weights and AdamW's
+states of the 596 M Qwen3 shape in GB/s, beside one pinned copy of as many bytes. Exits with 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ from trainers.losses.tokens import sft_loss
 from trainers.losses.vocabulary import WHOLE
 
 
-def head_differences(dtype: torch.dtype) -> dict[str, float]:
-    """Kernels against plain torch on 300 tokens of a vocabulary that is no multiple of a block."""
+def head_differences(dtype: torch.dtype, *, num_kept: int = 0) -> dict[str, float]:
+    """Kernels against plain torch on 300 tokens of a vocabulary that is no multiple of a block.
+
+    ``num_kept`` tokens of which something is kept for the backward pass, and then without a gradient of the entropy.
+    """
     generator = torch.Generator("cuda").manual_seed(0)
     features = torch.randn(300, 256, device="cuda", generator=generator, dtype=dtype)
     weight = torch.randn(50_021, 256, device="cuda", generator=generator, dtype=dtype) / 8
@@ -43,9 +47,11 @@ def head_differences(dtype: torch.dtype) -> dict[str, float]:
 
     def answer() -> dict[str, torch.Tensor]:
         one, other = features.clone().requires_grad_(), weight.clone().requires_grad_()
-        settings = (1 / 0.7, 128, True, WHOLE)
+        settings = (1 / 0.7, 128, not num_kept, WHOLE, num_kept * len(weight) * weight.element_size())
         logps, entropy, top1 = linear_scores.LinearScores.apply(one, other, ids, *settings)  # type: ignore
-        gradients = torch.autograd.grad((coefficients[0] * logps + coefficients[1] * entropy).sum(), [one, other])
+        loss = (coefficients[0] * logps).sum()
+        loss = loss if num_kept else loss + (coefficients[1] * entropy).sum()
+        gradients = torch.autograd.grad(loss, [one, other])
         return {"logps": logps, "entropy": entropy, "top1": top1, "features": gradients[0], "weight": gradients[1]}
 
     by_kernels = answer()
@@ -58,6 +64,19 @@ def head_differences(dtype: torch.dtype) -> dict[str, float]:
         name: float((by_kernels[name] - value).abs().max() / value.abs().max().clamp(min=1e-9))
         for name, value in plain.items()
     }
+
+
+def sum_difference() -> float:
+    """Adding a bfloat16 gradient to a float32 one: exact, so nothing may differ."""
+    from trainers.backends import gradient_kernels
+
+    total, part = (torch.randn(1031, 2053, device="cuda", dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    found = 0.0
+    for one, other in ((total, part), (total.T, part.T)):  # the second by torch
+        expected, sums = one + other, one.clone()
+        gradient_kernels.add(sums, other)
+        found = max(found, float((sums - expected).abs().max()))
+    return found
 
 
 class _Plain:
@@ -96,12 +115,26 @@ def gradient_of_step(model: str, moved: bool = False, **settings: Any) -> tuple[
     assert backend.optimizer is not None
     backend.optimizer.register_step_pre_hook(keep)
 
-    def loss(logps: Any, entropy: Any, mask: Any, micro: Any, metrics: Any, num_tokens: float) -> torch.Tensor:
-        return sft_loss(logps, mask, normaliser=num_tokens)
-
     num_tokens = float(sequences.target_mask.values.sum())
-    backend.step(sequences, partial(loss, num_tokens=num_tokens), micro_batch_size=2)
+    backend.step(sequences, partial(loss_of, num_tokens=num_tokens), micro_batch_size=2)
     return found[0], backend
+
+
+def loss_of(logps: Any, entropy: Any, mask: Any, micro: Any, metrics: Any, num_tokens: float) -> torch.Tensor:
+    return sft_loss(logps, mask, normaliser=num_tokens)
+
+
+def resting_difference(model: str) -> float:
+    """Of the weights after three steps, with AdamW's states in the host's memory and on the device."""
+    found = []
+    for rests in (False, True):
+        settings: dict[str, Any] = {"dtype": "bfloat16", "sharding": "full_shard", "optimizer_offload": rests}
+        backend = FsdpBackend(model, learning_rate=1e-5, num_training_steps=10, **settings)
+        sequences = batch(backend.module.config.vocab_size)
+        for _ in range(3):
+            backend.step(sequences, partial(loss_of, num_tokens=100.0), micro_batch_size=2)
+        found.append(torch.cat([weight.flatten().cpu() for _, weight in backend.named_weights()]))
+    return float((found[0] - found[1]).abs().max())
 
 
 def moves(model: str, sharding: str) -> dict[str, float]:
@@ -130,13 +163,16 @@ def moves(model: str, sharding: str) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checks", action="store_true", help="these alone")
     parser.add_argument("--json")
     options = parser.parse_args()
     RayHelper.init_process_group()
     checks: dict[str, tuple[float, float]] = {}
     for dtype, allowed in ((torch.float32, 2e-5), (torch.bfloat16, 2e-2)):
-        for name, difference in head_differences(dtype).items():
-            checks[f"head {dtype} {name}"] = (difference, allowed)
+        for num_kept in (0, 200):
+            for name, difference in head_differences(dtype, num_kept=num_kept).items():
+                checks[f"head {dtype} {f'{num_kept} kept ' if num_kept else ''}{name}"] = (difference, allowed)
+    checks["sum of gradients"] = (sum_difference(), 0.0)
     with tempfile.TemporaryDirectory() as folder:
         save_shape("0.6b", Path(folder), num_hidden_layers=4)
         exact = gradient_of_step(folder)[0]
@@ -151,9 +187,12 @@ def main() -> None:
             found = gradient_of_step(folder, **settings)[0]
             low = "dtype" in settings
             checks[f"step {name}"] = (float((found - exact).norm() / exact.norm()), 5e-2 if low else 1e-3)
-    with tempfile.TemporaryDirectory() as folder:
-        save_shape("0.6b", Path(folder))
-        rates = {sharding: moves(folder, sharding) for sharding in ("no_shard", "full_shard")}
+        checks["states at rest"] = (resting_difference(folder), 1e-6)  # a step changes a weight by up to 1e-5
+    rates = {}
+    if not options.checks:
+        with tempfile.TemporaryDirectory() as folder:
+            save_shape("0.6b", Path(folder))
+            rates = {sharding: moves(folder, sharding) for sharding in ("no_shard", "full_shard")}
     print(f"{'check':<36}{'difference':>12}{'allowed':>10}")
     for name, (difference, allowed) in checks.items():
         print(f"{name:<36}{difference:>12.2e}{allowed:>10.0e}{'' if difference <= allowed else '   FAILED'}")

@@ -1,6 +1,7 @@
 """Does a model in parts on GPUs, over NCCL, compute and learn what it does in one process on the CPU?
 
     python -m benchmarks.gpu.megatron_layouts [--ranks 2] [--only WORD ...] [--transformer_impl local] [--json FILE]
+    python -m benchmarks.gpu.megatron_layouts --fp8 tensorwise      # products in fp8, by TransformerEngine
 
 Small Qwen3 models, dense and of experts, with and without LoRA, in every layout that so many GPUs allow; some go on
 from a checkpoint of another layout after half of the steps, some wait in the memory of the host in between. Beside
@@ -8,6 +9,8 @@ each, the same from transformers on one CPU (backend ``fsdp``, float32): the lar
 before training, losses and norms of the gradients of four steps (norms: relative), and weights after them. float32 has
 to agree to 1e-4, bfloat16 to its rounding (0.3: a token may go to another expert), or the run fails. Where
 TransformerEngine is installed layers are its own, but for those with LoRA, and float32 products those of TF32 (5e-3).
+``--fp8``: the cases in bfloat16 without LoRA, by that recipe; log-probabilities have to differ a little too, or it was
+no fp8.
 Speed is not measured here. Without GPUs, gloo and the CPU take their place.
 """
 
@@ -66,6 +69,7 @@ LORA: dict[str, dict[str, Any]] = {
 }
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.3}
 TF32 = 5e-3  # the accuracy of TransformerEngine's products of float32
+FP8 = {"logps": (5e-2, 1.0), "losses": (0.0, 0.2), "norms": (0.0, 0.3), "weights": (0.0, 0.1)}  # least, most
 SHORT = {
     "tensor_model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
@@ -271,6 +275,7 @@ def rank(options: argparse.Namespace, folder: Path) -> None:
         megatron_on_cpu.install()
     dist.init_process_group("nccl" if ON_GPU else "gloo")
     transformer = {} if options.transformer_impl is None else {"transformer_impl": options.transformer_impl}
+    transformer |= {"fp8": "hybrid", "fp8_recipe": options.fp8} if options.fp8 else {}
     for k, case in chosen(options):
         file = folder / f"{k}.json"
         if file.exists():
@@ -290,7 +295,8 @@ def rank(options: argparse.Namespace, folder: Path) -> None:
 def chosen(options: argparse.Namespace) -> list[tuple[int, Case]]:
     found = list(enumerate(cases(options.ranks)))
     wanted = [(k, case) for k, case in found if all(word in str(case) for word in options.only)]
-    return [(k, case) for k, case in wanted if not any(word in str(case) for word in options.without)]
+    wanted = [(k, case) for k, case in wanted if not any(word in str(case) for word in options.without)]
+    return [(k, case) for k, case in wanted if not options.fp8 or (case.dtype == "bfloat16" and not case.lora)]
 
 
 def main() -> None:
@@ -299,6 +305,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="words that a case has to have")
     parser.add_argument("--without", nargs="*", default=[], help="words that it may not have")
     parser.add_argument("--transformer_impl", choices=["local", "transformer_engine"])
+    parser.add_argument("--fp8", metavar="RECIPE", help="fp8_recipe; needs TransformerEngine")
     parser.add_argument("--limit_s", type=float, default=120, help="seconds that a start of the ranks may take")
     parser.add_argument("--tries", type=int, default=4, help="starts: a case that fails ends the ranks")
     parser.add_argument("--json", help="file to write; default: in the folder OUT, if that is set")
@@ -335,6 +342,13 @@ def answer(file: Path) -> dict[str, Any]:
     return found
 
 
+def agrees(case: str, number: str, value: float, options: argparse.Namespace) -> bool:
+    if options.fp8:
+        least, most = FP8[number]
+        return least <= value <= most
+    return value <= limit(case, options)
+
+
 def limit(case: str, options: argparse.Namespace) -> float:
     has_engine = options.transformer_impl != "local" and importlib.util.find_spec("transformer_engine") is not None
     dtype = case.split()[-1]
@@ -355,7 +369,7 @@ def report(options: argparse.Namespace, found: dict[str, dict[str, Any]]) -> str
             wrong.append(name)
             continue
         print(f"{name:<100}" + "".join(f"{one[number]:>10.1e}" for number in numbers))
-        if not all(one[number] <= limit(name, options) for number in numbers):
+        if not all(agrees(name, number, one[number], options) for number in numbers):
             wrong.append(name)
     return f"not as on one CPU: {'; '.join(wrong)}" if wrong else None
 

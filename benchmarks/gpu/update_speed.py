@@ -27,6 +27,7 @@ from benchmarks.origin import origin
 VARIANTS: dict[str, dict[str, Any]] = {
     "eager": {},
     "compiled": {"torch_compile": True},
+    "compiled_resting": {"torch_compile": True, "optimizer_offload": True},
     "checkpointing": {"gradient_checkpointing": True},
     "compiled_checkpointing": {"torch_compile": True, "gradient_checkpointing": True},
     "kept": {"reshard_after_forward": False},
@@ -82,6 +83,7 @@ def measure(model: str, options: argparse.Namespace, settings: dict[str, Any], m
         "tokens_per_second": tokens / seconds,
         "mfu": 6 * num_parameters * tokens / seconds / 989e12,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
     }
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as waited:

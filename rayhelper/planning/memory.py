@@ -24,6 +24,7 @@ from rayhelper.planning.parallel_sizes import ParallelSizes
 GIB = 1024**3
 RUNTIME_BYTES = 3 * GIB // 2  # CUDA context, NCCL and the allocator's leftovers of a process
 LOGITS_CHUNK_BYTES = 256 * 1024**2  # float32 logits that autograd holds at once; a plain head's twice, in 1.5 tensors
+LOGITS_ROOM = 3 * 2**30  # kept by a head for the backward pass, at most
 CACHE_BYTES = 2  # of a number in a key-value cache
 
 # Keys that move something away while another role works
@@ -157,7 +158,8 @@ def training(shape: ModelShape, sizes: ParallelSizes, work: Work) -> tuple[Term,
         ]
     if work.has_reference:
         weights.append(Term("reference", scoring(shape, sizes, work)[0].num_bytes, freed_by=(OFFLOAD_MODEL,)))
-    return (*weights, _passing("activations", activation_bytes(shape, sizes, work)), _logits(shape, work))
+    activations = _passing("activations", activation_bytes(shape, sizes, work))
+    return (*weights, activations, _logits(shape, sizes, work, trains=True))
 
 
 def _under_adapter(shape: ModelShape, sizes: ParallelSizes, work: Work) -> list[Term]:
@@ -192,7 +194,7 @@ def scoring(shape: ModelShape, sizes: ParallelSizes, work: Work) -> tuple[Term, 
         gathered = _gathered(shape, sizes, work) if sizes.data > 1 else []
         weights = [Term("weights", work.compute_bytes * own, freed_by=(OFFLOAD_MODEL,)), *gathered]
     layer = _layer_bytes(shape, sizes, work, trains=False) * _tokens(sizes, work)
-    return (*weights, _passing("activations", layer), _logits(shape, work))
+    return (*weights, _passing("activations", layer), _logits(shape, sizes, work))
 
 
 def vllm_engine(shape: ModelShape, tensor: int, utilization: float, gpu_bytes: int) -> tuple[Term, ...]:
@@ -297,9 +299,12 @@ def _gathered(shape: ModelShape, sizes: ParallelSizes, work: Work) -> list[Term]
     return [_passing("gathered", 2 * shape.num_parameters)] if work.compute_bytes == 2 else []
 
 
-def _logits(shape: ModelShape, work: Work) -> Term:
-    """A chunk of float32 logits, their softmax and their gradient; those of a plain head take as much."""
-    return _passing("logits", 3 * min(LOGITS_CHUNK_BYTES, 4 * shape.vocab_size * work.micro_batch * work.length))
+def _logits(shape: ModelShape, sizes: ParallelSizes, work: Work, *, trains: bool = False) -> Term:
+    """A chunk of float32 logits, their softmax and their gradient; in training what a plain head keeps beside."""
+    chunk = min(LOGITS_CHUNK_BYTES, 4 * shape.vocab_size * work.micro_batch * work.length)
+    kept = math.ceil(shape.vocab_size / sizes.tensor) * work.compute_bytes * _tokens(sizes, work)
+    room = LOGITS_ROOM * work.kept_share if trains and not work.checkpointing else 0
+    return _passing("logits", 3 * chunk + int(min(kept, room)))
 
 
 def _passing(name: str, num_bytes: int) -> Term:

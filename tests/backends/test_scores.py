@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,6 +87,54 @@ def test_a_head_in_several_chunks_gives_the_same_values_and_gradients(
         torch.testing.assert_close(value, expected, atol=1e-5, rtol=1e-5)
     assert rows[:3] == [4, 4, 3]
     assert len(rows) == 6, "each chunk is computed again in the backward pass"
+
+
+def test_what_a_head_keeps_for_the_backward_pass_is_not_computed_again(
+    backend: FsdpBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids_N = torch.randint(0, 260, (11,), generator=generator)
+    monkeypatch.setattr(head, "CHUNK_BYTES", 2 * 4 * 260)  # four tokens
+    rows: list[int] = []
+    logits = linear_scores._logits
+    monkeypatch.setattr(
+        linear_scores, "_logits", lambda hidden, *rest: rows.append(len(hidden)) or logits(hidden, *rest)
+    )
+
+    def answer(room: int, *, entropy_gradient: bool = False) -> list[torch.Tensor]:
+        rows.clear()
+        hidden_NH = torch.randn(11, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        part = Head(backend.module, room=room)
+        weight = part.linear.weight.requires_grad_()
+        scores = part.scores(hidden_NH, ids_N, 0.8, entropy_gradient=entropy_gradient)
+        gradients = torch.autograd.grad((scores.logps_N * torch.arange(11)).sum(), [hidden_NH, weight])
+        weight.requires_grad_(False)
+        return [*scores[:3], *gradients]
+
+    expected = answer(0)
+    assert rows == [4, 4, 3, 4, 4, 3]
+    token = 4 * 260  # bytes
+    for room, again in ((token - 1, [4, 4, 3]), (token, [4, 4, 2]), (6 * token, [4, 1]), (100 * token, [])):
+        for value, right in zip(answer(room), expected, strict=True):
+            torch.testing.assert_close(value, right, atol=1e-5, rtol=1e-5)
+        assert rows == [4, 4, 3, *again]
+    answer(100 * token, entropy_gradient=True)
+    assert rows == [4, 4, 3, 4, 4, 3], "an entropy's gradient takes more than is kept"
+    filled: list[Any] = []
+    monkeypatch.setattr(linear_scores, "_fill_gradient", lambda *given: filled.append(given))
+    with torch.no_grad():
+        Head(backend.module, room=100 * token).scores(torch.ones(11, 64), ids_N, 0.8)
+    assert not filled, "nobody goes backward"
+
+
+def test_a_backend_keeps_for_its_head_what_it_keeps_of_activations(folder: str) -> None:
+    def room(**settings: Any) -> int:
+        scorer: Any = FsdpBackend(folder, learning_rate=1e-3, **settings).scorer
+        return int(scorer.head.room)
+
+    assert room() == head.ROOM
+    assert room(torch_compile=True, activation_memory_budget=0.5) == head.ROOM // 2
+    assert room(gradient_checkpointing=True) == 0
 
 
 def test_the_entropy_has_a_gradient_only_if_asked_for(backend: FsdpBackend) -> None:

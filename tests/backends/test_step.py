@@ -217,7 +217,7 @@ def test_gradient_checkpointing_gives_the_same_gradients_and_runs_layers_again(f
         backend.module.model.layers[0].mlp.register_forward_pre_hook(lambda *_, count=count: count.append(1))
         gradients.append(gradients_of_step(backend, loss, samples))
         calls.append(len(count))
-    assert largest_difference(*gradients) < 1e-7
+    assert largest_difference(*gradients) < 1e-6  # the head adds in another order: it keeps nothing either
     assert calls[1] == 2 * calls[0]
 
 

@@ -201,14 +201,15 @@ def answers_of_heads(rank: int, shard: int) -> dict[str, Answer]:
     vocabulary = ShardedVocabulary(SIZE, shard, group())
     found: dict[str, Answer] = {}
 
-    def ask(name: str, **settings: Any) -> None:
+    def ask(name: str, room: int = 0, **settings: Any) -> None:
         features, weight = FEATURES.clone().requires_grad_(), rows_of(vocabulary, WEIGHT).requires_grad_()
-        part = LinearHead(lambda: weight, vocabulary, scale=1.3)
+        part = LinearHead(lambda: weight, vocabulary, scale=1.3, room=room)
         assert part.chunk_rows() == 4
         scores = part.scores(features, HEAD_IDS, TEMPERATURE, **settings)
         found[name] = answer((*scores[:3], *scores.further), weight, features)
 
     ask("plain")
+    ask("kept", room=5 * 4 * SIZE)  # of five tokens, or more where the columns lie on several ranks
     ask("entropy", entropy_gradient=True)
     for beta in BETAS:
         settings = {"beta": beta, "temperature": TEMPERATURE, "vocab_size": COMMON}
@@ -255,6 +256,7 @@ def plain_answers_of_heads() -> dict[str, Answer]:
         return logits.mean(-1), is_top1(logits, HEAD_IDS), (logits.softmax(-1) ** 2).sum(-1).log()
 
     ask("plain")
+    ask("kept")
     ask("entropy", entropy_gradient=True)
     for beta in BETAS:
         ask(f"whole {beta}", partial(divergence, beta))

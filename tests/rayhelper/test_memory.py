@@ -22,6 +22,8 @@ from rayhelper.errors import ConfigError
 from rayhelper.planning.adapter import adapter_parameters
 from rayhelper.planning.memory import (
     GIB,
+    LOGITS_CHUNK_BYTES,
+    LOGITS_ROOM,
     RoleMemory,
     Term,
     Work,
@@ -261,6 +263,17 @@ def test_a_frozen_model_has_neither_gradients_nor_states() -> None:
     assert found["weights"] == 2 * DENSE.num_parameters
     assert set(found) == {"weights", "activations", "logits"}
     assert found["logits"] == 3 * 4 * 101 * 10
+
+
+def test_a_trained_head_keeps_something_for_the_backward_pass_unless_it_may_not() -> None:
+    def logits(vocab_size: int = 101, **settings: Any) -> int:
+        shape = replace(DENSE, vocab_size=vocab_size)
+        return terms(training(shape, ONE, Work(micro_batch=1, length=10, **settings)))["logits"]
+
+    chunk = 3 * 4 * 101 * 10
+    assert logits() == chunk + 2 * 101 * 10
+    assert logits(kept_share=0.0) == logits(checkpointing=True) == chunk
+    assert logits(2**30, kept_share=0.5) == 3 * LOGITS_CHUNK_BYTES + LOGITS_ROOM // 2
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from trainers.backends.adapters import (
     without_adapter,
 )
 from trainers.backends.base import SentWeights, TokenFunction
+from trainers.backends.head import ROOM
 from trainers.backends.hf_model import (
     ModelHead,
     build_model,
@@ -51,6 +52,7 @@ from trainers.backends.optimizer import OptimizerName, build_optimizer, load_who
 from trainers.backends.random_state import random_state, set_random_state
 from trainers.backends.resting_optimizer import RestingOptimizer
 from trainers.backends.scorer import Scorer, ValueScorer
+from trainers.backends.segments import growing_segments
 from trainers.backends.sharding import accumulate_whole, forget_step, full, layers_of, reshard, shard, whole_weights
 from trainers.backends.token_loss import token_loss
 from trainers.backends.top_logps import TopLogps
@@ -144,7 +146,8 @@ class FsdpBackend:
         self.config = copy.deepcopy(self.module.config)  # as it is written: with its dropout
         if disable_dropout:
             zero_dropout(self.module)
-        self.scorer = Scorer(self.module) if head == "lm" else ValueScorer(self.module)
+        room = 0 if gradient_checkpointing else int(ROOM * activation_memory_budget)
+        self.scorer = Scorer(self.module, room=room) if head == "lm" else ValueScorer(self.module)
         self.adapted: Any = None
         if lora is not None:
             self.adapted = add_adapter(self.module, lora, value_head=head == "value")
@@ -300,7 +303,11 @@ class FsdpBackend:
                 "gradients, or FSDP of a torch below 2.13): resume in new processes"
             )
         budget = functorch_config.patch(activation_memory_budget=self.activation_memory_budget)
-        with self._forgetting_failures(), budget:  # layers are compiled when they first run
+        with (
+            self._forgetting_failures(),
+            growing_segments(self.device),
+            budget,
+        ):  # layers are compiled when they first run
             metrics = Metrics()
             rows = self._cut(batch, micro_batch_size)
             num_micro, num_tokens = self._most(max(1, len(rows))), 0

@@ -24,6 +24,7 @@ from trainers.losses.tokens import token_entropy, token_logps
 from trainers.losses.vocabulary import WHOLE, Vocabulary
 
 CHUNK_BYTES = 256 * 1024 * 1024  # of float32 logits, of which autograd keeps several tensors
+ROOM = 3 * 2**30  # bytes that a head may keep for the backward pass, where activations are kept
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +42,14 @@ class LinearHead:
     """logits = scale x features weight^T, of the columns of ``vocabulary`` that are here.
 
     ``weight()``: (V, H) their rows, without padding, asked for at each use; gradients reach it by autograd. Features
-    are alike on all ranks that share the vocabulary, which call every method together; so is their gradient.
+    are alike on all ranks that share the vocabulary, which call every method together; so is their gradient. ``room``:
+    bytes that a pass with gradients may keep, so that less is computed again.
     """
 
     def __init__(
-        self, weight: Callable[[], torch.Tensor], vocabulary: Vocabulary = WHOLE, *, scale: float = 1.0
+        self, weight: Callable[[], torch.Tensor], vocabulary: Vocabulary = WHOLE, *, scale: float = 1.0, room: int = 0
     ) -> None:
-        self.weight, self.vocabulary, self.scale = weight, vocabulary, scale
+        self.weight, self.vocabulary, self.scale, self.room = weight, vocabulary, scale, room
 
     def scores(
         self,
@@ -64,8 +66,9 @@ class LinearHead:
         if token_function is None:
             scale = self.scale / temperature
             rows = 2 * self.chunk_rows()  # it keeps fewer tensors, and adding up the weight's gradient wants many rows
+            room = self.room if torch.is_grad_enabled() else 0
             found = LinearScores.apply(  # type: ignore[no-untyped-call]
-                features_NX, self.weight(), ids_N, scale, rows, entropy_gradient, self.vocabulary
+                features_NX, self.weight(), ids_N, scale, rows, entropy_gradient, self.vocabulary, room
             )
             return Scores(*found)
         return scores_in_chunks(
@@ -133,13 +136,14 @@ class Head:
 
     Architectures differ in that last part, and the same configuration key multiplies in one and divides in another. So
     the head is compared with the model itself once; where the two disagree the model's own logits are used, correct but
-    with the memory of all of them (``features``).
+    with the memory of all of them (``features``). ``room``: see ``LinearHead``.
 
     Raises:
         ValueError: the model has no output embedding that can be called on its own.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, room: int = 0) -> None:
+        self.room = room
         linear = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         if linear is None or model.base_model is model:
             raise ValueError(
@@ -185,7 +189,7 @@ class Head:
             "token_inputs": token_inputs,
         }
         if token_function is None and self.is_linear():
-            head = LinearHead(lambda: self.linear.weight, scale=self.scale)
+            head = LinearHead(lambda: self.linear.weight, scale=self.scale, room=self.room)
             return head.scores(features_NX, ids_N, temperature, **settings)
         return scores_in_chunks(self.logits, self.chunk_rows(), WHOLE, features_NX, ids_N, temperature, **settings)
 

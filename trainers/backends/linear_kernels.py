@@ -60,6 +60,7 @@ def statistics(logits_NV: torch.Tensor, ids_N: torch.Tensor, scale: float, *colu
 
 
 def gradient(
+    gradient_NV: torch.Tensor,
     logits_NV: torch.Tensor,
     ids_N: torch.Tensor,
     scale: float,
@@ -67,13 +68,10 @@ def gradient(
     entropy_N: torch.Tensor,
     logps_gradient_N: torch.Tensor,
     entropy_gradient_N: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """(N, V) in ``dtype``: the gradient of the logits, which are not scaled; an id of -1 is in no column."""
-    out_NV = torch.empty(logits_NV.shape, device=logits_NV.device, dtype=dtype)
+) -> None:
+    """Fills the gradient of the logits, which are not scaled; an id of -1 is in no column."""
     num_rows, width = logits_NV.shape
     grid = (num_rows, triton.cdiv(width, BLOCK))
     given = (log_totals_N, entropy_N, logps_gradient_N.contiguous(), entropy_gradient_N.contiguous())
     if num_rows:
-        _gradient[grid](logits_NV, ids_N, scale, *given, out_NV, width, block=BLOCK)
-    return out_NV
+        _gradient[grid](logits_NV, ids_N, scale, *given, gradient_NV, width, block=BLOCK)

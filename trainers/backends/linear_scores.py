@@ -4,6 +4,10 @@ Autograd keeps several tensors of the size of the logits for each chunk of token
 the dtype of the matrix product: what the head costs beside the gradient of its weight is about 1.5 x the logits of a
 chunk. Values and gradients are those of the plain formulas in ``losses/tokens.py``.
 
+The logits of a chunk are computed again in the backward pass, but for the first tokens if there is room: of these the
+gradient of the log-probability by the logits (1 - p at the id, -p elsewhere) is kept in the dtype of the product. What
+comes from the loss multiplies whole rows, so it may as well multiply what the products take or give.
+
 Where the weight's rows lie in shards over ranks, each rank looks at its own logits alone, and the ranks exchange five
 numbers a token (``_fill_of_shards``).
 """
@@ -19,14 +23,15 @@ from trainers.losses.vocabulary import Vocabulary
 
 
 class LinearScores(torch.autograd.Function):
-    """``LinearScores.apply(features_NH, weight_VH, ids_N, scale, rows, entropy_gradient, vocabulary)``.
+    """``LinearScores.apply(features_NH, weight_VH, ids_N, scale, rows, entropy_gradient, vocabulary, room)``.
 
     Three float32 (N,): log-probabilities of ``ids_N`` under softmax(scale x features weight^T), entropies, and 1.0
     where the id is the most probable.
 
     Products run in the dtype of autocast, ``rows`` tokens at a time; all else in float32. The entropy has a gradient
     only if asked for. ``weight_VH`` are the rows of ``vocabulary`` that are here; where others are elsewhere, the
-    gradient of the features is a part of theirs (``Vocabulary.spread`` sums it).
+    gradient of the features is a part of theirs (``Vocabulary.spread`` sums it). ``room``: bytes to keep for the
+    backward pass at most; 0 if there is none.
     """
 
     @staticmethod
@@ -39,6 +44,7 @@ class LinearScores(torch.autograd.Function):
         rows: int,
         entropy_gradient: bool,
         vocabulary: Vocabulary,
+        room: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         kind = features_NH.device.type
         ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else features_NH.dtype
@@ -46,22 +52,29 @@ class LinearScores(torch.autograd.Function):
         weight = weight_VH.to(ctx.dtype)
         places_N = vocabulary.places(ids_N)
         columns = tuple(torch.empty(len(ids_N), device=ids_N.device, dtype=torch.float32) for _ in range(4))
+        num_kept = 0 if entropy_gradient else min(len(ids_N), room // max(1, weight[:, :1].nbytes))
+        kept_KV = torch.empty(num_kept, len(weight), device=weight.device, dtype=ctx.dtype)
         with torch.autocast(kind, enabled=False):
             for chunk in _chunks(len(ids_N), rows):
                 logits = _logits(features_NH[chunk].to(ctx.dtype), weight)
-                filled = (column[chunk] for column in columns)
+                filled = [column[chunk] for column in columns]
                 if isinstance(vocabulary, ShardedVocabulary):
                     _fill_of_shards(vocabulary, logits, places_N[chunk], scale, *filled)
                 else:
                     _fill(logits, places_N[chunk], scale, *filled)
+                if chunk.start < num_kept:
+                    kept = kept_KV[chunk]
+                    places, _, log_totals, entropy, _ = (column[: len(kept)] for column in (places_N[chunk], *filled))
+                    of_loss = (torch.ones_like(entropy), torch.zeros_like(entropy))
+                    _fill_gradient(kept, logits[: len(kept)], places, scale, log_totals, entropy, *of_loss)
         logps_N, log_totals_N, entropy_N, is_top1_N = columns
-        ctx.save_for_backward(features_NH, weight_VH, places_N, log_totals_N, entropy_N)
+        ctx.save_for_backward(features_NH, weight_VH, places_N, log_totals_N, entropy_N, kept_KV)
         ctx.mark_non_differentiable(*([is_top1_N] if entropy_gradient else [entropy_N, is_top1_N]))
         return logps_N, entropy_N, is_top1_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        features_NH, weight_VH, places_N, log_totals_N, entropy_N = ctx.saved_tensors
+        features_NH, weight_VH, places_N, log_totals_N, entropy_N, kept_KV = ctx.saved_tensors
         logps_gradient_N, entropy_gradient_N, _ = gradients
         if not ctx.entropy_gradient:
             entropy_gradient_N = torch.zeros_like(logps_gradient_N)
@@ -70,26 +83,37 @@ class LinearScores(torch.autograd.Function):
         features_gradient = torch.empty_like(features_NH) if needs_features else None
         weight_gradient = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_weight else None
         with torch.autocast(features_NH.device.type, enabled=False):
-            for chunk in _chunks(len(places_N), ctx.rows):
+            num_kept = len(kept_KV)
+            factor_K1 = logps_gradient_N[:num_kept].unsqueeze(1)
+            if features_gradient is not None and num_kept:
+                features_gradient[:num_kept] = _product(kept_KV, weight) * factor_K1
+            if weight_gradient is not None and num_kept:
+                add_product(weight_gradient, kept_KV.T, (features_NH[:num_kept] * factor_K1).to(ctx.dtype))
+            for chunk in _chunks(len(places_N), ctx.rows, start=num_kept):
                 features = features_NH[chunk].to(ctx.dtype)
                 logits = _logits(features, weight)
-                find = _kernels().gradient if logits.is_cuda else _gradient
                 given = (log_totals_N[chunk], entropy_N[chunk], logps_gradient_N[chunk], entropy_gradient_N[chunk])
-                product = find(logits, places_N[chunk], ctx.scale, *given, ctx.dtype)
+                gradient = torch.empty(logits.shape, device=logits.device, dtype=ctx.dtype)
+                _fill_gradient(gradient, logits, places_N[chunk], ctx.scale, *given)
                 if features_gradient is not None:
-                    features_gradient[chunk] = product @ weight
+                    features_gradient[chunk] = gradient @ weight
                 if weight_gradient is not None:
-                    add_product(weight_gradient, product.T, features)
+                    add_product(weight_gradient, gradient.T, features)
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight_VH.dtype)
-        return features_gradient, weight_gradient, None, None, None, None, None
+        return features_gradient, weight_gradient, *[None] * 6
 
 
 def _logits(features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """(rows, V) float32, a tensor of its own; on a GPU not even rounded to the dtype of the product."""
-    if features.is_cuda and features.dtype != torch.float32:
-        return torch.mm(features, weight.T, out_dtype=torch.float32)
-    return (features @ weight.T).float()
+    """(rows, V) float32, a tensor of its own."""
+    return _product(features, weight.T)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """float32, on a GPU not even rounded to the dtype of the product."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).float()
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -104,6 +128,12 @@ def _fill(logits: torch.Tensor, places: torch.Tensor, scale: float, *columns: to
     """Fills the four columns: log-probabilities, logs of totals, entropies, top-1 hits."""
     fill = _kernels().statistics if logits.is_cuda else _statistics
     fill(logits, places, scale, *columns)
+
+
+def _fill_gradient(gradient: torch.Tensor, logits: torch.Tensor, *given: Any) -> None:
+    """Fills it with d loss / d logits; see ``_gradient``."""
+    fill = _kernels().gradient if logits.is_cuda else _gradient
+    fill(gradient, logits, *given)
 
 
 def _fill_of_shards(
@@ -151,13 +181,15 @@ def _statistics(
     is_top1: torch.Tensor,
 ) -> None:
     is_top1.copy_(logits.argmax(1) == ids)
-    log_totals.copy_(logits.mul_(scale).logsumexp(1))
-    logits -= log_totals.unsqueeze(1)
-    logps.copy_(logits.gather(1, ids.unsqueeze(1)).squeeze(1))
-    entropy.copy_(-torch.linalg.vecdot(logits.exp(), logits))
+    all_logps = logits * scale
+    log_totals.copy_(all_logps.logsumexp(1))
+    all_logps -= log_totals.unsqueeze(1)
+    logps.copy_(all_logps.gather(1, ids.unsqueeze(1)).squeeze(1))
+    entropy.copy_(-torch.linalg.vecdot(all_logps.exp(), all_logps))
 
 
 def _gradient(
+    gradient: torch.Tensor,
     logits: torch.Tensor,
     ids: torch.Tensor,
     scale: float,
@@ -165,19 +197,18 @@ def _gradient(
     entropy: torch.Tensor,
     logps_gradient: torch.Tensor,
     entropy_gradient: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+) -> None:
     """d loss / d logits: of a log-probability 1 - p at its id and -p elsewhere, of the entropy -p (log p + H).
 
-    An id of -1 is in none of these columns.
+    An id of -1 is in none of these columns. The logits are overwritten.
     """
     logps = logits.mul_(scale).sub_(log_totals.unsqueeze(1))
     wanted = logps_gradient.unsqueeze(1)
     inner = entropy_gradient.unsqueeze(1) * (logps + entropy.unsqueeze(1)) if entropy_gradient.any() else 0.0
-    gradient = logps.exp_().mul_(-(wanted + inner))
+    exact = logps.exp_().mul_(-(wanted + inner))
     (here,) = torch.where(ids >= 0)
-    gradient[here, ids[here]] += logps_gradient[here]
-    return gradient.mul_(scale).to(dtype)
+    exact[here, ids[here]] += logps_gradient[here]
+    gradient.copy_(exact.mul_(scale))
 
 
 def _kernels() -> Any:
@@ -186,5 +217,5 @@ def _kernels() -> Any:
     return linear_kernels
 
 
-def _chunks(length: int, rows: int) -> list[slice]:
-    return [slice(start, min(start + rows, length)) for start in range(0, length, rows)]
+def _chunks(length: int, rows: int, start: int = 0) -> list[slice]:
+    return [slice(first, min(first + rows, length)) for first in range(start, length, rows)]

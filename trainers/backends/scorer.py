@@ -13,12 +13,12 @@ from trainers.backends.packed_attention import packed_arguments, single_document
 
 
 class Scorer(torch.nn.Module):
-    """A language model that answers with the scores of target tokens."""
+    """A language model that answers with the scores of target tokens. ``room``: see ``head.LinearHead``."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, room: int = 0) -> None:
         super().__init__()
         self.model = model
-        self.head = Head(model)
+        self.head = Head(model, room=room)
 
     def forward(
         self,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+LARGE = 2**20  # numbers of a weight, from which on starting a kernel of our own takes less time than it saves
 
 
 def shard(
@@ -38,6 +41,20 @@ def shard(
     for layer in layers_of(model):
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **settings)
     fully_shard(scorer, reshard_after_forward=False, **settings)
+    if low and device.type == "cuda":
+        for weight in _sharded_weights(scorer):
+            if weight.sharded_param.numel() >= LARGE:
+                weight.accumulate_unsharded_grad_if_needed = partial(_accumulate, weight)
+
+
+def _accumulate(weight: Any) -> None:
+    """As FSDP's own method of that name, whose sum of two dtypes is slow."""
+    from trainers.backends.gradient_kernels import add
+
+    total, part = weight.unsharded_accumulated_grad, weight.unsharded_param.grad
+    if total is not None and part is not None:
+        add(total, part)
+        weight.unsharded_param.grad = None
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:
@@ -81,12 +98,10 @@ def forget_step(scorer: torch.nn.Module) -> bool:
 
     False: this torch cannot (2.13 can), and another step would be wrong.
     """
-    for part in _sharded_parts(scorer):
-        group = part._get_fsdp_state()._fsdp_param_group
-        for weight in () if group is None else group.fsdp_params:
-            weight.unsharded_accumulated_grad = None
-            if hasattr(weight, "_unsharded_param"):
-                weight._unsharded_param.grad = None
+    for weight in _sharded_weights(scorer):
+        weight.unsharded_accumulated_grad = None
+        if hasattr(weight, "_unsharded_param"):
+            weight._unsharded_param.grad = None
     assert isinstance(scorer, FSDPModule)
     if not hasattr(scorer, "reset_iter_state"):
         return False
@@ -102,6 +117,12 @@ def reshard(scorer: torch.nn.Module) -> None:
 
 def _sharded_parts(scorer: torch.nn.Module) -> list[FSDPModule]:
     return [part for part in scorer.modules() if isinstance(part, FSDPModule)]
+
+
+def _sharded_weights(scorer: torch.nn.Module) -> list[Any]:
+    """What FSDP itself keeps of each weight."""
+    groups = [part._get_fsdp_state()._fsdp_param_group for part in _sharded_parts(scorer)]
+    return [weight for group in groups if group is not None for weight in group.fsdp_params]
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

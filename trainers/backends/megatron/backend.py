@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from rayhelper import ConfigError
 from trainers.backends.base import SentWeights, TokenFunction
-from trainers.backends.head import LinearHead, Scores
+from trainers.backends.head import ROOM, LinearHead, Scores
 from trainers.backends.hf_model import ModelHead, default_device
 from trainers.backends.inputs import Place, in_order, micro_batches, num_targets
 from trainers.backends.megatron import layout
@@ -42,6 +42,7 @@ from trainers.backends.megatron.residence import Residence
 from trainers.backends.megatron.settings import MegatronSettings
 from trainers.backends.megatron.weights import MegatronWeights
 from trainers.backends.random_state import random_state, set_random_state
+from trainers.backends.segments import growing_segments
 from trainers.backends.token_loss import token_loss
 from trainers.backends.top_logps import TopLogps
 from trainers.backends.vocabulary import ShardedVocabulary
@@ -123,7 +124,8 @@ class MegatronBackend:
         self.vocabulary = self._vocabulary()
         self.head: LinearHead | None = None
         if head == "lm" and self.at.is_last_stage:
-            self.head = LinearHead(self._head_weight, self.vocabulary)
+            room = 0 if settings.recompute_granularity == "full" else ROOM
+            self.head = LinearHead(self._head_weight, self.vocabulary, room=room)
         self.writer = Writer(in_background=async_save)
         self.chunks: list[Any] = self.stages
         self.optimizer: Any = None
@@ -315,7 +317,7 @@ class MegatronBackend:
         """One optimizer step; every rank calls it. See ``Backend.step``; all but the norm is told by the last stage."""
         assert self.optimizer is not None, "this model only scores: it was built without a learning rate"
         self.residence.check_memory()
-        with self.residence.weights_here():
+        with self.residence.weights_here(), growing_segments(self.device):
             return self._step(batch, loss_function, micro_batch_size, temperature, entropy_gradient, token_function)
 
     def _step(

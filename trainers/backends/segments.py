@@ -1,0 +1,38 @@
+"""Memory of a GPU in segments that grow, while a model learns.
+
+Rows of other lengths leave torch's allocator with free blocks that fit nothing. In segments that grow (``expandable_
+segments`` of PyTorch's memory management) neighbours of any size join. But such memory can be no part of the pool that
+vLLM puts to sleep, and other processes open it slowly or not at all; so outside of a step all is as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+
+OPTION = "expandable_segments"
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # by which users set up the allocator
+
+
+@contextlib.contextmanager
+def growing_segments(device: torch.device) -> Iterator[None]:
+    """Inside, memory of the device is taken in segments that grow, unless the user has said whether it should be."""
+    given = next((os.environ[name] for name in VARIABLES if os.environ.get(name)), "")
+    if device.type != "cuda" or OPTION in given:
+        yield
+        return
+    _set(given, True)
+    try:
+        yield
+    finally:
+        _set(given, False)
+
+
+def _set(given: str, grows: bool) -> None:
+    """The allocator reads its options as a whole: those that are not said are as they are by default."""
+    tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # since torch 2.10
+    tell = tell or torch.cuda.memory._set_allocator_settings
+    tell(",".join(filter(None, [given, f"{OPTION}:{grows}"])))

@@ -7,6 +7,10 @@ import time
 from types import TracebackType
 from typing import Self
 
+from benchmarks.gpu.so_far import note
+
+NOTED = 400  # looks: some twenty seconds
+
 
 class PeakMemory:
     """Inside, a thread asks the driver many times a second; ``gib(since)`` is the most since then (perf_counter)."""
@@ -38,3 +42,5 @@ class PeakMemory:
         while not self.ended.wait(self.interval_s):
             free, total = torch.cuda.mem_get_info()
             self.seen.append((time.perf_counter(), (total - free) / 2**30))
+            if len(self.seen) % NOTED == 0:
+                note("peak_gib of late", max(gib for _, gib in self.seen[-NOTED:]))

@@ -85,6 +85,7 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "seconds": found["time/step"],
         "tokens_per_second": tokens / found["time/step"],
         "peak_gib": peak.gib(since=asked[options.warm - 1]),
+        "peak_learning_gib": peak.gib(since=asked[-1]),
         "tokens": tokens,
         "phases": found,
     }

@@ -5,7 +5,8 @@
 
 A part is named by its function, and may say which options are others for it alone: ``--parts ours ours:micro=8``. It
 is given the options and a folder that all parts share, and answers with what JSON holds. After each part all that was
-found so far is written, so that nothing is lost to one that takes too long; a part that failed is ``{"failed": why}``.
+found so far is written, so that nothing is lost to one that takes too long; a part that failed is ``{"failed": why}``
+and what it had measured so far.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import so_far
 from benchmarks.gpu.steps import our_steps
 from benchmarks.origin import origin
 
@@ -77,15 +79,17 @@ def run_parts(
 
 
 def _run(module: str, name: str, folder: Path, limit_s: float) -> Any:
-    answer = folder / "answer.json"
+    answer, measured = folder / "answer.json", folder / "so_far.json"
     answer.unlink(missing_ok=True)
+    measured.unlink(missing_ok=True)
     shutil.rmtree(folder / "ours", ignore_errors=True)
     since = time.perf_counter()
     command = [sys.executable, "-m", module, *sys.argv[1:], "--one", name, str(folder)]
-    code = run_limited(command, limit_s)
+    code = run_limited(command, limit_s, env=os.environ | {so_far.VARIABLE: str(measured)})
     taken = time.perf_counter() - since
     if not answer.exists():
-        return {"failed": code, "part_seconds": taken, "steps": our_steps(folder / "ours", 0)}
+        steps = our_steps(folder / "ours", 0)
+        return {"failed": code, "part_seconds": taken, "steps": steps, "so_far": so_far.noted(measured)}
     return {**json.loads(answer.read_text()), "part_seconds": taken}
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.so_far import note
+
 PHASES = ("time/", "time_share/", "throughput/")
 ON_GPU = torch.cuda.is_available()  # without one a benchmark can be tried, but measures nothing
 
@@ -39,6 +41,7 @@ def clock() -> Any:
             synchronize()
             self.ends.append(time.perf_counter())
             self.seconds.append(self.ends[-1] - self.ends[-2])
+            note("seconds", self.seconds)
 
         def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
             self.logs.append(dict(logs or {}))

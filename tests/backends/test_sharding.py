@@ -243,12 +243,12 @@ def assert_equal(found: Weights, expected: Weights) -> None:
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
-def test_a_single_rank_in_shards_reduces_once_a_step_and_forgets_a_step_that_failed(
+def test_a_single_rank_in_shards_takes_gradients_as_they_are_and_forgets_a_step_that_failed(
     folder: str, tmp_path: Path
 ) -> None:
     (answer,) = run_ranks(1, steps_alone, folder, folder=tmp_path)
-    ((by_turns, reduced), (at_once, reduced_once)), after_failures = answer
-    assert reduced == 4 * reduced_once > 0
+    ((by_turns, reduced), (at_once, reduced_at_once)), after_failures = answer
+    assert reduced > 0 == reduced_at_once
     assert largest_difference(by_turns, weights_of(FsdpBackend(folder))) > 1e-4
     assert_equal(at_once, by_turns)
     for weights in after_failures.values():

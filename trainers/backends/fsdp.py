@@ -53,7 +53,16 @@ from trainers.backends.random_state import random_state, set_random_state
 from trainers.backends.resting_optimizer import RestingOptimizer
 from trainers.backends.scorer import Scorer, ValueScorer
 from trainers.backends.segments import growing_segments
-from trainers.backends.sharding import accumulate_whole, forget_step, full, layers_of, reshard, shard, whole_weights
+from trainers.backends.sharding import (
+    accumulate_whole,
+    forget_step,
+    full,
+    layers_of,
+    reshard,
+    shard,
+    take_gradients,
+    whole_weights,
+)
 from trainers.backends.token_loss import token_loss
 from trainers.backends.top_logps import TopLogps
 from trainers.batch import Ragged, Sequences
@@ -328,6 +337,8 @@ class FsdpBackend:
                     self.is_reducing = False
                 metrics.sum("loss", loss)
                 num_tokens += len(sequences.input_ids.values)
+            if self.accumulates_whole:
+                take_gradients(self.scorer)
             trained = [weight for weight in self.module.parameters() if weight.requires_grad]
             grad_norm = torch.nn.utils.clip_grad_norm_(trained, self.max_grad_norm or float("inf"))
             metrics.same("grad_norm", float(full(grad_norm)))

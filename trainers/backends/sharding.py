@@ -84,13 +84,25 @@ def whole_weights(scorer: torch.nn.Module) -> Iterator[None]:
 
 
 def accumulate_whole(scorer: torch.nn.Module, *, last: bool) -> None:
-    """Before a micro-batch of a step: layers stay gathered and gradients whole until the last one, in the same dtypes.
+    """Before a micro-batch of a step: layers stay gathered until the last one, and gradients whole.
 
-    Over several ranks that would cost the memory that shards save; on a single one it saves copies.
+    Over several ranks that would cost the memory that shards save; on a single one it saves copies. ``take_gradients``
+    follows the last backward pass.
     """
     assert isinstance(scorer, FSDPModule)
     scorer.set_reshard_after_backward(last)
-    scorer.set_requires_gradient_sync(last)
+    scorer.set_requires_gradient_sync(False)
+
+
+def take_gradients(scorer: torch.nn.Module) -> None:
+    """Gradients that were added up whole become those of the shards, which on a single rank are as large.
+
+    FSDP would copy them, into memory of another stream: as much again, as memory of one stream is none of another's.
+    """
+    for weight in _sharded_weights(scorer):
+        gradient, weight.unsharded_accumulated_grad = weight.unsharded_accumulated_grad, None
+        if gradient is not None:
+            weight.sharded_param.grad = weight.to_sharded_dtensor(gradient)
 
 
 def forget_step(scorer: torch.nn.Module) -> bool:

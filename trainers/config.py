@@ -143,6 +143,9 @@ class TrainConfig(MegatronConfig, RunConfig):
     activation_memory_budget: float = 1.0
     """With ``torch_compile``: the share of a layer's activations that is kept for the backward pass; the rest is
     computed again, what costs least first. 0.9 leaves out what lies between products, 0: all but the layer's input."""
+    logits_memory_gib: float | None = None
+    """GiB of a worker for what the backward pass needs of the logits; beyond them logits are computed again. null: 3,
+    and 0 under gradient_checkpointing or recompute_granularity full."""
     fsdp_offload_params: bool = False
     """Keep the shards and the optimizer in the memory of the host."""
 
@@ -253,7 +256,7 @@ def check_shared(config: TrainConfig) -> None:
     at_least(config, 1, "per_device_train_batch_size", "gradient_accumulation_steps")
     at_least(config, 1, "global_batch_size", "eval_steps", "save_total_limit")
     at_least(config, 0, "learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps", "save_steps")
-    at_least(config, 0, "num_train_epochs", "lora_dropout")
+    at_least(config, 0, "num_train_epochs", "lora_dropout", "logits_memory_gib")
     at_least(config, 1, "lora_rank", "token_budget")
     at_least(config, 1, "recompute_num_layers", "infer_batch_size", *PARALLEL_KEYS)
     _check_backend(config)

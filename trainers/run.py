@@ -528,6 +528,7 @@ def shared_arguments(config: TrainConfig, num_training_steps: int | None) -> dic
         "warmup_steps": config.warmup_steps or math.ceil(config.warmup_ratio * steps),
         "disable_dropout": config.disable_dropout,
         "lora": lora_settings(config) if trains else None,
+        "logits_memory_gib": config.logits_memory_gib,
         "token_budget": config.token_budget,
         "peak_tflops": config.peak_tflops,
         "seed": config.seed,

@@ -80,7 +80,10 @@ def sum_difference() -> float:
 
 
 class _Plain:
-    statistics = staticmethod(linear_scores._statistics)
+    @staticmethod
+    def statistics(logits: torch.Tensor, *given: Any) -> None:
+        linear_scores._statistics(logits.clone(), *given)
+
     gradient = staticmethod(linear_scores._gradient)
 
 

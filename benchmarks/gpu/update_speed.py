@@ -120,6 +120,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_shape(options.shape, Path(folder))
         for variant, micro, budget in itertools.product(options.variants, options.micros, options.budgets):
+            if budget < 1 and "torch_compile" not in VARIANTS[variant]:
+                continue
             name = f"{variant} {micro}" + (f" budget {budget}" if budget < 1 else "")
             try:
                 settings = VARIANTS[variant] | {"activation_memory_budget": budget}

@@ -24,7 +24,7 @@ from rayhelper.planning.parallel_sizes import ParallelSizes
 GIB = 1024**3
 RUNTIME_BYTES = 3 * GIB // 2  # CUDA context, NCCL and the allocator's leftovers of a process
 LOGITS_CHUNK_BYTES = 256 * 1024**2  # float32 logits that autograd holds at once; a plain head's twice, in 1.5 tensors
-LOGITS_ROOM = 3 * 2**30  # kept by a head for the backward pass, at most
+LOGITS_ROOM = 3 * 2**30  # kept by a head for the backward pass, at most, unless logits_memory_gib says it
 CACHE_BYTES = 2  # of a number in a key-value cache
 
 # Keys that move something away while another role works
@@ -45,6 +45,7 @@ class Work:
     compute_bytes: int = 2  # of a number in the forward pass; 2: bfloat16
     checkpointing: bool = False
     kept_share: float = 1.0  # of a compiled layer's activations (activation_memory_budget); it computes the rest again
+    kept_logits: int = 0  # bytes that a trained head may keep for its backward pass
     distributed_optimizer: bool = True  # megatron's: optimizer states are divided over data-parallel workers
     num_micro_batches: int | None = None  # of an optimizer step; None: enough to fill a pipeline
     has_reference: bool = False  # a frozen copy of the model beside the trained one
@@ -242,7 +243,7 @@ def activation_bytes(shape: ModelShape, sizes: ParallelSizes, work: Work) -> int
     The first stage of a pipeline holds a micro-batch for every stage after it (1F1B), so that its layers times those
     micro-batches are as many as all layers; interleaving adds (p - 1) / (p m) for m pieces a stage (section 4.2.3).
     With checkpointing each layer keeps its input alone, and one layer at a time is computed again. So is what a layer
-    does not keep for a ``kept_share`` below 1.
+    does not keep, beside its input, for a ``kept_share`` below 1.
     """
     tokens, pipeline = _tokens(sizes, work), sizes.pipeline
     layers = math.ceil(shape.num_hidden_layers / pipeline)
@@ -252,11 +253,12 @@ def activation_bytes(shape: ModelShape, sizes: ParallelSizes, work: Work) -> int
     if work.num_micro_batches is not None:
         in_flight = min(in_flight, work.num_micro_batches)
     layer = _layer_bytes(shape, sizes, work)
-    if work.checkpointing:
-        kept = (4 if work.is_autocast else work.compute_bytes) * shape.hidden_size / _norm_ways(sizes)
-        return int(tokens * (kept * layers * in_flight + layer))
-    again = layer if work.kept_share < 1 else 0
-    return int(tokens * (work.kept_share * layer * layers * in_flight + again))
+    share = 0.0 if work.checkpointing else work.kept_share
+    if share == 1:
+        return int(tokens * layer * layers * in_flight)
+    entering = (4 if work.is_autocast else work.compute_bytes) * shape.hidden_size / _norm_ways(sizes)
+    kept = entering + share * (layer - entering)
+    return int(tokens * (kept * layers * in_flight + layer))
 
 
 def _layer_bytes(shape: ModelShape, sizes: ParallelSizes, work: Work, *, trains: bool = True) -> int:
@@ -303,8 +305,7 @@ def _logits(shape: ModelShape, sizes: ParallelSizes, work: Work, *, trains: bool
     """A chunk of float32 logits, their softmax and their gradient; in training what a plain head keeps beside."""
     chunk = min(LOGITS_CHUNK_BYTES, 4 * shape.vocab_size * work.micro_batch * work.length)
     kept = math.ceil(shape.vocab_size / sizes.tensor) * work.compute_bytes * _tokens(sizes, work)
-    room = LOGITS_ROOM * work.kept_share if trains and not work.checkpointing else 0
-    return _passing("logits", 3 * chunk + int(min(kept, room)))
+    return _passing("logits", 3 * chunk + (min(kept, work.kept_logits) if trains else 0))
 
 
 def _passing(name: str, num_bytes: int) -> Term:

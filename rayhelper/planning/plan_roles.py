@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from rayhelper.device_groups import DeviceGroup
 from rayhelper.device_groups.mistakes import Mistakes
@@ -20,6 +20,7 @@ from rayhelper.planning.adapter import ALL, adapter_parameters
 from rayhelper.planning.memory import (
     FREEING_KEYS,
     GIB,
+    LOGITS_ROOM,
     RoleMemory,
     Work,
     cache_bytes_per_token,
@@ -38,7 +39,8 @@ from rayhelper.planning.parallel_sizes import (
     size_mistakes,
 )
 
-TRAINED = frozenset({"train", "trainer", "actor", "policy", "student", "critic", "value"})
+OF_VALUES = frozenset({"critic", "value"})
+TRAINED = frozenset({"train", "trainer", "actor", "policy", "student"}) | OF_VALUES
 ENGINES = frozenset({"rollout", "sampler", "generator"})
 FROZEN = frozenset({"ref", "reference", "teacher"})  # of the trained model's shape where nothing else is said
 MICRO_BATCH_KEYS = ("per_device_train_batch_size", "micro_batch_size")
@@ -237,19 +239,47 @@ def _work(place: Place, sizes: ParallelSizes) -> Work:
         findings.assume(f"{MICRO_BATCH_KEYS[0]} 8")
     steps = _whole(settings, "gradient_accumulation_steps")
     batch = _whole(settings, "global_batch_size")
-    budget = settings.get("activation_memory_budget", 1.0) if settings.get("torch_compile") else 1.0
+    recomputes = bool(settings.get("gradient_checkpointing")) or settings.get("recompute_granularity") == "full"
     is_megatron = settings.get("backend", "megatron" if sizes.is_divided else "fsdp") == "megatron"
     return Work(
         micro_batch=micro_batch,
         length=_length(settings, findings),
         backend="megatron" if is_megatron else "fsdp",
         compute_bytes=4 if settings.get("dtype") == "float32" or settings.get("bf16") is False else 2,
-        checkpointing=bool(settings.get("gradient_checkpointing")) or settings.get("recompute_granularity") == "full",
-        kept_share=budget if isinstance(budget, int | float) else 1.0,
+        checkpointing=recomputes,
+        kept_share=_kept_share(place),
+        kept_logits=_kept_logits(place, recomputes),
         distributed_optimizer=settings.get("use_distributed_optimizer", True) is not False,
         num_micro_batches=math.ceil(batch / (micro_batch * sizes.data)) if batch else steps,
         has_reference=_has_reference(place),
     )
+
+
+def _kept_share(place: Place) -> float:
+    share = place.settings.get("activation_memory_budget")
+    if not place.settings.get("torch_compile") or share is None:
+        return 1.0
+    if _is_number(share) and 0 <= share <= 1:
+        return float(share)
+    place.run.findings.mistakes.note(f"activation_memory_budget of {place.where} must lie in [0, 1], got {share!r}.")
+    return 1.0
+
+
+def _kept_logits(place: Place, recomputes: bool) -> int:
+    """Bytes that the head of the role may keep; one of values has none."""
+    given = place.settings.get("logits_memory_gib")
+    if place.role in OF_VALUES:
+        return 0
+    if given is None:
+        return 0 if recomputes else LOGITS_ROOM
+    if _is_number(given) and 0 <= given < math.inf:
+        return int(given * GIB)
+    place.run.findings.mistakes.note(f"logits_memory_gib of {place.where} must be at least 0, got {given!r}.")
+    return LOGITS_ROOM
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _adapter(settings: Mapping[str, Any], shape: ModelShape) -> int:
@@ -275,7 +305,7 @@ def _length(settings: Mapping[str, Any], findings: Findings) -> int:
 def _has_reference(place: Place) -> bool:
     """Whether GRPO's KL term makes the trained role hold the model that it started from."""
     settings = place.settings
-    is_policy = place.role in TRAINED - {"critic", "value"} and not {"ref", "reference"} & set(place.run.roles)
+    is_policy = place.role in TRAINED - OF_VALUES and not {"ref", "reference"} & set(place.run.roles)
     if settings.get("tuner_type") == "lora" and settings.get("ref_model") is None:
         return False  # the policy without its adapter
     return is_policy and bool(settings.get("beta")) and bool(settings.get("reward_funcs"))
@@ -292,7 +322,7 @@ def _num_sequences(place: Place, work: Work) -> int:
 
 def _utilization(place: Place) -> float:
     share = place.settings.get(UTILIZATION_KEY)
-    if isinstance(share, (int, float)) and not isinstance(share, bool) and 0 < share <= 1:
+    if _is_number(share) and 0 < share <= 1:
         return float(share)
     if share is not None:
         place.run.findings.mistakes.note(

@@ -16,6 +16,7 @@ from tests import megatron_on_cpu
 from tests.backends.batches import plain_loss, samples_of, weighted_loss
 from tests.backends.ranks import run_ranks
 from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.head import ROOM
 
 megatron_on_cpu.take_back()
 
@@ -129,6 +130,8 @@ def one(folder: Path, layout: Layout) -> dict[str, Any]:
     from trainers.backends.megatron.settings import MegatronSettings
 
     backend = MegatronBackend(folder, settings=MegatronSettings(**layout), **TRAINING)
+    if backend.head is not None:
+        assert backend.head.room == (0 if layout.get("recompute_granularity") == "full" else ROOM)
     index, count, leader = backend.shard
     samples = samples_of()
     mine = samples[np.array_split(np.arange(len(samples)), count)[index]]

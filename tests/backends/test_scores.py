@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
+from rayhelper.planning.memory import LOGITS_ROOM
 from tests.backends.batches import packed, plain_scores, samples_of
 from tests.golden.tiny import save_tiny
 from trainers.backends import head, linear_scores
@@ -127,14 +128,19 @@ def test_what_a_head_keeps_for_the_backward_pass_is_not_computed_again(
     assert not filled, "nobody goes backward"
 
 
-def test_a_backend_keeps_for_its_head_what_it_keeps_of_activations(folder: str) -> None:
+def test_a_backend_keeps_for_its_head_where_it_keeps_activations_or_what_it_is_told(folder: str) -> None:
     def room(**settings: Any) -> int:
         scorer: Any = FsdpBackend(folder, learning_rate=1e-3, **settings).scorer
         return int(scorer.head.room)
 
     assert room() == head.ROOM
-    assert room(torch_compile=True, activation_memory_budget=0.5) == head.ROOM // 2
-    assert room(gradient_checkpointing=True) == 0
+    assert room(logits_memory_gib=0.5) == 2**29
+    assert room(logits_memory_gib=0.0) == room(gradient_checkpointing=True) == 0
+    assert room(gradient_checkpointing=True, logits_memory_gib=1.0) == 2**30
+
+
+def test_the_plan_knows_what_a_head_keeps() -> None:
+    assert head.ROOM == LOGITS_ROOM
 
 
 def test_the_entropy_has_a_gradient_only_if_asked_for(backend: FsdpBackend) -> None:

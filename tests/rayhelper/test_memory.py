@@ -22,7 +22,6 @@ from rayhelper.errors import ConfigError
 from rayhelper.planning.adapter import adapter_parameters
 from rayhelper.planning.memory import (
     GIB,
-    LOGITS_CHUNK_BYTES,
     LOGITS_ROOM,
     RoleMemory,
     Term,
@@ -189,9 +188,12 @@ def test_checkpointing_keeps_the_input_of_every_layer_and_one_layer() -> None:
 
 
 def test_compiled_layers_keep_their_share_and_compute_one_layer_again() -> None:
-    whole = activation_bytes(DENSE, ONE, Work())
-    assert activation_bytes(DENSE, ONE, Work(kept_share=0.5)) == whole // 2 + whole // 4
-    assert activation_bytes(DENSE, ONE, Work(kept_share=0.0)) == whole // 4
+    def kept(**settings: Any) -> int:
+        return activation_bytes(DENSE, ONE, Work(**settings))
+
+    assert kept(kept_share=0.0) == kept(checkpointing=True), "the inputs of all layers, and one layer"
+    between = kept() + kept() // 4  # all, and one of four layers
+    assert kept(kept_share=0.5) == (kept(checkpointing=True) + between) // 2
 
 
 def test_activations_of_a_pipeline_are_those_of_all_layers_while_micro_batches_last() -> None:
@@ -265,15 +267,15 @@ def test_a_frozen_model_has_neither_gradients_nor_states() -> None:
     assert found["logits"] == 3 * 4 * 101 * 10
 
 
-def test_a_trained_head_keeps_something_for_the_backward_pass_unless_it_may_not() -> None:
-    def logits(vocab_size: int = 101, **settings: Any) -> int:
-        shape = replace(DENSE, vocab_size=vocab_size)
-        return terms(training(shape, ONE, Work(micro_batch=1, length=10, **settings)))["logits"]
+def test_a_trained_head_keeps_something_for_the_backward_pass_as_far_as_it_may() -> None:
+    def logits(kept: int) -> int:
+        work = Work(micro_batch=1, length=10, kept_logits=kept)
+        return terms(training(DENSE, ONE, work))["logits"]
 
     chunk = 3 * 4 * 101 * 10
-    assert logits() == chunk + 2 * 101 * 10
-    assert logits(kept_share=0.0) == logits(checkpointing=True) == chunk
-    assert logits(2**30, kept_share=0.5) == 3 * LOGITS_CHUNK_BYTES + LOGITS_ROOM // 2
+    assert logits(LOGITS_ROOM) == chunk + 2 * 101 * 10
+    assert logits(100) == chunk + 100
+    assert logits(0) == chunk
 
 
 @pytest.mark.parametrize(

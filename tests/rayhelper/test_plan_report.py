@@ -335,6 +335,33 @@ def test_activations_that_compiled_layers_do_not_keep_are_not_counted(tmp_path: 
     assert 0.5 * eager < activations(torch_compile=True, activation_memory_budget=0.5) < 0.6 * eager
 
 
+def test_what_a_head_keeps_is_counted_of_models_of_language(tmp_path: Path) -> None:
+    def logits(role: str = "train", **keys: Any) -> int:
+        memory = planned(tmp_path, {"model": SHAPE, role: {"gpus": 1}, **keys}).groups[0].roles[0].memory
+        assert memory is not None
+        return next(term.num_bytes for term in memory.terms if term.name == "logits")
+
+    least = logits(logits_memory_gib=0)
+    assert logits() == logits(logits_memory_gib=2.4) > least + 2 * GIB  # 8 sequences of 1,024 tokens do not fill 3 GiB
+    assert logits(per_device_train_batch_size=100) == least + 3 * GIB
+    assert logits(logits_memory_gib=0.5) == least + GIB // 2
+    assert logits(gradient_checkpointing=True) == logits("critic") == least
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"torch_compile": True, "activation_memory_budget": -1}, "activation_memory_budget of role 'train' must lie"),
+        ({"torch_compile": True, "activation_memory_budget": True}, "must lie in [0, 1], got True"),
+        ({"logits_memory_gib": -1}, "logits_memory_gib of role 'train' must be at least 0, got -1"),
+        ({"logits_memory_gib": "much"}, "got 'much'"),
+    ],
+)
+def test_shares_of_memory_without_a_meaning_are_told(tmp_path: Path, keys: dict[str, Any], told: str) -> None:
+    (said,) = mistakes(tmp_path, {"model": SHAPE, "train": {"gpus": 8}, **keys})
+    assert told in said
+
+
 def test_roles_that_make_room_for_each_other_need_less(tmp_path: Path) -> None:
     config = {
         "model": SHAPE,

@@ -33,7 +33,7 @@ from trainers.backends.adapters import (
     without_adapter,
 )
 from trainers.backends.base import SentWeights, TokenFunction
-from trainers.backends.head import ROOM
+from trainers.backends.head import room_of
 from trainers.backends.hf_model import (
     ModelHead,
     build_model,
@@ -84,7 +84,8 @@ class FsdpBackend:
     row of documents. ``values_at``: where a value head is read off, at the token that predicts a target or at itself.
     ``optimizer_offload``: what the optimizer remembers is in the memory of the host, and comes in pieces to change the
     weights. ``activation_memory_budget``: the share of activations that a compiled layer keeps for its backward pass;
-    torch computes the others again, and chooses those that cost least.
+    torch computes the others again, and chooses those that cost least (in one process, what it first compiled for one
+    backend it takes for the next). ``logits_memory_gib``: what the head may keep for its own (see ``head.room_of``).
     """
 
     vocabulary = WHOLE
@@ -118,6 +119,7 @@ class FsdpBackend:
         optimizer_offload: bool = False,
         torch_compile: bool = False,
         activation_memory_budget: float = 1.0,
+        logits_memory_gib: float | None = None,
         padding_free: bool = False,
         token_budget: int | None = None,
         peak_tflops: float | None = None,
@@ -155,7 +157,7 @@ class FsdpBackend:
         self.config = copy.deepcopy(self.module.config)  # as it is written: with its dropout
         if disable_dropout:
             zero_dropout(self.module)
-        room = 0 if gradient_checkpointing else int(ROOM * activation_memory_budget)
+        room = room_of(logits_memory_gib, recomputes=gradient_checkpointing)
         self.scorer = Scorer(self.module, room=room) if head == "lm" else ValueScorer(self.module)
         self.adapted: Any = None
         if lora is not None:
@@ -192,6 +194,7 @@ class FsdpBackend:
         self.can_step = True  # no step failed in a way that would spoil the next
         self.is_reducing = False  # gradients are added up over ranks as they come
         self.offloaded = Offload()  # for an engine
+        self.shares_device = False  # with an engine that asked for room
         self.sent = SentWeights()
         self.optimizer: torch.optim.Optimizer | None = None
         self.resting: RestingOptimizer | None = None  # for ``optimizer_offload``
@@ -311,12 +314,7 @@ class FsdpBackend:
                 "a step failed before in a way that cannot be forgotten (DistributedDataParallel was adding up "
                 "gradients, or FSDP of a torch below 2.13): resume in new processes"
             )
-        budget = functorch_config.patch(activation_memory_budget=self.activation_memory_budget)
-        with (
-            self._forgetting_failures(),
-            growing_segments(self.device),
-            budget,
-        ):  # layers are compiled when they first run
+        with self._forgetting_failures(), self._memory_settings():
             metrics = Metrics()
             rows = self._cut(batch, micro_batch_size)
             num_micro, num_tokens = self._most(max(1, len(rows))), 0
@@ -348,6 +346,16 @@ class FsdpBackend:
             self.optimizer.zero_grad(set_to_none=True)
             add_work(metrics, num_tokens, flops_of(self.module, num_tokens), self.peak_flops)
             return metrics
+
+    @contextlib.contextmanager
+    def _memory_settings(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.activation_memory_budget < 1:  # layers are compiled when they first run
+                budget = functorch_config.patch(activation_memory_budget=self.activation_memory_budget)
+                stack.enter_context(budget)
+            if self.shares_device:
+                stack.enter_context(growing_segments(self.device))
+            yield
 
     @contextlib.contextmanager
     def _forgetting_failures(self) -> Iterator[None]:
@@ -441,6 +449,7 @@ class FsdpBackend:
 
         What torch keeps of a GPU for later is free for others too, also if neither is moved.
         """
+        self.shares_device = True
         if model:
             if self.is_sharded:
                 reshard(self.scorer)

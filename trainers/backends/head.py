@@ -24,7 +24,7 @@ from trainers.losses.tokens import token_entropy, token_logps
 from trainers.losses.vocabulary import WHOLE, Vocabulary
 
 CHUNK_BYTES = 256 * 1024 * 1024  # of float32 logits, of which autograd keeps several tensors
-ROOM = 3 * 2**30  # bytes that a head may keep for the backward pass, where activations are kept
+ROOM = 3 * 2**30  # bytes that a head may keep for the backward pass unless told, where activations are kept too
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,13 @@ class Scores(NamedTuple):
     entropy_N: torch.Tensor
     is_top1_N: torch.Tensor  # 1.0 where the target is the most probable token
     further: tuple[torch.Tensor, ...] = ()  # what a token function gave
+
+
+def room_of(given_gib: float | None, *, recomputes: bool) -> int:
+    """Bytes that a head may keep: those that are given, else ``ROOM``, or nothing where layers keep nothing either."""
+    if given_gib is not None:
+        return int(given_gib * 2**30)
+    return 0 if recomputes else ROOM
 
 
 class LinearHead:

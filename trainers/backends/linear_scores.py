@@ -21,6 +21,8 @@ import torch
 from trainers.backends.vocabulary import ShardedVocabulary
 from trainers.losses.vocabulary import Vocabulary
 
+MANY = 8192  # tokens of which something is kept that are multiplied at once
+
 
 class LinearScores(torch.autograd.Function):
     """``LinearScores.apply(features_NH, weight_VH, ids_N, scale, rows, entropy_gradient, vocabulary, room)``.
@@ -58,10 +60,11 @@ class LinearScores(torch.autograd.Function):
             for chunk in _chunks(len(ids_N), rows):
                 logits = _logits(features_NH[chunk].to(ctx.dtype), weight)
                 filled = [column[chunk] for column in columns]
+                own = logits.clone() if chunk.start < num_kept and not logits.is_cuda else logits  # kernels only read
                 if isinstance(vocabulary, ShardedVocabulary):
-                    _fill_of_shards(vocabulary, logits, places_N[chunk], scale, *filled)
+                    _fill_of_shards(vocabulary, own, places_N[chunk], scale, *filled)
                 else:
-                    _fill(logits, places_N[chunk], scale, *filled)
+                    _fill(own, places_N[chunk], scale, *filled)
                 if chunk.start < num_kept:
                     kept = kept_KV[chunk]
                     places, _, log_totals, entropy, _ = (column[: len(kept)] for column in (places_N[chunk], *filled))
@@ -83,13 +86,14 @@ class LinearScores(torch.autograd.Function):
         features_gradient = torch.empty_like(features_NH) if needs_features else None
         weight_gradient = torch.zeros_like(weight_VH, dtype=torch.float32) if needs_weight else None
         with torch.autocast(features_NH.device.type, enabled=False):
-            num_kept = len(kept_KV)
-            factor_K1 = logps_gradient_N[:num_kept].unsqueeze(1)
-            if features_gradient is not None and num_kept:
-                features_gradient[:num_kept] = _product(kept_KV, weight) * factor_K1
-            if weight_gradient is not None and num_kept:
-                add_product(weight_gradient, kept_KV.T, (features_NH[:num_kept] * factor_K1).to(ctx.dtype))
-            for chunk in _chunks(len(places_N), ctx.rows, start=num_kept):
+            many = max(ctx.rows, MANY) if kept_KV.is_cuda else ctx.rows  # without a GPU products are of float32 copies
+            for chunk in _chunks(len(kept_KV), many):
+                kept, factors = kept_KV[chunk], logps_gradient_N[chunk].unsqueeze(1)
+                if features_gradient is not None:
+                    features_gradient[chunk] = _product(kept, weight).mul_(factors)
+                if weight_gradient is not None:
+                    add_product(weight_gradient, kept.T, (features_NH[chunk] * factors).to(ctx.dtype))
+            for chunk in _chunks(len(places_N), ctx.rows, start=len(kept_KV)):
                 features = features_NH[chunk].to(ctx.dtype)
                 logits = _logits(features, weight)
                 given = (log_totals_N[chunk], entropy_N[chunk], logps_gradient_N[chunk], entropy_gradient_N[chunk])
@@ -181,11 +185,10 @@ def _statistics(
     is_top1: torch.Tensor,
 ) -> None:
     is_top1.copy_(logits.argmax(1) == ids)
-    all_logps = logits * scale
-    log_totals.copy_(all_logps.logsumexp(1))
-    all_logps -= log_totals.unsqueeze(1)
-    logps.copy_(all_logps.gather(1, ids.unsqueeze(1)).squeeze(1))
-    entropy.copy_(-torch.linalg.vecdot(all_logps.exp(), all_logps))
+    log_totals.copy_(logits.mul_(scale).logsumexp(1))
+    logits -= log_totals.unsqueeze(1)
+    logps.copy_(logits.gather(1, ids.unsqueeze(1)).squeeze(1))
+    entropy.copy_(-torch.linalg.vecdot(logits.exp(), logits))
 
 
 def _gradient(

@@ -2,7 +2,9 @@
 
 Rows of other lengths leave torch's allocator with free blocks that fit nothing. In segments that grow (``expandable_
 segments`` of PyTorch's memory management) neighbours of any size join. But such memory can be no part of the pool that
-vLLM puts to sleep, and other processes open it slowly or not at all; so outside of a step all is as it was.
+vLLM puts to sleep, and other processes open it slowly or not at all; so outside of a step none is taken. What a step
+leaves free in such segments is for the next one, until torch's cache is emptied: they are for models that empty it
+between, as they make room for an engine.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 OPTION = "expandable_segments"
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # by which users set up the allocator
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # of users, for the allocator
 
 
 @contextlib.contextmanager

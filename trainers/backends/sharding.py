@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-LARGE = 2**20  # numbers of a weight, from which on starting a kernel of our own takes less time than it saves
+from trainers.backends.patches import sums_by_kernel
 
 
 def shard(
@@ -41,20 +40,9 @@ def shard(
     for layer in layers_of(model):
         fully_shard(layer, reshard_after_forward=reshard_after_forward, **settings)
     fully_shard(scorer, reshard_after_forward=False, **settings)
-    if low and device.type == "cuda":
+    if low and device.type == "cuda" and dist.get_world_size() == 1:  # several add up shards, in one dtype
         for weight in _sharded_weights(scorer):
-            if weight.sharded_param.numel() >= LARGE:
-                weight.accumulate_unsharded_grad_if_needed = partial(_accumulate, weight)
-
-
-def _accumulate(weight: Any) -> None:
-    """As FSDP's own method of that name, whose sum of two dtypes is slow."""
-    from trainers.backends.gradient_kernels import add
-
-    total, part = weight.unsharded_accumulated_grad, weight.unsharded_param.grad
-    if total is not None and part is not None:
-        add(total, part)
-        weight.unsharded_param.grad = None
+            sums_by_kernel(weight)
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:

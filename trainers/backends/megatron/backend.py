@@ -27,7 +27,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from rayhelper import ConfigError
 from trainers.backends.base import SentWeights, TokenFunction
-from trainers.backends.head import ROOM, LinearHead, Scores
+from trainers.backends.head import LinearHead, Scores, room_of
 from trainers.backends.hf_model import ModelHead, default_device
 from trainers.backends.inputs import Place, in_order, micro_batches, num_targets
 from trainers.backends.megatron import layout
@@ -61,6 +61,7 @@ class MegatronBackend:
     ``lora``: fields of peft's LoraConfig that ``adapter_targets.py`` knows; the adapter alone is trained, in float32.
     ``values_at``: where a value head is read off, at the token that predicts a target or at itself.
     ``model_init_kwargs``: other values of the model's configuration.
+    ``logits_memory_gib``: what the head may keep for its backward pass (see ``head.room_of``).
     ``async_save``: checkpoints are written from a copy in the host's memory while training goes on.
     """
 
@@ -87,6 +88,7 @@ class MegatronBackend:
         warmup_steps: int = 0,
         disable_dropout: bool = True,
         lora: Mapping[str, Any] | None = None,
+        logits_memory_gib: float | None = None,
         token_budget: int | None = None,
         peak_tflops: float | None = None,
         seed: int = 42,
@@ -121,10 +123,11 @@ class MegatronBackend:
         self.num_active = self._num_active()
         self.module: Any = None  # an engine has its own
         self.sent = SentWeights()
+        self.shares_device = False  # with an engine that asked for room
         self.vocabulary = self._vocabulary()
         self.head: LinearHead | None = None
         if head == "lm" and self.at.is_last_stage:
-            room = 0 if settings.recompute_granularity == "full" else ROOM
+            room = room_of(logits_memory_gib, recomputes=settings.recompute_granularity == "full")
             self.head = LinearHead(self._head_weight, self.vocabulary, room=room)
         self.writer = Writer(in_background=async_save)
         self.chunks: list[Any] = self.stages
@@ -317,7 +320,8 @@ class MegatronBackend:
         """One optimizer step; every rank calls it. See ``Backend.step``; all but the norm is told by the last stage."""
         assert self.optimizer is not None, "this model only scores: it was built without a learning rate"
         self.residence.check_memory()
-        with self.residence.weights_here(), growing_segments(self.device):
+        growing = growing_segments(self.device) if self.shares_device else contextlib.nullcontext()
+        with self.residence.weights_here(), growing:
             return self._step(batch, loss_function, micro_batch_size, temperature, entropy_gradient, token_function)
 
     def _step(
@@ -481,6 +485,7 @@ class MegatronBackend:
         With the latter the gradients go, nowhere: they are of one step. What torch keeps of a GPU for later is free for
         others too, also if neither is moved.
         """
+        self.shares_device = True
         self.residence.offload(model=model, optimizer=optimizer)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

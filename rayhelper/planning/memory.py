@@ -24,7 +24,7 @@ from rayhelper.planning.parallel_sizes import ParallelSizes
 GIB = 1024**3
 RUNTIME_BYTES = 3 * GIB // 2  # CUDA context, NCCL and the allocator's leftovers of a process
 LOGITS_CHUNK_BYTES = 256 * 1024**2  # float32 logits that autograd holds at once; a plain head's twice, in 1.5 tensors
-LOGITS_ROOM = 3 * 2**30  # kept by a head for the backward pass, at most, unless logits_memory_gib says it
+LOGITS_ROOM = 3 * GIB  # kept by a head for the backward pass, at most, unless logits_memory_gib says it
 CACHE_BYTES = 2  # of a number in a key-value cache
 
 # Keys that move something away while another role works

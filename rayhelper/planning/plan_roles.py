@@ -9,9 +9,9 @@ trainers use. Any other role is planned without memory, unless its section names
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 from rayhelper.device_groups import DeviceGroup
 from rayhelper.device_groups.mistakes import Mistakes
@@ -256,30 +256,29 @@ def _work(place: Place, sizes: ParallelSizes) -> Work:
 
 
 def _kept_share(place: Place) -> float:
-    share = place.settings.get("activation_memory_budget")
-    if not place.settings.get("torch_compile") or share is None:
+    if not place.settings.get("torch_compile"):
         return 1.0
-    if _is_number(share) and 0 <= share <= 1:
-        return float(share)
-    place.run.findings.mistakes.note(f"activation_memory_budget of {place.where} must lie in [0, 1], got {share!r}.")
-    return 1.0
+    share = _number(place, "activation_memory_budget", lambda value: 0 <= value <= 1, "lie in [0, 1]")
+    return 1.0 if share is None else share
 
 
 def _kept_logits(place: Place, recomputes: bool) -> int:
     """Bytes that the head of the role may keep; one of values has none."""
-    given = place.settings.get("logits_memory_gib")
     if place.role in OF_VALUES:
         return 0
-    if given is None:
+    gib = _number(place, "logits_memory_gib", lambda value: 0 <= value < math.inf, "be at least 0")
+    if gib is None:
         return 0 if recomputes else LOGITS_ROOM
-    if _is_number(given) and 0 <= given < math.inf:
-        return int(given * GIB)
-    place.run.findings.mistakes.note(f"logits_memory_gib of {place.where} must be at least 0, got {given!r}.")
-    return LOGITS_ROOM
+    return int(gib * GIB)
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _number(place: Place, key: str, fits: Callable[[float], bool], must: str, advice: str = "") -> float | None:
+    """The number under the key; None if there is none, or one without a meaning, which is told."""
+    value = place.settings.get(key)
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and fits(value)):
+        return value
+    place.run.findings.mistakes.note(f"{key} of {place.where} must {must}, got {value!r}.{advice}")
+    return None
 
 
 def _adapter(settings: Mapping[str, Any], shape: ModelShape) -> int:
@@ -321,13 +320,9 @@ def _num_sequences(place: Place, work: Work) -> int:
 
 
 def _utilization(place: Place) -> float:
-    share = place.settings.get(UTILIZATION_KEY)
-    if _is_number(share) and 0 < share <= 1:
-        return float(share)
+    share = _number(place, UTILIZATION_KEY, lambda value: 0 < value <= 1, "be a share in (0, 1]", " Write e.g. 0.5.")
     if share is not None:
-        place.run.findings.mistakes.note(
-            f"{UTILIZATION_KEY} of {place.where} must be a share in (0, 1], got {share!r}. Write e.g. 0.5."
-        )
+        return share
     place.run.findings.assume(f"{UTILIZATION_KEY} {DEFAULT_UTILIZATION}")
     return DEFAULT_UTILIZATION
 

@@ -6,9 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
+from rayhelper import ConfigError
 from tests import megatron_on_cpu
 from tests.backends.batches import samples_of, weighted_loss
 from tests.backends.ranks import run_ranks
@@ -51,6 +53,20 @@ def test_layers_in_bfloat16_have_gradients_in_float32(tmp_path: Path) -> None:
     for name, gradient in found.items():
         assert gradient.dtype == torch.float32
         assert not torch.equal(gradient, gradient.bfloat16().float()), name
+
+
+def test_fields_that_nothing_would_read_are_refused_by_the_backend_too(tmp_path: Path) -> None:
+    megatron_on_cpu.install()
+    from trainers.backends.megatron.backend import MegatronBackend
+    from trainers.backends.megatron.settings import MegatronSettings
+
+    folder = save("llama", tmp_path)
+    for settings, told in (
+        (MegatronSettings(transformer={"fp8": "hybrid"}), "fp8 needs layers of TransformerEngine, but"),
+        (MegatronSettings(ddp={"overlap_grad_redusce": True}), "did you mean overlap_grad_reduce"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            MegatronBackend(folder, settings=settings, **TRAINING)
 
 
 def test_rotation_is_that_of_transformers() -> None:

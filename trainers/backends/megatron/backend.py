@@ -34,6 +34,7 @@ from trainers.backends.megatron import layout
 from trainers.backends.megatron.adapter_checkpoint import load_adapter, save_adapter
 from trainers.backends.megatron.adapters import MegatronAdapter
 from trainers.backends.megatron.checkpoint import Writer, check_parts, load_parts, save_parts
+from trainers.backends.megatron.fields import check_fields
 from trainers.backends.megatron.model import build_stages
 from trainers.backends.megatron.optimizer import build_optimizer, build_schedule, with_gradients
 from trainers.backends.megatron.packing import Packed
@@ -63,6 +64,10 @@ class MegatronBackend:
     ``model_init_kwargs``: other values of the model's configuration.
     ``logits_memory_gib``: what the head may keep for its backward pass (see ``head.room_of``).
     ``async_save``: checkpoints are written from a copy in the host's memory while training goes on.
+
+    Raises:
+        ConfigError: a further field of ``settings`` cannot be used here, such as fp8 without TransformerEngine; or the
+            model has what the backend does not apply.
     """
 
     def __init__(
@@ -99,6 +104,8 @@ class MegatronBackend:
         from transformers import AutoConfig, set_seed
 
         set_seed(seed)
+        further = {**settings.transformer, **settings.ddp, **settings.optimizer}
+        check_fields(further, has_adapter=lora is not None)
         self.device = default_device() if device is None else torch.device(device)
         self.settings, self.head_kind, self.token_budget = settings, head, token_budget
         self.dtype: torch.dtype = getattr(torch, dtype)

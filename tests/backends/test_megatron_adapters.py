@@ -205,9 +205,10 @@ def test_an_adapter_of_a_model_in_parts_is_pefts(
     for k, layout in enumerate(layouts):
         compare([rank[k] for rank in ranks], right, told(layout))
         compare_folders(folders[family], tmp_path / str(k), tmp_path / "right", right["weights"])
+    drawn = dict(FsdpBackend(folders[family], lora=lora, **TRAINING).adapter_weights())
     for rank in ranks:  # however the model is cut
         for found in rank:
-            check_drawn(found["drawn"], ranks[0][0]["drawn"])
+            check_drawn(found["drawn"], drawn)
 
 
 def test_experts_and_workers_may_have_no_tokens(tmp_path: Path) -> None:
@@ -346,7 +347,7 @@ def test_beside_a_bfloat16_model_the_adapter_is_float32(
             assert frozen == merged == {torch.bfloat16}
             for name, value in right["adapter"].items():
                 apart = (adapter[name] - value).square().mean().sqrt() / value.square().mean().sqrt()
-                assert apart < 0.02, name
+                assert apart < 0.03, name
 
 
 def with_dropout(rank: int, folder: Path, layouts: list[Layout]) -> list[Any]:

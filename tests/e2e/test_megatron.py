@@ -79,10 +79,13 @@ OWN_PROMPTS = [{"prompt": text[:6], "teacher_prompt": text, "completion": text[6
 CASES: Wanted = {  # trainer and keys
     "sft": ("sft", {"eval_dataset": [{"text": "no one"}]}),
     "sft of experts": ("sft", {}),
+    "sft, adapter": ("sft", {"tuner_type": "lora", "lora_rank": 4}),  # drawn anew
     "dpo": ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2, "rpo_alpha": 0.5}),
     "dpo precomputed": ("dpo", {"precompute_ref_log_probs": True, "use_weighting": True}),
     "reward": ("reward", {"center_rewards_coefficient": 0.1}),
+    "reward of a language model": ("reward", {}),  # the head is drawn anew
     "ppo": ("ppo", {}),
+    "ppo of a language model": ("ppo", {"value_model": None}),  # the critic's head is
     "grpo": ("grpo", {"max_steps": 4, "entropy_coef": 0.01, "sync_ref_model": True, "ref_model_sync_steps": 2}),
     "grpo of ten steps": ("grpo", {"max_steps": 10}),
     "grpo of experts": ("grpo", {"beta": 0.0}),
@@ -106,8 +109,11 @@ BY_TWO: dict[str, list[str]] = {
     "sft of experts": ["ep"],
     "dpo": ["tp", "cp", "pp resting"],
     "dpo precomputed": ["pp"],
+    "sft, adapter": ["tp", "pp"],
     "reward": ["tp", "pp"],
+    "reward of a language model": ["pp"],
     "ppo": ["tp", "pp", "cp"],
+    "ppo of a language model": ["tp"],
     "grpo": ["tp", "pp", "cp", "pp resting"],
     "grpo of ten steps": ["tp"],
     "grpo of experts": ["ep"],
@@ -190,7 +196,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def config_of(case: str, models: dict[str, str], folder: Path, keys: Keys) -> Any:
     """Three steps, where a case says nothing else."""
     trainer, own = CASES[case]
-    model = models["judge" if trainer == "reward" else "experts" if case.endswith("of experts") else "policy"]
+    model = models["judge" if case == "reward" else "experts" if case.endswith("of experts") else "policy"]
     settings: Keys = {"max_steps": 3, "adam_epsilon": 1e-4, "backend": "megatron"}
     if trainer == "gkd":
         settings["teacher_model"] = models["teacher"]

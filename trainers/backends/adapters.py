@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
+from trainers.backends.fresh_weights import adapter_a
 from trainers.backends.sharding import as_placed, full
 
 
-def add_adapter(module: Any, settings: Mapping[str, Any], *, value_head: bool) -> Any:
+def add_adapter(module: Any, settings: Mapping[str, Any], *, value_head: bool, seed: int = 0) -> Any:
     """A ``PeftModel`` around ``module``, whose layers it changes in place; only the adapter is trained.
 
-    ``settings`` are fields of peft's LoraConfig. The head of a value model is new and is trained whole.
+    ``settings`` are fields of peft's LoraConfig. The head of a value model is new and is trained whole. Unless
+    ``init_lora_weights`` says otherwise the adapter begins as ``fresh_weights.py`` draws it.
 
     Raises:
         ValueError: target modules that the model does not have.
@@ -30,6 +32,10 @@ def add_adapter(module: Any, settings: Mapping[str, Any], *, value_head: bool) -
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    if fields.get("init_lora_weights", True) is True:
+        for name, part in _layers(module).items():
+            for a in part.lora_A.values():
+                a.weight.data.copy_(adapter_a(_a_name(name), a.weight.shape, seed))
     return adapted
 
 
@@ -96,13 +102,20 @@ def adapter_weights(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
     So what they are multiplied by needs to be known to nobody else: rank, alpha, their patterns, rsLoRA. If they lie in
     shards, every rank must go through all of them.
     """
-    from peft.tuners.lora import LoraLayer
-
-    parts: dict[str, Any] = {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
-    for name, part in parts.items():
-        yield f"base_model.model.{name}.lora_A.weight", full(part.lora_A["default"].weight.detach())
+    for name, part in _layers(module).items():
+        yield _a_name(name), full(part.lora_A["default"].weight.detach())
         b = full(part.lora_B["default"].weight.detach())
         yield f"base_model.model.{name}.lora_B.weight", b * part.scaling["default"]
+
+
+def _layers(module: Any) -> dict[str, Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
+
+
+def _a_name(layer: str) -> str:
+    return f"base_model.model.{layer}.lora_A.weight"
 
 
 def layer_names(model: str | Path, target_modules: Sequence[str], *, trust_remote_code: bool = False) -> set[str]:

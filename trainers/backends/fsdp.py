@@ -151,6 +151,7 @@ class FsdpBackend:
             device=self.device,
             model_init_kwargs=model_init_kwargs,
             trust_remote_code=trust_remote_code,
+            seed=seed,
         )
         if lowers and self.device.type == "cuda":
             packed_attention.prefer(self.module)
@@ -161,7 +162,7 @@ class FsdpBackend:
         self.scorer = Scorer(self.module, room=room) if head == "lm" else ValueScorer(self.module)
         self.adapted: Any = None
         if lora is not None:
-            self.adapted = add_adapter(self.module, lora, value_head=head == "value")
+            self.adapted = add_adapter(self.module, lora, value_head=head == "value", seed=seed)
             if isinstance(self.scorer, Scorer):
                 self.scorer.head.linear = self.module.get_output_embeddings()  # which may have got an adapter too
         self.module.train(trains)

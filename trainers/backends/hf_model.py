@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from trainers.backends import packed_attention
 from trainers.backends.adapters import own_weights, trained_names
+from trainers.backends.fresh_weights import VALUE_HEAD, value_head
 from trainers.backends.sharding import as_placed
 
 ModelHead = Literal["lm", "value"]
@@ -30,17 +31,23 @@ def build_model(
     head: ModelHead = "lm",
     model_init_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
+    seed: int = 0,
 ) -> Any:
     """The causal language model of a folder or hub name, or a sequence classifier with one label (``value``).
 
-    A classifier may be read from a language model; its head is then drawn from torch's generator.
+    A classifier may be read from a language model; its head is then drawn (``fresh_weights.py``).
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     packed_attention.register()
     settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, **dict(model_init_kwargs or {})}
     if head == "value":
-        built: Any = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, **settings)
+        built, found = AutoModelForSequenceClassification.from_pretrained(
+            model, num_labels=1, output_loading_info=True, **settings
+        )
+        if VALUE_HEAD in found["missing_keys"]:
+            head_1H = built.score.weight.data
+            head_1H.copy_(value_head(head_1H.shape[1], built.config.initializer_range, seed))
     else:
         built = AutoModelForCausalLM.from_pretrained(model, **settings)
     built = built.to(device)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from rayhelper import ConfigError
+from trainers.backends.fresh_weights import adapter_a
 from trainers.backends.megatron.adapter_pieces import Piece, Stack, expert_stacks
 from trainers.backends.megatron.adapter_targets import (
     chosen_targets,
@@ -295,11 +295,10 @@ def freeze(stage: Any) -> None:
 
 
 def _draw(piece: Piece, seed: int) -> None:
-    """Initial values as peft draws them: A as those of a linear layer, B zero."""
+    """Initial values: A drawn, B zero."""
     drawn = {}
     for name, shape in piece.source.tensors.items():
         if ".lora_A." not in name or piece.parameter is None:
             return
-        generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
-        drawn[name] = torch.nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
+        drawn[name] = adapter_a(name, shape, seed)
     piece.fill(drawn)

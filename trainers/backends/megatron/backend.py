@@ -120,7 +120,7 @@ class MegatronBackend:
                 "backend megatron does not apply. Set disable_dropout: true."
             )
         self.stages = build_stages(
-            self.hf, settings, head=head, dtype=self.dtype, device=self.device, has_adapter=lora is not None
+            self.hf, settings, head=head, dtype=self.dtype, device=self.device, has_adapter=lora is not None, seed=seed
         )
         self.weights = MegatronWeights(self.hf, self.stages, head=head)
         self.weights.load(model)

@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rayhelper import ConfigError
+from trainers.backends.fresh_weights import value_head
 from trainers.backends.megatron import patches
 from trainers.backends.megatron.architectures import (
     BIASED,
@@ -44,6 +45,7 @@ class Stage(GPTModel):  # type: ignore[misc]
         hf: Any,
         *,
         head: Literal["lm", "value"],
+        seed: int,
         balance: Balance | None = None,
         **settings: Any,
     ) -> None:
@@ -62,7 +64,7 @@ class Stage(GPTModel):  # type: ignore[misc]
         if self.post_process and head == "value":
             del self.output_layer
             self.values = torch.nn.Linear(config.hidden_size, 1, bias=False)
-            torch.nn.init.normal_(self.values.weight, std=hf.initializer_range)
+            self.values.weight.data.copy_(value_head(config.hidden_size, hf.initializer_range, seed))
             self.values.to(config.params_dtype)
         elif self.post_process:
             self.output_layer.forward = self.head_weight
@@ -134,8 +136,12 @@ def build_stages(
     dtype: torch.dtype,
     device: torch.device,
     has_adapter: bool = False,
+    seed: int = 0,
 ) -> list[Stage]:
-    """The stages of this worker, one or, with virtual stages, several, with weights that are yet to be loaded."""
+    """The stages of this worker, one or, with virtual stages, several, with weights that are yet to be loaded.
+
+    A value head is drawn, for a model that has none (``fresh_weights.py``).
+    """
     for mistake in architecture_mistakes(hf.to_dict()):
         raise ConfigError(f"backend: megatron cannot be this model: {mistake}. Write backend: fsdp.")
     patches.apply()
@@ -155,6 +161,7 @@ def build_stages(
             config,
             hf,
             head=head,
+            seed=seed,
             balance=balance,
             transformer_layer_spec=layer_spec(config, vp_stage=which["vp_stage"], balanced=balance is not None),
             vocab_size=-(-hf.vocab_size // width) * width,

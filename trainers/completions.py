@@ -193,6 +193,15 @@ def seed_of(seed: int, step: int, *further: int) -> int:
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
+def check_staleness(max_staleness: int, groups: DeviceGroups | None) -> None:
+    """Raises ConfigError for completions begun ahead where there is nothing that could run beside training."""
+    if max_staleness and (groups is None or groups.share_devices("rollout", "train")):
+        raise ConfigError(
+            f"max_staleness={max_staleness} generates while the policy is trained, but both are on the same "
+            "devices. Give role rollout a group with devices of its own, or remove it."
+        )
+
+
 def add_token_staleness(metrics: Metrics, rollouts: Rollouts, version: int) -> None:
     """How many optimizer steps the policy, which has made ``version``, is ahead of the one that drew each token."""
     if rollouts.policy_versions is None:

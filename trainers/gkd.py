@@ -27,7 +27,8 @@ if __name__ == "__main__":  # first, so that a mistake in the configuration is t
     raise SystemExit
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -38,7 +39,14 @@ import torch
 from rayhelper import Channel, ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Prompts, Ragged, Rollouts
-from trainers.completions import build_engine, check_completions, rollout_metrics, sampling_of, seed_of
+from trainers.completions import (
+    build_engine,
+    check_completions,
+    check_staleness,
+    rollout_metrics,
+    sampling_of,
+    seed_of,
+)
 from trainers.config import SEQUENCES_PER_STEP, sequences_per_step, total_steps
 from trainers.data.distillation import (
     DistillationSamples,
@@ -78,6 +86,18 @@ Source = Literal["student", "teacher", "dataset"]
 TokenIds = list[list[int]]
 
 
+@dataclass
+class Started:
+    """Completions of a step that are under way."""
+
+    rows: Any
+    prompts: TokenIds
+    teacher_prompts: TokenIds | None  # None: the teacher sees what the student sees
+    begin: Callable[[], Any]  # begins them once more
+    rollouts: Any  # a future of Rollouts
+    num_learned: int  # steps that the student had learned when they began
+
+
 @RayHelper.worker(group=["train", "rollout", "teacher"])
 class GKDTrainer:
     """``GKDTrainer(config).train()``; roles ``train``, ``rollout`` and ``teacher``, together or on their own devices.
@@ -92,6 +112,7 @@ class GKDTrainer:
         self.backend: Backend | None = None
         self.teacher: Backend | VllmTeacher | None = None
         self.engine: Engine | None = None
+        self.ahead: dict[int, Started] = {}  # of steps to come
         self.prepare()
 
     @staticmethod
@@ -99,6 +120,7 @@ class GKDTrainer:
         """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
         check_before_start(config, groups)
         check_completions(config, groups)
+        check_staleness(config.max_staleness, groups)
         check_placement(config, groups)
         check_vllm_teacher(config, groups)
         if config.teacher_model is not None and not {config.model, config.teacher_model} & set(MODELS):
@@ -168,7 +190,7 @@ class GKDTrainer:
                 run.evaluate(self.evaluate)
             while run.step < num_steps:
                 source = source_of(config, run.step)
-                samples, metrics = self.explore(source, batches[run.step], run)
+                samples, metrics = self.explore(source, batches, num_steps, run)
                 with run.phase("logps"):
                     answer = self.asked(samples)
                 with run.phase("update"):
@@ -202,28 +224,37 @@ class GKDTrainer:
         """Whether the student is asked for completions at all."""
         return self.config.lmbda > 0 or (self.eval_rows is not None and self.eval_samples is None)
 
-    def explore(self, source: Source, batch: np.ndarray, run: Run) -> tuple[DistillationSamples, Metrics]:
-        """What a step learns from, and what was seen of it; ``batch``: the step's rows."""
+    def explore(
+        self, source: Source, batches: Batches, num_steps: int, run: Run
+    ) -> tuple[DistillationSamples, Metrics]:
+        """What a step learns from, and what was seen of it.
+
+        The student's completions of up to ``max_staleness`` further steps are begun, and go on meanwhile.
+        """
+        for step in range(run.step, min(run.step + self.config.max_staleness + 1, num_steps)):
+            if step not in self.ahead and source_of(self.config, step) == "student":
+                self.ahead[step] = self.started("student", batches[step], step, run)
         if source == "dataset":
             assert self.samples is not None, "the dataset's responses were tokenized"
             with run.phase("data"):
-                samples, metrics = self.samples[batch], Metrics()
+                samples, metrics = self.samples[batches[run.step]], Metrics()
             metrics.sum("num_tokens", len(samples.input_ids.values))
         else:
-            with run.phase("data"):
-                rows = self.rows.select(batch)
-                prompts = self.prompts(rows)
-            if source == "student":
-                with run.phase("sync"):
-                    self.engines.update()
+            is_students = source == "student"
+            started = (
+                self.ahead.pop(run.step) if is_students else self.started(source, batches[run.step], run.step, run)
+            )
             with run.phase("generate"):
-                samples, rollouts = self.complete(source, *prompts, run.step)
-            if source == "student":
-                self.engines.end_generation(run)
+                rollouts = self.finished(started, run.step) if is_students else started.rollouts.result()
+            samples = samples_of(started.prompts, rollouts.completion_ids, started.teacher_prompts)
             metrics = rollout_metrics(rollouts)
+            if is_students:
+                self.engines.end_generation(run)
+                if self.config.max_staleness:
+                    metrics.mean("staleness", run.step - started.num_learned, 1)
             if self.config.log_completions and run.shows_completions(1):
                 texts = self.tokenizer.batch_decode(list(rollouts.completion_ids), skip_special_tokens=True)
-                run.log_completions({"prompt": [prompt_of(row) for row in rows], "completion": texts})
+                run.log_completions({"prompt": [prompt_of(row) for row in started.rows], "completion": texts})
         metrics.mean("on_policy", float(source == "student"), 1)
         return samples, metrics
 
@@ -236,18 +267,34 @@ class GKDTrainer:
         own = tokenize_prompts(rows, self.tokenizer, **settings)
         return own, teacher_prompts_of(rows, self.tokenizer, **settings)
 
-    def complete(
-        self, source: Source, prompts: TokenIds, teacher_prompts: TokenIds | None, step: int
-    ) -> tuple[DistillationSamples, Rollouts]:
-        """A completion of every prompt, by the student, or by the teacher, who sees its own prompt."""
-        sampling = sampling_of(self.config)
+    def started(self, source: Source, places: np.ndarray, step: int, run: Run) -> Started:
+        """Completions of the rows at ``places``, by the student as it is now, or by the teacher, are under way."""
+        with run.phase("data"):
+            rows = self.rows.select(places)
+            prompts, teacher_prompts = self.prompts(rows)
         if source == "student":
-            begin = partial(self.generate.defer, Prompts(Ragged.of(prompts, np.int64)), sampling, step)
-            rollouts = self.engines.completed(begin(), begin)
+            with run.phase("sync"):
+                self.engines.update()
+            begin = self.generating(prompts, step)
         else:
-            shown = prompts if teacher_prompts is None else teacher_prompts
-            rollouts = self.generate_by_teacher(Prompts(Ragged.of(shown, np.int64)), sampling, step)
-        return samples_of(prompts, rollouts.completion_ids, teacher_prompts), rollouts
+            shown = Prompts(Ragged.of(prompts if teacher_prompts is None else teacher_prompts, np.int64))
+            begin = partial(self.generate_by_teacher.defer, shown, sampling_of(self.config), step)
+        with run.phase("generate"):
+            return Started(rows, prompts, teacher_prompts, begin, begin(), run.step)
+
+    def generating(self, prompts: TokenIds, step: int) -> Callable[[], Any]:
+        """Begins the student's completions of the prompts, and gives a future of ``Rollouts``."""
+        return partial(self.generate.defer, Prompts(Ragged.of(prompts, np.int64)), sampling_of(self.config), step)
+
+    def finished(self, started: Started, step: int) -> Rollouts:
+        """The student's completions; of the student as it is now, if a worker has died meanwhile."""
+
+        def again() -> Any:
+            started.num_learned = step
+            return started.begin()
+
+        rollouts: Rollouts = self.engines.completed(started.rollouts, again)
+        return rollouts
 
     def learn(self, samples: DistillationSamples, answer: Any, sft_alpha: float) -> Metrics:
         """One optimizer step; ``answer``: what ``asked`` gives."""
@@ -258,8 +305,11 @@ class GKDTrainer:
         samples, metrics = self.eval_samples, Metrics()
         if samples is None:
             self.engines.update()
-            samples, rollouts = self.complete("student", *self.prompts(self.eval_rows), step=-1)
+            prompts, teacher_prompts = self.prompts(self.eval_rows)
+            begin = self.generating(prompts, step=-1)
+            rollouts = self.engines.completed(begin(), begin)
             self.engines.end_generation()
+            samples = samples_of(prompts, rollouts.completion_ids, teacher_prompts)
             metrics = rollout_metrics(rollouts)
             metrics.entries.pop("num_tokens")  # of training alone
         metrics = Metrics.merge([self.measure(samples, self.asked(samples), len(samples)), metrics])

@@ -35,6 +35,9 @@ class GKDConfig(CompletionConfig):
     # Data
     lmbda: float = 0.5
     """Share of the steps that learn from the student's own completions; the others from the dataset's responses."""
+    max_staleness: int = 0
+    """Steps whose completions are begun ahead of the one that is learned from, by a student that knows less; 0: none.
+    Role rollout needs devices of its own."""
     seq_kd: bool = False
     """Those others learn from the teacher's completions instead."""
     max_length: int | None = 1024
@@ -84,7 +87,7 @@ def check_gkd(config: GKDConfig) -> None:
             raise ConfigError(f"{name} must lie in [0, 1], got {getattr(config, name)}")
     if not 0 < config.temperature < math.inf:
         raise ConfigError(f"temperature must be positive, got {config.temperature}: both models' logits are divided")
-    at_least(config, 0, "sft_alpha")
+    at_least(config, 0, "sft_alpha", "max_staleness")
     at_least(config, 1, "gkd_logits_topk")
     at_least(config, 1, "per_device_eval_batch_size")
     at_least(config, 2, "max_length")
@@ -132,6 +135,8 @@ def _check_teacher_length(config: GKDConfig, length: int) -> None:
 
 
 def _check_unused(config: GKDConfig) -> None:
+    if config.max_staleness and not config.lmbda:
+        raise ConfigError("max_staleness is of the student's completions, but lmbda=0 asks for none. Raise it.")
     if config.seq_kd and config.lmbda == 1:
         raise ConfigError("seq_kd is set, but lmbda=1 takes the student's completions on every step. Lower lmbda.")
     if config.seq_kd and config.teacher_model is None:

@@ -54,6 +54,7 @@ from trainers.completions import (
     add_token_staleness,
     build_engine,
     check_completions,
+    check_staleness,
     prompts_of,
     rollout_metrics,
     sampling_of,
@@ -150,7 +151,7 @@ class GRPOTrainer:
         pool_of(config)
         check_completions(config, groups)
         environment_of(config)
-        check_staleness(config, groups)
+        check_staleness(config.max_staleness, groups)
         check_used(config, groups)
         StepPlan.of(config, 1, num_train_shards(config, groups), saved_order(config))
 
@@ -680,19 +681,6 @@ def environment_of(config: GRPOConfig) -> Callable[[], Environment] | None:
         return None
     with mistakes_of("environment"):
         return resolve_environment(config.environment)
-
-
-def check_staleness(config: GRPOConfig, groups: DeviceGroups | None) -> None:
-    """Raises ConfigError for generations begun ahead where there is nothing that could run beside training."""
-    if not config.max_staleness:
-        return
-    if groups is None or groups.share_devices("rollout", "train"):
-        raise ConfigError(
-            f"max_staleness={config.max_staleness} generates while the policy is trained, but both are on the same "
-            "devices. Give role rollout a group with devices of its own, or remove it."
-        )
-    if config.dynamic_sample:
-        raise ConfigError("max_staleness cannot begin generations whose prompts dynamic_sample chooses later")
 
 
 def check_used(config: GRPOConfig, groups: DeviceGroups | None) -> None:

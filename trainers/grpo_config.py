@@ -295,6 +295,8 @@ def check_sampling(config: GRPOConfig) -> None:
         raise ConfigError(f"temperature must be positive to explore, got {config.temperature}; see eval_temperature")
     at_least(config, 0, "eval_temperature", "max_staleness")
     at_least(config, 1, "weight_sync_interval")
+    if config.max_staleness and config.dynamic_sample:
+        raise ConfigError("max_staleness cannot begin generations whose prompts dynamic_sample chooses later")
     if config.weight_sync_interval is not None:
         if not config.max_staleness:
             raise ConfigError(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -407,7 +408,9 @@ def test_the_teacher_completes_its_own_prompts(model: str, teacher: str, tmp_pat
         temperature=1e-3,
     )  # fmt: skip
     trainer = built(config)
-    samples, _ = trainer.complete("teacher", *trainer.prompts(trainer.rows), step=0)
+    run: Any = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), step=0)
+    started = trainer.started("teacher", np.arange(3), 0, run)
+    samples = samples_of(started.prompts, started.rollouts.result().completion_ids, started.teacher_prompts)
     tokenizer, other = tiny_tokenizer(), AutoModelForCausalLM.from_pretrained(teacher)
     for k in range(3):
         ids = tokenizer(rows[k]["teacher_prompt"])["input_ids"]
@@ -415,6 +418,74 @@ def test_the_teacher_completes_its_own_prompts(model: str, teacher: str, tmp_pat
         seen = samples.as_teacher_sequences()
         assert seen.input_ids[k].tolist() == greedy
         assert samples.input_ids[k].tolist() == tokenizer("a bee")["input_ids"] + greedy[len(ids) :]
+
+
+class Ledger(GKDTrainer):
+    """What each step learns from, as lists of token ids."""
+
+    def learn(self, samples: DistillationSamples, answer: Any, sft_alpha: float) -> Metrics:
+        self.__dict__.setdefault("ledger", []).append([ids.tolist() for ids in samples.input_ids])
+        return super().learn(samples, answer, sft_alpha)
+
+
+def test_completions_begun_ahead_are_the_student_of_so_many_steps_before(
+    model: str, teacher: str, tmp_path: Path, ray_session: RaySession
+) -> None:
+    keys: dict[str, Any] = {
+        "teacher_model": teacher, "lmbda": 1.0, "sft_alpha": 0.0, "gkd_logits_topk": 6, "eval_dataset": None,
+        "learning_rate": 3e-2, "warmup_steps": 0, "max_steps": 4,
+    }  # fmt: skip
+    cases: dict[str, dict[str, Any]] = {
+        "on policy": {},
+        "untrained": {"learning_rate": 0.0},
+        "one ahead": {"max_staleness": 1},
+        "all ahead": {"max_staleness": 7},
+    }
+    found: dict[str, Ledger] = {}
+    with without_runtime(), RayHelper.session(APART, runtime="inprocess"):
+        for name, case in cases.items():
+            found[name] = Ledger(gkd_config(model, tmp_path / name, **keys | case))
+            found[name].train()
+    on_policy, untrained, one, every = (found[name].ledger for name in cases)  # type: ignore[attr-defined]
+    assert every == untrained
+    assert one[:2] == untrained[:2]
+    assert one[0] == on_policy[0]
+    assert all(ahead != fresh for ahead, fresh in zip(one[1:], on_policy[1:], strict=True))
+    assert one[2] != untrained[2]
+    told = {name: [line.get("staleness") for line in lines(tmp_path / name)] for name in cases}
+    assert told["on policy"] == [None] * 4
+    assert told["one ahead"] == [0, 1, 1, 1]
+    assert told["all ahead"] == [0, 1, 2, 3]
+    with ray_session(separate()):
+        GKDTrainer(gkd_config(model, tmp_path / "ray", **keys, max_staleness=1)).train()
+    assert lines(tmp_path / "ray") == lines(tmp_path / "one ahead")
+    assert final_bytes(tmp_path / "ray") == final_bytes(tmp_path / "one ahead")
+
+
+def test_steps_that_learn_from_the_dataset_lie_between_those_that_are_begun_ahead(
+    off: Path, model: str, teacher: str, tmp_path: Path
+) -> None:
+    with without_runtime(), RayHelper.session(APART, runtime="inprocess"):
+        config = gkd_config(model, tmp_path, teacher_model=teacher, max_staleness=2, **RUNS["top"])
+        GKDTrainer(config).train()
+    expected = [line["on_policy"] for line in lines(off / "top") if "on_policy" in line]
+    told = [line for line in lines(tmp_path) if "on_policy" in line]
+    assert [line["on_policy"] for line in told] == expected
+    steps = [step for step in range(len(told)) if source_of(config, step) == "student"]
+    assert {step: line["staleness"] for step, line in enumerate(told) if "staleness" in line} == {
+        step: min(step, 2) for step in steps
+    }
+
+
+def test_completions_ahead_need_devices_of_their_own_and_a_student_that_completes(
+    model: str, teacher: str, tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {"teacher_model": teacher, "max_staleness": 1}
+    config = gkd_config(model, tmp_path, **keys)
+    with pytest.raises(ConfigError, match="max_staleness=1 generates while the policy is trained"):
+        GKDTrainer.check(config, None)
+    with pytest.raises(ConfigError, match="lmbda=0 asks for none"):
+        gkd_config(model, tmp_path, lmbda=0.0, **keys)
 
 
 def test_a_prompt_of_the_teachers_takes_the_place_of_the_last_question(model: str, tmp_path: Path) -> None:

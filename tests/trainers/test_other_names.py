@@ -194,6 +194,7 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
         {"offload_model": True, "offload_optimizer": True, "sleep_level": 1},
     ),
     (GRPOConfig, "async_generate: true", {"max_staleness": 1}),
+    (GKDConfig, "async_generate: true", {"max_staleness": 1}),
     (
         SamplingConfig,
         'sampler_engine: client\nengine_kwargs: \'{"base_url": "http://h/v1", "seed": null}\'',

@@ -20,7 +20,7 @@ from trainers.backends.megatron.settings import layout_mistakes
 from trainers.config import TrainConfig
 from trainers.megatron_config import TRAINED, megatron_settings
 
-OWN_MODELS = {"critic": "value_model", "reference": "ref_model", "teacher": "teacher_model"}  # null: the policy's
+OWN_MODELS = {"critic": "critic_model", "reference": "ref_model", "teacher": "teacher_model"}  # null: the policy's
 
 
 def check_megatron(config: TrainConfig, groups: DeviceGroups | None, lora: Mapping[str, Any] | None = None) -> None:

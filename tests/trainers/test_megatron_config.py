@@ -8,6 +8,7 @@ import json
 import pickle
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -366,6 +367,20 @@ def test_every_role_is_checked_with_its_own_workers_and_model(tmp_path: Path) ->
     groups = DeviceGroups.parse({"default": {"gpus": 4}, "reference": {"gpus": 2}})
     with pytest.raises(ConfigError, match="of role 'reference' does not divide the model's num_key_value_heads 1"):
         DPOTrainer.check(config(DPOConfig, **{**keys, TP: 2}), groups)
+
+
+def test_the_critic_is_checked_as_the_model_that_it_starts_from(tmp_path: Path) -> None:
+    policy = folder(tmp_path, DENSE)
+    short = folder(tmp_path, {**DENSE, "num_hidden_layers": 2}, "short")
+    told = f"{PP} 4 of role 'critic' does not divide the model's num_hidden_layers 2"
+    for keys, refused in (
+        ({"reward_model": short}, True),
+        ({"value_model": short}, True),
+        ({"reward_model": short, "value_model": policy}, False),
+    ):
+        run = config(PPOConfig, model=policy, reward_funcs=["format"], **keys, **{PP: 4})
+        with pytest.raises(ConfigError, match=told) if refused else nullcontext():
+            check_megatron(run, gpus("train critic reference reward rollout", 4))
 
 
 def test_roles_that_have_a_model_of_the_backend() -> None:

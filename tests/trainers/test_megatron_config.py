@@ -569,6 +569,12 @@ def test_losses_that_balance_experts_in_another_way_are_refused(further: dict[st
     assert told in str(error.value)
 
 
+@pytest.mark.parametrize(("name", "value"), [("moe_input_jitter_eps", 0.01), ("moe_router_force_load_balancing", True)])
+def test_fields_that_make_scores_random_are_refused(name: str, value: Any) -> None:
+    assert f"megatron: {name} sends tokens to experts at random, in scoring as in training" in refused(name, value)
+    check_fields({name: known_fields()[name]["transformer"]})
+
+
 def test_losses_that_balance_experts_are_fields_of_the_model(tmp_path: Path) -> None:
     for further in ({AUX: 1e-3}, {AUX: 1, BALANCING: "seq_aux_loss", Z: 1e-3}, {BALANCING: "none"}, {Z: None}):
         check_fields(further)

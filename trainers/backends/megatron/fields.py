@@ -83,6 +83,7 @@ BALANCES = {  # and why not; None: it is known
     "global_aux_loss": "asks how a whole step chose its experts, before its first backward pass knows",
     "sinkhorn": "sends tokens to other experts in training than in scoring",
 }
+RANDOM = ("moe_input_jitter_eps", "moe_router_force_load_balancing")  # they draw numbers, in scoring too
 UNREAD = (  # of attention, offloading, kernels and logs that are not in use here, or that megatron-core has no more
     *("attention_softmax_in_fp32", "log_max_attention_logit", "qk_clip", "qk_clip_alpha", "qk_clip_threshold"),
     *("cpu_offloading_activations", "cpu_offloading_weights", "cpu_offloading_double_buffering"),
@@ -141,6 +142,11 @@ def check_fields(further: Mapping[str, Any], *, has_adapter: bool = False) -> No
         if problem is not None:
             raise ConfigError(f"megatron: {problem}")
         default = next(iter(known[name].values()))
+        if name in RANDOM and value != default:
+            raise ConfigError(
+                f"megatron: {name} sends tokens to experts at random, in scoring as in training: no two "
+                "log-probabilities of the same tokens would be equal. Remove it."
+            )
         if name in UNREAD and value != default:
             raise ConfigError(f"megatron: {name} is read by nothing that the backend uses. Remove it.")
         if name.startswith(OF_OTHER_LAYERS) and name not in ENGINE_FIELDS and value != default:

@@ -16,7 +16,7 @@ from trainers.backends.hf_model import default_device
 from trainers.backends.megatron.adapter_targets import chosen_targets
 from trainers.backends.megatron.architectures import architecture_mistakes
 from trainers.backends.megatron.fields import check_fields, check_installed, check_made, divided
-from trainers.backends.megatron.settings import layout_mistakes
+from trainers.backends.megatron.settings import dense_mistakes, layout_mistakes
 from trainers.config import TrainConfig
 from trainers.megatron_config import TRAINED, megatron_settings
 
@@ -40,6 +40,8 @@ def check_megatron(config: TrainConfig, groups: DeviceGroups | None, lora: Mappi
         mistakes += layout_mistakes(f"role {role!r}", settings, num_workers, shapes[role])
         if role in TRAINED and not config.disable_dropout:
             mistakes += dropout_mistakes(model_of(config, role))
+    if all(shape is not None and not shape.num_experts for shape in shapes.values()):
+        mistakes += dense_mistakes(settings)
     if mistakes:
         raise ConfigError(mistakes[0] if len(mistakes) == 1 else "\n  - ".join(["several mistakes", *mistakes]))
     for shape in shapes.values():

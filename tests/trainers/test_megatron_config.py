@@ -291,8 +291,8 @@ LAYOUT_MISTAKES: list[tuple[dict[str, Any], dict[str, Any], int, list[str]]] = [
     ({EP: 4}, {**MOE, "num_experts": 6}, 8, ["num_experts 6", "among 1, 2, 3, 6"]),
     ({EP: 2, ETP: 3}, MOE, 6, ["moe_intermediate_size 32", "among 1, 2, 4, 8, 16, 32"]),
     ({EP: 2}, DENSE, 8, [f"{EP} 2", "the model has none", "Remove it"]),
-    ({ETP: 1}, DENSE, 8, [f"{ETP}: of experts", "has none"]),
-    ({"moe_grouped_gemm": True}, DENSE, 8, ["moe_grouped_gemm: of experts", "has none"]),
+    ({ETP: 1}, DENSE, 8, [f"{ETP}: of experts", "no model of backend: megatron has any"]),
+    ({"moe_grouped_gemm": True}, DENSE, 8, ["moe_grouped_gemm: of experts"]),
     ({"moe_token_dispatcher_type": "allgather"}, DENSE, 8, ["moe_token_dispatcher_type: of experts"]),
     ({"moe_layer_recompute": True}, DENSE, 8, ["moe_layer_recompute: of experts"]),
     ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, DENSE, 8, ["recompute_modules moe"]),
@@ -381,6 +381,33 @@ def test_the_critic_is_checked_as_the_model_that_it_starts_from(tmp_path: Path) 
         run = config(PPOConfig, model=policy, reward_funcs=["format"], **keys, **{PP: 4})
         with pytest.raises(ConfigError, match=told) if refused else nullcontext():
             check_megatron(run, gpus("train critic reference reward rollout", 4))
+
+
+OF_EXPERTS: list[dict[str, Any]] = [
+    *({"moe_grouped_gemm": True}, {"moe_token_dispatcher_type": "allgather"}, {"moe_layer_recompute": True}),
+    *({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, {"megatron": {AUX: 1e-3}}),
+]
+
+
+@pytest.mark.parametrize("keys", OF_EXPERTS, ids=str)
+def test_keys_of_experts_are_read_if_any_role_has_experts(keys: dict[str, Any], tmp_path: Path) -> None:
+    dense, experts = folder(tmp_path, DENSE), folder(tmp_path, MOE, "experts")
+    groups = gpus("train teacher rollout")
+    for models in ((experts, dense), (dense, experts), (dense, "no/such-model")):  # nobody knows the last
+        student, teacher = models
+        check_megatron(config(GKDConfig, model=student, teacher_model=teacher, gkd_logits_topk=8, **keys), groups)
+    ppo = {"model": experts, "value_model": dense, "reward_funcs": ["format"], **keys}
+    check_megatron(config(PPOConfig, **ppo), gpus("train critic reference reward rollout"))
+    with pytest.raises(ConfigError, match="of experts, but no model of backend: megatron has any") as error:
+        check_megatron(config(GKDConfig, model=dense, teacher_model=dense, gkd_logits_topk=8, **keys), groups)
+    assert "several" not in str(error.value)  # it is said once, not of every role
+
+
+def test_experts_that_are_divided_have_no_dense_model_beside_them(tmp_path: Path) -> None:
+    models = {"model": folder(tmp_path, MOE), "teacher_model": folder(tmp_path, DENSE, "dense")}
+    run = config(GKDConfig, **models, gkd_logits_topk=8, **{EP: 2})
+    with pytest.raises(ConfigError, match=f"{EP} 2 of role 'teacher' .* a dense model cannot be beside experts that"):
+        check_megatron(run, gpus("train teacher rollout"))
 
 
 def test_roles_that_have_a_model_of_the_backend() -> None:
@@ -580,7 +607,7 @@ def test_losses_that_balance_experts_are_fields_of_the_model(tmp_path: Path) -> 
         check_fields(further)
         assert divided(further)["transformer"] == further
     run = config(SFTConfig, model=folder(tmp_path, DENSE), megatron={AUX: 1e-3})
-    with pytest.raises(ConfigError, match=f"{AUX}: of experts, but the model of .* has none"):
+    with pytest.raises(ConfigError, match=f"{AUX}: of experts, but no model of backend: megatron has any"):
         SFTTrainer.check(run, gpus("train"))
 
 

@@ -16,7 +16,7 @@ from trainers.backends.hf_model import default_device
 from trainers.backends.megatron.adapter_targets import chosen_targets
 from trainers.backends.megatron.architectures import architecture_mistakes
 from trainers.backends.megatron.fields import check_fields, check_installed, check_made, divided
-from trainers.backends.megatron.settings import dense_mistakes, layout_mistakes
+from trainers.backends.megatron.settings import MegatronSettings, dense_mistakes, layout_mistakes
 from trainers.config import TrainConfig
 from trainers.megatron_config import TRAINED, megatron_settings
 
@@ -44,22 +44,22 @@ def check_megatron(config: TrainConfig, groups: DeviceGroups | None, lora: Mappi
         mistakes += dense_mistakes(settings)
     if mistakes:
         raise ConfigError(mistakes[0] if len(mistakes) == 1 else "\n  - ".join(["several mistakes", *mistakes]))
-    for shape in shapes.values():
-        if config.megatron and shape is not None:
-            check_made(settings, shape)
-    if lora is not None:
-        check_adapter(config, groups, lora)
+    for role in shapes:
+        check_model(config, role, settings, lora if role in TRAINED else None)
 
 
-def check_adapter(config: TrainConfig, groups: DeviceGroups | None, lora: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an adapter that a trained model cannot have, as far as the model is known."""
+def check_model(config: TrainConfig, role: str, settings: MegatronSettings, lora: Mapping[str, Any] | None) -> None:
+    """Raises ConfigError for a model that megatron-core or the role's adapter cannot be of, as far as it is known."""
     from transformers import AutoConfig
 
-    for role in roles_of(config, groups):
-        file = config_file(model_of(config, role)) if role in TRAINED else None
-        if file is not None:
-            hf = AutoConfig.from_pretrained(file, trust_remote_code=config.trust_remote_code)
-            chosen_targets(hf, lora, num_stages=config.pipeline_model_parallel_size)
+    file = config_file(model_of(config, role))
+    if file is None:
+        return
+    hf = AutoConfig.from_pretrained(file, trust_remote_code=config.trust_remote_code)
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16  # which auto is on a GPU
+    check_made(f"role {role!r}", hf, settings, dtype=dtype, has_adapter=lora is not None)
+    if lora is not None:
+        chosen_targets(hf, lora, num_stages=config.pipeline_model_parallel_size)
 
 
 def check_devices(config: TrainConfig, groups: DeviceGroups | None) -> None:

@@ -651,9 +651,52 @@ def test_what_megatron_core_itself_refuses_is_told_before_anything_starts(tmp_pa
     fields = {"distribute_saved_activations": True}
     keys = {"model": folder(tmp_path, MOE), "recompute_granularity": "full", "recompute_num_layers": 1}
     keys |= {"recompute_method": "uniform", TP: 2}
-    with pytest.raises(ConfigError, match="megatron-core refuses these fields: distribute_saved_activations"):
+    with pytest.raises(
+        ConfigError, match=r"megatron-core refuses the model of role 'train' .*: distribute_saved_activations"
+    ):
         SFTTrainer.check(config(SFTConfig, **keys, megatron=fields), gpus("train", 2))
     SFTTrainer.check(config(SFTConfig, **keys, megatron={"moe_expert_capacity_factor": 1.0}), gpus("train", 2))
+
+
+SHARED = {**MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("shape", "keys", "told"),
+    [
+        (SHARED, {"moe_token_dispatcher_type": "allgather"}, "overlap only works with alltoall"),
+        (
+            SHARED,
+            {"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]},
+            "shared_experts recompute cannot work with",
+        ),
+        (MOE, {}, None),  # there are none to overlap with
+    ],
+)
+def test_the_model_that_is_checked_is_the_one_that_workers_build(
+    shape: dict[str, Any], keys: dict[str, Any], told: str | None, tmp_path: Path
+) -> None:
+    run = config(SFTConfig, model=folder(tmp_path, shape), megatron={"moe_shared_expert_overlap": True}, **keys)
+    with pytest.raises(ConfigError, match=f"the model of role 'train' .*{told}") if told else nullcontext():
+        SFTTrainer.check(run, gpus("train", 2))
+
+
+def test_megatron_core_is_asked_where_there_are_no_further_fields(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kinds = megatron_fields._configurations()
+
+    def refuse(**fields: Any) -> None:
+        raise ValueError(f"{fields['num_layers']} layers of {fields['params_dtype']}")
+
+    monkeypatch.setattr(megatron_fields, "_configurations", lambda: {**kinds, "transformer": refuse})
+    with pytest.raises(ConfigError, match=r"the model of role 'train' with these keys: 8 layers of torch\.float32"):
+        SFTTrainer.check(config(SFTConfig, model=folder(tmp_path, DENSE), dtype="float32"), gpus("train"))
+
+
+def test_gradients_do_not_wait_for_an_output_layer_that_is_not_megatron_cores() -> None:
+    name = "defer_embedding_wgrad_compute"
+    assert f"{name} is of megatron-core's output layer, and the head here is another" in refused(name, True)
 
 
 def test_experts_are_not_padded_to_a_capacity_as_workers_have_other_numbers_of_tokens() -> None:
@@ -757,6 +800,16 @@ def test_what_the_backend_would_leave_out_of_a_model_is_refused(changes: dict[st
     assert not list(architecture_mistakes(QWEN3))
     (mistake,) = architecture_mistakes(QWEN3 | changes)
     assert told in mistake
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe"])
+def test_a_mixture_that_megatron_core_cannot_route_is_refused(kind: str) -> None:
+    one = {"model_type": kind, "num_experts": 4, "num_experts_per_tok": 1}
+    assert not list(architecture_mistakes(one))
+    (mistake,) = architecture_mistakes(one | {"norm_topk_prob": True})
+    assert "norm_topk_prob is true with num_experts_per_tok 1, which megatron-core's router refuses" in mistake
+    (mistake,) = architecture_mistakes({"model_type": kind, "num_experts": 0})
+    assert "its num_experts is 0" in mistake
 
 
 def test_a_mixture_without_the_biases_of_its_family_is_not_known() -> None:

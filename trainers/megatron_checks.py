@@ -82,7 +82,8 @@ def _has_stand_in() -> bool:
 
 def roles_of(config: TrainConfig, groups: DeviceGroups | None) -> Iterator[str]:
     """The roles that have a model of the backend: those that are trained, and others that the run asks."""
-    hosted = ("train",) if groups is None else groups.roles
+    hosted = ("train", *(role for role, key in OWN_MODELS.items() if hasattr(config, key)))
+    hosted = hosted if groups is None else groups.roles
     yield from (role for role in TRAINED if role in hosted)
     if "reference" in hosted:
         yield "reference"

@@ -413,11 +413,13 @@ def test_experts_that_are_divided_have_no_dense_model_beside_them(tmp_path: Path
 def test_roles_that_have_a_model_of_the_backend() -> None:
     ppo = config(PPOConfig, reward_funcs=["format"])
     assert list(roles_of(ppo, gpus("train critic reference reward rollout"))) == ["train", "critic", "reference"]
-    assert list(roles_of(ppo, None)) == ["train"]
+    assert list(roles_of(ppo, None)) == ["train", "critic", "reference"]  # one process has them all
+    assert list(roles_of(config(SFTConfig), None)) == ["train"]
     gkd = config(GKDConfig, teacher_model="t", gkd_logits_topk=8)
     assert list(roles_of(gkd, gpus("train teacher rollout"))) == ["train", "teacher"]
     asked = dataclasses.replace(gkd, teacher_engine="vllm")
-    assert list(roles_of(asked, gpus("train teacher rollout"))) == ["train"]
+    assert list(roles_of(asked, gpus("train teacher rollout"))) == list(roles_of(asked, None)) == ["train"]
+    assert list(roles_of(gkd, None)) == ["train", "teacher"]
 
 
 def test_a_model_that_nobody_has_seen_yet_is_left_to_the_workers() -> None:

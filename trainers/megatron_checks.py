@@ -16,11 +16,11 @@ from trainers.backends.hf_model import default_device
 from trainers.backends.megatron.adapter_targets import chosen_targets
 from trainers.backends.megatron.architectures import architecture_mistakes
 from trainers.backends.megatron.fields import check_fields, check_installed, check_made, divided
-from trainers.backends.megatron.settings import layout_mistakes
+from trainers.backends.megatron.settings import MegatronSettings, dense_mistakes, layout_mistakes
 from trainers.config import TrainConfig
 from trainers.megatron_config import TRAINED, megatron_settings
 
-OWN_MODELS = {"critic": "value_model", "reference": "ref_model", "teacher": "teacher_model"}  # null: the policy's
+OWN_MODELS = {"critic": "critic_model", "reference": "ref_model", "teacher": "teacher_model"}  # null: the policy's
 
 
 def check_megatron(config: TrainConfig, groups: DeviceGroups | None, lora: Mapping[str, Any] | None = None) -> None:
@@ -40,24 +40,26 @@ def check_megatron(config: TrainConfig, groups: DeviceGroups | None, lora: Mappi
         mistakes += layout_mistakes(f"role {role!r}", settings, num_workers, shapes[role])
         if role in TRAINED and not config.disable_dropout:
             mistakes += dropout_mistakes(model_of(config, role))
+    if all(shape is not None and not shape.num_experts for shape in shapes.values()):
+        mistakes += dense_mistakes(settings)
     if mistakes:
         raise ConfigError(mistakes[0] if len(mistakes) == 1 else "\n  - ".join(["several mistakes", *mistakes]))
-    for shape in shapes.values():
-        if config.megatron and shape is not None:
-            check_made(settings, shape)
-    if lora is not None:
-        check_adapter(config, groups, lora)
+    for role in shapes:
+        check_model(config, role, settings, lora if role in TRAINED else None)
 
 
-def check_adapter(config: TrainConfig, groups: DeviceGroups | None, lora: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an adapter that a trained model cannot have, as far as the model is known."""
+def check_model(config: TrainConfig, role: str, settings: MegatronSettings, lora: Mapping[str, Any] | None) -> None:
+    """Raises ConfigError for a model that megatron-core or the role's adapter cannot be of, as far as it is known."""
     from transformers import AutoConfig
 
-    for role in roles_of(config, groups):
-        file = config_file(model_of(config, role)) if role in TRAINED else None
-        if file is not None:
-            hf = AutoConfig.from_pretrained(file, trust_remote_code=config.trust_remote_code)
-            chosen_targets(hf, lora, num_stages=config.pipeline_model_parallel_size)
+    file = config_file(model_of(config, role))
+    if file is None:
+        return
+    hf = AutoConfig.from_pretrained(file, trust_remote_code=config.trust_remote_code)
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16  # which auto is on a GPU
+    check_made(f"role {role!r}", hf, settings, dtype=dtype, has_adapter=lora is not None)
+    if lora is not None:
+        chosen_targets(hf, lora, num_stages=config.pipeline_model_parallel_size)
 
 
 def check_devices(config: TrainConfig, groups: DeviceGroups | None) -> None:
@@ -80,7 +82,8 @@ def _has_stand_in() -> bool:
 
 def roles_of(config: TrainConfig, groups: DeviceGroups | None) -> Iterator[str]:
     """The roles that have a model of the backend: those that are trained, and others that the run asks."""
-    hosted = ("train",) if groups is None else groups.roles
+    hosted = ("train", *(role for role, key in OWN_MODELS.items() if hasattr(config, key)))
+    hosted = hosted if groups is None else groups.roles
     yield from (role for role in TRAINED if role in hosted)
     if "reference" in hosted:
         yield "reference"

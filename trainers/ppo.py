@@ -120,7 +120,7 @@ class PPOTrainer:
         names = {
             "reward_model": config.reward_model,
             "ref_model": config.ref_model or config.model,
-            "value_model": config.value_model or config.reward_model or config.model,
+            "value_model": config.critic_model,
         }
         given = {key: name for key, name in names.items() if name is not None}
         found = resolved_models(config, self.model_path, given.values())

@@ -80,6 +80,11 @@ class PPOConfig(CompletionConfig):
         super().__post_init__()
         check_ppo(self)
 
+    @property
+    def critic_model(self) -> str:
+        """The model whose weights the critic starts from."""
+        return self.value_model or self.reward_model or self.model
+
 
 def check_ppo(config: PPOConfig) -> None:
     """Raises ConfigError naming the first key whose value has no meaning."""

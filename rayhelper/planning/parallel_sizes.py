@@ -114,7 +114,10 @@ def _shape_mistakes(where: str, sizes: ParallelSizes, settings: Mapping[str, Any
         )
     if not shape.num_experts:
         if ep > 1:
-            yield f"{EXPERT_KEY} {ep} of {where} divides experts, but the model has none. Remove it."
+            yield (
+                f"{EXPERT_KEY} {ep} of {where} divides experts, but the model has none. Remove it: a dense model "
+                "cannot be beside experts that are divided."
+            )
         return
     if shape.num_experts % ep:
         yield (

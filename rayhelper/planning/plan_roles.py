@@ -43,6 +43,12 @@ OF_VALUES = frozenset({"critic", "value"})
 TRAINED = frozenset({"train", "trainer", "actor", "policy", "student"}) | OF_VALUES
 ENGINES = frozenset({"rollout", "sampler", "generator"})
 FROZEN = frozenset({"ref", "reference", "teacher"})  # of the trained model's shape where nothing else is said
+WHOLE = frozenset({"reward", "prm", "orm"})  # a model of transformers, undivided on every worker
+# Keys that name the model of a role alone, beside {role}_model; the first that is there
+MODEL_KEYS = {
+    **dict.fromkeys(OF_VALUES, ("value_model", "reward_model")),
+    **dict.fromkeys(("ref", "reference"), ("ref_model",)),
+}
 MICRO_BATCH_KEYS = ("per_device_train_batch_size", "micro_batch_size")
 UTILIZATION_KEY = "vllm_gpu_memory_utilization"
 DEFAULT_UTILIZATION = 0.9  # vLLM's
@@ -125,13 +131,14 @@ def plan_role(place: Place) -> RolePlan:
 def _plan_model(place: Place) -> RolePlan:
     """A role that trains or scores.
 
-    Parallel sizes beside the device groups are meant for those that train; with ``backend: megatron``, for both.
+    Parallel sizes beside the device groups are meant for those that train; with ``backend: megatron``, also for those
+    that score with it.
     """
     findings, where = place.run.findings, place.where
     does: Does = "train" if place.role in TRAINED else "unknown"
     if does == "unknown" and (place.role in FROZEN or _own_model(place) is not None):
         does = "score"
-    is_megatron = does == "score" and place.settings.get("backend") == "megatron"
+    is_megatron = place.role in FROZEN and place.settings.get("backend") == "megatron"
     settings = place.settings if does == "train" or is_megatron else place.section
     sizes = ParallelSizes.of(where, settings, place.group.num_workers, findings.mistakes)
     _warn_of_torn(place, TENSOR_KEY, sizes.tensor * max(1, place.group.gpus_per_worker))
@@ -142,9 +149,10 @@ def _plan_model(place: Place) -> RolePlan:
         work = _work(place, sizes)
         if does == "train" and place.settings.get("tuner_type") == "lora":
             work = replace(work, adapter=_adapter(place.settings, shape))
-        terms = (training if does == "train" else scoring)(shape, sizes, work)
+        divided = replace(sizes, data=1) if place.role in WHOLE else sizes
+        terms = (training if does == "train" else scoring)(shape, divided, work)
         memory = RoleMemory(place.role, terms, _offloads(place.settings))
-        if work.backend == "fsdp" and sizes.data > 1:
+        if work.backend == "fsdp" and divided.data > 1:
             findings.assume("fsdp divides weights, gradients and optimizer states over the data-parallel workers")
     return RolePlan(place.role, does, sizes, None, 1, None, shape, memory, unknown)
 
@@ -202,7 +210,9 @@ def _engine(place: Place) -> Literal["vllm", "hf"] | None:
 
 def _own_model(place: Place) -> Any:
     """The model that the configuration gives to this role alone."""
-    return place.section.get("model") or place.run.shared.get(f"{place.role}_model")
+    keys = (f"{place.role}_model", *MODEL_KEYS.get(place.role, ()))
+    named = (place.settings[key] for key in keys if place.settings.get(key))
+    return place.section.get("model") or next(named, None)
 
 
 def _shape(place: Place) -> tuple[ModelShape | None, str]:

@@ -460,6 +460,40 @@ def test_a_role_with_a_model_of_its_own_is_planned_with_it(tmp_path: Path) -> No
     assert (unknown.does, unknown.unknown) == ("unknown", "the configuration does not say its model")
 
 
+def test_roles_are_planned_with_the_models_that_keys_of_the_run_give_them(tmp_path: Path) -> None:
+    def model(layers: int) -> dict[str, Any]:
+        return {**SHAPE, "num_hidden_layers": layers}
+
+    groups: dict[str, Any] = {role: {"gpus": 1} for role in ("train", "critic", "reference", "reward")}
+    named = {"ref_model": model(2), "reward_model": model(3)}
+    for keys, layers in (
+        ({}, (36, 36, 36, None)),
+        (named, (36, 3, 2, 3)),  # the critic starts from the reward model
+        (named | {"value_model": model(4)}, (36, 4, 2, 3)),
+        ({"critic_model": model(5), "reference_model": model(6)}, (36, 5, 6, None)),
+    ):
+        found = planned(tmp_path, {"model": SHAPE, **keys, **groups})
+        shapes = [group.roles[0].shape for group in found.groups]
+        assert tuple(shape and shape.num_hidden_layers for shape in shapes) == layers
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_a_reward_model_lies_whole_on_every_worker_of_any_backend(backend: str, tmp_path: Path) -> None:
+    config = {"backend": backend, "model": SHAPE, "reward_model": {**SHAPE, "num_hidden_layers": 2}}
+    config |= {"pipeline_model_parallel_size": 4, "value_model": SHAPE} if backend == "megatron" else {}
+    config |= {"train": {"gpus": 4}, "reference": {"gpus": 4}, "reward": {"gpus": 3}}
+    found = planned(tmp_path, config)
+    assert not found.findings.mistakes
+    train, reference, reward = (group.roles[0] for group in found.groups)
+    pipeline = 4 if backend == "megatron" else 1
+    assert (train.sizes.pipeline, reference.sizes.pipeline, reward.sizes.pipeline) == (pipeline, pipeline, 1)
+    assert (reward.sizes.data, reward.does) == (3, "score")
+    assert reward.memory is not None
+    assert reward.shape is not None
+    (weights,) = (term for term in reward.memory.terms if term.name == "weights")
+    assert weights.num_bytes == 2 * reward.shape.num_parameters
+
+
 def test_work_is_read_from_the_keys_and_the_rest_is_assumed_aloud(tmp_path: Path) -> None:
     config = {"model": {**SHAPE, "model_type": "new"}, "train": {"gpus": 8}, "rollout": {"gpus": 8}}
     assert {

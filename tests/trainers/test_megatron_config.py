@@ -8,6 +8,7 @@ import json
 import pickle
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -290,8 +291,8 @@ LAYOUT_MISTAKES: list[tuple[dict[str, Any], dict[str, Any], int, list[str]]] = [
     ({EP: 4}, {**MOE, "num_experts": 6}, 8, ["num_experts 6", "among 1, 2, 3, 6"]),
     ({EP: 2, ETP: 3}, MOE, 6, ["moe_intermediate_size 32", "among 1, 2, 4, 8, 16, 32"]),
     ({EP: 2}, DENSE, 8, [f"{EP} 2", "the model has none", "Remove it"]),
-    ({ETP: 1}, DENSE, 8, [f"{ETP}: of experts", "has none"]),
-    ({"moe_grouped_gemm": True}, DENSE, 8, ["moe_grouped_gemm: of experts", "has none"]),
+    ({ETP: 1}, DENSE, 8, [f"{ETP}: of experts", "no model of backend: megatron has any"]),
+    ({"moe_grouped_gemm": True}, DENSE, 8, ["moe_grouped_gemm: of experts"]),
     ({"moe_token_dispatcher_type": "allgather"}, DENSE, 8, ["moe_token_dispatcher_type: of experts"]),
     ({"moe_layer_recompute": True}, DENSE, 8, ["moe_layer_recompute: of experts"]),
     ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, DENSE, 8, ["recompute_modules moe"]),
@@ -368,14 +369,57 @@ def test_every_role_is_checked_with_its_own_workers_and_model(tmp_path: Path) ->
         DPOTrainer.check(config(DPOConfig, **{**keys, TP: 2}), groups)
 
 
+def test_the_critic_is_checked_as_the_model_that_it_starts_from(tmp_path: Path) -> None:
+    policy = folder(tmp_path, DENSE)
+    short = folder(tmp_path, {**DENSE, "num_hidden_layers": 2}, "short")
+    told = f"{PP} 4 of role 'critic' does not divide the model's num_hidden_layers 2"
+    for keys, refused in (
+        ({"reward_model": short}, True),
+        ({"value_model": short}, True),
+        ({"reward_model": short, "value_model": policy}, False),
+    ):
+        run = config(PPOConfig, model=policy, reward_funcs=["format"], **keys, **{PP: 4})
+        with pytest.raises(ConfigError, match=told) if refused else nullcontext():
+            check_megatron(run, gpus("train critic reference reward rollout", 4))
+
+
+OF_EXPERTS: list[dict[str, Any]] = [
+    *({"moe_grouped_gemm": True}, {"moe_token_dispatcher_type": "allgather"}, {"moe_layer_recompute": True}),
+    *({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, {"megatron": {AUX: 1e-3}}),
+]
+
+
+@pytest.mark.parametrize("keys", OF_EXPERTS, ids=str)
+def test_keys_of_experts_are_read_if_any_role_has_experts(keys: dict[str, Any], tmp_path: Path) -> None:
+    dense, experts = folder(tmp_path, DENSE), folder(tmp_path, MOE, "experts")
+    groups = gpus("train teacher rollout")
+    for models in ((experts, dense), (dense, experts), (dense, "no/such-model")):  # nobody knows the last
+        student, teacher = models
+        check_megatron(config(GKDConfig, model=student, teacher_model=teacher, gkd_logits_topk=8, **keys), groups)
+    ppo = {"model": experts, "value_model": dense, "reward_funcs": ["format"], **keys}
+    check_megatron(config(PPOConfig, **ppo), gpus("train critic reference reward rollout"))
+    with pytest.raises(ConfigError, match="of experts, but no model of backend: megatron has any") as error:
+        check_megatron(config(GKDConfig, model=dense, teacher_model=dense, gkd_logits_topk=8, **keys), groups)
+    assert "several" not in str(error.value)  # it is said once, not of every role
+
+
+def test_experts_that_are_divided_have_no_dense_model_beside_them(tmp_path: Path) -> None:
+    models = {"model": folder(tmp_path, MOE), "teacher_model": folder(tmp_path, DENSE, "dense")}
+    run = config(GKDConfig, **models, gkd_logits_topk=8, **{EP: 2})
+    with pytest.raises(ConfigError, match=f"{EP} 2 of role 'teacher' .* a dense model cannot be beside experts that"):
+        check_megatron(run, gpus("train teacher rollout"))
+
+
 def test_roles_that_have_a_model_of_the_backend() -> None:
     ppo = config(PPOConfig, reward_funcs=["format"])
     assert list(roles_of(ppo, gpus("train critic reference reward rollout"))) == ["train", "critic", "reference"]
-    assert list(roles_of(ppo, None)) == ["train"]
+    assert list(roles_of(ppo, None)) == ["train", "critic", "reference"]  # one process has them all
+    assert list(roles_of(config(SFTConfig), None)) == ["train"]
     gkd = config(GKDConfig, teacher_model="t", gkd_logits_topk=8)
     assert list(roles_of(gkd, gpus("train teacher rollout"))) == ["train", "teacher"]
     asked = dataclasses.replace(gkd, teacher_engine="vllm")
-    assert list(roles_of(asked, gpus("train teacher rollout"))) == ["train"]
+    assert list(roles_of(asked, gpus("train teacher rollout"))) == list(roles_of(asked, None)) == ["train"]
+    assert list(roles_of(gkd, None)) == ["train", "teacher"]
 
 
 def test_a_model_that_nobody_has_seen_yet_is_left_to_the_workers() -> None:
@@ -554,12 +598,18 @@ def test_losses_that_balance_experts_in_another_way_are_refused(further: dict[st
     assert told in str(error.value)
 
 
+@pytest.mark.parametrize(("name", "value"), [("moe_input_jitter_eps", 0.01), ("moe_router_force_load_balancing", True)])
+def test_fields_that_make_scores_random_are_refused(name: str, value: Any) -> None:
+    assert f"megatron: {name} sends tokens to experts at random, in scoring as in training" in refused(name, value)
+    check_fields({name: known_fields()[name]["transformer"]})
+
+
 def test_losses_that_balance_experts_are_fields_of_the_model(tmp_path: Path) -> None:
     for further in ({AUX: 1e-3}, {AUX: 1, BALANCING: "seq_aux_loss", Z: 1e-3}, {BALANCING: "none"}, {Z: None}):
         check_fields(further)
         assert divided(further)["transformer"] == further
     run = config(SFTConfig, model=folder(tmp_path, DENSE), megatron={AUX: 1e-3})
-    with pytest.raises(ConfigError, match=f"{AUX}: of experts, but the model of .* has none"):
+    with pytest.raises(ConfigError, match=f"{AUX}: of experts, but no model of backend: megatron has any"):
         SFTTrainer.check(run, gpus("train"))
 
 
@@ -603,9 +653,52 @@ def test_what_megatron_core_itself_refuses_is_told_before_anything_starts(tmp_pa
     fields = {"distribute_saved_activations": True}
     keys = {"model": folder(tmp_path, MOE), "recompute_granularity": "full", "recompute_num_layers": 1}
     keys |= {"recompute_method": "uniform", TP: 2}
-    with pytest.raises(ConfigError, match="megatron-core refuses these fields: distribute_saved_activations"):
+    with pytest.raises(
+        ConfigError, match=r"megatron-core refuses the model of role 'train' .*: distribute_saved_activations"
+    ):
         SFTTrainer.check(config(SFTConfig, **keys, megatron=fields), gpus("train", 2))
     SFTTrainer.check(config(SFTConfig, **keys, megatron={"moe_expert_capacity_factor": 1.0}), gpus("train", 2))
+
+
+SHARED = {**MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("shape", "keys", "told"),
+    [
+        (SHARED, {"moe_token_dispatcher_type": "allgather"}, "overlap only works with alltoall"),
+        (
+            SHARED,
+            {"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]},
+            "shared_experts recompute cannot work with",
+        ),
+        (MOE, {}, None),  # there are none to overlap with
+    ],
+)
+def test_the_model_that_is_checked_is_the_one_that_workers_build(
+    shape: dict[str, Any], keys: dict[str, Any], told: str | None, tmp_path: Path
+) -> None:
+    run = config(SFTConfig, model=folder(tmp_path, shape), megatron={"moe_shared_expert_overlap": True}, **keys)
+    with pytest.raises(ConfigError, match=f"the model of role 'train' .*{told}") if told else nullcontext():
+        SFTTrainer.check(run, gpus("train", 2))
+
+
+def test_megatron_core_is_asked_where_there_are_no_further_fields(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kinds = megatron_fields._configurations()
+
+    def refuse(**fields: Any) -> None:
+        raise ValueError(f"{fields['num_layers']} layers of {fields['params_dtype']}")
+
+    monkeypatch.setattr(megatron_fields, "_configurations", lambda: {**kinds, "transformer": refuse})
+    with pytest.raises(ConfigError, match=r"the model of role 'train' with these keys: 8 layers of torch\.float32"):
+        SFTTrainer.check(config(SFTConfig, model=folder(tmp_path, DENSE), dtype="float32"), gpus("train"))
+
+
+def test_gradients_do_not_wait_for_an_output_layer_that_is_not_megatron_cores() -> None:
+    name = "defer_embedding_wgrad_compute"
+    assert f"{name} is of megatron-core's output layer, and the head here is another" in refused(name, True)
 
 
 def test_experts_are_not_padded_to_a_capacity_as_workers_have_other_numbers_of_tokens() -> None:
@@ -709,6 +802,16 @@ def test_what_the_backend_would_leave_out_of_a_model_is_refused(changes: dict[st
     assert not list(architecture_mistakes(QWEN3))
     (mistake,) = architecture_mistakes(QWEN3 | changes)
     assert told in mistake
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe"])
+def test_a_mixture_that_megatron_core_cannot_route_is_refused(kind: str) -> None:
+    one = {"model_type": kind, "num_experts": 4, "num_experts_per_tok": 1}
+    assert not list(architecture_mistakes(one))
+    (mistake,) = architecture_mistakes(one | {"norm_topk_prob": True})
+    assert "norm_topk_prob is true with num_experts_per_tok 1, which megatron-core's router refuses" in mistake
+    (mistake,) = architecture_mistakes({"model_type": kind, "num_experts": 0})
+    assert "its num_experts is 0" in mistake
 
 
 def test_a_mixture_without_the_biases_of_its_family_is_not_known() -> None:

@@ -165,6 +165,12 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
         "backend: megatron\nmoe_permute_fusion: true\nmegatron: {bucket_size: 1}",
         MEGATRON | {"megatron": {"bucket_size": 1, "moe_permute_fusion": True}},
     ),
+    (SFTConfig, "backend: megatron\nmegatron: null", MEGATRON | {"megatron": {}}),
+    (
+        SFTConfig,
+        "backend: megatron\nmegatron:\nmoe_permute_fusion: true",
+        MEGATRON | {"megatron": {"moe_permute_fusion": True}},
+    ),
     (
         SFTConfig,
         "strategy_args: {strategy_name: megatron_train, strategy_config: {pipeline_model_parallel_size: 2}}",
@@ -259,6 +265,12 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         SFTConfig,
         "backend: megatron\nqk_clip: true",
         "unknown key qk_clip; fields of megatron-core stand in megatron: {",
+    ),
+    (SFTConfig, "backend: megatron\nqk_clop: true", "unknown key qk_clop; --help"),  # no field of megatron-core either
+    (
+        SFTConfig,
+        "backend: megatron\nrouter_aux_loss_coef: 0.01",
+        "router_aux_loss_coef is of transformers' losses. Write megatron: {moe_aux_loss_coeff: ...}",
     ),
     (SFTConfig, "truncation_strategy: delete", "write right (rows keep their start) or left (their end)"),
     (GRPOConfig, "truncation_strategy: delete", "write left: long rows lose the beginning of their prompt"),

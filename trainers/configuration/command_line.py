@@ -236,6 +236,16 @@ def _unknown(name: str, value: Any, given: GivenKeys, is_in_section: bool) -> st
     if isinstance(value, Mapping):
         size = next((hint for key in value if (hint := nearest(str(key), SIZE_KEYS))), "")
         return f"unknown key {name}{near}; the section of a role needs {', '.join(SIZE_KEYS)}{size}"
-    further = f"; fields of megatron-core stand in megatron: {{{name}: ...}}"
     is_megatron = "megatron" in given.known and given.get("backend") == "megatron"
-    return f"unknown key {name}{near}{further if is_megatron else ''}; --help lists all keys"
+    further = f"; fields of megatron-core stand in megatron: {{{name}: ...}}" if is_megatron and _is_field(name) else ""
+    return f"unknown key {name}{near}{further}; --help lists all keys"
+
+
+def _is_field(name: str) -> bool:
+    """Whether megatron-core, where it is installed, has such a field."""
+    from trainers.backends.megatron.fields import known_fields
+
+    try:
+        return name in known_fields()
+    except ImportError:
+        return False

@@ -62,7 +62,8 @@ class GivenKeys:
 
     def put_inner(self, name: str, key: str, value: Any, said_by: str) -> None:
         """The same for one key of a mapping."""
-        whole = self.get(name, {})
+        whole = self.get(name)
+        whole = {} if whole is None else whole
         if not isinstance(whole, Mapping):
             return  # whoever reads its type says that it is none
         if key in whole and whole[key] != value and self.where[name] == self.where[said_by]:

@@ -46,6 +46,8 @@ def typed(name: str, hint: Any, value: Any) -> Any:
     parser.add_argument("--value", type=hint)
     try:
         if value is None and NoneType not in kinds:
+            if dict in kinds:  # a key with nothing below it
+                return {}
             raise TypeError
         return parser.parse_object({"value": value}, defaults=False).value
     except (jsonargparse.ArgumentError, TypeError):

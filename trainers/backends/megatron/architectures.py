@@ -32,6 +32,10 @@ def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
         yield "its attention_bias is true, and projections have no bias"
     if kind == "qwen2_moe" and not config.get("qkv_bias", True):
         yield "its qkv_bias is false, and queries, keys and values have biases"
+    if kind in MIXED and config.get("num_experts") == 0:
+        yield "its num_experts is 0, and a mixture has experts"
+    if kind in MIXED and config.get("num_experts_per_tok") == 1 and config.get("norm_topk_prob"):
+        yield "its norm_topk_prob is true with num_experts_per_tok 1, which megatron-core's router refuses"
     if config.get("mlp_bias"):
         yield "its mlp_bias is true, and MLPs have no bias"
     if quantized := config.get("quantization_config"):

@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+import torch
+
 from rayhelper import ConfigError
 from rayhelper.device_groups.mistakes import nearest
-from rayhelper.planning.model_shape import ModelShape
 from trainers.backends.megatron.layers import ENGINE_FIELDS, engine_mistake
+from trainers.backends.megatron.model_fields import model_fields
 from trainers.backends.megatron.settings import DDP, KEYS, OPTIMIZER, TRANSFORMER, MegatronSettings
 
 INSTALL = "pip install 'rayhelper[megatron]'"
@@ -74,7 +76,6 @@ OF_BACKEND = (
     *("fp32_residual_connection", "microbatch_group_size_per_vp_stage"),
 )
 OF_BACKEND_BEGINNINGS = ("_", "fsdp_", "inference_", "muon_", "use_kitchen", "kitchen_")
-PADDED = "moe_pad_expert_input_to_capacity"
 AUX, Z, BALANCING = "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"
 BALANCES = {  # and why not; None: it is known
     "aux_loss": None,
@@ -82,6 +83,17 @@ BALANCES = {  # and why not; None: it is known
     "none": None,
     "global_aux_loss": "asks how a whole step chose its experts, before its first backward pass knows",
     "sinkhorn": "sends tokens to other experts in training than in scoring",
+}
+AT_RANDOM = (
+    "sends tokens to experts at random, in scoring as in training: no two log-probabilities of the same tokens would "
+    "be equal"
+)
+WRONG_HERE = {  # and why
+    "moe_pad_expert_input_to_capacity": "exchanges as many rows between workers as each has tokens, but their "
+    "micro-batches are rows of documents of any length",
+    "moe_input_jitter_eps": AT_RANDOM,
+    "moe_router_force_load_balancing": AT_RANDOM,
+    "defer_embedding_wgrad_compute": "is of megatron-core's output layer, and the head here is another",
 }
 UNREAD = (  # of attention, offloading, kernels and logs that are not in use here, or that megatron-core has no more
     *("attention_softmax_in_fp32", "log_max_attention_logit", "qk_clip", "qk_clip_alpha", "qk_clip_threshold"),
@@ -131,16 +143,13 @@ def check_fields(further: Mapping[str, Any], *, has_adapter: bool = False) -> No
     known = known_fields()
     if mistake := _balancing_mistake(further):
         raise ConfigError(f"megatron: {mistake}")
-    if further.get(PADDED) is True:
-        raise ConfigError(
-            f"megatron: {PADDED} exchanges as many rows between workers as each has tokens, but their micro-batches "
-            "are rows of documents of any length. Remove it."
-        )
     for name, value in further.items():
         problem = _why_not(name, known) or _wrong_type(name, value, known[name])
         if problem is not None:
             raise ConfigError(f"megatron: {problem}")
         default = next(iter(known[name].values()))
+        if name in WRONG_HERE and value != default:
+            raise ConfigError(f"megatron: {name} {WRONG_HERE[name]}. Remove it.")
         if name in UNREAD and value != default:
             raise ConfigError(f"megatron: {name} is read by nothing that the backend uses. Remove it.")
         if name.startswith(OF_OTHER_LAYERS) and name not in ENGINE_FIELDS and value != default:
@@ -154,38 +163,21 @@ def check_fields(further: Mapping[str, Any], *, has_adapter: bool = False) -> No
         raise ConfigError(f"megatron: {problem}")
 
 
-def check_made(settings: MegatronSettings, shape: ModelShape) -> None:
-    """Raises ConfigError with what megatron-core itself finds wrong with the settings together, for such a model."""
-    import torch
+def check_made(where: str, hf: Any, settings: MegatronSettings, *, dtype: torch.dtype, has_adapter: bool) -> None:
+    """Raises ConfigError with what megatron-core itself finds wrong with a model and the settings together.
 
-    sizes = {
-        "num_layers": shape.num_hidden_layers,
-        "hidden_size": shape.hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_query_groups": shape.num_key_value_heads,
-        "kv_channels": shape.head_dim,
-        "ffn_hidden_size": shape.intermediate_size,
-    }
-    experts = {
-        "num_moe_experts": shape.num_experts,
-        "moe_router_topk": shape.num_experts_per_tok,
-        "moe_ffn_hidden_size": shape.moe_intermediate_size,
-    }
-    always = {
-        **{"normalization": "RMSNorm", "add_bias_linear": False, "gated_linear_unit": True},
-        **{"activation_func": torch.nn.functional.silu, "variable_seq_lengths": settings.sizes(1).pipeline > 1},
-    }
-    dtypes = {"bf16": True, "params_dtype": torch.bfloat16}
-    made: dict[str, Any] = sizes | (experts if shape.num_experts else {}) | always | dtypes
+    ``hf``: the model's configuration; ``has_adapter``: whether an adapter of it is trained.
+    """
+    fields = model_fields(hf, settings, dtype=dtype, on_gpu=True, has_adapter=has_adapter)
     kinds = _configurations()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            kinds[TRANSFORMER](**made, pipeline_dtype=torch.bfloat16, **settings.transformer_fields)
+            kinds[TRANSFORMER](**fields)
             kinds[DDP](**settings.ddp_fields)
-            kinds[OPTIMIZER](lr=1.0, **dtypes, **settings.optimizer_fields)
+            kinds[OPTIMIZER](lr=1.0, bf16=dtype == torch.bfloat16, params_dtype=dtype, **settings.optimizer_fields)
     except (ValueError, AssertionError) as error:
-        raise ConfigError(f"megatron: megatron-core refuses these fields: {error}") from None
+        raise ConfigError(f"megatron-core refuses the model of {where} with these keys: {error}") from None
 
 
 def divided(further: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,17 +19,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from rayhelper import ConfigError
 from trainers.backends.fresh_weights import value_head
 from trainers.backends.megatron import patches
-from trainers.backends.megatron.architectures import (
-    BIASED,
-    MIXED,
-    NORMED,
-    architecture_mistakes,
-    has_experts,
-    head_width,
-)
+from trainers.backends.megatron.architectures import architecture_mistakes, head_width
 from trainers.backends.megatron.attention import DocumentAttention, rotation, told
 from trainers.backends.megatron.grouped_experts import GroupedExperts
-from trainers.backends.megatron.layers import LOCAL, implementation
+from trainers.backends.megatron.layers import LOCAL
+from trainers.backends.megatron.model_fields import model_fields
 from trainers.backends.megatron.packing import Packed
 from trainers.backends.megatron.parts import Norm
 from trainers.backends.megatron.router import Balance, BalancedRouter
@@ -145,7 +139,8 @@ def build_stages(
     for mistake in architecture_mistakes(hf.to_dict()):
         raise ConfigError(f"backend: megatron cannot be this model: {mistake}. Write backend: fsdp.")
     patches.apply()
-    config = transformer_config(hf, settings, dtype=dtype, device=device, has_adapter=has_adapter)
+    fields = model_fields(hf, settings, dtype=dtype, on_gpu=device.type == "cuda", has_adapter=has_adapter)
+    config = TransformerConfig(**fields)
     tied = bool(hf.tie_word_embeddings) and head == "lm"
     balance = Balance.of(config)
     width = settings.tensor_model_parallel_size
@@ -224,59 +219,3 @@ def use_own_norms(spec: Any, config: TransformerConfig) -> None:
         if config.qk_layernorm:
             attention = parts.self_attention.submodules
             attention.q_layernorm = attention.k_layernorm = Norm
-
-
-def transformer_config(
-    hf: Any, settings: MegatronSettings, *, dtype: torch.dtype, device: torch.device, has_adapter: bool
-) -> TransformerConfig:
-    """What megatron-core wants to know of a model and of how it is cut."""
-    on_gpu = device.type == "cuda"
-    layers = implementation(settings.transformer, has_adapter=has_adapter)
-    fields: dict[str, Any] = {
-        "num_layers": hf.num_hidden_layers,
-        "hidden_size": hf.hidden_size,
-        "ffn_hidden_size": hf.intermediate_size,
-        "num_attention_heads": hf.num_attention_heads,
-        "num_query_groups": hf.num_key_value_heads,
-        "kv_channels": head_width(hf),
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": hf.rms_norm_eps,
-        "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": hf.model_type in BIASED,
-        "qk_layernorm": hf.model_type in NORMED,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        "use_cpu_initialization": not on_gpu,
-        "perform_initialization": False,
-        "transformer_impl": layers,
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
-        "gradient_accumulation_fusion": layers == LOCAL,
-        "bias_activation_fusion": on_gpu,
-        "bias_dropout_fusion": on_gpu,
-        # rows of any length; gradients are sums, which the loss has divided by what it is a mean of
-        "variable_seq_lengths": settings.moe_token_dispatcher_type != "allgather",
-        "calculate_per_token_loss": True,
-        "deallocate_pipeline_outputs": on_gpu,  # gloo would still be sending what was freed
-        **(mixture(hf) if hf.model_type in MIXED else {}),
-        **settings.transformer_fields,
-    }
-    return TransformerConfig(**fields)
-
-
-def mixture(hf: Any) -> dict[str, Any]:
-    found = {
-        "num_moe_experts": hf.num_experts,
-        "moe_layer_freq": [int(has_experts(hf, layer)) for layer in range(hf.num_hidden_layers)],
-        "moe_ffn_hidden_size": hf.moe_intermediate_size,
-        "moe_router_topk": hf.num_experts_per_tok,
-        "moe_router_pre_softmax": not hf.norm_topk_prob,
-    }
-    if shared := getattr(hf, "shared_expert_intermediate_size", None):
-        found |= {"moe_shared_expert_intermediate_size": shared, "moe_shared_expert_gate": True}
-    return found

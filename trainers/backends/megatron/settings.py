@@ -211,8 +211,6 @@ def layout_mistakes(
     yield from size_mistakes(where, sizes_given, given, shape)
     if shape is None:
         return
-    if not shape.num_experts:
-        yield from _dense_mistakes(where, settings)
     if settings.fp8_rows > 1:
         yield from _fp8_mistakes(where, settings, sizes_given, shape)
     layers = shape.num_hidden_layers // (sizes_given.pipeline * sizes_given.virtual_pipeline)
@@ -223,15 +221,15 @@ def layout_mistakes(
         )
 
 
-def _dense_mistakes(where: str, settings: MegatronSettings) -> Iterator[str]:
-    """Settings of experts that nobody would read."""
+def dense_mistakes(settings: MegatronSettings) -> Iterator[str]:
+    """Settings of experts, which nobody would read in a run of dense models."""
     default = MegatronSettings()
     names = ("expert_tensor_parallel_size", "moe_token_dispatcher_type", "moe_grouped_gemm", "moe_layer_recompute")
     found = [name for name in names if getattr(settings, name) != getattr(default, name)]
     found += [f"recompute_modules {name}" for name in settings.recompute_modules or () if name in OF_EXPERTS]
     found += [name for name in settings.transformer if name.startswith("moe_")]
     if found:
-        yield f"{', '.join(found)}: of experts, but the model of {where} has none. Remove what is of experts."
+        yield f"{', '.join(found)}: of experts, but no model of backend: megatron has any. Remove what is of experts."
 
 
 def _fp8_mistakes(where: str, settings: MegatronSettings, sizes: ParallelSizes, shape: ModelShape) -> Iterator[str]:

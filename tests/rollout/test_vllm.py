@@ -31,7 +31,8 @@ pytestmark = pytest.mark.xdist_group("vllm")
 
 GREEDY = Sampling(max_completion_length=12, temperature=0.0)
 WIDTH = {"head_dim": 32}  # the smallest that vLLM's attention takes
-SETTINGS = {"max_model_len": 512, "max_num_seqs": 8}  # fewer places than prompts: some wait
+BLOCK = 32  # tokens that the cache keeps together
+SETTINGS = {"max_model_len": 512, "max_num_seqs": 8, "block_size": BLOCK}  # fewer places than prompts: some wait
 
 
 def save(folder: Path, **settings: Any) -> str:
@@ -292,6 +293,41 @@ def test_loaded_weights_are_used_and_nothing_cached_of_the_old_ones(
     np.testing.assert_allclose(found.rollout_logps.values, expected.rollout_logps.values, atol=1e-4)
 
 
+def test_weights_loaded_while_completions_run_share_nothing_cached_with_the_old_ones(
+    sampling_engine: VllmEngine, tmp_path: Path
+) -> None:
+    begins_alike = np.random.default_rng(0).integers(4, 250, 2 * BLOCK).tolist()
+    prompts = Prompts(Ragged.of([[*begins_alike, 5 + row] for row in range(SETTINGS["max_num_seqs"] + 2)], np.int64))
+    other = save(tmp_path, seed=1, scale=4.0)
+    old = sampling_engine.version
+
+    def load() -> None:
+        if sampling_engine.version == old:
+            with_weights(sampling_engine, other)
+
+    mixed = sampling_engine.generate(prompts, GREEDY, seed=0, between=load)
+    versions = [set(row.tolist()) for row in mixed.policy_versions]
+    assert {old, old + 1} in versions
+    assert versions[-2:] == [{old + 1}] * 2  # the others had taken all places
+    expected = HfEngine(other, tiny_tokenizer()).generate(prompts, GREEDY, seed=0)
+    for row in (-2, -1):
+        assert mixed.completion_ids[row].tolist() == expected.completion_ids[row].tolist()
+        np.testing.assert_allclose(mixed.rollout_logps[row], expected.rollout_logps[row], atol=1e-4)
+    later = sampling_engine.generate(prompts, GREEDY, seed=0)
+    assert later.completion_ids == expected.completion_ids
+    np.testing.assert_allclose(later.rollout_logps.values, expected.rollout_logps.values, atol=1e-4)
+
+
+def test_prompts_of_the_same_weights_share_what_is_cached(sampling_engine: VllmEngine) -> None:
+    prompts = prompts_of([2 * BLOCK + 1])
+    pool = sampling_engine.engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    with patch.object(pool, "touch", wraps=pool.touch) as found:  # blocks that were there
+        sampling_engine.generate(prompts, GREEDY, seed=0)
+        assert not any(call.args[0] for call in found.call_args_list)
+        sampling_engine.generate(prompts, GREEDY, seed=0)
+        assert any(call.args[0] for call in found.call_args_list)
+
+
 def test_fingerprints_tell_whether_the_engine_has_the_trainers_weights(greedy_engine: VllmEngine, decided: str) -> None:
     weights = dict(FsdpBackend(decided).named_weights())
     assert greedy_engine.fingerprints() == fingerprints(weights.items())
@@ -349,6 +385,7 @@ def asleep(level: int) -> tuple[VllmEngine, Notes]:
         "version": 0,
         "_running": {},
         "_launched": {},
+        "_cache_salt": 0,
         "_batches": lambda: (),
         "_is_asleep": False,
         "_has_weights": True,

@@ -119,6 +119,7 @@ class VllmEngine:
         self._adapter: Any = None  # what requests say of it
         self._has_weights, self._is_asleep = True, False
         self._scale = 1.0
+        self._cache_salt = 0  # requests share what is cached with those of the same one
         self._number = 0
         self._running: dict[str, _Running] = {}
         self._launched: dict[int, int] = {}  # versions of batches that ran with older weights, by their id
@@ -376,8 +377,8 @@ class VllmEngine:
     ) -> None:
         """Takes the weights (Hugging Face names) in place, one at a time; completions that run go on with them.
 
-        What was cached of prompts is forgotten, but for what running completions stand on. ``part``: what is not given
-        stays as it is. ``version``: of the policy that they are; None: one more than before.
+        What was cached of prompts is of no use to any that starts later. ``part``: what is not given stays as it is.
+        ``version``: of the policy that they are; None: one more than before.
         """
         assert self._has_weights or not part, "sleep level 2 dropped the others"
         if self.lora_rank:
@@ -389,7 +390,7 @@ class VllmEngine:
         self._launched |= {id(batch): self.version for batch in self._batches() if id(batch) not in self._launched}
         self.version = self.version + 1 if version is None else version
         self._has_weights = True
-        self.engine.reset_prefix_cache()
+        self._forget_cached()
 
     def fingerprints(self) -> dict[str, int]:
         """Of the weights that the model holds: equal to ``fingerprints`` of what ``load_weights`` was given."""
@@ -406,7 +407,7 @@ class VllmEngine:
         assert not self._running, "completions are running: advance until they have finished"
         if not self.sleep_level or self._is_asleep:
             return
-        self.engine.reset_prefix_cache()
+        self._forget_cached()
         self.engine.sleep(level=self.sleep_level)
         self._is_asleep, self._has_weights = True, self.sleep_level == 1
 
@@ -435,8 +436,24 @@ class VllmEngine:
         if not self._has_weights:
             raise RuntimeError("sleep level 2 dropped the engine's weights: load_weights comes first")
 
+    def _forget_cached(self) -> None:
+        """Nothing that starts from now on finds in the cache what was computed before.
+
+        vLLM clears its cache only while nothing runs. So requests carry a salt, which is the same on all workers that
+        hold one model; one that waits has computed nothing, or gave it up, and gets the new salt.
+        """
+        self._cache_salt += 1
+        if not self._running:
+            self.engine.reset_prefix_cache()
+            return
+        for request in self.engine.engine_core.engine_core.scheduler.requests.values():
+            if not request.num_computed_tokens:
+                request.cache_salt = str(self._cache_salt)
+                request.block_hashes.clear()
+                request.update_block_hashes()
+
     def _request(self, name: str, prompt_ids: np.ndarray, params: Any) -> str:
-        prompt = {"prompt_token_ids": prompt_ids.tolist()}
+        prompt = {"prompt_token_ids": prompt_ids.tolist(), "cache_salt": str(self._cache_salt)}
         request = self.engine.input_processor.process_inputs(
             name, prompt, params, supported_tasks=self.tasks, lora_request=self._adapter
         )

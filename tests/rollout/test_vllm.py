@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+from collections import deque
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -256,6 +258,39 @@ def test_running_completions_go_on_with_new_weights_and_tokens_carry_their_versi
     assert after
 
 
+def test_tokens_carry_the_version_that_drew_them_when_steps_are_planned_ahead(
+    sampling_engine: VllmEngine, open_minded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs. One completion after another: their steps, counted, say which weights drew each token."""
+    core = sampling_engine.engine.engine_core.engine_core
+    monkeypatch.setattr(core, "batch_queue_size", 2)
+    monkeypatch.setattr(core, "batch_queue", deque(maxlen=2))
+    monkeypatch.setattr(core, "step_fn", core.step_with_batch_queue)
+    monkeypatch.setattr(sampling_engine, "stop_token_ids", set())
+    weights = dict(FsdpBackend(open_minded).named_weights())
+    drawn: list[int] = []  # versions
+    steps = count(1)
+    execute = sampling_engine.engine.model_executor.execute_model
+
+    def executed(planned: Any, **settings: Any) -> Any:
+        drawn.extend([sampling_engine.version] * len(planned.num_scheduled_tokens))
+        return execute(planned, **settings)
+
+    def load() -> None:
+        if not next(steps) % 9:
+            sampling_engine.load_weights(weights.items())
+
+    monkeypatch.setattr(sampling_engine.engine.model_executor, "execute_model", executed)
+    for between in (load, None):
+        for _ in range(3):
+            drawn.clear()
+            prompt = Prompts(Ragged.of([[5, 6]], np.int64))
+            rollouts = sampling_engine.generate(prompt, Sampling(60), seed=1, between=between)
+            assert rollouts.policy_versions is not None
+            assert rollouts.policy_versions[0].tolist() == drawn[:60]
+            assert (len(set(drawn)) > 5) == (between is load)
+
+
 # --- scores
 
 
@@ -384,7 +419,7 @@ def asleep(level: int) -> tuple[VllmEngine, Notes]:
         "lora_rank": 0,
         "version": 0,
         "_running": {},
-        "_launched": {},
+        "_launched": [],
         "_cache_salt": 0,
         "_batches": lambda: (),
         "_is_asleep": False,

@@ -122,7 +122,7 @@ class VllmEngine:
         self._cache_salt = 0  # requests share what is cached with those of the same one
         self._number = 0
         self._running: dict[str, _Running] = {}
-        self._launched: dict[int, int] = {}  # versions of batches that ran with older weights, by their id
+        self._launched: list[tuple[Any, int]] = []  # batches that ran with older weights, and the weights' versions
         has_processes = alone and tensor_parallel_size > 1
         with _settings(on_cpu, alone=alone, joins=not has_processes):
             from vllm.engine.arg_utils import EngineArgs
@@ -387,7 +387,7 @@ class VllmEngine:
             self.processes.load(named_weights)
         else:
             self.engine.apply_model(partial(_load, named_weights))
-        self._launched |= {id(batch): self.version for batch in self._batches() if id(batch) not in self._launched}
+        self._launched = [(batch, self._version_of(batch)) for batch in self._batches()]
         self.version = self.version + 1 if version is None else version
         self._has_weights = True
         self._forget_cached()
@@ -477,7 +477,10 @@ class VllmEngine:
     def _next_version(self) -> int:
         """Of the weights that drew what the next step gives out."""
         batches = self._batches()
-        return self._launched.get(id(batches[-1]), self.version) if self._launched and batches else self.version
+        return self._version_of(batches[-1]) if batches else self.version
+
+    def _version_of(self, batch: Any) -> int:
+        return next((version for launched, version in self._launched if launched is batch), self.version)
 
     @contextlib.contextmanager
     def _stepping(self) -> Iterator[None]:

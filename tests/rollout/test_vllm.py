@@ -122,6 +122,7 @@ TRUNCATIONS: list[dict[str, Any]] = [
     {"top_p": 0.7},
     {"temperature": 1.4, "min_p": 0.2},
     {"repetition_penalty": 1.8},
+    {"temperature": 0.7, "generation_kwargs": {"logit_bias": {9: 2.0}, "presence_penalty": 1.0}},
     {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3},
 ]
 
@@ -152,6 +153,24 @@ def test_truncation_leaves_only_the_likeliest(sampling_engine: VllmEngine) -> No
     rollouts = sampling_engine.generate(prompts_of(), Sampling(max_completion_length=10, top_k=1), seed=5)
     greedy = sampling_engine.generate(prompts_of(), dataclasses.replace(GREEDY, max_completion_length=10), seed=0)
     assert rollouts.completion_ids == greedy.completion_ids
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+@pytest.mark.parametrize(
+    "added",
+    [{"presence_penalty": 0.9}, {"frequency_penalty": 0.5}, {"logit_bias": {str(token): 0.9 for token in range(125)}}],
+    ids=lambda added: next(iter(added)),
+)
+def test_what_is_added_to_logits_is_divided_by_the_temperature_with_them(
+    sampling_engine: VllmEngine, added: dict[str, Any], temperature: float
+) -> None:
+    """So that the likeliest tokens are the same at every temperature."""
+    greedy = dataclasses.replace(GREEDY, repetition_penalty=1.1, generation_kwargs=added)
+    expected = sampling_engine.generate(prompts_of(), greedy, seed=0)
+    likeliest = dataclasses.replace(greedy, temperature=temperature, top_k=1)
+    assert sampling_engine.generate(prompts_of(), likeliest, seed=0).completion_ids == expected.completion_ids
+    plain = sampling_engine.generate(prompts_of(), dataclasses.replace(greedy, generation_kwargs={}), seed=0)
+    assert plain.completion_ids != expected.completion_ids
 
 
 def test_the_share_of_the_kv_cache_in_use_is_told(sampling_engine: VllmEngine) -> None:
@@ -480,6 +499,12 @@ def test_wrong_settings_are_named_before_anything_is_loaded(settings: dict[str, 
         ({"temperature": 1.0}, "Sampling has a field for it"),
         ({"stop": ["x"]}, "use stop_token_ids"),
         ({"max_tokens": 3}, "max_completion_length"),
+        ({"bad_words": ["x"]}, "no tokenizer here .* with logit_bias"),
+        ({"structured_outputs": {"choice": ["y"]}}, "no tokenizer here"),
+        ({"skip_special_tokens": False}, "no text is made"),
+        ({"logprob_token_ids": [5]}, "those of the sampled tokens"),
+        ({"min_tokens": 13}, "min_tokens must be less than or equal to max_tokens=12"),
+        ({"presence_penalty": 2.1}, r"presence_penalty is 2\.1.* at temperature 1 that is 2"),
     ],
 )
 def test_wrong_generation_kwargs_are_named(greedy_engine: VllmEngine, given: dict[str, Any], message: str) -> None:

@@ -51,11 +51,22 @@ _TAKEN = {
 _FIXED = {
     "stop": "a completion ends with a stop token; use stop_token_ids",
     "n": "a prompt has one completion; give it several times",
-    "prompt_logprobs": "see token_logps",
-    "logprobs": "those of the sampled tokens are always there",
-    "detokenize": "no text is made",
-    "output_kind": "completions are given out whole",
+    **dict.fromkeys(("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"), "see token_logps"),
+    **dict.fromkeys(("logprobs", "logprob_token_ids", "flat_logprobs"), "those of the sampled tokens are always there"),
+    **dict.fromkeys(
+        (
+            *("detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+            *("include_stop_str_in_output", "output_text_buffer_length"),
+        ),
+        "no text is made",
+    ),
+    "bad_words": "vLLM has no tokenizer here to read them with; forbid tokens with logit_bias: {<id>: -100}",
+    "structured_outputs": "vLLM has no tokenizer here, which they need",
+    **dict.fromkeys(("output_kind", "stream_interval", "skip_clone"), "completions are given out whole"),
     "ignore_eos": "stop tokens say where completions end",
+    "repetition_detection": "a completion ends with a stop token, or with max_completion_length",
+    "trace_decode_token_ids": "completions are drawn",
+    "routed_experts_prompt_start": "the experts of tokens are not given out",
 }
 
 
@@ -210,9 +221,6 @@ class VllmEngine:
         Raises:
             ConfigError: the model's length has no room for a prompt and ``max_completion_length``; nothing was begun.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         self._check_awake()
         refuse_empty_prompts(prompts)
         longest, length = int(prompts.prompt_ids.lengths.max(initial=0)), self.engine.model_config.max_model_len
@@ -223,27 +231,13 @@ class VllmEngine:
                 "max_prompt_length, lower max_completion_length, or raise vllm_max_model_len (of a teacher's engine "
                 "max_model_len in teacher_engine_kwargs)."
             )
-        check_sampling_kwargs(sampling.generation_kwargs)
-        self._set_temperature(sampling.temperature or 1.0)
-        greedy = sampling.temperature == 0
         stops = sorted(self.stop_token_ids | set(sampling.stop_token_ids))
+        params = sampling_params(sampling, stops)
+        self._set_temperature(sampling.temperature or 1.0)
         numbers = range(self._number, self._number + len(prompts))
         self._number = numbers.stop
         for place, (number, prompt_ids) in enumerate(zip(numbers, prompts.prompt_ids, strict=True)):
-            truncation = {} if greedy else {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
-            params = SamplingParams(
-                max_tokens=sampling.max_completion_length,
-                temperature=0.0 if greedy else 1.0,  # what divides the logits is in the model
-                repetition_penalty=sampling.repetition_penalty,
-                seed=int(np.random.SeedSequence([seed, place]).generate_state(1)[0]),
-                stop_token_ids=stops,
-                ignore_eos=True,
-                logprobs=0,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                **{name: value for name, value in truncation.items() if value is not None},
-                **sampling.generation_kwargs,
-            )
+            params.seed = int(np.random.SeedSequence([seed, place]).generate_state(1)[0])
             self._running[self._request(str(number), prompt_ids, params)] = _Running(number, prompt_ids)
         return numbers
 
@@ -520,16 +514,62 @@ def checked_engine_kwargs(given: Mapping[str, Any], *, key: str = "vllm_engine_k
     return dict(given)
 
 
-def check_sampling_kwargs(given: Mapping[str, Any]) -> None:
-    """Raises ConfigError naming a field that SamplingParams lacks, or that other keys set."""
-    if not given:
-        return
-    from vllm import SamplingParams
+def check_sampling_kwargs(sampling: Sampling) -> None:
+    """Raises as ``sampling_params`` does; without ``generation_kwargs`` there is nothing to import vLLM for."""
+    if sampling.generation_kwargs:
+        sampling_params(sampling)
 
+
+def sampling_params(sampling: Sampling, stop_token_ids: Sequence[int] = ()) -> Any:
+    """vLLM's SamplingParams, but for the seed.
+
+    Raises:
+        ConfigError: SamplingParams lacks a field of ``generation_kwargs``, others set it, or it cannot have the value.
+    """
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import RequestOutputKind
+
+    given = sampling.generation_kwargs
     known = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
     taken = {field.name: "Sampling has a field for it" for field in dataclasses.fields(Sampling)} | _FIXED
     taken |= {"max_tokens": "max_completion_length says it", "seed": "the trainer says it"}
     check_fields(given, "generation_kwargs", "vLLM's SamplingParams", known, taken)
+    greedy = sampling.temperature == 0
+    truncation = {} if greedy else {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
+    try:
+        return SamplingParams(
+            max_tokens=sampling.max_completion_length,
+            temperature=0.0 if greedy else 1.0,  # what divides the logits is in the model
+            repetition_penalty=sampling.repetition_penalty,
+            stop_token_ids=list(stop_token_ids),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **{name: value for name, value in truncation.items() if value is not None},
+            **_divided(given, sampling.temperature or 1.0),
+        )
+    except (ValueError, TypeError, VLLMValidationError) as error:
+        raise ConfigError(f"generation_kwargs: {error}") from error
+
+
+def _divided(given: Mapping[str, Any], temperature: float) -> dict[str, Any]:
+    """The fields, with what vLLM adds to logits divided by the temperature.
+
+    vLLM itself divides the logits after it; here the model has divided them before.
+    """
+    found = dict(given)
+    for name in {"presence_penalty", "frequency_penalty"} & found.keys():
+        found[name] /= temperature
+        if not -2 <= found[name] <= 2:
+            raise ValueError(
+                f"{name} is {given[name]}, and vLLM takes no more than 2 in either direction, divided by the "
+                f"temperature: at temperature {temperature:g} that is {2 * temperature:g}"
+            )
+    if "logit_bias" in found:
+        found["logit_bias"] = {int(token): bias / temperature for token, bias in dict(found["logit_bias"]).items()}
+    return found
 
 
 def _completion(running: _Running, reason: str) -> Completion:

@@ -61,7 +61,9 @@ _FIXED = {
         "no text is made",
     ),
     "bad_words": "vLLM has no tokenizer here to read them with; forbid tokens with logit_bias: {<id>: -100}",
-    "structured_outputs": "vLLM has no tokenizer here, which they need",
+    **dict.fromkeys(
+        ("structured_outputs", "thinking_token_budget"), "vLLM has no tokenizer here, and needs one for it"
+    ),
     **dict.fromkeys(("output_kind", "stream_interval", "skip_clone"), "completions are given out whole"),
     "ignore_eos": "stop tokens say where completions end",
     "repetition_detection": "a completion ends with a stop token, or with max_completion_length",
@@ -291,7 +293,7 @@ class VllmEngine:
         return bool(agreed)
 
     def kv_cache_usage(self) -> float:
-        """The share of the KV cache that is in use."""
+        """The share of the KV cache that is in use: a step that ends completions has let go of theirs."""
         return float(self.engine.engine_core.engine_core.scheduler.kv_cache_manager.usage)
 
     # Scores

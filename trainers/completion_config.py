@@ -34,7 +34,7 @@ class CompletionConfig(TrainConfig):
     repetition_penalty: float = 1.0
     """Tokens that have occurred become less likely by it; 1: never."""
     generation_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further fields of transformers' GenerationConfig."""
+    """Further fields of transformers' GenerationConfig; with rollout_engine: vllm, of vLLM's SamplingParams."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: false}."""
 

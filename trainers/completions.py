@@ -17,7 +17,7 @@ from trainers.data.rows import tokenize_prompts
 from trainers.metrics import Metrics
 from trainers.rollout.base import Engine, Sampling
 from trainers.rollout.hf import HfEngine, check_generation_kwargs
-from trainers.run import mistakes_of, resolve_dtype
+from trainers.run import resolve_dtype
 from trainers.weight_sync import is_beside
 
 logger = logging.getLogger(__name__)
@@ -53,9 +53,8 @@ def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> 
     if config.rollout_engine == "vllm":
         from trainers.rollout.vllm import check_sampling_kwargs, checked_engine_kwargs
 
-        with mistakes_of("generation_kwargs"):
-            check_sampling_kwargs(config.generation_kwargs)
         checked_engine_kwargs(config.vllm_engine_kwargs)
+        check_sampling_kwargs(sampling_of(config))
     else:
         check_generation_kwargs(config.generation_kwargs)
     shares_devices = groups is None or groups.share_devices("rollout", "train")

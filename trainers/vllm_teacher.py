@@ -12,9 +12,9 @@ import torch
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.hf_model import default_device
 from trainers.batch import Ragged, Sequences
-from trainers.completions import check_can_sleep, check_model_fits, share_model
+from trainers.completions import check_can_sleep, check_model_fits, sampling_of, share_model
 from trainers.gkd_config import GKDConfig
-from trainers.run import mistakes_of, resolve_dtype
+from trainers.run import resolve_dtype
 
 # Scores of a prompt are whole rows of the vocabulary, which vLLM does not count among the memory that it needs: this
 # many tokens of 150 000 entries are 1.2 GB a copy
@@ -93,8 +93,7 @@ def check_vllm_teacher(config: GKDConfig, groups: DeviceGroups | None) -> None:
         size = given.pop("tensor_parallel_size", 1)
         checked_engine_kwargs(given, key="teacher_engine_kwargs")
         if config.seq_kd:
-            with mistakes_of("generation_kwargs"):
-                check_sampling_kwargs(config.generation_kwargs)
+            check_sampling_kwargs(sampling_of(config))
         _check_tensor_parallel_size(size, groups)
     is_beside = groups is None or groups.group_of("teacher") == groups.group_of("rollout")
     on_gpu = torch.cuda.is_available() if groups is None else groups.group_of("teacher").device != "CPU"

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+from collections import deque
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,7 +33,8 @@ pytestmark = pytest.mark.xdist_group("vllm")
 
 GREEDY = Sampling(max_completion_length=12, temperature=0.0)
 WIDTH = {"head_dim": 32}  # the smallest that vLLM's attention takes
-SETTINGS = {"max_model_len": 512, "max_num_seqs": 8}  # fewer places than prompts: some wait
+BLOCK = 32  # tokens that the cache keeps together
+SETTINGS = {"max_model_len": 512, "max_num_seqs": 8, "block_size": BLOCK}  # fewer places than prompts: some wait
 
 
 def save(folder: Path, **settings: Any) -> str:
@@ -119,6 +122,7 @@ TRUNCATIONS: list[dict[str, Any]] = [
     {"top_p": 0.7},
     {"temperature": 1.4, "min_p": 0.2},
     {"repetition_penalty": 1.8},
+    {"temperature": 0.7, "generation_kwargs": {"logit_bias": {9: 2.0}, "presence_penalty": 1.0}},
     {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3},
 ]
 
@@ -149,6 +153,24 @@ def test_truncation_leaves_only_the_likeliest(sampling_engine: VllmEngine) -> No
     rollouts = sampling_engine.generate(prompts_of(), Sampling(max_completion_length=10, top_k=1), seed=5)
     greedy = sampling_engine.generate(prompts_of(), dataclasses.replace(GREEDY, max_completion_length=10), seed=0)
     assert rollouts.completion_ids == greedy.completion_ids
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+@pytest.mark.parametrize(
+    "added",
+    [{"presence_penalty": 0.9}, {"frequency_penalty": 0.5}, {"logit_bias": {str(token): 0.9 for token in range(125)}}],
+    ids=lambda added: next(iter(added)),
+)
+def test_what_is_added_to_logits_is_divided_by_the_temperature_with_them(
+    sampling_engine: VllmEngine, added: dict[str, Any], temperature: float
+) -> None:
+    """So that the likeliest tokens are the same at every temperature."""
+    greedy = dataclasses.replace(GREEDY, repetition_penalty=1.1, generation_kwargs=added)
+    expected = sampling_engine.generate(prompts_of(), greedy, seed=0)
+    likeliest = dataclasses.replace(greedy, temperature=temperature, top_k=1)
+    assert sampling_engine.generate(prompts_of(), likeliest, seed=0).completion_ids == expected.completion_ids
+    plain = sampling_engine.generate(prompts_of(), dataclasses.replace(greedy, generation_kwargs={}), seed=0)
+    assert plain.completion_ids != expected.completion_ids
 
 
 def test_the_share_of_the_kv_cache_in_use_is_told(sampling_engine: VllmEngine) -> None:
@@ -255,6 +277,39 @@ def test_running_completions_go_on_with_new_weights_and_tokens_carry_their_versi
     assert after
 
 
+def test_tokens_carry_the_version_that_drew_them_when_steps_are_planned_ahead(
+    sampling_engine: VllmEngine, open_minded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs. One completion after another: their steps, counted, say which weights drew each token."""
+    core = sampling_engine.engine.engine_core.engine_core
+    monkeypatch.setattr(core, "batch_queue_size", 2)
+    monkeypatch.setattr(core, "batch_queue", deque(maxlen=2))
+    monkeypatch.setattr(core, "step_fn", core.step_with_batch_queue)
+    monkeypatch.setattr(sampling_engine, "stop_token_ids", set())
+    weights = dict(FsdpBackend(open_minded).named_weights())
+    drawn: list[int] = []  # versions
+    steps = count(1)
+    execute = sampling_engine.engine.model_executor.execute_model
+
+    def executed(planned: Any, **settings: Any) -> Any:
+        drawn.extend([sampling_engine.version] * len(planned.num_scheduled_tokens))
+        return execute(planned, **settings)
+
+    def load() -> None:
+        if not next(steps) % 9:
+            sampling_engine.load_weights(weights.items())
+
+    monkeypatch.setattr(sampling_engine.engine.model_executor, "execute_model", executed)
+    for between in (load, None):
+        for _ in range(3):
+            drawn.clear()
+            prompt = Prompts(Ragged.of([[5, 6]], np.int64))
+            rollouts = sampling_engine.generate(prompt, Sampling(60), seed=1, between=between)
+            assert rollouts.policy_versions is not None
+            assert rollouts.policy_versions[0].tolist() == drawn[:60]
+            assert (len(set(drawn)) > 5) == (between is load)
+
+
 # --- scores
 
 
@@ -290,6 +345,41 @@ def test_loaded_weights_are_used_and_nothing_cached_of_the_old_ones(
     assert found.completion_ids == expected.completion_ids
     assert found.completion_ids != old.completion_ids
     np.testing.assert_allclose(found.rollout_logps.values, expected.rollout_logps.values, atol=1e-4)
+
+
+def test_weights_loaded_while_completions_run_share_nothing_cached_with_the_old_ones(
+    sampling_engine: VllmEngine, tmp_path: Path
+) -> None:
+    begins_alike = np.random.default_rng(0).integers(4, 250, 2 * BLOCK).tolist()
+    prompts = Prompts(Ragged.of([[*begins_alike, 5 + row] for row in range(SETTINGS["max_num_seqs"] + 2)], np.int64))
+    other = save(tmp_path, seed=1, scale=4.0)
+    old = sampling_engine.version
+
+    def load() -> None:
+        if sampling_engine.version == old:
+            with_weights(sampling_engine, other)
+
+    mixed = sampling_engine.generate(prompts, GREEDY, seed=0, between=load)
+    versions = [set(row.tolist()) for row in mixed.policy_versions]
+    assert {old, old + 1} in versions
+    assert versions[-2:] == [{old + 1}] * 2  # the others had taken all places
+    expected = HfEngine(other, tiny_tokenizer()).generate(prompts, GREEDY, seed=0)
+    for row in (-2, -1):
+        assert mixed.completion_ids[row].tolist() == expected.completion_ids[row].tolist()
+        np.testing.assert_allclose(mixed.rollout_logps[row], expected.rollout_logps[row], atol=1e-4)
+    later = sampling_engine.generate(prompts, GREEDY, seed=0)
+    assert later.completion_ids == expected.completion_ids
+    np.testing.assert_allclose(later.rollout_logps.values, expected.rollout_logps.values, atol=1e-4)
+
+
+def test_prompts_of_the_same_weights_share_what_is_cached(sampling_engine: VllmEngine) -> None:
+    prompts = prompts_of([2 * BLOCK + 1])
+    pool = sampling_engine.engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    with patch.object(pool, "touch", wraps=pool.touch) as found:  # blocks that were there
+        sampling_engine.generate(prompts, GREEDY, seed=0)
+        assert not any(call.args[0] for call in found.call_args_list)
+        sampling_engine.generate(prompts, GREEDY, seed=0)
+        assert any(call.args[0] for call in found.call_args_list)
 
 
 def test_fingerprints_tell_whether_the_engine_has_the_trainers_weights(greedy_engine: VllmEngine, decided: str) -> None:
@@ -348,7 +438,8 @@ def asleep(level: int) -> tuple[VllmEngine, Notes]:
         "lora_rank": 0,
         "version": 0,
         "_running": {},
-        "_launched": {},
+        "_launched": [],
+        "_cache_salt": 0,
         "_batches": lambda: (),
         "_is_asleep": False,
         "_has_weights": True,
@@ -408,6 +499,13 @@ def test_wrong_settings_are_named_before_anything_is_loaded(settings: dict[str, 
         ({"temperature": 1.0}, "Sampling has a field for it"),
         ({"stop": ["x"]}, "use stop_token_ids"),
         ({"max_tokens": 3}, "max_completion_length"),
+        ({"bad_words": ["x"]}, "no tokenizer here .* with logit_bias"),
+        ({"structured_outputs": {"choice": ["y"]}}, "no tokenizer here"),
+        ({"thinking_token_budget": 3}, "no tokenizer here"),
+        ({"skip_special_tokens": False}, "no text is made"),
+        ({"logprob_token_ids": [5]}, "those of the sampled tokens"),
+        ({"min_tokens": 13}, "min_tokens must be less than or equal to max_tokens=12"),
+        ({"presence_penalty": 2.1}, r"presence_penalty is 2\.1.* at temperature 1 that is 2"),
     ],
 )
 def test_wrong_generation_kwargs_are_named(greedy_engine: VllmEngine, given: dict[str, Any], message: str) -> None:

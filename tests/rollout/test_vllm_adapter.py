@@ -50,6 +50,7 @@ KEYS: dict[str, Any] = {
     "max_completion_length": 12,
     "vllm_max_model_len": 64,
     "vllm_max_num_seqs": 8,
+    "vllm_engine_kwargs": {"block_size": 32},
 }
 GREEDY = Sampling(max_completion_length=12, temperature=0.0)
 
@@ -224,6 +225,25 @@ def test_running_completions_go_on_with_the_new_adapter(folder: str, engine: Vll
             expected.append(int(logits_V.argmax()))
     assert after == expected[1:]
     assert after != plain_greedy(old, prompt, 12, [])[3 : 3 + len(after)]
+
+
+@in_vllm_process
+def test_completions_share_nothing_cached_under_the_adapter_before(
+    folder: str, engine: VllmEngine, backend: FsdpBackend
+) -> None:
+    prompts = prompts_of([40])  # longer than a block of the cache
+    copy(config_of(folder), backend, engine, 1)
+    engine.submit(prompts, GREEDY, seed=0)
+    engine.advance()
+    for seed in range(4):
+        learn(backend, seed)
+    copy(config_of(folder), backend, engine, 2)
+    while engine.num_running:
+        engine.advance()
+    found = engine.generate(prompts, GREEDY, seed=0)
+    expected = HfEngine(backend.module, tiny_tokenizer()).generate(prompts, GREEDY, seed=0)
+    assert found.completion_ids == expected.completion_ids
+    np.testing.assert_allclose(found.rollout_logps.values, expected.rollout_logps.values, atol=1e-4)
 
 
 # --- runs

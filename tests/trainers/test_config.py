@@ -280,6 +280,16 @@ def test_pretraining_is_sft_on_one_stream_of_tokens() -> None:
         ({"reward_funcs": [{"names": "exact_answer"}]}, 1, ["reward_funcs", "needs its `name`"]),
         ({"external_plugins": ["no.such_plugin"]}, 1, ["external_plugins", "'no.such_plugin' cannot be imported"]),
         ({"generation_kwargs": {"typical": 0.9}}, 1, ["generation_kwargs: ", "no field 'typical'", "typical_p"]),
+        (
+            {"rollout_engine": "vllm", "generation_kwargs": {"min_tokens": 999}},
+            1,
+            ["generation_kwargs: min_tokens must be less than or equal to max_tokens="],
+        ),
+        (
+            {"rollout_engine": "vllm", "temperature": 0.5, "generation_kwargs": {"presence_penalty": 1.5}},
+            1,
+            ["generation_kwargs: presence_penalty is 1.5", "at temperature 0.5 that is 1"],
+        ),
         ({"resume_from_checkpoint": "."}, 1, ["resume_from_checkpoint: '.' is no checkpoint", "checkpoints: "]),
         ({"num_generations": 3}, 1, ["a generation of 8 completions", "multiple of num_generations=3"]),
         ({"num_generations": 16}, 1, ["a generation of 8 completions", "multiple of num_generations=16"]),

@@ -23,7 +23,9 @@ class Sampling:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
-    generation_kwargs: dict[str, Any] = field(default_factory=dict)  # further fields of transformers' GenerationConfig
+    generation_kwargs: dict[str, Any] = field(
+        default_factory=dict
+    )  # further fields of GenerationConfig, or SamplingParams
 
 
 @dataclass(frozen=True)

@@ -51,11 +51,24 @@ _TAKEN = {
 _FIXED = {
     "stop": "a completion ends with a stop token; use stop_token_ids",
     "n": "a prompt has one completion; give it several times",
-    "prompt_logprobs": "see token_logps",
-    "logprobs": "those of the sampled tokens are always there",
-    "detokenize": "no text is made",
-    "output_kind": "completions are given out whole",
+    **dict.fromkeys(("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"), "see token_logps"),
+    **dict.fromkeys(("logprobs", "logprob_token_ids", "flat_logprobs"), "those of the sampled tokens are always there"),
+    **dict.fromkeys(
+        (
+            *("detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+            *("include_stop_str_in_output", "output_text_buffer_length"),
+        ),
+        "no text is made",
+    ),
+    "bad_words": "vLLM has no tokenizer here to read them with; forbid tokens with logit_bias: {<id>: -100}",
+    **dict.fromkeys(
+        ("structured_outputs", "thinking_token_budget"), "vLLM has no tokenizer here, and needs one for it"
+    ),
+    **dict.fromkeys(("output_kind", "stream_interval", "skip_clone"), "completions are given out whole"),
     "ignore_eos": "stop tokens say where completions end",
+    "repetition_detection": "a completion ends with a stop token, or with max_completion_length",
+    "trace_decode_token_ids": "completions are drawn",
+    "routed_experts_prompt_start": "the experts of tokens are not given out",
 }
 
 
@@ -119,9 +132,10 @@ class VllmEngine:
         self._adapter: Any = None  # what requests say of it
         self._has_weights, self._is_asleep = True, False
         self._scale = 1.0
+        self._cache_salt = 0  # requests share what is cached with those of the same one
         self._number = 0
         self._running: dict[str, _Running] = {}
-        self._launched: dict[int, int] = {}  # versions of batches that ran with older weights, by their id
+        self._launched: list[tuple[Any, int]] = []  # batches that ran with older weights, and the weights' versions
         has_processes = alone and tensor_parallel_size > 1
         with _settings(on_cpu, alone=alone, joins=not has_processes):
             from vllm.engine.arg_utils import EngineArgs
@@ -209,9 +223,6 @@ class VllmEngine:
         Raises:
             ConfigError: the model's length has no room for a prompt and ``max_completion_length``; nothing was begun.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         self._check_awake()
         refuse_empty_prompts(prompts)
         longest, length = int(prompts.prompt_ids.lengths.max(initial=0)), self.engine.model_config.max_model_len
@@ -222,27 +233,13 @@ class VllmEngine:
                 "max_prompt_length, lower max_completion_length, or raise vllm_max_model_len (of a teacher's engine "
                 "max_model_len in teacher_engine_kwargs)."
             )
-        check_sampling_kwargs(sampling.generation_kwargs)
-        self._set_temperature(sampling.temperature or 1.0)
-        greedy = sampling.temperature == 0
         stops = sorted(self.stop_token_ids | set(sampling.stop_token_ids))
+        params = sampling_params(sampling, stops)
+        self._set_temperature(sampling.temperature or 1.0)
         numbers = range(self._number, self._number + len(prompts))
         self._number = numbers.stop
         for place, (number, prompt_ids) in enumerate(zip(numbers, prompts.prompt_ids, strict=True)):
-            truncation = {} if greedy else {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
-            params = SamplingParams(
-                max_tokens=sampling.max_completion_length,
-                temperature=0.0 if greedy else 1.0,  # what divides the logits is in the model
-                repetition_penalty=sampling.repetition_penalty,
-                seed=int(np.random.SeedSequence([seed, place]).generate_state(1)[0]),
-                stop_token_ids=stops,
-                ignore_eos=True,
-                logprobs=0,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                **{name: value for name, value in truncation.items() if value is not None},
-                **sampling.generation_kwargs,
-            )
+            params.seed = int(np.random.SeedSequence([seed, place]).generate_state(1)[0])
             self._running[self._request(str(number), prompt_ids, params)] = _Running(number, prompt_ids)
         return numbers
 
@@ -296,7 +293,7 @@ class VllmEngine:
         return bool(agreed)
 
     def kv_cache_usage(self) -> float:
-        """The share of the KV cache that is in use."""
+        """The share of the KV cache that is in use: a step that ends completions has let go of theirs."""
         return float(self.engine.engine_core.engine_core.scheduler.kv_cache_manager.usage)
 
     # Scores
@@ -376,8 +373,8 @@ class VllmEngine:
     ) -> None:
         """Takes the weights (Hugging Face names) in place, one at a time; completions that run go on with them.
 
-        What was cached of prompts is forgotten, but for what running completions stand on. ``part``: what is not given
-        stays as it is. ``version``: of the policy that they are; None: one more than before.
+        What was cached of prompts is of no use to any that starts later. ``part``: what is not given stays as it is.
+        ``version``: of the policy that they are; None: one more than before.
         """
         assert self._has_weights or not part, "sleep level 2 dropped the others"
         if self.lora_rank:
@@ -386,10 +383,10 @@ class VllmEngine:
             self.processes.load(named_weights)
         else:
             self.engine.apply_model(partial(_load, named_weights))
-        self._launched |= {id(batch): self.version for batch in self._batches() if id(batch) not in self._launched}
+        self._launched = [(batch, self._version_of(batch)) for batch in self._batches()]
         self.version = self.version + 1 if version is None else version
         self._has_weights = True
-        self.engine.reset_prefix_cache()
+        self._forget_cached()
 
     def fingerprints(self) -> dict[str, int]:
         """Of the weights that the model holds: equal to ``fingerprints`` of what ``load_weights`` was given."""
@@ -406,7 +403,7 @@ class VllmEngine:
         assert not self._running, "completions are running: advance until they have finished"
         if not self.sleep_level or self._is_asleep:
             return
-        self.engine.reset_prefix_cache()
+        self._forget_cached()
         self.engine.sleep(level=self.sleep_level)
         self._is_asleep, self._has_weights = True, self.sleep_level == 1
 
@@ -435,8 +432,24 @@ class VllmEngine:
         if not self._has_weights:
             raise RuntimeError("sleep level 2 dropped the engine's weights: load_weights comes first")
 
+    def _forget_cached(self) -> None:
+        """Nothing that starts from now on finds in the cache what was computed before.
+
+        vLLM clears its cache only while nothing runs. So requests carry a salt, which is the same on all workers that
+        hold one model; one that waits has computed nothing, or gave it up, and gets the new salt.
+        """
+        self._cache_salt += 1
+        if not self._running:
+            self.engine.reset_prefix_cache()
+            return
+        for request in self.engine.engine_core.engine_core.scheduler.requests.values():
+            if not request.num_computed_tokens:
+                request.cache_salt = str(self._cache_salt)
+                request.block_hashes.clear()
+                request.update_block_hashes()
+
     def _request(self, name: str, prompt_ids: np.ndarray, params: Any) -> str:
-        prompt = {"prompt_token_ids": prompt_ids.tolist()}
+        prompt = {"prompt_token_ids": prompt_ids.tolist(), "cache_salt": str(self._cache_salt)}
         request = self.engine.input_processor.process_inputs(
             name, prompt, params, supported_tasks=self.tasks, lora_request=self._adapter
         )
@@ -460,7 +473,10 @@ class VllmEngine:
     def _next_version(self) -> int:
         """Of the weights that drew what the next step gives out."""
         batches = self._batches()
-        return self._launched.get(id(batches[-1]), self.version) if self._launched and batches else self.version
+        return self._version_of(batches[-1]) if batches else self.version
+
+    def _version_of(self, batch: Any) -> int:
+        return next((version for launched, version in self._launched if launched is batch), self.version)
 
     @contextlib.contextmanager
     def _stepping(self) -> Iterator[None]:
@@ -500,16 +516,62 @@ def checked_engine_kwargs(given: Mapping[str, Any], *, key: str = "vllm_engine_k
     return dict(given)
 
 
-def check_sampling_kwargs(given: Mapping[str, Any]) -> None:
-    """Raises ConfigError naming a field that SamplingParams lacks, or that other keys set."""
-    if not given:
-        return
-    from vllm import SamplingParams
+def check_sampling_kwargs(sampling: Sampling) -> None:
+    """Raises as ``sampling_params`` does; without ``generation_kwargs`` there is nothing to import vLLM for."""
+    if sampling.generation_kwargs:
+        sampling_params(sampling)
 
+
+def sampling_params(sampling: Sampling, stop_token_ids: Sequence[int] = ()) -> Any:
+    """vLLM's SamplingParams, but for the seed.
+
+    Raises:
+        ConfigError: SamplingParams lacks a field of ``generation_kwargs``, others set it, or it cannot have the value.
+    """
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import RequestOutputKind
+
+    given = sampling.generation_kwargs
     known = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
     taken = {field.name: "Sampling has a field for it" for field in dataclasses.fields(Sampling)} | _FIXED
     taken |= {"max_tokens": "max_completion_length says it", "seed": "the trainer says it"}
     check_fields(given, "generation_kwargs", "vLLM's SamplingParams", known, taken)
+    greedy = sampling.temperature == 0
+    truncation = {} if greedy else {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
+    try:
+        return SamplingParams(
+            max_tokens=sampling.max_completion_length,
+            temperature=0.0 if greedy else 1.0,  # what divides the logits is in the model
+            repetition_penalty=sampling.repetition_penalty,
+            stop_token_ids=list(stop_token_ids),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **{name: value for name, value in truncation.items() if value is not None},
+            **_divided(given, sampling.temperature or 1.0),
+        )
+    except (ValueError, TypeError, VLLMValidationError) as error:
+        raise ConfigError(f"generation_kwargs: {error}") from error
+
+
+def _divided(given: Mapping[str, Any], temperature: float) -> dict[str, Any]:
+    """The fields, with what vLLM adds to logits divided by the temperature.
+
+    vLLM itself divides the logits after it; here the model has divided them before.
+    """
+    found = dict(given)
+    for name in {"presence_penalty", "frequency_penalty"} & found.keys():
+        found[name] /= temperature
+        if not -2 <= found[name] <= 2:
+            raise ValueError(
+                f"{name} is {given[name]}, and vLLM takes no more than 2 in either direction, divided by the "
+                f"temperature: at temperature {temperature:g} that is {2 * temperature:g}"
+            )
+    if "logit_bias" in found:
+        found["logit_bias"] = {int(token): bias / temperature for token, bias in dict(found["logit_bias"]).items()}
+    return found
 
 
 def _completion(running: _Running, reason: str) -> Completion:

@@ -72,7 +72,7 @@ from trainers.run import (
     saved_order,
 )
 from trainers.vllm_teacher import VllmTeacher, check_vllm_teacher, shares_devices
-from trainers.weight_sync import Route, built, copy, end_generation, make_room, receive, rest, send
+from trainers.weight_sync import Route, built, copy, first_of, make_room, receive, rest, send
 
 Source = Literal["student", "teacher", "dataset"]
 TokenIds = list[list[int]]
@@ -163,7 +163,7 @@ class GKDTrainer:
         with Run(config, num_steps, headline=headline, order=order) as run:
             run.resume(self.load)
             if self.completes:
-                self.engines.version = run.step
+                self.engines.follow(run)
             if config.val_before_train and run.step == 0:
                 run.evaluate(self.evaluate)
             while run.step < num_steps:
@@ -173,8 +173,8 @@ class GKDTrainer:
                     answer = self.asked(samples)
                 with run.phase("update"):
                     learned = self.learn(samples, answer, sft_alpha=config.sft_alpha if source == "dataset" else 0.0)
-                    if self.completes:
-                        self.engines.learned()
+                if self.completes:
+                    self.engines.learned()
                 run.log_step(Metrics.merge([metrics, learned]), epoch=(run.step + 1) / batches.steps_per_epoch)
                 if run.due(config.eval_steps):
                     run.evaluate(self.evaluate)
@@ -214,12 +214,11 @@ class GKDTrainer:
                 rows = self.rows.select(batch)
                 prompts = self.prompts(rows)
             if source == "student":
-                with run.phase("sync"):
-                    self.engines.update()
+                self.engines.update()
             with run.phase("generate"):
                 samples, rollouts = self.complete(source, *prompts, run.step)
             if source == "student":
-                self.engines.end_generation(run)
+                self.engines.end_generation()
             metrics = rollout_metrics(rollouts)
             if self.config.log_completions and run.shows_completions(1):
                 texts = self.tokenizer.batch_decode(list(rollouts.completion_ids), skip_special_tokens=True)
@@ -276,7 +275,7 @@ class GKDTrainer:
         if self.engine is None:
             self.engine = build_engine(self.config, model, load_tokenizer(self.config, model), self.backend)
 
-    @RayHelper.function(group="rollout", execute="first")
+    @RayHelper.function(group="rollout", collect=first_of)
     def meet_engine(self) -> Route:
         return Route.between(built(self.engine), trains=self.backend is not None)
 
@@ -299,9 +298,7 @@ class GKDTrainer:
 
     @RayHelper.function(group="rollout")
     def rest_engine(self) -> None:
-        if self.backend is not None:
-            end_generation(self.backend, built(self.engine))
-        elif self.engine is not None:
+        if self.engine is not None:
             rest(self.engine)
 
     # Role teacher

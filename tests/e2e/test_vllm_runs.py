@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ from tests.e2e.runs import (
     interrupted_after,
     lines,
     ppo_config,
+    whole_lines,
 )
 from tests.e2e.test_grpo import rewards_of_learning
 from tests.golden.tiny import save_tiny, tiny_tokenizer
@@ -328,6 +330,28 @@ def test_generations_begun_ahead_are_the_same_every_time(
     assert [line["staleness"] for line in lines(tmp_path)] == [0, 1, 1, 1]
     assert found.ledger[0] == off.ledger[0]
     assert all(ahead != fresh for ahead, fresh in zip(found.ledger[1:], off.ledger[1:], strict=True))
+
+
+@RayHelper.worker(group=ROLES)
+class SlowTrainer(GRPOTrainer):
+    """Whose generation 1 takes long."""
+
+    @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
+    def generate(
+        self, prompts: Prompts, sampling: Sampling, generation: int, attempt: int, channel: Channel | None
+    ) -> Rollouts:
+        if generation == 1:
+            time.sleep(8)
+        return super().generate(prompts, sampling, generation, attempt, channel)
+
+
+def test_weights_wait_for_a_generation_without_a_deadline(workers: None, model: str, tmp_path: Path) -> None:
+    """And that is waiting for completions."""
+    config = greedy_config(model, tmp_path, max_staleness=1, max_steps=3)
+    with patch("trainers.engine_updates.TIMEOUT_S", 5.0):
+        SlowTrainer(config).train()
+    _, waited, _ = whole_lines(tmp_path)
+    assert waited["time/generate"] > waited["time/sync"] > 0
 
 
 def test_a_worker_dies_while_generations_are_under_way_and_no_row_is_lost_or_doubled(

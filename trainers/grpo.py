@@ -307,8 +307,13 @@ class GRPOTrainer:
         )
 
     def begin_ahead(self, plan: StepPlan, run: Run) -> None:
-        """Begins what is missing of this generation and the ``max_staleness`` next ones of the run."""
+        """Begins what is missing of this generation and the ``max_staleness`` next ones of the run.
+
+        Weights that do not come in flight wait for all that is under way: then nothing begins before it is needed.
+        """
         config, generation = self.config, plan.generation(run.step)
+        if len(self.ahead) > 1 and not self.engines.in_flight:
+            return
         batches = Batches(len(self.rows), plan.num_prompts, seed=config.seed, shuffle=config.shuffle_dataset)
         last = min(generation + config.max_staleness, plan.generation(plan.num_steps - 1))
         for number in range(generation + len(self.ahead), last + 1):

@@ -391,6 +391,21 @@ def apart_here() -> Iterator[None]:
         yield
 
 
+def test_a_queue_of_generations_is_filled_again_when_its_last_is_needed(model: str, tmp_path: Path) -> None:
+    """Learning from the others waits for no further generation."""
+    queued: list[int] = []
+
+    def learn(trainer: GRPOTrainer, chunk: Samples, generation: Samples) -> Metrics:
+        queued.append(len(trainer.ahead))
+        return GRPOTrainer.learn(trainer, chunk, generation)
+
+    with apart_here(), patch.object(LedgerTrainer, "learn", learn):
+        trainer = LedgerTrainer(greedy_config(model, tmp_path, max_staleness=3, max_steps=9))
+        trainer.train()
+    assert queued == [3, 2, 1, 3, 2, 1, 2, 1, 0]
+    assert [line["staleness"] for line in lines(tmp_path)] == [0, 1, 2, 3, 1, 2, 3, 1, 2]
+
+
 def test_a_run_with_generations_ahead_learns(model: str, tmp_path: Path) -> None:
     with apart_here():
         keys: dict[str, Any] = {"learning_rate": 1e-2, "max_steps": 48}

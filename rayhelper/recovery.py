@@ -85,7 +85,7 @@ class Recovery:
             actor_id = getattr(error, "actor_id", None)
             rank = called if actor_id is None else self.group.crew.rank_of(actor_id)
             if rank is not None:
-                self._replace(rank, error, what)
+                self._replace(rank, error, self._running(rank) or what)
             elif isinstance(call, GroupCall) and call.sources:
                 self._send_with_new_sources(call)
             elif call is not None and self.group.group.restarts:
@@ -129,6 +129,13 @@ class Recovery:
             raise_failures(replies)
             for rank, reply in zip(ranks, replies, strict=True):
                 self.group.note_shards(instance_id, rank, reply)
+
+    def _running(self, rank: int) -> str | None:
+        """The call in which a worker died: the first that it has not answered."""
+        for call in self.group.open.values():
+            if rank < len(call.refs) and not answered(call.refs[rank]):
+                return str(call.method)
+        return None
 
     def _open_calls(self) -> list[GroupCall | Construction]:
         """What is on its way, in an order in which it can be sent again."""

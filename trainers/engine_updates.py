@@ -1,11 +1,13 @@
 """The driver's side of ``weight_sync.py``: when engines get the policy's weights, and what if one was lost.
 
 self.engines = EngineUpdates.of(self)  # once all roles are built
-self.engines.version = run.step  # of a policy from a checkpoint
+self.engines.follow(run)         # at its step, which a checkpoint may have given
 self.engines.learned()           # after an optimizer step
 self.engines.update()            # before completions are asked for
 self.engines.completed(...)      # their value, though a worker may die meanwhile
 self.engines.end_generation()    # when all of them are there
+
+Its seconds are those of the run's phases ``generate`` (waiting for completions), ``sync`` and ``offload``.
 """
 
 from __future__ import annotations
@@ -23,29 +25,30 @@ from rayhelper import Channel, ChannelError, RayHelper
 from trainers.run import Run
 from trainers.weight_sync import EngineLostError, Route
 
-TIMEOUT_S = 600.0  # how long one side waits for the other: an engine may be in the middle of its completions
+TIMEOUT_S = 600.0  # how long one side waits for the other: engines do nothing else then, or look now and then
 
 
 @dataclass(frozen=True)
 class Room:
-    """Doors by which the policy and engines of other processes, on the same devices, make room for each other.
+    """Doors by which the policy and engines on the same devices make room for each other.
 
-    make("weights") ► (engines wake, weights are sent) ► make("kv_cache") ► wake() ► generations ► (rest) ► reload()
+    make("weights") ► (engines wake and get weights) ► make("kv_cache") ► wake() ► generations ► rest() ► reload()
     """
 
     make: Callable[[Literal["weights", "kv_cache"]], Any]  # of the policy
     wake: Callable[[], Any]  # of the engines: they get their KV cache
+    rest: Callable[[], Any]  # of the engines
     reload: Callable[[], Any]  # of the policy
 
 
 class EngineUpdates:
     """Weights for the engines of a role, by doors of the trainer.
 
-    ``copy``, ``send`` and ``receive`` are doors to the functions of those names; ``rest`` one to ``end_generation``;
-    ``rebuild`` one of role rollout that builds the engines which are missing. ``open_channel`` makes a channel.
-    ``room``: where weights are sent to other processes on the devices of the policy.
+    ``meet`` returns when every engine has completed what was asked of it before; ``copy``, ``send`` and ``receive`` are
+    doors to the functions of those names; ``rebuild`` is one of role rollout that builds the engines which are missing.
+    ``open_channel`` makes a channel. ``room``: where policy and engines are on the same devices.
 
-    ``in_flight``: new weights are offered as soon as there are any, to engines that look for them while they generate
+    ``in_flight``: new weights are sent as soon as there are any, to engines that look for them while they generate
     (``weight_sync.arrivals``). Each finds a call of ``receive`` behind its generations as well, which does nothing if
     the weights have come.
     """
@@ -54,20 +57,19 @@ class EngineUpdates:
         self,
         route: Route,
         *,
+        meet: Callable[[], Any],
         copy: Callable[[int], Any],
         send: Any,
         receive: Any,
-        rest: Callable[[], Any],
         rebuild: Callable[[], Any],
         open_channel: Callable[[Route], Channel],
         room: Room | None = None,
         in_flight: bool = False,
     ) -> None:
-        self.route, self.copy, self.send, self.receive = route, copy, send, receive
-        self.rest, self.rebuild, self.open_channel, self.room = rest, rebuild, open_channel, room
-        self.in_flight = in_flight
+        self.route, self.meet, self.copy, self.send, self.receive = route, meet, copy, send, receive
+        self.rebuild, self.open_channel, self.room, self.in_flight = rebuild, open_channel, room, in_flight
+        self.phase: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.channel: Channel | None = None
-        self.sending: Any = None  # a future: the round that is under way
         self.receiving: list[Any] = []  # futures of the calls of ``receive`` behind generations
         self.version = 0  # optimizer steps that the policy has made
         self.is_due = True  # engines have older weights than the policy, or rest
@@ -76,28 +78,35 @@ class EngineUpdates:
     def of(cls, trainer: Any, *, in_flight: bool = False) -> EngineUpdates:
         """By the doors of a trainer: ``meet_engine``, ``copy_weights``, ``send_weights`` and their like."""
         config, route = trainer.config, trainer.meet_engine()
-        room = Room(trainer.make_room, trainer.wake_engine, trainer.reload_policy) if route.shares_devices else None
+        room = None
+        if route.way == "copied" or route.shares_devices:
+            room = Room(trainer.make_room, trainer.wake_engine, trainer.rest_engine, trainer.reload_policy)
         return cls(
             route,
+            meet=trainer.meet_engine,
             copy=trainer.copy_weights,
             send=trainer.send_weights,
             receive=trainer.receive_weights,
-            rest=trainer.rest_engine,
             rebuild=partial(trainer.build_rollout, trainer.model_path),
             open_channel=partial(channel_to, bucket_mb=config.weight_bucket_mb),
             room=room,
             in_flight=in_flight,
         )
 
+    def follow(self, run: Run) -> None:
+        """The policy is that of the run's step, and seconds count in the run's phases."""
+        self.version, self.phase = run.step, run.phase
+
     def learned(self) -> None:
-        """The policy has made an optimizer step. Raises as ``update`` does, of weights that were in flight before."""
+        """The policy has made an optimizer step; in flight, engines get its weights now. Raises as ``update`` does."""
         self.version += 1
         self.is_due = True
         if self.in_flight and self.channel is not None:
             try:
-                self._settle()
-                self.sending = self.send.defer(self.channel, self.version)
-                self.receiving.append(self.receive.defer(self.channel, self.version))
+                with self.phase("sync"):  # the policy can do nothing else meanwhile
+                    sent = self.send.defer(self.channel, self.version)
+                    self.receiving.append(self.receive.defer(self.channel, self.version))
+                    sent.result()
             except (EngineLostError, ChannelError) as lost:
                 self._restore(lost)
 
@@ -108,16 +117,17 @@ class EngineUpdates:
         """
         if not self.is_due:
             return
-        if self.route.way == "copied":
-            self.copy(self.version)
-        elif self.route.way == "sent":
-            try:
-                if self.sending is None:
-                    self._send()
-                else:
-                    self._settle()
-            except (EngineLostError, ChannelError) as lost:
-                self._restore(lost)
+        with self.phase("sync"):
+            if self.route.way == "copied":
+                self._fill(lambda: self.copy(self.version))
+            elif self.route.way == "sent":
+                try:
+                    if self.in_flight and self.channel is not None:
+                        self._look()
+                    else:
+                        self._send()
+                except (EngineLostError, ChannelError) as lost:
+                    self._restore(lost)
         self.is_due = False
 
     def completed(self, completions: Any, again: Callable[[], Any]) -> Any:
@@ -135,17 +145,16 @@ class EngineUpdates:
                 self._restore(lost)
                 completions = again()
 
-    def end_generation(self, run: Run | None = None) -> None:
-        """Training beside the engines has its memory back; that takes time of ``run``'s step, if there is one."""
-        if self.route.way == "copied" or self.room is not None:
-            with contextlib.nullcontext() if run is None else run.phase("offload"):
-                self._rest()
+    def end_generation(self) -> None:
+        """Training beside the engines has its memory back."""
+        if self.room is not None:
+            self._rest(self.room)
             self.is_due = True
 
     def close(self) -> None:
-        """Frees the connections, once what is under way has arrived; the next update makes others."""
+        """Frees the connections; the next update makes others."""
         with contextlib.suppress(EngineLostError, ChannelError):  # nobody is left to need the weights
-            self._settle()
+            self._look()
         self._close()
 
     def _restore(self, lost: Exception) -> None:
@@ -161,42 +170,51 @@ class EngineUpdates:
             self.rebuild()
             try:
                 if self.room is not None:  # the policy may be away
-                    self._rest()
+                    self._rest(self.room)
                 self._send()
             except EngineLostError:  # a further one died
                 continue
             self.is_due = False
             return
 
-    def _rest(self) -> None:
+    def _rest(self, room: Room) -> None:
         """What is away while engines generate is back, if it has room then."""
-        self.rest()
-        if self.room is not None:
-            self.room.reload()
+        with self.phase("offload"):
+            room.rest()
+            room.reload()
 
     def _send(self) -> None:
+        with self.phase("generate"):  # for as long as it takes: the sender waits TIMEOUT_S at most
+            self.meet()
         if self.channel is None:
             self.channel = self.open_channel(self.route)
-        if self.room is not None:
-            self.room.make("weights")
-        sent = self.send.defer(self.channel, self.version)  # train worker 0 sends while the engines receive
+        self._fill(partial(self._transfer, self.channel))
+
+    def _transfer(self, channel: Channel) -> None:
+        sent = self.send.defer(channel, self.version)  # train worker 0 sends while the engines receive
         try:
-            self.receive(self.channel)
+            self.receive(channel)
         except BaseException:
             self._close()  # or the sender would wait for those that do not come
             with contextlib.suppress(ChannelError):  # which tells of this one
                 sent.result()
             raise
         sent.result()
-        if self.room is not None:
-            self.room.make("kv_cache")
-            self.room.wake()
 
-    def _settle(self) -> None:
-        """What was sent in flight has arrived everywhere. Raises what went wrong of it."""
-        sending, self.sending = self.sending, None
-        if sending is not None:
-            sending.result()
+    def _fill(self, load: Callable[[], None]) -> None:
+        """Engines load weights, and then have their KV cache; what is in their way on the same devices goes."""
+        if self.room is not None:
+            with self.phase("offload"):
+                self.room.make("weights")
+        with self.phase("sync"):
+            load()
+        if self.room is not None:
+            with self.phase("offload"):
+                self.room.make("kv_cache")
+                self.room.wake()
+
+    def _look(self) -> None:
+        """Raises what went wrong of the calls of ``receive`` that are done."""
         done = [call for call in self.receiving if call.done()]
         self.receiving = [call for call in self.receiving if call not in done]
         for call in done:
@@ -207,10 +225,7 @@ class EngineUpdates:
         if self.channel is not None:
             self.channel.close()
             self.channel = None
-        if self.sending is not None:
-            with contextlib.suppress(ChannelError):  # that the channel is closed
-                self.sending.result()
-        self.sending, self.receiving = None, []
+        self.receiving = []
 
 
 @RayHelper.function(group="driver", execute="first")

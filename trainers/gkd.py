@@ -80,7 +80,7 @@ from trainers.run import (
     saved_order,
 )
 from trainers.vllm_teacher import VllmTeacher, check_vllm_teacher, shares_devices
-from trainers.weight_sync import Route, built, copy, end_generation, make_room, receive, rest, send
+from trainers.weight_sync import Route, built, copy, first_of, make_room, receive, rest, send
 
 Source = Literal["student", "teacher", "dataset"]
 TokenIds = list[list[int]]
@@ -185,7 +185,7 @@ class GKDTrainer:
         with Run(config, num_steps, headline=headline, order=order) as run:
             run.resume(self.load)
             if self.completes:
-                self.engines.version = run.step
+                self.engines.follow(run)
             if config.val_before_train and run.step == 0:
                 run.evaluate(self.evaluate)
             while run.step < num_steps:
@@ -195,8 +195,8 @@ class GKDTrainer:
                     answer = self.asked(samples)
                 with run.phase("update"):
                     learned = self.learn(samples, answer, sft_alpha=config.sft_alpha if source == "dataset" else 0.0)
-                    if self.completes:
-                        self.engines.learned()
+                if self.completes:
+                    self.engines.learned()
                 run.log_step(Metrics.merge([metrics, learned]), epoch=(run.step + 1) / batches.steps_per_epoch)
                 if run.due(config.eval_steps):
                     run.evaluate(self.evaluate)
@@ -227,13 +227,8 @@ class GKDTrainer:
     def explore(
         self, source: Source, batches: Batches, num_steps: int, run: Run
     ) -> tuple[DistillationSamples, Metrics]:
-        """What a step learns from, and what was seen of it.
-
-        The student's completions of up to ``max_staleness`` further steps are begun, and go on meanwhile.
-        """
-        for step in range(run.step, min(run.step + self.config.max_staleness + 1, num_steps)):
-            if step not in self.ahead and source_of(self.config, step) == "student":
-                self.ahead[step] = self.started("student", batches[step], step, run)
+        """What a step learns from, and what was seen of it."""
+        self.begin_ahead(batches, num_steps, run)
         if source == "dataset":
             assert self.samples is not None, "the dataset's responses were tokenized"
             with run.phase("data"):
@@ -249,7 +244,7 @@ class GKDTrainer:
             samples = samples_of(started.prompts, rollouts.completion_ids, started.teacher_prompts)
             metrics = rollout_metrics(rollouts)
             if is_students:
-                self.engines.end_generation(run)
+                self.engines.end_generation()
                 if self.config.max_staleness:
                     metrics.mean("staleness", run.step - started.num_learned, 1)
             if self.config.log_completions and run.shows_completions(1):
@@ -257,6 +252,17 @@ class GKDTrainer:
                 run.log_completions({"prompt": [prompt_of(row) for row in started.rows], "completion": texts})
         metrics.mean("on_policy", float(source == "student"), 1)
         return samples, metrics
+
+    def begin_ahead(self, batches: Batches, num_steps: int, run: Run) -> None:
+        """Begins the student's completions of this step and the ``max_staleness`` next ones, which go on meanwhile.
+
+        Weights wait for all that is under way: then nothing begins before it is needed.
+        """
+        if max(self.ahead, default=run.step) > run.step:
+            return
+        for step in range(run.step, min(run.step + self.config.max_staleness + 1, num_steps)):
+            if step not in self.ahead and source_of(self.config, step) == "student":
+                self.ahead[step] = self.started("student", batches[step], step, run)
 
     def prompts(self, rows: Any) -> tuple[TokenIds, TokenIds | None]:
         """Token ids of what the student completes, and of what the teacher sees in its place; None: the same."""
@@ -273,8 +279,7 @@ class GKDTrainer:
             rows = self.rows.select(places)
             prompts, teacher_prompts = self.prompts(rows)
         if source == "student":
-            with run.phase("sync"):
-                self.engines.update()
+            self.engines.update()
             begin = self.generating(prompts, step)
         else:
             shown = Prompts(Ragged.of(prompts if teacher_prompts is None else teacher_prompts, np.int64))
@@ -326,7 +331,7 @@ class GKDTrainer:
         if self.engine is None:
             self.engine = build_engine(self.config, model, load_tokenizer(self.config, model), self.backend)
 
-    @RayHelper.function(group="rollout", execute="first")
+    @RayHelper.function(group="rollout", collect=first_of)
     def meet_engine(self) -> Route:
         return Route.between(built(self.engine), trains=self.backend is not None)
 
@@ -349,9 +354,7 @@ class GKDTrainer:
 
     @RayHelper.function(group="rollout")
     def rest_engine(self) -> None:
-        if self.backend is not None:
-            end_generation(self.backend, built(self.engine))
-        elif self.engine is not None:
+        if self.engine is not None:
             rest(self.engine)
 
     # Role teacher

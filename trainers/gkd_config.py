@@ -36,8 +36,8 @@ class GKDConfig(CompletionConfig):
     lmbda: float = 0.5
     """Share of the steps that learn from the student's own completions; the others from the dataset's responses."""
     max_staleness: int = 0
-    """Steps whose completions are begun ahead of the one that is learned from, by a student that knows less; 0: none.
-    Role rollout needs devices of its own."""
+    """Steps whose completions are begun ahead of the one that is learned from, by a student that knows less; 0: none;
+    above 1: a queue, filled again when its last is needed. Role rollout needs devices of its own."""
     seq_kd: bool = False
     """Those others learn from the teacher's completions instead."""
     max_length: int | None = 1024

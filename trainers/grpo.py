@@ -106,7 +106,6 @@ from trainers.weight_sync import (
     arrivals,
     built,
     copy,
-    end_generation,
     exported,
     first_of,
     make_room,
@@ -213,7 +212,7 @@ class GRPOTrainer:
         headline = ("reward", "loss", "completions/mean_length")
         with Run(config, plan.num_steps, headline=headline, order=plan.order()) as run, closing(self):
             run.resume(self.load)
-            self.engines.version = run.step
+            self.engines.follow(run)
             self.begin(run.trainer_state)
             if config.val_before_train and run.step == 0:
                 run.evaluate(self.evaluate)
@@ -228,7 +227,7 @@ class GRPOTrainer:
                 for chunk in plan.chunks(samples, seed=(config.seed, generation)):
                     with run.phase("update"):
                         learned = self.learn(chunk, samples)
-                        self.engines.learned()
+                    self.engines.learned()
                     epoch = self.stream.epoch if plan.is_dynamic else (run.step + 1) / plan.steps_per_epoch
                     run.log_step(Metrics.merge([metrics, learned]), epoch=epoch)
                     with run.phase("sync"):
@@ -294,7 +293,7 @@ class GRPOTrainer:
             num_drawn = len(explored) // config.num_generations
             metrics.mean("resampled_share", num_drawn - plan.num_prompts, num_drawn)
             explored = fullest(explored, self.differing(explored), plan.num_prompts, config.num_generations)
-        self.engines.end_generation(run)
+        self.engines.end_generation()
         num_updates = plan.num_updates(len(explored) // config.num_generations)
         if config.log_completions and run.shows_completions(num_updates):
             run.log_completions(self.shown(explored))
@@ -309,8 +308,13 @@ class GRPOTrainer:
         )
 
     def begin_ahead(self, plan: StepPlan, run: Run) -> None:
-        """Begins what is missing of this generation and the ``max_staleness`` next ones of the run."""
+        """Begins what is missing of this generation and the ``max_staleness`` next ones of the run.
+
+        Weights that do not come in flight wait for all that is under way: then nothing begins before it is needed.
+        """
         config, generation = self.config, plan.generation(run.step)
+        if len(self.ahead) > 1 and not self.engines.in_flight:
+            return
         batches = Batches(len(self.rows), plan.num_prompts, seed=config.seed, shuffle=config.shuffle_dataset)
         last = min(generation + config.max_staleness, plan.generation(plan.num_steps - 1))
         for number in range(generation + len(self.ahead), last + 1):
@@ -323,8 +327,7 @@ class GRPOTrainer:
         with run.phase("data"):
             rows = self.rows.select(np.repeat(places, self.config.num_generations))
             starts = self.starts(rows)
-        with run.phase("sync"):
-            self.engines.update()
+        self.engines.update()
         with run.phase("generate"):
             begin = partial(self.rollout, starts, self.config.temperature, generation, attempt)
             return Started(rows, begin, begin(), generation if num_learned is None else num_learned)
@@ -498,7 +501,7 @@ class GRPOTrainer:
                 environment, tokenizer, config.turn_limit, config.max_prompt_length, config.chat_template_kwargs, gather
             )
 
-    @RayHelper.function(group="rollout", execute="first")
+    @RayHelper.function(group="rollout", collect=first_of)
     def meet_engine(self) -> Route:
         return Route.between(built(self.engine), trains=self.backend is not None)
 
@@ -542,9 +545,7 @@ class GRPOTrainer:
 
     @RayHelper.function(group="rollout")
     def rest_engine(self) -> None:
-        if self.backend is not None:
-            end_generation(self.backend, built(self.engine))
-        elif self.engine is not None:
+        if self.engine is not None:
             rest(self.engine)
 
     # Role reward

@@ -37,12 +37,12 @@ class GRPOConfig(CompletionConfig):
     """Times that a generation is gone through (mu in the paper)."""
 
     max_staleness: int = 0
-    """Generations that are begun ahead of the one that is learned from, by a policy that knows less; 0: none. Role
-    rollout needs devices of its own."""
+    """Generations that are begun ahead of the one that is learned from, by a policy that knows less; 0: none; above 1:
+    a queue, filled again when its last is needed. Role rollout needs devices of its own."""
     weight_sync_interval: int | None = None
     """With ``max_staleness``: engines look for new weights after so many decoding steps, and go on with them in the
-    middle of completions; null: new weights wait until a generation has ended. Needs rollout_engine: vllm, and has an
-    effect with Ray alone: without it processes generate and train by turns."""
+    middle of completions; null: new weights wait until all that was begun has ended. Needs rollout_engine: vllm,
+    and has an effect with Ray alone: without it processes generate and train by turns."""
 
     # Generation
     dynamic_sample: bool = False

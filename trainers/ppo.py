@@ -82,7 +82,7 @@ from trainers.run import (
     resolve_dtype,
     saved_order,
 )
-from trainers.weight_sync import Route, built, copy, end_generation, make_room, receive, rest, send
+from trainers.weight_sync import Route, built, copy, first_of, make_room, receive, rest, send
 
 
 @RayHelper.worker(group=["train", "critic", "reference", "reward", "rollout"])
@@ -153,7 +153,7 @@ class PPOTrainer:
         headline = ("objective/scores", "objective/kl", "loss/policy_avg", "loss/value_avg")
         with Run(config, plan.num_steps, headline=headline, order=plan.order()) as run, closing(self):
             run.resume(self.load)
-            self.engines.version = run.step
+            self.engines.follow(run)
             if config.val_before_train and run.step == 0:
                 run.evaluate(self.evaluate)
             while run.step < plan.num_steps:
@@ -162,7 +162,7 @@ class PPOTrainer:
                 for rows in plan.mini_batches(len(samples), seed=(config.seed, batch)):
                     with run.phase("update"):
                         learned = self.learn(samples[rows], states[rows])
-                        self.engines.learned()
+                    self.engines.learned()
                     run.log_step(Metrics.merge([metrics, learned]), epoch=(run.step + 1) / plan.steps_per_epoch)
                     metrics = objective_of(metrics)  # the rest is told with the first step on the completions alone
                     if run.step == plan.num_steps:
@@ -206,11 +206,10 @@ class PPOTrainer:
         batch = plan.batch(run.step)
         with run.phase("data"):
             prompts = self.starts(rows)
-        with run.phase("sync"):
-            self.engines.update()
+        self.engines.update()
         with run.phase("generate"):
             rollouts = self.rollout(prompts, config.temperature, batch)
-        self.engines.end_generation(run)
+        self.engines.end_generation()
         num_places_B = gae.num_places(rollouts.completion_ids.lengths, config.max_completion_length)
         samples = policy_samples(rollouts)
         states = value_samples(rollouts, num_places_B, self.tokenizer.eos_token_id)
@@ -328,7 +327,7 @@ class PPOTrainer:
             self.engine = build_engine(self.config, model, self.rollout_tokenizer, self.policy)
             self.reward_pool = pool_of(self.config)
 
-    @RayHelper.function(group="rollout", execute="first")
+    @RayHelper.function(group="rollout", collect=first_of)
     def meet_engine(self) -> Route:
         return Route.between(built(self.engine), trains=self.policy is not None)
 
@@ -356,9 +355,7 @@ class PPOTrainer:
 
     @RayHelper.function(group="rollout")
     def rest_engine(self) -> None:
-        if self.policy is not None:
-            end_generation(self.policy, built(self.engine))
-        elif self.engine is not None:
+        if self.engine is not None:
             rest(self.engine)
 
     # Role reward

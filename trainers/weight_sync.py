@@ -138,13 +138,13 @@ def arrivals(engine: Any, channel: Channel | None, interval: int | None) -> dict
 
 
 def copy(config: CompletionConfig, backend: Backend, engine: Engine, version: int) -> None:
-    """Loads the policy's weights into an engine of the same process, which is awake then; every worker calls it.
+    """Loads the policy's weights into an engine of the same process, which is awake then but for its KV cache; every
+    worker calls it.
 
     Raises:
         StaleWeightsError: afterwards the engine holds other weights than the policy.
     """
     proof: dict[str, int] = {}
-    make_room(config, backend, "weights")
     engine.wake("weights")
     is_part = _may_be_part(config, backend) and backend.sent.to is engine and engine.has_weights
     weights = _weights(config, backend, is_part=is_part)
@@ -153,8 +153,6 @@ def copy(config: CompletionConfig, backend: Backend, engine: Engine, version: in
     engine.load_weights(weights, part=is_part, version=version)
     backend.sent.to = engine
     check(engine, proof)
-    make_room(config, backend, "kv_cache")
-    engine.wake("kv_cache")
 
 
 def make_room(config: CompletionConfig, backend: Backend, part: Literal["weights", "kv_cache"]) -> None:
@@ -167,14 +165,8 @@ def make_room(config: CompletionConfig, backend: Backend, part: Literal["weights
         backend.offload(model=config.offload_model, optimizer=False)
 
 
-def end_generation(backend: Backend, engine: Engine) -> None:
-    """Gives what the engine can do without to the training beside it; every worker of the role calls it."""
-    engine.sleep()
-    backend.reload()
-
-
 def rest(engine: Engine) -> None:
-    """Gives what the engine can do without to the process that trains beside it; every worker of the role calls it."""
+    """Gives what the engine can do without to the training beside it; every worker of the role calls it."""
     engine.sleep()
     torch.cuda.empty_cache()
 

@@ -25,7 +25,7 @@ from benchmarks.gpu.shapes import SHAPES, saved_apart
 from benchmarks.gpu.steps import ON_GPU
 from rayhelper import Channel, RayHelper
 from trainers.engine_updates import EngineUpdates, channel_to
-from trainers.weight_sync import Route, built, copy, end_generation, receive, send
+from trainers.weight_sync import Route, built, copy, first_of, receive, send
 
 DTYPE = "bfloat16" if ON_GPU else "float32"
 
@@ -54,10 +54,10 @@ class Synced:
             )
             engines = EngineUpdates(
                 self.meet_engine(),
+                meet=self.meet_engine,
                 copy=partial(self.copy_weights, config),
                 send=SimpleNamespace(defer=partial(self.send_weights.defer, config)),
                 receive=self.receive_weights,
-                rest=self.rest_engine,
                 rebuild=self.build_rollout,
                 open_channel=partial(channel_to, bucket_mb=self.bucket_mb),
             )
@@ -94,7 +94,7 @@ class Synced:
         settings = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 512, "gpu_memory_utilization": 0.3}
         self.engine = VllmEngine(self.model, tiny_tokenizer(), dtype=DTYPE, engine_kwargs=settings)
 
-    @RayHelper.function(group="rollout", execute="first")
+    @RayHelper.function(group="rollout", collect=first_of)
     def meet_engine(self) -> Route:
         return Route.between(built(self.engine), trains=self.backend is not None)
 
@@ -107,10 +107,6 @@ class Synced:
     def receive_weights(self, channel: Channel) -> None:
         receive(self.engine, channel)
         self.wait()
-
-    @RayHelper.function(group="rollout")
-    def rest_engine(self) -> None:
-        end_generation(self.backend, self.engine)
 
     def wait(self) -> None:
         if ON_GPU:

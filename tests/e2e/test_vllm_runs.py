@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ from tests.e2e.runs import (
     interrupted_after,
     lines,
     ppo_config,
+    whole_lines,
 )
 from tests.e2e.test_grpo import rewards_of_learning
 from tests.golden.tiny import save_tiny, tiny_tokenizer
@@ -330,6 +332,28 @@ def test_generations_begun_ahead_are_the_same_every_time(
     assert all(ahead != fresh for ahead, fresh in zip(found.ledger[1:], off.ledger[1:], strict=True))
 
 
+@RayHelper.worker(group=ROLES)
+class SlowTrainer(GRPOTrainer):
+    """Whose generation 1 takes long."""
+
+    @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
+    def generate(
+        self, prompts: Prompts, sampling: Sampling, generation: int, attempt: int, channel: Channel | None
+    ) -> Rollouts:
+        if generation == 1:
+            time.sleep(8)
+        return super().generate(prompts, sampling, generation, attempt, channel)
+
+
+def test_weights_wait_for_a_generation_without_a_deadline(workers: None, model: str, tmp_path: Path) -> None:
+    """And that is waiting for completions."""
+    config = greedy_config(model, tmp_path, max_staleness=1, max_steps=3)
+    with patch("trainers.engine_updates.TIMEOUT_S", 5.0):
+        SlowTrainer(config).train()
+    _, waited, _ = whole_lines(tmp_path)
+    assert waited["time/generate"] > waited["time/sync"] > 0
+
+
 def test_a_worker_dies_while_generations_are_under_way_and_no_row_is_lost_or_doubled(
     workers: None, off_ahead: LedgerTrainer, model: str, tmp_path: Path
 ) -> None:
@@ -365,6 +389,21 @@ def apart_here() -> Iterator[None]:
     """Inside, roles are apart, all in this process."""
     with without_runtime(), RayHelper.session(apart(), runtime="inprocess"):
         yield
+
+
+def test_a_queue_of_generations_is_filled_again_when_its_last_is_needed(model: str, tmp_path: Path) -> None:
+    """Learning from the others waits for no further generation."""
+    queued: list[int] = []
+
+    def learn(trainer: GRPOTrainer, chunk: Samples, generation: Samples) -> Metrics:
+        queued.append(len(trainer.ahead))
+        return GRPOTrainer.learn(trainer, chunk, generation)
+
+    with apart_here(), patch.object(LedgerTrainer, "learn", learn):
+        trainer = LedgerTrainer(greedy_config(model, tmp_path, max_staleness=3, max_steps=9))
+        trainer.train()
+    assert queued == [3, 2, 1, 3, 2, 1, 2, 1, 0]
+    assert [line["staleness"] for line in lines(tmp_path)] == [0, 1, 2, 3, 1, 2, 3, 1, 2]
 
 
 def test_a_run_with_generations_ahead_learns(model: str, tmp_path: Path) -> None:

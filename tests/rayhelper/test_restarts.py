@@ -110,6 +110,15 @@ def test_a_worker_that_dies_between_calls_is_replaced_by_the_next(mortal: Mortal
     assert mortal.pid()[0] != pids[0]
 
 
+def test_the_call_in_which_a_worker_died_is_named_though_a_later_one_noticed(
+    mortal: Mortal, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scaled = mortal.scaled.defer([1, 2, 3], str(tmp_path / "died"))
+    mortal.pid()
+    assert "died during Mortal.scaled" in caplog.text
+    assert scaled.result() == [10, 20, 30]
+
+
 def test_workers_that_share_a_process_group_are_replaced_together(mortal: Mortal, tmp_path: Path) -> None:
     assert mortal.summed() == [2.0, 2.0]
     assert mortal.summed(str(tmp_path / "died")) == [2.0, 2.0]

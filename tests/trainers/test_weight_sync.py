@@ -17,6 +17,7 @@ from trainers.backends.fsdp import FsdpBackend
 from trainers.completion_config import CompletionConfig
 from trainers.engine_updates import EngineUpdates, Room, channel_to
 from trainers.rollout.hf import HfEngine
+from trainers.timing import Stopwatch
 from trainers.weight_sync import EngineLostError, Route, StaleWeightsError, built, check, copy, exported, receive, send
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
@@ -156,12 +157,13 @@ class Doors:
             self.calls.append("open")
             return channel_to(route, 1)
 
-        doors: Any = {name: self.door(name) for name in ("copy", "send", "receive", "rest", "rebuild")}
+        doors: Any = {name: self.door(name) for name in ("meet", "copy", "send", "receive", "rebuild")}
         doors["send"].defer = lambda *_: Call(doors["send"])
         doors["receive"].defer = lambda *_: Call(self.door("receive later"))
-        room = Room(lambda part: self.door(f"room for {part}")(), self.door("wake"), self.door("reload"))
+        make = lambda part: self.door(f"room for {part}")()  # noqa: E731
+        room = Room(make, self.door("wake"), self.door("rest"), self.door("reload"))
         route = Route(way, 2, shares_devices)
-        doors |= {"room": room if shares_devices else None, "in_flight": in_flight}
+        doors |= {"room": room if shares_devices or way == "copied" else None, "in_flight": in_flight}
         return EngineUpdates(route, open_channel=open_channel, **doors)
 
     def since(self) -> list[str]:
@@ -178,17 +180,17 @@ def test_weights_are_sent_when_there_are_new_ones_and_over_one_channel() -> None
     doors = Doors()
     engines = doors.updates("sent")
     engines.update()
-    assert doors.since() == ["open", "receive", "send"]
+    assert doors.since() == ["meet", "open", "receive", "send"]
     engines.update()
     engines.end_generation()
     assert doors.since() == []
     engines.learned()
     engines.update()
-    assert doors.since() == ["receive", "send"]
+    assert doors.since() == ["meet", "receive", "send"]
     engines.close()
     engines.learned()
     engines.update()
-    assert doors.since() == ["open", "receive", "send"]
+    assert doors.since() == ["meet", "open", "receive", "send"]
 
 
 def test_an_engine_beside_training_gets_them_before_every_generation() -> None:
@@ -198,14 +200,16 @@ def test_an_engine_beside_training_gets_them_before_every_generation() -> None:
     engines.update()
     engines.end_generation()
     engines.update()
-    assert doors.since() == ["copy", "rest", "copy"]
+    copied = ["room for weights", "copy", "room for kv_cache", "wake"]
+    assert doors.since() == [*copied, "rest", "reload", *copied]
     engines = doors.updates("shared")
     engines.update()
     engines.end_generation()
     assert doors.since() == []
 
 
-SENT_BESIDE = ["open", "room for weights", "receive", "send", "room for kv_cache", "wake"]
+OFFLOADED = ["room for weights", "room for kv_cache", "wake", "rest", "reload"]
+SENT_BESIDE = ["meet", "open", "room for weights", "receive", "send", "room for kv_cache", "wake"]
 
 
 def test_engines_on_the_devices_of_the_policy_wake_when_it_has_made_room() -> None:
@@ -218,7 +222,7 @@ def test_engines_on_the_devices_of_the_policy_wake_when_it_has_made_room() -> No
     engines.end_generation()
     assert doors.since() == ["rest", "reload"]
     engines.update()
-    assert doors.since() == SENT_BESIDE[1:]
+    assert doors.since() == [step for step in SENT_BESIDE if step != "open"]
 
 
 def test_what_the_policy_gave_away_is_back_before_it_is_sent_once_more() -> None:
@@ -230,7 +234,7 @@ def test_what_the_policy_gave_away_is_back_before_it_is_sent_once_more() -> None
     assert doors.since() == ["first", *restored, "again"]
     doors = Doors(receive=[lost()], wake=[lost()])
     doors.updates("sent", shares_devices=True).update()
-    assert doors.since() == [*SENT_BESIDE[:4], *restored, *restored]
+    assert doors.since() == [*SENT_BESIDE[:5], *restored, *restored]
 
 
 @pytest.mark.parametrize("error", [lost(), ChannelError("it went")])
@@ -239,7 +243,8 @@ def test_a_worker_lost_while_weights_are_sent_is_rebuilt_and_all_is_sent_again(e
     doors = Doors(receive=[error], send=[ChannelError("a receiver is gone")])
     engines = doors.updates("sent")
     engines.update()
-    assert doors.since() == ["open", "receive", "send", "rebuild", "open", "receive", "send"]
+    sent = ["meet", "open", "receive", "send"]
+    assert doors.since() == [*sent, "rebuild", *sent]
     engines.update()
     assert doors.since() == []
 
@@ -273,7 +278,7 @@ def test_completions_that_were_lost_are_asked_for_once_more() -> None:
     engines = doors.updates("sent")
     again = lambda: Call(doors.door("again"))  # noqa: E731
     assert engines.completed(Call(doors.door("first")), again) == "again"
-    assert doors.since() == ["first", "rebuild", "open", "receive", "send", "again"]
+    assert doors.since() == ["first", "rebuild", "meet", "open", "receive", "send", "again"]
     assert engines.completed(Call(doors.door("first")), again) == "first"
     assert doors.since() == ["first"]
 
@@ -282,28 +287,26 @@ def test_a_further_worker_may_die_meanwhile() -> None:
     doors = Doors(first=[lost()], receive=[lost()], again=[lost()])
     engines = doors.updates("sent")
     assert engines.completed(Call(doors.door("first")), lambda: Call(doors.door("again"))) == "again"
-    restored = ["rebuild", "open", "receive", "send"]
+    restored = ["rebuild", "meet", "open", "receive", "send"]
     assert doors.since() == ["first", *restored, *restored, "again", *restored, "again"]
 
 
-def test_weights_in_flight_are_waited_for_before_the_next_go_and_before_a_generation() -> None:
+def test_weights_in_flight_have_arrived_when_the_policy_learns_on() -> None:
     """What engines find behind their generations is looked at when it is done; until then nobody waits for it."""
     doors = Doors()
     engines = doors.updates("sent", in_flight=True)
     engines.learned()
     assert doors.since() == []  # engines that have nothing yet generate nothing
     engines.update()
-    assert doors.since() == ["open", "receive", "send"]
+    assert doors.since() == ["meet", "open", "receive", "send"]
     engines.learned()
-    assert doors.since() == []
-    engines.learned()
-    assert doors.since() == ["send", "receive later"]
+    assert doors.since() == ["send"]
     engines.update()
-    assert doors.since() == ["send", "receive later"]
+    assert doors.since() == ["receive later"]
     engines.learned()
     engines.close()
     assert doors.since() == ["send", "receive later"]
-    assert engines.version == 4
+    assert engines.version == 3
 
 
 @pytest.mark.parametrize("fails", ["send", "receive later"])
@@ -311,14 +314,52 @@ def test_weights_in_flight_that_were_lost_are_sent_again(fails: str) -> None:
     doors = Doors()
     engines = doors.updates("sent", in_flight=True)
     engines.update()
-    engines.learned()
     doors.since()
     doors.fails = {fails: [lost()]}
+    engines.learned()
     engines.update()
     noted = ["send", "receive later"][: 1 if fails == "send" else 2]
-    assert doors.since() == [*noted, "rebuild", "open", "receive", "send"]
+    assert doors.since() == [*noted, "rebuild", "meet", "open", "receive", "send"]
     engines.update()
     assert doors.since() == []
+
+
+def test_the_sender_does_not_begin_before_every_engine_can_receive() -> None:
+    """An engine in the middle of long completions is waited for without the sender's deadline, and may die."""
+    doors = Doors(meet=[lost()])
+    engines = doors.updates("sent")
+    engines.update()
+    assert doors.since() == ["meet", "rebuild", "meet", "open", "receive", "send"]
+
+
+@pytest.mark.parametrize(
+    ("way", "phases"),
+    [
+        ("sent", {"generate": ["meet"], "sync": ["send", "receive"], "offload": []}),
+        ("beside", {"generate": ["meet"], "sync": ["send", "receive"], "offload": OFFLOADED}),
+        ("copied", {"generate": [], "sync": ["copy"], "offload": OFFLOADED}),
+    ],
+)
+def test_seconds_count_in_the_phase_of_what_they_are_spent_on(way: str, phases: dict[str, list[str]]) -> None:
+    """Every call of a door takes a second."""
+    doors = Doors()
+    engines = doors.updates("copied" if way == "copied" else "sent", shares_devices=way == "beside")
+    stopwatch = Stopwatch(lambda: len(doors.calls) - doors.calls.count("open"))
+    engines.phase = stopwatch.phase
+    engines.update()
+    engines.end_generation()
+    found = stopwatch.lap()
+    assert found == {"idle": 0, **{phase: len(calls) for phase, calls in phases.items() if calls}}
+
+
+def test_weights_in_flight_are_no_part_of_the_update() -> None:
+    doors = Doors()
+    engines = doors.updates("sent", in_flight=True)
+    engines.update()
+    stopwatch = Stopwatch(lambda: len(doors.calls))
+    engines.phase = stopwatch.phase
+    engines.learned()
+    assert stopwatch.lap() == {"idle": 0, "sync": 1}
 
 
 @pytest.mark.parametrize("way", ["copied", "shared"])

@@ -33,8 +33,10 @@ class CompletionConfig(TrainConfig):
     """Draw from tokens at least this share as likely as the likeliest; null: from all."""
     repetition_penalty: float = 1.0
     """Tokens that have occurred become less likely by it; 1: never."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Further tokens that end a completion and belong to it, beside the end-of-sequence tokens of the model."""
     generation_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further fields of transformers' GenerationConfig."""
+    """Further fields of transformers' GenerationConfig, or with rollout_engine: vllm of vLLM's SamplingParams."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: false}."""
 
@@ -89,10 +91,17 @@ def check_completion(config: CompletionConfig) -> None:
     if not 0 < config.top_p <= 1:
         raise ConfigError(f"top_p must lie in (0, 1], got {config.top_p}; 1 keeps every token")
     at_least(config, 0, "top_k")
+    check_stop_token_ids(config.stop_token_ids)
     at_least(config, 1, "vllm_tensor_parallel_size", "vllm_max_model_len", "vllm_max_num_seqs", "weight_bucket_mb")
     check_engine(config)
     at_least(config, 1, "max_completion_length", "max_prompt_length", "rollout_batch_size")
     check_model_len(config)
+
+
+def check_stop_token_ids(ids: list[int]) -> None:
+    """Raises ConfigError for what is no list of token ids."""
+    if not isinstance(ids, (list, tuple)) or any(type(token) is not int or token < 0 for token in ids):
+        raise ConfigError(f"stop_token_ids must be a list of token ids, whole numbers from 0; got {ids!r}")
 
 
 def check_model_len(config: CompletionConfig) -> None:

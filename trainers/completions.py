@@ -170,6 +170,7 @@ def sampling_of(config: CompletionConfig, temperature: float | None = None) -> S
         top_k=config.top_k,
         min_p=config.min_p,
         repetition_penalty=config.repetition_penalty,
+        stop_token_ids=tuple(config.stop_token_ids),
         generation_kwargs=config.generation_kwargs,
     )
 

@@ -60,6 +60,7 @@ from trainers.metrics import Metrics
 from trainers.plugins import MODELS
 from trainers.role_models import resolved_models
 from trainers.rollout.base import Engine, Sampling
+from trainers.rollout.hf import check_stop_tokens
 from trainers.run import (
     Run,
     build_backend,
@@ -111,6 +112,7 @@ class GKDTrainer:
         """Reads the data, tokenizes its responses, and compares the vocabularies."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
+        check_stop_tokens(config.stop_token_ids, self.tokenizer)
         self.teacher_path: str | None = None
         if config.teacher_model is not None:
             found = resolved_models(config, self.model_path, [config.teacher_model])

@@ -86,6 +86,7 @@ from trainers.role_models import check_same_tokens, resolved_models
 from trainers.rollout.base import Engine, Sampling
 from trainers.rollout.environments import Environment, resolve_environment
 from trainers.rollout.episodes import Stage
+from trainers.rollout.hf import check_stop_tokens
 from trainers.rollout.tools import ToolEnvironment, resolve_tools, schemas
 from trainers.run import (
     Run,
@@ -161,6 +162,7 @@ class GRPOTrainer:
         """Reads the data and resolves what the configuration names."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
+        check_stop_tokens(config.stop_token_ids, self.tokenizer)
         judges = {"ref_model": config.ref_model or config.model, "teacher_model": config.teacher_model}
         named = [name for name in (*judges.values(), *config.reward_model) if name is not None]
         self.models = resolved_models(config, self.model_path, named)

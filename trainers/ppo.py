@@ -70,6 +70,7 @@ from trainers.rewards.models import RewardModel, model_name
 from trainers.rewards.pool import RewardPool
 from trainers.role_models import check_same_tokens, resolved_models
 from trainers.rollout.base import Engine, Sampling
+from trainers.rollout.hf import check_stop_tokens
 from trainers.run import (
     Run,
     build_backend,
@@ -117,6 +118,7 @@ class PPOTrainer:
         """Reads the data and resolves what the configuration names."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
+        check_stop_tokens(config.stop_token_ids, self.tokenizer)
         names = {
             "reward_model": config.reward_model,
             "ref_model": config.ref_model or config.model,

@@ -405,8 +405,9 @@ def test_wrong_settings_are_named_before_anything_is_loaded(settings: dict[str, 
     ("given", "message"),
     [
         ({"presence_penality": 1.0}, "no field 'presence_penality'.*presence_penalty"),
-        ({"temperature": 1.0}, "Sampling has a field for it"),
-        ({"stop": ["x"]}, "use stop_token_ids"),
+        ({"temperature": 1.0}, "write the key temperature beside generation_kwargs"),
+        ({"stop_token_ids": [5]}, "write the key stop_token_ids beside generation_kwargs"),
+        ({"stop": ["x"]}, "write its id as the key stop_token_ids"),
         ({"max_tokens": 3}, "max_completion_length"),
     ],
 )

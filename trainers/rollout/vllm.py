@@ -33,7 +33,7 @@ from trainers.backends.hf_model import default_device
 from trainers.batch import Prompts, Ragged, Rollouts, Sequences
 from trainers.fingerprints import added_up, fingerprint, fingerprints
 from trainers.rollout.base import Completion, Sampling
-from trainers.rollout.hf import check_fields, no_rollouts, refuse_empty_prompts, stop_token_ids
+from trainers.rollout.hf import check_fields, keys_of_sampling, no_rollouts, refuse_empty_prompts, stop_token_ids
 from trainers.rollout.vllm_adapter import adapter_fingerprints, adapter_settings, put_adapter
 from trainers.rollout.vllm_processes import ModelProcesses, uninterrupted
 
@@ -49,7 +49,7 @@ _TAKEN = {
 }
 # Fields of SamplingParams that may not be given, and why
 _FIXED = {
-    "stop": "a completion ends with a stop token; use stop_token_ids",
+    "stop": "a completion ends with a token: write its id as the key stop_token_ids",
     "n": "a prompt has one completion; give it several times",
     "prompt_logprobs": "see token_logps",
     "logprobs": "those of the sampled tokens are always there",
@@ -507,7 +507,7 @@ def check_sampling_kwargs(given: Mapping[str, Any]) -> None:
     from vllm import SamplingParams
 
     known = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
-    taken = {field.name: "Sampling has a field for it" for field in dataclasses.fields(Sampling)} | _FIXED
+    taken = keys_of_sampling("generation_kwargs") | _FIXED
     taken |= {"max_tokens": "max_completion_length says it", "seed": "the trainer says it"}
     check_fields(given, "generation_kwargs", "vLLM's SamplingParams", known, taken)
 

@@ -106,10 +106,7 @@ def check_stop_token_ids(ids: list[int]) -> None:
 
 def check_model_len(config: CompletionConfig) -> None:
     """Raises ConfigError if vLLM would have no room for a prompt and its completion."""
-    told, length = f"vllm_max_model_len={config.vllm_max_model_len}", config.vllm_max_model_len
-    if "max_model_len" in config.vllm_engine_kwargs:
-        length = config.vllm_engine_kwargs["max_model_len"]
-        told = f"vllm_engine_kwargs: {{max_model_len: {length}}}"
+    told, length = said_model_len(config)
     prompt = config.max_prompt_length
     # vLLM finds a length itself for none and for -1, and says what is wrong with what is no number
     if isinstance(length, int) and 0 <= length < config.max_completion_length + (prompt or 1):
@@ -117,6 +114,14 @@ def check_model_len(config: CompletionConfig) -> None:
             f"{told} has no room for a prompt of {prompt or 'at least 1'} and a completion of "
             f"{config.max_completion_length} tokens: raise it, or lower max_prompt_length or max_completion_length."
         )
+
+
+def said_model_len(config: CompletionConfig) -> tuple[str, Any]:
+    """The key that says vLLM's ``max_model_len``, with its value, and the value."""
+    if "max_model_len" in config.vllm_engine_kwargs:
+        length = config.vllm_engine_kwargs["max_model_len"]
+        return f"vllm_engine_kwargs: {{max_model_len: {length}}}", length
+    return f"vllm_max_model_len={config.vllm_max_model_len}", config.vllm_max_model_len
 
 
 def check_engine(config: CompletionConfig) -> None:

@@ -38,7 +38,14 @@ import torch
 from rayhelper import Channel, ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Prompts, Ragged, Rollouts
-from trainers.completions import build_engine, check_completions, rollout_metrics, sampling_of, seed_of
+from trainers.completions import (
+    build_engine,
+    check_completions,
+    check_prompts_fit,
+    rollout_metrics,
+    sampling_of,
+    seed_of,
+)
 from trainers.config import SEQUENCES_PER_STEP, sequences_per_step, total_steps
 from trainers.data.distillation import (
     DistillationSamples,
@@ -133,6 +140,11 @@ class GKDTrainer:
             self.eval_rows = read_rows(config, config.eval_dataset, config.eval_dataset_split)
             self.check_rows(self.eval_rows)
             self.eval_samples = self.tokenize(self.eval_rows) if has_response(self.eval_rows[0]) else None
+        completed = {
+            "dataset": self.rows if config.lmbda > 0 else None,
+            "eval_dataset": self.eval_rows if self.eval_samples is None else None,
+        }
+        check_prompts_fit(config, completed, self.tokenizer, self.model_path)
 
     def check_rows(self, rows: Any) -> None:
         """Raises ConfigError for rows without a prompt, or without one of the teacher's own where it needs one."""

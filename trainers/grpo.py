@@ -54,6 +54,7 @@ from trainers.completions import (
     add_token_staleness,
     build_engine,
     check_completions,
+    check_prompts_fit,
     prompts_of,
     rollout_metrics,
     sampling_of,
@@ -176,6 +177,9 @@ class GRPOTrainer:
         self.reward_weights = np.array(config.reward_weights or [1.0] * len(self.reward_names), np.float32)
         self.rows: Any = self.read(config.dataset, config.dataset_split)
         self.eval_rows: Any = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
+        if not config.has_environment:  # whose prompts are what it makes of the rows
+            datasets = {"dataset": self.rows, "eval_dataset": self.eval_rows}
+            check_prompts_fit(config, datasets, self.tokenizer, self.model_path)
         self.async_runner = asyncio.Runner()  # one event loop for all calls: clients may hold connections
         self.begin({})
 

@@ -25,7 +25,7 @@ from trainers.completions import rollout_metrics
 from trainers.fingerprints import fingerprints
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.hf import HfEngine
-from trainers.rollout.vllm import VllmEngine
+from trainers.rollout.vllm import VllmEngine, checked_engine_kwargs
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
@@ -392,6 +392,18 @@ def test_level_1_keeps_its_weights() -> None:
     [
         ({"engine_kwargs": {"max_num_seq": 3}}, "no field 'max_num_seq'.*max_num_seqs"),
         ({"engine_kwargs": {"dtype": "auto"}}, "may not hold 'dtype'"),
+        ({"engine_kwargs": {"max_num_seqs": "abc"}}, "vllm_engine_kwargs: max_num_seqs must be a whole number.*'abc'"),
+        ({"engine_kwargs": {"enforce_eager": 3}}, "vllm_engine_kwargs: enforce_eager must be true or false, got 3"),
+        ({"engine_kwargs": {"kv_cache_dtype": "fp9"}}, "vllm_engine_kwargs: kv_cache_dtype must be one of auto.*'fp9'"),
+        (
+            {"engine_kwargs": {"pipeline_parallel_size": 2}},
+            "pipeline_parallel_size is 2, but an engine lies on the wor",
+        ),
+        ({"engine_kwargs": {"data_parallel_size": 2}}, "data_parallel_size is 2.*Remove it"),
+        (
+            {"engine_kwargs": {"quantization": "nosuch"}},
+            "vllm_engine_kwargs: quantization must be one of .*fp8.*nosuch",
+        ),
         ({"sleep_level": 1}, "sleep_level=1: vLLM frees memory of GPUs alone"),
         ({"dtype": "bfloat16"}, "float32 alone"),
     ],
@@ -399,6 +411,13 @@ def test_level_1_keeps_its_weights() -> None:
 def test_wrong_settings_are_named_before_anything_is_loaded(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         VllmEngine("nowhere", tiny_tokenizer(), **settings)
+
+
+def test_values_of_engine_fields_are_those_that_vllm_takes() -> None:
+    given: dict[str, Any] = {"max_num_seqs": 8, "gpu_memory_utilization": 1, "quantization": "fp8", "block_size": None}
+    given |= {"pipeline_parallel_size": 1, "load_format": "dummy", "attention_config": {"backend": "TRITON_ATTN"}}
+    assert checked_engine_kwargs(given) == given
+    assert checked_engine_kwargs({"max_num_seqs": "8"}) == {"max_num_seqs": 8}
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ class CompletionConfig(TrainConfig):
     """Draw from tokens at least this share as likely as the likeliest; null: from all."""
     repetition_penalty: float = 1.0
     """Tokens that have occurred become less likely by it; 1: never."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Further tokens that end a completion and belong to it, beside the end-of-sequence tokens of the model."""
     generation_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of transformers' GenerationConfig; with rollout_engine: vllm, of vLLM's SamplingParams."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -89,18 +91,22 @@ def check_completion(config: CompletionConfig) -> None:
     if not 0 < config.top_p <= 1:
         raise ConfigError(f"top_p must lie in (0, 1], got {config.top_p}; 1 keeps every token")
     at_least(config, 0, "top_k")
+    check_stop_token_ids(config.stop_token_ids)
     at_least(config, 1, "vllm_tensor_parallel_size", "vllm_max_model_len", "vllm_max_num_seqs", "weight_bucket_mb")
     check_engine(config)
     at_least(config, 1, "max_completion_length", "max_prompt_length", "rollout_batch_size")
     check_model_len(config)
 
 
+def check_stop_token_ids(ids: list[int]) -> None:
+    """Raises ConfigError for what is no list of token ids."""
+    if not isinstance(ids, (list, tuple)) or any(type(token) is not int or token < 0 for token in ids):
+        raise ConfigError(f"stop_token_ids must be a list of token ids, whole numbers from 0; got {ids!r}")
+
+
 def check_model_len(config: CompletionConfig) -> None:
     """Raises ConfigError if vLLM would have no room for a prompt and its completion."""
-    told, length = f"vllm_max_model_len={config.vllm_max_model_len}", config.vllm_max_model_len
-    if "max_model_len" in config.vllm_engine_kwargs:
-        length = config.vllm_engine_kwargs["max_model_len"]
-        told = f"vllm_engine_kwargs: {{max_model_len: {length}}}"
+    told, length = said_model_len(config)
     prompt = config.max_prompt_length
     # vLLM finds a length itself for none and for -1, and says what is wrong with what is no number
     if isinstance(length, int) and 0 <= length < config.max_completion_length + (prompt or 1):
@@ -108,6 +114,14 @@ def check_model_len(config: CompletionConfig) -> None:
             f"{told} has no room for a prompt of {prompt or 'at least 1'} and a completion of "
             f"{config.max_completion_length} tokens: raise it, or lower max_prompt_length or max_completion_length."
         )
+
+
+def said_model_len(config: CompletionConfig) -> tuple[str, Any]:
+    """The key that says vLLM's ``max_model_len``, with its value, and the value."""
+    if "max_model_len" in config.vllm_engine_kwargs:
+        length = config.vllm_engine_kwargs["max_model_len"]
+        return f"vllm_engine_kwargs: {{max_model_len: {length}}}", length
+    return f"vllm_max_model_len={config.vllm_max_model_len}", config.vllm_max_model_len
 
 
 def check_engine(config: CompletionConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from trainers.backends.adapters import layer_names
 from trainers.backends.base import Backend
 from trainers.backends.hf_model import default_device
 from trainers.batch import Prompts, Ragged, Rollouts
-from trainers.completion_config import CompletionConfig
+from trainers.completion_config import CompletionConfig, said_model_len
 from trainers.data.rows import tokenize_prompts
 from trainers.metrics import Metrics
 from trainers.rollout.base import Engine, Sampling
@@ -21,6 +22,8 @@ from trainers.run import resolve_dtype
 from trainers.weight_sync import is_beside
 
 logger = logging.getLogger(__name__)
+
+TEMPLATE_TOKENS = 1024  # no chat template adds more to a prompt
 
 
 def build_engine(
@@ -169,6 +172,7 @@ def sampling_of(config: CompletionConfig, temperature: float | None = None) -> S
         top_k=config.top_k,
         min_p=config.min_p,
         repetition_penalty=config.repetition_penalty,
+        stop_token_ids=tuple(config.stop_token_ids),
         generation_kwargs=config.generation_kwargs,
     )
 
@@ -182,6 +186,44 @@ def prompts_of(config: CompletionConfig, rows: Any, tokenizer: Any) -> Prompts:
         chat_template_kwargs=config.chat_template_kwargs,
     )
     return Prompts(Ragged.of(prompt_ids, np.int64))
+
+
+def check_prompts_fit(config: CompletionConfig, datasets: Mapping[str, Any], tokenizer: Any, model: str) -> None:
+    """Raises ConfigError naming the first row whose prompt leaves vLLM no room for a completion.
+
+    ``datasets``: rows by the key that names them; None: they are not completed. With ``max_prompt_length`` there is
+    room always. Rows with fewer bytes of text than there is room for tokens, by ``TEMPLATE_TOKENS``, are not tokenized.
+    """
+    if config.rollout_engine != "vllm" or config.max_prompt_length is not None:
+        return
+    told, length = said_model_len(config)
+    if length is None:
+        length = model_length(model, trust_remote_code=config.trust_remote_code)
+        told = f"the model's {length} positions"
+    if not isinstance(length, int) or length < 0:
+        return  # vLLM finds one itself
+    room = length - config.max_completion_length
+    for key, rows in datasets.items():
+        for place, row in enumerate(() if rows is None else rows):
+            if len(str(row).encode()) + TEMPLATE_TOKENS <= room:
+                continue
+            (prompt_ids,) = tokenize_prompts([row], tokenizer, chat_template_kwargs=config.chat_template_kwargs)
+            if len(prompt_ids) > room:
+                raise ConfigError(
+                    f"{key}: the prompt of row {place} (from 0, of {len(rows)}) has {len(prompt_ids)} tokens, and with "
+                    f"a completion of {config.max_completion_length} (max_completion_length) that is more than {told}. "
+                    f"Set max_prompt_length, {room} at most, which takes the beginning away from longer prompts, "
+                    "change one of the lengths, or take the row out."
+                )
+
+
+def model_length(model: str, *, trust_remote_code: bool) -> int | None:
+    """Positions that the model knows; None: it does not say, or stretches them."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return None if "factor" in rope else getattr(config, "max_position_embeddings", None)
 
 
 def seed_of(seed: int, step: int, *further: int) -> int:

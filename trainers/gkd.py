@@ -42,6 +42,7 @@ from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.completions import (
     build_engine,
     check_completions,
+    check_prompts_fit,
     check_staleness,
     rollout_metrics,
     sampling_of,
@@ -68,6 +69,7 @@ from trainers.metrics import Metrics
 from trainers.plugins import MODELS
 from trainers.role_models import resolved_models
 from trainers.rollout.base import Engine, Sampling
+from trainers.rollout.hf import check_stop_tokens
 from trainers.run import (
     Run,
     build_backend,
@@ -133,6 +135,7 @@ class GKDTrainer:
         """Reads the data, tokenizes its responses, and compares the vocabularies."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
+        check_stop_tokens(config.stop_token_ids, self.tokenizer)
         self.teacher_path: str | None = None
         if config.teacher_model is not None:
             found = resolved_models(config, self.model_path, [config.teacher_model])
@@ -153,6 +156,11 @@ class GKDTrainer:
             self.eval_rows = read_rows(config, config.eval_dataset, config.eval_dataset_split)
             self.check_rows(self.eval_rows)
             self.eval_samples = self.tokenize(self.eval_rows) if has_response(self.eval_rows[0]) else None
+        completed = {
+            "dataset": self.rows if config.lmbda > 0 else None,
+            "eval_dataset": self.eval_rows if self.eval_samples is None else None,
+        }
+        check_prompts_fit(config, completed, self.tokenizer, self.model_path)
 
     def check_rows(self, rows: Any) -> None:
         """Raises ConfigError for rows without a prompt, or without one of the teacher's own where it needs one."""

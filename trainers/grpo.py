@@ -54,6 +54,7 @@ from trainers.completions import (
     add_token_staleness,
     build_engine,
     check_completions,
+    check_prompts_fit,
     check_staleness,
     prompts_of,
     rollout_metrics,
@@ -87,6 +88,7 @@ from trainers.role_models import check_same_tokens, resolved_models
 from trainers.rollout.base import Engine, Sampling
 from trainers.rollout.environments import Environment, resolve_environment
 from trainers.rollout.episodes import Stage
+from trainers.rollout.hf import check_stop_tokens
 from trainers.rollout.tools import ToolEnvironment, resolve_tools, schemas
 from trainers.run import (
     Run,
@@ -161,6 +163,7 @@ class GRPOTrainer:
         """Reads the data and resolves what the configuration names."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
+        check_stop_tokens(config.stop_token_ids, self.tokenizer)
         judges = {"ref_model": config.ref_model or config.model, "teacher_model": config.teacher_model}
         named = [name for name in (*judges.values(), *config.reward_model) if name is not None]
         self.models = resolved_models(config, self.model_path, named)
@@ -174,6 +177,9 @@ class GRPOTrainer:
         self.reward_weights = np.array(config.reward_weights or [1.0] * len(self.reward_names), np.float32)
         self.rows: Any = self.read(config.dataset, config.dataset_split)
         self.eval_rows: Any = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
+        if not config.has_environment:  # whose prompts are what it makes of the rows
+            datasets = {"dataset": self.rows, "eval_dataset": self.eval_rows}
+            check_prompts_fit(config, datasets, self.tokenizer, self.model_path)
         self.async_runner = asyncio.Runner()  # one event loop for all calls: clients may hold connections
         self.begin({})
 

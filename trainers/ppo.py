@@ -40,7 +40,15 @@ import torch
 from rayhelper import Channel, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Prompts, Ragged, Rollouts, Sequences
-from trainers.completions import build_engine, check_completions, prompts_of, rollout_metrics, sampling_of, seed_of
+from trainers.completions import (
+    build_engine,
+    check_completions,
+    check_prompts_fit,
+    prompts_of,
+    rollout_metrics,
+    sampling_of,
+    seed_of,
+)
 from trainers.data.rows import Batches, prompt_of
 from trainers.engine_updates import EngineUpdates
 from trainers.losses.ppo import (
@@ -70,6 +78,7 @@ from trainers.rewards.models import RewardModel, model_name
 from trainers.rewards.pool import RewardPool
 from trainers.role_models import check_same_tokens, resolved_models
 from trainers.rollout.base import Engine, Sampling
+from trainers.rollout.hf import check_stop_tokens
 from trainers.run import (
     Run,
     build_backend,
@@ -117,6 +126,7 @@ class PPOTrainer:
         """Reads the data and resolves what the configuration names."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
+        check_stop_tokens(config.stop_token_ids, self.tokenizer)
         names = {
             "reward_model": config.reward_model,
             "ref_model": config.ref_model or config.model,
@@ -135,6 +145,8 @@ class PPOTrainer:
         self.reward_weights = np.array(config.reward_weights or [1.0] * len(self.reward_names), np.float32)
         self.rows: Any = self.read(config.dataset, config.dataset_split)
         self.eval_rows: Any = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
+        datasets = {"dataset": self.rows, "eval_dataset": self.eval_rows}
+        check_prompts_fit(config, datasets, self.tokenizer, self.model_path)
         self.async_runner = asyncio.Runner()  # one event loop for all calls: clients may hold connections
 
     def read(self, source: Any, split: str) -> Any:

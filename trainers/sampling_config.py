@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rayhelper import ConfigError
+from trainers.completion_config import check_stop_token_ids
 from trainers.config import RunConfig, at_least
 
 OUTPUT_TYPES = (".jsonl", ".parquet")
@@ -17,7 +18,15 @@ ROUNDS_OF_REQUESTS = 4  # in a batch of rows that a server answers, so that its 
 # The keys that decide what a row becomes: a run goes on only under the same ones.
 DECIDING = (
     *("model", "sampler_type", "sampler_engine", "prm_model", "orm_model", "num_return_sequences", "n_best_to_keep"),
-    *("prm_threshold", "easy_query_threshold", "temperature", "top_p", "top_k", "max_completion_length"),
+    *(
+        "prm_threshold",
+        "easy_query_threshold",
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_completion_length",
+        "stop_token_ids",
+    ),
     *("engine_kwargs", "chat_template", "chat_template_kwargs", "system", "dtype", "seed", "dataset_seed"),
     *("shuffle_dataset", "data_range", "rollout_batch_size", "tokenizer", "max_prompt_length"),
 )
@@ -62,6 +71,8 @@ class SamplingConfig(RunConfig):
     """Draw from so many of the likeliest tokens; 0: from all."""
     max_completion_length: int = 2048
     """Tokens of a candidate, the stop token included."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """hf: further tokens that end a candidate, beside the end-of-sequence tokens of model and tokenizer."""
     max_prompt_length: int | None = None
     """Tokens; rows with a longer prompt fail."""
     rollout_batch_size: int | None = None
@@ -159,6 +170,7 @@ def check_sampling(config: SamplingConfig) -> None:
     at_least(config, 1, "max_completion_length", "max_prompt_length", "rollout_batch_size", "reward_batch_size")
     at_least(config, 1, "max_concurrent_requests")
     at_least(config, 0, "temperature", "top_k", "max_retries", "dataset_seed")
+    check_stop_token_ids(config.stop_token_ids)
     if not 0 < config.top_p <= 1:
         raise ConfigError(f"top_p must lie in (0, 1], got {config.top_p}; 1 keeps every token")
     if not 0 < config.request_timeout_s < math.inf:
@@ -190,6 +202,11 @@ def _check_engine(config: SamplingConfig) -> None:
         raise ConfigError("sampler_engine no samples nothing; name the outputs of an earlier run in cache_files")
     if config.sampler_type == "distill" and config.engine == "hf":
         raise ConfigError("sampler_type distill asks a server for its reasoning; set sampler_engine client")
+    if config.stop_token_ids and config.engine != "hf":
+        raise ConfigError(
+            f"stop_token_ids is for sampler_engine hf; sampler_engine is {config.sampler_engine}. A server takes "
+            "engine_kwargs: {stop: [text]}."
+        )
     if config.engine == "client":
         if not config.base_url.startswith(("http://", "https://")):
             raise ConfigError(

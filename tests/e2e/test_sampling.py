@@ -121,6 +121,13 @@ def test_neither_batches_nor_shards_change_a_row(size: int, whole: Path, models:
     assert found == samples(whole)
 
 
+def test_a_further_stop_token_ends_a_candidate(models: Path, tmp_path: Path) -> None:
+    SamplingTrainer(config(models, tmp_path, stop_token_ids=list(range(260)))).train()
+    assert [entry["num_tokens"] for entry in ledger(tmp_path)] == [
+        entry["num_candidates"] for entry in ledger(tmp_path)
+    ]
+
+
 def test_the_output_is_the_same_on_any_workers(whole: Path, models: Path, tmp_path: Path) -> None:
     with RayHelper.session(APART, runtime="inprocess", strict=True):
         SamplingTrainer(config(models, tmp_path)).train()

@@ -262,6 +262,7 @@ def test_an_engine_that_is_not_updated_is_seen(off: LedgerTrainer, model: str, t
 @in_vllm_process
 def test_ppo_with_vllm_equals_ppo_with_hf(model: str, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"top_k": 1, "max_steps": 6, "learning_rate": 1e-2, "warmup_steps": 0}
+    keys |= {"stop_token_ids": list(range(100, 130))}
     for name, engine in (("hf", {}), ("vllm", VLLM)):
         trainer = PPOTrainer(ppo_config(model, tmp_path / name, **keys, **engine))
         train_and_close(trainer)

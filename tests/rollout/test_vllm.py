@@ -27,7 +27,7 @@ from trainers.completions import rollout_metrics
 from trainers.fingerprints import fingerprints
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.hf import HfEngine
-from trainers.rollout.vllm import VllmEngine
+from trainers.rollout.vllm import VllmEngine, checked_engine_kwargs
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
@@ -483,6 +483,18 @@ def test_level_1_keeps_its_weights() -> None:
     [
         ({"engine_kwargs": {"max_num_seq": 3}}, "no field 'max_num_seq'.*max_num_seqs"),
         ({"engine_kwargs": {"dtype": "auto"}}, "may not hold 'dtype'"),
+        ({"engine_kwargs": {"max_num_seqs": "abc"}}, "vllm_engine_kwargs: max_num_seqs must be a whole number.*'abc'"),
+        ({"engine_kwargs": {"enforce_eager": 3}}, "vllm_engine_kwargs: enforce_eager must be true or false, got 3"),
+        ({"engine_kwargs": {"kv_cache_dtype": "fp9"}}, "vllm_engine_kwargs: kv_cache_dtype must be one of auto.*'fp9'"),
+        (
+            {"engine_kwargs": {"pipeline_parallel_size": 2}},
+            "pipeline_parallel_size is 2, but an engine lies on the wor",
+        ),
+        ({"engine_kwargs": {"data_parallel_size": 2}}, "data_parallel_size is 2.*Remove it"),
+        (
+            {"engine_kwargs": {"quantization": "nosuch"}},
+            "vllm_engine_kwargs: quantization must be one of .*fp8.*nosuch",
+        ),
         ({"sleep_level": 1}, "sleep_level=1: vLLM frees memory of GPUs alone"),
         ({"dtype": "bfloat16"}, "float32 alone"),
     ],
@@ -492,12 +504,20 @@ def test_wrong_settings_are_named_before_anything_is_loaded(settings: dict[str, 
         VllmEngine("nowhere", tiny_tokenizer(), **settings)
 
 
+def test_values_of_engine_fields_are_those_that_vllm_takes() -> None:
+    given: dict[str, Any] = {"max_num_seqs": 8, "gpu_memory_utilization": 1, "quantization": "fp8", "block_size": None}
+    given |= {"pipeline_parallel_size": 1, "load_format": "dummy", "attention_config": {"backend": "TRITON_ATTN"}}
+    assert checked_engine_kwargs(given) == given
+    assert checked_engine_kwargs({"max_num_seqs": "8"}) == {"max_num_seqs": 8}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"presence_penality": 1.0}, "no field 'presence_penality'.*presence_penalty"),
-        ({"temperature": 1.0}, "Sampling has a field for it"),
-        ({"stop": ["x"]}, "use stop_token_ids"),
+        ({"temperature": 1.0}, "write the key temperature beside generation_kwargs"),
+        ({"stop_token_ids": [5]}, "write the key stop_token_ids beside generation_kwargs"),
+        ({"stop": ["x"]}, "write its id as the key stop_token_ids"),
         ({"max_tokens": 3}, "max_completion_length"),
         ({"bad_words": ["x"]}, "no tokenizer here .* with logit_bias"),
         ({"structured_outputs": {"choice": ["y"]}}, "no tokenizer here"),

@@ -284,6 +284,8 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (SFTConfig, "recompute_granlarity: full", "did you mean recompute_granularity?"),
     (GRPOConfig, "soft_cache_length: 3", "it belongs to the reward soft_overlong. Name that in reward_funcs"),
     (GRPOConfig, "repetition_n_grams: 3", "ms-swift's reward counts repeated words, TRL's repeated tokens"),
+    (GRPOConfig, "stop_words: [x]", "a completion ends with a token, not with text: write stop_token_ids"),
+    (PPOConfig, "stop: [x]", "write stop_token_ids, a list of ids of the tokenizer"),
     (GRPOConfig, "multi_turn_scheduler: math_tip_trick", "write environment: name"),
     (GRPOConfig, "use_gym_env: true", "write environment: name"),
     (

@@ -85,6 +85,7 @@ LIFTED: list[tuple[type[Any], str, dict[str, Any]]] = [
         | {"rollout_engine": "vllm", "vllm_gpu_memory_utilization": 0.5},
     ),
     (GRPOConfig, "train: {gpus: 4}\nrollout: {gpus: 4, infer_batch_size: 3}", {"rollout_batch_size": 3}),
+    (GRPOConfig, "train: {gpus: 4}\nrollout: {gpus: 4, stop_token_ids: [3]}", {"stop_token_ids": [3]}),
     (GRPOConfig, GRPO + "train: {gpus: 4, strategy_args: {strategy_name: fsdp2_train}}", {"backend": "fsdp"}),
     (GKDConfig, GRPO + "train: {gpus: 4}\ngkd_logits_topk: 64\nteacher: {gpus: 2, model: t}", {"teacher_model": "t"}),
     (GKDConfig, GRPO + "train: {gpus: 4}\nteacher: {gpus: 2, model: t, gkd_logits_topk: 8}", {"gkd_logits_topk": 8}),

@@ -43,6 +43,8 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"base_url": "http://x"}, ["base_url is for sampler_engine client"]),
     ({**SERVER, "engine_kwargs": {"api_key": "x"}}, ["api_key is a key of its own"]),
     ({"temperature": 0.0}, ["temperature 0 gives 2 times the same candidate"]),
+    ({"stop_token_ids": [-5]}, ["stop_token_ids must be a list of token ids"]),
+    ({**SERVER, "stop_token_ids": [5]}, ["stop_token_ids is for sampler_engine hf", "engine_kwargs: {stop: "]),
     ({"cache_files": ["nowhere.jsonl"]}, ["cache_files: there is no file 'nowhere.jsonl'"]),
     ({"easy_query_threshold": 0.5}, ["no orm_model", "Add one"]),
     ({"easy_query_threshold": 2.0, "orm_model": "exact_answer"}, ["easy_query_threshold must lie in (0, 1]"]),

@@ -18,6 +18,7 @@ from trainers.best_of.candidates import Candidates, Tasks
 from trainers.best_of.openai_client import OpenAIClient, Reply
 from trainers.data.rows import prompt_of, tokenize_prompts
 from trainers.rollout.base import Engine, Sampling
+from trainers.rollout.hf import check_stop_tokens
 from trainers.sampling_config import SamplingConfig
 
 Found = tuple[list[str], list[str], int]  # a row's texts, its failures, the tokens that were sampled for both
@@ -35,11 +36,13 @@ class LocalSampler:
         self.engine = engine
         self.tokenizer = tokenizer
         self.config = config
+        check_stop_tokens(config.stop_token_ids, tokenizer)
         self.sampling = Sampling(
             max_completion_length=config.max_completion_length,
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
+            stop_token_ids=tuple(config.stop_token_ids),
             generation_kwargs=config.engine_kwargs,
         )
 

@@ -138,6 +138,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "full_determinism": (False,),
     # rewards and completions
     "completion_length_limit_scope": ("total",),
+    **dict.fromkeys(("stop_words", "stop_strings", "stop"), ([], None)),
     "wandb_log_unique_prompts": (False,),
     # checkpoints
     "add_version": (False,),
@@ -213,6 +214,7 @@ _SOFT = "it belongs to the reward soft_overlong. Name that in reward_funcs"
 _COSINE = "it belongs to the reward cosine. Name that in reward_funcs"
 _REPETITION = "ms-swift's reward counts repeated words, TRL's repeated tokens. Write reward_funcs: [{name: "
 _REPETITION += "repetition_penalty, ngram_size: 3, max_penalty: -1.0}] for the latter"
+_STOPS = "a completion ends with a token, not with text: write stop_token_ids, a list of ids of the tokenizer"
 _WATCHED = "write report_to: tensorboard, wandb or none"
 
 REFUSED = {
@@ -299,6 +301,7 @@ REFUSED = {
     "multi_turn_scheduler": "write environment: name (register_environment in a file of external_plugins), or tools",
     "use_gym_env": "write environment: name",
     "completion_length_limit_scope": "max_completion_length holds for all turns together. Write total",
+    **dict.fromkeys(("stop_words", "stop_strings", "stop"), _STOPS),
     "real_tau": "loss_type real is not built; see loss_type",
     "teacher_tag_key": "there is one teacher. Write teacher_model",
     "cpo_alpha": "write rpo_alpha, with reference_free: true",

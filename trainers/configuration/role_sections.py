@@ -34,7 +34,8 @@ OWN_NAMES = {
 READ_BY = {
     "rollout": (
         *("rollout_engine", "rollout_batch_size", "top_p", "top_k", "min_p", "repetition_penalty"),
-        *("generation_kwargs", "reward_processes", "environment", "tools", "max_turns", "max_tool_calling_iterations"),
+        *("stop_token_ids", "generation_kwargs", "reward_processes", "environment", "tools", "max_turns"),
+        "max_tool_calling_iterations",
     ),
     "teacher": (
         *("offload_teacher_model", "gkd_logits_topk", "teacher_model", "teacher_model_init_kwargs"),

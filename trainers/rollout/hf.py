@@ -26,7 +26,8 @@ from trainers.rollout.base import Completion, Sampling
 
 # Fields of GenerationConfig that may not be given, and why
 _TAKEN = {
-    "it is set by a key of the trainer": ["max_new_tokens", "max_length", "do_sample", "eos_token_id", "pad_token_id"],
+    "it is set by a key of the trainer": ["max_new_tokens", "max_length", "do_sample", "pad_token_id"],
+    "model and tokenizer say it; write further ones as the key stop_token_ids": ["eos_token_id"],
     "a prompt has one completion, drawn token by token": [
         *["num_beams", "num_return_sequences", "prompt_lookup_num_tokens", "assistant_early_exit", "is_assistant"],
         *[
@@ -40,7 +41,7 @@ _TAKEN = {
         ],
     ],
     "log-probabilities are taken as the model runs, which must not be compiled": ["disable_compile", "compile_config"],
-    "a completion ends with a stop token; use stop_token_ids": ["stop_strings"],
+    "a completion ends with a token: write its id as the key stop_token_ids": ["stop_strings"],
 }
 
 
@@ -256,9 +257,13 @@ def check_generation_kwargs(given: Mapping[str, Any], *, key: str = "generation_
     from transformers import GenerationConfig
 
     known = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
-    reasons = {name: reason for reason, names in _TAKEN.items() for name in names}
-    reasons |= {field.name: "Sampling has a field for it" for field in dataclasses.fields(Sampling)}
+    reasons = {name: reason for reason, names in _TAKEN.items() for name in names} | keys_of_sampling(key)
     check_fields(given, key, "transformers' GenerationConfig", known, reasons)
+
+
+def keys_of_sampling(key: str) -> dict[str, str]:
+    """Why fields of ``Sampling`` may not be given in ``key``."""
+    return {field.name: f"write the key {field.name} beside {key}" for field in dataclasses.fields(Sampling)}
 
 
 def check_fields(
@@ -286,6 +291,14 @@ def stop_token_ids(ids: int | Sequence[int] | None, tokenizer: Any) -> set[int]:
     """What ends a completion: the ``eos_token_id`` of a GenerationConfig, and the tokenizer's."""
     listed = ids if isinstance(ids, (list, tuple)) else [ids]
     return {int(stop) for stop in [*listed, tokenizer.eos_token_id] if stop is not None}
+
+
+def check_stop_tokens(ids: Iterable[int], tokenizer: Any) -> None:
+    """Raises ConfigError for ``stop_token_ids`` that the tokenizer has no token of."""
+    known = set(tokenizer.get_vocab().values())
+    for token in ids:
+        if token not in known:
+            raise ConfigError(f"stop_token_ids holds {token}, but the tokenizer's tokens are 0 to {max(known)}")
 
 
 def completions_of(rollouts: Rollouts, first: int) -> Iterator[Completion]:

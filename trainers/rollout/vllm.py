@@ -23,7 +23,8 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import numpy as np
 import torch
@@ -31,9 +32,10 @@ import torch
 from rayhelper import ConfigError, RayHelper
 from trainers.backends.hf_model import default_device
 from trainers.batch import Prompts, Ragged, Rollouts, Sequences
+from trainers.configuration.typed_values import nearest, typed
 from trainers.fingerprints import added_up, fingerprint, fingerprints
 from trainers.rollout.base import Completion, Sampling
-from trainers.rollout.hf import check_fields, no_rollouts, refuse_empty_prompts, stop_token_ids
+from trainers.rollout.hf import check_fields, keys_of_sampling, no_rollouts, refuse_empty_prompts, stop_token_ids
 from trainers.rollout.vllm_adapter import adapter_fingerprints, adapter_settings, put_adapter
 from trainers.rollout.vllm_processes import ModelProcesses, uninterrupted
 
@@ -47,9 +49,11 @@ _TAKEN = {
     *("distributed_executor_backend", "tensor_parallel_size", "enable_sleep_mode", "trust_remote_code"),
     *("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules", "fully_sharded_loras"),
 }
+# Fields of EngineArgs that are 1: an engine lies on the workers of its tensor parallelism
+_ONE = ("pipeline_parallel_size", "data_parallel_size")
 # Fields of SamplingParams that may not be given, and why
 _FIXED = {
-    "stop": "a completion ends with a stop token; use stop_token_ids",
+    "stop": "a completion ends with a token: write its id as the key stop_token_ids",
     "n": "a prompt has one completion; give it several times",
     **dict.fromkeys(("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"), "see token_logps"),
     **dict.fromkeys(("logprobs", "logprob_token_ids", "flat_logprobs"), "those of the sampled tokens are always there"),
@@ -500,7 +504,7 @@ def rollouts_of(completions: Sequence[Completion]) -> Rollouts:
 def checked_engine_kwargs(given: Mapping[str, Any], *, key: str = "vllm_engine_kwargs") -> dict[str, Any]:
     """The fields for EngineArgs, of the configuration's ``key``.
 
-    Raises ConfigError for one that it lacks or others set, or if there is no vLLM.
+    Raises ConfigError for one that it lacks or others set, for a value of another type, or if there is no vLLM.
     """
     try:
         import vllm  # noqa: F401
@@ -511,9 +515,33 @@ def checked_engine_kwargs(given: Mapping[str, Any], *, key: str = "vllm_engine_k
         return {}
     from vllm.engine.arg_utils import EngineArgs
 
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    check_fields(given, key, "vLLM's EngineArgs", known, dict.fromkeys(_TAKEN, "other keys or the trainer set it."))
-    return dict(given)
+    types = {field.name: field.type for field in dataclasses.fields(EngineArgs)}
+    check_fields(given, key, "vLLM's EngineArgs", types, dict.fromkeys(_TAKEN, "other keys or the trainer set it."))
+    for name in _ONE:
+        if given.get(name) not in (None, 1):
+            raise ConfigError(
+                f"{key}: {name} is {given[name]}, but an engine lies on the workers of its tensor parallelism alone, "
+                "and further workers of its role are further engines. Remove it."
+            )
+    if given.get("quantization") is not None:
+        from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()  # which may add to them
+        if (method := given["quantization"]) not in QUANTIZATION_METHODS:
+            known = ", ".join(QUANTIZATION_METHODS)
+            near = nearest(str(method), QUANTIZATION_METHODS)
+            raise ConfigError(f"{key}: quantization must be one of {known}, got {method!r}{near}")
+    return {
+        name: typed(f"{key}: {name}", types[name], value) if value is not None and _is_plain(types[name]) else value
+        for name, value in given.items()
+    }
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether a type is a number, a text, true or false, one of some words, or a choice of these."""
+    members = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+    return all(member in (bool, int, float, str, NoneType) or get_origin(member) is Literal for member in members)
 
 
 def check_sampling_kwargs(sampling: Sampling) -> None:
@@ -534,7 +562,7 @@ def sampling_params(sampling: Sampling, stop_token_ids: Sequence[int] = ()) -> A
 
     given = sampling.generation_kwargs
     known = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
-    taken = {field.name: "Sampling has a field for it" for field in dataclasses.fields(Sampling)} | _FIXED
+    taken = keys_of_sampling("generation_kwargs") | _FIXED
     taken |= {"max_tokens": "max_completion_length says it", "seed": "the trainer says it"}
     check_fields(given, "generation_kwargs", "vLLM's SamplingParams", known, taken)
     greedy = sampling.temperature == 0

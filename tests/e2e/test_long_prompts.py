@@ -1,0 +1,71 @@
+"""A prompt that leaves vLLM no room for its completion is told by its row, before a model is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayhelper import ConfigError
+from tests.e2e.runs import gkd_config, grpo_config, ppo_config
+from tests.golden.tiny import save_tiny
+from trainers.gkd import GKDTrainer
+from trainers.grpo import GRPOTrainer
+from trainers.ppo import PPOTrainer
+
+TRAINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "grpo": (GRPOTrainer, grpo_config, {}),
+    "ppo": (PPOTrainer, ppo_config, {}),
+    "gkd": (GKDTrainer, gkd_config, {"lmbda": 1.0, "sft_alpha": 0.0, "tuner_type": "lora"}),
+}
+SHORT = {"prompt": "2+2="}
+LONG = {"prompt": "x" * 57}  # one token a byte; 8 are for the completion
+VLLM = {"rollout_engine": "vllm", "vllm_max_model_len": 64}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("model"), max_position_embeddings=2048)
+
+
+def build(name: str, model: str, folder: Path, **keys: Any) -> None:
+    """Reads the data, as a run does before anything else."""
+    trainer, config, own = TRAINERS[name]
+    trainer(config(model, folder, **own, **{"dataset": [SHORT] * 3, "eval_dataset": [SHORT], **VLLM, **keys}))
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_prompt_without_room_for_its_completion_is_told_by_its_row(name: str, model: str, tmp_path: Path) -> None:
+    message = r"^dataset: the prompt of row 2 \(from 0, of 3\) has 57 tokens.* 8 .*more than vllm_max_model_len=64"
+    with pytest.raises(ConfigError, match=message + ".*max_prompt_length, 56 at most"):
+        build(name, model, tmp_path, dataset=[SHORT, SHORT, LONG])
+    with pytest.raises(ConfigError, match=r"^eval_dataset: the prompt of row 0"):
+        build(name, model, tmp_path, eval_dataset=[LONG])
+    keys = {"vllm_max_model_len": None, "vllm_engine_kwargs": {"max_model_len": 64}}
+    with pytest.raises(ConfigError, match=r"more than vllm_engine_kwargs: \{max_model_len: 64\}"):
+        build(name, model, tmp_path, dataset=[LONG], **keys)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"dataset": [{"prompt": "x" * 56}]},
+        {"dataset": [LONG], "max_prompt_length": 56},
+        {"dataset": [LONG], "vllm_max_model_len": None},
+        {"dataset": [LONG], "rollout_engine": "hf", "vllm_max_model_len": None},
+        {"dataset": [LONG], "environment": "tests.e2e.test_long_prompts.Silent"},
+    ],
+    ids=["fits", "is cut", "the model has room", "hf has room", "an environment makes prompts"],
+)
+def test_a_prompt_that_will_have_room_is_left_alone(keys: dict[str, Any], model: str, tmp_path: Path) -> None:
+    build("grpo", model, tmp_path, **keys, **({"reward_weights": None} if "environment" in keys else {}))
+
+
+def test_without_a_length_of_its_own_the_models_positions_are_the_limit(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"row 1 .* has 2041 tokens.* more than the model's 2048 positions"):
+        build("ppo", model, tmp_path, vllm_max_model_len=None, dataset=[SHORT, {"prompt": "x" * 2041}])
+
+
+class Silent:
+    """An environment that is never asked."""

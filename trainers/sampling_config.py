@@ -158,6 +158,8 @@ class SamplingConfig(RunConfig):
     def deciding(self) -> dict[str, Any]:
         """The values of the keys that decide what a row becomes, as JSON gives them back."""
         values = {name: getattr(self, name) for name in DECIDING} | {"sampler_engine": self.engine}
+        if not self.stop_token_ids:
+            del values["stop_token_ids"]  # ledgers from before there was such a key go on
         plain: dict[str, Any] = json.loads(
             json.dumps(values, default=lambda value: getattr(value, "__name__", "object"))
         )

@@ -93,6 +93,9 @@ class SteppingEngine(ScriptedEngine):
     def num_running(self) -> int:
         return len(self.running)
 
+    def kv_cache_usage(self) -> float:
+        return len(self.running) / 8
+
     def all_agree(self, is_so: bool) -> bool:
         return is_so
 
@@ -106,6 +109,8 @@ def test_with_a_continuous_engine_no_episode_waits_for_a_long_turn_of_another() 
     engine = SteppingEngine(answer)
     stage = Stage(Countdown, TOKENIZER)
     rollouts = stage.play(engine, rows, Sampling(200), lambda episode, turn: 10 * episode + turn)
+    assert rollouts.kv_cache_usage is not None
+    assert rollouts.kv_cache_usage.tolist() == [0.25, 0.25]
     assert engine.events == [
         *("0 enters", "10 enters", "10 leaves", "11 enters", "11 leaves", "12 enters"),
         *("12 leaves", "0 leaves"),

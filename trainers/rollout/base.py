@@ -115,6 +115,10 @@ class ContinuousEngine(Protocol):
         """Completions that were submitted and have not finished."""
         ...
 
+    def kv_cache_usage(self) -> float:
+        """The share of the KV cache that is in use."""
+        ...
+
     def all_agree(self, is_so: bool) -> bool:
         """Whether it is so for all workers that hold one model together; each of them calls it after the same step."""
         ...

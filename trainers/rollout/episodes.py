@@ -119,6 +119,7 @@ class TurnStream:
         self.num_turns: dict[int, int] = {}  # of each episode
         self.serving: asyncio.Task[None] | None = None
         self.is_over = False
+        self.most_used = 0.0  # of the KV cache
 
     def __enter__(self) -> TurnStream:
         return self
@@ -174,6 +175,7 @@ class TurnStream:
         finished: list[Completion] = []
         while not (finished or self.waiting or self.is_over) and self.engine.num_running:
             finished = self.engine.advance()
+            self.most_used = max(self.most_used, self.engine.kv_cache_usage())
             self.num_steps += 1
             if self.between is not None and not self.num_steps % self.interval:
                 self.between()
@@ -250,15 +252,18 @@ class Stage:
         The same weights, rows and seeds give the same ones: with a ``TurnStream`` always, otherwise as long as
         environments answer without waiting; what waits comes back when it does, to a call with others beside it.
         """
+        kv_cache_usage: np.ndarray | None = None
         gathered = contextlib.nullcontext() if self.whole_weights is None else self.whole_weights()
         with gathered, _one_thread() as thread:
             if isinstance(engine, ContinuousEngine):
                 with TurnStream(engine, sampling, seed_of, thread, **between) as stream:
                     episodes = asyncio.run(self._play_all(stream, rows, finished))
+                kv_cache_usage = np.full(len(rows), stream.most_used, np.float32)
             else:
                 server = TurnServer(engine, sampling, seed_of, thread)
                 episodes = asyncio.run(self._play_all(server, rows, finished))
-        return rollouts_of(episodes, [isinstance(prompt_of(row), str) for row in rows])
+        rollouts = rollouts_of(episodes, [isinstance(prompt_of(row), str) for row in rows])
+        return dataclasses.replace(rollouts, kv_cache_usage=kv_cache_usage)
 
     async def _play_all(
         self,

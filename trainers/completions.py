@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,7 @@ from trainers.weight_sync import is_beside
 logger = logging.getLogger(__name__)
 
 TEMPLATE_TOKENS = 1024  # no chat template adds more to a prompt
+TOKENIZED_AT_ONCE = 1024  # prompts
 
 
 def build_engine(
@@ -58,6 +60,8 @@ def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> 
 
         checked_engine_kwargs(config.vllm_engine_kwargs)
         check_sampling_kwargs(sampling_of(config))
+        if config.eval_dataset and (temperature := getattr(config, "eval_temperature", None)) is not None:
+            check_sampling_kwargs(sampling_of(config, temperature))
     else:
         check_generation_kwargs(config.generation_kwargs)
     shares_devices = groups is None or groups.share_devices("rollout", "train")
@@ -197,33 +201,37 @@ def check_prompts_fit(config: CompletionConfig, datasets: Mapping[str, Any], tok
     if config.rollout_engine != "vllm" or config.max_prompt_length is not None:
         return
     told, length = said_model_len(config)
-    if length is None:
+    if length is None and not config.vllm_engine_kwargs.keys() & {"hf_overrides", "hf_config_path"}:
         length = model_length(model, trust_remote_code=config.trust_remote_code)
         told = f"the model's {length} positions"
     if not isinstance(length, int) or length < 0:
         return  # vLLM finds one itself
     room = length - config.max_completion_length
     for key, rows in datasets.items():
-        for place, row in enumerate(() if rows is None else rows):
-            if len(str(row).encode()) + TEMPLATE_TOKENS <= room:
-                continue
-            (prompt_ids,) = tokenize_prompts([row], tokenizer, chat_template_kwargs=config.chat_template_kwargs)
-            if len(prompt_ids) > room:
-                raise ConfigError(
-                    f"{key}: the prompt of row {place} (from 0, of {len(rows)}) has {len(prompt_ids)} tokens, and with "
-                    f"a completion of {config.max_completion_length} (max_completion_length) that is more than {told}. "
-                    f"Set max_prompt_length, {room} at most, which takes the beginning away from longer prompts, "
-                    "change one of the lengths, or take the row out."
-                )
+        long = ((k, row) for k, row in enumerate(rows or ()) if len(str(row).encode()) + TEMPLATE_TOKENS > room)
+        while some := list(itertools.islice(long, TOKENIZED_AT_ONCE)):
+            places, texts = zip(*some, strict=True)
+            found = tokenize_prompts(texts, tokenizer, chat_template_kwargs=config.chat_template_kwargs)
+            for place, prompt_ids in zip(places, found, strict=True):
+                if len(prompt_ids) > room:
+                    raise ConfigError(
+                        f"{key}: the prompt of row {place} (from 0, of {len(rows)}) has {len(prompt_ids)} tokens, and "
+                        f"with a completion of {config.max_completion_length} (max_completion_length) that is more "
+                        f"than {told}. Set max_prompt_length, {room} at most, which takes the beginning away from "
+                        "longer prompts, change one of the lengths, or take the row out."
+                    )
 
 
 def model_length(model: str, *, trust_remote_code: bool) -> int | None:
-    """Positions that the model knows; None: it does not say, or stretches them."""
+    """Positions that the model knows; None: it does not say, or vLLM takes another number."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return None if "factor" in rope else getattr(config, "max_position_embeddings", None)
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind != "llama3" and ("factor" in rope or kind in ("longrope", "su")):
+        return None
+    return getattr(config, "max_position_embeddings", None)
 
 
 def seed_of(seed: int, step: int, *further: int) -> int:

@@ -21,11 +21,12 @@ from typing import Any, Literal
 
 import torch
 
-from rayhelper import Channel, ChannelError, RayHelper
+from rayhelper import Channel, ChannelError, DeadlineError, RayHelper
 from trainers.run import Run
 from trainers.weight_sync import EngineLostError, Route
 
 TIMEOUT_S = 600.0  # how long one side waits for the other: engines do nothing else then, or look now and then
+NOT_SENT = (EngineLostError, ChannelError, DeadlineError)  # an engine is lost, or busy with what is no decoding
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class EngineUpdates:
                     sent = self.send.defer(self.channel, self.version)
                     self.receiving.append(self.receive.defer(self.channel, self.version))
                     sent.result()
-            except (EngineLostError, ChannelError) as lost:
+            except NOT_SENT as lost:
                 self._restore(lost)
 
     def update(self) -> None:
@@ -118,16 +119,15 @@ class EngineUpdates:
         if not self.is_due:
             return
         with self.phase("sync"):
-            if self.route.way == "copied":
-                self._fill(lambda: self.copy(self.version))
-            elif self.route.way == "sent":
-                try:
-                    if self.in_flight and self.channel is not None:
-                        self._look()
-                    else:
-                        self._send()
-                except (EngineLostError, ChannelError) as lost:
-                    self._restore(lost)
+            try:
+                if self.route.way == "copied":
+                    self._fill(lambda: self.copy(self.version))
+                elif self.route.way == "sent" and self.in_flight and self.channel is not None:
+                    self._look()
+                elif self.route.way == "sent":
+                    self._send()
+            except NOT_SENT as lost:
+                self._restore(lost)
         self.is_due = False
 
     def completed(self, completions: Any, again: Callable[[], Any]) -> Any:
@@ -153,7 +153,7 @@ class EngineUpdates:
 
     def close(self) -> None:
         """Frees the connections; the next update makes others."""
-        with contextlib.suppress(EngineLostError, ChannelError):  # nobody is left to need the weights
+        with contextlib.suppress(*NOT_SENT):  # nobody is left to need the weights
             self._look()
         self._close()
 
@@ -196,7 +196,7 @@ class EngineUpdates:
             self.receive(channel)
         except BaseException:
             self._close()  # or the sender would wait for those that do not come
-            with contextlib.suppress(ChannelError):  # which tells of this one
+            with contextlib.suppress(ChannelError, DeadlineError):  # which tell of this one
                 sent.result()
             raise
         sent.result()

@@ -82,7 +82,7 @@ from trainers.run import (
     saved_order,
 )
 from trainers.vllm_teacher import VllmTeacher, check_vllm_teacher, shares_devices
-from trainers.weight_sync import Route, built, copy, first_of, make_room, receive, rest, send
+from trainers.weight_sync import Route, built, copy, first_of, make_room, receive, rest, send, trained
 
 Source = Literal["student", "teacher", "dataset"]
 TokenIds = list[list[int]]
@@ -482,13 +482,11 @@ class GKDTrainer:
 
     @RayHelper.function(group="train")
     def make_room(self, part: Literal["weights", "kv_cache"]) -> None:
-        assert self.backend is not None, "build comes first"
-        make_room(self.config, self.backend, part)
+        make_room(self.config, trained(self.backend), part)
 
     @RayHelper.function(group="train")
     def reload_policy(self) -> None:
-        assert self.backend is not None, "build comes first"
-        self.backend.reload()
+        trained(self.backend).reload()
 
     @RayHelper.function(group="train")
     def save(self, folder: Path) -> None:

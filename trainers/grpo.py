@@ -114,6 +114,7 @@ from trainers.weight_sync import (
     receive,
     rest,
     send,
+    trained,
 )
 
 
@@ -643,11 +644,11 @@ class GRPOTrainer:
 
     @RayHelper.function(group="train")
     def make_room(self, part: Literal["weights", "kv_cache"]) -> None:
-        make_room(self.config, self.policy, part)
+        make_room(self.config, trained(self.backend), part)
 
     @RayHelper.function(group="train")
     def reload_policy(self) -> None:
-        self.policy.reload()
+        trained(self.backend).reload()
 
     @RayHelper.function(group="train", collect=first_of)
     def export_weights(self) -> dict[str, torch.Tensor]:

@@ -55,7 +55,7 @@ def check_model(config: TrainConfig, role: str, settings: MegatronSettings, lora
     file = config_file(model_of(config, role))
     if file is None:
         return
-    hf = AutoConfig.from_pretrained(file, trust_remote_code=config.trust_remote_code)
+    hf = AutoConfig.from_pretrained(file.parent, trust_remote_code=config.trust_remote_code)
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16  # which auto is on a GPU
     check_made(f"role {role!r}", hf, settings, dtype=dtype, has_adapter=lora is not None)
     if lora is not None:

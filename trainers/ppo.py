@@ -91,7 +91,7 @@ from trainers.run import (
     resolve_dtype,
     saved_order,
 )
-from trainers.weight_sync import Route, built, copy, first_of, make_room, receive, rest, send
+from trainers.weight_sync import Route, built, copy, first_of, make_room, receive, rest, send, trained
 
 
 @RayHelper.worker(group=["train", "critic", "reference", "reward", "rollout"])
@@ -471,13 +471,11 @@ class PPOTrainer:
 
     @RayHelper.function(group="train")
     def make_room(self, part: Literal["weights", "kv_cache"]) -> None:
-        assert self.policy is not None, "build_train comes first"
-        make_room(self.config, self.policy, part)
+        make_room(self.config, trained(self.policy), part)
 
     @RayHelper.function(group="train")
     def reload_policy(self) -> None:
-        assert self.policy is not None, "build_train comes first"
-        self.policy.reload()
+        trained(self.policy).reload()
 
     @RayHelper.function(group="train")
     def save_policy(self, folder: Path) -> None:

@@ -91,7 +91,8 @@ class SamplingTrainer:
                 with mistakes_of(key):
                     scoring_function(spec, takes_steps=key == "prm_model")
         if config.engine == "hf":
-            check_generation_kwargs(config.engine_kwargs, key="engine_kwargs")
+            keys = [one.name for one in dataclasses.fields(config)]
+            check_generation_kwargs(config.engine_kwargs, key="engine_kwargs", beside=keys)
         if not config.resume and not config.override_exist_file:
             for path in (config.output_path, config.ledger_path):
                 if path.exists():

@@ -60,7 +60,7 @@ class StaleWeightsError(RuntimeError):
 
 
 class EngineLostError(RuntimeError):
-    """A worker of role rollout has no engine: it took the place of one that died."""
+    """A worker has no engine, or not the policy beside it: it took the place of one that died."""
 
 
 def built(engine: Engine | None) -> Engine:
@@ -68,6 +68,13 @@ def built(engine: Engine | None) -> Engine:
     if engine is None:
         raise EngineLostError("this worker has no engine: it took the place of one that died")
     return engine
+
+
+def trained(backend: Backend | None) -> Backend:
+    """The policy. Raises EngineLostError if there is none."""
+    if backend is None:
+        raise EngineLostError("this worker has no policy: it took the place of one that died")
+    return backend
 
 
 def send(config: CompletionConfig, backend: Backend, channel: Channel, version: int) -> Receipt | None:

@@ -10,6 +10,7 @@ import pytest
 from rayhelper import ConfigError
 from tests.e2e.runs import gkd_config, grpo_config, ppo_config
 from tests.golden.tiny import save_tiny
+from trainers.completions import model_length
 from trainers.gkd import GKDTrainer
 from trainers.grpo import GRPOTrainer
 from trainers.ppo import PPOTrainer
@@ -65,6 +66,27 @@ def test_a_prompt_that_will_have_room_is_left_alone(keys: dict[str, Any], model:
 def test_without_a_length_of_its_own_the_models_positions_are_the_limit(model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"row 1 .* has 2041 tokens.* more than the model's 2048 positions"):
         build("ppo", model, tmp_path, vllm_max_model_len=None, dataset=[SHORT, {"prompt": "x" * 2041}])
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 2048),
+        ({"rope_type": "yarn", "factor": 4.0}, None),
+    ],
+)
+def test_positions_that_a_model_stretches_are_vllms_to_say(
+    rope: dict[str, Any], positions: int | None, tmp_path: Path
+) -> None:
+    stretched = {"original_max_position_embeddings": 512, "rope_theta": 1e4, **rope}
+    folder = save_tiny(tmp_path, max_position_embeddings=2048, rope_parameters=stretched)
+    assert model_length(folder, trust_remote_code=False) == positions
+
+
+def test_positions_that_a_user_gives_vllm_are_vllms_to_say(model: str, tmp_path: Path) -> None:
+    for name, value in (("hf_overrides", {"max_position_embeddings": 4096}), ("hf_config_path", "elsewhere")):
+        keys = {"vllm_max_model_len": None, "vllm_engine_kwargs": {name: value}}
+        build("ppo", model, tmp_path, dataset=[SHORT, {"prompt": "x" * 2041}], **keys)
 
 
 class Silent:

@@ -427,6 +427,19 @@ def test_a_model_that_nobody_has_seen_yet_is_left_to_the_workers() -> None:
     assert list(layout_mistakes("role 'train'", MegatronSettings(tensor_model_parallel_size=8), 8, None)) == []
 
 
+def test_a_model_with_code_of_its_own_is_read_as_workers_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = folder(tmp_path, {**DENSE, "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}})
+    code = "from transformers import Qwen3Config\n\n\nclass OwnConfig(Qwen3Config):\n    pass\n"
+    (Path(model) / "configuration_own.py").write_text(code)
+    run = config(model=model, trust_remote_code=True, **{PP: 3})
+    with pytest.raises(ConfigError, match="pipeline_model_parallel_size 3"):
+        check_megatron(run, gpus("train", 3))
+    check_megatron(dataclasses.replace(run, **{PP: 2}), gpus("train", 2))
+
+
 def test_without_gpus_there_is_nothing_to_compute_on(monkeypatch: pytest.MonkeyPatch) -> None:
     cpus = DeviceGroups.single(["train"], "CPU", 2)
     with pytest.raises(ConfigError, match="role 'train' is on a CPU"):

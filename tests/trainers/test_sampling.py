@@ -95,6 +95,8 @@ def test_every_key_is_used() -> None:
         ({"orm_model": "tests.e2e.runs.evenness"}, ["orm_model", "asks for completion_ids"]),
         ({"external_plugins": ["no.such_plugin"]}, ["external_plugins"]),
         ({"engine_kwargs": {"typical": 0.9}}, ["engine_kwargs", "no field 'typical'"]),
+        ({"engine_kwargs": {"top_p": 0.9}}, ["write the key top_p beside engine_kwargs"]),
+        ({"engine_kwargs": {"min_p": 0.1}}, ["may not hold 'min_p': this trainer has it not"]),
     ],
     ids=str,
 )

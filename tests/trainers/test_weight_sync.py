@@ -11,14 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-from rayhelper import Channel, ChannelError
+from rayhelper import Channel, ChannelError, DeadlineError
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.backends.fsdp import FsdpBackend
 from trainers.completion_config import CompletionConfig
 from trainers.engine_updates import EngineUpdates, Room, channel_to
 from trainers.rollout.hf import HfEngine
 from trainers.timing import Stopwatch
-from trainers.weight_sync import EngineLostError, Route, StaleWeightsError, built, check, copy, exported, receive, send
+from trainers.weight_sync import (
+    EngineLostError,
+    Route,
+    StaleWeightsError,
+    built,
+    check,
+    copy,
+    exported,
+    receive,
+    send,
+    trained,
+)
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 NORM = "model.norm.weight"
@@ -208,6 +219,14 @@ def test_an_engine_beside_training_gets_them_before_every_generation() -> None:
     assert doors.since() == []
 
 
+@pytest.mark.parametrize("door", ["room for weights", "copy", "wake"])
+def test_a_worker_that_trains_and_generates_cannot_be_replaced(door: str) -> None:
+    with pytest.raises(EngineLostError, match="what it had learned is gone"):
+        Doors(**{door: [lost()]}).updates("copied").update()
+    with pytest.raises(EngineLostError, match="took the place of one that died"):
+        trained(None)
+
+
 OFFLOADED = ["room for weights", "room for kv_cache", "wake", "rest", "reload"]
 SENT_BESIDE = ["meet", "open", "room for weights", "receive", "send", "room for kv_cache", "wake"]
 
@@ -310,12 +329,13 @@ def test_weights_in_flight_have_arrived_when_the_policy_learns_on() -> None:
 
 
 @pytest.mark.parametrize("fails", ["send", "receive later"])
-def test_weights_in_flight_that_were_lost_are_sent_again(fails: str) -> None:
+@pytest.mark.parametrize("error", [lost(), DeadlineError("nobody took them: all waited for their environments")])
+def test_weights_in_flight_that_were_lost_are_sent_again(fails: str, error: Exception) -> None:
     doors = Doors()
     engines = doors.updates("sent", in_flight=True)
     engines.update()
     doors.since()
-    doors.fails = {fails: [lost()]}
+    doors.fails = {fails: [error]}
     engines.learned()
     engines.update()
     noted = ["send", "receive later"][: 1 if fails == "send" else 2]

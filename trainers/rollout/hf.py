@@ -250,20 +250,30 @@ class _LogpRecorder:
         return torch.stack(self.logps, 1)
 
 
-def check_generation_kwargs(given: Mapping[str, Any], *, key: str = "generation_kwargs") -> None:
-    """Raises ConfigError, naming ``key``, for a field that GenerationConfig lacks, or that other keys set."""
+def check_generation_kwargs(
+    given: Mapping[str, Any], *, key: str = "generation_kwargs", beside: Collection[str] | None = None
+) -> None:
+    """Raises ConfigError, naming ``key``, for a field that GenerationConfig lacks, or that other keys set.
+
+    ``beside``: the keys that there are; None: all that ``Sampling`` has fields for.
+    """
     if not given:
         return
     from transformers import GenerationConfig
 
     known = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
-    reasons = {name: reason for reason, names in _TAKEN.items() for name in names} | keys_of_sampling(key)
+    reasons = {name: reason for reason, names in _TAKEN.items() for name in names}
+    reasons |= keys_of_sampling(key, beside)
     check_fields(given, key, "transformers' GenerationConfig", known, reasons)
 
 
-def keys_of_sampling(key: str) -> dict[str, str]:
-    """Why fields of ``Sampling`` may not be given in ``key``."""
-    return {field.name: f"write the key {field.name} beside {key}" for field in dataclasses.fields(Sampling)}
+def keys_of_sampling(key: str, beside: Collection[str] | None = None) -> dict[str, str]:
+    """Why fields of ``Sampling`` may not be given in ``key``; ``beside`` as above."""
+    names = [field.name for field in dataclasses.fields(Sampling)]
+    return {
+        name: f"write the key {name} beside {key}" if beside is None or name in beside else "this trainer has it not"
+        for name in names
+    }
 
 
 def check_fields(

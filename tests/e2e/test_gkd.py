@@ -87,6 +87,13 @@ def one_step(config: GKDConfig, samples: DistillationSamples) -> Step:
     return metrics.values(), load_file(Path(config.output_dir) / "model.safetensors")
 
 
+def completed_by_teacher(trainer: GKDTrainer) -> DistillationSamples:
+    """The prompts of all rows, as the teacher of a built trainer completes them."""
+    run: Any = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), step=0)
+    started = trainer.started("teacher", np.arange(len(trainer.rows)), 0, run)
+    return samples_of(started.prompts, started.rollouts.result().completion_ids, started.teacher_prompts)
+
+
 # Nothing to learn
 
 
@@ -408,9 +415,7 @@ def test_the_teacher_completes_its_own_prompts(model: str, teacher: str, tmp_pat
         temperature=1e-3,
     )  # fmt: skip
     trainer = built(config)
-    run: Any = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), step=0)
-    started = trainer.started("teacher", np.arange(3), 0, run)
-    samples = samples_of(started.prompts, started.rollouts.result().completion_ids, started.teacher_prompts)
+    samples = completed_by_teacher(trainer)
     tokenizer, other = tiny_tokenizer(), AutoModelForCausalLM.from_pretrained(teacher)
     for k in range(3):
         ids = tokenizer(rows[k]["teacher_prompt"])["input_ids"]

@@ -15,7 +15,7 @@ import torch
 from rayhelper import ConfigError, RayHelper
 from tests.conftest import RaySession
 from tests.e2e.runs import gkd_config, lines, separate
-from tests.e2e.test_gkd import APART, TOGETHER, gradients_seen, seven_samples
+from tests.e2e.test_gkd import APART, TOGETHER, completed_by_teacher, gradients_seen, seven_samples
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.backends.fsdp import FsdpBackend
 from trainers.cli import load_config, placement
@@ -109,7 +109,7 @@ def test_it_completes_prompts_of_its_own_with_the_engine_that_scores(model: str,
         teacher_engine="vllm", teacher_engine_kwargs={"max_model_len": 64},
     )  # fmt: skip
     with built(config) as trainer:
-        samples, _ = trainer.complete("teacher", *trainer.prompts(trainer.rows), step=0)
+        samples = completed_by_teacher(trainer)
         answer = trainer.asked(samples).result()
     tokenizer, other = tiny_tokenizer(), FsdpBackend(teacher).module
     for k in range(3):

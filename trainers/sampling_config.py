@@ -18,17 +18,9 @@ ROUNDS_OF_REQUESTS = 4  # in a batch of rows that a server answers, so that its 
 # The keys that decide what a row becomes: a run goes on only under the same ones.
 DECIDING = (
     *("model", "sampler_type", "sampler_engine", "prm_model", "orm_model", "num_return_sequences", "n_best_to_keep"),
-    *(
-        "prm_threshold",
-        "easy_query_threshold",
-        "temperature",
-        "top_p",
-        "top_k",
-        "max_completion_length",
-        "stop_token_ids",
-    ),
+    *("prm_threshold", "easy_query_threshold", "temperature", "top_p", "top_k", "max_completion_length"),
     *("engine_kwargs", "chat_template", "chat_template_kwargs", "system", "dtype", "seed", "dataset_seed"),
-    *("shuffle_dataset", "data_range", "rollout_batch_size", "tokenizer", "max_prompt_length"),
+    *("stop_token_ids", "shuffle_dataset", "data_range", "rollout_batch_size", "tokenizer", "max_prompt_length"),
 )
 
 

@@ -23,9 +23,7 @@ class Sampling:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
-    generation_kwargs: dict[str, Any] = field(
-        default_factory=dict
-    )  # further fields of GenerationConfig, or SamplingParams
+    generation_kwargs: dict[str, Any] = field(default_factory=dict)  # of GenerationConfig, or vLLM's SamplingParams
 
 
 @dataclass(frozen=True)

@@ -303,8 +303,10 @@ def stop_token_ids(ids: int | Sequence[int] | None, tokenizer: Any) -> set[int]:
     return {int(stop) for stop in [*listed, tokenizer.eos_token_id] if stop is not None}
 
 
-def check_stop_tokens(ids: Iterable[int], tokenizer: Any) -> None:
+def check_stop_tokens(ids: Collection[int], tokenizer: Any) -> None:
     """Raises ConfigError for ``stop_token_ids`` that the tokenizer has no token of."""
+    if not ids:
+        return
     known = set(tokenizer.get_vocab().values())
     for token in ids:
         if token not in known:

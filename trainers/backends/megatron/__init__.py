@@ -4,7 +4,8 @@
     architectures.py  which Hugging Face models it can be
     layout.py      which of a role's workers hold which part of the model
     layers.py      TransformerEngine's layers or megatron-core's own, and the fields that the former alone read
-    model.py       a Hugging Face configuration as a model of megatron-core, cut into the stages of this worker
+    model_fields.py  a Hugging Face configuration in megatron-core's words, for workers and for checks before them
+    model.py       a model of megatron-core, cut into the stages of this worker
     parts.py       what megatron-core lacks without TransformerEngine: norms, products of gradients
     patches.py     what fails or is rounded in megatron-core without TransformerEngine
     expert_rows.py  tokens on their way to their experts and back
@@ -24,5 +25,5 @@
     pipeline.py    micro-batches through the stages
     backend.py     scores and steps
 
-Nothing else imports megatron, and nothing imports it before a backend is built.
+Nothing else imports megatron. Before a backend is built, what checks its keys does (fields.py).
 """

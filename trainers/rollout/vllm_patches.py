@@ -9,7 +9,7 @@ import torch
 
 
 def small_blocks_decode() -> None:
-    """Decoding steps of vLLM's Triton attention start the kernel in blocks of one warp, with two stages.
+    """Decoding steps of vLLM's Triton attention start the kernel in blocks of two warps, with two stages.
 
     vLLM (0.26) starts it in blocks of four warps with three stages for prompts and decoding alike
     (vllm/v1/attention/ops/triton_unified_attention.py, ``launch_kwargs``). A decoding step has one query a sequence, so
@@ -41,7 +41,7 @@ class _Decoding:
         return partial(self._start, grid)
 
     def _start(self, grid: tuple[int, ...], *unnamed: Any, **arguments: Any) -> Any:
-        settings = {"num_warps": 1, "num_stages": 2} if _suits(grid, arguments) else {}
+        settings = {"num_warps": 2, "num_stages": 2} if _suits(grid, arguments) else {}
         return self.kernel[grid](*unnamed, **settings | arguments)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -155,3 +157,15 @@ def test_options_that_belong_to_another_runtime_are_refused() -> None:
         RayHelper.initialize(GROUPS, runtime="inprocess", ray_address="auto")
     with pytest.raises(ConfigError, match="'inprocess'"):
         RayHelper.initialize(GROUPS, runtime="local")  # type: ignore[arg-type]
+
+
+def test_a_group_of_one_is_left_at_the_end_of_its_process() -> None:
+    script = (
+        "import atexit, torch.distributed as dist\n"
+        "atexit.register(lambda: print('there at the end:', dist.is_initialized()))\n"
+        "from rayhelper import RayHelper\n"
+        "RayHelper.init_process_group('gloo')\n"
+        "print('there:', dist.is_initialized())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines() == ["there: True", "there at the end: False"], done.stderr

@@ -1,11 +1,21 @@
-"""Which steps start vLLM's Triton attention otherwise, and that all others start it as vLLM does."""
+"""Which steps start vLLM's Triton attention otherwise; and what allocation skips would have changed nothing."""
 
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from tests.golden.tiny import tiny_tokenizer
+from tests.rollout.prompts import prompts_of, save_decided
 from trainers.rollout import vllm_patches
+from trainers.rollout.base import Sampling
+from trainers.rollout.vllm import VllmEngine
+
+pytestmark = pytest.mark.xdist_group("vllm")
 
 STEP = {
     "query_ptr": torch.zeros(8, 4, 128),
@@ -105,3 +115,95 @@ def test_the_kernel_takes_what_the_choice_is_made_by() -> None:
     assert "kernel_unified_attention[grid](" in source
     for name in STEP:
         assert f"{name}=" in source
+
+
+# --- allocation
+
+
+ASYNC = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"  # which GPUs have: it caches as tokens come back
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"scheduler_cls": ASYNC}, {"enable_prefix_caching": False}], ids=["plain", "async", "uncached"]
+)
+def test_what_allocation_skips_would_have_changed_nothing(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Asked again, vLLM finds the same, also when requests are given up for want of pages and begun anew."""
+    length = 120
+    engine = VllmEngine(
+        save_decided(tmp_path, scale=4.0, head_dim=32),
+        tiny_tokenizer(),
+        engine_kwargs={"max_model_len": 256, "max_num_seqs": 8, "block_size": 32, "num_gpu_blocks_override": 16}
+        | settings,
+    )
+    scheduler = engine.engine.engine_core.engine_core.scheduler
+    cache = scheduler.kv_cache_manager
+    _, pages, allocate = cache.allocate_slots.args
+    _, _, to_cache = cache.cache_blocks.args
+    quick = cache.allocate_slots, cache.cache_blocks
+    counts: Counter[str] = Counter()
+    preempted = set()
+
+    def state() -> Any:
+        held = {name: [block.block_id for block in blocks] for name, blocks in pages.req_to_blocks.items()}
+        found = len(pages.block_pool.cached_block_hash_to_block)
+        return held, dict(pages.num_cached_block), pages.block_pool.get_num_free_blocks(), found
+
+    def checked(ours: Any, theirs: Any, name: str) -> Any:
+        def call(request: Any, *given: Any, **named: Any) -> Any:
+            asked = []
+
+            def original(*given: Any, **named: Any) -> Any:
+                asked.append(given)
+                return theirs(*given, **named)
+
+            if request.num_preemptions:
+                preempted.add(request.request_id)
+            before = state()
+            found = ours(cache, pages, original, request, *given, **named)
+            counts[f"{name} {'asked' if asked else 'skipped'}"] += 1
+            if not asked:
+                again = theirs(request, *given, **named)
+                assert [not any(answer.blocks) for answer in (found, again) if answer] in ([], [True, True])
+                assert state() == before
+            return found
+
+        return call
+
+    prompts = prompts_of(range(20, 44, 2))
+    sampling = Sampling(max_completion_length=length, generation_kwargs={"min_tokens": length})
+    try:
+        expected = engine.generate(prompts, sampling, seed=1)
+        cache.allocate_slots = checked(vllm_patches._allocate, allocate, "allocate")
+        cache.cache_blocks = checked(vllm_patches._cache, to_cache, "cache")
+        watched = engine.generate(prompts, sampling, seed=1)
+        cache.allocate_slots, cache.cache_blocks = allocate, to_cache
+        plain = engine.generate(prompts, sampling, seed=1)
+        cache.allocate_slots, cache.cache_blocks = quick
+    finally:
+        engine.close()
+    assert expected.completion_ids == watched.completion_ids == plain.completion_ids
+    np.testing.assert_array_equal(expected.rollout_logps.values, plain.rollout_logps.values)
+    assert preempted
+    assert counts["allocate skipped"] > counts["allocate asked"] > 0
+    if "scheduler_cls" in settings:
+        assert counts["cache skipped"] > 0
+
+
+@pytest.mark.parametrize(("num_tokens", "enabled", "asked"), [(63, True, 0), (64, True, 1), (64, False, 0)])
+def test_a_page_that_is_full_is_cached(num_tokens: int, enabled: bool, asked: int) -> None:
+    calls: list[Any] = []
+    pages = SimpleNamespace(block_size=32, num_cached_block={"one": 1})
+    request = SimpleNamespace(request_id="one")
+    vllm_patches._cache(
+        SimpleNamespace(enable_caching=enabled), pages, lambda *given: calls.append(given), request, num_tokens
+    )
+    assert calls == [(request, num_tokens)] * asked
+
+
+@pytest.mark.parametrize("kinds", [["SlidingWindowManager"], ["FullAttentionManager"] * 2])
+def test_caches_of_other_kinds_stay_as_they_are(kinds: list[str]) -> None:
+    managers = [type(kind, (), {})() for kind in kinds]
+    cache = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
+    vllm_patches.quick_allocation(SimpleNamespace(kv_cache_manager=cache))
+    assert not hasattr(cache, "allocate_slots")
+    assert not hasattr(cache, "cache_blocks")

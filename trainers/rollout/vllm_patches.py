@@ -24,6 +24,52 @@ def small_blocks_decode() -> None:
         attention.kernel_unified_attention = _Decoding(kernel)
 
 
+def quick_allocation(scheduler: Any) -> None:
+    """A request whose last page has room for the next token is asked for no more: nearly all, in a step that decodes.
+
+    vLLM (0.26, 0.32) goes through allocation and caching of each request in each step, to find that there is nothing to
+    do (vllm/v1/core/kv_cache_manager.py, ``allocate_slots`` and ``cache_blocks``). With hundreds of requests of a small
+    model the step waits for that. What is skipped would change nothing; where the cache is of another kind (sliding
+    windows, state spaces, several groups of layers) all stays as it is.
+    """
+    cache = scheduler.kv_cache_manager
+    managers = cache.coordinator.single_type_managers
+    if [type(manager).__name__ for manager in managers] != ["FullAttentionManager"]:
+        return
+    pages = managers[0]
+    if pages.block_size == pages.block_pool.hash_block_size:  # otherwise parts of pages are cached too
+        cache.allocate_slots = partial(_allocate, cache, pages, cache.allocate_slots)
+        cache.cache_blocks = partial(_cache, cache, pages, cache.cache_blocks)
+
+
+def _allocate(
+    cache: Any, pages: Any, allocate: Any, request: Any, num_new_tokens: int, *unnamed: Any, **settings: Any
+) -> Any:
+    num_tokens = request.num_computed_tokens + num_new_tokens
+    if (
+        num_new_tokens == 1
+        and not unnamed
+        and settings == {"num_lookahead_tokens": 0}
+        and num_tokens <= len(pages.req_to_blocks.get(request.request_id, ())) * pages.block_size
+        and request.request_id not in pages._partial_hit_reqs
+        and _is_cached(cache, pages, request, min(num_tokens, request.num_tokens))
+    ):
+        return cache.empty_kv_cache_blocks
+    return allocate(request, num_new_tokens, *unnamed, **settings)
+
+
+def _cache(cache: Any, pages: Any, to_cache: Any, request: Any, num_computed_tokens: int) -> None:
+    if not _is_cached(cache, pages, request, num_computed_tokens):
+        to_cache(request, num_computed_tokens)
+
+
+def _is_cached(cache: Any, pages: Any, request: Any, num_tokens: int) -> bool:
+    """Whether all whole pages of so many tokens can be found by other requests, or none ever can."""
+    return not cache.enable_caching or num_tokens // pages.block_size <= pages.num_cached_block.get(
+        request.request_id, 0
+    )
+
+
 def _is_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 

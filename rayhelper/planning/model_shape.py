@@ -21,6 +21,7 @@ BIASES = {
     "mistral": (),
     "mixtral": (),
     "qwen2": ("qkv_bias",),
+    "qwen2_moe": ("qkv_bias",),
     "qwen3": ("qk_norm",),
     "qwen3_moe": ("qk_norm",),
 }
@@ -55,6 +56,7 @@ class ModelShape:
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     num_moe_layers: int = 0
+    shared_expert_intermediate_size: int = 0  # of the MLP that every token of a layer of experts goes through
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -100,6 +102,7 @@ class ModelShape:
         extras = BIASES.get(kind, ())
         layers, heads, hidden = size("num_hidden_layers"), size("num_attention_heads"), size("hidden_size")
         experts = 0 if config.get("num_experts") == 0 else size("num_experts", "num_local_experts")
+        has_shared = experts and config.get("shared_expert_intermediate_size") != 0
         plain = config.get("mlp_only_layers") or []
         if not isinstance(plain, list):
             raise ConfigError(f"mlp_only_layers of {where} must be a list of layers, got {plain!r}. Write [0, 1].")
@@ -118,6 +121,7 @@ class ModelShape:
             num_experts_per_tok=size("num_experts_per_tok", default=1) if experts else 0,
             moe_intermediate_size=size("moe_intermediate_size", "intermediate_size") if experts else 0,
             num_moe_layers=len(sparse) if experts else 0,
+            shared_expert_intermediate_size=size("shared_expert_intermediate_size") if has_shared else 0,
             qkv_bias=bool(config.get("attention_bias", "qkv_bias" in extras)),
             output_bias=bool(config.get("attention_bias")),
             mlp_bias=bool(config.get("mlp_bias")),
@@ -143,7 +147,9 @@ class ModelShape:
     def moe_layer(self) -> Weights:
         split, replicated, _ = self.attention
         experts = self.num_experts * 3 * self.hidden_size * self.moe_intermediate_size
-        return Weights(split, replicated + self.num_experts * self.hidden_size, experts)
+        shared = 3 * self.hidden_size * self.shared_expert_intermediate_size
+        routers = self.num_experts + (1 if shared else 0)  # a shared expert has a gate
+        return Weights(split + shared, replicated + routers * self.hidden_size, experts)
 
     @property
     def embedding(self) -> int:

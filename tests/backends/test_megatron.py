@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,7 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 64,
-    "pad_token_id": 17,  # which is among the samples' tokens: its embedding does not learn
+    "pad_token_id": 48,  # which is among the samples' tokens: its embedding does not learn
 }
 EXPERTS = {
     "num_experts": 4,
@@ -221,6 +222,29 @@ def test_a_model_in_parts_is_the_model(
     folder, right = oracles[family]
     layouts = CASES[family, num_ranks]
     ranks = run_ranks(num_ranks, of_layouts, folder, layouts, folder=tmp_path)
+    for k, layout in enumerate(layouts):
+        compare([rank[k] for rank in ranks], right, told(layout))
+
+
+def test_a_padding_token_is_counted_from_the_end_where_it_is_negative(tmp_path: Path) -> None:
+    folder = save("llama", tmp_path)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"pad_token_id": config["pad_token_id"] - config["vocab_size"]}))
+    right = wanted(folder)
+    assert SHAPE["pad_token_id"] in samples_of().input_ids.values
+    assert not right["gradients"]["model.embed_tokens.weight"][SHAPE["pad_token_id"]].any()
+    layout = {TP: 2} | PLAIN
+    ranks = run_ranks(2, of_layouts, folder, [layout], folder=tmp_path)
+    compare([rank[0] for rank in ranks], right, told(layout))
+
+
+def test_how_a_model_adds_its_gradients_is_not_how_the_next_one_does(
+    oracles: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    folder, right = oracles["qwen3"]
+    layouts: list[Layout] = [{"ddp": {"reduce_scatter_with_fp32_accumulation": True}} | OVERLAP, OVERLAP]
+    ranks = run_ranks(2, of_layouts, folder, layouts, folder=tmp_path)
     for k, layout in enumerate(layouts):
         compare([rank[k] for rank in ranks], right, told(layout))
 

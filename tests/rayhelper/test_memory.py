@@ -14,6 +14,7 @@ from transformers import (
     MixtralConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -56,6 +57,7 @@ MODELS: dict[str, PreTrainedConfig] = {
     "qwen3 tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
     "qwen3 untied": Qwen3Config(**SIZES, tie_word_embeddings=False),
     "qwen3 with biases": Qwen3Config(**SIZES, attention_bias=True),
+    "qwen2_moe": Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=80),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS),
     "qwen3_moe with dense layers": Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=2, mlp_only_layers=[3]),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
@@ -94,6 +96,11 @@ def test_an_unknown_architecture_is_counted_as_a_llama_and_says_so() -> None:
     assert llama is not None
     assert not shape.is_exact
     assert shape.num_parameters == llama.num_parameters
+
+
+def test_a_mixture_may_say_that_it_has_no_shared_expert() -> None:
+    keys = {**SIZES, **EXPERTS, "model_type": "qwen3_moe"}
+    assert ModelShape.of({**keys, "shared_expert_intermediate_size": 0}) == ModelShape.of(keys)
 
 
 def test_the_text_part_of_a_model_that_sees_is_its_shape() -> None:

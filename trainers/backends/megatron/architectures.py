@@ -32,6 +32,8 @@ def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
         yield "its attention_bias is true, and projections have no bias"
     if kind == "qwen2_moe" and not config.get("qkv_bias", True):
         yield "its qkv_bias is false, and queries, keys and values have biases"
+    if kind == "qwen2_moe" and config.get("shared_expert_intermediate_size") == 0:
+        yield "its shared_expert_intermediate_size is 0, and layers of experts have a shared one"
     if kind in MIXED and config.get("num_experts") == 0:
         yield "its num_experts is 0, and a mixture has experts"
     if kind in MIXED and config.get("num_experts_per_tok") == 1 and config.get("norm_topk_prob"):

@@ -73,7 +73,7 @@ OF_BACKEND = (
     *("overlap_moe_expert_parallel_comm", "ep_overlap_early_attn_memory_release", "moe_enable_routing_replay"),
     *("flash_decode", "batch_invariant_mode", "symmetric_ar_type", "use_inference_optimized_layers"),
     *("mlp_chunks_for_prefill", "quant_recipe", "hetereogenous_dist_checkpoint"),
-    *("fp32_residual_connection", "microbatch_group_size_per_vp_stage"),
+    *("fp32_residual_connection", "microbatch_group_size_per_vp_stage", "overlap_p2p_comm_warmup_flush"),
 )
 OF_BACKEND_BEGINNINGS = ("_", "fsdp_", "inference_", "muon_", "use_kitchen", "kitchen_")
 AUX, Z, BALANCING = "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type"

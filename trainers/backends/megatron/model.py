@@ -48,7 +48,8 @@ class Stage(GPTModel):  # type: ignore[misc]
         )
         frequencies, self.rotary_factor = rotary_frequencies(hf)
         self.register_buffer("frequencies", frequencies, persistent=False)
-        self.padding: int | None = hf.pad_token_id
+        # as torch's embeddings have it: a negative one is counted from the end
+        self.padding: int | None = None if hf.pad_token_id is None else hf.pad_token_id % hf.vocab_size
         self.balance = balance
         for part in self.modules():
             if isinstance(part, BalancedRouter):

@@ -9,11 +9,13 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
+from trainers.backends.megatron import patches
 from trainers.backends.megatron.settings import MegatronSettings
 
 
 def with_gradients(stages: Sequence[Any], settings: MegatronSettings) -> list[Any]:
     """The stages with buffers for their gradients, which are summed over workers in float32."""
+    patches.forget_reduce_scatter()
     config = stages[0].config
     reduction: dict[str, Any] = {"grad_reduce_in_fp32": True, **settings.ddp_fields}
     chunks = [

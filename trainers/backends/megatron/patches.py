@@ -81,3 +81,15 @@ def gradient_products() -> None:
             wgrad_gemm_accum_fp32=add_weight_gradient, wgrad_gemm_accum_fp16=add_weight_gradient
         )
         layers._grad_accum_fusion_available = True
+
+
+def forget_reduce_scatter() -> None:
+    """distributed/param_and_grad_buffer.py keeps ``reduce_scatter_with_fp32_accumulation`` of a model for later ones.
+
+    With overlap_grad_reduce those do not wait for it, and step before gradients are added up. To be called before a
+    model gets its buffers. To delete: when the function is of the buffer, not of the module.
+    """
+    import torch
+    from megatron.core.distributed import param_and_grad_buffer
+
+    param_and_grad_buffer.dist_reduce_scatter_func = torch.distributed.reduce_scatter_tensor

@@ -123,8 +123,15 @@ class Run:
             logger.info("going on from %s (step %d of %d)", self.checkpoint, self.step, self.num_steps)
             if size is not None:
                 logger.info("a step learns from %d sequences, as before, however many workers there are", size)
-            with self.stopwatch.stopped():
-                load(self.checkpoint)
+            try:
+                with self.stopwatch.stopped():
+                    load(self.checkpoint)
+            except Exception as error:
+                error.add_note(
+                    f"The run was to go on from {self.checkpoint}. If that is damaged, name an earlier one as "
+                    "resume_from_checkpoint."
+                )
+                raise
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Inside, the driver's time counts as this phase of the step; the step is that of the next ``log_step``."""

@@ -272,6 +272,17 @@ def test_a_resumed_run_may_be_longer(tmp_path: Path) -> None:
         assert resumed.step == 2
 
 
+def test_a_checkpoint_that_cannot_be_read_is_named_beside_the_mistake(tmp_path: Path) -> None:
+    def load(folder: Path) -> None:
+        raise EOFError(f"{folder.name} ends too early")
+
+    with opened(tmp_path) as run:
+        stepped(run, 2).save_checkpoint(Nothing().save, Nothing())
+    with opened(tmp_path, resume_from_checkpoint=True) as resumed, pytest.raises(EOFError, match="too early") as told:
+        resumed.resume(load)
+    assert "checkpoint-2. If that is damaged, name an earlier one" in told.value.__notes__[-1]
+
+
 def test_the_first_and_the_last_evaluation_are_told_side_by_side(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

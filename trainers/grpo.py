@@ -407,14 +407,16 @@ class GRPOTrainer:
         ``off_policy``: several steps on one generation, so that the policy that generated is soon gone.
         """
         config = self.config
-        asks_policy = (
+        # Begun ahead: the clipped ratio is to the policy that drew the tokens, whose numbers the engine has given
+        old_is_known = config.max_staleness > 0 and config.rollout_correction is None
+        needs_old = (
             off_policy
             or config.has_kl_in_reward
             or config.advantage_estimator == "reinforce_plus_plus_token"
             or config.teacher_model is not None
             or config.rollout_correction is not None
-            or config.top_entropy_quantile < 1
         )
+        asks_policy = (needs_old and not old_is_known) or config.top_entropy_quantile < 1
         old = self.policy_scores.defer(samples) if asks_policy else None
         judged: dict[str, Any] = {}
         if config.beta:
@@ -425,8 +427,8 @@ class GRPOTrainer:
         if old is not None:
             scores = old.result()
             columns |= {"old_logps": scores.logps, "entropies": scores.entropies}
-        if config.max_staleness and config.rollout_correction is None:
-            columns["old_logps"] = samples.rollout_logps  # the clipped ratio is to the policy that drew them
+        if old_is_known:
+            columns["old_logps"] = samples.rollout_logps
         return dataclasses.replace(samples, **columns)
 
     def learn(self, chunk: Samples, generation: Samples) -> Metrics:

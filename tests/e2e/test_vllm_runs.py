@@ -38,6 +38,7 @@ from tests.e2e.runs import (
 from tests.e2e.test_grpo import rewards_of_learning
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.rayhelper.test_torchrun import torchrun
+from trainers.backends.fsdp import FsdpBackend
 from trainers.batch import Prompts, Rollouts, Samples
 from trainers.cli import placement
 from trainers.completions import prompts_of, sampling_of
@@ -422,6 +423,15 @@ def test_the_ratio_is_to_the_policy_that_wrote_the_tokens(model: str, tmp_path: 
     clipped = [line["clip_ratio/region_mean"] for line in lines(tmp_path)]
     assert clipped[0] == 0.0
     assert min(clipped[1:]) > 0.1
+
+
+def test_the_policy_is_not_asked_for_the_ratio_to_another_one(model: str, tmp_path: Path) -> None:
+    """The engine has given the numbers of the one that wrote the tokens: a pass over them would be for nothing."""
+    keys: dict[str, Any] = {"num_iterations": 2, "max_steps": 2}
+    with apart_here(), patch.object(FsdpBackend, "token_logps", side_effect=AssertionError("asked")):
+        trained(greedy_config(model, tmp_path / "ahead", max_staleness=1, **keys))
+        with pytest.raises(AssertionError, match="asked"):
+            trained(greedy_config(model, tmp_path / "on policy", **keys))
 
 
 def test_a_resumed_run_with_generations_ahead_loses_and_doubles_no_row(

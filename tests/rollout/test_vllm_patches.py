@@ -139,7 +139,6 @@ def test_what_allocation_skips_would_have_changed_nothing(settings: dict[str, An
     cache = scheduler.kv_cache_manager
     _, pages, allocate = cache.allocate_slots.args
     _, _, to_cache = cache.cache_blocks.args
-    quick = cache.allocate_slots, cache.cache_blocks
     counts: Counter[str] = Counter()
     preempted = set()
 
@@ -178,7 +177,6 @@ def test_what_allocation_skips_would_have_changed_nothing(settings: dict[str, An
         watched = engine.generate(prompts, sampling, seed=1)
         cache.allocate_slots, cache.cache_blocks = allocate, to_cache
         plain = engine.generate(prompts, sampling, seed=1)
-        cache.allocate_slots, cache.cache_blocks = quick
     finally:
         engine.close()
     assert expected.completion_ids == watched.completion_ids == plain.completion_ids

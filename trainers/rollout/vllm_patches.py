@@ -65,9 +65,8 @@ def _cache(cache: Any, pages: Any, to_cache: Any, request: Any, num_computed_tok
 
 def _is_cached(cache: Any, pages: Any, request: Any, num_tokens: int) -> bool:
     """Whether all whole pages of so many tokens can be found by other requests, or none ever can."""
-    return not cache.enable_caching or num_tokens // pages.block_size <= pages.num_cached_block.get(
-        request.request_id, 0
-    )
+    num_cached = pages.num_cached_block.get(request.request_id, 0)
+    return not cache.enable_caching or num_tokens // pages.block_size <= num_cached
 
 
 def _is_hopper() -> bool:

@@ -1,86 +1,127 @@
-"""What does a decoding step of hundreds of sequences cost vLLM's scheduler, with and without ``quick_allocation``?
+"""What does a decoding step of hundreds of sequences cost the process that runs vLLM, and is it what the GPU waits for?
 
-    python -m benchmarks.decoding_host [--sequences 512] [--length 96] [--rounds 6]
+    python -m benchmarks.decoding_host [--shape 4b] [--sequences 512] [--length 96] [--rounds 6] [--engine JSON]
 
-A tiny model on the CPU, vLLM in this process. Milliseconds of a step that ``schedule`` and ``update_from_output`` take:
-medians over generations, which alternate between vLLM's own allocation and ours. Both must write the same tokens.
+vLLM in this process: on a CPU with a tiny model, where only its scheduler is of interest. Milliseconds a step: of the
+parts of vLLM's step (without what they wait for), of waiting for the GPU, of the whole; medians over generations, which
+alternate between vLLM's own allocation of pages and ours (``quick_allocation``). Both must write the same tokens. A
+step waits for the GPU hardly at all where the host is the slower of the two.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from benchmarks.gpu.shapes import save_shape
+from benchmarks.gpu.shapes import SHAPES, save_shape
+from benchmarks.gpu.steps import ON_GPU
 from benchmarks.origin import origin
 from trainers.batch import Prompts, Ragged
 from trainers.rollout.base import Sampling
 from trainers.rollout.vllm import VllmEngine
 
 PAGE = 64
+GIB = 2**30
 
 
-def timed(call: Callable[..., Any], seconds: dict[str, float], name: str) -> Callable[..., Any]:
-    def timing(*given: Any, **named: Any) -> Any:
-        since = time.perf_counter()
-        try:
-            return call(*given, **named)
-        finally:
-            seconds[name] += time.perf_counter() - since
+class Watch:
+    """Seconds of calls, each without those of watched calls inside it."""
 
-    return timing
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._inside: list[float] = []
+
+    def on(self, owner: Any, name: str, part: str = "") -> None:
+        call = getattr(owner, name)
+
+        def timing(*given: Any, **named: Any) -> Any:
+            self._inside.append(0.0)
+            since = time.perf_counter()
+            try:
+                return call(*given, **named)
+            finally:
+                taken = time.perf_counter() - since
+                self.seconds[part or name] += taken - self._inside.pop()
+                if self._inside:
+                    self._inside[-1] += taken
+
+        setattr(owner, name, timing)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
     for name, default in (("sequences", 512), ("length", 96), ("rounds", 6)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--kv_gib", type=float, default=2)
+    parser.add_argument("--engine", type=json.loads, default={}, help="further fields of vLLM's EngineArgs, as JSON")
     options = parser.parse_args()
     prompts = Prompts(Ragged.of(np.random.default_rng(0).integers(4, 100, (options.sequences, 16)), np.int64))
-    sampling = Sampling(max_completion_length=options.length, generation_kwargs={"min_tokens": options.length})
+    never_stops = (
+        {"min_tokens": options.length} if options.shape == "tiny" else {}
+    )  # larger vocabularies hardly ever do
+    sampling = Sampling(max_completion_length=options.length, generation_kwargs=never_stops)
     with tempfile.TemporaryDirectory() as folder:
         from transformers import AutoTokenizer
 
-        save_shape("tiny", Path(folder))
+        save_shape(options.shape, Path(folder))
         engine = VllmEngine(
             folder,
             AutoTokenizer.from_pretrained(folder),
+            dtype="bfloat16" if ON_GPU else "float32",
             engine_kwargs={
                 "max_num_seqs": options.sequences,
                 "max_model_len": 2 * PAGE + options.length,
                 "block_size": PAGE,
-                "kv_cache_memory_bytes": 2**31,
+                "kv_cache_memory_bytes": int(options.kv_gib * GIB),
+                **options.engine,
             },
         )
-    scheduler = engine.engine.engine_core.engine_core.scheduler
-    cache = scheduler.kv_cache_manager
+    core = engine.engine.engine_core.engine_core
+    cache = core.scheduler.kv_cache_manager
     ours = cache.allocate_slots, cache.cache_blocks
     ways = {"ours": ours, "vllm": tuple(call.args[-1] for call in ours)}
-    seconds: dict[str, float] = defaultdict(float)
-    for part in ("schedule", "update_from_output"):
-        setattr(scheduler, part, timed(getattr(scheduler, part), seconds, part))
+    watch = Watch()
+    for owner, names in (
+        (core.scheduler, ("schedule", "update_from_output")),
+        (core.model_executor, ("execute_model", "sample_tokens")),
+        (engine, ("advance",)),
+    ):
+        for name in names:
+            watch.on(owner, name)
+    if ON_GPU:
+        watch.on(torch.cuda.Event, "synchronize", "waiting")
     found: dict[str, dict[str, list[float]]] = {way: defaultdict(list) for way in ways}
     written = set()
     for _ in range(1 + options.rounds):
         for way, calls in ways.items():
             cache.allocate_slots, cache.cache_blocks = calls
-            seconds.clear()
+            watch.seconds.clear()
+            since = time.perf_counter()
             rollouts = engine.generate(prompts, sampling, seed=0)
+            watch.seconds["all"] = time.perf_counter() - since
             written.add(rollouts.completion_ids.values.tobytes())
-            for part, spent in seconds.items():
+            for part, spent in watch.seconds.items():
                 found[way][part].append(1e3 * spent / options.length)
-    assert len(written) == 1, "the two ways wrote other tokens"
+    medians = {
+        way: {part: statistics.median(times[1:]) for part, times in parts.items()} for way, parts in found.items()
+    }
     print(origin())
-    for way in ways:
-        print(way, *(f"{part} {statistics.median(times[1:]):.2f} ms" for part, times in found[way].items()))
+    for way, parts in medians.items():
+        print(way, *(f"{part} {milliseconds:.2f} ms" for part, milliseconds in parts.items()))
+    if out := os.environ.get("OUT"):
+        (Path(out) / "decoding_host.json").write_text(json.dumps(medians))
+    assert len(written) == 1, "the two ways wrote other tokens"
 
 
 if __name__ == "__main__":

@@ -15,14 +15,11 @@ import json
 import os
 import statistics
 import tempfile
-import time
-from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
+from benchmarks.gpu.host_time import shown, watched
 from benchmarks.gpu.shapes import SHAPES, save_shape
 from benchmarks.gpu.steps import ON_GPU
 from benchmarks.origin import origin
@@ -32,30 +29,6 @@ from trainers.rollout.vllm import VllmEngine
 
 PAGE = 64
 GIB = 2**30
-
-
-class Watch:
-    """Seconds of calls, each without those of watched calls inside it."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._inside: list[float] = []
-
-    def on(self, owner: Any, name: str, part: str = "") -> None:
-        call = getattr(owner, name)
-
-        def timing(*given: Any, **named: Any) -> Any:
-            self._inside.append(0.0)
-            since = time.perf_counter()
-            try:
-                return call(*given, **named)
-            finally:
-                taken = time.perf_counter() - since
-                self.seconds[part or name] += taken - self._inside.pop()
-                if self._inside:
-                    self._inside[-1] += taken
-
-        setattr(owner, name, timing)
 
 
 def main() -> None:
@@ -91,34 +64,22 @@ def main() -> None:
     cache = core.scheduler.kv_cache_manager
     ours = cache.allocate_slots, cache.cache_blocks
     ways = {"ours": ours, "vllm": tuple(call.args[-1] for call in ours)}
-    watch = Watch()
-    for owner, names in (
-        (core.scheduler, ("schedule", "update_from_output")),
-        (core.model_executor, ("execute_model", "sample_tokens")),
-        (engine, ("advance",)),
-    ):
-        for name in names:
-            watch.on(owner, name)
-    if ON_GPU:
-        watch.on(torch.cuda.Event, "synchronize", "waiting")
-    found: dict[str, dict[str, list[float]]] = {way: defaultdict(list) for way in ways}
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     written = set()
-    for _ in range(1 + options.rounds):
-        for way, calls in ways.items():
-            cache.allocate_slots, cache.cache_blocks = calls
-            watch.seconds.clear()
-            since = time.perf_counter()
-            rollouts = engine.generate(prompts, sampling, seed=0)
-            watch.seconds["all"] = time.perf_counter() - since
-            written.add(rollouts.completion_ids.values.tobytes())
-            for part, spent in watch.seconds.items():
-                found[way][part].append(1e3 * spent / options.length)
+    with watched() as generations:
+        for _ in range(1 + options.rounds):
+            for way, calls in ways.items():
+                cache.allocate_slots, cache.cache_blocks = calls
+                rollouts = engine.generate(prompts, sampling, seed=0)
+                found[way].append(generations[-1])
+                written.add(rollouts.completion_ids.values.tobytes())
     medians = {
-        way: {part: statistics.median(times[1:]) for part, times in parts.items()} for way, parts in found.items()
+        way: {part: statistics.median(one[part] for one in rounds[1:]) for part in rounds[0]}
+        for way, rounds in found.items()
     }
     print(origin())
-    for way, parts in medians.items():
-        print(way, *(f"{part} {milliseconds:.2f} ms" for part, milliseconds in parts.items()))
+    for way, generation in medians.items():
+        print(way, shown(generation))
     if out := os.environ.get("OUT"):
         (Path(out) / "decoding_host.json").write_text(json.dumps(medians))
     assert len(written) == 1, "the two ways wrote other tokens"

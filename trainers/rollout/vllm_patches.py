@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,6 +41,93 @@ def quick_allocation(scheduler: Any) -> None:
     if pages.block_size == pages.block_pool.hash_block_size:  # otherwise parts of pages are cached too
         cache.allocate_slots = partial(_allocate, cache, pages, cache.allocate_slots)
         cache.cache_blocks = partial(_cache, cache, pages, cache.cache_blocks)
+
+
+def quick_update(scheduler: Any) -> list[DecodedTokens]:
+    """Tokens that end nothing go to the list that is returned, and not into the outputs of vLLM's step.
+
+    vLLM (0.26, 0.32) makes an output of each token, with a dozen fields that say nothing in a step that decodes
+    (vllm/v1/core/sched/scheduler.py, ``update_from_output``); hundreds of them take longer than a small model's step.
+    What else happens to such a request happens here as there. Prompts, tokens that may end a request, requests that
+    lost their pages and all that is unusual stay vLLM's, as does everything in other versions.
+    """
+    import vllm
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    decoded: list[DecodedTokens] = []
+    is_known = vllm.__version__.startswith(("0.26.", "0.32.")) and type(scheduler) in (AsyncScheduler, Scheduler)
+    unusual = ("connector", "log_stats", "enable_return_routed_experts", "aux_output_connector", "return_sampling_mask")
+    if is_known and not any(getattr(scheduler, name, None) for name in unusual):
+        scheduler.update_from_output = partial(_update, scheduler, decoded, scheduler.update_from_output)
+    return decoded
+
+
+class DecodedTokens(NamedTuple):
+    """Of one step: requests, and the token and its log-probability of each."""
+
+    request_ids: list[str]
+    tokens: list[int]
+    logps: list[float]
+
+
+def _update(scheduler: Any, decoded: list[DecodedTokens], update: Any, planned: Any, found: Any) -> Any:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.request import RequestStatus
+
+    logps, sampled = found.logprobs, found.sampled_token_ids
+    if (
+        logps is None
+        or logps.cu_num_generated_tokens is not None
+        or not sampled
+        or found.num_nans_in_logits
+        or planned.scheduled_spec_decode_tokens
+    ):
+        return update(planned, found)
+    is_async, running, max_model_len = (
+        isinstance(scheduler, AsyncScheduler),
+        RequestStatus.RUNNING,
+        scheduler.max_model_len,
+    )
+    requests, places, to_cache = scheduler.requests, found.req_id_to_index, scheduler.kv_cache_manager.cache_blocks
+    rest, request_ids, tokens, rows = {}, [], [], []
+    for request_id, num_tokens in planned.num_scheduled_tokens.items():
+        request = requests.get(request_id)
+        if (
+            request is not None
+            and num_tokens == 1
+            and request.status is running
+            and request.prefill_stats is None  # not its first
+            and not getattr(request, "num_stale_output_tokens", 0)  # 0.32
+            and not getattr(request, "async_tokens_to_discard", 0)  # 0.26
+            and len(drawn := sampled[row := places[request_id]]) == 1
+            and not _may_end(request, drawn[0], max_model_len)
+        ):
+            request.num_in_flight_tokens -= 1
+            request.append_output_token_ids(drawn[0])
+            if is_async:
+                request.num_output_placeholders -= 1
+                to_cache(request, request.num_computed_tokens - request.num_output_placeholders)
+            request_ids.append(request_id)
+            tokens.append(drawn[0])
+            rows.append(row)
+        else:
+            rest[request_id] = num_tokens
+    if request_ids:
+        decoded.append(DecodedTokens(request_ids, tokens, logps.logprobs[rows, 0].tolist()))
+        planned = copy.copy(planned)
+        planned.num_scheduled_tokens = rest
+    return update(planned, found)
+
+
+def _may_end(request: Any, token: int, max_model_len: int) -> bool:
+    params = request.sampling_params
+    return (
+        token == params.eos_token_id
+        or token in params.stop_token_ids
+        or len(request._output_token_ids) + 1 >= request.max_tokens
+        or len(request._all_token_ids) + 1 >= max_model_len
+    )
 
 
 def _allocate(

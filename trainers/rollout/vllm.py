@@ -87,11 +87,10 @@ class _Running:
     logps: list[float] = dataclasses.field(default_factory=list)
     versions: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # a version, and where it begins
 
-    def add(self, version: int, ids: Iterable[int], logps: Iterable[float]) -> None:
+    def begin(self, version: int) -> None:
+        """What is added from now on was drawn by weights of this version."""
         if not self.versions or self.versions[-1][0] != version:
             self.versions.append((version, len(self.ids)))
-        self.ids += ids
-        self.logps += logps
 
 
 class VllmEngine:
@@ -268,10 +267,14 @@ class VllmEngine:
         for step in decoded:
             for request_id, token, logp in zip(*step, strict=True):
                 if running := self._running.get(request_id):  # otherwise it was given up while its step was under way
-                    running.add(version, (token,), (logp,))
+                    running.begin(version)
+                    running.ids.append(token)
+                    running.logps.append(logp)
         for output in outputs:
             if running := self._running.get(output.request_id):
-                running.add(version, output.new_token_ids, output.new_logprobs.logprobs[:, 0].tolist())
+                running.begin(version)
+                running.ids += output.new_token_ids
+                running.logps += output.new_logprobs.logprobs[:, 0].tolist()
                 if output.finish_reason is not None:
                     del self._running[output.request_id]
                     finished.append(_completion(running, str(output.finish_reason)))

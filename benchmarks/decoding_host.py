@@ -44,30 +44,30 @@ def main() -> None:
         {"min_tokens": options.length} if options.shape == "tiny" else {}
     )  # larger vocabularies hardly ever do
     sampling = Sampling(max_completion_length=options.length, generation_kwargs=never_stops)
-    with tempfile.TemporaryDirectory() as folder:
-        from transformers import AutoTokenizer
-
-        save_shape(options.shape, Path(folder))
-        engine = VllmEngine(
-            folder,
-            AutoTokenizer.from_pretrained(folder),
-            dtype="bfloat16" if ON_GPU else "float32",
-            engine_kwargs={
-                "max_num_seqs": options.sequences,
-                "max_model_len": 2 * PAGE + options.length,
-                "block_size": PAGE,
-                "kv_cache_memory_bytes": int(options.kv_gib * GIB),
-                **options.engine,
-            },
-        )
-    scheduler = engine.engine.engine_core.engine_core.scheduler
-    cache = scheduler.kv_cache_manager
-    changed = ((cache, "allocate_slots"), (cache, "cache_blocks"), (scheduler, "update_from_output"))
-    ours = [getattr(owner, name) for owner, name in changed]
-    ways = {"ours": ours, "vllm": [next(filter(callable, reversed(call.args))) for call in ours]}
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
-    written = set()
     with watched() as generations:
+        with tempfile.TemporaryDirectory() as folder:
+            from transformers import AutoTokenizer
+
+            save_shape(options.shape, Path(folder))
+            engine = VllmEngine(
+                folder,
+                AutoTokenizer.from_pretrained(folder),
+                dtype="bfloat16" if ON_GPU else "float32",
+                engine_kwargs={
+                    "max_num_seqs": options.sequences,
+                    "max_model_len": 2 * PAGE + options.length,
+                    "block_size": PAGE,
+                    "kv_cache_memory_bytes": int(options.kv_gib * GIB),
+                    **options.engine,
+                },
+            )
+        scheduler = engine.engine.engine_core.engine_core.scheduler
+        cache = scheduler.kv_cache_manager
+        changed = ((cache, "allocate_slots"), (cache, "cache_blocks"), (scheduler, "update_from_output"))
+        ours = [getattr(owner, name) for owner, name in changed]
+        ways = {"ours": ours, "vllm": [next(filter(callable, reversed(call.args))) for call in ours]}
+        found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+        written = set()
         for _ in range(1 + options.rounds):
             for way, calls in ways.items():
                 for (owner, name), call in zip(changed, calls, strict=True):

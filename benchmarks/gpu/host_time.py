@@ -22,10 +22,14 @@ from benchmarks.gpu.steps import ON_GPU
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[dict[str, float]]]:
-    """Each generation's milliseconds a step; those of a part are without the parts inside it, and without waiting."""
+    """Each generation's milliseconds a step; those of a part are without the parts inside it, and without waiting.
+
+    Of an engine that was there before, what ``quick_update`` replaced is not seen.
+    """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+    from trainers.rollout import vllm_patches
     from trainers.rollout.vllm import VllmEngine
 
     seconds, counts, generations = defaultdict[str, float](float), defaultdict[str, int](int), list[dict[str, float]]()
@@ -64,6 +68,7 @@ def watched() -> Iterator[list[dict[str, float]]]:
     parts: list[tuple[Any, str, str]] = [
         (Scheduler, "schedule", "schedule"),
         (Scheduler, "update_from_output", "update_from_output"),
+        (vllm_patches, "_update", "update_from_output"),
         (UniProcExecutor, "execute_model", "execute_model"),
         (UniProcExecutor, "sample_tokens", "sample_tokens"),
         (VllmEngine, "advance", "advance"),

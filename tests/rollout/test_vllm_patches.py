@@ -1,5 +1,6 @@
-"""Which steps start vLLM's Triton attention otherwise; and what allocation skips would have changed nothing."""
+"""Which steps start vLLM's Triton attention otherwise; and what is skipped would have changed nothing."""
 
+import copy
 import dataclasses
 from collections import Counter
 from pathlib import Path
@@ -294,3 +295,186 @@ def test_requests_are_after_each_step_what_vllm_would_have_made_of_them(small_en
     assert seen["decoded"] > 0.8 * sum(len(completion.ids) for completion in got_finished)
     assert {completion.truncated for completion in got_finished} == {True, False}
     assert any(counts[-1] for requests, *_ in got for _, counts, *_ in requests), "none was preempted"
+
+
+def updated(**changed: Any) -> tuple[list[Any], Any]:
+    """What goes to the list, and what vLLM is told was planned, of a step in which one request drew a token."""
+    from vllm.v1.outputs import LogprobsLists
+    from vllm.v1.request import RequestStatus
+
+    logps = LogprobsLists(np.zeros((2, 1), np.int64), np.array([[-1], [-2]], np.float32), np.zeros(2, np.int64))
+    request = {
+        "status": RequestStatus.RUNNING,
+        "prefill_stats": None,
+        "num_in_flight_tokens": 1,
+        "append_output_token_ids": lambda token: None,
+        "_output_token_ids": [5],
+        "_all_token_ids": [4, 5],
+        "max_tokens": 3,
+        "sampling_params": SimpleNamespace(eos_token_id=2, stop_token_ids=[3]),
+    }
+    found = {
+        "logprobs": logps,
+        "sampled_token_ids": [[6], [7]],
+        "num_nans_in_logits": None,
+        "req_id_to_index": {"other": 0, "one": 1},
+    }
+    planned = {"num_scheduled_tokens": {"one": 1}, "scheduled_spec_decode_tokens": {}}
+    scheduler = {"max_model_len": 4, "requests": None, "kv_cache_manager": SimpleNamespace(cache_blocks=None)}
+    for name, value in changed.items():
+        next((fields for fields in (found, planned, scheduler) if name in fields), request)[name] = value
+    scheduler["requests"] = scheduler["requests"] or {"one": SimpleNamespace(**request)}
+    decoded: list[Any] = []
+    step = SimpleNamespace(**planned)
+    told = vllm_patches._update(
+        SimpleNamespace(**scheduler), decoded, lambda *given: given, step, SimpleNamespace(**found)
+    )
+    assert step.num_scheduled_tokens == planned["num_scheduled_tokens"]
+    return decoded, told[0]
+
+
+def test_a_token_that_ends_nothing_goes_to_the_list() -> None:
+    decoded, planned = updated()
+    assert decoded == [(["one"], [7], [-2.0])]
+    assert planned.num_scheduled_tokens == {}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"logprobs": None},
+        {"logprobs": SimpleNamespace(logprobs=np.zeros((3, 1)), cu_num_generated_tokens=[0, 1, 3])},
+        {"sampled_token_ids": []},
+        {"num_nans_in_logits": {"one": 1}},
+        {"scheduled_spec_decode_tokens": {"other": [5]}},
+        {"num_scheduled_tokens": {"one": 2}},  # a part of a prompt
+        {"num_scheduled_tokens": {"gone": 1}},
+        {"sampled_token_ids": [[6], []]},
+        {"sampled_token_ids": [[6], [7, 8]]},
+        {"status": "PREEMPTED"},
+        {"status": "FINISHED_ABORTED"},
+        {"prefill_stats": object()},
+        {"num_stale_output_tokens": 1},
+        {"async_tokens_to_discard": 1},
+        {"sampled_token_ids": [[6], [2]]},  # the token that ends texts
+        {"sampled_token_ids": [[6], [3]]},  # a stop token
+        {"max_tokens": 2},
+        {"max_model_len": 3},
+    ],
+    ids=str,
+)
+def test_all_that_is_unusual_is_vllms(changed: dict[str, Any]) -> None:
+    from vllm.v1.request import RequestStatus
+
+    changed = {name: RequestStatus[value] if name == "status" else value for name, value in changed.items()}
+    decoded, planned = updated(**changed)
+    assert decoded == []
+    assert planned.num_scheduled_tokens == changed.get("num_scheduled_tokens", {"one": 1})
+
+
+@pytest.mark.parametrize(
+    ("version", "names", "is_quick"),
+    [
+        ("0.26.0", (), True),
+        ("0.32.1", (), True),
+        ("0.33.0", (), False),
+        *[("0.26.0", (name,), False) for name in ("connector", "log_stats", "enable_return_routed_experts")],
+        *[("0.32.0", (name,), False) for name in ("aux_output_connector", "return_sampling_mask")],
+    ],
+)
+def test_unusual_schedulers_stay_as_they_are(
+    version: str, names: tuple[str, ...], is_quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    for kind, known in ((AsyncScheduler, True), (type("Theirs", (AsyncScheduler,), {}), False)):
+        scheduler = object.__new__(kind)
+        vars(scheduler).update(dict.fromkeys(names, True))
+        assert vllm_patches.quick_update(scheduler) == []
+        assert ("update_from_output" in vars(scheduler)) == (is_quick and known)
+
+
+def ahead(engine: VllmEngine, *, is_quick: bool) -> tuple[list[Any], Counter[str]]:
+    """All that is known of requests after each step of a scheduler that plans one before it sees the last one's tokens.
+
+    Prompts enter late and are given up, stop tokens, limits and the model's length end completions, pages are too few,
+    and twice all that run lose theirs.
+    """
+    from vllm import SamplingParams
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+    from vllm.v1.request import Request, RequestStatus
+
+    core = engine.engine.engine_core.engine_core
+    like = core.scheduler
+    scheduler = AsyncScheduler(like.vllm_config, like.kv_cache_config, like.structured_output_manager, like.block_size)
+    decoded = []
+    if is_quick:
+        vllm_patches.quick_allocation(scheduler)
+        decoded = vllm_patches.quick_update(scheduler)
+    flights, history, seen, resets = [], [], Counter[str](), (45, 130)
+    for step in range(600):
+        for place in range(4) if step < 300 and not step % 30 else ():
+            params = SamplingParams(max_tokens=(1, 40, 90, 400)[place], stop_token_ids=[3] * (place == 2), logprobs=0)
+            prompt = list(range(4, 24 + 10 * place))
+            name = f"{step} {place}"
+            scheduler.add_request(Request(name, prompt, params, None, 0, 0.0, block_hasher=core.request_block_hasher))
+        planned = scheduler.schedule()
+        if step in resets:
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        if step % 25 == 10:
+            first = [request.request_id for request in scheduler.running[:1]]
+            scheduler.finish_requests(first, RequestStatus.FINISHED_ABORTED)
+        seen["given up"] += len(planned.num_scheduled_tokens.keys() - scheduler.requests.keys())
+        ids = sorted(planned.num_scheduled_tokens)
+        drawn = [[(7 * step + len(name)) % 101] for name in ids]
+        logps = LogprobsLists(*(np.full((len(ids), 1), step) + np.arange(len(ids))[:, None] for _ in range(3)))
+        places = {name: row for row, name in enumerate(ids)}
+        flights.append((planned, ModelRunnerOutput(ids, places, drawn, logps if ids else None)))
+        if len(flights) < 2:
+            continue
+        outputs = scheduler.update_from_output(*flights.pop(0))
+        given = [(name, [token], [logp], None) for one in decoded for name, token, logp in zip(*one, strict=True)]
+        seen["quick"] += len(given)
+        decoded.clear()
+        for output in outputs[0].outputs if outputs else ():
+            logps = output.new_logprobs.logprobs[:, 0].tolist()
+            given.append((output.request_id, output.new_token_ids, logps, output.finish_reason))
+        for *_, reason in given:
+            seen[str(reason)] += 1
+        requests = scheduler.requests
+        fields = [
+            {name: copy.copy(value) for name, value in vars(request).items() if isinstance(value, (int, list))}
+            for request in requests.values()
+        ]
+        if step not in resets:
+            seen["preempted"] += sum(request.status is RequestStatus.PREEMPTED for request in requests.values())
+        seen["tokens"] += len(given)
+        blocks = [
+            (block.block_id, block.ref_cnt, block.block_hash) for block in scheduler.kv_cache_manager.block_pool.blocks
+        ]
+        history.append(
+            (list(requests), fields, [request.request_id for request in scheduler.running], blocks, sorted(given))
+        )
+    assert not scheduler.requests
+    return history, seen
+
+
+def test_with_a_step_in_flight_requests_are_what_vllm_would_have_made_of_them(tmp_path: Path) -> None:
+    engine = VllmEngine(
+        save_decided(tmp_path, scale=4.0, head_dim=32),
+        tiny_tokenizer(),
+        engine_kwargs={"max_model_len": 200, "max_num_seqs": 8, "block_size": 32, "num_gpu_blocks_override": 16},
+    )
+    try:
+        expected, theirs = ahead(engine, is_quick=False)
+        got, ours = ahead(engine, is_quick=True)
+    finally:
+        engine.close()
+    for step, (one, other) in enumerate(zip(got, expected, strict=True)):
+        assert one == other, step
+    assert not theirs["quick"]
+    assert ours["quick"] > 0.8 * ours["tokens"]
+    assert all(ours[name] for name in ("stop", "length", "given up", "preempted")), ours

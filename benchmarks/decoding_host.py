@@ -40,10 +40,8 @@ def main() -> None:
     parser.add_argument("--engine", type=json.loads, default={}, help="further fields of vLLM's EngineArgs, as JSON")
     options = parser.parse_args()
     prompts = Prompts(Ragged.of(np.random.default_rng(0).integers(4, 100, (options.sequences, 16)), np.int64))
-    never_stops = (
-        {"min_tokens": options.length} if options.shape == "tiny" else {}
-    )  # larger vocabularies hardly ever do
-    sampling = Sampling(max_completion_length=options.length, generation_kwargs=never_stops)
+    limits = {"min_tokens": options.length} if options.shape == "tiny" else {}  # others hardly ever draw the stop token
+    sampling = Sampling(max_completion_length=options.length, generation_kwargs=limits)
     with watched() as generations:
         with tempfile.TemporaryDirectory() as folder:
             from transformers import AutoTokenizer

@@ -200,13 +200,29 @@ def test_a_page_that_is_full_is_cached(num_tokens: int, enabled: bool, asked: in
     assert calls == [(request, num_tokens)] * asked
 
 
-@pytest.mark.parametrize("kinds", [["SlidingWindowManager"], ["FullAttentionManager"] * 2])
-def test_caches_of_other_kinds_stay_as_they_are(kinds: list[str]) -> None:
-    managers = [type(kind, (), {})() for kind in kinds]
-    cache = SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=managers))
+@pytest.mark.parametrize(
+    ("kinds", "version"),
+    [
+        (["SlidingWindowManager"], "0.32.0"),
+        (["FullAttentionManager"] * 2, "0.32.0"),
+        (["FullAttentionManager"], "0.33.0"),
+        (["FullAttentionManager"], "0.32.0"),
+    ],
+)
+def test_caches_of_other_kinds_and_versions_stay_as_they_are(
+    kinds: list[str], version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    pages = SimpleNamespace(block_size=16, block_pool=SimpleNamespace(hash_block_size=16))
+    managers = [type(kind, (SimpleNamespace,), {})(**vars(pages)) for kind in kinds]
+    cache = SimpleNamespace(
+        coordinator=SimpleNamespace(single_type_managers=managers), allocate_slots=0, cache_blocks=0
+    )
     vllm_patches.quick_allocation(SimpleNamespace(kv_cache_manager=cache))
-    assert not hasattr(cache, "allocate_slots")
-    assert not hasattr(cache, "cache_blocks")
+    is_known = (kinds, version) == (["FullAttentionManager"], "0.32.0")
+    assert (cache.allocate_slots != 0) == (cache.cache_blocks != 0) == is_known
 
 
 # --- what happens to requests after a step
@@ -353,7 +369,7 @@ def test_a_token_that_ends_nothing_goes_to_the_list() -> None:
         {"sampled_token_ids": [[6], [7, 8]]},
         {"status": "PREEMPTED"},
         {"status": "FINISHED_ABORTED"},
-        {"prefill_stats": object()},
+        {"prefill_stats": "of its prompt"},
         {"num_stale_output_tokens": 1},
         {"async_tokens_to_discard": 1},
         {"sampled_token_ids": [[6], [2]]},  # the token that ends texts

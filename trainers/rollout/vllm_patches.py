@@ -31,8 +31,10 @@ def quick_allocation(scheduler: Any) -> None:
     vLLM (0.26, 0.32) goes through allocation and caching of each request in each step, to find that there is nothing to
     do (vllm/v1/core/kv_cache_manager.py, ``allocate_slots`` and ``cache_blocks``). With hundreds of requests of a small
     model the step waits for that. What is skipped would change nothing; where the cache is of another kind (sliding
-    windows, state spaces, several groups of layers) all stays as it is.
+    windows, state spaces, several groups of layers), and in other versions, all stays as it is.
     """
+    if not _is_known():
+        return
     cache = scheduler.kv_cache_manager
     managers = cache.coordinator.single_type_managers
     if [type(manager).__name__ for manager in managers] != ["FullAttentionManager"]:
@@ -51,12 +53,11 @@ def quick_update(scheduler: Any) -> list[DecodedTokens]:
     What else happens to such a request happens here as there. Prompts, tokens that may end a request, requests that
     lost their pages and all that is unusual stay vLLM's, as does everything in other versions.
     """
-    import vllm
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
 
     decoded: list[DecodedTokens] = []
-    is_known = vllm.__version__.startswith(("0.26.", "0.32.")) and type(scheduler) in (AsyncScheduler, Scheduler)
+    is_known = _is_known() and type(scheduler) in (AsyncScheduler, Scheduler)
     unusual = ("connector", "log_stats", "enable_return_routed_experts", "aux_output_connector", "return_sampling_mask")
     if is_known and not any(getattr(scheduler, name, None) for name in unusual):
         scheduler.update_from_output = partial(_update, scheduler, decoded, scheduler.update_from_output)
@@ -155,6 +156,13 @@ def _is_cached(cache: Any, pages: Any, request: Any, num_tokens: int) -> bool:
     """Whether all whole pages of so many tokens can be found by other requests, or none ever can."""
     num_cached = pages.num_cached_block.get(request.request_id, 0)
     return not cache.enable_caching or num_tokens // pages.block_size <= num_cached
+
+
+def _is_known() -> bool:
+    """Whether the scheduler of this version was compared with, and without, what is changed here."""
+    import vllm
+
+    return str(vllm.__version__).startswith(("0.26.", "0.32."))
 
 
 def _is_hopper() -> bool:

@@ -131,6 +131,28 @@ def test_single_generations_have_no_advantage() -> None:
     assert advantages.tolist() == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("num_generations", [3, 7, 8])
+@given(reward=st.floats(-1e3, 1e3), other=st.floats(-1e3, 1e3))
+@settings(max_examples=60, deadline=None)
+def test_equal_rewards_of_a_group_teach_exactly_nothing(num_generations: int, reward: float, other: float) -> None:
+    """Also those whose sum no binary number is; one rounded to 1e-13 would count among what clipping could touch."""
+    rewards = np.array([[reward, 0.1 * reward]] * num_generations + [[other, 1.0]] * num_generations)
+    alike: dict[str, Any] = {"num_generations": num_generations, "weights_K": [1.0, 0.3]}
+    for advantages, _ in (
+        *(group_advantages(rewards, **alike, scale_rewards=scale) for scale in ("group", "batch", "none")),
+        group_advantages(rewards, **alike, multi_objective_aggregation="normalize_then_sum"),
+        leave_one_out_advantages(rewards, **alike),
+        batch_advantages(rewards, **alike),
+    ):
+        assert not advantages.any()
+    of_one_value = np.full((2 * num_generations, 1), reward)
+    normalized, _ = leave_one_out_advantages(of_one_value, num_generations=num_generations, normalize_advantages=True)
+    logps = Ragged.of([[-1.0] * 3] * 2 * num_generations, np.float32)
+    tokens, _ = token_advantages(of_one_value, logps, None, beta=0.0)
+    assert not normalized.any()
+    assert not tokens.values.any()
+
+
 def test_nothing_scored_is_reported_as_nothing_and_without_warnings() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

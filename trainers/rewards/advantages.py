@@ -109,9 +109,9 @@ def leave_one_out_advantages(
     sums_B = _weighted_sum(rewards_BK, _weights(weights_K, rewards_BK.shape[1]), np.isnan(rewards_BK).all(axis=1))
     clipped_B = sums_B if reward_clip_range is None else np.clip(sums_B, *reward_clip_range)
     sums_PG = _penalised(clipped_B, penalties_B).reshape(-1, num_generations)
-    num_others_P1 = (~np.isnan(sums_PG)).sum(axis=1, keepdims=True) - 1
-    others_PG = (np.nansum(sums_PG, axis=1, keepdims=True) - sums_PG) / np.maximum(num_others_P1, 1)
-    advantages_B = np.where(num_others_P1 > 0, sums_PG - others_PG, np.nan).reshape(-1)
+    num_P1 = (~np.isnan(sums_PG)).sum(axis=1, keepdims=True)
+    per_deviation_P1 = np.where(num_P1 > 1, num_P1 / np.maximum(num_P1 - 1, 1), np.nan)
+    advantages_B = ((sums_PG - _mean(sums_PG, axis=1)) * per_deviation_P1).reshape(-1)  # = r - mean of the others
     if normalize_advantages:
         advantages_B = (advantages_B - _mean(advantages_B, axis=0)) / (_std(advantages_B, axis=0) + STD_FLOOR)
     std_B = _std(sums_PG, axis=1).repeat(num_generations)
@@ -263,9 +263,15 @@ def _weighted_sum(values_BK: np.ndarray, weights_K: np.ndarray, unscored_B: np.n
 
 
 def _mean(values: np.ndarray, axis: int) -> np.ndarray:
-    """The mean over an axis, which is kept, of what is not NaN; NaN where nothing is."""
+    """The mean over an axis, which is kept, of what is not NaN; NaN where nothing is.
+
+    Rounding does not put it beyond the values: that of equal ones is theirs.
+    """
     count = (~np.isnan(values)).sum(axis, keepdims=True)
-    return np.where(count > 0, np.nansum(values, axis, keepdims=True) / np.maximum(count, 1), np.nan)
+    least = np.fmin.reduce(values, axis, keepdims=True, initial=np.inf)
+    most = np.fmax.reduce(values, axis, keepdims=True, initial=-np.inf)
+    mean = np.clip(np.nansum(values, axis, keepdims=True) / np.maximum(count, 1), least, most)
+    return np.where(count > 0, mean, np.nan)
 
 
 def _std(values: np.ndarray, axis: int) -> np.ndarray:

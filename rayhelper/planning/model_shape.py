@@ -102,7 +102,7 @@ class ModelShape:
         extras = BIASES.get(kind, ())
         layers, heads, hidden = size("num_hidden_layers"), size("num_attention_heads"), size("hidden_size")
         experts = 0 if config.get("num_experts") == 0 else size("num_experts", "num_local_experts")
-        has_shared = experts and config.get("shared_expert_intermediate_size") != 0
+        has_shared = experts and kind != "qwen3_moe" and config.get("shared_expert_intermediate_size") != 0
         plain = config.get("mlp_only_layers") or []
         if not isinstance(plain, list):
             raise ConfigError(f"mlp_only_layers of {where} must be a list of layers, got {plain!r}. Write [0, 1].")

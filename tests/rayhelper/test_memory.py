@@ -98,9 +98,10 @@ def test_an_unknown_architecture_is_counted_as_a_llama_and_says_so() -> None:
     assert shape.num_parameters == llama.num_parameters
 
 
-def test_a_mixture_may_say_that_it_has_no_shared_expert() -> None:
+@pytest.mark.parametrize("said", [0, 48])
+def test_a_qwen3_mixture_has_no_shared_expert_whatever_it_says(said: int) -> None:
     keys = {**SIZES, **EXPERTS, "model_type": "qwen3_moe"}
-    assert ModelShape.of({**keys, "shared_expert_intermediate_size": 0}) == ModelShape.of(keys)
+    assert ModelShape.of({**keys, "shared_expert_intermediate_size": said}) == ModelShape.of(keys)
 
 
 def test_the_text_part_of_a_model_that_sees_is_its_shape() -> None:

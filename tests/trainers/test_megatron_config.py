@@ -689,6 +689,11 @@ SHARED = {**MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 3
             "shared_experts recompute cannot work with",
         ),
         (MOE, {}, None),  # there are none to overlap with
+        (
+            MOE | {"shared_expert_intermediate_size": 32},
+            {"moe_token_dispatcher_type": "allgather"},
+            None,
+        ),  # nor are here
     ],
 )
 def test_the_model_that_is_checked_is_the_one_that_workers_build(

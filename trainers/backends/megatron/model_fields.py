@@ -63,6 +63,7 @@ def mixture(hf: Any) -> dict[str, Any]:
         "moe_router_topk": hf.num_experts_per_tok,
         "moe_router_pre_softmax": not hf.norm_topk_prob,
     }
-    if shared := getattr(hf, "shared_expert_intermediate_size", None):
+    if hf.model_type == "qwen2_moe":
+        shared = hf.shared_expert_intermediate_size
         found |= {"moe_shared_expert_intermediate_size": shared, "moe_shared_expert_gate": True}
     return found

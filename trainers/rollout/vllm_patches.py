@@ -85,11 +85,7 @@ def _update(scheduler: Any, decoded: list[DecodedTokens], update: Any, planned: 
         or planned.scheduled_spec_decode_tokens
     ):
         return update(planned, found)
-    is_async, running, max_model_len = (
-        isinstance(scheduler, AsyncScheduler),
-        RequestStatus.RUNNING,
-        scheduler.max_model_len,
-    )
+    is_async, max_model_len = isinstance(scheduler, AsyncScheduler), scheduler.max_model_len
     requests, places, to_cache = scheduler.requests, found.req_id_to_index, scheduler.kv_cache_manager.cache_blocks
     rest, request_ids, tokens, rows = {}, [], [], []
     for request_id, num_tokens in planned.num_scheduled_tokens.items():
@@ -97,7 +93,7 @@ def _update(scheduler: Any, decoded: list[DecodedTokens], update: Any, planned: 
         if (
             request is not None
             and num_tokens == 1
-            and request.status is running
+            and request.status is RequestStatus.RUNNING
             and request.prefill_stats is None  # not its first
             and not getattr(request, "num_stale_output_tokens", 0)  # 0.32
             and not getattr(request, "async_tokens_to_discard", 0)  # 0.26

@@ -63,7 +63,7 @@ def main() -> None:
         cache = scheduler.kv_cache_manager
         changed = ((cache, "allocate_slots"), (cache, "cache_blocks"), (scheduler, "update_from_output"))
         ours = [getattr(owner, name) for owner, name in changed]
-        ways = {"ours": ours, "vllm": [next(filter(callable, reversed(call.args))) for call in ours]}
+        ways = {"ours": ours, "vllm": [call.args[-1] for call in ours]}
         found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
         written = set()
         for _ in range(1 + options.rounds):

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,18 +126,30 @@ def test_the_kernel_takes_what_the_choice_is_made_by() -> None:
 ASYNC = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"  # which GPUs have: it caches as tokens come back
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"scheduler_cls": ASYNC}, {"enable_prefix_caching": False}], ids=["plain", "async", "uncached"]
-)
-def test_what_allocation_skips_would_have_changed_nothing(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Asked again, vLLM finds the same, also when requests are given up for want of pages and begun anew."""
-    length = 120
-    engine = VllmEngine(
-        save_decided(tmp_path, scale=4.0, head_dim=32),
+def small_engine_in(folder: Path, **settings: Any) -> VllmEngine:
+    """Has pages for half of what it may run."""
+    return VllmEngine(
+        save_decided(folder, scale=4.0, head_dim=32),
         tiny_tokenizer(),
-        engine_kwargs={"max_model_len": 256, "max_num_seqs": 8, "block_size": 32, "num_gpu_blocks_override": 16}
+        engine_kwargs={"max_model_len": 200, "max_num_seqs": 8, "block_size": 32, "num_gpu_blocks_override": 16}
         | settings,
     )
+
+
+@pytest.fixture(
+    params=[{}, {"scheduler_cls": ASYNC}, {"enable_prefix_caching": False}], ids=["plain", "async", "uncached"]
+)
+def small_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[VllmEngine]:
+    engine = small_engine_in(tmp_path, **request.param)
+    yield engine
+    engine.close()
+
+
+def test_what_allocation_skips_would_have_changed_nothing(
+    small_engine: VllmEngine, request: pytest.FixtureRequest
+) -> None:
+    """Asked again, vLLM finds the same, also when requests are given up for want of pages and begun anew."""
+    length, engine = 120, small_engine
     scheduler = engine.engine.engine_core.engine_core.scheduler
     cache = scheduler.kv_cache_manager
     _, pages, allocate = cache.allocate_slots.args
@@ -172,20 +185,17 @@ def test_what_allocation_skips_would_have_changed_nothing(settings: dict[str, An
 
     prompts = prompts_of(range(20, 44, 2))
     sampling = Sampling(max_completion_length=length, generation_kwargs={"min_tokens": length})
-    try:
-        expected = engine.generate(prompts, sampling, seed=1)
-        cache.allocate_slots = checked(vllm_patches._allocate, allocate, "allocate")
-        cache.cache_blocks = checked(vllm_patches._cache, to_cache, "cache")
-        watched = engine.generate(prompts, sampling, seed=1)
-        cache.allocate_slots, cache.cache_blocks = allocate, to_cache
-        plain = engine.generate(prompts, sampling, seed=1)
-    finally:
-        engine.close()
+    expected = engine.generate(prompts, sampling, seed=1)
+    cache.allocate_slots = checked(vllm_patches._allocate, allocate, "allocate")
+    cache.cache_blocks = checked(vllm_patches._cache, to_cache, "cache")
+    watched = engine.generate(prompts, sampling, seed=1)
+    cache.allocate_slots, cache.cache_blocks = allocate, to_cache
+    plain = engine.generate(prompts, sampling, seed=1)
     assert expected.completion_ids == watched.completion_ids == plain.completion_ids
     np.testing.assert_array_equal(expected.rollout_logps.values, plain.rollout_logps.values)
     assert preempted
     assert counts["allocate skipped"] > counts["allocate asked"] > 0
-    if "scheduler_cls" in settings:
+    if "scheduler_cls" in request.node.callspec.params["small_engine"]:
         assert counts["cache skipped"] > 0
 
 
@@ -228,22 +238,7 @@ def test_caches_of_other_kinds_and_versions_stay_as_they_are(
 # --- what happens to requests after a step
 
 
-@pytest.fixture(
-    params=[{}, {"scheduler_cls": ASYNC}, {"enable_prefix_caching": False}], ids=["plain", "async", "uncached"]
-)
-def small_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """Has pages for half of what it may run."""
-    engine = VllmEngine(
-        save_decided(tmp_path, scale=4.0, head_dim=32),
-        tiny_tokenizer(),
-        engine_kwargs={"max_model_len": 200, "max_num_seqs": 8, "block_size": 32, "num_gpu_blocks_override": 16}
-        | request.param,
-    )
-    yield engine
-    engine.close()
-
-
-def test_requests_are_after_each_step_what_vllm_would_have_made_of_them(small_engine: Any) -> None:
+def test_requests_are_after_each_step_what_vllm_would_have_made_of_them(small_engine: VllmEngine) -> None:
     """Ends by stop tokens and by length, preemptions, requests that are given up, new weights' versions between."""
     engine, scheduler = small_engine, small_engine.engine.engine_core.engine_core.scheduler
     cache = scheduler.kv_cache_manager
@@ -479,11 +474,7 @@ def ahead(engine: VllmEngine, *, is_quick: bool) -> tuple[list[Any], Counter[str
 
 
 def test_with_a_step_in_flight_requests_are_what_vllm_would_have_made_of_them(tmp_path: Path) -> None:
-    engine = VllmEngine(
-        save_decided(tmp_path, scale=4.0, head_dim=32),
-        tiny_tokenizer(),
-        engine_kwargs={"max_model_len": 200, "max_num_seqs": 8, "block_size": 32, "num_gpu_blocks_override": 16},
-    )
+    engine = small_engine_in(tmp_path)
     try:
         expected, theirs = ahead(engine, is_quick=False)
         got, ours = ahead(engine, is_quick=True)

@@ -676,9 +676,6 @@ def test_what_megatron_core_itself_refuses_is_told_before_anything_starts(tmp_pa
     SFTTrainer.check(config(SFTConfig, **keys, megatron={"moe_expert_capacity_factor": 1.0}), gpus("train", 2))
 
 
-SHARED = {**MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 32}
-
-
 @pytest.mark.parametrize(
     ("shape", "keys", "told"),
     [
@@ -688,12 +685,9 @@ SHARED = {**MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 3
             {"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]},
             "shared_experts recompute cannot work with",
         ),
-        (MOE, {}, None),  # there are none to overlap with
-        (
-            MOE | {"shared_expert_intermediate_size": 32},
-            {"moe_token_dispatcher_type": "allgather"},
-            None,
-        ),  # nor are here
+        # there are none to overlap with
+        (MOE, {}, None),
+        (MOE | {"shared_expert_intermediate_size": 32}, {"moe_token_dispatcher_type": "allgather"}, None),
     ],
 )
 def test_the_model_that_is_checked_is_the_one_that_workers_build(

@@ -38,7 +38,7 @@ import torch
 
 from rayhelper import Channel, ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
-from trainers.batch import Prompts, Ragged, Rollouts
+from trainers.batch import Prompts, Ragged, Rollouts, TopLogps
 from trainers.completions import (
     build_engine,
     check_completions,
@@ -51,7 +51,6 @@ from trainers.completions import (
 from trainers.config import SEQUENCES_PER_STEP, sequences_per_step, total_steps
 from trainers.data.distillation import (
     DistillationSamples,
-    TopLogps,
     has_response,
     has_teacher_prompt,
     samples_of,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
-from rayhelper import RayHelper
 from trainers.grpo import GRPOTrainer
+from trainers.grpo_config import GRPOConfig
 
 
 class MeasuredGRPO(GRPOTrainer):
-    @RayHelper.function(group="train")
-    def export(self, folder: Path) -> None: ...
+    def __init__(self, config: GRPOConfig) -> None:
+        super().__init__(config)
+        self.policy.export: Any = lambda folder: None  # type: ignore[method-assign]

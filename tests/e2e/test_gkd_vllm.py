@@ -18,8 +18,9 @@ from tests.e2e.runs import gkd_config, lines, separate
 from tests.e2e.test_gkd import APART, TOGETHER, completed_by_teacher, gradients_seen, seven_samples
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.backends.fsdp import FsdpBackend
+from trainers.batch import TopLogps
 from trainers.cli import load_config, placement
-from trainers.data.distillation import DistillationSamples, TopLogps
+from trainers.data.distillation import DistillationSamples
 from trainers.gkd import GKDTrainer
 from trainers.gkd_config import GKDConfig
 from trainers.vllm_teacher import VllmTeacher, teacher_settings

@@ -22,6 +22,7 @@ from trainers.batch import Rollouts
 from trainers.cli import placement
 from trainers.completion_config import CompletionConfig
 from trainers.completions import check_completions, vllm_settings
+from trainers.parts import generator
 from trainers.rollout.hf import HfEngine
 from trainers.vllm_teacher import shares_devices
 
@@ -88,8 +89,10 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(FsdpBackend, "offload", noted_offload)
     monkeypatch.setattr(FsdpBackend, "reload", noted_reload)
     monkeypatch.setattr("trainers.backends.fsdp.Offload", partial(Offload, "cpu"))
+    monkeypatch.setattr(generator, "build_engine", built)
     for module, trainer, _, _ in TRAINERS.values():
-        monkeypatch.setattr(module, "build_engine", built)
+        if hasattr(module, "build_engine"):
+            monkeypatch.setattr(module, "build_engine", built)
         learn = trainer.learn
 
         def noted_learn(self: Any, *args: Any, learn: Any = learn, **settings: Any) -> Any:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from rayhelper.roles import RoleMethod
 
 
-def layout_of(method: RoleMethod[..., Any], shards: ShardTable, instance_id: int) -> Layout:
+def layout_of(method: RoleMethod[..., Any], shards: ShardTable, address: str) -> Layout:
     """How a call of the method lies over the ranks. Raises ShardError."""
-    return FIRST if method.execute == "first" else shards.layout(instance_id, method.role)
+    return FIRST if method.execute == "first" else shards.layout(address, method.role)
 
 
 def divide(
@@ -46,23 +46,28 @@ def collect(method: RoleMethod[..., Any], values: list[Any], order: list[int] | 
 
 
 def collector(
-    method: RoleMethod[..., Any], order: list[int] | None, where: str, recording: Recording | None, call: int
+    method: RoleMethod[..., Any],
+    order: list[int] | None,
+    where: str,
+    name: str,
+    recording: Recording | None,
+    call: int,
 ) -> Callable[[list[Any]], Any]:
-    """``collect`` as a function of the leaders' values, which notes the time that it takes."""
+    """``collect`` as a function of the leaders' values, which notes under ``name`` the time that it takes."""
 
     def collected(values: list[Any]) -> Any:
         started_ns = time.time_ns()
         value = collect(method, values, order, where)
         if recording:
-            recording.span("collect", method, started_ns, call)
+            recording.span("collect", name, started_ns, call)
         return value
 
     return collected
 
 
-def where_of(method: RoleMethod[..., Any], group: str) -> str:
-    """The call, as error messages name it."""
-    return f"{method} on group {group!r}"
+def where_of(title: str, group: str) -> str:
+    """A call of the method that messages call ``title``, as error messages name it."""
+    return f"{title} on group {group!r}"
 
 
 def unsendable(where: str, error: Exception) -> DispatchError:

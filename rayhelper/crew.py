@@ -26,6 +26,7 @@ from rayhelper.door import Address, ask
 from rayhelper.host import NUM_SLOTS, Host, boot_id
 from rayhelper.plan import Slot, resources
 from rayhelper.runtime import Shard, WorkerInfo
+from rayhelper.shards import is_within
 
 
 class Crew:
@@ -53,8 +54,8 @@ class Crew:
         self.clock_offsets_ns: dict[int, int] = {}
         self.facts: list[Mapping[str, Any]] = []
         self.port = 0
-        self.remotes: dict[str, list[Callable[..., Any]]] = {}  # by address
-        self.bound: dict[str, int] = {}  # numbers of the hosts' slots, by address
+        self.remotes: dict[str, list[Callable[..., Any]]] = {}  # by location of a method
+        self.bound: dict[str, int] = {}  # numbers of the hosts' slots, by location
 
     def _actor(self, slot: Slot) -> Any:
         asked = resources(self.group, 1 + len(self.neighbours))
@@ -134,30 +135,30 @@ class Crew:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(self.facts[rank]["cuda"]) for rank in neighbours)
         return env | dict(self.group.env)
 
-    def calls(self, address: str) -> Sequence[Callable[..., Any]]:
-        """What to call, for each worker, to run the method at ``address`` there."""
-        known = self.remotes.get(address)
+    def calls(self, location: str) -> Sequence[Callable[..., Any]]:
+        """What to call, for each worker, to run the method at ``location`` there."""
+        known = self.remotes.get(location)
         if known is None:
             slot = next((number for number in range(NUM_SLOTS) if number not in self.bound.values()), None)
             if slot is not None:
-                self.bound[address] = slot
-            known = self.remotes[address] = [self._bound_call(rank, address) for rank in range(len(self.actors))]
+                self.bound[location] = slot
+            known = self.remotes[location] = [self._bound_call(rank, location) for rank in range(len(self.actors))]
         return known
 
-    def _bound_call(self, rank: int, address: str) -> Callable[..., Any]:
-        actor, slot = self.actors[rank], self.bound.get(address)
+    def _bound_call(self, rank: int, location: str) -> Callable[..., Any]:
+        actor, slot = self.actors[rank], self.bound.get(location)
         if slot is None:
-            return functools.partial(actor.call.remote, address)
-        actor.bind.remote(slot, address)
+            return functools.partial(actor.call.remote, location)
+        actor.bind.remote(slot, location)
         return getattr(actor, f"slot_{slot}").remote  # type: ignore[no-any-return]
 
-    def forget(self, instance_id: int) -> None:
-        """Frees an instance on every worker, without waiting."""
-        for address in [known for known in self.remotes if known.startswith(f"{instance_id} ")]:
-            del self.remotes[address]
-            self.bound.pop(address, None)
+    def forget(self, address: str) -> None:
+        """Frees an object and its parts on every worker, without waiting."""
+        for location in [known for known in self.remotes if is_within(known.partition(" ")[0], address)]:
+            del self.remotes[location]
+            self.bound.pop(location, None)
         for actor in self.actors:
-            actor.drop.remote(instance_id)
+            actor.drop.remote(address)
 
     def replace(self, ranks: Iterable[int]) -> None:
         """New processes in place of these ranks', which are ended if they still run. Raises RayActorError."""
@@ -171,9 +172,9 @@ class Crew:
         if 0 in chosen:
             for rank in set(range(len(self.actors))) - set(chosen):  # not waited for: they may be busy
                 self.actors[rank].set_environment.remote({"MASTER_PORT": str(self.port)})
-        for address, known in self.remotes.items():
+        for location, known in self.remotes.items():
             for rank in chosen:
-                known[rank] = self._bound_call(rank, address)
+                known[rank] = self._bound_call(rank, location)
 
     def ask(self, question: str, arguments: Any = None, timeout_s: float = 2.0) -> dict[int, Any]:
         """What the workers answer at their doors, by rank; those that do not answer in time are left out."""

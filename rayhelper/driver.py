@@ -2,7 +2,7 @@
 
     DriverRuntime(config, cluster)
         cluster.start(config)          one Group a device group         ray_cluster.py, inprocess.py
-        construct(instance)            the same __init__ on every worker of its roles, then here
+        construct(instance)            the same __init__ on every worker of its roles, then here; parts come with it
         DriverPlacement.submit(...)    a call to the group of its role
 
 How a group carries a call to its workers is the group's own business.
@@ -16,44 +16,44 @@ import functools
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from rayhelper.device_groups import DRIVER, DeviceGroups
 from rayhelper.errors import RoleError
 from rayhelper.futures import Future
+from rayhelper.parts import NO_INSTANCE, Identity, Record, address_within, check_same_parts
 from rayhelper.process_group import join_process_group
+from rayhelper.role_class import build
 from rayhelper.roles import RoleMethod, find_method, not_constructed
 from rayhelper.runtime import Route, Shard, WorkerInfo, state
 from rayhelper.worker_runtime import refuse_to_travel
-
-NO_INSTANCE = -1  # methods of role driver may stand in any class, and outside of one
 
 
 class Group(Protocol):
     """The workers of one device group."""
 
-    def construct(self, instance_id: int, construction: Any) -> Any:
-        """Starts the construction of an instance on every worker; what ``constructed`` waits for."""
+    def construct(self, address: str, construction: Any) -> Any:
+        """Starts the construction of an object on every worker; what ``constructed`` waits for."""
         ...
 
-    def constructed(self, instance_id: int, started: Any) -> None:
-        """Waits until every worker has constructed the instance. Raises what a constructor raised."""
+    def constructed(self, address: str, started: Any) -> dict[str, Sequence[Record]]:
+        """By worker, the parts that it built. Waits for all workers; raises what a constructor raised."""
         ...
 
     def submit(
         self,
-        instance_id: int,
+        identity: Identity,
         method: RoleMethod[..., Any],
-        address: str,
+        location: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Future[Any]:
-        """One call on every worker (or worker 0 alone), not waited for."""
+        """One call on every worker (or worker 0 alone), not waited for. ``location``: of the method, as text."""
         ...
 
-    def drop(self, instance_id: int) -> None:
-        """Frees an instance on every worker."""
+    def drop(self, address: str) -> None:
+        """Frees an object and its parts on every worker."""
         ...
 
 
@@ -64,8 +64,10 @@ class Cluster(Protocol):
         """The groups by name, their workers ready. Raises PlacementError."""
         ...
 
-    def construction(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], groups: Sequence[Any]) -> Any:
-        """A class and the arguments of its constructor, fit to be given to each group's ``construct``."""
+    def construction(
+        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], names: Collection[str], groups: Sequence[Any]
+    ) -> Any:
+        """A class and the arguments of its constructor, fit to be given to ``construct`` of ``groups`` (``names``)."""
         ...
 
     def alive(self) -> bool:
@@ -84,10 +86,11 @@ class DriverRuntime:
         self.config = config
         self.cluster = cluster
         self.groups: dict[str, Group] = {}
-        self.ids = itertools.count()
+        self.numbers = itertools.count()
         self.stopped = False
         self.pid = os.getpid()
-        self.unused: list[DriverPlacement] = []  # of instances that are gone; freed when the next one is constructed
+        self.instances: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by address
+        self.unused: list[Tenancy] = []  # of objects that are gone; freed when the next one is constructed
         atexit.register(self.teardown)
         try:
             self.groups = cluster.start(config)
@@ -96,31 +99,68 @@ class DriverRuntime:
             raise
 
     def construct(
-        self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
     ) -> None:
-        roles = type(instance).__rayhelper_roles__
-        groups = {role: self.groups[self.config.group_of(role).name] for role in roles}
+        if whole is not None:
+            self._construct_part(init, instance, args, kwargs, whole._rayhelper)
+            return
+        groups = self._groups_of(type(instance))
         hosting = list(dict.fromkeys(groups.values()))
         while self.unused:
             self.unused.pop().drop()
-        placement = DriverPlacement(self, next(self.ids), groups, type(instance))
-        object.__setattr__(instance, "_rayhelper", placement)
-        construction = self.cluster.construction(type(instance), args, kwargs, hosting)
-        started = [(group, group.construct(placement.instance_id, construction)) for group in hosting]
+        tenancy = Tenancy(self, str(next(self.numbers)), hosting)
+        placement = self._place(instance, groups, Identity(instance, None, tenancy.address), Anchor())
+        construction = self.cluster.construction(type(instance), args, kwargs, placement.hosts, hosting)
         try:
-            init(instance, *args, **kwargs)
+            started = [(group, group.construct(tenancy.address, construction)) for group in hosting]
+            build(init, instance, args, kwargs, placement.identity)
+            built: dict[str, Sequence[Record]] = {}
             for group, waiting in started:
-                group.constructed(placement.instance_id, waiting)
+                built |= group.constructed(tenancy.address, waiting)
+            identity = placement.identity
+            check_same_parts(identity.name, "the driver", identity.records(), built)
         except BaseException:
-            placement.drop()
+            placement.identity.is_built = True
+            tenancy.drop()
             raise
-        placement.constructing = False
-        with contextlib.suppress(TypeError):  # a class without weak references keeps its workers until teardown
-            weakref.finalize(instance, self.unused.append, placement).atexit = False
+        weakref.finalize(placement.anchor, self.unused.append, tenancy).atexit = False
+
+    def _construct_part(
+        self,
+        init: Callable[..., None],
+        instance: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        whole: DriverPlacement,
+    ) -> None:
+        """The workers build it themselves, in the ``__init__`` of the whole."""
+        identity = Identity(instance, whole.identity, address_within(whole.identity))
+        self._place(instance, self._groups_of(type(instance)), identity, whole.anchor, whole.hosts)
+        build(init, instance, args, kwargs, identity)
+
+    def _groups_of(self, cls: type) -> dict[str, Group]:
+        roles = cls.__rayhelper_roles__  # type: ignore[attr-defined]
+        return {role: self.groups[self.config.group_of(role).name] for role in roles}
+
+    def _place(
+        self, instance: Any, groups: dict[str, Group], identity: Identity, anchor: Anchor, hosts: Collection[str] = ()
+    ) -> DriverPlacement:
+        hosts = hosts or frozenset(self.config.group_of(role).name for role in groups)
+        placement = DriverPlacement(self, identity, groups, anchor, hosts)
+        object.__setattr__(instance, "_rayhelper", placement)
+        with contextlib.suppress(TypeError):  # a class without weak references
+            self.instances[str(identity.address)] = instance
+        return placement
+
+    def instance_at(self, address: str) -> Any:
+        return self.instances.get(address)
+
+    def describe(self) -> str:
+        return "the driver"
 
     def placement(self, method: RoleMethod[..., Any], target: Any) -> Any:
         if method.role == DRIVER:
-            return DriverPlacement(self, NO_INSTANCE, {}, type(target))
+            return DriverPlacement(self, Identity(target, None, NO_INSTANCE), {}, Anchor(), ())
         raise not_constructed(method, target)
 
     def current(self) -> WorkerInfo:
@@ -143,22 +183,52 @@ class DriverRuntime:
         self.cluster.stop()
 
 
-class DriverPlacement:
-    """The workers of one instance, seen from the driver."""
+class Anchor:
+    """Lives as long as a whole or one of its parts does on the driver; then the workers may free them."""
 
-    def __init__(self, runtime: DriverRuntime, instance_id: int, groups: dict[str, Group], cls: type) -> None:
+
+class Tenancy:
+    """A whole on its workers, until it is dropped."""
+
+    def __init__(self, runtime: DriverRuntime, address: str, groups: Sequence[Group]) -> None:
         self.runtime = runtime
-        self.instance_id = instance_id
+        self.address = address
         self.groups = groups
-        self.cls = cls
-        self.constructing = True
+
+    def drop(self) -> None:
+        """Frees the whole and its parts on the workers."""
+        if not self.runtime.stopped and self.runtime.cluster.alive():
+            for group in self.groups:
+                with contextlib.suppress(Exception):
+                    group.drop(self.address)
+
+
+class DriverPlacement:
+    """The workers of one object, a whole or a part, seen from the driver."""
+
+    def __init__(
+        self,
+        runtime: DriverRuntime,
+        identity: Identity,
+        groups: dict[str, Group],
+        anchor: Anchor,
+        hosts: Collection[str],
+    ) -> None:
+        self.runtime = runtime
+        self.identity = identity
+        self.groups = groups  # by role
+        self.anchor = anchor
+        self.hosts = hosts
 
     def route(self, method: RoleMethod[..., Any]) -> Route:
         if method.role == DRIVER:
             return "here"
         if self.runtime.stopped:
-            raise RoleError(f"{method}: the workers of this {self.cls.__name__} were stopped by RayHelper.teardown().")
-        return "skip" if self.constructing else "group"
+            raise RoleError(
+                f"{self.identity.title(method)}: the workers of this {self.identity.cls.__name__} were stopped by "
+                "RayHelper.teardown()."
+            )
+        return "skip" if self.identity.is_building else "group"
 
     def run(self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return method.call(target, args, kwargs)
@@ -166,17 +236,12 @@ class DriverPlacement:
     def submit(
         self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
+        identity = self.identity
         group = self.groups.get(method.role)
         if group is None:
-            raise undeclared(method, self.cls)
-        return group.submit(self.instance_id, method, address_of(self.instance_id, self.cls, method), args, kwargs)
-
-    def drop(self) -> None:
-        """Frees the instance on its workers."""
-        if not self.runtime.stopped and self.runtime.cluster.alive():
-            for group in dict.fromkeys(self.groups.values()):
-                with contextlib.suppress(Exception):
-                    group.drop(self.instance_id)
+            raise undeclared(method, identity.cls)
+        location = location_of(str(identity.address), identity.cls, method)  # type: ignore[arg-type]
+        return group.submit(identity, method, location, args, kwargs)
 
     __reduce__ = refuse_to_travel
 
@@ -191,16 +256,16 @@ def undeclared(method: RoleMethod[..., Any], cls: type) -> RoleError:
 
 
 @functools.lru_cache(4096)
-def address_of(instance_id: int, cls: type, method: RoleMethod[..., Any]) -> str:
-    """Which method of which instance, as text: the same name may stand in several classes of ``cls.__mro__``.
+def location_of(address: str, cls: type, method: RoleMethod[..., Any]) -> str:
+    """Which method of which object, as text: the same name may stand in several classes of ``cls.__mro__``.
 
     So that ``super().update(...)`` runs the parent's method on the workers too.
     """
     for mro_index, base in enumerate(cls.__mro__):
         for name, entry in vars(base).items():
             with contextlib.suppress(RoleError):
-                if find_method(entry) is method:
-                    return f"{instance_id} {mro_index} {name}"
+                if find_method(entry) is method.origin:
+                    return f"{address} {mro_index} {name}"
     raise RoleError(
         f"{method} is not an attribute of {cls.__name__}; decorated methods must stay where they are defined."
     )

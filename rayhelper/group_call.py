@@ -28,9 +28,10 @@ class GroupCall:
     def __init__(
         self,
         group: WorkerGroup,
-        instance_id: int,
         method: RoleMethod[..., Any],
-        address: str,
+        title: str,
+        name: str,
+        location: str,
         layout: Layout,
         order: list[int] | None,
         sent: list[tuple[Any, ...]],
@@ -38,9 +39,10 @@ class GroupCall:
         number: int,
     ) -> None:
         self.group = group
-        self.instance_id = instance_id
         self.method = method
-        self.address = address
+        self.title = title  # in messages
+        self.name = name  # in the recording
+        self.location = location
         self.layout = layout
         self.order = order
         self.sent = sent  # by shard, or one for all
@@ -51,7 +53,7 @@ class GroupCall:
 
     def send(self, ranks: Iterable[int]) -> None:
         """Calls these ranks: for the first time, or again on workers that were replaced."""
-        calls = self.group.crew.calls(self.address)
+        calls = self.group.crew.calls(self.location)
         parts = [ref for source in self.sources for ref in source.refs]
         shared = len(self.sent) == 1
         recording = self.group.recording
@@ -63,7 +65,7 @@ class GroupCall:
                 if recording:
                     recording.sent(self.refs[rank].task_id(), self.number, sent_ns)
         except TypeError as error:
-            raise unsendable(self.group.where(self.method), error) from error
+            raise unsendable(self.group.where(self.title), error) from error
 
     def is_answered(self) -> bool:
         """Whether every rank has answered, and none of them has died: then nothing of it will run again."""
@@ -94,7 +96,7 @@ class GroupCall:
             recording, started_ns = self.group.recording, time.time_ns()
             self._end(Finished(lambda: self._collect(replies)))
             if recording:
-                recording.span("collect", self.method, started_ns, self.number)
+                recording.span("collect", self.name, started_ns, self.number)
         assert self.outcome is not None, "an outcome was stored above"
         return self.outcome.result(None)
 
@@ -104,7 +106,7 @@ class GroupCall:
         waiting = unfinished_ranks(self.refs)
         if not waiting:
             return False
-        self._end(Finished.failed(CallCancelledError(f"{self.group.where(self.method)} was cancelled")))
+        self._end(Finished.failed(CallCancelledError(f"{self.group.where(self.title)} was cancelled")))
         self.group.recovery.stop(waiting)
         return True
 
@@ -116,23 +118,23 @@ class GroupCall:
     def _replies(self, timeout_s: float | None) -> list[Any]:
         recording, started_ns = self.group.recording, time.time_ns()
         try:
-            return replies_of(self.group, str(self.method), self, timeout_s)
+            return replies_of(self.group, self.title, self, timeout_s)
         except KeyboardInterrupt:
             self.cancel()  # in a notebook the next call would wait for this one
             raise
         finally:
             if recording:
-                recording.span("wait", self.method, started_ns, self.number)
+                recording.span("wait", self.name, started_ns, self.number)
 
     def _collect(self, replies: list[Any]) -> Any:
         for rank, reply in enumerate(replies):
-            self.group.note_shards(self.instance_id, rank, reply)
+            self.group.note_shards(rank, reply)
         values = [opened(replies[rank], writable=True) for rank in self.layout.leaders]
-        return collect(self.method, values, self.order, self.group.where(self.method))
+        return collect(self.method, values, self.order, self.group.where(self.title))
 
     def parts(self) -> Iterator[Any]:
         for rank, reply in replies_as_they_come(self.group, self, self.layout.leaders):
-            yield opened(self.group.note_shards(self.instance_id, rank, reply), writable=True)
+            yield opened(self.group.note_shards(rank, reply), writable=True)
 
     def wait_any(self, others: Sequence[Any]) -> int:
         while True:
@@ -146,16 +148,16 @@ class GroupCall:
 class Construction:
     """The construction of an instance on every worker of a group, made again where a worker is replaced meanwhile."""
 
-    def __init__(self, group: WorkerGroup, instance_id: int, payload: Any) -> None:
+    def __init__(self, group: WorkerGroup, address: str, payload: Any) -> None:
         self.group = group
-        self.instance_id = instance_id
+        self.address = address
         self.payload = payload
         self.refs: list[Any] = [None] * len(group.crew.actors)
 
     def send(self, ranks: Iterable[int]) -> None:
         """Has these ranks construct it."""
         for rank in ranks:
-            self.refs[rank] = self.group.crew.actors[rank].construct.remote(self.instance_id, self.payload)
+            self.refs[rank] = self.group.crew.actors[rank].construct.remote(self.address, self.payload)
 
 
 def sources_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[GroupCall, ...]:
@@ -197,7 +199,7 @@ def late_calls(
                     source.execute == "first",
                     pending.layout.leaders,
                     pending.order,
-                    pending.group.where(source),
+                    pending.group.where(pending.title),
                 )
                 start = stop
             else:

@@ -9,7 +9,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, over
 
 from rayhelper import dispatch as dispatching
 from rayhelper import futures
-from rayhelper.device_groups import DRIVER, DeviceGroups
+from rayhelper.device_groups import DRIVER, OWN, DeviceGroups
 from rayhelper.errors import ConfigError, DecorationError, RayHelperError, ShardError
 from rayhelper.futures import Future
 from rayhelper.process_group import join_process_group
@@ -67,13 +67,18 @@ class RayHelper:
         """Class decorator: the roles that the class's methods belong to.
 
         Raises:
-            DecorationError: no role, the reserved role 'driver', or a method whose role is not among them.
+            DecorationError: no role, a reserved role ('driver', 'own'), or a method whose role is not among them.
         """
         roles = (group,) if isinstance(group, str) else tuple(group) if isinstance(group, (list, tuple)) else ()
         if not roles or not all(isinstance(role, str) and role for role in roles):
             raise DecorationError(f"RayHelper.worker(group=...) takes a role or a list of roles, got {group!r}")
         if DRIVER in roles:
             raise DecorationError("role 'driver' is reserved: methods marked with it run on the driver of any class")
+        if OWN in roles:
+            raise DecorationError(
+                "role 'own' is reserved: a method marked with it has the one role of the class that inherits it. Name "
+                "that role."
+            )
 
         def decorate(cls: type[C]) -> type[C]:
             if not isinstance(cls, type):
@@ -92,7 +97,8 @@ class RayHelper:
         """Method decorator: the role it belongs to, and how its calls travel when that role runs elsewhere.
 
         Args:
-            group: The role; 'driver' for methods that only the driver runs.
+            group: The role; 'driver' for methods that only the driver runs; 'own', in a base class without roles, for
+                methods that have the one role of the class that inherits them.
             dispatch: 'all' sends the arguments to every worker, 'slice' cuts them along their first dimension, a
                 callable ``f(n, i, data)`` returns what shard i of n gets, ``RayHelper.balanced(...)`` cuts by cost.
             execute: 'all' calls every worker, 'first' worker 0 alone.

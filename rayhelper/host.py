@@ -1,7 +1,7 @@
 """The body of a worker process: the trainers placed on it, and the calls made to them.
 
-    driver: host.construct(id, (class, args, kwargs))      -> the same __init__ runs here
-    driver: host.call(address, arguments, *parts)          -> value, Packed, Reported(value, shards) or Failure
+    driver: host.construct(address, (class, args, kwargs)) -> the same __init__ runs here
+    driver: host.call(location, arguments, *parts)         -> value, Packed, Reported(value, shards) or Failure
 
 A host knows nothing of Ray: ``worker_group.py`` makes an actor of it. While a call runs in the main thread, the driver
 reaches the process through its ``Door``.
@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import GeneratorType
 from typing import Any
@@ -30,10 +30,11 @@ from rayhelper.packing import Ledger, Packed, pack, unpack, worth_packing
 from rayhelper.process_group import leave_process_group, let_go
 from rayhelper.recording import task_number
 from rayhelper.reply import Reported
-from rayhelper.roles import RoleMethod, find_method
+from rayhelper.roles import RoleMethod
 from rayhelper.runtime import WorkerInfo, state
+from rayhelper.shards import is_within
 from rayhelper.trace import Span, Tracer
-from rayhelper.worker_runtime import HostedPlacement, WorkerRuntime
+from rayhelper.worker_runtime import WorkerRuntime
 
 # Methods that stand for bound addresses. Every argument of a remote call is serialised on its own, which for a small
 # call is a fifth of its cost: a call through a slot sends nothing but its own arguments.
@@ -55,9 +56,8 @@ class Host:
         self.name = name  # as it stands before what the process prints
         self.dumps = dumps  # a pickler that takes classes of __main__ by value
         self.task_id = task_id
-        self.trainers: dict[int, Any] = {}
-        self.methods: dict[str, tuple[Any, RoleMethod[..., Any]]] = {}  # by address
-        self.slots: dict[int, str] = {}  # addresses that are called by number
+        self.methods: dict[str, tuple[Any, RoleMethod[..., Any]]] = {}  # the object and its method, by location
+        self.slots: dict[int, str] = {}  # locations that are called by number
         self.ledger = Ledger()
         self.tracer: Tracer | None = None
         self.running: Any = None  # the task of the call in the main thread
@@ -111,35 +111,35 @@ class Host:
         """Those of the modules that this process could not import."""
         return missing_modules(names)
 
-    def construct(self, instance_id: int, payload: bytes) -> Any:
-        """Constructs (class, args, kwargs) here; the reply carries the shards it reported."""
-        return self._unstoppable("__init__", self._constructed, instance_id, payload)
+    def construct(self, address: str, payload: bytes) -> Any:
+        """Constructs (class, args, kwargs) here; the reply is its parts, with the shards they reported."""
+        return self._unstoppable("__init__", self._constructed, address, payload)
 
-    def _constructed(self, instance_id: int, payload: bytes) -> Any:
+    def _constructed(self, address: str, payload: bytes) -> Any:
         runtime = _runtime()
         self.running, started = self.task_id(), time.time_ns()
         where = "__init__"
         try:
             cls, args, kwargs = pickle.loads(payload)
             where = f"{cls.__name__}.__init__"
-            instance = cls(*args, **kwargs)
-            self.trainers[instance_id] = instance
-            return self._reply(instance._rayhelper, None)
+            return self._reply(runtime.build(address, cls, args, kwargs))
         except BaseException as error:
             return self._failure(error, where)
         finally:
             self._record("construct", runtime.info.roles[0], where, started)
             self.running = None
 
-    def drop(self, instance_id: int) -> None:
-        """Forgets an instance; its memory is freed."""
-        self.trainers.pop(instance_id, None)
-        prefix = f"{instance_id} "
-        self.methods = {known: found for known, found in self.methods.items() if not known.startswith(prefix)}
+    def drop(self, address: str) -> None:
+        """Forgets an object and its parts; their memory is freed."""
+        _runtime().drop(address)
+        kept = {
+            place: found for place, found in self.methods.items() if not is_within(place.partition(" ")[0], address)
+        }
+        self.methods = kept
 
-    def call(self, address: str, arguments: Any = ((), {}), *parts: Any) -> Any:
+    def call(self, location: str, arguments: Any = ((), {}), *parts: Any) -> Any:
         """The value of one call, wrapped only if there is more to say than the value."""
-        return self._unstoppable(address, self._called, address, arguments, parts)
+        return self._unstoppable(location, self._called, location, arguments, parts)
 
     def _unstoppable(self, what: str, body: Callable[..., Any], *args: Any) -> Any:
         """The body's value. One that is given up in the very moment in which it ends does not reach Ray's own code."""
@@ -149,8 +149,8 @@ class Host:
             self.running = None
             return self._failure(error, what)
 
-    def _called(self, address: str, arguments: Any, parts: tuple[Any, ...]) -> Any:
-        method: Any = address
+    def _called(self, location: str, arguments: Any, parts: tuple[Any, ...]) -> Any:
+        method, identity = None, None
         self.running = self.task_id()
         started = time.time_ns() if self.tracer is not None else 0
         try:
@@ -158,8 +158,9 @@ class Host:
                 raise Stopped
             if self.must_rejoin:
                 self.rejoin()
-            instance, method = self.methods.get(address) or self._resolve(address)
+            instance, method = self.methods.get(location) or self._resolve(location)
             placement = instance._rayhelper
+            identity = placement.identity
             if parts:
                 for part in parts:
                     if isinstance(part, Failure):
@@ -174,22 +175,24 @@ class Host:
             ended = time.time_ns() if self.tracer is not None else 0
             if self.ledger.lent:
                 arguments = args = kwargs = None
-                self.ledger.check(f"{method} on {placement.runtime.describe()}")
-            reply = self._reply(placement, value)
+                self.ledger.check(f"{identity.title(method)} on {placement.runtime.describe()}")
+            reply = self._reply(value)
             if self.tracer is not None:
-                self._record("run", method.role, method.function.__qualname__, started, reply, ended)
+                self._record("run", method.role, identity.called(method), started, reply, ended)
             return reply
         except BaseException as error:
             self.ledger.forget_changed()  # or the next call would be blamed
-            if self.tracer is not None and isinstance(method, RoleMethod):
-                self._record("run", method.role, method.function.__qualname__, started)
-            return self._failure(error, str(method))
+            if identity is None or method is None:
+                return self._failure(error, location)
+            if self.tracer is not None:
+                self._record("run", method.role, identity.called(method), started)
+            return self._failure(error, identity.title(method))
         finally:
             self.running = None
 
-    def bind(self, slot: int, address: str) -> None:
-        """From now on ``slot_N(...)`` is ``call(address, ...)``."""
-        self.slots[slot] = address
+    def bind(self, slot: int, location: str) -> None:
+        """From now on ``slot_N(...)`` is ``call(location, ...)``."""
+        self.slots[slot] = location
 
     def rejoin(self) -> None:
         """Joins torch.distributed's default group anew, after it was left to stop a call."""
@@ -229,16 +232,17 @@ class Host:
         self.cancelled.discard(running.hex())
         raise Stopped
 
-    def _resolve(self, address: str) -> tuple[Any, RoleMethod[..., Any]]:
-        found = self.methods[address] = located(self.trainers, address)
+    def _resolve(self, location: str) -> tuple[Any, RoleMethod[..., Any]]:
+        found = self.methods[location] = _runtime().located(location)
         return found
 
-    def _reply(self, placement: HostedPlacement, value: Any) -> Any:
+    def _reply(self, value: Any) -> Any:
         if isinstance(value, GeneratorType):  # Ray would take one for several values
             raise WorkerError(f"cannot pickle {value!r}: return a list, or write the method itself as a generator")
         if value is not None and worth_packing(value, arrays=True):
             value = pack(value)
-        return Reported(value, placement.take_reports()) if placement.unreported else value
+        runtime = _runtime()
+        return Reported(value, runtime.take_reports()) if runtime.unreported else value
 
     def _failure(self, error: BaseException, method: str) -> Failure:
         runtime = _runtime()
@@ -280,13 +284,6 @@ def _is_importing(frame: Any) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def located(trainers: Mapping[int, Any], address: str) -> tuple[Any, RoleMethod[..., Any]]:
-    """The instance and the method at an address, as ``driver.address_of`` writes it."""
-    instance_id, mro_index, name = address.split(" ", 2)
-    instance = trainers[int(instance_id)]
-    return instance, find_method(type(instance).__mro__[int(mro_index)].__dict__[name])
 
 
 def _runtime() -> WorkerRuntime:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rayhelper.calls import collector, divide, layout_of, unsendable, where_of
@@ -21,8 +21,8 @@ from rayhelper.device_groups import DeviceGroup, DeviceGroups, all_roles
 from rayhelper.errors import DispatchError, RoleError, WorkerError
 from rayhelper.failures import add_note
 from rayhelper.futures import FinishedCall, Future, values_of
-from rayhelper.host import located
 from rayhelper.packing import Ledger, Packed, pack, unpack
+from rayhelper.parts import Identity, Record, check_hosts, own_objects
 from rayhelper.recording import Recording
 from rayhelper.roles import RoleMethod
 from rayhelper.runtime import Shard, WorkerInfo, acting_as
@@ -44,8 +44,15 @@ class InprocessCluster:
         return self.groups
 
     def construction(
-        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], groups: Sequence[InprocessGroup]
+        self,
+        cls: type,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        names: Collection[str],
+        groups: Sequence[InprocessGroup],
     ) -> Any:
+        for name in names:
+            check_hosts((args, kwargs), name)
         if not self.strict:
             return cls, args, kwargs
         try:
@@ -68,7 +75,6 @@ class SimulatedWorker(WorkerRuntime):
 
     def __init__(self, info: WorkerInfo) -> None:
         super().__init__(info, "this process")
-        self.trainers: dict[int, Any] = {}
         self.ledger = Ledger()
 
     def init_process_group(self, backend: str | None, timeout_s: float) -> None:
@@ -100,73 +106,72 @@ class InprocessGroup:
             for rank in range(size)
         ]
 
-    def construct(self, instance_id: int, construction: Any) -> None:
+    def construct(self, address: str, construction: Any) -> dict[str, Sequence[Record]]:
+        built: dict[str, Sequence[Record]] = {}
         for worker in self.workers:
-            packed = isinstance(construction, Packed)
-            cls, args, kwargs = unpack(construction) if packed else construction
-            with self.cluster.lock, acting_as(worker), _noted(f"{cls.__name__}.__init__", worker):
-                worker.trainers[instance_id] = cls(*args, **kwargs)
-            self._note_shards(instance_id, worker)
+            with self.cluster.lock, acting_as(worker):
+                packed = isinstance(construction, Packed)
+                cls, args, kwargs = unpack(construction) if packed else own_objects(construction)
+                with _noted(f"{cls.__name__}.__init__", worker):
+                    built[worker.describe()] = worker.build(address, cls, args, kwargs)
+            self.shards.note(worker.info.rank, worker.take_reports())
+        return built
 
-    def constructed(self, instance_id: int, started: None) -> None:
-        pass
+    def constructed(self, address: str, started: dict[str, Sequence[Record]]) -> dict[str, Sequence[Record]]:
+        return started
 
-    def drop(self, instance_id: int) -> None:
-        self.shards.drop(instance_id)
+    def drop(self, address: str) -> None:
+        self.shards.drop(address)
         for worker in self.workers:
-            worker.trainers.pop(instance_id, None)
+            worker.drop(address)
 
     def submit(
         self,
-        instance_id: int,
+        identity: Identity,
         method: RoleMethod[..., Any],
-        address: str,
+        location: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Future[Any]:
-        where = where_of(method, self.group.name)
-        layout = layout_of(method, self.shards, instance_id)
+        name, title = identity.called(method), identity.title(method)
+        where = where_of(title, self.group.name)
+        layout = layout_of(method, self.shards, str(identity.address))
         recording = self.cluster.recording
         started_ns = time.time_ns()
-        division = divide(method, layout.num_shards, *values_of(args, kwargs), where)
-        call = recording.dispatched(method, started_ns) if recording else 0
+        args, kwargs = values_of(args, kwargs)
+        check_hosts((args, kwargs), self.group.name)
+        division = divide(method, layout.num_shards, args, kwargs, where)
+        call = recording.dispatched(name, started_ns) if recording else 0
 
         def leaders_values() -> list[Any]:
             values = []
             for worker, shard in zip(self.workers, layout.shard_of, strict=False):
                 begun_ns = time.time_ns()
-                values.append(self._run(worker, instance_id, address, division.calls[shard], where))
+                values.append(self._run(worker, title, location, division.calls[shard], where))
                 if recording:
-                    recording.ran(method, worker.info.rank, begun_ns, call)
+                    recording.ran(name, method.role, worker.info.rank, begun_ns, call)
             return [values[rank] for rank in layout.leaders]
 
-        return Future(FinishedCall(leaders_values, collector(method, division.order, where, recording, call)))
+        return Future(FinishedCall(leaders_values, collector(method, division.order, where, name, recording, call)))
 
-    def _run(self, worker: SimulatedWorker, instance_id: int, address: str, call: Any, where: str) -> Any:
-        instance, method = located(worker.trainers, address)
-        args, kwargs = _sent(call, worker.ledger, where) if self.cluster.strict else call
-        before = _pickles(args, kwargs) if self.cluster.strict else {}
-        with (
-            self.cluster.lock,
-            acting_as(worker),
-            _noted(str(method), worker),
-            worker.inside(instance._rayhelper, method.role),
-        ):
-            try:
-                value = method.finished_call(instance, args, kwargs)
-            except BaseException:
-                worker.ledger.forget_changed()  # or the next call would be blamed
-                raise
-        self._note_shards(instance_id, worker)
-        if self.cluster.strict:
-            worker.ledger.check(f"{method} on {worker.describe()}")
-            _check_unchanged(before, _pickles(args, kwargs), f"{method} on {worker.describe()}")
-            value = _returned(value, f"{method} on {worker.describe()}")
-        return value
-
-    def _note_shards(self, instance_id: int, worker: SimulatedWorker) -> None:
-        reported = worker.trainers[instance_id]._rayhelper.take_reports()
-        self.shards.note(instance_id, worker.info.rank, reported)
+    def _run(self, worker: SimulatedWorker, title: str, location: str, call: Any, where: str) -> Any:
+        instance, method = worker.located(location)
+        on_worker = f"{title} on {worker.describe()}"
+        with self.cluster.lock, acting_as(worker):
+            args, kwargs = _sent(call, worker.ledger, where) if self.cluster.strict else own_objects(call)
+            before = _pickles(args, kwargs) if self.cluster.strict else {}
+            with _noted(title, worker), worker.inside(instance._rayhelper, method.role):
+                try:
+                    value = method.finished_call(instance, args, kwargs)
+                except BaseException:
+                    worker.ledger.forget_changed()  # or the next call would be blamed
+                    raise
+        self.shards.note(worker.info.rank, worker.take_reports())
+        if not self.cluster.strict:
+            return own_objects(value)
+        worker.ledger.check(on_worker)
+        _check_unchanged(before, _pickles(args, kwargs), on_worker)
+        return _returned(value, on_worker)
 
 
 class _noted:  # noqa: N801

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rayhelper.futures import Future
+from rayhelper.parts import Identity
 from rayhelper.process_group import join_process_group
 from rayhelper.recording import Recording
+from rayhelper.role_class import build
 from rayhelper.roles import RoleMethod
 from rayhelper.runtime import OFF, Route, Shard, WorkerInfo, state
 
@@ -22,13 +24,20 @@ class RecordedOff:
         atexit.register(self.teardown)
 
     def construct(
-        self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
     ) -> None:
-        object.__setattr__(instance, "_rayhelper", RecordedPlacement(self.recording))
-        init(instance, *args, **kwargs)
+        identity = Identity(instance, None if whole is None else whole._rayhelper.identity, None)
+        object.__setattr__(instance, "_rayhelper", RecordedPlacement(self.recording, identity))
+        build(init, instance, args, kwargs, identity)
+
+    def instance_at(self, address: str) -> Any:
+        return None  # nothing travels
+
+    def describe(self) -> str:
+        return "this process"
 
     def placement(self, method: RoleMethod[..., Any], target: Any) -> RecordedPlacement:
-        return RecordedPlacement(self.recording)
+        return RecordedPlacement(self.recording, Identity(target, None, None))
 
     def current(self) -> WorkerInfo:
         return OFF
@@ -50,8 +59,11 @@ class RecordedOff:
 class RecordedPlacement:
     """Everything runs here."""
 
-    def __init__(self, recording: Recording) -> None:
+    hosts = ()
+
+    def __init__(self, recording: Recording, identity: Identity) -> None:
         self.recording = recording
+        self.identity = identity
 
     def route(self, method: RoleMethod[..., Any]) -> Route:
         return "here"
@@ -61,7 +73,7 @@ class RecordedPlacement:
         try:
             return method.call(target, args, kwargs)
         finally:
-            self.recording.ran(method, 0, started_ns, 0)
+            self.recording.ran(self.identity.called(method), method.role, 0, started_ns, 0)
 
     def submit(
         self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

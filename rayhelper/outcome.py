@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rayhelper.errors import DeadlineError, RoleError
 from rayhelper.exchange import Watch
 from rayhelper.failures import Failure
-from rayhelper.runtime import Shard
+from rayhelper.parts import Record
+from rayhelper.shards import Reports
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,8 @@ class Outcome:
     call: str
     value: Any = None
     failure: Failure | None = None
-    shards: tuple[tuple[str, Shard], ...] = ()
+    shards: Reports = field(default_factory=dict)  # that the process reported since the last call
+    parts: tuple[Record, ...] = ()  # of the object that was constructed
     given: str = ""  # how many arguments and items
     left: bool = False  # it left its process group, to free those that waited for it
     depth: int = 0  # the constructors within which the call was made

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayhelper.errors import DispatchError
+from rayhelper.parts import placement_of, reference_to
 from rayhelper.slicing import instance_of
 
 LARGE_BYTES = 64 * 1024
@@ -77,6 +78,13 @@ def pack(value: Any) -> Packed:
     return Packed(stream.getvalue(), table, np.frombuffer(b"".join(parts), np.uint8), tuple(large))
 
 
+def dumps(value: Any) -> bytes:
+    """The value pickled with its arrays and tensors in it. Raises what pickling raises."""
+    stream = io.BytesIO()
+    _referring_pickler()(stream).dump(value)
+    return stream.getvalue()
+
+
 def unpack(packed: Packed, *, writable: bool = False, ledger: Ledger | None = None) -> Any:
     """The value; its arrays and tensors share the memory of ``packed``.
 
@@ -95,7 +103,8 @@ def unpack(packed: Packed, *, writable: bool = False, ledger: Ledger | None = No
 
 
 def worth_packing(value: Any, *, arrays: bool = False) -> bool:
-    """Whether the value is large (over LARGE_BYTES or 2,000 leaves) or holds a tensor (or, if asked, an array)."""
+    """Whether the value is large (over LARGE_BYTES or 2,000 leaves), or holds a tensor, a decorated object or, if
+    asked, an array."""
     if type(value) in _PLAIN:
         return False
     total, leaves, stack = 0, 0, [value]
@@ -106,6 +115,8 @@ def worth_packing(value: Any, *, arrays: bool = False) -> bool:
             return True
         if isinstance(item, (bytes, bytearray, str)):
             total += len(item)
+        elif placement_of(item) is not None:
+            return True
         elif isinstance(item, dict):
             stack.extend(item.values())
         elif isinstance(item, (list, tuple)):
@@ -171,8 +182,20 @@ def _pickler() -> type[Any]:
     return Pickler
 
 
+@functools.cache
+def _referring_pickler() -> type[Any]:
+    """Ray's pickler, for which decorated objects are references."""
+    from ray import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            return reference_to(value) or super().reducer_override(value)  # type: ignore[no-untyped-call]
+
+    return Pickler
+
+
 def _reduced(value: Any) -> tuple[Any, ...] | None:
-    """How arrays, tensors and lists of them are pickled; None: as they themselves say."""
+    """How arrays, tensors, lists of them and decorated objects are pickled; None: as they themselves say."""
     kind = type(value)
     if kind is np.ndarray:
         if value.dtype.hasobject or value.nbytes == 0:
@@ -190,7 +213,7 @@ def _reduced(value: Any) -> tuple[Any, ...] | None:
             tuple(value.shape),
             value.requires_grad,
         )
-    return None
+    return reference_to(value)
 
 
 def _is_plain_tensor(value: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import ray
@@ -12,8 +12,10 @@ from ray import cloudpickle
 
 from rayhelper import placement as placing
 from rayhelper.device_groups import DeviceGroups
-from rayhelper.errors import ConfigError, DispatchError
+from rayhelper.errors import ConfigError, DispatchError, RoleError
 from rayhelper.modules import user_modules
+from rayhelper.packing import dumps
+from rayhelper.parts import bound_for
 from rayhelper.recording import Recording
 from rayhelper.worker_group import WorkerGroup
 
@@ -58,14 +60,20 @@ class RayCluster:
         return self.groups
 
     def construction(
-        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], groups: Sequence[WorkerGroup]
+        self,
+        cls: type,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        names: Collection[str],
+        groups: Sequence[WorkerGroup],
     ) -> Any:
         """(class, args, kwargs) pickled once; modules that the nodes lack travel by value."""
         candidates = user_modules()
         lacking = set().union(*(group.missing_modules(candidates) for group in groups)) if candidates else set()
         for name in lacking:
             cloudpickle.register_pickle_by_value(sys.modules[name])
-        return ray.put(_pickled(cls, args, kwargs))
+        with bound_for(*names):
+            return ray.put(_pickled(cls, args, kwargs))
 
     def alive(self) -> bool:
         return bool(ray.is_initialized())
@@ -89,13 +97,15 @@ class RayCluster:
 def _pickled(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """A class and the arguments of its constructor. Raises DispatchError that says which of them does not pickle."""
     try:
-        return bytes(cloudpickle.dumps((cls, args, kwargs)))
+        return dumps((cls, args, kwargs))
+    except RoleError:
+        raise
     except Exception as error:
         named = {f"positional argument {i + 1} of {cls.__name__}(...)": value for i, value in enumerate(args)}
         named |= {f"argument {name!r} of {cls.__name__}(...)": value for name, value in kwargs.items()}
         for name, value in named.items():
             try:
-                cloudpickle.dumps(value)
+                dumps(value)
             except Exception as reason:
                 raise DispatchError(f"{name} cannot be sent to a worker: {reason}") from error
         raise DispatchError(

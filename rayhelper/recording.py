@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from rayhelper import trace
 from rayhelper.device_groups import DRIVER, DeviceGroups
 from rayhelper.errors import ConfigError
-from rayhelper.roles import RoleMethod
 
 if TYPE_CHECKING:
     from rayhelper.exchange import Exchange
@@ -43,21 +42,19 @@ class Recording:
         self.just_sent: list[tuple[Any, int, int]] = []  # what will stand in ``tasks``; made when it is needed
         self.dropped = 0
 
-    def dispatched(self, method: RoleMethod[..., Any], started_ns: int) -> int:
-        """The number of a call whose arguments were divided since ``started_ns``."""
+    def dispatched(self, name: str, started_ns: int) -> int:
+        """The number of a call of the method ``name`` whose arguments were divided since ``started_ns``."""
         call = next(self.numbers)
-        self.span("dispatch", method, started_ns, call)
+        self.span("dispatch", name, started_ns, call)
         return call
 
-    def span(self, phase: str, method: RoleMethod[..., Any], started_ns: int, call: int, num_bytes: int = 0) -> None:
+    def span(self, phase: str, name: str, started_ns: int, call: int, num_bytes: int = 0) -> None:
         """Something that the driver did from ``started_ns`` until now."""
-        name = method.function.__qualname__
         self.tracer.record(DRIVER, self.rank, phase, name, started_ns, time.time_ns(), call, num_bytes)
 
-    def ran(self, method: RoleMethod[..., Any], rank: int, started_ns: int, call: int) -> None:
+    def ran(self, name: str, role: str, rank: int, started_ns: int, call: int) -> None:
         """A worker that lives in this process ran a method since ``started_ns``."""
-        name = method.function.__qualname__
-        self.tracer.record(method.role, rank, "run", name, started_ns, time.time_ns(), call, 0)
+        self.tracer.record(role, rank, "run", name, started_ns, time.time_ns(), call, 0)
 
     def sent(self, task_id: Any, call: int, sent_ns: int) -> None:
         """A worker was asked to run a task for a call."""

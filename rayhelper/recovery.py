@@ -121,20 +121,20 @@ class Recovery:
     def _construct_anew(self, ranks: list[int]) -> None:
         crew = self.group.crew
         crew.replace(ranks)
-        for instance_id, payload in self.group.constructions.items():
-            if instance_id in self.group.constructing:
+        for address, payload in self.group.constructions.items():
+            if address in self.group.constructing:
                 continue
-            started = [crew.actors[rank].construct.remote(instance_id, payload) for rank in ranks]
+            started = [crew.actors[rank].construct.remote(address, payload) for rank in ranks]
             replies = ray.get(started, timeout=CONSTRUCTION_S)
             raise_failures(replies)
             for rank, reply in zip(ranks, replies, strict=True):
-                self.group.note_shards(instance_id, rank, reply)
+                self.group.note_shards(rank, reply)
 
     def _running(self, rank: int) -> str | None:
         """The call in which a worker died: the first that it has not answered."""
         for call in self.group.open.values():
             if rank < len(call.refs) and not answered(call.refs[rank]):
-                return str(call.method)
+                return call.title
         return None
 
     def _open_calls(self) -> list[GroupCall | Construction]:

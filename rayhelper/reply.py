@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rayhelper.packing import Ledger, Packed, unpack
-from rayhelper.runtime import Shard
+from rayhelper.shards import Reports
 
 
 @dataclass(frozen=True)
 class Reported:
-    """A value together with the shards that the worker reported since the last call, by role."""
+    """A value together with the shards that the worker reported since the last call."""
 
     value: Any
-    shards: Mapping[str, Shard]
+    shards: Reports
 
 
 def opened(reply: Any, *, writable: bool = False, ledger: Ledger | None = None) -> Any:

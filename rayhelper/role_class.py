@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 from rayhelper.device_groups import DRIVER
 from rayhelper.errors import DecorationError
+from rayhelper.failures import add_note
+from rayhelper.parts import Identity, begin_building, being_built, check_whole, end_building
 from rayhelper.roles import Kind, RoleMethod
 from rayhelper.runtime import state
 
@@ -23,12 +25,42 @@ S = TypeVar("S")
 
 
 def construct(init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Runs ``__init__`` on this instance and, on a driver, on every worker that hosts one of its roles."""
-    if state.active is None or instance._rayhelper is not None:
-        init(instance, *args, **kwargs)
+    """Runs ``__init__`` on this instance and, on a driver, on every worker that hosts one of its roles.
+
+    An instance that is built while another one's ``__init__`` runs is a part of that one. Raises DecorationError if the
+    class of the whole does not name the part's roles.
+    """
+    within = being_built()
+    if instance._rayhelper is not None or (within is not None and within.instance is instance):
+        init(instance, *args, **kwargs)  # the constructor of a base class
+        return
+    if within is not None:
+        check_whole(type(within.instance), type(instance))
+    if state.active is None:
+        build(init, instance, args, kwargs, Identity(instance, None if within is None else within.identity, None))
+        return
+    check_roles(type(instance))
+    if within is None:
+        state.active.construct(init, instance, args, kwargs, None)
     else:
-        check_roles(type(instance))
-        state.active.construct(init, instance, args, kwargs)
+        within.runtime.construct(init, instance, args, kwargs, within.instance)
+
+
+def build(
+    init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], identity: Identity
+) -> None:
+    """Runs ``__init__`` in this process; decorated objects that it builds are parts of the instance."""
+    token = begin_building(identity, instance)
+    try:
+        init(instance, *args, **kwargs)
+    except Exception as error:
+        if identity.whole is not None:
+            add_note(error, f"[in the __init__ of {identity.name}, a part of {identity.whole.name}]")
+            identity.whole.parts.remove(identity)
+        raise
+    finally:
+        end_building(token)
+    identity.is_built = True
 
 
 def decorate_class(cls: type[S], roles: tuple[str, ...]) -> type[S]:
@@ -46,10 +78,15 @@ def decorate_class(cls: type[S], roles: tuple[str, ...]) -> type[S]:
 
 
 def check_roles(cls: type) -> None:
-    """Raises DecorationError if a method belongs to a role that the class does not declare."""
+    """Raises DecorationError if a method belongs to a role that the class does not declare, or to one of several."""
     declared = cls.__rayhelper_roles__  # type: ignore[attr-defined]
     for name, method in role_methods(cls).items():
-        if method.role not in declared and method.role != DRIVER:
+        if method.is_own and len(declared) > 1:
+            raise DecorationError(
+                f"{cls.__name__}.{name} belongs to role 'own', the one role of its class, and the class declares "
+                f"{len(declared)} ({', '.join(declared)}). Name the method's role, or give the class one."
+            )
+        if not method.is_own and method.role not in declared and method.role != DRIVER:
             raise DecorationError(
                 f"{cls.__name__}.{name} belongs to role {method.role!r}, which the class does not declare "
                 f"(declared: {', '.join(declared)}). Add it to @RayHelper.worker(group=[...])."

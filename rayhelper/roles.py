@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec,
 from typing_extensions import TypeVar
 
 from rayhelper.collect import validate_collect
+from rayhelper.device_groups import OWN
 from rayhelper.dispatch import Whole, validate_dispatch
 from rayhelper.errors import DecorationError, RoleError
 from rayhelper.futures import Future, finished
@@ -59,6 +60,9 @@ class RoleMethod(Generic[P, R_co, S_co]):
         functools.update_wrapper(self, self.function)
         self.flavour = _flavour(self.function)
         self.wrapper = _WRAPPERS[self.flavour](self)
+        self.is_own = self.role == OWN
+        self.origin = self  # as it stands in its class
+        self.played: dict[str, RoleMethod[..., Any]] = {}  # of an own method: the same in the roles that play it
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.__name__ = name
@@ -81,13 +85,31 @@ class RoleMethod(Generic[P, R_co, S_co]):
         self: RoleMethod[P_plain, R, S], instance: object, owner: Any = None
     ) -> BoundRoleMethod[Concatenate[S, P_plain], R]: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if self.is_own:
+            method = self.played_by(owner if instance is None else type(instance))
+            if method is not self:
+                return method.__get__(instance, owner)
         if instance is not None:
             return BoundRoleMethod(self.wrapper, instance)
         return self if self.kind == "method" else BoundRoleMethod(self.wrapper, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> R_co:
         """``Class.method(instance, ...)``, and what ``property`` and other decorators call."""
-        return self.wrapper(*args, **kwargs)  # type: ignore[no-any-return]
+        method = self.played_by(type(args[0])) if self.is_own and args else self
+        return method.wrapper(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def played_by(self, cls: type | None) -> RoleMethod[..., Any]:
+        """The method in the one role of a class, if it is an own one; in a class without roles it stays as it is."""
+        roles = getattr(cls, "__rayhelper_roles__", ())
+        if not self.is_own or not roles:
+            return self
+        known = self.played.get(roles[0])
+        if known is None:
+            known = RoleMethod(self.function, roles[0], self.dispatch, self.execute, self.collect, self.kind)
+            known.__name__ = self.__name__
+            known.origin = self
+            self.played[roles[0]] = known
+        return known
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The undecorated method's own value."""

@@ -7,12 +7,13 @@ a worker process. Everything else that the library knows belongs to an instance 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from rayhelper.futures import Future
+    from rayhelper.parts import Identity
     from rayhelper.roles import RoleMethod
 
 Route = Literal["here", "skip", "group"]
@@ -49,6 +50,16 @@ OFF = WorkerInfo((), "off", 0, 1, 0, 1, 0, Shard(0, 1))  # the one worker of eve
 class Placement(Protocol):
     """Where the roles of one instance of a user's class run, seen from this process."""
 
+    @property
+    def identity(self) -> Identity:
+        """Who the instance is."""
+        ...
+
+    @property
+    def hosts(self) -> Collection[str]:
+        """The groups whose workers have the instance."""
+        ...
+
     def route(self, method: RoleMethod[..., Any]) -> Route:
         """Whether a call runs here, is skipped (a constructor still runs), or goes to a group. Raises RoleError."""
         ...
@@ -68,9 +79,20 @@ class Runtime(Protocol):
     """What a process is while Ray is on."""
 
     def construct(
-        self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
     ) -> None:
-        """Runs a user's ``__init__`` and leaves a ``Placement`` on the instance."""
+        """Runs a user's ``__init__`` and leaves a ``Placement`` on the instance.
+
+        ``whole``: the object of whose ``__init__`` this one is built, as a part; None: it is no part.
+        """
+        ...
+
+    def instance_at(self, address: str) -> Any:
+        """This process's own object at an address (``parts.py``); None if it does not have it."""
+        ...
+
+    def describe(self) -> str:
+        """Who this process is, for messages."""
         ...
 
     def placement(self, method: RoleMethod[..., Any], target: Any) -> Placement:

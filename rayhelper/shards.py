@@ -23,28 +23,30 @@ class Layout:
         return cls(tuple(range(size)), tuple(range(size)), size)
 
 
+Reports = Mapping[tuple[str, str], Shard]  # by address and role
+
 FIRST = Layout((0,), (0,), 1)  # of a call that worker 0 alone makes
 
 
 class ShardTable:
-    """What the workers of a group reported, by instance and role."""
+    """What the workers of a group reported, by the object's address and role."""
 
     def __init__(self, size: int, group: str) -> None:
         self.size = size
         self.group = group
-        self.reported: dict[tuple[int, str], dict[int, Shard]] = {}
-        self.layouts: dict[tuple[int, str], Layout] = {}
+        self.reported: dict[tuple[str, str], dict[int, Shard]] = {}
+        self.layouts: dict[tuple[str, str], Layout] = {}
         self.apart = Layout.apart(size)
 
-    def note(self, instance_id: int, rank: int, shards: Mapping[str, Shard]) -> None:
-        """Remembers the shards that a rank reported, by role."""
-        for role, shard in shards.items():
-            self.reported.setdefault((instance_id, role), {})[rank] = shard
-            self.layouts.pop((instance_id, role), None)
+    def note(self, rank: int, shards: Reports) -> None:
+        """Remembers the shards that a rank reported."""
+        for key, shard in shards.items():
+            self.reported.setdefault(key, {})[rank] = shard
+            self.layouts.pop(key, None)
 
-    def layout(self, instance_id: int, role: str) -> Layout:
-        """How a call of the role lies over the ranks. Raises ShardError."""
-        key = (instance_id, role)
+    def layout(self, address: str, role: str) -> Layout:
+        """How a call of an object's role lies over the ranks. Raises ShardError."""
+        key = (address, role)
         known = self.layouts.get(key)
         if known is None:
             reported = self.reported.get(key)
@@ -53,11 +55,16 @@ class ShardTable:
             known = self.layouts[key] = check_shards(reported, self.size, f"role {role!r} on group {self.group!r}")
         return known
 
-    def drop(self, instance_id: int) -> None:
-        """Forgets an instance."""
+    def drop(self, address: str) -> None:
+        """Forgets an object and its parts."""
         for table in (self.reported, self.layouts):
-            for key in [key for key in table if key[0] == instance_id]:
+            for key in [key for key in table if is_within(key[0], address)]:
                 del table[key]
+
+
+def is_within(address: str, whole: str) -> bool:
+    """Whether an address is that of a whole or of one of its parts."""
+    return address == whole or address.startswith(f"{whole}.")
 
 
 def check_shards(known: Mapping[int, Shard], size: int, where: str) -> Layout:

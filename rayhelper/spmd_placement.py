@@ -1,4 +1,4 @@
-"""One instance of a user's class under torchrun: the driver's and a worker's at once, on every process.
+"""One object of a user's class under torchrun: the driver's and a worker's at once, on every process.
 
 A call is divided here as everywhere, made on this process's own slice if it belongs to the group of the role, and
 settled with the other processes by ``torchrun.py``. A driver's method with ``execute='first'`` is run by process 0 for
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,9 @@ from rayhelper.exchange import Watch
 from rayhelper.failures import Failure, add_note
 from rayhelper.futures import FinishedCall, Future, finished, values_of
 from rayhelper.outcome import Outcome, deadline_error, in_collective
+from rayhelper.parts import Identity, check_hosts
 from rayhelper.roles import RoleMethod
-from rayhelper.runtime import Route, Shard, acting_as, state
+from rayhelper.runtime import Route, acting_as, state
 from rayhelper.slicing import num_items
 from rayhelper.worker_runtime import HostedPlacement, WorkerRuntime, refuse_to_travel
 
@@ -34,15 +35,17 @@ if TYPE_CHECKING:
 class SpmdPlacement:
     """One instance on this process: it is the driver's, and a worker's in every role that this process hosts."""
 
-    def __init__(self, runtime: TorchrunRuntime, instance_id: int, cls: type) -> None:
+    def __init__(self, runtime: TorchrunRuntime, identity: Identity, hosts: Collection[str] | None = None) -> None:
         self.runtime = runtime
-        self.instance_id = instance_id
-        self.cls = cls
-        self.is_constructing = True
+        self.identity = identity
         config = runtime.config
-        self.groups = {role: config.group_of(role) for role in getattr(cls, "__rayhelper_roles__", ())}
-        names = dict.fromkeys(group.name for group in self.groups.values())
-        self.hosted = {name: HostedPlacement(runtime.workers[name]) for name in names if name in runtime.workers}
+        roles = getattr(identity.cls, "__rayhelper_roles__", ())
+        self.groups = {role: config.group_of(role) for role in roles}
+        names = tuple(dict.fromkeys(group.name for group in self.groups.values()))
+        self.hosts = names if hosts is None else hosts
+        self.hosted = {
+            name: HostedPlacement(runtime.workers[name], identity) for name in names if name in runtime.workers
+        }
 
     def first_hosted(self) -> HostedPlacement | None:
         """Of the groups that this process belongs to, the first that the class declares."""
@@ -50,17 +53,16 @@ class SpmdPlacement:
 
     def route(self, method: RoleMethod[..., Any]) -> Route:
         if isinstance(state.active, WorkerRuntime):
-            hosted = self.hosted.get(state.active.info.group)
-            if hosted is None:
-                raise RoleError(f"{method}: this {self.cls.__name__} has no role on {state.active.describe()}.")
-            hosted.constructing = self.is_constructing
-            return hosted.route(method)
+            worker = state.active
+            return (self.hosted.get(worker.info.group) or HostedPlacement(worker, self.identity)).route(method)
         if method.role == DRIVER and (method.execute == "all" or self.runtime.alone):
             return "here"
-        if self.is_constructing and method.role != DRIVER:
+        if self.identity.is_building and method.role != DRIVER:
             return "here" if self._hosts(method) else "skip"
         if self.runtime.exchange.closed:
-            raise RoleError(f"{method}: this {self.cls.__name__} was left by RayHelper.teardown().")
+            raise RoleError(
+                f"{self.identity.title(method)}: this {self.identity.cls.__name__} was left by RayHelper.teardown()."
+            )
         return "group"
 
     def _hosts(self, method: RoleMethod[..., Any]) -> bool:
@@ -82,16 +84,18 @@ class SpmdPlacement:
             return self._made_by_first(method, target, args, kwargs)
         group = self.groups.get(method.role)
         if group is None:
-            raise undeclared(method, self.cls)
-        self.runtime.check_usable(str(method))
-        where = where_of(method, group.name)
+            raise undeclared(method, self.identity.cls)
+        name, title, address = self.identity.called(method), self.identity.title(method), str(self.identity.address)
+        self.runtime.check_usable(title)
+        where = where_of(title, group.name)
         started_ns = time.time_ns()
-        layout = layout_of(method, self.runtime.shards[group.name], self.instance_id)
+        layout = layout_of(method, self.runtime.shards[group.name], address)
         args, kwargs = values_of(args, kwargs)
+        check_hosts((args, kwargs), group.name)
         division = divide(method, layout.num_shards, args, kwargs, where)
         given = _given(method, args, kwargs)
         recording = self.runtime.recording
-        call = recording.dispatched(method, started_ns) if recording else 0
+        call = recording.dispatched(name, started_ns) if recording else 0
         members = self.runtime.members[group.name][: len(layout.shard_of)]
         rank = members.index(self.runtime.rank) if self.runtime.rank in members else None
 
@@ -104,23 +108,22 @@ class SpmdPlacement:
             with acting_as(hosted.runtime), hosted.runtime.inside(hosted, method.role):
                 value = method.finished_call(target, own_args, own_kwargs)
             if recording:
-                recording.ran(method, rank, begun_ns, call)
+                recording.ran(name, method.role, rank, begun_ns, call)
             return value if rank in layout.leaders else None
 
         def leaders_values() -> list[Any]:
             who = f"process {self.runtime.rank}" if rank is None else self.hosted[group.name].runtime.describe()
-            name = f"{method} of instance {self.instance_id}"
             with Watch(self.runtime.exchange, group.timeout_s) as watch:
-                outcome, error = self.attempt(name, str(method), who, own_value, watch)
+                outcome, error = self.attempt(f"{title} of instance {address}", title, who, own_value, watch)
             if rank is not None:
                 self.runtime.settle_owed()
             begun_ns = time.time_ns()
-            values = self.runtime.settle(self, replace(outcome, given=given), error, watch)
+            values = self.runtime.settle(replace(outcome, given=given), error, watch)
             if recording:
-                recording.span("wait", method, begun_ns, call, self.runtime.exchange.received_bytes)
+                recording.span("wait", name, begun_ns, call, self.runtime.exchange.received_bytes)
             return [values[members[leader]] for leader in layout.leaders]
 
-        collect = collector(method, division.order, where, recording, call)
+        collect = collector(method, division.order, where, name, recording, call)
         if rank is not None:
             return Future(FinishedCall(leaders_values, collect))
         self.runtime.settle_owed()  # whoever is one call behind holds nobody up, who is two behind might
@@ -131,15 +134,15 @@ class SpmdPlacement:
         self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
         """The value of a driver's method, which process 0 alone runs, on every process."""
-        runtime = self.runtime
-        runtime.check_usable(str(method))
+        runtime, title = self.runtime, self.identity.title(method)
+        runtime.check_usable(title)
         args, kwargs = unwrap(*values_of(args, kwargs))
         given = _given(method, args, kwargs)
 
         def own_value() -> Any:
             if runtime.rank > 0:
                 return None
-            runtime.alone = str(method)
+            runtime.alone = title
             try:
                 return method.finished_call(target, args, kwargs)
             finally:
@@ -147,12 +150,13 @@ class SpmdPlacement:
 
         def first_value() -> Any:
             with Watch(runtime.exchange, None) as watch:
-                outcome, error = self.attempt(str(method), str(method), f"process {runtime.rank}", own_value, watch)
+                outcome, error = self.attempt(title, title, f"process {runtime.rank}", own_value, watch)
             runtime.settle_owed()
             begun_ns = time.time_ns()
-            values = runtime.settle(self, replace(outcome, given=given), error, watch)
+            values = runtime.settle(replace(outcome, given=given), error, watch)
             if runtime.recording:
-                runtime.recording.span("wait", method, begun_ns, 0, runtime.exchange.received_bytes)
+                name = self.identity.called(method)
+                runtime.recording.span("wait", name, begun_ns, 0, runtime.exchange.received_bytes)
             return values[0]
 
         return finished(first_value)
@@ -163,8 +167,7 @@ class SpmdPlacement:
         """What ``run`` comes to on this process, for the others; and the exception itself."""
         try:
             value = self._in_time(call, run, watch)
-            shards = tuple((role, shard) for one in self.hosted.values() for role, shard in one.take_reports().items())
-            return Outcome(call, value, None, shards), None
+            return Outcome(call, value, None, self.runtime.take_reports()), None
         except Exception as error:
             failure = Failure.of(error, method, who, self.runtime.rank, pickle.dumps)
             add_note(error, f"[{method} on {who}]")
@@ -184,13 +187,6 @@ class SpmdPlacement:
         if late := watch.expired():
             raise deadline_error(call, watch, late)
         return value
-
-    def note(self, process: int, shards: dict[str, Shard]) -> None:
-        """Remembers the shards that another process reported."""
-        for role, shard in shards.items():
-            name = self.groups[role].name if role in self.groups else self.runtime.config.group_of(role).name
-            rank = self.runtime.members[name].index(process)
-            self.runtime.shards[name].note(self.instance_id, rank, {role: shard})
 
     __reduce__ = refuse_to_travel
 

@@ -26,7 +26,6 @@ from dataclasses import replace
 from typing import Any
 
 from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
-from rayhelper.driver import NO_INSTANCE
 from rayhelper.errors import ConfigError, DeadlineError, RoleError, WorkerDiedError
 from rayhelper.exchange import Exchange, Watch
 from rayhelper.failures import raise_first
@@ -38,11 +37,13 @@ from rayhelper.outcome import (
     in_collective,
     some_failed_before,
 )
+from rayhelper.parts import NO_INSTANCE, Identity, address_within, check_hosts, check_same_parts
 from rayhelper.process_group import Joined, in_process_group, join_process_group, leave_process_group, let_go
 from rayhelper.recording import Recording
+from rayhelper.role_class import build
 from rayhelper.roles import RoleMethod, not_constructed
 from rayhelper.runtime import Shard, WorkerInfo, state
-from rayhelper.shards import ShardTable
+from rayhelper.shards import Reports, ShardTable
 from rayhelper.spmd_placement import OwedCall, SpmdPlacement
 from rayhelper.worker_runtime import WorkerRuntime
 
@@ -64,7 +65,7 @@ class TorchrunRuntime:
             recording.rank = rank
         self.exchange = Exchange(rank, size)
         self.workers = {
-            group.name: TorchrunWorker(self._info(group), self.exchange)
+            group.name: TorchrunWorker(self._info(group), self)
             for group in config.groups
             if rank in self.members[group.name]
         }
@@ -87,29 +88,70 @@ class TorchrunRuntime:
         )
 
     def construct(
-        self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
     ) -> None:
+        if whole is not None:
+            self._construct_part(init, instance, args, kwargs, whole._rayhelper)
+            return
         self.check_usable(f"{type(instance).__name__}(...)")
         self.settle_owed()
-        placement = SpmdPlacement(self, self.num_instances, type(instance))
+        identity = Identity(instance, None, str(self.num_instances))
+        placement = SpmdPlacement(self, identity)
+        for group in placement.hosts:
+            check_hosts((args, kwargs), group)
         self.num_instances += 1
         object.__setattr__(instance, "_rayhelper", placement)
         self.constructing.append(placement)
         name = f"{type(instance).__name__}.__init__"
         try:
-            hosted = placement.first_hosted()
-            who = f"process {self.rank} of torchrun" if hosted is None else hosted.runtime.describe()
+            who = self.describe_host_of(placement)
             with Watch(self.exchange, None) as watch:
-                outcome, error = placement.attempt(name, name, who, lambda: init(instance, *args, **kwargs), watch)
+                outcome, error = placement.attempt(
+                    name, name, who, lambda: build(init, instance, args, kwargs, identity), watch
+                )
         finally:
             self.constructing.pop()
+            identity.is_built = True
+        outcome = replace(outcome, parts=identity.records())
         if self.ended is not None:  # the others have settled this one already, without this process
             depth, why = self.ended
             if depth == len(self.constructing):
                 self.ended = None
             raise why
-        self.settle(placement, outcome, error, watch)
-        placement.is_constructing = False
+        self.settle(outcome, error, watch)
+
+    def _construct_part(
+        self,
+        init: Callable[..., None],
+        instance: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        whole: SpmdPlacement,
+    ) -> None:
+        """It is settled with its whole."""
+        identity = Identity(instance, whole.identity, address_within(whole.identity))
+        placement = SpmdPlacement(self, identity, whole.hosts)
+        object.__setattr__(instance, "_rayhelper", placement)
+        self.constructing.append(placement)
+        try:
+            build(init, instance, args, kwargs, identity)
+        finally:
+            self.constructing.pop()
+
+    def describe_host_of(self, placement: SpmdPlacement) -> str:
+        """Who this process is to an object, for messages."""
+        hosted = placement.first_hosted()
+        return self.describe() if hosted is None else hosted.runtime.describe()
+
+    def describe(self) -> str:
+        return f"process {self.rank} of torchrun"
+
+    def instance_at(self, address: str) -> Any:
+        return None  # nothing that is passed leaves its process
+
+    def take_reports(self) -> dict[tuple[str, str], Shard]:
+        """The shards that this process reported since the last time, by address and role."""
+        return {key: shard for worker in self.workers.values() for key, shard in worker.take_reports().items()}
 
     def settle_owed(self) -> None:
         """Meets the others in a deferred call that this process is not in. Its future tells what failed there."""
@@ -117,7 +159,7 @@ class TorchrunRuntime:
         if owed is not None:
             owed.settle()
 
-    def settle(self, placement: SpmdPlacement, outcome: Outcome, error: Exception | None, watch: Watch) -> list[Any]:
+    def settle(self, outcome: Outcome, error: Exception | None, watch: Watch) -> list[Any]:
         """The values of all processes, after what they reported has been noted.
 
         A process that has left a constructor, having failed in it, meets those that make a call within it. What it
@@ -125,20 +167,20 @@ class TorchrunRuntime:
 
         Raises:
             What a process raised, on every process.
-            RoleError: the processes do not make the same call, or not with the same arguments.
+            RoleError: the processes do not make the same call, or not with the same arguments, or built other parts.
             WorkerDiedError, DeadlineError: a process ended, or did not come in time.
         """
         outcomes = self._exchanged(replace(outcome, depth=len(self.constructing)), error, watch)
         outermost = min(other.depth for other in outcomes)
         if outermost == len(self.constructing):
-            return self._settled(placement, outcomes, error)
+            return self._settled(outcomes, error)
         try:
-            return self._settled(placement, outcomes, error)
+            return self._settled(outcomes, error)
         except Exception as why:
             self.ended = outermost, why
             raise
 
-    def _settled(self, placement: SpmdPlacement, outcomes: list[Outcome], error: Exception | None) -> list[Any]:
+    def _settled(self, outcomes: list[Outcome], error: Exception | None) -> list[Any]:
         comparable = not some_failed_before(outcomes)
         if comparable:
             check_same_call(outcomes)
@@ -152,9 +194,17 @@ class TorchrunRuntime:
             if error is not None and min(failures, key=lambda one: one.time_ns) is outcomes[self.rank].failure:
                 raise error
             raise_first(failures)
+        built = {f"process {rank} of torchrun": other.parts for rank, other in enumerate(outcomes)}
+        here = next(iter(built))
+        check_same_parts(outcomes[0].call.removesuffix(".__init__"), here, built.pop(here), built)
         for rank, other in enumerate(outcomes):
-            placement.note(rank, dict(other.shards))
+            self._note_shards(rank, other.shards)
         return [other.value for other in outcomes]
+
+    def _note_shards(self, process: int, shards: Reports) -> None:
+        for (address, role), shard in shards.items():
+            name = self.config.group_of(role).name
+            self.shards[name].note(self.members[name].index(process), {(address, role): shard})
 
     def _exchanged(self, outcome: Outcome, error: Exception | None, watch: Watch) -> list[Outcome]:
         left = [watch.left]
@@ -212,7 +262,9 @@ class TorchrunRuntime:
 
     def placement(self, method: RoleMethod[..., Any], target: Any) -> Any:
         if method.role == DRIVER:
-            return SpmdPlacement(self, NO_INSTANCE, type(target))
+            identity = Identity(target, None, NO_INSTANCE)
+            identity.is_built = True
+            return SpmdPlacement(self, identity)
         raise not_constructed(method, target)
 
     def current(self) -> WorkerInfo:
@@ -255,9 +307,10 @@ class TorchrunRuntime:
 class TorchrunWorker(WorkerRuntime):
     """What this process is while it runs a method of a role."""
 
-    def __init__(self, info: WorkerInfo, exchange: Exchange) -> None:
-        super().__init__(info, f"{os.environ.get('GROUP_RANK', '0')} (torchrun rank {exchange.rank})")
-        self.exchange = exchange
+    def __init__(self, info: WorkerInfo, process: TorchrunRuntime) -> None:
+        super().__init__(info, f"{os.environ.get('GROUP_RANK', '0')} (torchrun rank {process.rank})")
+        self.process = process
+        self.exchange = process.exchange
         self.times_joined = 0
 
     def init_process_group(self, backend: str | None, timeout_s: float) -> None:

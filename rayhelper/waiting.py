@@ -49,7 +49,7 @@ def replies_of(group: WorkerGroup, what: str, call: GroupCall | Construction, ti
 
 def replies_as_they_come(group: WorkerGroup, call: GroupCall, ranks: Iterable[int]) -> Iterator[tuple[int, Any]]:
     """(rank, reply) of these ranks of a call, in the order in which they finish. Raises as ``replies_of`` does."""
-    what, limit_s = str(call.method), group.group.timeout_s
+    what, limit_s = call.title, group.group.timeout_s
     left = set(ranks)
     while left:
         group.check_usable(what)

@@ -26,6 +26,7 @@ from rayhelper.device_groups import DeviceGroup
 from rayhelper.errors import RoleError
 from rayhelper.futures import Future
 from rayhelper.group_call import Construction, GroupCall, late_calls, sources_of
+from rayhelper.parts import Identity, Record, bound_for
 from rayhelper.plan import Slot
 from rayhelper.recording import Recording
 from rayhelper.recovery import Recovery
@@ -53,8 +54,8 @@ class WorkerGroup:
         self.recording = recording
         self.crew = Crew(group, slots, reserved, neighbours=neighbours, inherits=inherits, trace=recording is not None)
         self.shards = ShardTable(len(slots), group.name)
-        self.constructions: dict[int, Any] = {}  # by instance, for workers that are replaced
-        self.constructing: dict[int, Construction] = {}  # by instance
+        self.constructions: dict[str, Any] = {}  # by address, for workers that are replaced
+        self.constructing: dict[str, Construction] = {}  # by address
         self.open: dict[int, GroupCall] = {}  # calls whose outcome is not known yet, in order
         self.recovery = Recovery(self)
         self.lock = threading.RLock()
@@ -73,42 +74,43 @@ class WorkerGroup:
             except RayActorError as error:
                 self.recovery.died(error, "__init__", None, 0)
 
-    def construct(self, instance_id: int, payload: Any) -> Construction:
+    def construct(self, address: str, payload: Any) -> Construction:
         self.recovery.finish()
         self.check_usable("__init__")
-        call = Construction(self, instance_id, payload)
+        call = Construction(self, address, payload)
         with self.lock:
-            self.constructions[instance_id] = payload
-            self.constructing[instance_id] = call
+            self.constructions[address] = payload
+            self.constructing[address] = call
             call.send(range(len(self.crew.actors)))
         return call
 
-    def constructed(self, instance_id: int, started: Construction) -> None:
+    def constructed(self, address: str, started: Construction) -> dict[str, Sequence[Record]]:
         limit_s = max(CONSTRUCTION_S, self.group.timeout_s or 0.0)
         replies = replies_of(self, "__init__", started, limit_s)
-        for rank, reply in enumerate(replies):
-            self.note_shards(instance_id, rank, reply)
-        del self.constructing[instance_id]
+        built = {self.crew.describe(rank): self.note_shards(rank, reply) for rank, reply in enumerate(replies)}
+        del self.constructing[address]
+        return built
 
-    def drop(self, instance_id: int) -> None:
-        self.constructions.pop(instance_id, None)
-        self.constructing.pop(instance_id, None)
-        self.shards.drop(instance_id)
-        self.crew.forget(instance_id)
+    def drop(self, address: str) -> None:
+        self.constructions.pop(address, None)
+        self.constructing.pop(address, None)
+        self.shards.drop(address)
+        self.crew.forget(address)
 
     def submit(
         self,
-        instance_id: int,
+        identity: Identity,
         method: RoleMethod[..., Any],
-        address: str,
+        location: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Future[Any]:
         self.recovery.finish()
         self._make_room()
         started_ns = time.time_ns() if self.recording else 0
-        where = self.where(method)
-        layout = layout_of(method, self.shards, instance_id)
+        title, name = identity.title(method), identity.called(method)
+        where = self.where(title)
+        layout = layout_of(method, self.shards, str(identity.address))
         sources = sources_of(args, kwargs)
         order: list[int] | None = None
         if sources:
@@ -116,11 +118,11 @@ class WorkerGroup:
         else:
             division = divide(method, layout.num_shards, args, kwargs, where)
             calls, order = division.calls, division.order
-        number = self.recording.dispatched(method, started_ns) if self.recording else 0
+        number = self.recording.dispatched(name, started_ns) if self.recording else 0
         sent, num_bytes = self._payloads(calls, layout.shard_of, where) if args or kwargs else ([()], 0)
         if self.recording:
-            self.recording.span("serialise", method, started_ns, number, num_bytes)
-        call = GroupCall(self, instance_id, method, address, layout, order, sent, sources, number)
+            self.recording.span("serialise", name, started_ns, number, num_bytes)
+        call = GroupCall(self, method, title, name, location, layout, order, sent, sources, number)
         with self.lock:
             call.send(range(len(layout.shard_of)))
             self.open[id(call)] = call
@@ -129,10 +131,13 @@ class WorkerGroup:
     def _payloads(self, calls: list[Any], shard_of: tuple[int, ...], where: str) -> tuple[list[tuple[Any, ...]], int]:
         """What each shard is sent (one for all, if it is the same), and its bytes."""
         try:
-            if all(call is calls[0] for call in calls):
-                value, num_bytes = sendable(calls[0], len(shard_of))
-                return [(value,)], num_bytes
-            pairs = [sendable(call, shard_of.count(k)) for k, call in enumerate(calls)]
+            with bound_for(self.group.name):
+                if all(call is calls[0] for call in calls):
+                    value, num_bytes = sendable(calls[0], len(shard_of))
+                    return [(value,)], num_bytes
+                pairs = [sendable(call, shard_of.count(k)) for k, call in enumerate(calls)]
+        except RoleError:
+            raise
         except Exception as error:
             raise unsendable(where, error) from error
         return [(value,) for value, _ in pairs], sum(size for _, size in pairs)
@@ -152,15 +157,15 @@ class WorkerGroup:
         """The outcome of a call is known."""
         self.open.pop(id(call), None)
 
-    def where(self, method: RoleMethod[..., Any]) -> str:
-        """The call, as error messages name it."""
-        return where_of(method, self.group.name)
+    def where(self, title: str) -> str:
+        """A call of the method that messages call ``title``, as error messages name it."""
+        return where_of(title, self.group.name)
 
-    def note_shards(self, instance_id: int, rank: int, reply: Any) -> Any:
+    def note_shards(self, rank: int, reply: Any) -> Any:
         """The value of a worker's reply; shards that came with it are remembered."""
         if not isinstance(reply, Reported):
             return reply
-        self.shards.note(instance_id, rank, reply.shards)
+        self.shards.note(rank, reply.shards)
         return reply.value
 
     def check_usable(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""What a process is while it is a worker: which roles it hosts, who it is, and what its instances may call.
+"""What a process is while it is a worker: which roles it hosts, who it is, and what its objects may call.
 
 A Ray worker is one for its whole life (``host.py``); in process and under torchrun a process is one while it runs the
 body of a worker's method.
@@ -12,9 +12,12 @@ from typing import Any
 
 from rayhelper.device_groups import DRIVER
 from rayhelper.errors import RoleError
+from rayhelper.parts import Identity, Record, address_within, placement_of
 from rayhelper.process_group import Joined, join_process_group, leave_process_group
-from rayhelper.roles import RoleMethod, not_constructed
+from rayhelper.role_class import build
+from rayhelper.roles import RoleMethod, find_method, not_constructed
 from rayhelper.runtime import Route, Shard, WorkerInfo
+from rayhelper.shards import is_within
 
 
 def refuse_to_travel(placement: Any) -> Any:
@@ -23,24 +26,24 @@ def refuse_to_travel(placement: Any) -> Any:
 
 
 class HostedPlacement:
-    """The roles of one instance that this worker hosts."""
+    """The roles of one object, a whole or a part, that this worker hosts."""
 
-    def __init__(self, runtime: WorkerRuntime) -> None:
+    def __init__(self, runtime: WorkerRuntime, identity: Identity) -> None:
         self.runtime = runtime
-        self.constructing = True
+        self.identity = identity
+        self.hosts = (runtime.info.group,)
         self.shards: dict[str, Shard] = {}
-        self.unreported: set[str] = set()
 
     def route(self, method: RoleMethod[..., Any]) -> Route:
         if method.role in self.runtime.info.roles:
             return "here"
-        if self.constructing:
+        if self.identity.is_building:
             return "skip"
-        info = self.runtime.info
+        info, title = self.runtime.info, self.identity.title(method)
         if method.role == DRIVER:
-            raise RoleError(f"{method} runs on the driver only, and was called on {self.runtime.describe()}.")
+            raise RoleError(f"{title} runs on the driver only, and was called on {self.runtime.describe()}.")
         raise RoleError(
-            f"{method} was called on {self.runtime.describe()}, which does not host role {method.role!r} (it hosts "
+            f"{title} was called on {self.runtime.describe()}, which does not host role {method.role!r} (it hosts "
             f"{', '.join(info.roles)}). Call it from the driver, or let one device group host both roles."
         )
 
@@ -55,13 +58,8 @@ class HostedPlacement:
         """The worker's shard in these roles, to be told with its next reply."""
         for role in roles:
             self.shards[role] = shard
-            self.unreported.add(role)
-
-    def take_reports(self) -> dict[str, Shard]:
-        """The shards that were reported since the last time, by role."""
-        reported = {role: self.shards[role] for role in self.unreported}
-        self.unreported.clear()
-        return reported
+            if self.identity.address is not None:
+                self.runtime.unreported[self.identity.address, role] = shard
 
     __reduce__ = refuse_to_travel
 
@@ -88,21 +86,64 @@ class WorkerRuntime:
         self.node = node
         self.context: list[tuple[HostedPlacement, str | None]] = []
         self.joined: Joined | None = None
+        self.instances: dict[str, Any] = {}  # by address
+        self.awaited: str | None = None  # the address of the whole that is about to be constructed
+        self.unreported: dict[tuple[str, str], Shard] = {}  # by address and role
+
+    def build(self, address: str, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Record, ...]:
+        """Constructs the object that the driver knows by ``address``; its parts."""
+        self.awaited = address
+        try:
+            instance = cls(*args, **kwargs)
+        except BaseException:
+            self.drop(address)
+            raise
+        finally:
+            self.awaited = None
+        self.instances[address] = instance
+        return placement_of(instance).identity.records()  # type: ignore[no-any-return]
 
     def construct(
-        self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
     ) -> None:
-        placement = HostedPlacement(self)
+        if whole is None:
+            address, self.awaited = self.awaited, None  # None: this process alone has it
+            identity = Identity(instance, None, address)
+        else:
+            enclosing = whole._rayhelper.identity
+            identity = Identity(instance, enclosing, address_within(enclosing))
+        placement = HostedPlacement(self, identity)
         object.__setattr__(instance, "_rayhelper", placement)
+        if identity.address is not None:
+            self.instances[identity.address] = instance  # others may be given it while it is built
         with self.inside(placement, None):
-            init(instance, *args, **kwargs)
-        placement.constructing = False
+            build(init, instance, args, kwargs, identity)
+
+    def drop(self, address: str) -> None:
+        """Forgets an object and its parts; their memory is freed."""
+        for known in [known for known in self.instances if is_within(known, address)]:
+            del self.instances[known]
+
+    def take_reports(self) -> dict[tuple[str, str], Shard]:
+        """The shards that were reported since the last time, by address and role."""
+        reported, self.unreported = self.unreported, {}
+        return reported
+
+    def located(self, location: str) -> tuple[Any, RoleMethod[..., Any]]:
+        """The object and the method at a location, as ``driver.location_of`` writes it."""
+        address, mro_index, name = location.split(" ", 2)
+        instance = self.instances[address]
+        method = find_method(type(instance).__mro__[int(mro_index)].__dict__[name])
+        return instance, method.played_by(type(instance))
+
+    def instance_at(self, address: str) -> Any:
+        return self.instances.get(address)
 
     def placement(self, method: RoleMethod[..., Any], target: Any) -> HostedPlacement:
         if isinstance(target, type) or method.kind != "method":
-            placement = HostedPlacement(self)
-            placement.constructing = False
-            return placement
+            identity = Identity(target, None, None)
+            identity.is_built = True
+            return HostedPlacement(self, identity)
         if method.role == DRIVER and self.context:
             return self.context[-1][0]  # skipped if its instance is being constructed, else refused
         raise not_constructed(method, target)

@@ -8,7 +8,7 @@ sharing.py       groups on the devices of another; assignment.py: which ranks ev
 group.py         DeviceGroup; keys.py: what may be written; mistakes.py: what is wrong with it, and how it is told
 """
 
-from rayhelper.device_groups.group import DRIVER, DeviceGroup
+from rayhelper.device_groups.group import DRIVER, OWN, DeviceGroup
 from rayhelper.device_groups.groups import DeviceGroups, all_roles
 
-__all__ = ["DRIVER", "DeviceGroup", "DeviceGroups", "all_roles"]
+__all__ = ["DRIVER", "OWN", "DeviceGroup", "DeviceGroups", "all_roles"]

@@ -7,15 +7,15 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
-from rayhelper import dispatch as dispatching
-from rayhelper import futures
 from rayhelper.device_groups import DRIVER, OWN, DeviceGroups
 from rayhelper.errors import ConfigError, DecorationError, RayHelperError, ShardError
-from rayhelper.futures import Future
-from rayhelper.process_group import join_process_group
-from rayhelper.role_class import decorate_class
-from rayhelper.roles import RoleMethod
-from rayhelper.runtime import OFF, Runtime, Shard, WorkerInfo, state
+from rayhelper.roles import futures
+from rayhelper.roles.classes import decorate_class
+from rayhelper.roles.futures import Future
+from rayhelper.roles.methods import RoleMethod
+from rayhelper.roles.runtime import OFF, Runtime, Shard, WorkerInfo, state
+from rayhelper.values import dispatch as dispatching
+from rayhelper.worker.process_group import join_process_group
 
 RUNTIMES = ("ray", "torchrun", "inprocess", "off")
 
@@ -253,25 +253,25 @@ def _started(
     """The runtime, its workers ready. Each is imported only when it is used: torchrun needs no Ray, nor Ray torch."""
     recording = None
     if trace is not None:
-        from rayhelper.recording import Recording
+        from rayhelper.timeline.recording import Recording
 
         recording = Recording(os.fspath(trace), runtime, groups)
     if runtime == "ray":
-        from rayhelper.driver import DriverRuntime
-        from rayhelper.ray_cluster import RayCluster
+        from rayhelper.runtimes.driver import DriverRuntime
+        from rayhelper.runtimes.ray.cluster import RayCluster
 
         return DriverRuntime(groups, RayCluster(ray_address, recording))
     if runtime == "inprocess":
-        from rayhelper.driver import DriverRuntime
-        from rayhelper.inprocess import InprocessCluster
+        from rayhelper.runtimes.driver import DriverRuntime
+        from rayhelper.runtimes.inprocess import InprocessCluster
 
         return DriverRuntime(groups, InprocessCluster(strict=strict, recording=recording))
     if runtime == "torchrun":
-        from rayhelper.torchrun import TorchrunRuntime
+        from rayhelper.runtimes.torchrun.runtime import TorchrunRuntime
 
         return TorchrunRuntime(groups, recording)
     if recording is not None:
-        from rayhelper.off import RecordedOff
+        from rayhelper.runtimes.off import RecordedOff
 
         return RecordedOff(recording)
     return None

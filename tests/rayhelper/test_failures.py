@@ -22,7 +22,7 @@ from rayhelper import (
     WorkerDiedError,
     WorkerError,
 )
-from rayhelper.runtime import state
+from rayhelper.roles.runtime import state
 from tests.conftest import without_runtime
 from tests.rayhelper.test_calls import Trainer
 

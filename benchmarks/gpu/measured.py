@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainers.grpo import GRPOTrainer
-from trainers.grpo_config import GRPOConfig
+from trainers.grpo.config import GRPOConfig
+from trainers.grpo.trainer import GRPOTrainer
 
 
 class MeasuredGRPO(GRPOTrainer):

@@ -38,16 +38,16 @@ from tests.e2e.runs import (
 from tests.e2e.test_grpo import rewards_of_learning
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.rayhelper.test_torchrun import torchrun
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Rollouts, Samples, Tasks
 from trainers.cli import placement
-from trainers.completions import prompts_of, sampling_of
-from trainers.gkd import GKDTrainer
-from trainers.grpo import GRPOTrainer
-from trainers.grpo_config import GRPOConfig
+from trainers.gkd.trainer import GKDTrainer
+from trainers.grpo.config import GRPOConfig
+from trainers.grpo.trainer import GRPOTrainer
 from trainers.metrics import Metrics
+from trainers.parts.engine import prompts_of, sampling_of
 from trainers.parts.generator import Generator
-from trainers.ppo import PPOTrainer
+from trainers.ppo.trainer import PPOTrainer
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf import HfEngine
 

@@ -23,17 +23,17 @@ from tests.conftest import RaySession
 from tests.e2e.runs import apart, lines
 from tests.e2e.test_vllm_runs import ROLES, greedy_config, prompts_learned
 from tests.golden.tiny import save_tiny
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Ragged, Rollouts, Samples, Sequences, Tasks
-from trainers.generation_plan import StepPlan
-from trainers.grpo import GRPOTrainer
-from trainers.grpo_config import GRPOConfig
-from trainers.grpo_samples import Rewarded
+from trainers.grpo.config import GRPOConfig
+from trainers.grpo.plan import StepPlan
+from trainers.grpo.samples import Rewarded
+from trainers.grpo.trainer import GRPOTrainer
 from trainers.metrics import Metrics
 from trainers.parts.generator import Generator
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf import HfEngine
-from trainers.run import Run
+from trainers.run.run import Run
 
 BEFORE = 3  # tokens of a completion before new weights come
 

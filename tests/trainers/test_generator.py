@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from rayhelper import Channel, ChannelError, DeadlineError
-from trainers.completion_config import CompletionConfig
+from trainers.configuration.completion import CompletionConfig
 from trainers.parts.generator import Generator, Pending
 from trainers.parts.policy import ModelLostError, Policy
-from trainers.timing import Stopwatch
-from trainers.weight_sync import EngineLostError, StaleWeightsError
+from trainers.parts.weights import EngineLostError, StaleWeightsError
+from trainers.run.timing import Stopwatch
 
 
 class Call:

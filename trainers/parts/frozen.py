@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rayhelper import RayHelper
-from trainers.config import TrainConfig
+from trainers.configuration.shared import TrainConfig
 from trainers.parts.policy import Model, Trained
 
 

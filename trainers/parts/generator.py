@@ -8,7 +8,7 @@
 
 Asynchronously: ``pending = generator.begin(prompts, step)``, ``generator.finished(pending)`` and, when all completions
 of a round are there, ``generator.rest()``. A worker that dies and is replaced gets an engine and weights, and completes
-its prompts once more. How weights get from worker to worker is ``weight_sync.py``; the seconds that all of this takes
+its prompts once more. How weights get from worker to worker is ``weights.py``; the seconds that all of this takes
 count in the run's phases ``generate`` (waiting for completions), ``sync`` and ``offload``.
 
 Policy and engine on the same devices make room for each other:
@@ -30,19 +30,19 @@ import torch
 
 from rayhelper import Channel, ChannelError, DeadlineError, RayHelper
 from trainers.batch import Prompts, Rollouts, Tasks
-from trainers.completion_config import CompletionConfig
-from trainers.completions import build_engine, prompts_of, sampling_of, seed_of
+from trainers.configuration.completion import CompletionConfig
 from trainers.data.rows import prompt_of
+from trainers.parts.engine import build_engine, prompts_of, sampling_of, seed_of
 from trainers.parts.policy import Policy
 from trainers.parts.rewarder import Rewarder
+from trainers.parts.weights import EngineLostError, Way, arrivals, copy, first_of, receive, rest, way_of
 from trainers.plugins import load_plugins
 from trainers.rewards.functions import chat_completions
 from trainers.rewards.pool import RewardPool
 from trainers.rollout.base import Completion, Engine, Sampling
 from trainers.rollout.environments import Environment
 from trainers.rollout.episodes import Stage
-from trainers.run import Run, load_tokenizer
-from trainers.weight_sync import EngineLostError, Way, arrivals, copy, first_of, receive, rest, way_of
+from trainers.run.run import Run, load_tokenizer
 
 TIMEOUT_S = 600.0  # how long one side waits for the other: engines do nothing else then, or look now and then
 NOT_SENT = (EngineLostError, ChannelError, DeadlineError)  # an engine is lost, or busy with what is no decoding

@@ -24,11 +24,11 @@ import torch
 from rayhelper import Channel, RayHelper
 from trainers.backends.base import Backend, TokenFunction
 from trainers.batch import Ragged, Sequences, TopLogps
-from trainers.completion_config import CompletionConfig
-from trainers.config import TrainConfig
+from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.shared import TrainConfig
 from trainers.metrics import Metrics
-from trainers.run import build_backend, num_shards
-from trainers.weight_sync import exported, first_of, make_room, send
+from trainers.parts.weights import exported, first_of, make_room, send
+from trainers.run.run import build_backend, num_shards
 
 LOST = "this worker has no {}: build was not called, or it took the place of a worker that died. Resume the run from a \
 checkpoint (resume_from_checkpoint: auto)."

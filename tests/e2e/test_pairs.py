@@ -29,6 +29,7 @@ from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.cli import load_config, placement, run
 from trainers.dpo.config import DPOConfig
 from trainers.dpo.trainer import DPOTrainer
+from trainers.parts.frozen import Reference
 from trainers.reward.config import RewardConfig
 from trainers.reward.trainer import RewardTrainer
 from trainers.rewards.models import RewardModel
@@ -180,7 +181,7 @@ def test_references_computed_beforehand_change_nothing(model: str, reference: st
     DPOTrainer(dpo_config(model, tmp_path / "each", **keys)).train()
     trainer = DPOTrainer(dpo_config(model, tmp_path / "before", **keys, precompute_ref_log_probs=True))
     trainer.train()
-    assert trainer.reference is None, "the reference model was not freed"
+    assert trainer.reference.backend is None, "the reference model was not freed"
     for found, expected in zip(lines(tmp_path / "before"), lines(tmp_path / "each"), strict=True):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
@@ -207,7 +208,7 @@ def test_a_policy_with_its_adapter_merged_scores_as_before(model: str, tmp_path:
 def test_without_a_reference_none_is_loaded(model: str, tmp_path: Path) -> None:
     trainer = DPOTrainer(dpo_config(model, tmp_path, reference_free=True))
     last = trainer.train()
-    assert trainer.reference is None
+    assert trainer.reference.backend is None
     assert last["rewards/chosen"] == pytest.approx(0.1 * last["logps/chosen"])
 
 
@@ -224,8 +225,8 @@ RESUMED: dict[str, dict[str, Any]] = {
 def references_built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The models of which a reference was built."""
     built: list[str] = []
-    build = DPOTrainer.build_reference
-    monkeypatch.setattr(DPOTrainer, "build_reference", lambda self, model: (built.append(model), build(self, model)))
+    build = Reference.build
+    monkeypatch.setattr(Reference, "build", lambda self, model: (built.append(model), build(self, model)))
     return built
 
 

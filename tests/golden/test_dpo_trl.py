@@ -143,8 +143,7 @@ def test_steps_equal_trl(model: str, reference: str, plain: Training, tmp_path: 
     def train() -> tuple[Steps, torch.nn.Module]:
         trainer = DPOTrainer(our_config(model, case, tmp_path / "ours", ref_model=other))
         trainer.train()
-        assert trainer.backend is not None
-        return logged_steps(tmp_path / "ours"), trainer.backend.module
+        return logged_steps(tmp_path / "ours"), trainer.policy.built.module
 
     ours = recorded(train)
     theirs = train_trls(model, other, case, tmp_path / "trl")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainers.backends import patches
+from trainers.backends.fsdp import patches
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         total += part
 
     kernels = SimpleNamespace(add=add)
-    monkeypatch.setitem(sys.modules, "trainers.backends.gradient_kernels", kernels)
-    monkeypatch.setattr("trainers.backends.gradient_kernels", kernels, raising=False)
+    monkeypatch.setitem(sys.modules, "trainers.backends.fsdp.gradient_kernels", kernels)
+    monkeypatch.setattr("trainers.backends.fsdp.gradient_kernels", kernels, raising=False)
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rayhelper import RayHelper
-from rayhelper.runtime import state
+from rayhelper.roles.runtime import state
 from tests.conftest import RaySession, may_stay, without_runtime
 from tests.rayhelper.parts.launch import outcomes
 from tests.rayhelper.parts.layouts import LAUNCHES, LAYOUTS, OFF, Layout
@@ -33,7 +33,6 @@ def run(request: pytest.FixtureRequest) -> Run:
     """One runtime and layout after the other."""
     runtime, name = request.param
     layout = LAYOUTS.get(name, OFF)
-    tell: Callable[[Story], list[Any]]
     if runtime == "torchrun":
         launches: Launches = request.getfixturevalue("launches")
         return Run(runtime, layout, lambda told: launches.values(told, layout))
@@ -112,13 +111,13 @@ class Launches:
         """One table of outcomes a process. A story that ends the launch is one of few, so it is made again."""
         folder = self.folder / str(processes)
         folder.mkdir()
-        command = ["-m", "tests.rayhelper.parts.launch", str(folder), *LAUNCHES[processes]]
-        for _ in range(MOST_LAUNCHES):
+        for attempt in range(MOST_LAUNCHES):
+            command = ["-m", "tests.rayhelper.parts.launch", str(folder), str(attempt), *LAUNCHES[processes]]
             done = torchrun(processes, *command, cwd=ROOT)
             if done.returncode == 0:
                 break
             self.last_words = done.stderr[-4000:]
-        return [outcomes(folder / f"{rank}.jsonl") for rank in range(processes)]
+        return [outcomes(folder, f"{rank}-*.jsonl") for rank in range(processes)]
 
 
 @pytest.fixture(scope="session")

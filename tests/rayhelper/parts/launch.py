@@ -1,7 +1,7 @@
-"""Tells every story under torchrun: ``torchrun -m tests.rayhelper.parts.launch FOLDER LAYOUT...``
+"""Tells every story under torchrun: ``torchrun -m tests.rayhelper.parts.launch FOLDER ATTEMPT LAYOUT...``
 
-Each process writes to ``FOLDER/<rank>.jsonl`` that it begins a story, and then what the story came to. A launch that
-ended in one story is made again for those that no process has begun.
+Each process writes to ``FOLDER/<rank>-<attempt>.jsonl`` that it begins a story, and then what the story came to. A
+launch that ended in one story is made again for those that no process had begun.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tests.rayhelper.parts.layouts import LAYOUTS, Layout
 from tests.rayhelper.parts.stories import Story, all_stories, opener, plain, session_of
@@ -21,14 +21,18 @@ from tests.rayhelper.parts.stories import Story, all_stories, opener, plain, ses
 LONGEST_S = 60  # of one story: a hang ends with the stacks of all threads
 
 
-def main(folder: Path, rank: int, layouts: list[str]) -> None:
-    begun = {story for path in folder.glob("*.jsonl") for story in outcomes(path)}
-    with (folder / f"{rank}.jsonl").open("a") as file:
+def main(folder: Path, rank: int, attempt: int, layouts: list[str]) -> None:
+    begun = {story for earlier in range(attempt) for story in outcomes(folder, f"*-{earlier}.jsonl")}
+    with (folder / f"{rank}-{attempt}.jsonl").open("w") as file:
         for layout in layouts:
             for name, told in all_stories().items():
-                if (layout, name) not in begun and (not told.opens or layout in told.layouts):  # type: ignore[attr-defined]
-                    for each in ({"failed": "the launch ended in it"}, outcome(told, LAYOUTS[layout])):
-                        print(json.dumps({"layout": layout, "story": name, **each}), file=file, flush=True)
+                if (layout, name) not in begun and layout in told.layouts:  # type: ignore[attr-defined]
+                    write(file, layout, name, {"failed": "the launch ended in it"})
+                    write(file, layout, name, outcome(told, LAYOUTS[layout]))
+
+
+def write(file: TextIO, layout: str, name: str, came_to: dict[str, Any]) -> None:
+    print(json.dumps({"layout": layout, "story": name, **came_to}), file=file, flush=True)
 
 
 def outcome(told: Story, layout: Layout) -> dict[str, Any]:
@@ -46,11 +50,11 @@ def outcome(told: Story, layout: Layout) -> dict[str, Any]:
         gc.collect()
 
 
-def outcomes(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """What one process has written, by layout and story."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+def outcomes(folder: Path, pattern: str) -> dict[tuple[str, str], dict[str, Any]]:
+    """What was written to these files, by layout and story."""
+    lines = [json.loads(line) for path in sorted(folder.glob(pattern)) for line in path.read_text().splitlines()]
     return {(line["layout"], line["story"]): line for line in lines}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(os.environ["RANK"]), sys.argv[2:])
+    main(Path(sys.argv[1]), int(os.environ["RANK"]), int(sys.argv[2]), sys.argv[3:])

@@ -36,21 +36,24 @@ STORIES: dict[str, Story] = {}
 
 
 def story(told: Story) -> Story:
-    """Registers a story that is told inside a session."""
-    told.opens = False  # type: ignore[attr-defined]
-    STORIES[name_of(told)] = told
-    return told
+    """Registers a story that is told inside a session, in every layout."""
+    return _registered(told, opens=False, layouts=LAYOUTS_OF["torchrun"])
+
+
+def story_not_under_torchrun(told: Story) -> Story:
+    """Registers a story that takes too long where no call can be given up."""
+    return _registered(told, opens=False, layouts=())
 
 
 def story_that_opens(*layouts: str) -> Callable[[Story], Story]:
-    """Registers a story that gets a function ``session(trace=..., timeout_s=...)``, to be told in these layouts."""
+    """Registers a story that gets a function ``session(trace=..., timeout_s=...)``; torchrun: told in these layouts."""
+    return functools.partial(_registered, opens=True, layouts=layouts)
 
-    def register(told: Story) -> Story:
-        told.opens, told.layouts = True, layouts  # type: ignore[attr-defined]
-        STORIES[name_of(told)] = told
-        return told
 
-    return register
+def _registered(told: Story, *, opens: bool, layouts: tuple[str, ...]) -> Story:
+    told.opens, told.layouts = opens, layouts  # type: ignore[attr-defined]
+    STORIES[name_of(told)] = told
+    return told
 
 
 def name_of(told: Story) -> str:

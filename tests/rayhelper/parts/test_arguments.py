@@ -145,7 +145,7 @@ def test_a_decorated_object_arrives_where_it_lives_and_is_refused_elsewhere(run:
         else:
             for name, one in seen[role].items():
                 kind = "Trainer" if name == "the whole" else "policy"
-                assert says(one, "RoleError", kind, f"by_{role}", run.layout.group(role)), name
+                assert says(one, "RoleError", kind, repr(run.layout.group(role))), name
 
 
 def test_a_call_that_was_refused_did_not_begin(run: Run) -> None:
@@ -273,8 +273,8 @@ def test_a_part_given_to_the_constructor_of_another_whole(run: Run) -> None:
         assert again == {"returned": [11, []]}
         assert after == 12
     else:
-        assert says(judged, "RoleError", "policy", "Judge")
-        assert says(again, "RoleError", "policy", "Judge")
+        assert says(judged, "RoleError", "Trainer.policy", repr(run.layout.group("judge")))
+        assert says(again, "RoleError", "Trainer.policy", repr(run.layout.group("judge")))
         assert after == 11
 
 

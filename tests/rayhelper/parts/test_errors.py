@@ -8,8 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from rayhelper import RayHelper
-from rayhelper.trace import read
-from tests.rayhelper.parts.stories import Open, Run, agreed, only, raised, runs, says, story, story_that_opens
+from rayhelper.timeline.trace import read
+from tests.rayhelper.parts.stories import (
+    Open,
+    Run,
+    agreed,
+    only,
+    raised,
+    runs,
+    says,
+    story,
+    story_not_under_torchrun,
+    story_that_opens,
+)
 
 
 @RayHelper.worker(group="train")
@@ -148,7 +159,7 @@ def test_a_value_that_cannot_be_sent_back_names_the_part(run: Run) -> None:
     assert says(run(a_value_that_cannot_be_sent), "WorkerError", "Trainer.scorers[0].unsendable")
 
 
-@story
+@story_not_under_torchrun
 def a_deadline() -> Any:
     trainer = Trainer()
     call = trainer.policy.wait.defer(60.0)
@@ -251,6 +262,6 @@ def test_an_exception_of_a_parts_constructor_on_one_worker_is_the_wholes(run: Ru
     overlapped = run.layout.name == "overlapping"  # there every process of the others is one of the learners first
     for group in hosting - ({"others"} if overlapped else set()):
         rank = len(run.layout.groups[group].ranks) - 1
-        assert says(seen[group], "ValueError", f"no weights on rank {rank}", "policy", "__init__", repr(group))
-    assert says(seen["set_up"], "ValueError", "no weights in set_up", "policy", "rank 0")
+        assert says(seen[group], "ValueError", f"no weights on rank {rank}", "Failing", "__init__", repr(group))
+    assert says(seen["set_up"], "ValueError", "no weights in set_up", "Failing", "rank 0")
     assert after == [2, 1]

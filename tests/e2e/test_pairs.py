@@ -28,7 +28,7 @@ from tests.e2e.runs import (
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.cli import load_config, placement, run
 from trainers.dpo.config import DPOConfig
-from trainers.dpo.trainer import DPOTrainer
+from trainers.dpo.trainer import DPOTrainer, counts_of, with_chosen_accuracy
 from trainers.parts.frozen import Reference
 from trainers.reward.config import RewardConfig
 from trainers.reward.trainer import RewardTrainer
@@ -94,17 +94,17 @@ def one_step(case: str, model: str, reference: str, folder: Path, **cut: Any) ->
     }
     if case.startswith("reward"):
         scorer = RewardTrainer(reward_config(model, folder, **settings))
-        scorer.build(model, 10, scorer.tokenizer.pad_token_id)
-        metrics = scorer.update(scorer.pairs[np.arange(num_pairs)], num_pairs)
-        scorer.export(folder)
+        scorer.build(10)
+        metrics = scorer.policy.step(scorer.pairs[np.arange(num_pairs)], num_pairs)
+        scorer.policy.export(folder)
         evaluation = scorer.evaluate()
     else:
         trainer = DPOTrainer(dpo_config(model, folder, ref_model=reference, **settings))
         trainer.prepare_reference()
-        trainer.build_policy(model, 10)
+        trainer.policy.build(model, 10)
         pairs = trainer.with_reference(trainer.pairs[np.arange(num_pairs)], 2)
-        metrics = trainer.update(pairs, num_pairs, pairs.num_chosen_tokens)
-        trainer.export(folder)
+        metrics = with_chosen_accuracy(trainer.policy.step(pairs, counts_of(pairs)))
+        trainer.policy.export(folder)
         evaluation = trainer.evaluate()
     return metrics.values(), load_file(folder / "model.safetensors"), evaluation
 
@@ -189,7 +189,7 @@ def test_references_computed_beforehand_change_nothing(model: str, reference: st
 def test_without_its_adapter_the_policy_is_the_reference(model: str, tmp_path: Path) -> None:
     own = DPOTrainer(dpo_config(model, tmp_path / "own", tuner_type="lora"))
     own.train()
-    assert own.reference is None
+    assert own.reference.backend is None
     DPOTrainer(dpo_config(model, tmp_path / "other", tuner_type="lora", ref_model=model)).train()
     assert lines(tmp_path / "own") == lines(tmp_path / "other")
     assert final_bytes(tmp_path / "own") == final_bytes(tmp_path / "other")

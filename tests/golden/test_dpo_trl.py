@@ -160,7 +160,7 @@ def test_evaluation_equals_trl(model: str, reference: str, tmp_path: Path, name:
     rows = case.rows[:5]
     trainer = DPOTrainer(our_config(model, case, tmp_path, ref_model=reference, eval_dataset=rows))
     trainer.prepare_reference()
-    trainer.build_policy(model, 1)
+    trainer.policy.build(model, 1)
     ours = trainer.evaluate()
     theirs = trls_trainer(model, reference, case, tmp_path, eval_dataset=Dataset.from_list(rows)).evaluate()
     further = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_num_tokens", "epoch")

@@ -12,7 +12,7 @@ import numpy as np
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.adapters import layer_names
 from trainers.backends.base import Backend
-from trainers.backends.hf_model import default_device
+from trainers.backends.device import default_device
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.completion_config import CompletionConfig, said_model_len
 from trainers.data.rows import tokenize_prompts

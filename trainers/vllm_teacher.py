@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
-from trainers.backends.hf_model import default_device
+from trainers.backends.device import default_device
 from trainers.batch import Ragged, Sequences
 from trainers.completions import check_can_sleep, check_model_fits, sampling_of, share_model
 from trainers.gkd_config import GKDConfig

@@ -33,11 +33,11 @@ from trainers.backends.adapters import (
     without_adapter,
 )
 from trainers.backends.base import SentWeights, TokenFunction
+from trainers.backends.device import default_device
 from trainers.backends.head import room_of
 from trainers.backends.hf_model import (
     ModelHead,
     build_model,
-    default_device,
     evaluating,
     load_named_weights,
     named_weights,

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from rayhelper import ConfigError, RayHelper
-from trainers.backends.hf_model import default_device
+from trainers.backends.device import default_device
 from trainers.batch import Prompts, Ragged, Rollouts, Sequences
 from trainers.configuration.typed_values import nearest, typed
 from trainers.fingerprints import added_up, fingerprint, fingerprints

@@ -27,8 +27,9 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from rayhelper import ConfigError
 from trainers.backends.base import SentWeights, TokenFunction
+from trainers.backends.device import default_device
 from trainers.backends.head import LinearHead, Scores, room_of
-from trainers.backends.hf_model import ModelHead, default_device
+from trainers.backends.hf_model import ModelHead
 from trainers.backends.inputs import Place, in_order, micro_batches, num_targets
 from trainers.backends.megatron import layout
 from trainers.backends.megatron.adapter_checkpoint import load_adapter, save_adapter

@@ -89,7 +89,7 @@ class Synced:
     @RayHelper.function(group="rollout")
     def build_rollout(self) -> None:
         from tests.golden.tiny import tiny_tokenizer
-        from trainers.rollout.vllm import VllmEngine
+        from trainers.rollout.vllm.engine import VllmEngine
 
         settings = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 512, "gpu_memory_utilization": 0.3}
         self.engine = VllmEngine(self.model, tiny_tokenizer(), dtype=DTYPE, engine_kwargs=settings)

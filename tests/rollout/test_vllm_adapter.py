@@ -32,7 +32,7 @@ from trainers.configuration.command_line import load_config
 from trainers.fingerprints import fingerprints
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf import HfEngine
-from trainers.rollout.vllm import VllmEngine
+from trainers.rollout.vllm.engine import VllmEngine
 from trainers.weight_sync import StaleWeightsError, copy, receive, send
 
 in_vllm_process = pytest.mark.xdist_group("vllm")

@@ -14,9 +14,9 @@ import torch
 
 from tests.golden.tiny import tiny_tokenizer
 from tests.rollout.prompts import prompts_of, save_decided
-from trainers.rollout import vllm_patches
 from trainers.rollout.base import Sampling
-from trainers.rollout.vllm import VllmEngine
+from trainers.rollout.vllm import decoding, patches
+from trainers.rollout.vllm.engine import VllmEngine
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
@@ -46,7 +46,7 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.v1.attention.ops import triton_unified_attention
 
     monkeypatch.setattr(triton_unified_attention, "kernel_unified_attention", Kernel())
-    monkeypatch.setattr(vllm_patches, "_is_hopper", lambda: True)
+    monkeypatch.setattr(patches, "_is_hopper", lambda: True)
     return triton_unified_attention
 
 
@@ -62,7 +62,7 @@ def started(attention: Any, grid: tuple[int, ...] = (10, 2), **changed: Any) -> 
 
 
 def test_decoding_steps_start_the_kernel_in_small_blocks(attention: Any) -> None:
-    vllm_patches.small_blocks_decode()
+    patches.small_blocks_decode()
     assert started(attention) == {"num_warps": 2, "num_stages": 2}
     assert started(attention, num_warps=8) == {"num_stages": 2}  # what vLLM says itself stays
 
@@ -79,12 +79,12 @@ def test_decoding_steps_start_the_kernel_in_small_blocks(attention: Any) -> None
     ],
 )
 def test_other_steps_start_it_as_vllm_does(attention: Any, changed: dict[str, Any]) -> None:
-    vllm_patches.small_blocks_decode()
+    patches.small_blocks_decode()
     assert started(attention, **changed) == {}
 
 
 def test_a_version_that_says_less_of_a_step_starts_it_as_it_does(attention: Any) -> None:
-    vllm_patches.small_blocks_decode()
+    patches.small_blocks_decode()
     attention.kernel_unified_attention[(10, 2)](1, 2, HEAD_SIZE=128)
     assert attention.kernel_unified_attention.kernel.started == [((10, 2), {"HEAD_SIZE": 128})]
 
@@ -92,19 +92,19 @@ def test_a_version_that_says_less_of_a_step_starts_it_as_it_does(attention: Any)
 def test_it_is_changed_once_and_stays_the_kernel_for_all_else(attention: Any) -> None:
     kernel = attention.kernel_unified_attention
     for _ in range(2):
-        vllm_patches.small_blocks_decode()
+        patches.small_blocks_decode()
     assert attention.kernel_unified_attention.kernel is kernel
     assert attention.kernel_unified_attention.cache == "its own"
 
 
 def test_where_it_was_not_measured_nothing_changes(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = attention.kernel_unified_attention
-    monkeypatch.setattr(vllm_patches, "_is_hopper", lambda: False)
-    vllm_patches.small_blocks_decode()
+    monkeypatch.setattr(patches, "_is_hopper", lambda: False)
+    patches.small_blocks_decode()
     assert attention.kernel_unified_attention is kernel
-    monkeypatch.setattr(vllm_patches, "_is_hopper", lambda: True)
+    monkeypatch.setattr(patches, "_is_hopper", lambda: True)
     monkeypatch.setattr(attention, "kernel_unified_attention", None)
-    vllm_patches.small_blocks_decode()
+    patches.small_blocks_decode()
     assert attention.kernel_unified_attention is None
 
 
@@ -186,8 +186,8 @@ def test_what_allocation_skips_would_have_changed_nothing(
     prompts = prompts_of(range(20, 44, 2))
     sampling = Sampling(max_completion_length=length, generation_kwargs={"min_tokens": length})
     expected = engine.generate(prompts, sampling, seed=1)
-    cache.allocate_slots = checked(vllm_patches._allocate, allocate, "allocate")
-    cache.cache_blocks = checked(vllm_patches._cache, to_cache, "cache")
+    cache.allocate_slots = checked(decoding.allocate, allocate, "allocate")
+    cache.cache_blocks = checked(decoding.cache, to_cache, "cache")
     watched = engine.generate(prompts, sampling, seed=1)
     cache.allocate_slots, cache.cache_blocks = allocate, to_cache
     plain = engine.generate(prompts, sampling, seed=1)
@@ -204,7 +204,7 @@ def test_a_page_that_is_full_is_cached(num_tokens: int, enabled: bool, asked: in
     calls: list[Any] = []
     pages = SimpleNamespace(block_size=32, num_cached_block={"one": 1})
     request = SimpleNamespace(request_id="one")
-    vllm_patches._cache(
+    decoding.cache(
         SimpleNamespace(enable_caching=enabled), pages, lambda *given: calls.append(given), request, num_tokens
     )
     assert calls == [(request, num_tokens)] * asked
@@ -230,7 +230,7 @@ def test_caches_of_other_kinds_and_versions_stay_as_they_are(
     cache = SimpleNamespace(
         coordinator=SimpleNamespace(single_type_managers=managers), allocate_slots=0, cache_blocks=0
     )
-    vllm_patches.quick_allocation(SimpleNamespace(kv_cache_manager=cache))
+    patches.quick_allocation(SimpleNamespace(kv_cache_manager=cache))
     is_known = (kinds, version) == (["FullAttentionManager"], "0.32.0")
     assert (cache.allocate_slots != 0) == (cache.cache_blocks != 0) == is_known
 
@@ -272,7 +272,7 @@ def test_requests_are_after_each_step_what_vllm_would_have_made_of_them(small_en
         pages = cache.coordinator.single_type_managers[0]
         scheduler.update_from_output = watched
         engine.engine.reset_prefix_cache()
-        engine._cache_salt, engine.version = 0, 0
+        engine.core.cache_salt, engine.version = 0, 0
         finished = []
         sampling = Sampling(max_completion_length=110, stop_token_ids=(7, 9), generation_kwargs={"min_tokens": 90})
         engine.submit(prompts, sampling, seed=1)
@@ -288,7 +288,7 @@ def test_requests_are_after_each_step_what_vllm_would_have_made_of_them(small_en
                 engine.load_weights([], part=True)
             if not engine.num_running:
                 break
-        while scheduler.has_requests() or engine._batches():
+        while scheduler.has_requests() or engine.core.batches():
             engine.advance()
         first = min(completion.number for completion in finished)
         return history, [dataclasses.replace(completion, number=completion.number - first) for completion in finished]
@@ -337,9 +337,7 @@ def updated(**changed: Any) -> tuple[list[Any], Any]:
     scheduler["requests"] = scheduler["requests"] or {"one": SimpleNamespace(**request)}
     decoded: list[Any] = []
     step = SimpleNamespace(**planned)
-    told = vllm_patches._update(
-        SimpleNamespace(**scheduler), decoded, lambda *given: given, step, SimpleNamespace(**found)
-    )
+    told = decoding.update(SimpleNamespace(**scheduler), decoded, lambda *given: given, step, SimpleNamespace(**found))
     assert step.num_scheduled_tokens == planned["num_scheduled_tokens"]
     return decoded, told[0]
 
@@ -403,7 +401,7 @@ def test_unusual_schedulers_stay_as_they_are(
     for kind, known in ((AsyncScheduler, True), (type("Theirs", (AsyncScheduler,), {}), False)):
         scheduler = object.__new__(kind)
         vars(scheduler).update(dict.fromkeys(names, True))
-        assert vllm_patches.quick_update(scheduler) == []
+        assert patches.quick_update(scheduler) == []
         assert ("update_from_output" in vars(scheduler)) == (is_quick and known)
 
 
@@ -423,8 +421,8 @@ def ahead(engine: VllmEngine, *, is_quick: bool) -> tuple[list[Any], Counter[str
     scheduler = AsyncScheduler(like.vllm_config, like.kv_cache_config, like.structured_output_manager, like.block_size)
     decoded = []
     if is_quick:
-        vllm_patches.quick_allocation(scheduler)
-        decoded = vllm_patches.quick_update(scheduler)
+        patches.quick_allocation(scheduler)
+        decoded = patches.quick_update(scheduler)
     flights, history, seen, resets = [], [], Counter[str](), (45, 130)
     for step in range(600):
         for place in range(4) if step < 300 and not step % 30 else ():

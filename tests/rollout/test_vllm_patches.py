@@ -1,4 +1,4 @@
-"""Which steps start vLLM's Triton attention otherwise; and what is skipped would have changed nothing."""
+"""Steps that start vLLM's Triton attention otherwise; what is skipped changes nothing; where all stays vLLM's."""
 
 import copy
 import dataclasses
@@ -108,6 +108,16 @@ def test_where_it_was_not_measured_nothing_changes(attention: Any, monkeypatch: 
     assert attention.kernel_unified_attention is None
 
 
+def test_an_engine_without_patches_gets_the_kernel_back(attention: Any) -> None:
+    kernel = attention.kernel_unified_attention
+    patches.small_blocks_decode(False)
+    assert attention.kernel_unified_attention is kernel
+    patches.small_blocks_decode()
+    assert attention.kernel_unified_attention is not kernel
+    patches.small_blocks_decode(False)
+    assert attention.kernel_unified_attention is kernel
+
+
 def test_the_kernel_takes_what_the_choice_is_made_by() -> None:
     """The names are vLLM's: were they others, a decoding step would fail."""
     import inspect
@@ -126,11 +136,12 @@ def test_the_kernel_takes_what_the_choice_is_made_by() -> None:
 ASYNC = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"  # which GPUs have: it caches as tokens come back
 
 
-def small_engine_in(folder: Path, **settings: Any) -> VllmEngine:
+def small_engine_in(folder: Path, *, patches: bool = True, **settings: Any) -> VllmEngine:
     """Has pages for half of what it may run."""
     return VllmEngine(
         save_decided(folder, scale=4.0, head_dim=32),
         tiny_tokenizer(),
+        patches=patches,
         engine_kwargs={"max_model_len": 200, "max_num_seqs": 8, "block_size": 32, "num_gpu_blocks_override": 16}
         | settings,
     )
@@ -471,15 +482,163 @@ def ahead(engine: VllmEngine, *, is_quick: bool) -> tuple[list[Any], Counter[str
     return history, seen
 
 
-def test_with_a_step_in_flight_requests_are_what_vllm_would_have_made_of_them(tmp_path: Path) -> None:
-    engine = small_engine_in(tmp_path)
-    try:
-        expected, theirs = ahead(engine, is_quick=False)
-        got, ours = ahead(engine, is_quick=True)
-    finally:
-        engine.close()
+@pytest.fixture(scope="module")
+def plain_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    engine = small_engine_in(tmp_path_factory.mktemp("plain"), patches=False)
+    yield engine
+    engine.close()
+
+
+def test_with_a_step_in_flight_requests_are_what_vllm_would_have_made_of_them(plain_engine: VllmEngine) -> None:
+    expected, theirs = ahead(plain_engine, is_quick=False)
+    got, ours = ahead(plain_engine, is_quick=True)
     for step, (one, other) in enumerate(zip(got, expected, strict=True)):
         assert one == other, step
     assert not theirs["quick"]
     assert ours["quick"] > 0.8 * ours["tokens"]
     assert all(ours[name] for name in ("stop", "length", "given up", "preempted")), ours
+
+
+# --- without the patches
+
+
+def test_an_engine_without_patches_steps_as_vllm_does(plain_engine: VllmEngine) -> None:
+    scheduler = plain_engine.core.scheduler
+    cache = scheduler.kv_cache_manager
+    assert scheduler.update_from_output.__func__ is type(scheduler).update_from_output
+    assert cache.allocate_slots.__func__ is type(cache).allocate_slots
+    assert cache.cache_blocks.__func__ is type(cache).cache_blocks
+    completed = plain_engine.generate(prompts_of([5, 9]), Sampling(max_completion_length=12), seed=1)
+    assert completed.completion_ids.lengths.min() > 0
+
+
+@pytest.fixture
+def parts(attention: Any) -> Any:
+    """A scheduler and its cache, which all patches are for."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    scheduler = object.__new__(AsyncScheduler)
+    pages = type("FullAttentionManager", (), {})()
+    pages.block_size, pages.block_pool = 16, SimpleNamespace(hash_block_size=16)
+    coordinator = SimpleNamespace(single_type_managers=[pages])
+    scheduler.kv_cache_manager = SimpleNamespace(coordinator=coordinator, allocate_slots=0, cache_blocks=0)
+    return scheduler
+
+
+def patched(scheduler: Any, attention: Any) -> set[str]:
+    """What is not vLLM's own after all patches were asked for, twice."""
+    for _ in range(2):
+        patches.small_blocks_decode()
+        patches.quick_allocation(scheduler)
+        patches.quick_update(scheduler)
+    found = {
+        "small_blocks_decode": isinstance(attention.kernel_unified_attention, decoding.DecodingKernel),
+        "quick_allocation": scheduler.kv_cache_manager.allocate_slots != 0,
+        "quick_update": "update_from_output" in vars(scheduler),
+    }
+    return {name for name, is_patched in found.items() if is_patched}
+
+
+def other_function() -> None:
+    """The function of vLLM has another source."""
+
+
+@pytest.mark.parametrize(
+    ("patch", "place"), [(patch, place) for patch, places in patches.SOURCES.items() for place in places]
+)
+def test_a_function_that_was_not_compared_stays_vllms_and_one_line_says_so(
+    patch: str,
+    place: str,
+    parts: Any,
+    attention: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module, _, name = place.partition(":")
+    monkeypatch.setattr(f"{module}.{name}", other_function)
+    patches._tell.cache_clear()
+    assert patched(parts, attention) == patches.SOURCES.keys() - {patch}
+    (line,) = [record.getMessage() for record in caplog.records if record.name == patches.__name__]
+    assert line.startswith("vLLM 0.32.0: ")
+    assert f": {patch} stays off, as it was not compared with its {name}." in line
+
+
+def test_all_functions_of_this_version_were_compared(
+    parts: Any, attention: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert patched(parts, attention) == patches.SOURCES.keys()
+    assert not [record for record in caplog.records if record.name == patches.__name__]
+
+
+@pytest.mark.parametrize(("version", "is_known"), [("0.26.0", True), ("0.33.0", False), ("0.3.2", False)])
+def test_a_version_that_was_compared_without_its_source_goes_by_its_number(
+    version: str,
+    is_known: bool,
+    parts: Any,
+    attention: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    if is_known:
+        monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler.update_from_output", other_function)
+    patches._tell.cache_clear()
+    assert patched(parts, attention) == (patches.SOURCES.keys() if is_known else set())
+    lines = [record.getMessage() for record in caplog.records if record.name == patches.__name__]
+    assert len(lines) == (0 if is_known else 3)
+    assert all(f"vLLM {version}: " in line and "compared with this version" in line for line in lines)
+
+
+# --- what an engine cannot do without
+
+
+def test_requests_that_have_computed_nothing_are_salted_again() -> None:
+    hashed: list[str] = []
+
+    def request(name: str, num_computed_tokens: int) -> Any:
+        return SimpleNamespace(
+            num_computed_tokens=num_computed_tokens,
+            cache_salt="1",
+            block_hashes=["old"],
+            update_block_hashes=lambda: hashed.append(name),
+        )
+
+    requests = {"waits": request("waits", 0), "runs": request("runs", 5)}
+    patches.salt_again(SimpleNamespace(requests=requests), "2")
+    assert {name: (one.cache_salt, one.block_hashes) for name, one in requests.items()} == {
+        "waits": ("2", []),
+        "runs": ("1", ["old"]),
+    }
+    assert hashed == ["waits"]
+
+
+@pytest.mark.parametrize("missing", patches.SALTED)
+def test_requests_that_cannot_be_salted_are_told_and_need_it_only_with_a_cache(missing: str) -> None:
+    request = SimpleNamespace(**{name: 0 for name in patches.SALTED if name != missing})
+    scheduler = SimpleNamespace(requests={"one": request}, kv_cache_manager=SimpleNamespace(enable_caching=True))
+    with pytest.raises(RuntimeError, match=f"no {missing} of requests.*vllm_enable_prefix_caching: false"):
+        patches.salt_again(scheduler, "2")
+    scheduler.kv_cache_manager.enable_caching = False
+    patches.salt_again(scheduler, "2")
+
+
+def test_an_engine_ends_with_its_process_where_it_would_end_itself() -> None:
+    finalizer = SimpleNamespace(atexit=True)
+    patches.end_with_process(SimpleNamespace(engine_core=SimpleNamespace(_finalizer=finalizer)))
+    assert finalizer.atexit is False
+    patches.end_with_process(SimpleNamespace(engine_core=SimpleNamespace()))
+
+
+def test_the_group_of_vllms_processes_is_left_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed import parallel_state
+
+    ended: list[str] = []
+    monkeypatch.setattr(parallel_state, "_WORLD", SimpleNamespace(destroy=lambda: ended.append("world")))
+    patches.leave_group()
+    patches.leave_group()
+    assert (ended, parallel_state._WORLD) == (["world"], None)
+    monkeypatch.delattr(parallel_state, "_WORLD")
+    patches.leave_group()
+    assert not hasattr(parallel_state, "_WORLD")

@@ -1,4 +1,4 @@
-"""What an engine's start leaves of the environment, and what other threads see of it meanwhile. vLLM's part is played."""
+"""What an engine's start leaves of the environment, and what other threads see of it. vLLM's part is played."""
 
 from __future__ import annotations
 
@@ -57,9 +57,13 @@ def test_what_vllm_changed_is_put_back_but_for_its_own_variables(environment: di
 
 
 def test_it_is_put_back_after_a_start_that_fails(environment: dict[str, str]) -> None:
-    with pytest.raises(ZeroDivisionError), variables(OURS):
-        vllm_starts()
-        raise ZeroDivisionError
+    def failing() -> None:
+        with variables(OURS):
+            vllm_starts()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
     assert seen() == environment | {"VLLM_NEW": "kept"}
 
 

@@ -192,7 +192,8 @@ def changed_variables() -> Iterator[Callable[[], dict[str, str | None]]]:
     """
     environ: Any = os.environ
     before = {name: environ.get(name) for name in environ}
-    encode_name, encode_value = getattr(environ, "encodekey", None), getattr(environ, "encodevalue", None)
+    encode_name: Any = getattr(environ, "encodekey", None)
+    encode_value: Any = getattr(environ, "encodevalue", None)
     is_known = encode_name is not None and encode_value is not None
     thread, last = threading.get_ident(), ""
     touched: set[str] = set()  # looked for, set or taken away

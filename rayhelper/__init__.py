@@ -17,9 +17,9 @@ from rayhelper.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from rayhelper.futures import Future
 from rayhelper.helper import RayHelper
-from rayhelper.runtime import Shard, WorkerInfo
+from rayhelper.roles.futures import Future
+from rayhelper.roles.runtime import Shard, WorkerInfo
 
 __all__ = [
     "CallCancelledError",

@@ -7,15 +7,15 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
-from rayhelper import dispatch as dispatching
-from rayhelper import futures
-from rayhelper.device_groups import DRIVER, DeviceGroups
+from rayhelper.device_groups import DRIVER, OWN, DeviceGroups
 from rayhelper.errors import ConfigError, DecorationError, RayHelperError, ShardError
-from rayhelper.futures import Future
-from rayhelper.process_group import join_process_group
-from rayhelper.role_class import decorate_class
-from rayhelper.roles import RoleMethod
-from rayhelper.runtime import OFF, Runtime, Shard, WorkerInfo, state
+from rayhelper.roles import futures
+from rayhelper.roles.classes import decorate_class
+from rayhelper.roles.futures import Future
+from rayhelper.roles.methods import RoleMethod
+from rayhelper.roles.runtime import OFF, Runtime, Shard, WorkerInfo, state
+from rayhelper.values import dispatch as dispatching
+from rayhelper.worker.process_group import join_process_group
 
 RUNTIMES = ("ray", "torchrun", "inprocess", "off")
 
@@ -67,13 +67,18 @@ class RayHelper:
         """Class decorator: the roles that the class's methods belong to.
 
         Raises:
-            DecorationError: no role, the reserved role 'driver', or a method whose role is not among them.
+            DecorationError: no role, a reserved role ('driver', 'own'), or a method whose role is not among them.
         """
         roles = (group,) if isinstance(group, str) else tuple(group) if isinstance(group, (list, tuple)) else ()
         if not roles or not all(isinstance(role, str) and role for role in roles):
             raise DecorationError(f"RayHelper.worker(group=...) takes a role or a list of roles, got {group!r}")
         if DRIVER in roles:
             raise DecorationError("role 'driver' is reserved: methods marked with it run on the driver of any class")
+        if OWN in roles:
+            raise DecorationError(
+                "role 'own' is reserved: a method marked with it has the one role of the class that inherits it. Name "
+                "that role."
+            )
 
         def decorate(cls: type[C]) -> type[C]:
             if not isinstance(cls, type):
@@ -92,7 +97,8 @@ class RayHelper:
         """Method decorator: the role it belongs to, and how its calls travel when that role runs elsewhere.
 
         Args:
-            group: The role; 'driver' for methods that only the driver runs.
+            group: The role; 'driver' for methods that only the driver runs; 'own', in a base class without roles, for
+                methods that have the one role of the class that inherits them.
             dispatch: 'all' sends the arguments to every worker, 'slice' cuts them along their first dimension, a
                 callable ``f(n, i, data)`` returns what shard i of n gets, ``RayHelper.balanced(...)`` cuts by cost.
             execute: 'all' calls every worker, 'first' worker 0 alone.
@@ -247,25 +253,25 @@ def _started(
     """The runtime, its workers ready. Each is imported only when it is used: torchrun needs no Ray, nor Ray torch."""
     recording = None
     if trace is not None:
-        from rayhelper.recording import Recording
+        from rayhelper.timeline.recording import Recording
 
         recording = Recording(os.fspath(trace), runtime, groups)
     if runtime == "ray":
-        from rayhelper.driver import DriverRuntime
-        from rayhelper.ray_cluster import RayCluster
+        from rayhelper.runtimes.driver import DriverRuntime
+        from rayhelper.runtimes.ray.cluster import RayCluster
 
         return DriverRuntime(groups, RayCluster(ray_address, recording))
     if runtime == "inprocess":
-        from rayhelper.driver import DriverRuntime
-        from rayhelper.inprocess import InprocessCluster
+        from rayhelper.runtimes.driver import DriverRuntime
+        from rayhelper.runtimes.inprocess import InprocessCluster
 
         return DriverRuntime(groups, InprocessCluster(strict=strict, recording=recording))
     if runtime == "torchrun":
-        from rayhelper.torchrun import TorchrunRuntime
+        from rayhelper.runtimes.torchrun.runtime import TorchrunRuntime
 
         return TorchrunRuntime(groups, recording)
     if recording is not None:
-        from rayhelper.off import RecordedOff
+        from rayhelper.runtimes.off import RecordedOff
 
         return RecordedOff(recording)
     return None

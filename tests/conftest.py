@@ -48,7 +48,7 @@ def ray_cluster() -> Iterator[None]:
 
     import ray
 
-    from rayhelper.patches import ray_on_loopback
+    from rayhelper.runtimes.ray.patches import ray_on_loopback
 
     with may_stay(), ray_on_loopback():
         ray.init(
@@ -71,7 +71,7 @@ def ray_session(ray_cluster: None) -> Iterator[RaySession]:
     Most of what a worker costs is its start.
     """
     from rayhelper import RayHelper
-    from rayhelper.runtime import state
+    from rayhelper.roles.runtime import state
 
     started: dict[str, Any] = {}
 
@@ -116,7 +116,7 @@ def own_rewards() -> Iterator[None]:
 @contextlib.contextmanager
 def without_runtime() -> Iterator[None]:
     """Inside, this process is as before ``RayHelper.initialize``, whatever a wider fixture has started."""
-    from rayhelper.runtime import state
+    from rayhelper.roles.runtime import state
 
     outer, state.active = state.active, None
     try:
@@ -141,7 +141,7 @@ def _nothing_left_behind() -> Iterator[None]:
 def _off_afterwards(_nothing_left_behind: None) -> Iterator[None]:
     """A module whose tests leave workers running fails."""
     yield
-    from rayhelper.runtime import state
+    from rayhelper.roles.runtime import state
 
     left, state.active = state.active, None
     if left is not None:

@@ -210,7 +210,7 @@ def _process_groups() -> Names:
 
 
 def _runtimes() -> Names:
-    runtime = sys.modules.get("rayhelper.runtime")
+    runtime = sys.modules.get("rayhelper.roles.runtime")
     active = runtime.state.active if runtime else None
     return {} if active is None else {id(active): f"{type(active).__name__}: RayHelper is initialized"}
 

@@ -18,14 +18,14 @@ from mkdocs.config import load_config as load_site
 from rayhelper.text import parse_text
 from trainers import plugins
 from trainers.cli import TRAINERS, placement
-from trainers.completion_config import CompletionConfig
-from trainers.config import RunConfig, TrainConfig
-from trainers.configuration.role_sections import is_placement
+from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.reading.role_sections import is_placement
+from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.data.sources import read_source
 from trainers.rewards.functions import resolve_rewards
 from trainers.rollout.environments import resolve_environment
 from trainers.rollout.tools import resolve_tools
-from trainers.throughput import WORK
+from trainers.run.throughput import WORK
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

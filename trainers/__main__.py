@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from trainers.cli import RLHF, TRAINERS, main
-from trainers.configuration.typed_values import nearest
+from trainers.configuration.reading.typed_values import nearest
 
 if __name__ == "__main__":
     name = sys.argv[1] if len(sys.argv) > 1 else ""

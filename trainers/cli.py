@@ -4,7 +4,7 @@
     python -m trainers grpo --config x.yaml
     python -m trainers rlhf --config x.yaml        # the file's rlhf_type says which
 
-Reading the configuration is ``configuration/command_line.py``.
+Reading the configuration is ``configuration/reading/command_line.py``.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from typing import Any, NoReturn
 from rayhelper import ConfigError, DeviceGroups, RayHelper, RayHelperError
 from rayhelper.device_groups.keys import SHARE_KEY, SIZE_KEYS
 from rayhelper.text import parse_text
-from trainers.configuration.command_line import export_env, given_keys, load_config
-from trainers.configuration.given_keys import plain
-from trainers.configuration.other_names import RLHF_TYPES, ROLES
-from trainers.configuration.text import save_config
-from trainers.configuration.translations import rlhf_problem
-from trainers.configuration.typed_values import nearest
+from trainers.configuration.others.other_names import RLHF_TYPES, ROLES
+from trainers.configuration.others.translations import rlhf_problem
+from trainers.configuration.reading.command_line import export_env, given_keys, load_config
+from trainers.configuration.reading.given_keys import plain
+from trainers.configuration.reading.text import save_config
+from trainers.configuration.reading.typed_values import nearest
 
 TRAINERS = {
-    "sft": ("trainers.sft:SFTTrainer", "trainers.sft_config:SFTConfig"),
-    "pretrain": ("trainers.sft:SFTTrainer", "trainers.sft_config:PretrainConfig"),
-    "pt": ("trainers.sft:SFTTrainer", "trainers.sft_config:PretrainConfig"),
-    "grpo": ("trainers.grpo:GRPOTrainer", "trainers.grpo_config:GRPOConfig"),
-    "dpo": ("trainers.dpo:DPOTrainer", "trainers.dpo_config:DPOConfig"),
-    "reward": ("trainers.reward:RewardTrainer", "trainers.reward_config:RewardConfig"),
-    "rm": ("trainers.reward:RewardTrainer", "trainers.reward_config:RewardConfig"),
-    "ppo": ("trainers.ppo:PPOTrainer", "trainers.ppo_config:PPOConfig"),
-    "gkd": ("trainers.gkd:GKDTrainer", "trainers.gkd_config:GKDConfig"),
-    "sampling": ("trainers.sampling:SamplingTrainer", "trainers.sampling_config:SamplingConfig"),
-    "sample": ("trainers.sampling:SamplingTrainer", "trainers.sampling_config:SamplingConfig"),
+    "sft": ("trainers.sft:SFTTrainer", "trainers.sft.config:SFTConfig"),
+    "pretrain": ("trainers.sft:SFTTrainer", "trainers.sft.config:PretrainConfig"),
+    "pt": ("trainers.sft:SFTTrainer", "trainers.sft.config:PretrainConfig"),
+    "grpo": ("trainers.grpo:GRPOTrainer", "trainers.grpo.config:GRPOConfig"),
+    "dpo": ("trainers.dpo:DPOTrainer", "trainers.dpo.config:DPOConfig"),
+    "reward": ("trainers.reward:RewardTrainer", "trainers.reward.config:RewardConfig"),
+    "rm": ("trainers.reward:RewardTrainer", "trainers.reward.config:RewardConfig"),
+    "ppo": ("trainers.ppo:PPOTrainer", "trainers.ppo.config:PPOConfig"),
+    "gkd": ("trainers.gkd:GKDTrainer", "trainers.gkd.config:GKDConfig"),
+    "sampling": ("trainers.sampling:SamplingTrainer", "trainers.sampling.config:SamplingConfig"),
+    "sample": ("trainers.sampling:SamplingTrainer", "trainers.sampling.config:SamplingConfig"),
 }
 RLHF = "rlhf"  # the command whose trainer the key rlhf_type chooses
 TOLD_BY_FIRST_S = 10.0  # within which process 0 of torchrun finds a mistake that all of them find

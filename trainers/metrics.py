@@ -2,7 +2,7 @@
 
 A worker adds what it saw of a step; ``Metrics.merge`` joins the parts of all micro-batches and all workers into the
 value the whole batch would have given. So a mean is kept as sum and weight, never as a mean of means. Writing them to
-the console or to files is ``trackers.py``.
+the console or to files is ``run/trackers.py``.
 
 A number may be a tensor of one element: it is copied, and read when somebody asks, with all others at once, so that
 whoever measures need not wait for a device that computes.

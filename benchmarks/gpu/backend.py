@@ -27,8 +27,8 @@ import torch
 from benchmarks.gpu.shapes import save_shape
 from benchmarks.origin import origin
 from rayhelper import RayHelper
-from trainers.backends import linear_scores
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.backends.scores import linear_scores
 from trainers.batch import Ragged, Sequences
 from trainers.losses.tokens import sft_loss
 from trainers.losses.vocabulary import WHOLE
@@ -68,7 +68,7 @@ def head_differences(dtype: torch.dtype, *, num_kept: int = 0) -> dict[str, floa
 
 def sum_difference() -> float:
     """Adding a bfloat16 gradient to a float32 one: exact, so nothing may differ."""
-    from trainers.backends import gradient_kernels
+    from trainers.backends.fsdp import gradient_kernels
 
     total, part = (torch.randn(1031, 2053, device="cuda", dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     found = 0.0

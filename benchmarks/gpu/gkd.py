@@ -60,8 +60,8 @@ def vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def ours(options: argparse.Namespace, folder: Path, **settings: Any) -> dict[str, Any]:
     """Medians of what the trainer itself tells of each step."""
-    from trainers.gkd import GKDTrainer
-    from trainers.gkd_config import GKDConfig
+    from trainers.gkd.config import GKDConfig
+    from trainers.gkd.trainer import GKDTrainer
 
     moments: list[float] = []
 

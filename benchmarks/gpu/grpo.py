@@ -44,7 +44,7 @@ def rows_of(num_prompts: int) -> list[dict[str, str]]:
 def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Medians of what the trainer itself tells of each step."""
     from benchmarks.gpu.measured import MeasuredGRPO
-    from trainers.grpo_config import GRPOConfig
+    from trainers.grpo.config import GRPOConfig
 
     size = options.prompts * options.generations
     config = GRPOConfig(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rayhelper import RayHelper
-from trainers.grpo import GRPOTrainer
+from trainers.grpo.trainer import GRPOTrainer
 
 
 class MeasuredGRPO(GRPOTrainer):

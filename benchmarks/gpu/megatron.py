@@ -34,10 +34,10 @@ from benchmarks.gpu.shapes import SHAPES, saved_apart
 from benchmarks.gpu.steps import ON_GPU, our_steps, phases
 from rayhelper import RayHelper
 from trainers.batch import Sequences
-from trainers.grpo_config import GRPOConfig
+from trainers.grpo.config import GRPOConfig
 from trainers.metrics import Metrics
-from trainers.sft import SFTTrainer
-from trainers.sft_config import SFTConfig
+from trainers.sft.config import SFTConfig
+from trainers.sft.trainer import SFTTrainer
 
 
 class MeasuredSFT(SFTTrainer):

@@ -170,7 +170,7 @@ def save(folder: Path) -> None:
     """The models, and what one CPU makes of each, with an adapter to begin with where there is one."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from trainers.backends.fsdp import FsdpBackend
+    from trainers.backends.fsdp.backend import FsdpBackend
 
     for name, (family, fields) in MODELS.items():
         torch.manual_seed(0)

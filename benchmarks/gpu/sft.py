@@ -63,8 +63,8 @@ def rates(options: argparse.Namespace, tokens: float, seconds: float, num_parame
 
 
 def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from trainers.sft import SFTTrainer
-    from trainers.sft_config import SFTConfig
+    from trainers.sft.config import SFTConfig
+    from trainers.sft.trainer import SFTTrainer
 
     moments: list[float] = []
 
@@ -213,7 +213,7 @@ def short_documents(options: argparse.Namespace) -> Any:
 
 def answers(folder: Path, rows: Any, *, attention: str, **settings: Any) -> tuple[float, torch.Tensor]:
     """The loss of one step on ``rows``, and all gradients as one vector on the CPU."""
-    from trainers.backends.fsdp import FsdpBackend
+    from trainers.backends.fsdp.backend import FsdpBackend
     from trainers.losses.tokens import sft_loss
 
     backend = FsdpBackend(
@@ -247,8 +247,8 @@ def attention(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Milliseconds of one layer's attention of a micro-batch, forward and backward, by each way."""
     from transformers import AutoConfig
 
-    from trainers.backends import packed_attention
-    from trainers.backends.inputs import model_inputs
+    from trainers.backends.fsdp import packed_attention
+    from trainers.backends.scores.inputs import model_inputs
     from trainers.data.rows import pack
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -35,7 +35,7 @@ def ours(options: argparse.Namespace, model: Path, kind: str) -> Callable[[], An
     import numpy as np
 
     from rayhelper import RayHelper
-    from trainers.backends.fsdp import FsdpBackend
+    from trainers.backends.fsdp.backend import FsdpBackend
     from trainers.batch import Ragged, Samples
     from trainers.losses.policy import policy_gradient_loss
     from trainers.losses.tokens import sft_loss

@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.update_speed [--shape 0.6b] [--sequences 128] [--length 528]
 
 ``FsdpBackend.step`` with GRPO's loss on sequences of equal length, bfloat16, AdamW. MFU counts 6 x parameters x tokens
-against the device's peak (trainers/throughput.py). ``waits``: how often an update waited for the GPU, as far as torch
-tells.
+against the device's peak (trainers/run/throughput.py). ``waits``: how often an update waited for the GPU, as far as
+torch tells.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def measure(model: str, options: argparse.Namespace, settings: dict[str, Any], m
     import torch
 
     from rayhelper import RayHelper
-    from trainers.backends.fsdp import FsdpBackend
+    from trainers.backends.fsdp.backend import FsdpBackend
     from trainers.batch import Ragged, Samples, on_device
     from trainers.losses.policy import policy_gradient_loss
 

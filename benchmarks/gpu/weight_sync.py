@@ -24,8 +24,8 @@ from benchmarks.gpu.parts import arguments, run_parts
 from benchmarks.gpu.shapes import SHAPES, saved_apart
 from benchmarks.gpu.steps import ON_GPU
 from rayhelper import Channel, RayHelper
-from trainers.engine_updates import EngineUpdates, channel_to
-from trainers.weight_sync import Route, built, copy, first_of, receive, send
+from trainers.parts.engine_updates import EngineUpdates, channel_to
+from trainers.parts.weights import Route, built, copy, first_of, receive, send
 
 DTYPE = "bfloat16" if ON_GPU else "float32"
 
@@ -74,7 +74,7 @@ class Synced:
 
     @RayHelper.function(group="train", execute="first")
     def build_train(self) -> None:
-        from trainers.backends.fsdp import FsdpBackend
+        from trainers.backends.fsdp.backend import FsdpBackend
 
         self.backend = FsdpBackend(self.model, dtype=DTYPE)
 
@@ -128,7 +128,7 @@ def offloaded(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """GB/s of a model in training, and of a pinned copy."""
     import numpy as np
 
-    from trainers.backends.fsdp import FsdpBackend
+    from trainers.backends.fsdp.backend import FsdpBackend
     from trainers.batch import Ragged, Sequences
     from trainers.losses.tokens import sft_loss
 

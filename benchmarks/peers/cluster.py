@@ -25,7 +25,7 @@ def start(object_store_mb: int) -> None:
     os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
     import ray
 
-    from rayhelper.patches import ray_on_loopback
+    from rayhelper.runtimes.ray.patches import ray_on_loopback
 
     with ray_on_loopback():
         ray.init(

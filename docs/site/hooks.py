@@ -1,6 +1,6 @@
 """Tables of keys, made from the configurations themselves while the pages are built (a hook of mkdocs).
 
-    {{ keys trainers.dpo_config:DPOConfig }}
+    {{ keys trainers.dpo.config:DPOConfig }}
 
 becomes the keys of that class, a table under each of the comments that divide it: name, type, default, and the text
 under the field, which is also what ``--help`` says. Keys of the shared configuration it extends are left out, unless
@@ -23,9 +23,9 @@ import docstring_parser
 import yaml
 from mkdocs.structure.files import File, Files
 
-from trainers.completion_config import CompletionConfig
-from trainers.config import RunConfig, TrainConfig
-from trainers.megatron_config import MegatronConfig
+from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.megatron import MegatronConfig
+from trainers.configuration.shared import RunConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = re.compile(r"^\{\{ keys (\S+) \}\}$", re.MULTILINE)

@@ -25,7 +25,7 @@ from rayhelper.channel.links import Link, Terms
 from rayhelper.channel.rounds import Receipt, receive, send
 from rayhelper.channel.transports import TRANSPORTS, this_process
 from rayhelper.errors import ChannelError, ConfigError
-from rayhelper.runtime import state
+from rayhelper.roles.runtime import state
 
 if TYPE_CHECKING:
     import torch

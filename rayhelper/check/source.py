@@ -27,7 +27,7 @@ from rayhelper.check.module import (
     statements,
 )
 from rayhelper.errors import RayHelperError, RoleError
-from rayhelper.roles import find_method
+from rayhelper.roles.methods import find_method
 
 UNKNOWN = "?"  # a setting that is neither a literal nor known from the imported class
 DIVIDED = ("slice", "balanced", "callable")  # what Settings.dispatch is where each worker gets a part

@@ -6,9 +6,10 @@ groups.py        DeviceGroups: what a configuration comes to; reads it, and comp
 rank_form.py     form 1; role_form.py: form 2; section.py: what a section says in either
 sharing.py       groups on the devices of another; assignment.py: which ranks every group has
 group.py         DeviceGroup; keys.py: what may be written; mistakes.py: what is wrong with it, and how it is told
+slots.py         where ranks lie: nodes and the devices of each
 """
 
-from rayhelper.device_groups.group import DRIVER, DeviceGroup
+from rayhelper.device_groups.group import DRIVER, OWN, DeviceGroup
 from rayhelper.device_groups.groups import DeviceGroups, all_roles
 
-__all__ = ["DRIVER", "DeviceGroup", "DeviceGroups", "all_roles"]
+__all__ = ["DRIVER", "OWN", "DeviceGroup", "DeviceGroups", "all_roles"]

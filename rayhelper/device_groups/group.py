@@ -8,6 +8,7 @@ from typing import Literal
 Device = Literal["GPU", "NPU", "CPU"]
 
 DRIVER = "driver"  # reserved: the role of methods that only the driver runs
+OWN = "own"  # reserved: the one role of the class that inherits a method
 MAX_IN_FLIGHT = 64
 
 

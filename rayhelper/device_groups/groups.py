@@ -2,7 +2,7 @@
 
 Both forms end in the same frozen structure, and every mistake ends in a ``ConfigError`` before any process starts:
 ``parse`` raises the first, ``read`` hands back all of them beside the groups that have none.
-Which machine a rank runs on is ``plan.py``; how text becomes plain values is ``text.py``.
+Which machine a rank runs on is ``slots.py``; how text becomes plain values is ``text.py``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from rayhelper.device_groups.group import DRIVER, MAX_IN_FLIGHT, Device
+from rayhelper.device_groups.group import DRIVER, MAX_IN_FLIGHT, OWN, Device
 from rayhelper.device_groups.keys import SIZE_KEYS
 from rayhelper.device_groups.mistakes import Mistakes, check_count, shown
 from rayhelper.errors import ConfigError
@@ -38,6 +38,11 @@ def roles_of(where: str, workers: Any) -> tuple[str, ...]:
     for role in roles:
         if role == DRIVER:
             raise ConfigError(f"{where} hosts the role 'driver', which always is the driver itself. Remove it there.")
+        if role == OWN:
+            raise ConfigError(
+                f"{where} hosts the role 'own', which stands for the role of the class that inherits a method. Name "
+                "that role."
+            )
         if roles.count(role) > 1:
             raise ConfigError(f"workers of {where} names role {role!r} twice. Remove one of them.")
     return tuple(roles)

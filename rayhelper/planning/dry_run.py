@@ -3,7 +3,7 @@
     file -> device groups + shared keys -> Plan of GroupPlans of RolePlans, with findings
 
 Every mistake is found, not only the first; the rules themselves stand in ``device_groups/``, ``parallel_sizes.py``
-and ``plan_roles.py``. Where workers lie is ``plan.py``; what a person reads is ``plan_report.py``.
+and ``plan_roles.py``. Where workers lie is ``device_groups/slots.py``; what a person reads is ``plan_report.py``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 from rayhelper.device_groups import DeviceGroup, DeviceGroups
 from rayhelper.device_groups.keys import PLACING_KEYS, TOP_KEYS
 from rayhelper.device_groups.mistakes import check_count
+from rayhelper.device_groups.slots import Demand, demands, workers_by_node
 from rayhelper.errors import ConfigError, PlacementError
-from rayhelper.plan import Demand, demands, workers_by_node
 from rayhelper.planning.memory import GIB, RUNTIME_BYTES, peak_bytes
 from rayhelper.planning.model_shape import SHAPE_REMEDY, ModelShape
 from rayhelper.planning.plan_roles import TRAINED, Findings, Place, RolePlan, Run, plan_role, read_shape

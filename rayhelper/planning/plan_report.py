@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rayhelper.device_groups.slots import bundle, resources
 from rayhelper.errors import ConfigError
-from rayhelper.plan import bundle, resources
 from rayhelper.planning.dry_run import GroupPlan, NodeShare, Plan, make_plan
 from rayhelper.planning.memory import GIB, RUNTIME_BYTES, Term
 from rayhelper.planning.plan_roles import RolePlan

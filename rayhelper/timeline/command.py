@@ -8,9 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from rayhelper import trace
 from rayhelper.errors import ConfigError
-from rayhelper.timeline import page
+from rayhelper.timeline import page, trace
 from rayhelper.timeline.summary import headline, num_ranks, printable, summarise, table
 
 

@@ -14,7 +14,7 @@ from string import Template
 from typing import Any
 
 from rayhelper.timeline.summary import COLUMNS, Summary, headline, num_ranks, rows, summarise
-from rayhelper.trace import PHASES, Span
+from rayhelper.timeline.trace import PHASES, Span
 
 
 def html(spans: Iterable[Span], metadata: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rayhelper.device_groups import DRIVER
-from rayhelper.trace import NO_CALL, PHASES, Span
+from rayhelper.timeline.trace import NO_CALL, PHASES, Span
 
 BUSY = frozenset({"run", "construct"})
 DRIVER_BUSY = BUSY | {"dispatch", "serialise", "collect"}  # while it waits for workers it is idle

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rayhelper import ConfigError
 from tests.backends.batches import largest_difference, mean_loss, plain_scores, samples_of
 from tests.golden.tiny import save_tiny
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.rollout.vllm.adapter import put_adapter
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.backends.batches import plain_scores, samples_of
 from tests.golden.tiny import save_tiny
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 260,

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.backends.batches import largest_difference, samples_of, weighted_loss, weights_of
 from tests.backends.ranks import run_ranks
 from tests.golden.tiny import save_tiny
-from trainers.backends.fsdp import FsdpBackend
-from trainers.backends.inputs import micro_batches
+from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.backends.scores.inputs import micro_batches
 
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "num_training_steps": 4, "adam_epsilon": 1e-4, "max_grad_norm": 0.0}
 CUTS: dict[str, dict[str, Any]] = {

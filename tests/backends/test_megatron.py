@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests import megatron_on_cpu
 from tests.backends.batches import plain_loss, samples_of, weighted_loss
 from tests.backends.ranks import run_ranks
-from trainers.backends.fsdp import FsdpBackend
-from trainers.backends.head import ROOM
+from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.backends.scores.head import ROOM
 
 megatron_on_cpu.take_back()
 
@@ -188,7 +188,7 @@ def wanted(folder: Path) -> dict[str, Any]:
     for weight in named:  # as a checkpoint has them: experts are stacked in memory
         weight.data = torch.zeros_like(weight) if weight.grad is None else weight.grad
     gradients = {}
-    from trainers.backends.hf_model import named_weights
+    from trainers.backends.fsdp.hf_model import named_weights
 
     gradients = {name: value.clone() for name, value in named_weights(model)}
     loss = partial(weighted_loss, float(samples.target_mask.values.sum()))

@@ -42,7 +42,7 @@ from tests.backends.test_megatron import (
     told,
     with_idle_experts,
 )
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.megatron.adapter_targets import STACKS, chosen_targets
 
 Lora = dict[str, Any]

@@ -21,8 +21,8 @@ from tests import megatron_on_cpu
 from tests.backends.batches import samples_of, weighted_loss
 from tests.backends.ranks import run_ranks
 from tests.backends.test_megatron import CP, EP, ETP, MICRO, OVERLAP, PLAIN, PP, SP, TP, TRAINING, VPP, Layout, save
-from trainers.backends.fsdp import FsdpBackend
-from trainers.backends.hf_model import named_weights, read_weights
+from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.backends.fsdp.hf_model import named_weights, read_weights
 from trainers.checkpoint import is_written
 
 megatron_on_cpu.take_back()

@@ -15,7 +15,7 @@ from tests import megatron_on_cpu
 from tests.backends.batches import plain_loss, samples_of, weighted_loss
 from tests.backends.ranks import run_ranks
 from tests.backends.test_megatron import CP, EP, ETP, FULL, PLAIN, PP, SP, TP, TRAINING, VPP, Layout, save, told
-from trainers.backends.hf_model import named_weights
+from trainers.backends.fsdp.hf_model import named_weights
 
 megatron_on_cpu.take_back()
 

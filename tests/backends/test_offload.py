@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.golden.tiny import save_tiny
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.backends.fsdp.resting_optimizer import RestingOptimizer
 from trainers.backends.offload import ALIGNMENT, Home, Offload
-from trainers.backends.resting_optimizer import RestingOptimizer
 from trainers.batch import Ragged, Sequences
 
 

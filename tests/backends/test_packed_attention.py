@@ -17,11 +17,11 @@ from rayhelper import ConfigError
 from tests.backends.batches import largest_difference, mean_loss, packed, samples_of, weights_of
 from tests.backends.ranks import run_ranks
 from tests.golden.tiny import save_tiny
-from trainers.backends import packed_attention
-from trainers.backends.fsdp import FsdpBackend
-from trainers.backends.hf_model import build_model
-from trainers.backends.inputs import Inputs, model_inputs
-from trainers.backends.packed_attention import single_documents
+from trainers.backends.fsdp import packed_attention
+from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.backends.fsdp.hf_model import build_model
+from trainers.backends.fsdp.packed_attention import single_documents
+from trainers.backends.scores.inputs import Inputs, model_inputs
 from trainers.batch import Ragged, Sequences
 
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "num_training_steps": 4, "adam_epsilon": 1e-4, "max_grad_norm": 0.0}

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainers.backends import patches
+from trainers.backends import patches as allocator
+from trainers.backends.fsdp import patches
 
 
 @pytest.fixture
@@ -22,8 +23,8 @@ def added(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         total += part
 
     kernels = SimpleNamespace(add=add)
-    monkeypatch.setitem(sys.modules, "trainers.backends.gradient_kernels", kernels)
-    monkeypatch.setattr("trainers.backends.gradient_kernels", kernels, raising=False)
+    monkeypatch.setitem(sys.modules, "trainers.backends.fsdp.gradient_kernels", kernels)
+    monkeypatch.setattr("trainers.backends.fsdp.gradient_kernels", kernels, raising=False)
     return found
 
 
@@ -150,10 +151,10 @@ def test_a_transformers_that_looks_otherwise_is_left_alone(monkeypatch: pytest.M
 def test_a_torch_without_a_way_keeps_the_options_of_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append, raising=False)
-    patches.set_allocator("a:1")
+    allocator.set_allocator("a:1")
     monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
     monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", told.append)
-    patches.set_allocator("b:2")
+    allocator.set_allocator("b:2")
     monkeypatch.delattr(torch.cuda.memory, "_set_allocator_settings")
-    patches.set_allocator("c:3")
+    allocator.set_allocator("c:3")
     assert told == ["a:1", "b:2"]

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, 
 from rayhelper.planning.memory import LOGITS_ROOM
 from tests.backends.batches import packed, plain_scores, samples_of
 from tests.golden.tiny import save_tiny
-from trainers.backends import head, linear_scores
-from trainers.backends.fsdp import FsdpBackend
-from trainers.backends.head import Head
-from trainers.backends.inputs import model_inputs
+from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.backends.scores import head, linear_scores
+from trainers.backends.scores.head import Head
+from trainers.backends.scores.inputs import model_inputs
 from trainers.batch import Ragged, Sequences
 
 CPU = torch.device("cpu")

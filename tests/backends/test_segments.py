@@ -15,7 +15,7 @@ from tests import megatron_on_cpu
 from tests.backends.batches import mean_loss, samples_of
 from tests.backends.ranks import run_ranks
 from tests.golden.tiny import save_tiny
-from trainers.backends import fsdp
+from trainers.backends.fsdp import backend as fsdp
 from trainers.backends.segments import VARIABLES, growing_segments
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from tests.backends.batches import largest_difference, mean_loss, samples_of, weighted_loss
 from tests.backends.ranks import run_ranks
 from tests.golden.tiny import save_tiny, tiny_tokenizer
-from trainers.backends import sharding
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp import sharding
+from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Ragged
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf import HfEngine

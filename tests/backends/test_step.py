@@ -25,11 +25,11 @@ from tests.backends.batches import (
     weights_of,
 )
 from tests.golden.tiny import save_tiny
-from trainers.backends import fsdp
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp import backend as fsdp
+from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Ragged, Samples
-from trainers.grpo_config import GRPOConfig
-from trainers.grpo_loss import StepNumbers, grpo_loss
+from trainers.grpo.config import GRPOConfig
+from trainers.grpo.loss import StepNumbers, grpo_loss
 from trainers.metrics import Metrics
 
 # Adam divides a gradient by its own size: with its usual epsilon, rounding errors of gradients near zero become steps

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2F
 from tests.backends.batches import largest_difference, samples_of
 from tests.backends.ranks import run_ranks
 from tests.golden.tiny import save_tiny
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Ragged, Samples, Sequences
 from trainers.metrics import Metrics
 

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from tests.backends.ranks import run_ranks
-from trainers.backends import head
-from trainers.backends.head import LinearHead
-from trainers.backends.top_logps import TopLogps
-from trainers.backends.vocabulary import ShardedVocabulary
-from trainers.divergences import TopDivergence, WholeDivergence
+from trainers.backends.scores import head
+from trainers.backends.scores.head import LinearHead
+from trainers.backends.scores.top_logps import TopLogps
+from trainers.backends.scores.vocabulary import ShardedVocabulary
+from trainers.dpo.scores import PairNumbers
+from trainers.gkd.divergences import TopDivergence, WholeDivergence
 from trainers.losses.distillation import generalized_jsd, topk_jsd, topk_logps
 from trainers.losses.tokens import token_entropy, token_logps
 from trainers.losses.vocabulary import WHOLE, Vocabulary
-from trainers.preference_scores import PairNumbers
 
 SIZE, NUM_TOKENS, HIDDEN, K = 97, 11, 16, 6
 COMMON = 95  # columns that student and teacher share

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from tests.backends.batches import largest_difference, mean_loss, samples_of, weights_of
 from tests.golden.tiny import save_tiny, tiny_tokenizer
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
 
 SETTINGS: dict[str, Any] = {
     "learning_rate": 1e-2,

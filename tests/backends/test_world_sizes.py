@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from tests.backends.batches import largest_difference, mean_loss, packed, samples_of, weighted_loss, weights_of
 from tests.backends.ranks import run_ranks
 from tests.golden.tiny import save_tiny
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.metrics import Metrics
 
 SETTINGS: dict[str, Any] = {

@@ -12,13 +12,13 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file
 
-from trainers.dpo_config import DPOConfig
-from trainers.gkd_config import GKDConfig
-from trainers.grpo_config import GRPOConfig
-from trainers.ppo_config import PPOConfig
-from trainers.reward_config import RewardConfig
-from trainers.run import Run
-from trainers.sft_config import SFTConfig
+from trainers.dpo.config import DPOConfig
+from trainers.gkd.config import GKDConfig
+from trainers.grpo.config import GRPOConfig
+from trainers.ppo.config import PPOConfig
+from trainers.reward.config import RewardConfig
+from trainers.run.run import Run
+from trainers.sft.config import SFTConfig
 
 WORDS = "a bee sees two deer near the sea where no one ever was before and they all rest".split()
 TEXTS = [" ".join(WORDS[k % 5 : k % 5 + 1 + 3 * k % 11]) for k in range(11)]  # 11 texts of unequal length

@@ -11,10 +11,10 @@ import pytest
 from tests.backends.batches import samples_of
 from tests.e2e.runs import grpo_config, ppo_config, sft_config
 from tests.golden.tiny import save_tiny
-from trainers.backends.fsdp import FsdpBackend
-from trainers.grpo import GRPOTrainer
-from trainers.ppo import PPOTrainer
-from trainers.sft import SFTTrainer
+from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.grpo.trainer import GRPOTrainer
+from trainers.ppo.trainer import PPOTrainer
+from trainers.sft.trainer import SFTTrainer
 
 LORA: dict[str, Any] = {"tuner_type": "lora", "lora_rank": 4, "max_steps": 3, "learning_rate": 1e-2, "warmup_steps": 0}
 RUNS: dict[str, tuple[Any, Any]] = {

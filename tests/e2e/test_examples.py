@@ -15,10 +15,10 @@ from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import lines, separate, together
 from tests.golden.tiny import save_tiny
 from trainers.cli import TRAINERS, load_config, placement, run
-from trainers.grpo import GRPOTrainer
-from trainers.grpo_config import GRPOConfig
-from trainers.sft import SFTTrainer
-from trainers.sft_config import PretrainConfig, SFTConfig
+from trainers.grpo.config import GRPOConfig
+from trainers.grpo.trainer import GRPOTrainer
+from trainers.sft.config import PretrainConfig, SFTConfig
+from trainers.sft.trainer import SFTTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {

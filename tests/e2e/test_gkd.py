@@ -22,18 +22,18 @@ from tests.backends.ranks import run_ranks
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import final_bytes, gkd_config, interrupted_after, lines, separate, together
 from tests.golden.tiny import save_tiny, tiny_model, tiny_tokenizer
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Ragged
 from trainers.cli import load_config, placement, run
-from trainers.data.distillation import DistillationSamples, samples_of
-from trainers.data.vocabularies import common_vocab_size
-from trainers.divergences import TopDivergence
-from trainers.gkd import GKDTrainer, sampling_of, source_of
-from trainers.gkd_config import GKDConfig
+from trainers.gkd.config import GKDConfig
+from trainers.gkd.divergences import TopDivergence
+from trainers.gkd.samples import DistillationSamples, samples_of
+from trainers.gkd.trainer import GKDTrainer, sampling_of, source_of
+from trainers.gkd.vocabularies import common_vocab_size
 from trainers.losses.distillation import generalized_jsd, topk_jsd, topk_logps
 from trainers.metrics import Metrics
 from trainers.plugins import load_plugins, resolve_model
-from trainers.run import load_tokenizer
+from trainers.run.run import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 Step = tuple[dict[str, float], dict[str, torch.Tensor]]  # the metrics of one optimizer step, and the weights after it

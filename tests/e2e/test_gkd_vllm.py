@@ -17,12 +17,12 @@ from tests.conftest import RaySession
 from tests.e2e.runs import gkd_config, lines, separate
 from tests.e2e.test_gkd import APART, TOGETHER, completed_by_teacher, gradients_seen, seven_samples
 from tests.golden.tiny import save_tiny, tiny_tokenizer
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.cli import load_config, placement
-from trainers.data.distillation import DistillationSamples, TopLogps
-from trainers.gkd import GKDTrainer
-from trainers.gkd_config import GKDConfig
-from trainers.vllm_teacher import VllmTeacher, teacher_settings
+from trainers.gkd.config import GKDConfig
+from trainers.gkd.samples import DistillationSamples, TopLogps
+from trainers.gkd.teacher import VllmTeacher, teacher_settings
+from trainers.gkd.trainer import GKDTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
 VLLM = pytest.mark.xdist_group("vllm")
@@ -160,7 +160,7 @@ def test_an_offloaded_engine_is_awake_when_it_is_asked_and_only_then(
             events.append(f"wake {part}")
 
     monkeypatch.setattr("trainers.rollout.vllm.engine.VllmEngine", Notes)
-    monkeypatch.setattr("trainers.vllm_teacher.default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("trainers.gkd.teacher.default_device", lambda: torch.device("cuda"))
     config = gkd_config(
         model, tmp_path, teacher_model=teacher, teacher_engine="vllm", offload_teacher_model=True, lmbda=0.0,
         max_steps=1, **KEYS,
@@ -182,7 +182,7 @@ def test_its_engine_has_what_the_loss_needs_and_then_what_the_user_says(
     settings = teacher_settings(more, shares_devices=False)
     assert (settings["gpu_memory_utilization"], settings["max_logprobs"]) == (0.5, 20)
     assert "max_num_batched_tokens" not in settings
-    monkeypatch.setattr("trainers.vllm_teacher.default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("trainers.gkd.teacher.default_device", lambda: torch.device("cuda"))
     assert teacher_settings(config, shares_devices=False)["max_num_batched_tokens"] == 2048
 
 

@@ -18,13 +18,13 @@ from tests.e2e.runs import TEXTS, evenness, final_bytes, grpo_config, interrupte
 from tests.e2e.test_workers import injected_samples
 from tests.golden.tiny import save_tiny
 from tests.trainers.test_reward_models import save_reward_model
-from trainers import grpo
 from trainers.batch import Ragged, Samples
 from trainers.cli import placement
-from trainers.generation_plan import RowStream
-from trainers.grpo import GRPOTrainer
-from trainers.grpo_config import GRPOConfig
-from trainers.grpo_samples import credit, differing_groups
+from trainers.grpo import trainer as grpo
+from trainers.grpo.config import GRPOConfig
+from trainers.grpo.plan import RowStream
+from trainers.grpo.samples import credit, differing_groups
+from trainers.grpo.trainer import GRPOTrainer
 from trainers.rewards.advantages import group_advantages
 
 GROUP = {"device": "CPU", "ranks": 1}

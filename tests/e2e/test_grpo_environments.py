@@ -14,11 +14,11 @@ from rayhelper import ConfigError
 from tests.conftest import RaySession
 from tests.e2e.runs import final_bytes, grpo_config, interrupted_after, lines, together
 from tests.golden.tiny import save_tiny
-from trainers.grpo import GRPOTrainer
-from trainers.grpo_config import GRPOConfig
+from trainers.grpo.config import GRPOConfig
+from trainers.grpo.trainer import GRPOTrainer
 from trainers.rollout.environments import Reply
-from trainers.sft import SFTTrainer
-from trainers.sft_config import SFTConfig
+from trainers.sft.config import SFTConfig
+from trainers.sft.trainer import SFTTrainer
 
 LETTERS = "abcd"
 

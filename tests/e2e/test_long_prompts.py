@@ -10,10 +10,10 @@ import pytest
 from rayhelper import ConfigError
 from tests.e2e.runs import gkd_config, grpo_config, ppo_config
 from tests.golden.tiny import save_tiny
-from trainers.completions import model_length
-from trainers.gkd import GKDTrainer
-from trainers.grpo import GRPOTrainer
-from trainers.ppo import PPOTrainer
+from trainers.gkd.trainer import GKDTrainer
+from trainers.grpo.trainer import GRPOTrainer
+from trainers.parts.engine import model_length
+from trainers.ppo.trainer import PPOTrainer
 
 TRAINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "grpo": (GRPOTrainer, grpo_config, {}),

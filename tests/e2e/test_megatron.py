@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from rayhelper import ConfigError
-from rayhelper.runtime import state
+from rayhelper.roles.runtime import state
 from tests.backends.ranks import run_ranks
 from tests.backends.test_megatron import save
 from tests.conftest import RaySession
@@ -32,13 +32,13 @@ from tests.rayhelper.test_torchrun import torchrun
 from tests.trainers.test_reward_models import save_reward_model
 from trainers.backends.offload import Offload
 from trainers.cli import run
-from trainers.config import changed
-from trainers.dpo import DPOTrainer
-from trainers.gkd import GKDTrainer
-from trainers.grpo import GRPOTrainer
-from trainers.ppo import PPOTrainer
-from trainers.reward import RewardTrainer
-from trainers.sft import SFTTrainer
+from trainers.configuration.shared import changed
+from trainers.dpo.trainer import DPOTrainer
+from trainers.gkd.trainer import GKDTrainer
+from trainers.grpo.trainer import GRPOTrainer
+from trainers.ppo.trainer import PPOTrainer
+from trainers.reward.trainer import RewardTrainer
+from trainers.sft.trainer import SFTTrainer
 
 pytestmark = pytest.mark.xdist_group("ray_trainers")  # all look at what a few starts of processes left behind
 

@@ -14,17 +14,17 @@ from safetensors import safe_open
 from rayhelper import ConfigError
 from tests.conftest import without_runtime
 from tests.golden.tiny import save_tiny
-from trainers import completions
 from trainers.cli import TRAINERS, load_config, main, placement
-from trainers.completions import build_vllm, check_completions, vllm_settings
-from trainers.gkd import GKDTrainer
-from trainers.gkd_config import GKDConfig
-from trainers.grpo import GRPOTrainer
-from trainers.grpo_config import GRPOConfig
-from trainers.sampling import SamplingTrainer
-from trainers.sampling_config import SamplingConfig
-from trainers.sft import SFTTrainer
-from trainers.sft_config import SFTConfig
+from trainers.gkd.config import GKDConfig
+from trainers.gkd.trainer import GKDTrainer
+from trainers.grpo.config import GRPOConfig
+from trainers.grpo.trainer import GRPOTrainer
+from trainers.parts import engine as completions
+from trainers.parts.engine import build_vllm, check_completions, vllm_settings
+from trainers.sampling.config import SamplingConfig
+from trainers.sampling.trainer import SamplingTrainer
+from trainers.sft.config import SFTConfig
+from trainers.sft.trainer import SFTTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["--max_steps=2", "--max_completion_length=6", "--global_batch_size=8"]

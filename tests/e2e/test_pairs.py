@@ -27,10 +27,10 @@ from tests.e2e.runs import (
 )
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.cli import load_config, placement, run
-from trainers.dpo import DPOTrainer
-from trainers.dpo_config import DPOConfig
-from trainers.reward import RewardTrainer
-from trainers.reward_config import RewardConfig
+from trainers.dpo.config import DPOConfig
+from trainers.dpo.trainer import DPOTrainer
+from trainers.reward.config import RewardConfig
+from trainers.reward.trainer import RewardTrainer
 from trainers.rewards.models import RewardModel
 
 Step = tuple[dict[str, float], dict[str, torch.Tensor], dict[str, float]]  # metrics, weights after it, evaluation

@@ -29,11 +29,11 @@ from tests.e2e.runs import (
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.batch import Ragged, Rollouts
 from trainers.cli import load_config, placement, run
-from trainers.completions import prompts_of
-from trainers.ppo import PPOTrainer
-from trainers.ppo_batch import credit, policy_samples, total_scores, value_samples
-from trainers.ppo_config import PPOConfig
-from trainers.ppo_plan import StepPlan
+from trainers.parts.engine import prompts_of
+from trainers.ppo.config import PPOConfig
+from trainers.ppo.plan import StepPlan
+from trainers.ppo.samples import credit, policy_samples, total_scores, value_samples
+from trainers.ppo.trainer import PPOTrainer
 from trainers.rewards import gae
 from trainers.rewards.models import RewardModel
 

@@ -10,8 +10,8 @@ import pytest
 from tests.conftest import RaySession
 from tests.e2e.runs import final_bytes, grpo_config, interrupted_after, lines, sft_config, together
 from tests.golden.tiny import save_tiny
-from trainers.grpo import GRPOTrainer
-from trainers.sft import SFTTrainer
+from trainers.grpo.trainer import GRPOTrainer
+from trainers.sft.trainer import SFTTrainer
 
 CASES: dict[str, tuple[Any, Any, int, int, dict[str, Any]]] = {  # trainer, config, steps, interrupted after, keys
     "sft": (SFTTrainer, sft_config, 9, 6, {"save_steps": 2}),

@@ -16,8 +16,8 @@ from rayhelper import ConfigError
 from tests.conftest import RaySession
 from tests.e2e.runs import TEXTS, apart, final_bytes, grpo_config, interrupted_after, lines, ppo_config
 from tests.golden.tiny import save_tiny
-from trainers.grpo import GRPOTrainer
-from trainers.ppo import PPOTrainer
+from trainers.grpo.trainer import GRPOTrainer
+from trainers.ppo.trainer import PPOTrainer
 from trainers.rollout.environments import Reply
 
 PLUGIN = '''

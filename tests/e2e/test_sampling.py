@@ -23,8 +23,8 @@ from tests.golden.tiny import save_tiny
 from tests.trainers.test_reward_models import save_reward_model
 from trainers.cli import load_config, placement, run
 from trainers.data.sources import read_source
-from trainers.sampling import SamplingTrainer
-from trainers.sampling_config import SamplingConfig
+from trainers.sampling.config import SamplingConfig
+from trainers.sampling.trainer import SamplingTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = "a bee sees two deer near the sea".split()

@@ -10,8 +10,8 @@ import torch
 
 from tests.e2e.runs import sft_config
 from tests.golden.tiny import save_tiny, tiny_tokenizer
-from trainers.backends import inputs
-from trainers.sft import SFTTrainer
+from trainers.backends.scores import inputs
+from trainers.sft.trainer import SFTTrainer
 
 LETTERS = "abcdefgh"
 
@@ -49,5 +49,5 @@ def test_they_are_not_if_targets_are_scored_one_token_early(tmp_path: Path, monk
         found = right(*args, **kwargs)
         return found._replace(places_N=found.places_N - 1)
 
-    monkeypatch.setattr("trainers.backends.fsdp.model_inputs", one_off)
+    monkeypatch.setattr("trainers.backends.fsdp.backend.model_inputs", one_off)
     assert accuracy_after_training(0, tmp_path) < 0.5

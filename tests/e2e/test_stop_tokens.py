@@ -10,9 +10,9 @@ import pytest
 from rayhelper import ConfigError
 from tests.e2e.runs import gkd_config, grpo_config, lines, ppo_config
 from tests.golden.tiny import save_tiny
-from trainers.gkd import GKDTrainer
-from trainers.grpo import GRPOTrainer
-from trainers.ppo import PPOTrainer
+from trainers.gkd.trainer import GKDTrainer
+from trainers.grpo.trainer import GRPOTrainer
+from trainers.ppo.trainer import PPOTrainer
 
 EVERY_TOKEN = list(range(260))
 REWARD: dict[str, Any] = {"reward_funcs": ["tests.e2e.runs.evenness"], "reward_weights": None}

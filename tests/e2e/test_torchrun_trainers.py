@@ -34,15 +34,15 @@ from tests.rayhelper.test_torchrun import torchrun
 from trainers.batch import Sequences
 from trainers.checkpoint import checkpoints, latest, read_state
 from trainers.cli import run
-from trainers.dpo import DPOTrainer
-from trainers.gkd import GKDTrainer
-from trainers.grpo import GRPOTrainer
-from trainers.grpo_config import GRPOConfig
+from trainers.dpo.trainer import DPOTrainer
+from trainers.gkd.trainer import GKDTrainer
+from trainers.grpo.config import GRPOConfig
+from trainers.grpo.trainer import GRPOTrainer
 from trainers.metrics import Metrics
-from trainers.ppo import PPOTrainer
-from trainers.reward import RewardTrainer
-from trainers.sft import SFTTrainer
-from trainers.sft_config import SFTConfig
+from trainers.ppo.trainer import PPOTrainer
+from trainers.reward.trainer import RewardTrainer
+from trainers.sft.config import SFTConfig
+from trainers.sft.trainer import SFTTrainer
 
 pytestmark = pytest.mark.xdist_group("ray_trainers")  # all look at what one start of torchrun left behind
 

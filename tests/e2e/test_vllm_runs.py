@@ -38,16 +38,16 @@ from tests.e2e.runs import (
 from tests.e2e.test_grpo import rewards_of_learning
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.rayhelper.test_torchrun import torchrun
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Rollouts, Samples
 from trainers.cli import placement
-from trainers.completions import prompts_of, sampling_of
-from trainers.engine_updates import EngineUpdates
-from trainers.gkd import GKDTrainer
-from trainers.grpo import GRPOTrainer
-from trainers.grpo_config import GRPOConfig
+from trainers.gkd.trainer import GKDTrainer
+from trainers.grpo.config import GRPOConfig
+from trainers.grpo.trainer import GRPOTrainer
 from trainers.metrics import Metrics
-from trainers.ppo import PPOTrainer
+from trainers.parts.engine import prompts_of, sampling_of
+from trainers.parts.engine_updates import EngineUpdates
+from trainers.ppo.trainer import PPOTrainer
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf import HfEngine
 
@@ -350,7 +350,7 @@ class SlowTrainer(GRPOTrainer):
 def test_weights_wait_for_a_generation_without_a_deadline(workers: None, model: str, tmp_path: Path) -> None:
     """And that is waiting for completions."""
     config = greedy_config(model, tmp_path, max_staleness=1, max_steps=3)
-    with patch("trainers.engine_updates.TIMEOUT_S", 5.0):
+    with patch("trainers.parts.engine_updates.TIMEOUT_S", 5.0):
         SlowTrainer(config).train()
     _, waited, _ = whole_lines(tmp_path)
     assert waited["time/generate"] > waited["time/sync"] > 0

@@ -24,16 +24,16 @@ from tests.conftest import RaySession
 from tests.e2e.runs import apart, lines
 from tests.e2e.test_vllm_runs import ROLES, greedy_config, prompts_learned
 from tests.golden.tiny import save_tiny
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Ragged, Rollouts, Samples, Sequences
-from trainers.generation_plan import StepPlan
-from trainers.grpo import GRPOTrainer
-from trainers.grpo_config import GRPOConfig
-from trainers.grpo_samples import Rewarded
+from trainers.grpo.config import GRPOConfig
+from trainers.grpo.plan import StepPlan
+from trainers.grpo.samples import Rewarded
+from trainers.grpo.trainer import GRPOTrainer
 from trainers.metrics import Metrics
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf import HfEngine
-from trainers.run import Run, load_tokenizer
+from trainers.run.run import Run, load_tokenizer
 
 BEFORE = 3  # tokens of a completion before new weights come
 
@@ -105,7 +105,7 @@ class InFlightTrainer(GRPOTrainer):
     @RayHelper.function(group="rollout")
     def build_rollout(self, model: str) -> None:
         tokenizer = load_tokenizer(self.config, model)
-        with patch("trainers.grpo.build_engine", lambda *_, **__: StepByStep(model, tokenizer)):
+        with patch("trainers.grpo.trainer.build_engine", lambda *_, **__: StepByStep(model, tokenizer)):
             super().build_rollout(model)
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")

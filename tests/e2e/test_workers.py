@@ -14,8 +14,8 @@ from tests.conftest import RaySession
 from tests.e2e.runs import final_bytes, grpo_config, lines, separate, sft_config, together
 from tests.golden.tiny import save_tiny
 from trainers.batch import Ragged, Samples
-from trainers.grpo import GRPOTrainer
-from trainers.sft import SFTTrainer
+from trainers.grpo.trainer import GRPOTrainer
+from trainers.sft.trainer import SFTTrainer
 
 Step = tuple[dict[str, float], dict[str, torch.Tensor]]  # the metrics of one optimizer step, and the weights after it
 TRAINERS = {"sft": (SFTTrainer, sft_config), "grpo": (GRPOTrainer, grpo_config)}

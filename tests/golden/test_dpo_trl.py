@@ -28,7 +28,7 @@ from tests.golden.training import (
     recorded,
 )
 from trainers.data.preferences import tokenize_preferences
-from trainers.dpo import DPOConfig, DPOTrainer
+from trainers.dpo.trainer import DPOConfig, DPOTrainer
 
 WORDS = "one two three four five six seven eight nine ten".split()
 Rows = list[dict[str, Any]]

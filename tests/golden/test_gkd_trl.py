@@ -27,7 +27,7 @@ from tests.golden.training import (
     recorded,
 )
 from trainers.batch import Prompts, Ragged, Rollouts
-from trainers.gkd import GKDConfig, GKDTrainer
+from trainers.gkd.trainer import GKDConfig, GKDTrainer
 
 MAX_COMPLETION_LENGTH = 10
 Rows = list[dict[str, Any]]

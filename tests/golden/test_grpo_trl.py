@@ -28,8 +28,8 @@ from tests.golden.training import (
     recorded,
 )
 from trainers.batch import Prompts, Ragged, Rollouts, Samples
-from trainers.generation_plan import StepPlan
-from trainers.grpo import GRPOConfig, GRPOTrainer
+from trainers.grpo.plan import StepPlan
+from trainers.grpo.trainer import GRPOConfig, GRPOTrainer
 from trainers.rewards.functions import completion_text
 
 NUM_GENERATIONS = 4

@@ -23,10 +23,10 @@ from tests.golden import ppo_fixture
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.golden.training import OUR_ARGUMENTS, Steps, Training, logged_steps, recorded
 from trainers.batch import Prompts, Ragged, Rollouts
-from trainers.ppo import PPOTrainer
-from trainers.ppo_batch import PolicySamples, ValueSamples
-from trainers.ppo_config import PPOConfig
-from trainers.ppo_plan import StepPlan
+from trainers.ppo.config import PPOConfig
+from trainers.ppo.plan import StepPlan
+from trainers.ppo.samples import PolicySamples, ValueSamples
+from trainers.ppo.trainer import PPOTrainer
 from trainers.rewards import gae
 
 NUM_BATCHES = 3

@@ -23,7 +23,7 @@ from tests.golden.training import (
     logged_steps,
     recorded,
 )
-from trainers.reward import RewardConfig, RewardTrainer
+from trainers.reward.trainer import RewardConfig, RewardTrainer
 
 SETTINGS: dict[str, Any] = {
     "learning_rate": 3e-4,

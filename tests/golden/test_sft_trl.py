@@ -23,7 +23,7 @@ from tests.golden.training import (
     logged_steps,
     recorded,
 )
-from trainers.sft import SFTConfig, SFTTrainer
+from trainers.sft.trainer import SFTConfig, SFTTrainer
 
 WORDS = "one two three four five six seven eight nine ten".split()
 Rows = list[dict[str, Any]]

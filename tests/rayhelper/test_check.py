@@ -60,7 +60,7 @@ def test_our_trainers_have_no_finding(target: str, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("hosted", [[["train", "rollout"]], [["train"], ["rollout"]]], ids=["together", "apart"])
 def test_our_trainers_have_no_finding_on_either_placement(hosted: list[list[str]]) -> None:
-    from trainers.grpo import GRPOTrainer
+    from trainers.grpo.trainer import GRPOTrainer
 
     assert findings(GRPOTrainer, groups_of(*hosted)) == []
 

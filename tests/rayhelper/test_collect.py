@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from rayhelper.collect import join, join_first, validate_collect
 from rayhelper.errors import CollectError, DecorationError
+from rayhelper.values.collect import join, join_first, validate_collect
 from trainers.batch import Ragged, Rollouts
 from trainers.metrics import Metrics
 

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BatchEncoding
 
-import rayhelper.dispatch as dispatch_module
-from rayhelper.dispatch import Balanced, balanced, slices, split_call, unwrap, validate_dispatch, whole
+import rayhelper.values.dispatch as dispatch_module
 from rayhelper.errors import DecorationError, DispatchError
+from rayhelper.values.dispatch import Balanced, balanced, slices, split_call, unwrap, validate_dispatch, whole
 from trainers.batch import Prompts, Ragged, Rollouts
 
 
@@ -519,11 +519,11 @@ def test_a_callable_of_other_parameters_is_refused() -> None:
 
 
 def test_importing_needs_no_optional_library() -> None:
-    folder = str(Path(dispatch_module.__file__).parent)
+    folder = str(Path(dispatch_module.__file__).parents[1])
     code = (
         f"import sys, types; package = types.ModuleType('rayhelper'); package.__path__ = [{folder!r}]; "
         "sys.modules['rayhelper'] = package; "  # these files by themselves, whatever the package imports
-        "import rayhelper.dispatch, rayhelper.collect; print(*sys.modules)"
+        "import rayhelper.values.dispatch, rayhelper.values.collect; print(*sys.modules)"
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"torch", "datasets", "transformers", "ray", "pandas"} & set(loaded.split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import os
+import pickle
 import signal
 import threading
 import time
@@ -21,7 +22,7 @@ from rayhelper import (
     WorkerDiedError,
     WorkerError,
 )
-from rayhelper.runtime import state
+from rayhelper.roles.runtime import state
 from tests.conftest import without_runtime
 from tests.rayhelper.test_calls import Trainer
 
@@ -288,6 +289,7 @@ def test_a_future_that_outlives_its_session_says_so(ray_cluster: None) -> None:
             late.result()
 
 
-def test_a_trainer_cannot_be_sent_to_a_worker(calls_trainer: Trainer) -> None:
-    with pytest.raises((RoleError, DispatchError), match="sent to another process"):
-        calls_trainer.every(calls_trainer)
+def test_a_trainer_arrives_at_its_workers_as_their_own_and_cannot_be_pickled_elsewhere(calls_trainer: Trainer) -> None:
+    assert calls_trainer.every(calls_trainer) == [calls_trainer]
+    with pytest.raises(RoleError, match="sent to another process"):
+        pickle.dumps(calls_trainer)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rayhelper import RayHelper, RoleError
-from rayhelper.runtime import state
+from rayhelper.roles.runtime import state
 from tests.conftest import RaySession, without_runtime
 
 ONE = {"one": {"device": "CPU", "ranks": 1, "workers": ["train"]}}

@@ -11,8 +11,9 @@ import ray
 import torch
 import torch.distributed as dist
 
-from rayhelper import patches
 from rayhelper.channel import patches as channel_patches
+from rayhelper.runtimes.ray import patches
+from rayhelper.worker.patches import abort_process_group
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -83,3 +84,13 @@ def test_a_group_by_nccl_waits_as_long_as_it_is_told_where_it_can_be_told(
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
     store, rank, size, options = channel_patches.nccl_group("store", 1, 2, TIMEOUT).given
     assert (store, rank, size, vars(options)) == ("store", 1, 2, dict.fromkeys(fields, TIMEOUT))
+
+
+def test_the_default_group_is_aborted_or_else_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append("destroyed"))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: ended.append("aborted"))
+    abort_process_group()
+    monkeypatch.delattr(dist.distributed_c10d, "_abort_process_group")
+    abort_process_group()
+    assert ended == ["aborted", "destroyed"]

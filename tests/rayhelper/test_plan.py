@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayhelper.device_groups import DeviceGroups
+from rayhelper.device_groups.slots import NodeResources, Slot, assign, bundle, resources
 from rayhelper.errors import PlacementError
-from rayhelper.plan import NodeResources, Slot, assign, bundle, resources
 
 
 def node(name: str, gpus: float = 0, cpus: float = 2, npus: float = 0) -> NodeResources:

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayhelper.device_groups import DeviceGroups
+from rayhelper.device_groups.slots import NodeResources, assign
 from rayhelper.errors import PlacementError
-from rayhelper.plan import NodeResources, assign
 from rayhelper.planning.adapter import adapter_parameters
 from rayhelper.planning.dry_run import Plan, make_plan
 from rayhelper.planning.memory import GIB

@@ -15,12 +15,12 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from rayhelper import RayHelper, ShardError
-from rayhelper.collect import join
-from rayhelper.dispatch import balanced, split_call
-from rayhelper.late_call import Parts
-from rayhelper.packing import pack, unpack
-from rayhelper.runtime import Shard
-from rayhelper.shards import check_shards
+from rayhelper.roles.runtime import Shard
+from rayhelper.runtimes.ray.late_call import Parts
+from rayhelper.values.collect import join
+from rayhelper.values.dispatch import balanced, split_call
+from rayhelper.values.packing import pack, unpack
+from rayhelper.values.shards import check_shards
 from tests.conftest import without_runtime
 from tests.rayhelper.values import arrays, columns, laid_out, leaves, many, nestings, num_rows, same, seeds, tensors
 from trainers.batch import Ragged

@@ -11,7 +11,7 @@ import pytest
 
 from rayhelper import ConfigError, RayHelper
 from rayhelper.__main__ import main
-from rayhelper.trace import Span, read
+from rayhelper.timeline.trace import Span, read
 from tests.conftest import without_runtime
 
 pytestmark = pytest.mark.xdist_group("ray")

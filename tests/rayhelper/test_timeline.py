@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayhelper import trace
-from rayhelper.timeline import Method, Usage, html, summarise, timeline, union
+from rayhelper.timeline import Method, Usage, html, summarise, timeline, trace, union
 from rayhelper.timeline import summary as module
-from rayhelper.trace import Span
+from rayhelper.timeline.trace import Span
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&\"'$headline\u2028\ud800"
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rayhelper import ConfigError, RayHelper, RoleError
-from rayhelper.door import Door, ask, told_stacks
+from rayhelper.worker.side_door import Door, ask, told_stacks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -279,7 +279,7 @@ def test_every_process_sees_what_the_driver_would_see(tmp_path: Path) -> None:
         assert "rank 0 divides 0 items (1 argument), rank 1 divides 1 items" in seen["other data"][1]
         assert seen["after all"] == [2, 4]
     assert_made_by_process_0([seen["by process 0"] for seen in facts])
-    from rayhelper.trace import read
+    from rayhelper.timeline.trace import read
 
     spans, _ = read(trace)
     assert {(span.role, span.rank) for span in spans if span.name == "Trainer.double" and span.phase == "run"} == {

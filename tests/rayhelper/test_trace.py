@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rayhelper import trace
 from rayhelper.errors import ConfigError
-from rayhelper.trace import Span, Tracer
+from rayhelper.timeline import trace
+from rayhelper.timeline.trace import Span, Tracer
 
 NOW = 1_790_000_000_123_456_789  # as time.time_ns() gives it: more digits than a float holds
 

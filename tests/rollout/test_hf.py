@@ -23,7 +23,7 @@ from tests.rollout.prompts import (
     prompts_of,
     save_decided,
 )
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Ragged
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.hf import HfEngine

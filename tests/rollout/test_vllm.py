@@ -22,10 +22,10 @@ import torch
 from rayhelper import ConfigError
 from tests.golden.tiny import tiny_tokenizer
 from tests.rollout.prompts import as_sequences, plain_greedy, prompts_of, save_decided
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Ragged
-from trainers.completions import rollout_metrics
-from trainers.fingerprints import fingerprints
+from trainers.parts.engine import rollout_metrics
+from trainers.parts.fingerprints import fingerprints
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.hf import HfEngine
 from trainers.rollout.vllm.core import Core

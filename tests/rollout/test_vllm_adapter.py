@@ -23,17 +23,18 @@ from tests.conftest import without_runtime
 from tests.e2e.runs import grpo_config, lines
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.rollout.prompts import as_sequences, plain_greedy, prompts_of, save_decided
-from trainers import grpo, weight_sync
-from trainers.backends.adapters import layer_names
-from trainers.backends.fsdp import FsdpBackend
-from trainers.completion_config import CompletionConfig
-from trainers.completions import build_vllm
-from trainers.configuration.command_line import load_config
-from trainers.fingerprints import fingerprints
+from trainers.backends.fsdp.adapters import layer_names
+from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.reading.command_line import load_config
+from trainers.grpo import trainer as grpo
+from trainers.parts import weights as weight_sync
+from trainers.parts.engine import build_vllm
+from trainers.parts.fingerprints import fingerprints
+from trainers.parts.weights import StaleWeightsError, copy, receive, send
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf import HfEngine
 from trainers.rollout.vllm.engine import VllmEngine
-from trainers.weight_sync import StaleWeightsError, copy, receive, send
 
 in_vllm_process = pytest.mark.xdist_group("vllm")
 

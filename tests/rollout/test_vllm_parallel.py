@@ -21,11 +21,11 @@ from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import together
 from tests.golden.tiny import tiny_tokenizer
 from tests.rollout.prompts import prompts_of, save_decided
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Rollouts
-from trainers.completion_config import CompletionConfig
-from trainers.completions import build_vllm
-from trainers.fingerprints import fingerprints
+from trainers.configuration.completion import CompletionConfig
+from trainers.parts.engine import build_vllm
+from trainers.parts.fingerprints import fingerprints
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf import HfEngine
 

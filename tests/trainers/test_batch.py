@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayhelper import DispatchError, RayHelper
-from rayhelper.dispatch import split_call
+from rayhelper.values.dispatch import split_call
 from trainers.batch import Batch, Prompts, Ragged, Rollouts, Samples, Sequences
 
 ROWS = [[1, 2, 3], [], [4], [5, 6], []]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainers.best_of.candidates import Verdict, answered, completion_of, judged, normalised
+from trainers.sampling.candidates import Verdict, answered, completion_of, judged, normalised
 
 NAN = math.nan
 

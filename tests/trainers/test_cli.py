@@ -20,11 +20,11 @@ import yaml
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers import cli
 from trainers.cli import load_config, main, placement, save_config
-from trainers.config import TrainConfig
-from trainers.configuration import command_line
-from trainers.configuration.other_names import RLHF_TYPES
-from trainers.grpo_config import GRPOConfig
-from trainers.sft_config import PretrainConfig, SFTConfig
+from trainers.configuration.others.other_names import RLHF_TYPES
+from trainers.configuration.reading import command_line
+from trainers.configuration.shared import TrainConfig
+from trainers.grpo.config import GRPOConfig
+from trainers.sft.config import PretrainConfig, SFTConfig
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ["--model", "tiny", "--dataset", "sums"]

@@ -12,11 +12,11 @@ import peft  # noqa: F401  (it sets a variable of the environment when it is fir
 import pytest
 
 from rayhelper import ConfigError, DeviceGroups
-from trainers.config import SCHEDULES, TrainConfig, sequences_per_step, total_steps
-from trainers.grpo import GRPOTrainer
-from trainers.grpo_config import GRPOConfig
-from trainers.sft import SFTTrainer
-from trainers.sft_config import PretrainConfig, SFTConfig
+from trainers.configuration.shared import SCHEDULES, TrainConfig, sequences_per_step, total_steps
+from trainers.grpo.config import GRPOConfig
+from trainers.grpo.trainer import GRPOTrainer
+from trainers.sft.config import PretrainConfig, SFTConfig
+from trainers.sft.trainer import SFTTrainer
 
 TRAINERS = Path(__file__).parents[2] / "trainers"
 

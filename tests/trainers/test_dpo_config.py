@@ -10,8 +10,8 @@ import pytest
 from rayhelper import ConfigError
 from tests.trainers.test_config import keys_that_are_read
 from trainers.cli import TRAINERS, load_config
-from trainers.dpo_config import DPOConfig, weighted_losses
-from trainers.reward_config import RewardConfig
+from trainers.dpo.config import DPOConfig, weighted_losses
+from trainers.reward.config import RewardConfig
 
 MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"loss_type": ["sigmod"]}, ["loss_type must be one of", "Did you mean 'sigmoid'?"]),

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rayhelper import ConfigError, DeviceGroups
-from trainers.completion_config import KEYS_AND_FIELDS, CompletionConfig
-from trainers.completions import check_completions, vllm_settings
+from trainers.configuration.completion import KEYS_AND_FIELDS, CompletionConfig
+from trainers.parts.engine import check_completions, vllm_settings
 
 pytestmark = pytest.mark.xdist_group("vllm")  # in the process that imports it
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainers.fingerprints import fingerprint, fingerprints, layer_of
+from trainers.parts.fingerprints import fingerprint, fingerprints, layer_of
 
 MODULUS = 2**64
 

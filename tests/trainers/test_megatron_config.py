@@ -21,7 +21,7 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from rayhelper.planning.model_shape import ModelShape
 from tests.conftest import without_runtime
 from tests.golden.tiny import save_tiny, tiny_tokenizer
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.megatron import fields as megatron_fields
 from trainers.backends.megatron import layers
 from trainers.backends.megatron.architectures import architecture_mistakes
@@ -39,19 +39,19 @@ from trainers.backends.megatron.fields import (
 )
 from trainers.backends.megatron.layers import implementation
 from trainers.backends.megatron.settings import MegatronSettings, layout_mistakes, setting_mistakes
-from trainers.completions import build_engine
-from trainers.config import TrainConfig
-from trainers.dpo import DPOTrainer
-from trainers.dpo_config import DPOConfig
-from trainers.gkd_config import GKDConfig
-from trainers.grpo import GRPOTrainer
-from trainers.grpo_config import GRPOConfig
-from trainers.megatron_checks import check_megatron, roles_of
-from trainers.megatron_config import MegatronConfig, megatron_settings
-from trainers.ppo_config import PPOConfig
-from trainers.run import build_backend, num_shards
-from trainers.sft import SFTTrainer
-from trainers.sft_config import SFTConfig
+from trainers.configuration.megatron import MegatronConfig, megatron_settings
+from trainers.configuration.megatron_checks import check_megatron, roles_of
+from trainers.configuration.shared import TrainConfig
+from trainers.dpo.config import DPOConfig
+from trainers.dpo.trainer import DPOTrainer
+from trainers.gkd.config import GKDConfig
+from trainers.grpo.config import GRPOConfig
+from trainers.grpo.trainer import GRPOTrainer
+from trainers.parts.engine import build_engine
+from trainers.ppo.config import PPOConfig
+from trainers.run.run import build_backend, num_shards
+from trainers.sft.config import SFTConfig
+from trainers.sft.trainer import SFTTrainer
 
 DENSE = {
     **{"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 97},

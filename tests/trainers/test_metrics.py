@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import without_runtime
 from trainers.metrics import Metrics
-from trainers.ppo import PPOTrainer
+from trainers.ppo.trainer import PPOTrainer
 
 numbers = st.floats(-1e3, 1e3)
 

@@ -10,7 +10,7 @@ import pytest
 
 from rayhelper import ConfigError
 from tests.e2e.completion_server import Answer, fails, question, says, serving
-from trainers.best_of.openai_client import OpenAIClient, Reply
+from trainers.sampling.openai_client import OpenAIClient, Reply
 
 
 def asking(*questions: str) -> list[dict[str, Any]]:

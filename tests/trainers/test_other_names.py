@@ -13,15 +13,24 @@ import pytest
 
 from rayhelper import ConfigError
 from trainers.cli import TRAINERS, load_config
-from trainers.configuration.other_names import ALIASES, ANY, ELSEWHERE, HINTS, NEUTRAL, REFUSED, RLHF_TYPES, TRANSLATED
+from trainers.configuration.others.other_names import (
+    ALIASES,
+    ANY,
+    ELSEWHERE,
+    HINTS,
+    NEUTRAL,
+    REFUSED,
+    RLHF_TYPES,
+    TRANSLATED,
+)
 from trainers.data.sources import read_source
-from trainers.dpo_config import DPOConfig
-from trainers.gkd_config import GKDConfig
-from trainers.grpo_config import GRPOConfig
-from trainers.ppo_config import PPOConfig
-from trainers.reward_config import RewardConfig
-from trainers.sampling_config import SamplingConfig
-from trainers.sft_config import PretrainConfig, SFTConfig
+from trainers.dpo.config import DPOConfig
+from trainers.gkd.config import GKDConfig
+from trainers.grpo.config import GRPOConfig
+from trainers.ppo.config import PPOConfig
+from trainers.reward.config import RewardConfig
+from trainers.sampling.config import SamplingConfig
+from trainers.sft.config import PretrainConfig, SFTConfig
 
 KINDS: tuple[type[Any], ...] = (
     *(SFTConfig, PretrainConfig, GRPOConfig, GKDConfig, DPOConfig, PPOConfig, RewardConfig, SamplingConfig),

@@ -18,7 +18,7 @@ from trainers.losses.ppo import (
     with_ratio_variance,
 )
 from trainers.metrics import Metrics
-from trainers.ppo_batch import credit, num_counted, policy_samples, total_scores, value_samples
+from trainers.ppo.samples import credit, num_counted, policy_samples, total_scores, value_samples
 from trainers.rewards import gae
 
 RANDOM = np.random.default_rng(3)

@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 from tests.golden.tiny import tiny_tokenizer
-from trainers.backends.inputs import micro_batches
+from trainers.backends.scores.inputs import micro_batches
 from trainers.data.preferences import Preferences, tokenize_comparisons, tokenize_preferences
 
 EOS = 2

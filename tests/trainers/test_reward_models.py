@@ -13,9 +13,9 @@ from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3F
 
 from tests.e2e.runs import grpo_config, ppo_config
 from tests.golden.tiny import save_tiny, tiny_model, tiny_tokenizer
-from trainers.grpo import GRPOTrainer
+from trainers.grpo.trainer import GRPOTrainer
 from trainers.plugins import MODELS
-from trainers.ppo import PPOTrainer
+from trainers.ppo.trainer import PPOTrainer
 from trainers.rewards.functions import resolve_rewards, score
 from trainers.rewards.models import RewardModel, model_name, names_reward_model
 

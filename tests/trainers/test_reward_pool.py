@@ -21,9 +21,9 @@ import pytest
 from rayhelper import ConfigError
 from tests.golden.tiny import tiny_tokenizer
 from trainers.batch import Prompts, Ragged, Rollouts
-from trainers.completions import rollout_metrics
+from trainers.parts.engine import rollout_metrics
+from trainers.parts.rewarded_completions import complete, with_rows
 from trainers.plugins import load_plugins
-from trainers.rewarded_completions import complete, with_rows
 from trainers.rewards.functions import resolve_rewards, score
 from trainers.rewards.patches import manager_of, processes_of
 from trainers.rewards.pool import RewardPool

@@ -10,13 +10,13 @@ import pytest
 
 from rayhelper import ConfigError, DeviceGroups
 from trainers.cli import load_config, placement
-from trainers.gkd import GKDTrainer
-from trainers.gkd_config import GKDConfig
-from trainers.grpo import GRPOTrainer
-from trainers.grpo_config import GRPOConfig
-from trainers.ppo import PPOTrainer
-from trainers.ppo_config import PPOConfig
-from trainers.sampling_config import SamplingConfig
+from trainers.gkd.config import GKDConfig
+from trainers.gkd.trainer import GKDTrainer
+from trainers.grpo.config import GRPOConfig
+from trainers.grpo.trainer import GRPOTrainer
+from trainers.ppo.config import PPOConfig
+from trainers.ppo.trainer import PPOTrainer
+from trainers.sampling.config import SamplingConfig
 
 SIZES = {"train": {"gpus": 4}, "rollout": {"gpus": 4}}
 

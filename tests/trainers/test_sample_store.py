@@ -11,9 +11,9 @@ import pytest
 from datasets import Dataset
 
 from rayhelper import ConfigError
-from trainers.best_of.candidates import answered
-from trainers.best_of.store import Entry, Ledger, cached_answers, check_writable, row_id, write_output
 from trainers.data.sources import read_source
+from trainers.sampling.candidates import answered
+from trainers.sampling.store import Entry, Ledger, cached_answers, check_writable, row_id, write_output
 
 IDS = ["a", "b", "c"]
 KEYS = {"seed": 1, "data_range": []}

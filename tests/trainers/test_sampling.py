@@ -14,13 +14,13 @@ from rayhelper import ConfigError, DeviceGroups
 from tests.golden.tiny import tiny_tokenizer
 from tests.trainers.test_config import keys_that_are_read
 from trainers.batch import Prompts, Ragged, Rollouts
-from trainers.best_of.candidates import Candidates, Tasks
-from trainers.best_of.openai_client import Reply
-from trainers.best_of.samplers import CachedSampler, ClientSampler, LocalSampler, Sampler, distilled
-from trainers.best_of.scorers import Scorer
 from trainers.cli import load_config, save_config
-from trainers.sampling import SamplingTrainer, cached_by_position, positions_of
-from trainers.sampling_config import SamplingConfig
+from trainers.sampling.candidates import Candidates, Tasks
+from trainers.sampling.config import SamplingConfig
+from trainers.sampling.openai_client import Reply
+from trainers.sampling.samplers import CachedSampler, ClientSampler, LocalSampler, Sampler, distilled
+from trainers.sampling.scorers import Scorer
+from trainers.sampling.trainer import SamplingTrainer, cached_by_position, positions_of
 
 SERVER = {"sampler_engine": "client", "base_url": "http://localhost:1/v1"}
 

@@ -15,15 +15,17 @@ import pytest
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from tests.e2e.runs import gkd_config, grpo_config, lines, ppo_config
 from tests.golden.tiny import save_tiny, tiny_tokenizer
-from trainers import gkd, grpo, ppo
-from trainers.backends.fsdp import FsdpBackend
+from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.offload import Offload
 from trainers.batch import Rollouts
 from trainers.cli import placement
-from trainers.completion_config import CompletionConfig
-from trainers.completions import check_completions, vllm_settings
+from trainers.configuration.completion import CompletionConfig
+from trainers.gkd import trainer as gkd
+from trainers.gkd.teacher import shares_devices
+from trainers.grpo import trainer as grpo
+from trainers.parts.engine import check_completions, vllm_settings
+from trainers.ppo import trainer as ppo
 from trainers.rollout.hf import HfEngine
-from trainers.vllm_teacher import shares_devices
 
 KEYS: dict[str, Any] = {"eval_dataset": None, "max_steps": 2, "learning_rate": 0.1, "warmup_steps": 0}
 ROOM: dict[str, Any] = {"sleep_level": 1, "offload_model": True, "offload_optimizer": True}
@@ -87,7 +89,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(FsdpBackend, "offload", noted_offload)
     monkeypatch.setattr(FsdpBackend, "reload", noted_reload)
-    monkeypatch.setattr("trainers.backends.fsdp.Offload", partial(Offload, "cpu"))
+    monkeypatch.setattr("trainers.backends.fsdp.backend.Offload", partial(Offload, "cpu"))
     for module, trainer, _, _ in TRAINERS.values():
         monkeypatch.setattr(module, "build_engine", built)
         learn = trainer.learn
@@ -172,7 +174,7 @@ def test_engines_on_shared_devices_may_hold_one_model_together() -> None:
 class Memory:
     @RayHelper.function(group="rollout", execute="first")
     def share_of_engine(self) -> Any:
-        from trainers.weight_sync import is_beside
+        from trainers.parts.weights import is_beside
 
         config = CompletionConfig(model="any", dataset="any", rollout_engine="vllm")
         return vllm_settings(config, shares_devices=is_beside("train"))["gpu_memory_utilization"]

@@ -20,17 +20,17 @@ from tests.e2e.runs import (
     whole_lines,
 )
 from tests.golden.tiny import save_tiny
-from trainers.config import TrainConfig
-from trainers.dpo import DPOTrainer
-from trainers.gkd import GKDTrainer
-from trainers.grpo import GRPOTrainer
+from trainers.configuration.shared import TrainConfig
+from trainers.dpo.trainer import DPOTrainer
+from trainers.gkd.trainer import GKDTrainer
+from trainers.grpo.trainer import GRPOTrainer
 from trainers.metrics import Metrics
-from trainers.ppo import PPOTrainer
-from trainers.reward import RewardTrainer
-from trainers.run import Run
-from trainers.sft import SFTTrainer
-from trainers.throughput import add_work, flops_of, known_peak, throughput
-from trainers.timing import Stopwatch, step_times
+from trainers.ppo.trainer import PPOTrainer
+from trainers.reward.trainer import RewardTrainer
+from trainers.run.run import Run
+from trainers.run.throughput import add_work, flops_of, known_peak, throughput
+from trainers.run.timing import Stopwatch, step_times
+from trainers.sft.trainer import SFTTrainer
 
 
 class Clock:

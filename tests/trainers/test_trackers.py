@@ -15,8 +15,8 @@ import pandas as pd
 import pytest
 
 from rayhelper import ConfigError
-from trainers import trackers as module
-from trainers.trackers import Trackers, check_installed
+from trainers.run import trackers as module
+from trainers.run.trackers import Trackers, check_installed
 
 
 def opened(output_dir: Path, **changed: Any) -> Trackers:

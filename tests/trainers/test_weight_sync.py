@@ -13,12 +13,10 @@ import torch
 
 from rayhelper import Channel, ChannelError, DeadlineError
 from tests.golden.tiny import save_tiny, tiny_tokenizer
-from trainers.backends.fsdp import FsdpBackend
-from trainers.completion_config import CompletionConfig
-from trainers.engine_updates import EngineUpdates, Room, channel_to
-from trainers.rollout.hf import HfEngine
-from trainers.timing import Stopwatch
-from trainers.weight_sync import (
+from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.configuration.completion import CompletionConfig
+from trainers.parts.engine_updates import EngineUpdates, Room, channel_to
+from trainers.parts.weights import (
     EngineLostError,
     Route,
     StaleWeightsError,
@@ -30,6 +28,8 @@ from trainers.weight_sync import (
     send,
     trained,
 )
+from trainers.rollout.hf import HfEngine
+from trainers.run.timing import Stopwatch
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 NORM = "model.norm.weight"

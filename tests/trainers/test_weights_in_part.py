@@ -20,12 +20,12 @@ from tests.conftest import without_runtime
 from tests.e2e.runs import grpo_config, lines
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.rollout.prompts import prompts_of
-from trainers import grpo
-from trainers.backends.fsdp import FsdpBackend
-from trainers.fingerprints import fingerprints
+from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.grpo import trainer as grpo
+from trainers.parts.fingerprints import fingerprints
+from trainers.parts.weights import StaleWeightsError, copy, receive, send
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf import HfEngine
-from trainers.weight_sync import StaleWeightsError, copy, receive, send
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",

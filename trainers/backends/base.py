@@ -1,4 +1,4 @@
-"""The questions a training backend answers: ``fsdp.py`` with transformers, ``megatron/`` with megatron-core.
+"""The questions a training backend answers: ``fsdp/backend.py`` with transformers, ``megatron/`` with megatron-core.
 
 Unless said otherwise **every rank** of the role calls a method, with its own slice of the batch; a slice may be empty.
 A backend has one of two heads. ``lm``: scores of target tokens, for policies, references and teachers. ``value``: one
@@ -24,7 +24,7 @@ BatchT = TypeVar("BatchT", contravariant=True)
 
 @dataclass
 class SentWeights:
-    """What ``weight_sync.py`` remembers of a backend's weights."""
+    """What ``parts/weights.py`` remembers of a backend's weights."""
 
     to: Any = None  # the engine, or the identity of the channel, that has got all of them
     prints: dict[str, torch.Tensor] = field(default_factory=dict)  # fingerprints by name, as they were when last sent

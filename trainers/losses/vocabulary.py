@@ -1,7 +1,7 @@
 """What losses ask about the columns of logits (..., V): sums, picks and maxima over the vocabulary.
 
 ``WHOLE``: all columns are here, and the answers are plain torch. Where they lie in shards on several processes,
-``backends/vocabulary.py`` answers the same questions with the same gradients, so that a loss is written once.
+``backends/scores/vocabulary.py`` answers the same questions with the same gradients, so that a loss is written once.
 """
 
 from __future__ import annotations

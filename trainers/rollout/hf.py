@@ -18,11 +18,11 @@ import torch
 
 from rayhelper import ConfigError
 from trainers.backends.device import default_device
-from trainers.backends.hf_model import build_model, evaluating, load_named_weights, named_weights
+from trainers.backends.fsdp.hf_model import build_model, evaluating, load_named_weights, named_weights
 from trainers.batch import Prompts, Ragged, Rollouts
-from trainers.configuration.engine_names import no_field
-from trainers.fingerprints import fingerprints
+from trainers.configuration.others.engine_names import no_field
 from trainers.losses.tokens import token_logps
+from trainers.parts.fingerprints import fingerprints
 from trainers.rollout.base import Completion, Sampling
 
 # Fields of GenerationConfig that may not be given, and why

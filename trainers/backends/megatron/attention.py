@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from trainers.backends.fsdp.packed_attention import ASKS_FOR_GROUPS
 from trainers.backends.megatron.packing import Documents
 from trainers.backends.megatron.parts import in_one_pass
-from trainers.backends.packed_attention import ASKS_FOR_GROUPS
 
 
 class Rotation(NamedTuple):

@@ -8,7 +8,8 @@ Workers that share a slice of the batch (tensor, context and pipeline parallelis
 each of them has the numbers of all targets, added up over columns of the vocabulary and over tokens of the row, and
 computes the same loss, which knows nothing of how the model is cut. In the backward pass each gets its own share.
 
-Gradients are sums over micro-batches and workers, as in ``fsdp.py``, and all run the same number of micro-batches.
+Gradients are sums over micro-batches and workers, as in ``fsdp/backend.py``, and all run the same number of
+micro-batches.
 """
 
 from __future__ import annotations
@@ -28,9 +29,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from rayhelper import ConfigError
 from trainers.backends.base import SentWeights, TokenFunction
 from trainers.backends.device import default_device
-from trainers.backends.head import LinearHead, Scores, room_of
-from trainers.backends.hf_model import ModelHead
-from trainers.backends.inputs import Place, in_order, micro_batches, num_targets
+from trainers.backends.fsdp.hf_model import ModelHead
 from trainers.backends.megatron import layout
 from trainers.backends.megatron.adapter_checkpoint import load_adapter, save_adapter
 from trainers.backends.megatron.adapters import MegatronAdapter
@@ -44,15 +43,17 @@ from trainers.backends.megatron.residence import Residence
 from trainers.backends.megatron.settings import MegatronSettings
 from trainers.backends.megatron.weights import MegatronWeights
 from trainers.backends.random_state import random_state, set_random_state
+from trainers.backends.scores.head import LinearHead, Scores, room_of
+from trainers.backends.scores.inputs import Place, in_order, micro_batches, num_targets
+from trainers.backends.scores.token_loss import token_loss
+from trainers.backends.scores.top_logps import TopLogps
+from trainers.backends.scores.vocabulary import ShardedVocabulary
 from trainers.backends.segments import growing_segments
-from trainers.backends.token_loss import token_loss
-from trainers.backends.top_logps import TopLogps
-from trainers.backends.vocabulary import ShardedVocabulary
 from trainers.batch import Ragged, Sequences
 from trainers.checkpoint import is_written
 from trainers.losses.vocabulary import WHOLE, Vocabulary
 from trainers.metrics import Metrics
-from trainers.throughput import add_work, peak_flops
+from trainers.run.throughput import add_work, peak_flops
 
 
 class MegatronBackend:

@@ -18,7 +18,7 @@ from torch.nn.functional import dropout, linear, pad
 
 from trainers.backends.megatron.grouped_experts import ALIGNED, GroupedExperts, grouped_product
 from trainers.backends.megatron.weights import Source
-from trainers.backends.sums import spread
+from trainers.backends.scores.sums import spread
 
 
 class LowRank(torch.nn.Module):

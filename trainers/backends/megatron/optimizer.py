@@ -89,7 +89,7 @@ def build_schedule(
 
 
 def _fuse(adam: torch.optim.AdamW) -> None:
-    """One pass over the memory, as in ``fsdp.py``; megatron-core builds the form that holds copies of all it steps."""
+    """One pass over memory, as ``fsdp/backend.py``; megatron-core builds the form that holds copies of all it steps."""
     for settings in (adam.defaults, *adam.param_groups):
         settings["fused"] = True
 

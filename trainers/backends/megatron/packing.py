@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainers.backends.inputs import Place, model_inputs
+from trainers.backends.scores.inputs import Place, model_inputs
 from trainers.batch import Sequences, on_device
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainers.backends.linear_scores import add_product
+from trainers.backends.scores.linear_scores import add_product
 
 compiled = functools.cache(torch.compile)
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from trainers.backends.inputs import Place
 from trainers.backends.megatron import attention, layout
 from trainers.backends.megatron.packing import Packed, pack
 from trainers.backends.megatron.settings import MegatronSettings
+from trainers.backends.scores.inputs import Place
 from trainers.batch import Ragged, Sequences
 
 Finish = Callable[[int, torch.Tensor, Packed], torch.Tensor]

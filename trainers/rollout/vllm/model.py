@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainers.fingerprints import added_up, fingerprint, fingerprints
+from trainers.parts.fingerprints import added_up, fingerprint, fingerprints
 
 
 def load(named_weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from rayhelper import ConfigError
 from trainers.batch import Prompts
-from trainers.configuration.typed_values import nearest, typed
+from trainers.configuration.reading.typed_values import nearest, typed
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf import check_fields, keys_of_sampling, stop_token_ids
 

@@ -1,0 +1,271 @@
+"""The driver: which group hosts which role, and the trainers constructed here.
+
+    DriverRuntime(config, cluster)
+        cluster.start(config)          one Group a device group         ray/cluster.py, inprocess.py
+        construct(instance)            the same __init__ on every worker of its roles, then here; parts come with it
+        DriverPlacement.submit(...)    a call to the group of its role
+
+How a group carries a call to its workers is the group's own business.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+from rayhelper.device_groups import DRIVER, DeviceGroups
+from rayhelper.errors import RoleError
+from rayhelper.roles.classes import build
+from rayhelper.roles.futures import Future
+from rayhelper.roles.methods import RoleMethod, find_method, not_constructed
+from rayhelper.roles.parts import NO_INSTANCE, Identity, Record, address_within, check_same_parts
+from rayhelper.roles.runtime import Route, Shard, WorkerInfo, state
+from rayhelper.worker.process_group import join_process_group
+from rayhelper.worker.runtime import refuse_to_travel
+
+
+class Group(Protocol):
+    """The workers of one device group."""
+
+    def construct(self, address: str, construction: Any) -> Any:
+        """Starts the construction of an object on every worker; what ``constructed`` waits for."""
+        ...
+
+    def constructed(self, address: str, started: Any) -> dict[str, Sequence[Record]]:
+        """By worker, the parts that it built. Waits for all workers; raises what a constructor raised."""
+        ...
+
+    def submit(
+        self,
+        identity: Identity,
+        method: RoleMethod[..., Any],
+        location: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Future[Any]:
+        """One call on every worker (or worker 0 alone), not waited for. ``location``: of the method, as text."""
+        ...
+
+    def drop(self, address: str) -> None:
+        """Frees an object and its parts on every worker."""
+        ...
+
+
+class Cluster(Protocol):
+    """Where the groups of a driver run."""
+
+    def start(self, config: DeviceGroups) -> dict[str, Any]:
+        """The groups by name, their workers ready. Raises PlacementError."""
+        ...
+
+    def construction(
+        self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], names: Collection[str], groups: Sequence[Any]
+    ) -> Any:
+        """A class and the arguments of its constructor, fit to be given to ``construct`` of ``groups`` (``names``)."""
+        ...
+
+    def alive(self) -> bool:
+        """Whether the groups can still be reached."""
+        ...
+
+    def stop(self) -> None:
+        """Ends every worker and frees what they held."""
+        ...
+
+
+class DriverRuntime:
+    """What this process is: the driver of ``device_groups``."""
+
+    def __init__(self, config: DeviceGroups, cluster: Cluster) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.groups: dict[str, Group] = {}
+        self.numbers = itertools.count()
+        self.stopped = False
+        self.pid = os.getpid()
+        self.instances: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by address
+        self.unused: list[Tenancy] = []  # of objects that are gone; freed when the next one is constructed
+        atexit.register(self.teardown)
+        try:
+            self.groups = cluster.start(config)
+        except BaseException:
+            self.teardown()
+            raise
+
+    def construct(
+        self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
+    ) -> None:
+        if whole is not None:
+            self._construct_part(init, instance, args, kwargs, whole._rayhelper)
+            return
+        groups = self._groups_of(type(instance))
+        hosting = list(dict.fromkeys(groups.values()))
+        while self.unused:
+            self.unused.pop().drop()
+        tenancy = Tenancy(self, str(next(self.numbers)), hosting)
+        placement = self._place(instance, groups, Identity(instance, None, tenancy.address), Anchor())
+        construction = self.cluster.construction(type(instance), args, kwargs, placement.hosts, hosting)
+        try:
+            started = [(group, group.construct(tenancy.address, construction)) for group in hosting]
+            build(init, instance, args, kwargs, placement.identity)
+            built: dict[str, Sequence[Record]] = {}
+            for group, waiting in started:
+                built |= group.constructed(tenancy.address, waiting)
+            identity = placement.identity
+            check_same_parts(identity.name, "the driver", identity.records(), built)
+        except BaseException:
+            placement.identity.is_built = True
+            tenancy.drop()
+            raise
+        weakref.finalize(placement.anchor, self.unused.append, tenancy).atexit = False
+
+    def _construct_part(
+        self,
+        init: Callable[..., None],
+        instance: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        whole: DriverPlacement,
+    ) -> None:
+        """The workers build it themselves, in the ``__init__`` of the whole."""
+        identity = Identity(instance, whole.identity, address_within(whole.identity))
+        self._place(instance, self._groups_of(type(instance)), identity, whole.anchor, whole.hosts)
+        build(init, instance, args, kwargs, identity)
+
+    def _groups_of(self, cls: type) -> dict[str, Group]:
+        roles = cls.__rayhelper_roles__  # type: ignore[attr-defined]
+        return {role: self.groups[self.config.group_of(role).name] for role in roles}
+
+    def _place(
+        self, instance: Any, groups: dict[str, Group], identity: Identity, anchor: Anchor, hosts: Collection[str] = ()
+    ) -> DriverPlacement:
+        hosts = hosts or frozenset(self.config.group_of(role).name for role in groups)
+        placement = DriverPlacement(self, identity, groups, anchor, hosts)
+        object.__setattr__(instance, "_rayhelper", placement)
+        with contextlib.suppress(TypeError):  # a class without weak references
+            self.instances[str(identity.address)] = instance
+        return placement
+
+    def instance_at(self, address: str) -> Any:
+        return self.instances.get(address)
+
+    def describe(self) -> str:
+        return "the driver"
+
+    def placement(self, method: RoleMethod[..., Any], target: Any) -> Any:
+        if method.role == DRIVER:
+            return DriverPlacement(self, Identity(target, None, NO_INSTANCE), {}, Anchor(), ())
+        raise not_constructed(method, target)
+
+    def current(self) -> WorkerInfo:
+        return WorkerInfo((DRIVER,), DRIVER, 0, 1, 0, 1, 0, Shard(0, 1))
+
+    def report_shard(self, shard: Shard) -> None:
+        raise RoleError("RayHelper.shard(...) is for code that runs on a worker, and was called on the driver")
+
+    def init_process_group(self, backend: str | None, timeout_s: float) -> None:
+        join_process_group(self.current(), backend, timeout_s)
+
+    def teardown(self) -> None:
+        """Stops every worker; a cluster that was started for this run is stopped too."""
+        if self.stopped or os.getpid() != self.pid:  # a forked child has none of it
+            return
+        self.stopped = True
+        atexit.unregister(self.teardown)
+        if state.active is self:
+            state.active = None
+        self.cluster.stop()
+
+
+class Anchor:
+    """Lives as long as a whole or one of its parts does on the driver; then the workers may free them."""
+
+
+class Tenancy:
+    """A whole on its workers, until it is dropped."""
+
+    def __init__(self, runtime: DriverRuntime, address: str, groups: Sequence[Group]) -> None:
+        self.runtime = runtime
+        self.address = address
+        self.groups = groups
+
+    def drop(self) -> None:
+        """Frees the whole and its parts on the workers."""
+        if not self.runtime.stopped and self.runtime.cluster.alive():
+            for group in self.groups:
+                with contextlib.suppress(Exception):
+                    group.drop(self.address)
+
+
+class DriverPlacement:
+    """The workers of one object, a whole or a part, seen from the driver."""
+
+    def __init__(
+        self,
+        runtime: DriverRuntime,
+        identity: Identity,
+        groups: dict[str, Group],
+        anchor: Anchor,
+        hosts: Collection[str],
+    ) -> None:
+        self.runtime = runtime
+        self.identity = identity
+        self.groups = groups  # by role
+        self.anchor = anchor
+        self.hosts = hosts
+
+    def route(self, method: RoleMethod[..., Any]) -> Route:
+        if method.role == DRIVER:
+            return "here"
+        if self.runtime.stopped:
+            raise RoleError(
+                f"{self.identity.title(method)}: the workers of this {self.identity.cls.__name__} were stopped by "
+                "RayHelper.teardown()."
+            )
+        return "skip" if self.identity.is_building else "group"
+
+    def run(self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return method.call(target, args, kwargs)
+
+    def submit(
+        self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[Any]:
+        identity = self.identity
+        group = self.groups.get(method.role)
+        if group is None:
+            raise undeclared(method, identity.cls)
+        location = location_of(str(identity.address), identity.cls, method)  # type: ignore[arg-type]
+        return group.submit(identity, method, location, args, kwargs)
+
+    __reduce__ = refuse_to_travel
+
+
+def undeclared(method: RoleMethod[..., Any], cls: type) -> RoleError:
+    """The error for a call to a role that the class has not."""
+    declared = ", ".join(cls.__rayhelper_roles__)  # type: ignore[attr-defined]
+    return RoleError(
+        f"{method} belongs to a role that {cls.__name__} does not declare (declared: {declared}). "
+        "Add it to @RayHelper.worker(group=[...])."
+    )
+
+
+@functools.lru_cache(4096)
+def location_of(address: str, cls: type, method: RoleMethod[..., Any]) -> str:
+    """Which method of which object, as text: the same name may stand in several classes of ``cls.__mro__``.
+
+    So that ``super().update(...)`` runs the parent's method on the workers too.
+    """
+    for mro_index, base in enumerate(cls.__mro__):
+        for name, entry in vars(base).items():
+            with contextlib.suppress(RoleError):
+                if find_method(entry) is method.origin:
+                    return f"{address} {mro_index} {name}"
+    raise RoleError(
+        f"{method} is not an attribute of {cls.__name__}; decorated methods must stay where they are defined."
+    )

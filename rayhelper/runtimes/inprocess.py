@@ -1,0 +1,233 @@
+"""N workers in this process, one after the other: to debug dispatch and collect with an ordinary debugger.
+
+Every worker of a group has an instance of its own and is called in order of rank, in the caller's thread: breakpoints
+stop, tracebacks are unbroken, exceptions are the worker's own. A deferred call is made at once. What needs processes
+(collectives between workers, deadlines, devices of one's own) does not exist here.
+
+``strict``: arguments and results are packed and unpacked as on their way to a Ray worker, and what would differ there
+is an error here: values that do not pickle, arguments changed in place, writes to arrays that Ray hands out read-only.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from rayhelper.device_groups import DeviceGroup, DeviceGroups, all_roles
+from rayhelper.errors import DispatchError, RoleError, WorkerError
+from rayhelper.roles.futures import FinishedCall, Future, values_of
+from rayhelper.roles.methods import RoleMethod
+from rayhelper.roles.parts import Identity, Record, check_hosts, own_objects
+from rayhelper.roles.runtime import Shard, WorkerInfo, acting_as
+from rayhelper.timeline.recording import Recording
+from rayhelper.values.calls import collector, divide, layout_of, unsendable, where_of
+from rayhelper.values.packing import Ledger, Packed, pack, unpack
+from rayhelper.values.shards import ShardTable
+from rayhelper.worker.failures import add_note
+from rayhelper.worker.runtime import WorkerRuntime
+
+
+class InprocessCluster:
+    """This process as a cluster of simulated workers."""
+
+    def __init__(self, *, strict: bool, recording: Recording | None) -> None:
+        self.strict = strict
+        self.recording = recording
+        self.lock = threading.RLock()  # what this process is changes during a call: one call at a time
+        self.groups: dict[str, InprocessGroup] = {}
+
+    def start(self, config: DeviceGroups) -> dict[str, InprocessGroup]:
+        self.groups = {group.name: InprocessGroup(group, config.neighbours(group), self) for group in config.groups}
+        return self.groups
+
+    def construction(
+        self,
+        cls: type,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        names: Collection[str],
+        groups: Sequence[InprocessGroup],
+    ) -> Any:
+        for name in names:
+            check_hosts((args, kwargs), name)
+        if not self.strict:
+            return cls, args, kwargs
+        try:
+            return pack((cls, args, kwargs))
+        except Exception as error:
+            raise DispatchError(f"an argument of {cls.__name__}(...) cannot be sent to a worker: {error}") from error
+
+    def alive(self) -> bool:
+        return True
+
+    def stop(self) -> None:
+        for group in self.groups.values():
+            group.workers.clear()
+        if self.recording is not None:
+            self.recording.write()
+
+
+class SimulatedWorker(WorkerRuntime):
+    """What this process is while it runs a simulated worker's method."""
+
+    def __init__(self, info: WorkerInfo) -> None:
+        super().__init__(info, "this process")
+        self.ledger = Ledger()
+
+    def init_process_group(self, backend: str | None, timeout_s: float) -> None:
+        if self.info.world_size > 1:
+            raise RoleError(
+                f"RayHelper.init_process_group was called on {self.describe()}: the {self.info.world_size} workers of "
+                "runtime='inprocess' run one after the other, and a collective needs them at once. Use torchrun or "
+                "Ray, or one worker a group."
+            )
+        super().init_process_group(backend, timeout_s)
+
+
+class InprocessGroup:
+    """The simulated workers of one device group."""
+
+    def __init__(self, group: DeviceGroup, neighbours: Sequence[DeviceGroup], cluster: InprocessCluster) -> None:
+        size, beside = group.num_workers, all_roles(neighbours)
+        self.group = group
+        self.cluster = cluster
+        self.shards = ShardTable(size, group.name)
+        self.workers = [
+            SimulatedWorker(
+                WorkerInfo(
+                    *(group.roles, group.name, rank, size, rank, size, 0, Shard(rank, size)),
+                    gpus_per_worker=group.gpus_per_worker,
+                    neighbours=beside,
+                )
+            )
+            for rank in range(size)
+        ]
+
+    def construct(self, address: str, construction: Any) -> dict[str, Sequence[Record]]:
+        built: dict[str, Sequence[Record]] = {}
+        for worker in self.workers:
+            with self.cluster.lock, acting_as(worker):
+                packed = isinstance(construction, Packed)
+                cls, args, kwargs = unpack(construction) if packed else own_objects(construction)
+                with _noted(f"{cls.__name__}.__init__", worker):
+                    built[worker.describe()] = worker.build(address, cls, args, kwargs)
+            self.shards.note(worker.info.rank, worker.take_reports())
+        return built
+
+    def constructed(self, address: str, started: dict[str, Sequence[Record]]) -> dict[str, Sequence[Record]]:
+        return started
+
+    def drop(self, address: str) -> None:
+        self.shards.drop(address)
+        for worker in self.workers:
+            worker.drop(address)
+
+    def submit(
+        self,
+        identity: Identity,
+        method: RoleMethod[..., Any],
+        location: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Future[Any]:
+        name, title = identity.called(method), identity.title(method)
+        where = where_of(title, self.group.name)
+        layout = layout_of(method, self.shards, str(identity.address))
+        recording = self.cluster.recording
+        started_ns = time.time_ns()
+        args, kwargs = values_of(args, kwargs)
+        check_hosts((args, kwargs), self.group.name)
+        division = divide(method, layout.num_shards, args, kwargs, where)
+        call = recording.dispatched(name, started_ns) if recording else 0
+
+        def leaders_values() -> list[Any]:
+            values = []
+            for worker, shard in zip(self.workers, layout.shard_of, strict=False):
+                begun_ns = time.time_ns()
+                values.append(self._run(worker, title, location, division.calls[shard], where))
+                if recording:
+                    recording.ran(name, method.role, worker.info.rank, begun_ns, call)
+            return [values[rank] for rank in layout.leaders]
+
+        return Future(FinishedCall(leaders_values, collector(method, division.order, where, name, recording, call)))
+
+    def _run(self, worker: SimulatedWorker, title: str, location: str, call: Any, where: str) -> Any:
+        instance, method = worker.located(location)
+        on_worker = f"{title} on {worker.describe()}"
+        with self.cluster.lock, acting_as(worker):
+            args, kwargs = _sent(call, worker.ledger, where) if self.cluster.strict else own_objects(call)
+            before = _pickles(args, kwargs) if self.cluster.strict else {}
+            with _noted(title, worker), worker.inside(instance._rayhelper, method.role):
+                try:
+                    value = method.finished_call(instance, args, kwargs)
+                except BaseException:
+                    worker.ledger.forget_changed()  # or the next call would be blamed
+                    raise
+        self.shards.note(worker.info.rank, worker.take_reports())
+        if not self.cluster.strict:
+            return own_objects(value)
+        worker.ledger.check(on_worker)
+        _check_unchanged(before, _pickles(args, kwargs), on_worker)
+        return _returned(value, on_worker)
+
+
+class _noted:  # noqa: N801
+    """Inside, an exception is noted with the worker on which it was raised."""
+
+    def __init__(self, what: str, worker: SimulatedWorker) -> None:
+        self.what = what
+        self.worker = worker
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception):
+            add_note(error, f"[{self.what} on {self.worker.describe()}]")
+
+
+# What ``strict`` adds: the way to a worker and back
+
+
+def _sent(call: Any, ledger: Ledger, where: str) -> Any:
+    try:
+        packed = _carried(call)
+    except Exception as error:
+        raise unsendable(where, error) from error
+    return unpack(packed, ledger=ledger)
+
+
+def _carried(value: Any) -> Packed:
+    """The packed value as the other side has it: in memory of its own."""
+    packed: Packed = pickle.loads(pickle.dumps(pack(value)))
+    return packed
+
+
+def _returned(value: Any, where: str) -> Any:
+    try:
+        packed = _carried(value)
+    except Exception as error:
+        raise WorkerError(f"the value of {where} could not be sent back: {error}") from error
+    return unpack(packed, writable=True)
+
+
+def _pickles(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """What each argument looks like pickled, by the name it has in messages."""
+    named = {f"positional argument {i + 1}": value for i, value in enumerate(args)}
+    named |= {f"argument {name!r}": value for name, value in kwargs.items()}
+    packed = {name: pack(value) for name, value in named.items()}
+    return {
+        name: (one.head, one.small.tobytes(), *(content.tobytes() for content in one.large))
+        for name, one in packed.items()
+    }
+
+
+def _check_unchanged(before: dict[str, Any], after: dict[str, Any], where: str) -> None:
+    for name in before:
+        if before[name] != after[name]:
+            raise DispatchError(
+                f"{where} changed its {name}. A worker changes a copy, which the caller does not see: return the value."
+            )

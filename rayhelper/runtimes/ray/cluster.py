@@ -1,0 +1,114 @@
+"""A driver's Ray cluster: joined or started, its groups of workers, and how classes get there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import ray
+from ray import cloudpickle
+
+from rayhelper.device_groups import DeviceGroups
+from rayhelper.errors import ConfigError, DispatchError, RoleError
+from rayhelper.roles.parts import bound_for
+from rayhelper.runtimes.ray import placement as placing
+from rayhelper.runtimes.ray.group import WorkerGroup
+from rayhelper.runtimes.ray.modules import user_modules
+from rayhelper.timeline.recording import Recording
+from rayhelper.values.packing import dumps
+
+_LOCAL_WAIT_S = 0.0  # a cluster of this machine alone will not grow
+_CLUSTER_WAIT_S = 120.0  # unless RAYHELPER_WAIT_S says otherwise
+
+
+def cluster_wait_s() -> float:
+    """Seconds to wait for nodes to join or to be freed. Raises ConfigError if RAYHELPER_WAIT_S is no number."""
+    written = os.environ.get("RAYHELPER_WAIT_S", str(_CLUSTER_WAIT_S))
+    try:
+        return max(0.0, float(written))
+    except ValueError:
+        raise ConfigError(
+            f"RAYHELPER_WAIT_S must be a number of seconds, got {written!r}. Correct or unset it."
+        ) from None
+
+
+class RayCluster:
+    """The cluster on which a driver's groups run."""
+
+    def __init__(self, address: str | None, recording: Recording | None) -> None:
+        self.address = address or os.environ.get("RAY_ADDRESS")
+        self.recording = recording
+        self.groups: dict[str, WorkerGroup] = {}
+        self.is_ours = False
+
+    def start(self, config: DeviceGroups) -> dict[str, WorkerGroup]:
+        self.is_ours = placing.connect(self.address)
+        reserved = placing.reserved_slots(config, wait_s=cluster_wait_s() if self.address else _LOCAL_WAIT_S)
+        inherits = self.is_ours and not self.address
+        for group in config.groups:
+            self.groups[group.name] = WorkerGroup(
+                group,
+                *reserved[group.name],
+                self.recording,
+                neighbours=config.neighbours(group),
+                inherits=inherits,
+            )
+        for started in self.groups.values():
+            started.prepare()
+        return self.groups
+
+    def construction(
+        self,
+        cls: type,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        names: Collection[str],
+        groups: Sequence[WorkerGroup],
+    ) -> Any:
+        """(class, args, kwargs) pickled once; modules that the nodes lack travel by value."""
+        candidates = user_modules()
+        lacking = set().union(*(group.missing_modules(candidates) for group in groups)) if candidates else set()
+        for name in lacking:
+            cloudpickle.register_pickle_by_value(sys.modules[name])
+        with bound_for(*names):
+            return ray.put(_pickled(cls, args, kwargs))
+
+    def alive(self) -> bool:
+        return bool(ray.is_initialized())
+
+    def stop(self) -> None:
+        """Ends every worker; a cluster that was started for this run is stopped too."""
+        if not ray.is_initialized():
+            return
+        try:
+            if self.recording is not None:
+                for group in self.groups.values():
+                    group.hand_over_spans()
+                self.recording.write()
+        finally:
+            for group in self.groups.values():
+                group.stop()
+            if self.is_ours:
+                ray.shutdown()
+
+
+def _pickled(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """A class and the arguments of its constructor. Raises DispatchError that says which of them does not pickle."""
+    try:
+        return dumps((cls, args, kwargs))
+    except RoleError:
+        raise
+    except Exception as error:
+        named = {f"positional argument {i + 1} of {cls.__name__}(...)": value for i, value in enumerate(args)}
+        named |= {f"argument {name!r} of {cls.__name__}(...)": value for name, value in kwargs.items()}
+        for name, value in named.items():
+            try:
+                dumps(value)
+            except Exception as reason:
+                raise DispatchError(f"{name} cannot be sent to a worker: {reason}") from error
+        raise DispatchError(
+            f"class {cls.__name__}, defined in {cls.__module__}, cannot be sent to a worker: {error}. Define it in a "
+            "module of its own, which the workers import."
+        ) from error

@@ -1,0 +1,143 @@
+"""The driver's handle on the workers of one device group: construct, call, wait, recover.
+
+submit(method, args, kwargs)
+    divide(...)               one (args, kwargs) per shard           values/calls.py
+    sendable(...)             packed; put once or sent by value      transport.py
+    calls.begin(call)         one remote call a worker               calls_under_way.py, crew.py, worker/host.py
+-> Future(GroupCall)          waits, collects                        call.py
+   what goes wrong meanwhile                                         recovery.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.util.placement_group import PlacementGroup
+
+from rayhelper.device_groups import DeviceGroup
+from rayhelper.device_groups.slots import Slot
+from rayhelper.errors import RoleError
+from rayhelper.roles.futures import Future
+from rayhelper.roles.methods import RoleMethod
+from rayhelper.roles.parts import Identity, Record, bound_for
+from rayhelper.runtimes.ray.call import Construction, GroupCall, late_calls, sources_of
+from rayhelper.runtimes.ray.calls_under_way import CONSTRUCTION_S, CallsUnderWay
+from rayhelper.runtimes.ray.crew import Crew
+from rayhelper.runtimes.ray.recovery import Recovery
+from rayhelper.runtimes.ray.transport import sendable
+from rayhelper.timeline.recording import Recording
+from rayhelper.values.calls import divide, layout_of, unsendable
+
+
+class WorkerGroup:
+    """The workers of one device group."""
+
+    def __init__(
+        self,
+        group: DeviceGroup,
+        slots: tuple[Slot, ...],
+        reserved: PlacementGroup,
+        recording: Recording | None,
+        *,
+        neighbours: Sequence[DeviceGroup],
+        inherits: bool,
+    ) -> None:
+        self.group = group
+        self.recording = recording
+        self.crew = Crew(group, slots, reserved, neighbours=neighbours, inherits=inherits, trace=recording is not None)
+        self.calls = CallsUnderWay(group, self.crew, recording)
+        self.recovery = Recovery(self.calls)
+
+    def prepare(self) -> None:
+        """Gives every process its rank and environment; the group is usable afterwards."""
+        self.crew.prepare()
+
+    def missing_modules(self, names: list[str]) -> set[str]:
+        """Those of the modules that some node of the group could not import. Raises WorkerDiedError."""
+        while True:
+            self.calls.check_usable("__init__")
+            try:
+                return self.crew.missing_modules(names)
+            except RayActorError as error:
+                self.recovery.died(error, "__init__", None, 0)
+
+    def construct(self, address: str, payload: Any) -> Construction:
+        self.recovery.finish()
+        self.calls.check_usable("__init__")
+        construction = Construction(self.recovery, address, payload)
+        self.calls.begin_construction(address, payload, construction)
+        return construction
+
+    def constructed(self, address: str, started: Construction) -> dict[str, Sequence[Record]]:
+        built = started.built(max(CONSTRUCTION_S, self.group.timeout_s or 0.0))
+        del self.calls.constructing[address]
+        return built
+
+    def drop(self, address: str) -> None:
+        self.calls.forget(address)
+
+    def submit(
+        self,
+        identity: Identity,
+        method: RoleMethod[..., Any],
+        location: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Future[Any]:
+        self.recovery.finish()
+        self.calls.make_room()
+        started_ns = time.time_ns() if self.recording else 0
+        title, name = identity.title(method), identity.called(method)
+        where = self.calls.where(title)
+        layout = layout_of(method, self.calls.shards, str(identity.address))
+        sources = sources_of(args, kwargs)
+        order: list[int] | None = None
+        if sources:
+            calls: list[Any] = late_calls(method, args, kwargs, layout.num_shards, where)
+        else:
+            division = divide(method, layout.num_shards, args, kwargs, where)
+            calls, order = division.calls, division.order
+        number = self.recording.dispatched(name, started_ns) if self.recording else 0
+        sent, num_bytes = self._payloads(calls, layout.shard_of, where) if args or kwargs else ([()], 0)
+        if self.recording:
+            self.recording.span("serialise", name, started_ns, number, num_bytes)
+        call = GroupCall(self.recovery, method, title, name, location, layout, order, sent, sources, number)
+        self.calls.begin(call)
+        return Future(call)
+
+    def _payloads(self, calls: list[Any], shard_of: tuple[int, ...], where: str) -> tuple[list[tuple[Any, ...]], int]:
+        """What each shard is sent (one for all, if it is the same), and its bytes."""
+        try:
+            with bound_for(self.group.name):
+                if all(call is calls[0] for call in calls):
+                    value, num_bytes = sendable(calls[0], len(shard_of))
+                    return [(value,)], num_bytes
+                pairs = [sendable(call, shard_of.count(k)) for k, call in enumerate(calls)]
+        except RoleError:
+            raise
+        except Exception as error:
+            raise unsendable(where, error) from error
+        return [(value,) for value, _ in pairs], sum(size for _, size in pairs)
+
+    def hand_over_spans(self) -> None:
+        """Gives the recording what the workers recorded; those that do not answer are left out."""
+        assert self.recording is not None, "only a recorded group has spans"
+        asked = {actor.spans.remote(): rank for rank, actor in enumerate(self.crew.actors)}
+        ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=10.0)
+        for ref in ready:
+            rank = asked[ref]
+            with contextlib.suppress(Exception):  # a worker that died took its spans along
+                spans, dropped = ray.get(ref)
+                self.recording.add(spans, dropped, self.crew.clock_offsets_ns[rank])
+        if late:
+            self.recording.missing(f"{self.group.name}[{rank}]" for rank in (asked[ref] for ref in late))
+
+    def stop(self) -> None:
+        """Ends every process of the group and frees its resources."""
+        self.calls.stopped = True
+        self.crew.end()

@@ -1,0 +1,186 @@
+"""What a group does when something went wrong: stop the other workers of a call, replace a worker that died.
+
+A call is stopped in three steps: the workers' main threads are interrupted; those that sit in a collective are freed by
+their peers leaving the process group, which all then join anew; what still runs after that is waited for by the next
+call. A worker is replaced only where the device group has ``restarts``: its instances are constructed again, and the
+parts of calls that it had not answered run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from rayhelper.errors import WorkerDiedError
+from rayhelper.runtimes.ray.calls_under_way import (
+    CONSTRUCTION_S,
+    CallsUnderWay,
+    Sent,
+    answered,
+    unfinished,
+    unfinished_ranks,
+)
+from rayhelper.worker.failures import raise_failures
+
+_log = logging.getLogger(__name__)
+
+_TOLD_WITHIN_S = 0.6  # the caller learns of a failure after this time, even if workers still run
+_INTERRUPTED_S = 1.0
+_FREED_S = 5.0
+_REJOINED_S = 60.0
+
+
+class Recovery:
+    """The troubles of one group."""
+
+    def __init__(self, calls: CallsUnderWay) -> None:
+        self.calls = calls
+        self.crew = calls.crew
+        self.restarts_left = calls.group.restarts
+        self.stopping: threading.Thread | None = None
+
+    def finish(self) -> None:
+        """Returns when a call that is being stopped has stopped."""
+        if self.stopping is not None:
+            self.stopping.join()
+            self.stopping = None
+
+    def stop(self, running: Iterable[tuple[int, Any]]) -> None:
+        """Gives up what runs on these ranks behind these references. Returns soon; the rest happens beside."""
+        self.finish()
+        self.stopping = threading.Thread(target=self._stop, args=(list(running),), name="rayhelper-stop", daemon=True)
+        self.stopping.start()
+        self.stopping.join(_TOLD_WITHIN_S)
+
+    def _stop(self, given_up: list[tuple[int, Any]]) -> None:
+        crew = self.crew
+        tasks: dict[int, list[str]] = {}
+        for rank, ref in given_up:
+            tasks.setdefault(rank, []).append(ref.task_id().hex())
+        with contextlib.suppress(Exception):  # the group may be torn down meanwhile
+            stopped = crew.ask("stop", tasks)  # by rank: the task that was running; the others will not begin
+            refs = [ref for rank, ref in given_up if stopped.get(rank) == ref.task_id().hex()]
+            if not unfinished(refs, _INTERRUPTED_S):
+                return
+            left = crew.ask("leave")
+            waiting = unfinished(refs, _FREED_S)
+            if any(left.values()) and not waiting:
+                ray.get([actor.rejoin.remote() for actor in crew.actors], timeout=_REJOINED_S)
+            if waiting:
+                ranks = [rank for rank, ref in given_up if ref in waiting]
+                _log.warning("group %r: ranks %s did not stop; the next call waits for them", crew.group.name, ranks)
+
+    def died(self, error: RayActorError, what: str, call: Sent | None, called: int) -> None:
+        """Replaces a worker that died, or whose death failed this call; every open call is sent to it again.
+
+        ``called``: the rank whose part of the call failed. Its worker may have been replaced since.
+
+        Raises:
+            WorkerDiedError: the group has no restarts (left).
+        """
+        with self.calls.lock:
+            actor_id = getattr(error, "actor_id", None)
+            rank = called if actor_id is None else self.crew.rank_of(actor_id)
+            if rank is not None:
+                self._replace(rank, error, self._running(rank) or what)
+            elif call is not None and call.sources:
+                self._send_with_new_sources(call)
+            elif call is not None and self.calls.group.restarts:
+                call.send([called])
+            else:
+                raise self._for_good(None, error, what)
+
+    def _replace(self, rank: int, error: RayActorError, what: str) -> None:
+        crew, under_way = self.crew, list(self.calls)
+        replaced: set[int] = set()
+        lost: dict[Sent, set[int]] = {other: set() for other in under_way}
+        while True:  # until no further worker dies meanwhile
+            if self.restarts_left <= 0:
+                raise self._for_good(rank, error, what)
+            self.restarts_left -= 1
+            together = any(crew.ask("joined").values())  # its peers wait for it in collectives, or would
+            ranks = set(range(len(crew.actors))) if together else {rank}
+            replaced |= ranks
+            for other in under_way:
+                lost[other] |= _to_repeat(other, ranks, together or other.is_construction)
+            self._log_replacement(rank, what, sorted(ranks), sum(map(bool, lost.values())))
+            try:
+                self._construct_anew(sorted(replaced))
+                break
+            except RayActorError as next_error:
+                next_rank = crew.rank_of(getattr(next_error, "actor_id", None))
+                rank, error = rank if next_rank is None else next_rank, next_error
+            except Exception as failed:  # as its constructor may
+                raise self._for_good(rank, failed, what) from failed
+        for other in under_way:
+            other.send(sorted(lost[other]))
+
+    def _construct_anew(self, ranks: list[int]) -> None:
+        crew = self.crew
+        crew.replace(ranks)
+        for address, payload in self.calls.constructions.items():
+            if address in self.calls.constructing:
+                continue
+            started = [crew.actors[rank].construct.remote(address, payload) for rank in ranks]
+            replies = ray.get(started, timeout=CONSTRUCTION_S)
+            raise_failures(replies)
+            for rank, reply in zip(ranks, replies, strict=True):
+                self.calls.note_shards(rank, reply)
+
+    def _running(self, rank: int) -> str | None:
+        """The call in which a worker died: the first that it has not answered."""
+        for call in self.calls.open.values():
+            if rank < len(call.refs) and not answered(call.refs[rank]):
+                return call.title
+        return None
+
+    def _log_replacement(self, rank: int, what: str, ranks: list[int], num_calls: int) -> None:
+        _log.warning(
+            "%s died during %s; %s constructed anew, %d calls run again, %d restarts left",
+            self.crew.describe(rank),
+            what,
+            "it is" if ranks == [rank] else f"all {len(ranks)} workers, which share a process group, are",
+            num_calls,
+            self.restarts_left,
+        )
+
+    def _send_with_new_sources(self, call: Sent) -> None:
+        """Sends a call again whose argument was lost with a worker of another group, which is replaced first."""
+        for source in call.sources:
+            source.wait()
+            if source.outcome is not None:
+                source.outcome.result(None)
+        call.send(rank for rank, ref in enumerate(call.refs) if not answered(ref))
+
+    def _for_good(self, rank: int | None, error: Exception, what: str) -> WorkerDiedError:
+        crew = self.crew
+        who = f"a worker of group {crew.group.name!r}" if rank is None else crew.describe(rank)
+        if isinstance(error, RayActorError):
+            then = f" (all {crew.group.restarts} restarts were used)" if crew.group.restarts else ""
+            remedy = " Give the group restarts: N to have workers replaced." if not crew.group.restarts else ""
+            self.calls.dead = WorkerDiedError(f"{who} died before or during {what}{then}: {_cause(error)}{remedy}")
+        else:
+            self.calls.dead = WorkerDiedError(
+                f"{who} died before or during {what} and could not be constructed anew: {error}"
+            )
+        self.stop(item for call in self.calls for item in unfinished_ranks(call.refs))
+        return self.calls.dead
+
+
+def _to_repeat(call: Sent, ranks: set[int], whole: bool) -> set[int]:
+    """The ranks among those replaced whose part of the call must run again: all, or those that have not answered."""
+    called = {rank for rank in ranks if rank < len(call.refs)}
+    return called if whole else {rank for rank in called if not answered(call.refs[rank])}
+
+
+def _cause(error: RayActorError) -> str:
+    """What Ray knows about a death, without its advice."""
+    text = " ".join(str(error).split())
+    detail = text.partition("Worker exit detail: ")[2] or text
+    return detail.partition(" Some common causes")[0][:300]

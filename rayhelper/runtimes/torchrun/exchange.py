@@ -1,0 +1,274 @@
+"""What the processes of a torchrun run tell one another: every process's object, on every process.
+
+    gather(value)     every process's value, once all have come
+    Situation         what a process answers at its door, when the others have waited too long for it or have lost it
+
+A gloo group of its own, over the store that torchrun's environment names, so that the default group stays the user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from rayhelper.ranks import runs
+from rayhelper.values.packing import pack, unpack
+from rayhelper.worker.process_group import leave_process_group
+from rayhelper.worker.side_door import Address, Door, ask, stacks, told_stacks
+
+_TOGETHER_BYTES = 64 * 1024  # up to here all are gathered at once, above one is sent after the other
+_START_S = 300.0  # for the slowest process to start
+_PATIENCE_S = 3600.0  # for the slowest process of a call without a deadline
+_ANSWER_S = 2.0  # for the slowest answer at a door
+_SKEW_S = 0.5  # between the deadlines of one call: all ask where all are before any is freed
+_AFTER_S = 1.0  # so much longer gloo waits than we do: who gives up says so before the others lose it
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a process is doing."""
+
+    arrivals: int  # the gatherings it has come to
+    late: str  # what it saw when it gave a call up; empty if it did not
+    stacks: str
+
+
+class Exchange:
+    """The processes of this run, ``size`` of them, of which this is ``rank``."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        import torch.distributed as dist
+
+        self.rank = rank
+        self.size = size
+        self.closed = False
+        self.received_bytes = 0  # by the last gathering
+        self.arrivals = 0
+        self.late = ""
+        self.broken = False  # a gathering was given up: the others may still wait in it
+        self.doors: dict[int, Address] = {}
+        rendezvous: Any = vars(dist)["rendezvous"]
+        self.store, _, _ = next(iter(rendezvous("env://", rank, size)))
+        self.number = dist.PrefixStore("rayhelper", self.store).add(f"exchanges/{rank}", 1)  # type: ignore[attr-defined]
+        gloo: Any = dist.ProcessGroupGloo
+        self.group = gloo(self.store_of("exchange"), rank, size, timedelta(seconds=_START_S))
+        self.key = self._key()
+        self.door = Door(_own_address(), self.key, {"situation": lambda _: self.situation()})
+        addresses = self.gather(self.door.address, lambda: False, _START_S)
+        self.doors = {rank: address for rank, (address, _) in enumerate(addresses)}
+
+    def store_of(self, name: str) -> Any:
+        """A part of the store with names of its own; a run may have one exchange after the other."""
+        import torch.distributed as dist
+
+        return dist.PrefixStore(f"rayhelper/{self.number}/{name}", self.store)  # type: ignore[attr-defined]
+
+    def _key(self) -> bytes:
+        """What opens the doors of this run: rank 0 draws it."""
+        store = self.store_of("doors")
+        if self.rank == 0:
+            store.set("key", secrets.token_hex(16))
+        return bytes(store.get("key"))
+
+    def gather(self, value: Any, flag: Callable[[], bool], timeout_s: float) -> list[tuple[Any, bool]]:
+        """Every process's value, in order of rank, each with its flag, which is read as late as possible.
+
+        Raises:
+            TimeoutError: not every process came within ``timeout_s``, or another gave this up: who, and where all are.
+            ConnectionError: a process is gone: which.
+        """
+        if self.broken:
+            raise ConnectionError("an earlier call was given up")
+        self.arrivals += 1
+        try:
+            return self._gathered(value, flag, max(timeout_s, 0.01))
+        except _LateError:
+            self.broken, self.late = True, "not every process had come"  # gloo may give up while the doors are asked
+            self.late = self.where_all_are(self.arrivals)
+            raise TimeoutError(self.late) from None
+        except _LostError as lost:
+            raise self._explained(str(lost)) from None
+
+    def _gathered(self, value: Any, flag: Callable[[], bool], timeout_s: float) -> list[tuple[Any, bool]]:
+        import torch
+
+        packed = pickle.dumps(pack(value), protocol=5)
+        sizes = [int(size) for size in self._all(torch.tensor([1 + len(packed)]), timeout_s)]
+        text = torch.frombuffer(bytearray(bytes([flag()]) + packed), dtype=torch.uint8)  # all have come by now
+        if max(sizes) <= _TOGETHER_BYTES:
+            texts = self._all(torch.nn.functional.pad(text, (0, max(sizes) - len(text))), timeout_s)
+        else:
+            texts = [self._from(source, text, size, timeout_s) for source, size in enumerate(sizes)]
+        received = [text[:size].numpy() for text, size in zip(texts, sizes, strict=True)]
+        self.received_bytes = sum(sizes)
+        return [(unpack(pickle.loads(text[1:]), writable=True), bool(text[0])) for text in received]
+
+    def _all(self, tensor: Any, timeout_s: float) -> list[Any]:
+        """The tensors of all processes, which have one shape."""
+        import torch
+        import torch.distributed as dist
+
+        received = [torch.empty_like(tensor) for _ in range(self.size)]
+        options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+        options.timeout = timedelta(seconds=timeout_s + _AFTER_S)
+        _wait(lambda: self.group.allgather([received], [tensor], options), timeout_s)
+        return received
+
+    def _from(self, source: int, own: Any, size: int, timeout_s: float) -> Any:
+        """The tensor of one process."""
+        import torch
+        import torch.distributed as dist
+
+        text = own if source == self.rank else torch.empty(size, dtype=torch.uint8)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = source, 0, timedelta(seconds=timeout_s + _AFTER_S)
+        _wait(lambda: self.group.broadcast([text], options), timeout_s)
+        return text
+
+    def situation(self) -> Situation:
+        """What this process is doing."""
+        return Situation(self.arrivals, self.late, stacks())
+
+    def _situations(self) -> Mapping[int, Situation]:
+        return ask(self.doors, self.key, "situation", None, _ANSWER_S)
+
+    def where_all_are(self, arrivals: int) -> str:
+        """Which ranks have not come to so many gatherings, and the stacks of all, for a message."""
+        situations = self._situations()
+        running = [rank for rank in range(self.size) if rank not in situations or situations[rank].arrivals < arrivals]
+        told = told_stacks({rank: seen.stacks for rank, seen in situations.items()}, range(self.size))
+        return (
+            f"still running on ranks {', '.join(runs(running)) or '(none by now)'}. The call was given up. Raise "
+            f"timeout_s of the group if it needs longer. Where each rank is:\n{told}"
+        )
+
+    def given_up_elsewhere(self) -> str:
+        """What the first rank that gave a call up saw then; empty if none did."""
+        return _first_late(self._situations())
+
+    def _explained(self, lost: str) -> Exception:
+        """The error for a connection that was lost, from what the doors and the store know."""
+        situations = self._situations()
+        if late := _first_late(situations):
+            self.broken, self.late = True, late
+            return TimeoutError(late)
+        silent = [rank for rank in range(self.size) if rank not in situations]
+        left = [rank for rank in silent if self._has_left(rank)]
+        gone = [rank for rank in silent if rank not in left]
+        told = []
+        if gone:
+            told.append(f"{_ranks(gone)} no longer answers: the process ended, or cannot be reached")
+        if left:
+            told.append(
+                f"{_ranks(left)} left the run by RayHelper.teardown() or the end of the program, without this call: "
+                "every process must make the same calls"
+            )
+        return ConnectionError(f"{'; '.join(told) or 'every process still answers'} ({first_line(lost)})")
+
+    def _has_left(self, rank: int) -> bool:
+        with contextlib.suppress(Exception):  # the store may have gone with the process that kept it
+            return bool(self.store_of("doors").check([f"left/{rank}"]))
+        return False
+
+    def close(self) -> None:
+        """Leaves the group."""
+        with contextlib.suppress(Exception):
+            self.store_of("doors").set(f"left/{self.rank}", "")
+        self.closed = True
+        self.door.close()
+        self.group = None
+        self.store = None
+
+
+class Watch:
+    """A deadline for what this process does inside: when it passes, the others are asked where they are, and freed.
+
+    ``late`` is what they said then. What runs here is not interrupted; a collective in which another process waits for
+    it fails there, as this process leaves the process group.
+    """
+
+    def __init__(self, exchange: Exchange, timeout_s: float | None) -> None:
+        self.exchange = exchange
+        self.limit_s = timeout_s or _PATIENCE_S
+        self.end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self.late = ""
+        self.left = False  # the process group
+        self.ended = threading.Event()
+        self.timer = None if timeout_s is None else threading.Timer(timeout_s, self._pass)
+
+    def __enter__(self) -> Watch:
+        self.exchange.late = ""
+        if self.timer is not None:
+            self.timer.name = "rayhelper-watch"
+            self.timer.daemon = True
+            self.timer.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.expired()
+
+    def expired(self) -> str:
+        """``late``, and nothing more will be watched."""
+        self.ended.set()
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer.join()  # it may be asking
+        return self.late
+
+    def left_s(self) -> float:
+        """How long to wait for the others: until the deadline, below 0 after it."""
+        return self.limit_s if self.end_s is None else self.end_s - time.monotonic()
+
+    def _pass(self) -> None:
+        self.late = self.exchange.late = self.exchange.where_all_are(self.exchange.arrivals + 1)
+        self.ended.wait(_SKEW_S)
+        self.left = leave_process_group()
+
+
+class _LateError(Exception):
+    """Not every process came in time."""
+
+
+class _LostError(Exception):
+    """A connection to another process broke."""
+
+
+def _wait(start: Callable[[], Any], timeout_s: float) -> None:
+    """Nothing, when the operation has ended. Raises _LateError, _LostError."""
+    try:
+        start().wait(timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+            raise _LateError from None
+        raise _LostError(str(error)) from None
+
+
+def _own_address() -> str:
+    """The address of this node from which MASTER_ADDR is reached: loopback if that is. IPv4, as the doors are."""
+    master = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "1"))
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards_master:
+        towards_master.connect(master)  # sends nothing
+        return str(towards_master.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _first_late(situations: Mapping[int, Situation]) -> str:
+    return next((f"rank {rank} gave it up: {seen.late}" for rank, seen in sorted(situations.items()) if seen.late), "")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(runs(ranks))}"
+
+
+def first_line(text: str) -> str:
+    """The first line of a message, at most 200 characters."""
+    return (text.strip().splitlines() or [""])[0][:200]

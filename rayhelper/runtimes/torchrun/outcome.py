@@ -1,0 +1,67 @@
+"""What a call came to on each process of a torchrun run, and what is wrong when the processes do not agree."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayhelper.errors import DeadlineError, RoleError
+from rayhelper.roles.parts import Record
+from rayhelper.runtimes.torchrun.exchange import Watch
+from rayhelper.values.shards import Reports
+from rayhelper.worker.failures import Failure
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call came to on one process, as the others are told."""
+
+    call: str
+    value: Any = None
+    failure: Failure | None = None
+    shards: Reports = field(default_factory=dict)  # that the process reported since the last call
+    parts: tuple[Record, ...] = ()  # of the object that was constructed
+    given: str = ""  # how many arguments and items
+    left: bool = False  # it left its process group, to free those that waited for it
+    depth: int = 0  # the constructors within which the call was made
+
+
+def some_failed_before(outcomes: list[Outcome]) -> bool:
+    """Whether a constructor failed on some process before it came to a call that others make within it."""
+    outermost = min(other.depth for other in outcomes)
+    failed = any(other.failure is not None for other in outcomes if other.depth == outermost)
+    return failed and any(other.depth > outermost for other in outcomes)
+
+
+def check_same_call(outcomes: list[Outcome]) -> None:
+    """Raises RoleError if the processes do not make one call."""
+    if len({other.call for other in outcomes}) > 1:
+        told = ", ".join(f"rank {rank} {other.call}" for rank, other in enumerate(outcomes[:8]))
+        raise RoleError(
+            f"under torchrun every process runs the driver's code and must make the same calls, but now came "
+            f"{told}. Look for a branch, an order or a random number that differs between processes."
+        )
+
+
+def check_same_arguments(outcomes: list[Outcome]) -> None:
+    """Raises RoleError if they pass it different numbers of arguments or items."""
+    if len({other.given for other in outcomes}) > 1:
+        told = ", ".join(f"rank {rank} {other.given}" for rank, other in enumerate(outcomes[:8]))
+        raise RoleError(
+            f"{outcomes[0].call}: {told}: under torchrun every process must call with the same arguments, of which "
+            "each takes its own slice. Look for data that is read, shuffled or divided differently on each process."
+        )
+
+
+def deadline_error(call: str, watch: Watch, late: str) -> DeadlineError:
+    """The error for a call that was not made everywhere in time."""
+    return DeadlineError(f"{call} did not finish on every process within {watch.limit_s:g} s; {late}")
+
+
+def in_collective(error: Exception | None) -> bool:
+    """Whether torch.distributed raised it: the group is broken then, and others wait for this process as well."""
+    if error is None or error.__traceback__ is None:
+        return False
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).startswith("torch.distributed")

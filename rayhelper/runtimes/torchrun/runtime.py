@@ -1,0 +1,374 @@
+"""Roles under torchrun: every process runs the driver's code, and is a worker while a role's method runs.
+
+    every process: trainer.update(batch)
+        divide(batch)              the same division everywhere
+        own slice -> the method    if this process belongs to the role's group
+        Exchange.gather(...)       every process gets every leader's value
+        collect(values)            the same value everywhere
+
+A driver's method with ``execute='first'`` runs on process 0 alone, and every process gets its value, also while an
+instance is being constructed.
+The driver's code must therefore do the same on every process; a call that others do not make, or make with other
+numbers of arguments or items, is noticed and named. A call that is given up leaves the processes out of step: the error
+shows the stacks of all, and is raised again by every later call.
+Device groups may be smaller than the run: their ranks are torchrun's. A deferred call is made at once; a process that
+is not of its group does not wait for it before it makes its part of the next.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
+from rayhelper.errors import ConfigError, DeadlineError, RoleError, WorkerDiedError
+from rayhelper.roles.classes import build
+from rayhelper.roles.methods import RoleMethod, not_constructed
+from rayhelper.roles.parts import NO_INSTANCE, Identity, address_within, check_hosts, check_same_parts
+from rayhelper.roles.runtime import Shard, WorkerInfo, state
+from rayhelper.runtimes.torchrun.exchange import Exchange, Watch
+from rayhelper.runtimes.torchrun.outcome import (
+    Outcome,
+    check_same_arguments,
+    check_same_call,
+    deadline_error,
+    in_collective,
+    some_failed_before,
+)
+from rayhelper.runtimes.torchrun.placement import OwedCall, SpmdPlacement
+from rayhelper.timeline.recording import Recording
+from rayhelper.values.shards import Reports, ShardTable
+from rayhelper.worker.failures import raise_first
+from rayhelper.worker.process_group import Joined, in_process_group, join_process_group, leave_process_group, let_go
+from rayhelper.worker.runtime import WorkerRuntime
+
+_GRACE_S = 2.0  # how long a process that failed lets the others finish before it frees those that wait for it
+_LAST_S = 15.0  # and how long it waits for them in all
+_TEARDOWN = "RayHelper.teardown()"  # the call of a process that leaves
+
+
+class TorchrunRuntime:
+    """What this process is: one of the processes that run the driver's code."""
+
+    def __init__(self, config: DeviceGroups, recording: Recording | None) -> None:
+        rank, size = torchrun_rank()
+        self.config = config
+        self.rank = rank
+        self.members = {group.name: members_of(group, size) for group in config.groups}
+        self.recording = recording
+        if recording is not None:
+            recording.rank = rank
+        self.exchange = Exchange(rank, size)
+        self.workers: dict[str, TorchrunWorker] = {
+            group.name: TorchrunWorker(self._info(group), self)
+            for group in config.groups
+            if rank in self.members[group.name]
+        }
+        self.shards = {group.name: ShardTable(group.num_workers, group.name) for group in config.groups}
+        self.num_instances = 0
+        self.constructing: list[SpmdPlacement] = []
+        self.owed: OwedCall | None = None  # the deferred call in which this process has not met the others yet
+        self.ended: tuple[int, Exception] | None = None  # of a constructor that others left: how deep it is, and why
+        self.alone = ""  # the driver's method that this process runs for all
+        self.driver = WorkerInfo((DRIVER,), DRIVER, rank, size, _local_rank(), _local_size(), _node(), Shard(0, 1))
+        if rank > 0:
+            logging.disable(logging.WARNING)  # what every process would say, rank 0 says; errors are each one's own
+        atexit.register(self.teardown)
+
+    def _info(self, group: DeviceGroup) -> WorkerInfo:
+        members = self.members[group.name]
+        rank, size = members.index(self.rank), len(members)
+        return WorkerInfo(
+            group.roles, group.name, rank, size, _local_rank(), min(size, _local_size()), _node(), Shard(rank, size)
+        )
+
+    def construct(
+        self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
+    ) -> None:
+        if whole is not None:
+            self._construct_part(init, instance, args, kwargs, whole._rayhelper)
+            return
+        self.check_usable(f"{type(instance).__name__}(...)")
+        self.settle_owed()
+        identity = Identity(instance, None, str(self.num_instances))
+        placement = SpmdPlacement(self, identity)
+        for group in placement.hosts:
+            check_hosts((args, kwargs), group)
+        self.num_instances += 1
+        object.__setattr__(instance, "_rayhelper", placement)
+        self.constructing.append(placement)
+        name = f"{type(instance).__name__}.__init__"
+        try:
+            who = self.describe_host_of(placement)
+            with Watch(self.exchange, None) as watch:
+                outcome, error = placement.attempt(
+                    name, name, who, lambda: build(init, instance, args, kwargs, identity), watch
+                )
+        finally:
+            self.constructing.pop()
+            identity.is_built = True
+        outcome = replace(outcome, parts=identity.records())
+        if self.ended is not None:  # the others have settled this one already, without this process
+            depth, why = self.ended
+            if depth == len(self.constructing):
+                self.ended = None
+            raise why
+        self.settle(outcome, error, watch)
+
+    def _construct_part(
+        self,
+        init: Callable[..., None],
+        instance: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        whole: SpmdPlacement,
+    ) -> None:
+        """It is settled with its whole."""
+        identity = Identity(instance, whole.identity, address_within(whole.identity))
+        placement = SpmdPlacement(self, identity, whole.hosts)
+        object.__setattr__(instance, "_rayhelper", placement)
+        self.constructing.append(placement)
+        try:
+            build(init, instance, args, kwargs, identity)
+        finally:
+            self.constructing.pop()
+
+    def describe_host_of(self, placement: SpmdPlacement) -> str:
+        """Who this process is to an object, for messages."""
+        hosted = placement.first_hosted()
+        return self.describe() if hosted is None else hosted.runtime.describe()
+
+    def describe(self) -> str:
+        return f"process {self.rank} of torchrun"
+
+    def instance_at(self, address: str) -> Any:
+        return None  # nothing that is passed leaves its process
+
+    def take_reports(self) -> dict[tuple[str, str], Shard]:
+        """The shards that this process reported since the last time, by address and role."""
+        return {key: shard for worker in self.workers.values() for key, shard in worker.take_reports().items()}
+
+    def settle_owed(self) -> None:
+        """Meets the others in a deferred call that this process is not in. Its future tells what failed there."""
+        owed, self.owed = self.owed, None
+        if owed is not None:
+            owed.settle()
+
+    def settle(self, outcome: Outcome, error: Exception | None, watch: Watch) -> list[Any]:
+        """The values of all processes, after what they reported has been noted.
+
+        A process that has left a constructor, having failed in it, meets those that make a call within it. What it
+        raised is raised by that call, and they leave the constructor without settling it once more.
+
+        Raises:
+            What a process raised, on every process.
+            RoleError: the processes do not make the same call, or not with the same arguments, or built other parts.
+            WorkerDiedError, DeadlineError: a process ended, or did not come in time.
+        """
+        outcomes = self._exchanged(replace(outcome, depth=len(self.constructing)), error, watch)
+        outermost = min(other.depth for other in outcomes)
+        if outermost == len(self.constructing):
+            return self._settled(outcomes, error)
+        try:
+            return self._settled(outcomes, error)
+        except Exception as why:
+            self.ended = outermost, why
+            raise
+
+    def _settled(self, outcomes: list[Outcome], error: Exception | None) -> list[Any]:
+        comparable = not some_failed_before(outcomes)
+        if comparable:
+            check_same_call(outcomes)
+        if any(other.left for other in outcomes):
+            for worker in self.workers.values():
+                worker.rejoin()
+        if comparable:
+            check_same_arguments(outcomes)
+        failures = [other.failure for other in outcomes if other.failure is not None]
+        if failures:
+            if error is not None and min(failures, key=lambda one: one.time_ns) is outcomes[self.rank].failure:
+                raise error
+            raise_first(failures)
+        built = {f"process {rank} of torchrun": other.parts for rank, other in enumerate(outcomes)}
+        here = next(iter(built))
+        check_same_parts(outcomes[0].call.removesuffix(".__init__"), here, built.pop(here), built)
+        for rank, other in enumerate(outcomes):
+            self._note_shards(rank, other.shards)
+        return [other.value for other in outcomes]
+
+    def _note_shards(self, process: int, shards: Reports) -> None:
+        for (address, role), shard in shards.items():
+            name = self.config.group_of(role).name
+            self.shards[name].note(self.members[name].index(process), {(address, role): shard})
+
+    def _exchanged(self, outcome: Outcome, error: Exception | None, watch: Watch) -> list[Outcome]:
+        left = [watch.left]
+
+        def leave() -> None:
+            left.append(in_process_group())  # before the others are freed, and come
+            let_go(error)
+            leave_process_group()
+
+        free = threading.Timer(0.0 if isinstance(error, DeadlineError) or in_collective(error) else _GRACE_S, leave)
+        free.name, free.daemon = "rayhelper-free", True
+        if error is not None:
+            free.start()  # the others may wait for this process in a collective that it will not join
+        patience_s = watch.left_s()
+        if error is not None:
+            patience_s = _GRACE_S if isinstance(error, DeadlineError) else min(_LAST_S, max(_GRACE_S, patience_s))
+        gathered: list[tuple[Any, bool]] = []
+        trouble: Exception | None = None
+        try:
+            gathered = self.exchange.gather(outcome, lambda: any(left), patience_s)
+        except TimeoutError as late:
+            trouble = deadline_error(outcome.call, watch, str(late))
+        except ConnectionError as lost:
+            trouble = WorkerDiedError(f"{outcome.call} cannot end: {lost}")
+        finally:
+            free.cancel()
+            if error is not None:
+                free.join()  # leaving takes a moment, and joining anew must come after
+        if trouble is not None:
+            raise error or trouble
+        return [
+            replace(other, left=any_left) if isinstance(other, Outcome) else Outcome(_TEARDOWN)
+            for other, any_left in gathered
+        ]
+
+    def check_usable(self, what: str) -> None:
+        """Raises if no call can be made here and now.
+
+        Raises:
+            RoleError: process 0 is running a method that the others do not run.
+            DeadlineError: an earlier call was given up.
+        """
+        if self.alone:
+            raise RoleError(
+                f"{what} cannot be made by {self.alone}, which process 0 alone runs under torchrun: the others would "
+                "not make it. Make it in the driver's code that calls the method."
+            )
+        if self.ended is not None:
+            raise self.ended[1]
+        if self.exchange.broken:
+            raise DeadlineError(
+                f"{what} cannot be made: an earlier call was given up, and the processes are out of step. End the run, "
+                f"or begin a new session on every process. What was seen then: {self.exchange.late}"
+            )
+
+    def placement(self, method: RoleMethod[..., Any], target: Any) -> Any:
+        if method.role == DRIVER:
+            identity = Identity(target, None, NO_INSTANCE)
+            identity.is_built = True
+            return SpmdPlacement(self, identity)
+        raise not_constructed(method, target)
+
+    def current(self) -> WorkerInfo:
+        if self.constructing:
+            hosted = self.constructing[-1].first_hosted()
+            if hosted is not None:
+                with hosted.runtime.inside(hosted, None):
+                    return hosted.runtime.current()
+        return self.driver
+
+    def report_shard(self, shard: Shard) -> None:
+        if not self.constructing:
+            raise RoleError("RayHelper.shard(...) is for code of a role, and was called by the driver's code")
+        for hosted in self.constructing[-1].hosted.values():
+            hosted.report(hosted.runtime.info.roles, shard)
+
+    def init_process_group(self, backend: str | None, timeout_s: float) -> None:
+        hosted = self.constructing[-1].first_hosted() if self.constructing else None
+        if hosted is None:
+            raise RoleError("RayHelper.init_process_group is for code of a role, and was called by the driver's code")
+        hosted.runtime.init_process_group(backend, timeout_s)
+
+    def teardown(self) -> None:
+        """Leaves the other processes; with a trace, rank 0 writes what all recorded."""
+        if state.active is self:
+            state.active = None
+        atexit.unregister(self.teardown)
+        if self.exchange.closed:
+            return
+        self.settle_owed()
+        if self.rank > 0:
+            logging.disable(logging.NOTSET)
+        if self.recording is not None:
+            self.recording.write_gathered(self.exchange)
+        if any(worker.joined for worker in self.workers.values()):
+            leave_process_group()
+        self.exchange.close()
+
+
+class TorchrunWorker(WorkerRuntime):
+    """What this process is while it runs a method of a role."""
+
+    def __init__(self, info: WorkerInfo, process: TorchrunRuntime) -> None:
+        super().__init__(info, f"{os.environ.get('GROUP_RANK', '0')} (torchrun rank {process.rank})")
+        self.process = process
+        self.exchange = process.exchange
+        self.times_joined = 0
+
+    def init_process_group(self, backend: str | None, timeout_s: float) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            if self.joined is None and dist.get_world_size() != self.info.world_size:
+                raise RoleError(
+                    f"{self.describe()} cannot join a process group of its {self.info.world_size} workers: this "
+                    f"process is in one of {dist.get_world_size()}, and torchrun gives a role no process of its own. "
+                    "Give the groups the same ranks, or use Ray."
+                )
+            self.joined = self.joined or Joined(dist.get_backend(), timeout_s)
+            return
+        self.times_joined += 1
+        store = self.exchange.store_of(f"{self.info.group}/{self.times_joined}")
+        self.joined = join_process_group(self.info, backend, timeout_s, store)
+
+
+def torchrun_rank() -> tuple[int, int]:
+    """(rank, number of processes), as torchrun tells this process. Raises ConfigError where it was not torchrun."""
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError):
+        raise ConfigError(
+            "runtime='torchrun' needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment. Start the "
+            "program with `torchrun --nproc-per-node N program.py`."
+        ) from None
+
+
+def members_of(group: DeviceGroup, num_processes: int) -> tuple[int, ...]:
+    """The processes that are a group's workers, in order of their rank in it. Raises ConfigError."""
+    if group.gpus_per_worker > 1:
+        raise ConfigError(
+            f"group {group.name!r} has gpus_per_worker {group.gpus_per_worker}; under torchrun a worker is a process "
+            "with one accelerator. Leave it out, or use Ray."
+        )
+    if group.shares_devices_with is not None:
+        raise ConfigError(
+            f"group {group.name!r} shares devices with {group.shares_devices_with!r}; torchrun starts one process a "
+            "rank. Host the roles of both in one group, or use Ray."
+        )
+    members = group.ranks if group.ranks is not None else tuple(range(group.num_workers))
+    if members[-1] >= num_processes:
+        raise ConfigError(
+            f"group {group.name!r} uses rank {members[-1]}, and torchrun started {num_processes} processes (ranks 0 to "
+            f"{num_processes - 1}). Start {members[-1] + 1} of them, or give the group fewer workers."
+        )
+    return members
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _local_size() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _node() -> int:
+    return int(os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", "0")))

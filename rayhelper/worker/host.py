@@ -1,0 +1,291 @@
+"""The body of a worker process: the trainers placed on it, and the calls made to them.
+
+    driver: host.construct(address, (class, args, kwargs)) -> the same __init__ runs here
+    driver: host.call(location, arguments, *parts)         -> value, Packed, Reported(value, shards) or Failure
+
+A host knows nothing of Ray: ``runtimes/ray/group.py`` makes an actor of it. While a call runs in the main thread, the
+driver reaches the process through its ``Door``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import GeneratorType
+from typing import Any
+
+from rayhelper.errors import CallCancelledError, WorkerError
+from rayhelper.roles.methods import RoleMethod
+from rayhelper.roles.runtime import WorkerInfo, state
+from rayhelper.runtimes.ray.late_call import divide_late
+from rayhelper.runtimes.ray.modules import missing_modules
+from rayhelper.timeline.recording import task_number
+from rayhelper.timeline.trace import Span, Tracer
+from rayhelper.values.packing import Ledger, Packed, pack, unpack, worth_packing
+from rayhelper.values.reply import Reported
+from rayhelper.values.shards import is_within
+from rayhelper.worker.failures import Failure
+from rayhelper.worker.process_group import leave_process_group, let_go
+from rayhelper.worker.runtime import WorkerRuntime
+from rayhelper.worker.side_door import Door
+
+# Methods that stand for bound addresses. Every argument of a remote call is serialised on its own, which for a small
+# call is a fifth of its cost: a call through a slot sends nothing but its own arguments.
+NUM_SLOTS = 64
+
+_IMPORTING_S = 0.1  # after this time it is looked again whether an import has ended that was not to be interrupted
+
+_HELD_PORTS: list[socket.socket] = []  # until this process ends, or the port is used
+
+
+class Stopped(BaseException):
+    """Raised in the main thread of a worker whose call the driver has given up."""
+
+
+class Host:
+    """A worker process as its group's handle sees it."""
+
+    def __init__(self, name: str, dumps: Callable[[Any], bytes], task_id: Callable[[], Any]) -> None:
+        self.name = name  # as it stands before what the process prints
+        self.dumps = dumps  # a pickler that takes classes of __main__ by value
+        self.task_id = task_id
+        self.methods: dict[str, tuple[Any, RoleMethod[..., Any]]] = {}  # the object and its method, by location
+        self.slots: dict[int, str] = {}  # locations that are called by number
+        self.ledger = Ledger()
+        self.tracer: Tracer | None = None
+        self.running: Any = None  # the task of the call in the main thread
+        self.cancelled: set[str] = set()  # tasks that the driver has given up
+        self.must_rejoin = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def describe(self) -> dict[str, Any]:
+        """Facts the driver needs before it can set the environment of the group."""
+        return {
+            "pid": os.getpid(),
+            "hostname": socket.gethostname(),
+            "cuda": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            "time_ns": time.time_ns(),
+            "boot_id": boot_id(),
+        }
+
+    def hold_port(self) -> int:
+        """A free port of this node, held by a bound socket that does not listen.
+
+        Nobody else is given the port, yet a listener with SO_REUSEADDR (as torch's TCPStore sets) may take it.
+        """
+        held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        _HELD_PORTS.append(held)
+        return int(held.getsockname()[1])
+
+    def prepare(
+        self, info: WorkerInfo, env: dict[str, str], forgotten: list[str], node: str, key: bytes, trace: bool
+    ) -> tuple[str, int]:
+        """Makes this process worker ``info`` of its group, its environment cleared of ``forgotten``, ``env`` added.
+
+        The reply is the address of the process's door, which opens to ``key``.
+        """
+        for name in forgotten:
+            os.environ.pop(name, None)
+        os.environ.update(env)
+        state.active = WorkerRuntime(info, node)
+        self.tracer = Tracer() if trace else None
+        signal.signal(signal.SIGUSR1, self._interrupt)
+        return Door(node, key, {"stop": self.stop_tasks, "leave": lambda _: self.leave()}).address
+
+    def set_environment(self, env: dict[str, str]) -> None:
+        """Changes the environment, after another worker of the group was replaced."""
+        os.environ.update(env)
+
+    def missing_modules(self, names: Sequence[str]) -> list[str]:
+        """Those of the modules that this process could not import."""
+        return missing_modules(names)
+
+    def construct(self, address: str, payload: bytes) -> Any:
+        """Constructs (class, args, kwargs) here; the reply is its parts, with the shards they reported."""
+        return self._unstoppable("__init__", self._constructed, address, payload)
+
+    def _constructed(self, address: str, payload: bytes) -> Any:
+        runtime = _runtime()
+        self.running, started = self.task_id(), time.time_ns()
+        where = "__init__"
+        try:
+            cls, args, kwargs = pickle.loads(payload)
+            where = f"{cls.__name__}.__init__"
+            return self._reply(runtime.build(address, cls, args, kwargs))
+        except BaseException as error:
+            return self._failure(error, where)
+        finally:
+            self._record("construct", runtime.info.roles[0], where, started)
+            self.running = None
+
+    def drop(self, address: str) -> None:
+        """Forgets an object and its parts; their memory is freed."""
+        _runtime().drop(address)
+        kept = {
+            place: found for place, found in self.methods.items() if not is_within(place.partition(" ")[0], address)
+        }
+        self.methods = kept
+
+    def call(self, location: str, arguments: Any = ((), {}), *parts: Any) -> Any:
+        """The value of one call, wrapped only if there is more to say than the value."""
+        return self._unstoppable(location, self._called, location, arguments, parts)
+
+    def _unstoppable(self, what: str, body: Callable[..., Any], *args: Any) -> Any:
+        """The body's value. One that is given up in the very moment in which it ends does not reach Ray's own code."""
+        try:
+            return body(*args)
+        except Stopped as error:
+            self.running = None
+            return self._failure(error, what)
+
+    def _called(self, location: str, arguments: Any, parts: tuple[Any, ...]) -> Any:
+        method, identity = None, None
+        self.running = self.task_id()
+        started = time.time_ns() if self.tracer is not None else 0
+        try:
+            if self.cancelled and self.running.hex() in self.cancelled:
+                raise Stopped
+            if self.must_rejoin:
+                self.rejoin()
+            instance, method = self.methods.get(location) or self._resolve(location)
+            placement = instance._rayhelper
+            identity = placement.identity
+            if parts:
+                for part in parts:
+                    if isinstance(part, Failure):
+                        return part
+            if type(arguments) is Packed:
+                arguments = unpack(arguments, ledger=self.ledger)
+            if parts:
+                arguments = divide_late(method, arguments, parts, self.ledger)
+            args, kwargs = arguments
+            with placement.runtime.inside(placement, method.role):
+                value = method.finished_call(instance, args, kwargs)
+            ended = time.time_ns() if self.tracer is not None else 0
+            if self.ledger.lent:
+                arguments = args = kwargs = None
+                self.ledger.check(f"{identity.title(method)} on {placement.runtime.describe()}")
+            reply = self._reply(value)
+            if self.tracer is not None:
+                self._record("run", method.role, identity.called(method), started, reply, ended)
+            return reply
+        except BaseException as error:
+            self.ledger.forget_changed()  # or the next call would be blamed
+            if identity is None or method is None:
+                return self._failure(error, location)
+            if self.tracer is not None:
+                self._record("run", method.role, identity.called(method), started)
+            return self._failure(error, identity.title(method))
+        finally:
+            self.running = None
+
+    def bind(self, slot: int, location: str) -> None:
+        """From now on ``slot_N(...)`` is ``call(location, ...)``."""
+        self.slots[slot] = location
+
+    def rejoin(self) -> None:
+        """Joins torch.distributed's default group anew, after it was left to stop a call."""
+        self.must_rejoin = False
+        leave_process_group()
+        _runtime().rejoin()
+
+    def spans(self) -> tuple[list[Span], int]:
+        """What was recorded since the last time, and how much did not fit."""
+        assert self.tracer is not None, "only a traced worker is asked for its spans"
+        return self.tracer.drain()
+
+    def leave(self) -> bool:
+        """Whether the process was in a process group, which it has left to free those that wait for it."""
+        self.must_rejoin = leave_process_group()
+        return self.must_rejoin
+
+    def stop_tasks(self, tasks: Sequence[str]) -> str | None:
+        """Gives up the tasks: the one that runs, which is named, is interrupted; the others will not begin.
+
+        From any thread.
+        """
+        running = self.running
+        self.cancelled.update(tasks)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return running.hex() if running is not None and running.hex() in tasks else None
+
+    def _interrupt(self, signum: int, frame: Any) -> None:
+        running = self.running
+        if running is None or running.hex() not in self.cancelled:
+            return
+        if _is_importing(frame):  # a module that is interrupted half-way cannot be imported again
+            again = threading.Timer(_IMPORTING_S, os.kill, (os.getpid(), signal.SIGUSR1))
+            again.daemon = True
+            again.start()
+            return
+        self.cancelled.discard(running.hex())
+        raise Stopped
+
+    def _resolve(self, location: str) -> tuple[Any, RoleMethod[..., Any]]:
+        found = self.methods[location] = _runtime().located(location)
+        return found
+
+    def _reply(self, value: Any) -> Any:
+        if isinstance(value, GeneratorType):  # Ray would take one for several values
+            raise WorkerError(f"cannot pickle {value!r}: return a list, or write the method itself as a generator")
+        if value is not None and worth_packing(value, arrays=True):
+            value = pack(value)
+        runtime = _runtime()
+        return Reported(value, runtime.take_reports()) if runtime.unreported else value
+
+    def _failure(self, error: BaseException, method: str) -> Failure:
+        runtime = _runtime()
+        let_go(error)
+        if isinstance(error, Stopped):
+            error = CallCancelledError(f"{method} was stopped on {runtime.describe()}: the driver gave the call up")
+        return Failure.of(error, method, runtime.describe(), runtime.info.rank, self.dumps)
+
+    def _record(self, phase: str, role: str, name: str, started_ns: int, reply: Any = None, ended_ns: int = 0) -> None:
+        if self.tracer is not None:
+            value = reply.value if isinstance(reply, Reported) else reply
+            num_bytes = value.nbytes if type(value) is Packed else 0
+            rank, call = _runtime().info.rank, task_number(self.running)
+            self.tracer.record(role, rank, phase, name, started_ns, ended_ns or time.time_ns(), call, num_bytes)
+
+
+def _slot(number: int) -> Callable[..., Any]:
+    def slot(self: Host, *sent: Any) -> Any:
+        return self.call(self.slots[number], *sent)
+
+    return slot
+
+
+for _number in range(NUM_SLOTS):
+    setattr(Host, f"slot_{_number}", _slot(_number))
+
+
+def boot_id() -> str:
+    """What tells machines apart: one clock, one memory."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def _is_importing(frame: Any) -> bool:
+    """Whether the code at this frame runs because a module is being imported."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _runtime() -> WorkerRuntime:
+    assert isinstance(state.active, WorkerRuntime), "the host was used before prepare()"
+    return state.active

@@ -1,0 +1,83 @@
+"""torch.distributed's default group, as this process sees it: joined, left so that others are freed, joined anew."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from rayhelper.roles.runtime import WorkerInfo
+from rayhelper.worker.patches import abort_process_group
+
+
+@dataclass(frozen=True)
+class Joined:
+    """How the process joined."""
+
+    backend: str
+    timeout_s: float
+
+
+def join_process_group(info: WorkerInfo, backend: str | None, timeout_s: float, store: Any = None) -> Joined:
+    """How this process now is in the default group, as ``info.rank``; it may have been in one before.
+
+    ``store``: where the members meet; None: what the environment names, or nowhere for a group of one.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        if info.world_size == 1:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+        elif backend == "nccl":
+            torch.cuda.set_device(info.local_rank if info.gpus_per_worker == 1 else 0)  # with several it sees its own
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
+        if info.world_size == 1:
+            atexit.register(_leave_alone)  # NCCL warns of a group that is still there at the end
+    return Joined(str(dist.get_backend()), timeout_s)
+
+
+def _leave_alone() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_world_size() == 1:  # the members of a larger one may be gone
+        dist.destroy_process_group()
+
+
+def in_process_group() -> bool:
+    """Whether this process shares the default group with others."""
+    dist = getattr(sys.modules.get("torch"), "distributed", None)
+    return bool(dist and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def leave_process_group() -> bool:
+    """Whether the process was in the default group with others, and has left it now.
+
+    That frees them: a gloo collective that waits for this process fails at once, an NCCL one is aborted.
+    """
+    if not in_process_group():
+        return False
+    import torch.distributed as dist
+
+    with contextlib.suppress(Exception):
+        if dist.get_backend() == "nccl":
+            abort_process_group()
+        else:
+            dist.destroy_process_group()
+    return True
+
+
+def let_go(error: BaseException | None) -> None:
+    """What the frames of an exception hold is freed: the process group of a collective that failed, above all.
+
+    As long as a frame holds it, its connections stay open, and other processes wait at their other ends.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

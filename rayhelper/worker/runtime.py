@@ -1,0 +1,184 @@
+"""What a process is while it is a worker: which roles it hosts, who it is, and what its objects may call.
+
+A Ray worker is one for its whole life (``host.py``); in process and under torchrun a process is one while it runs the
+body of a worker's method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from rayhelper.device_groups import DRIVER
+from rayhelper.errors import RoleError
+from rayhelper.roles.classes import build
+from rayhelper.roles.methods import RoleMethod, find_method, not_constructed
+from rayhelper.roles.parts import Identity, Record, address_within, placement_of
+from rayhelper.roles.runtime import Route, Shard, WorkerInfo
+from rayhelper.values.shards import is_within
+from rayhelper.worker.process_group import Joined, join_process_group, leave_process_group
+
+
+def refuse_to_travel(placement: Any) -> Any:
+    """What pickling a placement, and so an instance of a user's class, comes to."""
+    raise RoleError("a trainer cannot be sent to another process; send what it computed instead")
+
+
+class HostedPlacement:
+    """The roles of one object, a whole or a part, that this worker hosts."""
+
+    def __init__(self, runtime: WorkerRuntime, identity: Identity) -> None:
+        self.runtime = runtime
+        self.identity = identity
+        self.hosts = (runtime.info.group,)
+        self.shards: dict[str, Shard] = {}
+
+    def route(self, method: RoleMethod[..., Any]) -> Route:
+        if method.role in self.runtime.info.roles:
+            return "here"
+        if self.identity.is_building:
+            return "skip"
+        info, title = self.runtime.info, self.identity.title(method)
+        if method.role == DRIVER:
+            raise RoleError(f"{title} runs on the driver only, and was called on {self.runtime.describe()}.")
+        raise RoleError(
+            f"{title} was called on {self.runtime.describe()}, which does not host role {method.role!r} (it hosts "
+            f"{', '.join(info.roles)}). Call it from the driver, or let one device group host both roles."
+        )
+
+    def run(self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.runtime.inside(self, method.role):
+            return method.call(target, args, kwargs)
+
+    def submit(self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise AssertionError("a call on a worker never goes to a group")
+
+    def report(self, roles: Iterable[str], shard: Shard) -> None:
+        """The worker's shard in these roles, to be told with its next reply."""
+        for role in roles:
+            self.shards[role] = shard
+            if self.identity.address is not None:
+                self.runtime.unreported[self.identity.address, role] = shard
+
+    __reduce__ = refuse_to_travel
+
+
+class _Inside:
+    """No generator: those set the traceback of what is raised, which frozen exceptions refuse."""
+
+    def __init__(self, context: list[Any], entry: Any) -> None:
+        self.context = context
+        self.entry = entry
+
+    def __enter__(self) -> None:
+        self.context.append(self.entry)
+
+    def __exit__(self, *_: object) -> None:
+        self.context.pop()
+
+
+class WorkerRuntime:
+    """What this process is: one worker of a device group."""
+
+    def __init__(self, info: WorkerInfo, node: str) -> None:
+        self.info = info
+        self.node = node
+        self.context: list[tuple[HostedPlacement, str | None]] = []
+        self.joined: Joined | None = None
+        self.instances: dict[str, Any] = {}  # by address
+        self.awaited: str | None = None  # the address of the whole that is about to be constructed
+        self.unreported: dict[tuple[str, str], Shard] = {}  # by address and role
+
+    def build(self, address: str, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Record, ...]:
+        """Constructs the object that the driver knows by ``address``; its parts."""
+        self.awaited = address
+        try:
+            instance = cls(*args, **kwargs)
+        except BaseException:
+            self.drop(address)
+            raise
+        finally:
+            self.awaited = None
+        self.instances[address] = instance
+        return placement_of(instance).identity.records()  # type: ignore[no-any-return]
+
+    def construct(
+        self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
+    ) -> None:
+        if whole is None:
+            address, self.awaited = self.awaited, None  # None: this process alone has it
+            identity = Identity(instance, None, address)
+        else:
+            enclosing = whole._rayhelper.identity
+            identity = Identity(instance, enclosing, address_within(enclosing))
+        placement = HostedPlacement(self, identity)
+        object.__setattr__(instance, "_rayhelper", placement)
+        if identity.address is not None:
+            self.instances[identity.address] = instance  # others may be given it while it is built
+        with self.inside(placement, None):
+            build(init, instance, args, kwargs, identity)
+
+    def drop(self, address: str) -> None:
+        """Forgets an object and its parts; their memory is freed."""
+        for known in [known for known in self.instances if is_within(known, address)]:
+            del self.instances[known]
+
+    def take_reports(self) -> dict[tuple[str, str], Shard]:
+        """The shards that were reported since the last time, by address and role."""
+        reported, self.unreported = self.unreported, {}
+        return reported
+
+    def located(self, location: str) -> tuple[Any, RoleMethod[..., Any]]:
+        """The object and the method at a location, as ``driver.location_of`` writes it."""
+        address, mro_index, name = location.split(" ", 2)
+        instance = self.instances[address]
+        method = find_method(type(instance).__mro__[int(mro_index)].__dict__[name])
+        return instance, method.played_by(type(instance))
+
+    def instance_at(self, address: str) -> Any:
+        return self.instances.get(address)
+
+    def placement(self, method: RoleMethod[..., Any], target: Any) -> HostedPlacement:
+        if isinstance(target, type) or method.kind != "method":
+            identity = Identity(target, None, None)
+            identity.is_built = True
+            return HostedPlacement(self, identity)
+        if method.role == DRIVER and self.context:
+            return self.context[-1][0]  # skipped if its instance is being constructed, else refused
+        raise not_constructed(method, target)
+
+    def current(self) -> WorkerInfo:
+        if not self.context:
+            return self.info
+        placement, role = self.context[-1]
+        shards = placement.shards
+        known = shards.get(role) if role else next(iter(shards.values()), None)
+        return replace(self.info, shard=known) if known else self.info
+
+    def report_shard(self, shard: Shard) -> None:
+        if not self.context:
+            raise RoleError("RayHelper.shard(...) was called outside any method of a trainer")
+        placement, role = self.context[-1]
+        placement.report([role] if role else self.info.roles, shard)
+
+    def inside(self, placement: HostedPlacement, role: str | None) -> _Inside:
+        """Inside, code of the placement's instance runs, for a role or (None) its constructor."""
+        return _Inside(self.context, (placement, role))
+
+    def describe(self) -> str:
+        """Who this is, for messages."""
+        return f"rank {self.info.rank} of group {self.info.group!r} on node {self.node}"
+
+    def init_process_group(self, backend: str | None, timeout_s: float) -> None:
+        """Joins the workers of the group in torch.distributed's default group, if the process is in none."""
+        self.joined = join_process_group(self.info, backend, timeout_s)
+
+    def rejoin(self) -> None:
+        """Joins anew after a member left to free the others; a group that the user's own code made is the user's."""
+        if self.joined is not None:
+            leave_process_group()
+            self.init_process_group(self.joined.backend, self.joined.timeout_s)
+
+    def teardown(self) -> None:
+        raise RoleError(f"RayHelper.teardown() belongs on the driver, and was called on {self.describe()}.")

@@ -1,0 +1,176 @@
+"""LoRA: a small trained addition to the frozen weights of a model (arXiv 2106.09685), by peft."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainers.backends.fresh_weights import adapter_a
+from trainers.backends.fsdp.sharding import as_placed, full
+
+
+def add_adapter(module: Any, settings: Mapping[str, Any], *, value_head: bool, seed: int = 0) -> Any:
+    """A ``PeftModel`` around ``module``, whose layers it changes in place; only the adapter is trained.
+
+    ``settings`` are fields of peft's LoraConfig. The head of a value model is new and is trained whole. Unless
+    ``init_lora_weights`` says otherwise the adapter begins as ``fresh_weights.py`` draws it.
+
+    Raises:
+        ValueError: target modules that the model does not have.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    fields = dict(settings)
+    if value_head:
+        fields["modules_to_save"] = ["score"]
+    adapted = get_peft_model(module, LoraConfig(task_type="SEQ_CLS" if value_head else "CAUSAL_LM", **fields))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    if fields.get("init_lora_weights", True) is True:
+        for name, part in _layers(module).items():
+            for a in part.lora_A.values():
+                a.weight.data.copy_(adapter_a(_a_name(name), a.weight.shape, seed))
+    return adapted
+
+
+@contextlib.contextmanager
+def without_adapter(adapted: Any, without: bool = True) -> Iterator[None]:
+    """Inside, the model is what it was before the adapter was added; nothing changes where there is none."""
+    if adapted is None or not without:
+        yield
+        return
+    with adapted.disable_adapter():
+        yield
+
+
+def own_weights(module: Any, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """``weights`` (those of ``module`` by name) with adapters added, whole, under the names of the model without them.
+
+    One at a time, so that no second model is ever held. The live weights stay as they are. If they lie in shards, every
+    rank must go through all of them.
+    """
+    adapted = _adapted(module)
+    for name, weight in weights.items():
+        if (is_adapter(name) and ".modules_to_save." not in name) or ".original_module." in name:
+            continue
+        weight = full(weight)
+        if name in adapted:
+            weight = (weight.float() + _delta(adapted[name])).to(weight.dtype)
+        yield re.sub(r"\.base_layer(?=\.)", "", name).replace(".modules_to_save.default.", "."), weight
+
+
+def _adapted(module: Any) -> dict[str, Any]:
+    """The layers of peft, by the names of the weights that each stands beside: of stacked experts, one in the other."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
+
+    found: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        if isinstance(part, ParamWrapper):
+            inner: Any = part
+            while isinstance(inner, ParamWrapper):
+                inner, name = inner.base_layer, f"{name}.base_layer"
+            found[f"{name}.{part.parameter_name}"] = part
+        elif isinstance(part, LoraLayer):
+            found[f"{name}.base_layer.weight"] = part
+    return found
+
+
+def _delta(part: Any) -> torch.Tensor:
+    """float32, whole: what a layer of peft makes its weight another by. Of stacked experts B has the expert last."""
+    a, b = (full(half["default"].weight.detach()).float() for half in (part.lora_A, part.lora_B))
+    num_experts = getattr(part, "num_experts", 1)
+    if num_experts > 1:
+        a_ERI, b_ORE = a.view(num_experts, -1, a.shape[1]), b.view(len(b), -1, num_experts)
+        delta_EOI = torch.einsum("ore,eri->eoi", b_ORE, a_ERI)
+        delta = delta_EOI if part._did_swap_in_out_features else delta_EOI.transpose(1, 2)
+    else:
+        delta = (b @ a).T if part.fan_in_fan_out else b @ a
+    scaling: float = part.scaling["default"]
+    return delta * scaling
+
+
+def adapter_weights(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The matrices A and B of the adapter of ``module``, whole, one at a time, under peft's names; its scaling is in B.
+
+    So what they are multiplied by needs to be known to nobody else: rank, alpha, their patterns, rsLoRA. If they lie in
+    shards, every rank must go through all of them.
+    """
+    for name, part in _layers(module).items():
+        yield _a_name(name), full(part.lora_A["default"].weight.detach())
+        b = full(part.lora_B["default"].weight.detach())
+        yield f"base_model.model.{name}.lora_B.weight", b * part.scaling["default"]
+
+
+def _layers(module: Any) -> dict[str, Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return {name: part for name, part in module.named_modules() if isinstance(part, LoraLayer)}
+
+
+def _a_name(layer: str) -> str:
+    return f"base_model.model.{layer}.lora_A.weight"
+
+
+def layer_names(model: str | Path, target_modules: Sequence[str], *, trust_remote_code: bool = False) -> set[str]:
+    """Last parts of the names of layers that an adapter with these ``target_modules`` may change.
+
+    ``["all-linear"]``: of all linear layers but the head, as peft reads it. The model is not loaded.
+    """
+    if list(target_modules) != ["all-linear"]:
+        return {name.rpartition(".")[2] for name in target_modules}
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
+
+    settings = {"trust_remote_code": trust_remote_code}
+    with torch.device("meta"):
+        module: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, **settings), **settings)
+    head = module.get_output_embeddings()
+    return {
+        name.rpartition(".")[2]
+        for name, part in module.named_modules()
+        if isinstance(part, (torch.nn.Linear, Conv1D)) and part is not head
+    }
+
+
+def trained_names(module: Any) -> set[str]:
+    """Names, in ``module``, of the weights that a trained adapter makes others of, or that are trained themselves."""
+    trained = {name for name, weight in module.named_parameters(remove_duplicate=False) if weight.requires_grad}
+    return trained | _adapted(module).keys()
+
+
+def load_adapter(adapted: Any, folder: Path) -> None:
+    """Puts back, in place, the adapter that peft wrote into ``folder``.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it has other weights than this model's adapter.
+    """
+    from safetensors.torch import load_file
+
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} holds no adapter_model.safetensors, so it is no checkpoint of a LoRA run")
+    given = load_file(file)
+    own = {
+        name.replace(".default.", ".").replace(".modules_to_save.", "."): weight
+        for name, weight in adapted.named_parameters()
+        if is_adapter(name)
+    }
+    if own.keys() != given.keys():
+        odd = sorted(own.keys() ^ given.keys())[:3]
+        raise ValueError(f"the adapter in {folder} has other weights than this model's, among them {odd}")
+    with torch.no_grad():
+        for name, weight in own.items():
+            weight.copy_(as_placed(given[name], weight).to(weight))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of a changed model belongs to its adapter."""
+    return ".lora_" in name or ".modules_to_save." in name

@@ -1,0 +1,552 @@
+"""The ``fsdp`` backend: a transformers model, in one process or over the workers of a role.
+
+    batch (ragged) --cut--> micro-batches --Scorer--> numbers of target tokens --loss function--> gradient --> optimizer
+                                              |
+                              FSDP2 (weights in shards) or DistributedDataParallel, where there are several workers
+
+Gradients are *sums* over micro-batches and workers: the loss function divides by the normaliser of the whole optimizer
+step. FSDP and DDP average, so the loss is multiplied by the number of workers. Every worker runs the same number of
+micro-batches, the last ones empty if need be, so that collectives stay in step and an empty slice is no special case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._functorch import config as functorch_config
+from torch.nn.parallel import DistributedDataParallel
+
+from trainers.backends.base import SentWeights, TokenFunction
+from trainers.backends.device import default_device
+from trainers.backends.fsdp import packed_attention
+from trainers.backends.fsdp.adapters import (
+    adapter_weights,
+    add_adapter,
+    is_adapter,
+    load_adapter,
+    own_weights,
+    without_adapter,
+)
+from trainers.backends.fsdp.hf_model import (
+    ModelHead,
+    build_model,
+    evaluating,
+    load_named_weights,
+    named_weights,
+    read_weights,
+    untied,
+    write_model,
+    zero_dropout,
+)
+from trainers.backends.fsdp.optimizer import OptimizerName, build_optimizer, load_whole_state, whole_state
+from trainers.backends.fsdp.resting_optimizer import RestingOptimizer
+from trainers.backends.fsdp.sharding import (
+    accumulate_whole,
+    can_accumulate_whole,
+    forget_step,
+    full,
+    layers_of,
+    reshard,
+    shard,
+    take_gradients,
+    whole_weights,
+)
+from trainers.backends.offload import MEMORY, WEIGHTS, Offload
+from trainers.backends.random_state import random_state, set_random_state
+from trainers.backends.scores.head import room_of
+from trainers.backends.scores.inputs import Place, in_order, micro_batches, model_inputs, num_targets
+from trainers.backends.scores.scorer import Scorer, ValueScorer
+from trainers.backends.scores.token_loss import token_loss
+from trainers.backends.scores.top_logps import TopLogps
+from trainers.backends.segments import growing_segments
+from trainers.batch import Ragged, Sequences
+from trainers.losses.vocabulary import WHOLE
+from trainers.metrics import Metrics
+from trainers.run.throughput import add_work, flops_of, peak_flops
+
+Sharding = Literal["full_shard", "no_shard"]
+
+
+class FsdpBackend:
+    """A model with a language or value head and, unless it only scores, its optimizer and schedule.
+
+    Weights and optimizer states are float32; ``dtype='bfloat16'`` runs the forward pass in it. What is not trained, a
+    model that only scores (``learning_rate=None``) or one under a LoRA adapter (``lora``: fields of peft's LoraConfig),
+    is kept in ``dtype``. ``device`` None: the GPU of this process, or the CPU.
+
+    ``token_budget`` cuts micro-batches by tokens instead of rows; ``padding_free`` joins the rows of one into a single
+    row of documents. ``values_at``: where a value head is read off, at the token that predicts a target or at itself.
+    ``optimizer_offload``: what the optimizer remembers is in the memory of the host, and comes in pieces to change the
+    weights. ``activation_memory_budget``: the share of activations that a compiled layer keeps for its backward pass;
+    torch computes the others again, and chooses those that cost least (in one process, what it first compiled for one
+    backend it takes for the next). ``logits_memory_gib``: what the head may keep for its own (see ``head.room_of``).
+    """
+
+    vocabulary = WHOLE
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        head: ModelHead = "lm",
+        values_at: Place = "predicting",
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        device: str | torch.device | None = None,
+        learning_rate: float | None = None,
+        num_training_steps: int = 0,
+        optim: OptimizerName = "adamw_torch",
+        optim_kwargs: Mapping[str, Any] | None = None,
+        weight_decay: float = 0.0,
+        adam_beta1: float = 0.9,
+        adam_beta2: float = 0.999,
+        adam_epsilon: float = 1e-8,
+        max_grad_norm: float = 1.0,
+        lr_scheduler_type: str = "linear",
+        lr_scheduler_kwargs: Mapping[str, Any] | None = None,
+        warmup_steps: int = 0,
+        gradient_checkpointing: bool = False,
+        disable_dropout: bool = True,
+        lora: Mapping[str, Any] | None = None,
+        sharding: Sharding = "no_shard",
+        reshard_after_forward: bool = True,
+        offload_params: bool = False,
+        optimizer_offload: bool = False,
+        torch_compile: bool = False,
+        activation_memory_budget: float = 1.0,
+        logits_memory_gib: float | None = None,
+        padding_free: bool = False,
+        token_budget: int | None = None,
+        peak_tflops: float | None = None,
+        seed: int = 42,
+        model_init_kwargs: Mapping[str, Any] | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        from transformers import get_scheduler, set_seed
+
+        set_seed(seed)
+        self.device = default_device() if device is None else torch.device(device)
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.padding_free, self.token_budget = padding_free, token_budget
+        self.activation_memory_budget = activation_memory_budget
+        self.reshard_after_forward = reshard_after_forward and self.world_size > 1  # alone: nothing but copies
+        self.peak_flops = peak_flops(self.device, peak_tflops)
+        self.place: Place = values_at if head == "value" else "predicting"
+        trains, lowers = learning_rate is not None, self.dtype != torch.float32
+        # FSDP keeps float32 weights and runs the layers in a lower dtype throughout, on a single worker too; autocast
+        # would leave all between the products in float32
+        shards = sharding == "full_shard" and (
+            self.world_size > 1 or (trains and lowers and lora is None and dist.is_initialized())
+        )
+        frozen = not trains or (lora is not None and not shards)  # FSDP wants one dtype for a layer and its adapter
+        self.module: Any = build_model(
+            model,
+            head=head,
+            dtype=self.dtype if frozen else torch.float32,
+            device=self.device,
+            model_init_kwargs=model_init_kwargs,
+            trust_remote_code=trust_remote_code,
+            seed=seed,
+        )
+        if lowers and self.device.type == "cuda":
+            packed_attention.prefer(self.module)
+        self.config = copy.deepcopy(self.module.config)  # as it is written: with its dropout
+        if disable_dropout:
+            zero_dropout(self.module)
+        room = room_of(logits_memory_gib, recomputes=gradient_checkpointing)
+        self.scorer = Scorer(self.module, room=room) if head == "lm" else ValueScorer(self.module)
+        self.adapted: Any = None
+        if lora is not None:
+            self.adapted = add_adapter(self.module, lora, value_head=head == "value", seed=seed)
+            if isinstance(self.scorer, Scorer):
+                self.scorer.head.linear = self.module.get_output_embeddings()  # which may have got an adapter too
+        self.module.train(trains)
+        if gradient_checkpointing and trains:
+            self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if not trains:
+            self.module.requires_grad_(False)
+        if torch_compile:
+            for layer in layers_of(self.module):
+                layer.compile()
+        self.forward: torch.nn.Module = self.scorer
+        self.casts = lowers
+        if shards:
+            shard(
+                self.scorer,
+                self.module,
+                dtype=self.dtype,
+                reshard_after_forward=self.reshard_after_forward,
+                offload_params=offload_params,
+            )
+            self.casts = False
+            with torch.no_grad():  # the first pass settles which module is the root
+                self._run(self.scorer, None, temperature=1.0)
+            reshard(self.scorer)
+        elif trains and self.world_size > 1:
+            devices = [self.device.index] if self.device.type == "cuda" else None
+            self.forward = DistributedDataParallel(self.scorer, device_ids=devices, gradient_as_bucket_view=True)
+        self.is_sharded = shards
+        is_all = shards and self.world_size == 1 and not offload_params  # there is one shard
+        self.accumulates_whole = is_all and can_accumulate_whole(self.scorer)
+        self.can_step = True  # no step failed in a way that would spoil the next
+        self.is_reducing = False  # gradients are added up over ranks as they come
+        self.offloaded = Offload()  # for an engine
+        self.shares_device = False  # with an engine that asked for room
+        self.sent = SentWeights()
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.resting: RestingOptimizer | None = None  # for ``optimizer_offload``
+        if learning_rate is None:
+            return
+        self.max_grad_norm = max_grad_norm
+        self.optimizer = build_optimizer(
+            optim,
+            self.module,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            adam_betas=(adam_beta1, adam_beta2),
+            adam_epsilon=adam_epsilon,
+            kwargs=optim_kwargs or {},
+        )
+        if optimizer_offload and self.device.type == "cuda":
+            self.resting = RestingOptimizer(self.optimizer, self.device)
+        self.scheduler = get_scheduler(
+            lr_scheduler_type,
+            self.optimizer,
+            num_warmup_steps=warmup_steps,
+            num_training_steps=num_training_steps,
+            scheduler_specific_kwargs=dict(lr_scheduler_kwargs or {}),
+        )
+
+    # Scores
+
+    def token_logps(
+        self, sequences: Sequences, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True
+    ) -> Ragged:
+        """float32 log-probabilities of each row's targets under softmax(logits / temperature).
+
+        Any rank, alone too, unless weights lie in shards. Without dropout they are, bit for bit, those that ``step``
+        finds for the same micro-batches.
+        """
+        return self._each(sequences, micro_batch_size, lambda scores: scores[:1], 1, temperature, adapter)[0]
+
+    def token_scores(
+        self, sequences: Sequences, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True
+    ) -> tuple[Ragged, Ragged]:
+        """The log-probabilities of ``token_logps``, and the entropies at the same targets. As ``token_logps``."""
+        logps, entropies = self._each(sequences, micro_batch_size, lambda scores: scores[:2], 2, temperature, adapter)
+        return logps, entropies
+
+    def token_values(self, sequences: Sequences, *, micro_batch_size: int) -> Ragged:
+        """float32 values at each row's targets, of a value head. As ``token_logps``."""
+        return self._each(sequences, micro_batch_size, lambda values: values, 1)[0]
+
+    def top_logps(
+        self, sequences: Sequences, k: int, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True
+    ) -> tuple[Ragged, Ragged]:
+        """The k likeliest ids at each row's targets (values (N, k)) and their log-probabilities. As ``token_logps``."""
+        function = TopLogps(k, temperature)
+        logps, ids = self._each(
+            sequences, micro_batch_size, lambda scores: scores.further, 2, temperature, adapter, token_function=function
+        )
+        return Ragged(ids.values.astype(np.int64), ids.offsets), logps
+
+    @torch.no_grad()
+    def target_features(self, sequences: Sequences, *, adapter: bool = True) -> torch.Tensor:
+        """(N, H) what ``logits`` takes, of the targets of all rows in one pass. Every rank if weights lie in shards."""
+        self.offloaded.check_here(WEIGHTS)
+        with evaluating(self.module), without_adapter(self.adapted, not adapter):
+            features_NX: torch.Tensor = self._run(self.scorer, sequences, temperature=1.0, features_only=True)[0]
+        return features_NX
+
+    def logits(self, features_NX: torch.Tensor) -> torch.Tensor:
+        """(N, V) float32 logits of what ``target_features`` gave."""
+        with self._autocast():
+            logits_NV: torch.Tensor = self.scorer.head.logits(features_NX)  # type: ignore[union-attr, operator]
+        return logits_NV
+
+    @torch.no_grad()
+    def _each(
+        self,
+        sequences: Sequences,
+        micro_batch_size: int,
+        pick: Callable[[Any], tuple[torch.Tensor, ...]],
+        num_columns: int,
+        temperature: float = 1.0,
+        adapter: bool = True,
+        **settings: Any,
+    ) -> list[Ragged]:
+        """The columns that ``pick`` takes of each micro-batch's scores, in the order of the rows."""
+        self.offloaded.check_here(WEIGHTS)
+        rows = self._cut(sequences, micro_batch_size)
+        columns: list[list[torch.Tensor]] = [[] for _ in range(num_columns)]
+        with evaluating(self.module), without_adapter(self.adapted, not adapter):
+            for k in range(self._most(len(rows)) if self.is_sharded else len(rows)):
+                micro = sequences[rows[k]] if k < len(rows) else None
+                scores = pick(self._run(self.scorer, micro, temperature=temperature, **settings))
+                if micro is not None:
+                    for column, values in zip(columns, scores, strict=True):  # wide ones would fill the device
+                        column.append(values if values.dim() == 1 else values.cpu())
+        if not rows:
+            return [Ragged.of([], np.float32) for _ in columns]
+        counts = np.concatenate([num_targets(sequences[part]) for part in rows])
+        return [in_order([Ragged.split(torch.cat(parts).cpu().numpy(), counts)], rows) for parts in columns]
+
+    # Learning
+
+    def step(
+        self,
+        batch: Any,
+        loss_function: Any,
+        *,
+        micro_batch_size: int,
+        temperature: float = 1.0,
+        entropy_gradient: bool = False,
+        token_function: TokenFunction | None = None,
+    ) -> Metrics:
+        """One optimizer step; every rank calls it. See ``Backend.step``."""
+        assert self.optimizer is not None, "this model only scores: it was built without a learning rate"
+        self.offloaded.check_here(WEIGHTS, MEMORY)
+        if not self.can_step:
+            raise RuntimeError(
+                "a step failed before in a way that cannot be forgotten (DistributedDataParallel was adding up "
+                "gradients, or FSDP of a torch below 2.13): resume in new processes"
+            )
+        with self._forgetting_failures(), self._memory_settings():
+            metrics = Metrics()
+            rows = self._cut(batch, micro_batch_size)
+            num_micro, num_tokens = self._most(max(1, len(rows))), 0
+            settings: dict[str, Any] = {}
+            if isinstance(self.scorer, Scorer):
+                settings = {"entropy_gradient": entropy_gradient, "token_function": token_function}
+            for k in range(num_micro):
+                micro = batch[rows[k] if k < len(rows) else slice(0, 0)]
+                sequences = micro.as_sequences()
+                if token_function is not None:
+                    settings["token_inputs"] = token_function.inputs(micro)
+                with self._synchronised(last=k == num_micro - 1):
+                    scores = self._run(self.forward, sequences, temperature=temperature, **settings)
+                    names = () if token_function is None else token_function.names
+                    loss = token_loss(scores, names, loss_function, micro, sequences, metrics)
+                    self.is_reducing = k == num_micro - 1
+                    (loss * self.world_size).backward()
+                    self.is_reducing = False
+                metrics.sum("loss", loss)
+                num_tokens += len(sequences.input_ids.values)
+            if self.accumulates_whole:
+                take_gradients(self.scorer)
+            trained = [weight for weight in self.module.parameters() if weight.requires_grad]
+            grad_norm = torch.nn.utils.clip_grad_norm_(trained, self.max_grad_norm or float("inf"))
+            metrics.same("grad_norm", float(full(grad_norm)))
+            metrics.same("learning_rate", self.scheduler.get_last_lr()[0])
+            (self.resting or self.optimizer).step()
+            self.scheduler.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            add_work(metrics, num_tokens, flops_of(self.module, num_tokens), self.peak_flops)
+            return metrics
+
+    @contextlib.contextmanager
+    def _memory_settings(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.activation_memory_budget < 1:  # layers are compiled when they first run
+                budget = functorch_config.patch(activation_memory_budget=self.activation_memory_budget)
+                stack.enter_context(budget)
+            if self.shares_device:
+                stack.enter_context(growing_segments(self.device))
+            yield
+
+    @contextlib.contextmanager
+    def _forgetting_failures(self) -> Iterator[None]:
+        """What a step that fails inside leaves behind is not added to the next one."""
+        assert self.optimizer is not None
+        try:
+            yield
+        except BaseException:
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.is_sharded:
+                self.can_step = forget_step(self.scorer)
+            elif isinstance(self.forward, DistributedDataParallel):
+                self.can_step = not self.is_reducing
+            raise
+
+    def _run(self, forward: torch.nn.Module, micro: Sequences | None, **settings: Any) -> Any:
+        micro = Sequences(Ragged.of([], np.int64), Ragged.of([], bool)) if micro is None else micro
+        inputs = model_inputs(micro, self.device, padding_free=self.padding_free, place=self.place)
+        if isinstance(self.scorer, ValueScorer):
+            settings = {}
+        with self._autocast():
+            return forward(inputs, **settings)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.casts)
+
+    def _cut(self, batch: Any, micro_batch_size: int) -> list[np.ndarray]:
+        lengths = batch.row_lengths()
+        return micro_batches(lengths, micro_batch_size, token_budget=self.token_budget, padding_free=self.padding_free)
+
+    def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        if isinstance(self.forward, DistributedDataParallel) and not last:
+            return self.forward.no_sync()
+        if self.accumulates_whole:
+            accumulate_whole(self.scorer, last=last)
+        return contextlib.nullcontext()
+
+    def _most(self, count: int) -> int:
+        """The largest count of any rank."""
+        if self.world_size == 1:
+            return count
+        counts = torch.tensor(count, device=self.device)
+        dist.all_reduce(counts, dist.ReduceOp.MAX)
+        return int(counts)
+
+    # Weights
+
+    def _settle(self) -> None:
+        """Weights as they are kept, before they are read or written."""
+        self.offloaded.check_here(WEIGHTS)
+        if self.is_sharded:
+            reshard(self.scorer)
+
+    def whole_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, every rank holds all weights and may run the module at its own pace. Every rank enters."""
+        if not self.is_sharded:
+            return contextlib.nullcontext()
+        return whole_weights(self.scorer, reshard_after_forward=self.reshard_after_forward)
+
+    @property
+    def trains_part(self) -> bool:
+        """Whether there are weights that an adapter leaves as they are."""
+        return self.adapted is not None
+
+    def named_weights(self, *, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights under the names of a checkpoint, tied ones once, an adapter merged.
+
+        ``trained_only``: without those that an adapter leaves as they are. Any rank, alone too, unless weights lie in
+        shards.
+        """
+        self._settle()
+        return named_weights(self.module, trained_only=trained_only and self.trains_part)
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The matrices of the adapter alone, its scaling in B. Any rank, alone too, unless weights lie in shards."""
+        self._settle()
+        return adapter_weights(self.module)
+
+    def load_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Takes the weights in place; see ``load_named_weights``. Every rank."""
+        self._settle()
+        self.sent = SentWeights()
+        load_named_weights(self.module, named_weights)
+
+    def mix_weights(self, named_weights: Iterable[tuple[str, torch.Tensor]], share: float) -> None:
+        """weights = share x given + (1 - share) x own. Every rank."""
+        self._settle()
+        self.sent = SentWeights()
+        load_named_weights(self.module, named_weights, share)
+
+    def offload(self, *, model: bool = True, optimizer: bool = True) -> None:
+        """Moves weights, what the optimizer remembers, or both to pinned memory of the host. Every rank.
+
+        What torch keeps of a GPU for later is free for others too, also if neither is moved.
+        """
+        self.shares_device = True
+        if model:
+            if self.is_sharded:
+                reshard(self.scorer)
+            self.offloaded.offload([*self.module.parameters(), *self.module.buffers()], WEIGHTS)
+        if optimizer and self.optimizer is not None:
+            self.offloaded.offload(self._remembered(), MEMORY)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        """Brings back what ``offload`` moved. Every rank."""
+        self.offloaded.reload()
+
+    def _remembered(self) -> list[torch.Tensor]:
+        """The optimizer's states."""
+        assert self.optimizer is not None, "this model only scores: it was built without a learning rate"
+        states = [value for entries in self.optimizer.state.values() for value in entries.values()]
+        return [value for value in states if torch.is_tensor(value)]
+
+    def export(self, folder: Path, tokenizer: Any = None) -> None:
+        """Writes the model alone in ``dtype``, as a Hugging Face folder (rank 0 does). Every rank calls it.
+
+        A LoRA adapter is merged into it, and stands alone in ``adapter``.
+        """
+        self._settle()
+        folder = Path(folder)
+        weights = dict(own_weights(self.module, untied(self.module))) if self.rank == 0 or self.is_sharded else {}
+        adapter = self._adapter_weights()
+        if self.rank == 0:
+            write_model(self.module, weights, folder, dtype=self.dtype, config=self.config)
+            if adapter:
+                self.adapted.save_pretrained(folder / "adapter", state_dict=adapter)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+
+    def save(self, folder: Path) -> None:
+        """Writes the model as it is in memory, optimizer, schedule and every rank's random state. Every rank.
+
+        Of a model with a LoRA adapter, the adapter alone, as peft writes it.
+        """
+        folder = Path(folder)
+        if self.world_size > 1:
+            dist.barrier()  # whoever prepares the folder has done so before any rank writes
+        folder.mkdir(parents=True, exist_ok=True)
+        self._settle()
+        adapter = self._adapter_weights()
+        if self.adapted is None and (self.rank == 0 or self.is_sharded):
+            weights = dict(own_weights(self.module, untied(self.module)))
+        if self.rank == 0:
+            if self.adapted is not None:
+                self.adapted.save_pretrained(folder, state_dict=adapter)
+            else:
+                write_model(self.module, weights, folder, dtype=self.module.dtype, config=self.config)
+        if self.optimizer is not None and (self.rank == 0 or self.is_sharded):
+            optimizer = whole_state(self.optimizer) if self.resting is None else self.resting.whole_state()
+            if self.rank == 0:
+                torch.save(optimizer, folder / "optimizer.pt")
+                torch.save(self.scheduler.state_dict(), folder / "scheduler.pt")
+        torch.save(random_state(self.device), folder / f"rng_state_{self.rank}.pth")
+        if self.world_size > 1:
+            dist.barrier()
+
+    def _adapter_weights(self) -> dict[str, torch.Tensor]:
+        """The adapter's weights, whole, under peft's names; every rank asks if they lie in shards."""
+        if self.adapted is None:
+            return {}
+        own = self.adapted.state_dict()
+        return {name: full(weight.detach()).cpu() for name, weight in own.items() if is_adapter(name)}
+
+    def load(self, folder: Path) -> None:
+        """Restores what ``save`` wrote, bit for bit. Every rank.
+
+        A rank that had no part in the saved run (there were fewer) keeps its own random state.
+
+        Raises:
+            FileNotFoundError: the folder is not one that ``save`` of a training backend wrote.
+        """
+        folder = Path(folder)
+        self._settle()
+        self.sent = SentWeights()
+        if self.adapted is not None:
+            load_adapter(self.adapted, folder)
+        else:
+            load_named_weights(self.module, read_weights(folder))
+        if self.optimizer is not None:
+            state = torch.load(folder / "optimizer.pt", map_location="cpu")
+            if self.resting is None:
+                load_whole_state(self.optimizer, state)
+            else:
+                self.resting.load_whole_state(state)
+            self.scheduler.load_state_dict(torch.load(folder / "scheduler.pt"))
+        states = folder / f"rng_state_{self.rank}.pth"
+        if states.exists():
+            set_random_state(torch.load(states, weights_only=False), self.device)

@@ -1,0 +1,199 @@
+"""A transformers model as backends and engines share it: built, read, written, and its weights by name.
+
+A model in memory and its checkpoint may differ in names and shapes (experts are stacked here and single there). Outside
+this file weights always go by the names of the checkpoint, which is what other engines and tools know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from trainers.backends.fresh_weights import VALUE_HEAD, value_head
+from trainers.backends.fsdp import packed_attention
+from trainers.backends.fsdp.adapters import own_weights, trained_names
+from trainers.backends.fsdp.sharding import as_placed
+
+ModelHead = Literal["lm", "value"]
+
+
+def build_model(
+    model: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    head: ModelHead = "lm",
+    model_init_kwargs: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    seed: int = 0,
+) -> Any:
+    """The causal language model of a folder or hub name, or a sequence classifier with one label (``value``).
+
+    A classifier may be read from a language model; its head is then drawn (``fresh_weights.py``).
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    packed_attention.register()
+    settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, **dict(model_init_kwargs or {})}
+    if head == "value":
+        built, found = AutoModelForSequenceClassification.from_pretrained(
+            model, num_labels=1, output_loading_info=True, **settings
+        )
+        if VALUE_HEAD in found["missing_keys"]:
+            head_1H = built.score.weight.data
+            head_1H.copy_(value_head(head_1H.shape[1], built.config.initializer_range, seed))
+    else:
+        built = AutoModelForCausalLM.from_pretrained(model, **settings)
+    built = built.to(device)
+    packed_attention.check_model(built)
+    return built
+
+
+def zero_dropout(module: torch.nn.Module) -> None:
+    """Sets every dropout to zero: the layers, and the rates that parts and configurations keep as plain numbers."""
+    for part in module.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+        for holder in (part, getattr(part, "config", None)):
+            for name, value in list(vars(holder).items()) if holder is not None else ():
+                if "drop" in name and isinstance(value, float):
+                    setattr(holder, name, 0.0)
+
+
+@contextlib.contextmanager
+def evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards every part is in the mode it was in."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def named_weights(module: Any, *, trained_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights under the names of a checkpoint, tied ones once, adapters merged, whole tensors one at a time.
+
+    ``trained_only``: those alone that training can change.
+    """
+    own = untied(module)
+    if trained_only:
+        kept = trained_names(module)
+        own = {name: weight for name, weight in own.items() if name in kept}
+    weights = own_weights(module, own)
+    if getattr(module, "_weight_conversions", None):
+        from transformers.core_model_loading import revert_weight_conversion
+
+        weights = iter(revert_weight_conversion(module, dict(weights)).items())
+    yield from weights
+
+
+def load_named_weights(
+    module: Any, named_weights: Iterable[tuple[str, torch.Tensor]], share: float = 1.0, *, part: bool = False
+) -> None:
+    """Copies weights in place by the names of a checkpoint; those tied to a given one follow.
+
+    ``share`` below 1 moves each weight only that part of the way. ``part``: what is not given stays as it is.
+
+    Raises:
+        ValueError: a name or shape the model does not have, or a weight that was not given.
+    """
+    if getattr(module, "_weight_conversions", None):
+        named_weights = _converted(module, named_weights, part=part)
+    own = module.state_dict(keep_vars=True)
+    given: set[int] = set()
+    with torch.no_grad():
+        for name, weight in named_weights:
+            if name not in own or own[name].shape != weight.shape:
+                there = f"has {tuple(own[name].shape)}" if name in own else "has no weight of that name"
+                raise ValueError(
+                    f"weight {name!r} {tuple(weight.shape)} does not fit: {type(module).__name__} {there}. "
+                    "Are these the weights of another model?"
+                )
+            if _place(own[name]) in given:
+                continue
+            weight = as_placed(weight, own[name]).to(own[name])
+            own[name].copy_(weight if share == 1.0 else torch.lerp(own[name], weight, share))
+            given.add(_place(own[name]))
+    missing = [name for name, weight in own.items() if weight.numel() and _place(weight) not in given]
+    if missing and not part:
+        raise ValueError(f"{len(missing)} of {len(own)} weights of the model were not given, among them {missing[:3]}")
+
+
+def read_weights(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights in a checkpoint's safetensors files, one at a time, on the CPU.
+
+    Raises:
+        FileNotFoundError: the folder holds none.
+    """
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder} holds no model*.safetensors, so it is no checkpoint of a model")
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (it cannot be iterated)
+                yield name, opened.get_tensor(name)
+
+
+def write_model(
+    module: Any, weights: Mapping[str, torch.Tensor], folder: Path, *, dtype: torch.dtype, config: Any
+) -> None:
+    """Writes a Hugging Face folder of the whole ``weights``, parameters in ``dtype`` (buffers keep theirs).
+
+    One process calls it.
+    """
+    buffers = {name for name, _ in module.named_buffers()}
+    weights = {
+        name: weight.to(dtype) if name not in buffers and weight.is_floating_point() else weight
+        for name, weight in weights.items()
+    }
+    module.save_pretrained(folder, state_dict=weights)
+    config = copy.deepcopy(config)
+    config.architectures = [type(module).__name__]
+    config.dtype = dtype
+    config.save_pretrained(folder)
+
+
+def untied(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights under the names of the model in memory; of those that share their memory, the first."""
+    seen: set[int] = set()
+    weights = {}
+    for name, weight in module.state_dict(keep_vars=True).items():
+        if _place(weight) not in seen or not weight.numel():
+            seen.add(_place(weight))
+            weights[name] = weight.detach()
+    return weights
+
+
+def _place(weight: torch.Tensor) -> int:
+    """What tells apart weights that do not share their memory; a shard may be empty, and then has no memory."""
+    return id(weight) if isinstance(weight, DTensor) else weight.data_ptr()
+
+
+def _converted(
+    module: Any, named_weights: Iterable[tuple[str, torch.Tensor]], *, part: bool
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """Weights of a checkpoint, or a part of them, under the names and in the shapes of the model in memory.
+
+    Only transformers' own loading knows how, so a second model is built on the CPU for the moment.
+    """
+    weights = {name: weight.to("cpu", copy=True) for name, weight in named_weights}
+    loaded, report = type(module).from_pretrained(
+        None, config=module.config, state_dict=weights, dtype=module.dtype, output_loading_info=True
+    )
+    missing = set(report.pop("missing_keys")) if part else set()
+    wrong = {kind: sorted(names)[:3] for kind, names in report.items() if kind.endswith("_keys") and names}
+    if wrong:
+        raise ValueError(f"the weights do not fit {type(module).__name__}: {wrong}. Are they those of another model?")
+    converted: dict[str, torch.Tensor] = loaded.state_dict()
+    absent = {_place(weight) for name, weight in converted.items() if name in missing}
+    return [(name, weight) for name, weight in converted.items() if _place(weight) not in absent]

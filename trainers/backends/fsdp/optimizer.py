@@ -1,0 +1,109 @@
+"""The optimizers of torch and transformers by transformers' names, and their states as whole tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from trainers.backends.fsdp.sharding import as_placed, full
+
+OptimizerName = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "rmsprop", "adagrad"]
+
+
+def build_optimizer(
+    name: OptimizerName,
+    module: torch.nn.Module,
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    adam_betas: tuple[float, float],
+    adam_epsilon: float,
+    kwargs: Mapping[str, Any],
+) -> torch.optim.Optimizer:
+    """The optimizer of the weights that are trained; biases and norms do not decay.
+
+    ``kwargs``: its further arguments.
+    """
+    groups = parameter_groups(module, weight_decay)
+    fused = next(module.parameters()).device.type == "cuda"
+    match name:
+        case "adamw_torch" | "adamw_torch_fused":
+            settings = {"betas": adam_betas, "eps": adam_epsilon, "fused": fused, **kwargs}
+            return torch.optim.AdamW(groups, lr=learning_rate, **settings)
+        case "adafactor":
+            from transformers import Adafactor
+
+            return Adafactor(groups, lr=learning_rate, **{"scale_parameter": False, "relative_step": False, **kwargs})
+        case "sgd":
+            return torch.optim.SGD(groups, lr=learning_rate, **kwargs)
+        case "rmsprop":
+            return torch.optim.RMSprop(groups, lr=learning_rate, **kwargs)
+        case "adagrad":
+            return torch.optim.Adagrad(groups, lr=learning_rate, **kwargs)
+
+
+def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """The weights that are trained, as transformers' Trainer divides them: no decay of biases and norms."""
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    forbidden = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    decayed = set(get_parameter_names(module, [torch.nn.LayerNorm], forbidden))
+    trained = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
+    groups = [(True, weight_decay), (False, 0.0)]
+    return [
+        {"params": [weight for name, weight in trained if (name in decayed) == decays], "weight_decay": decay}
+        for decays, decay in groups
+    ]
+
+
+def whole_state(
+    optimizer: torch.optim.Optimizer,
+    *,
+    here: Callable[[torch.Tensor], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with whole tensors on the CPU, for any number of ranks. Every rank calls it.
+
+    Inside ``here(weight)`` the states of a weight are read.
+    """
+    found = optimizer.state_dict()
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    state = {}
+    for index, entries in found["state"].items():
+        with here(weights[index]):
+            state[index] = {
+                key: full(value).to("cpu", copy=True) if torch.is_tensor(value) else value
+                for key, value in entries.items()
+            }
+    return {"state": state, "param_groups": found["param_groups"]}
+
+
+def load_whole_state(
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    *,
+    loaded: Callable[[torch.Tensor], object] | None = None,
+) -> None:
+    """Puts back what ``whole_state`` gave, laid out as the weights are now.
+
+    ``loaded`` is called for each weight that has its states, before those of the next are placed.
+    """
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    known = dict[torch.Tensor, Any]()
+    indices = list(state["state"])
+    for part in [indices] if loaded is None or not indices else [[index] for index in indices]:
+        placed = {index: _placed(state["state"][index], weights[index]) for index in part}
+        optimizer.load_state_dict({"state": placed, "param_groups": state["param_groups"]})
+        if loaded is not None and part:
+            loaded(weights[part[0]])
+        known |= optimizer.state
+    optimizer.state.update(known)
+
+
+def _placed(entries: Mapping[str, Any], weight: torch.Tensor) -> dict[str, Any]:
+    return {
+        key: as_placed(value, weight) if torch.is_tensor(value) and value.shape == weight.shape else value
+        for key, value in entries.items()
+    }

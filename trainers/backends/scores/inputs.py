@@ -1,0 +1,136 @@
+"""From ragged sequences to what a model is called with: micro-batches, padded or padding-free.
+
+There is no attention mask: no token looks at what follows it, so padding on the right reaches no target, and attention
+keeps its fastest kernel. Rows that hold several documents have positions that start anew with every document, by which
+transformers keeps the documents apart (or fsdp/packed_attention.py, by where they begin); the padding behind them is a
+document of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from trainers.batch import Ragged, Sequences, on_device
+
+Place = Literal["predicting", "target"]
+
+
+class Inputs(NamedTuple):
+    """One micro-batch on the device; without any token it is one token of padding and no target."""
+
+    input_ids_BT: torch.Tensor
+    position_ids_BT: torch.Tensor | None  # None: 0, 1, 2, ... in every row
+    places_N: torch.Tensor  # in the flattened (B, T): where the numbers of each target are read off
+    target_ids_N: torch.Tensor
+    document_starts: torch.Tensor | None = None  # (documents + 1,) int32, in the flattened (B, T), which ends the last
+    longest_document: int = 0  # tokens; 0: where every row is one document
+
+
+def micro_batches(
+    row_lengths: np.ndarray, micro_batch_size: int, *, token_budget: int | None = None, padding_free: bool = False
+) -> list[np.ndarray]:
+    """Indices of the rows of each micro-batch: ``micro_batch_size`` consecutive rows, or what a budget of tokens holds.
+
+    A budget counts padding unless ``padding_free``. Rows go in from the longest to the shortest, each into the first
+    micro-batch with room (first fit decreasing); a row above the budget is alone. No rows: no micro-batches.
+    """
+    num_rows = len(row_lengths)
+    if token_budget is None:
+        return [
+            np.arange(start, min(start + micro_batch_size, num_rows)) for start in range(0, num_rows, micro_batch_size)
+        ]
+    bins: list[list[int]] = []
+    used: list[int] = []
+    for row in np.argsort(-row_lengths, kind="stable").tolist():
+        length = int(row_lengths[row])
+        # padded, a micro-batch is as wide as its first row, which is its longest
+        costs = (used[k] + (length if padding_free else int(row_lengths[bins[k][0]])) for k in range(len(bins)))
+        k = next((k for k, cost in enumerate(costs) if cost <= token_budget), len(bins))
+        if k == len(bins):
+            bins.append([])
+            used.append(0)
+        bins[k].append(row)
+        used[k] += length if padding_free else int(row_lengths[bins[k][0]])
+    return [np.sort(rows) for rows in bins]
+
+
+def model_inputs(
+    micro: Sequences, device: torch.device, *, padding_free: bool = False, place: Place = "predicting"
+) -> Inputs:
+    """What a model is called with. ``padding_free``: all rows one after the other, as documents of one row.
+
+    ``place`` says where the numbers of a target are read off: at the token before it, which predicts it, or at itself.
+
+    Raises:
+        ValueError: a predicted target that is the first token of its document, or documents that do not add up to
+            their row.
+    """
+    if not len(micro.input_ids.values):
+        nothing = torch.zeros(0, dtype=torch.long, device=device)
+        return Inputs(torch.zeros(1, 1, dtype=torch.long, device=device), None, nothing, nothing)
+    if padding_free:
+        micro = _in_one_row(micro)
+    input_ids_BT = micro.input_ids.padded(0)
+    position_ids_BT = None if micro.segment_lengths is None else _positions(micro, input_ids_BT.shape[1])
+    is_target_BT = micro.target_mask.padded(False)
+    targets_N = is_target_BT.flatten().nonzero().flatten()
+    places_N = targets_N
+    if place == "predicting":
+        places_N = targets_N - 1
+        is_first_BT = torch.zeros_like(input_ids_BT, dtype=torch.bool)
+        is_first_BT[:, 0] = True
+        if position_ids_BT is not None:
+            is_first_BT = position_ids_BT == 0
+        wrong = (is_target_BT & is_first_BT).any(1).nonzero().flatten().tolist()
+        if wrong:
+            raise ValueError(
+                f"the first token of a document has nothing before it and cannot be a target (row {wrong[0]} of a "
+                f"micro-batch of {len(micro)}): set its target_mask to False"
+            )
+    starts, longest = None, 0
+    if position_ids_BT is not None:
+        begins = (position_ids_BT.flatten() == 0).nonzero().flatten()
+        starts = torch.cat([begins, begins.new_tensor([position_ids_BT.numel()])]).to(torch.int32)
+        longest = int(starts.diff().max())
+    tensors = (input_ids_BT, position_ids_BT, places_N, input_ids_BT.flatten()[targets_N], starts)
+    return Inputs(*(None if tensor is None else on_device(tensor, device) for tensor in tensors), longest)  # type: ignore
+
+
+def num_targets(sequences: Sequences) -> np.ndarray:
+    """(B,) target tokens of each row."""
+    ends = np.concatenate([[0], np.cumsum(sequences.target_mask.values)])
+    counts: np.ndarray = ends[sequences.target_mask.offsets[1:]] - ends[sequences.target_mask.offsets[:-1]]
+    return counts
+
+
+def in_order(parts: list[Any], rows: list[np.ndarray]) -> Any:
+    """The rows of all micro-batches, ``Ragged`` parts whose rows were ``rows``, in the caller's order."""
+    joined = Ragged.concat(parts)
+    return joined[np.argsort(np.concatenate(rows), kind="stable")]
+
+
+def _in_one_row(micro: Sequences) -> Sequences:
+    lengths = micro.input_ids.lengths if micro.segment_lengths is None else micro.segment_lengths.values
+    total = [len(micro.input_ids.values)]
+    return Sequences(
+        input_ids=Ragged.split(micro.input_ids.values, total),
+        target_mask=Ragged.split(micro.target_mask.values, total),
+        segment_lengths=Ragged.split(lengths[lengths > 0], [int((lengths > 0).sum())]),
+    )
+
+
+def _positions(micro: Sequences, width: int) -> torch.Tensor:
+    """(B, width) positions within documents."""
+    assert micro.segment_lengths is not None
+    rows = []
+    for row, (lengths, total) in enumerate(zip(micro.segment_lengths, micro.input_ids.lengths, strict=True)):
+        if lengths.sum() != total:
+            raise ValueError(
+                f"segment_lengths of row {row} of a micro-batch add up to {lengths.sum()}; the row has {total} tokens"
+            )
+        lengths = np.append(lengths, width - total)
+        rows.append(np.arange(width) - np.repeat(np.cumsum(lengths) - lengths, lengths))
+    return torch.from_numpy(np.stack(rows))

@@ -1,0 +1,76 @@
+"""A model that answers with numbers of target tokens alone: what DDP and FSDP wrap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainers.backends.base import TokenFunction
+from trainers.backends.fsdp.packed_attention import packed_arguments, single_documents
+from trainers.backends.scores.head import Head, Scores
+from trainers.backends.scores.inputs import Inputs
+
+
+class Scorer(torch.nn.Module):
+    """A language model that answers with the scores of target tokens. ``room``: see ``head.LinearHead``."""
+
+    def __init__(self, model: Any, *, room: int = 0) -> None:
+        super().__init__()
+        self.model = model
+        self.head = Head(model, room=room)
+
+    def forward(
+        self,
+        inputs: Inputs,
+        temperature: float,
+        entropy_gradient: bool = False,
+        token_function: TokenFunction | None = None,
+        token_inputs: tuple[torch.Tensor, ...] = (),
+        features_only: bool = False,
+    ) -> Scores | tuple[torch.Tensor]:
+        """``head.Scores`` of each target and what ``token_function`` gives; or the features that the head takes."""
+        with single_documents(inputs):
+            features_NX = self.head.features(self.model, inputs.places_N, **_model_arguments(self.model, inputs))
+        if features_only:
+            return (features_NX,)
+        return self.head.scores(
+            features_NX,
+            inputs.target_ids_N,
+            temperature,
+            entropy_gradient=entropy_gradient,
+            token_function=token_function,
+            token_inputs=token_inputs,
+        )
+
+
+class ValueScorer(torch.nn.Module):
+    """A sequence classifier with one label that answers with its number at every target.
+
+    Raises:
+        ValueError: the model has no linear ``score`` on top of its backbone.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        if not callable(getattr(model, "score", None)) or model.base_model is model:
+            raise ValueError(
+                f"{type(model).__name__} has no backbone with a linear layer named score on top of it; a value model "
+                "is what AutoModelForSequenceClassification builds for decoders such as Qwen3 or Llama."
+            )
+        self.model = model
+
+    def forward(self, inputs: Inputs) -> tuple[torch.Tensor]:
+        """(N,) float32 values."""
+        with single_documents(inputs):
+            given = _model_arguments(self.model, inputs)
+            hidden_BTH = self.model.base_model(**given, use_cache=False).last_hidden_state
+        hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, inputs.places_N)
+        return (self.model.score(hidden_NH).float().squeeze(-1),)
+
+
+def _model_arguments(model: Any, inputs: Inputs) -> dict[str, Any]:
+    arguments = {"input_ids": inputs.input_ids_BT, **packed_arguments(model.config.get_text_config(), inputs)}
+    if inputs.position_ids_BT is not None:
+        arguments["position_ids"] = inputs.position_ids_BT
+    return arguments

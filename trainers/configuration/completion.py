@@ -1,0 +1,207 @@
+"""The keys of trainers that complete prompts, and which values of them have a meaning. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal
+
+from rayhelper import ConfigError
+from trainers.configuration.shared import TrainConfig, at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionConfig(TrainConfig):
+    """The shared keys, and those of prompts that are completed."""
+
+    # Generation
+    rollout_engine: Literal["hf", "vllm"] = "hf"
+    """What completes prompts. hf: transformers' generate; vllm: vLLM, which is installed apart."""
+    rollout_batch_size: int | None = None
+    """Prompts that a rollout worker completes at once (hf); null: all of its slice."""
+    max_prompt_length: int | None = None
+    """Tokens of a prompt that is to be completed; longer ones lose their beginning."""
+    max_completion_length: int = 512
+    """Tokens, the stop token included."""
+    temperature: float = 1.0
+    """Logits are divided by it, in sampling and in the loss."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that hold this share of the probability; 1: from all."""
+    top_k: int = 0
+    """Draw from so many of the likeliest tokens; 0: from all."""
+    min_p: float | None = None
+    """Draw from tokens at least this share as likely as the likeliest; null: from all."""
+    repetition_penalty: float = 1.0
+    """Tokens that have occurred become less likely by it; 1: never."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Further tokens that end a completion and belong to it, beside the end-of-sequence tokens of the model."""
+    generation_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further fields of transformers' GenerationConfig; with rollout_engine: vllm, of vLLM's SamplingParams."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false}."""
+
+    # vLLM, by its own names; needs rollout_engine: vllm
+    vllm_gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory for weights and KV cache; null: 0.9, or 0.4 where the policy is trained on it as well."""
+    vllm_tensor_parallel_size: int = 1
+    """Rollout workers that hold one model together; with gpus_per_worker in role rollout's device group, the GPUs of
+    one worker."""
+    vllm_max_model_len: int | None = None
+    """Tokens of a prompt and its completion; null: the sum of their limits if both are set, else the model's."""
+    vllm_max_num_seqs: int | None = None
+    """Prompts that are completed at the same time; null: vLLM's own choice."""
+    vllm_enforce_eager: bool = False
+    """Without CUDA graphs: starts sooner, runs slower."""
+    vllm_enable_prefix_caching: bool = True
+    """Compute what prompts begin alike with once, such as the prompt of a group."""
+    vllm_enable_lora: bool = False
+    """With tuner_type: lora, keep the adapter apart: the engine has the model as it is on disk, gets the adapter alone
+    and completes under it. false: it gets the weights that the adapter changes, with the adapter merged into them."""
+    vllm_engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further fields of vLLM's EngineArgs; none that a key above says too."""
+    vllm_patches: bool = True
+    """Replace functions of vLLM that cost the host or the GPU most in a decoding step, in the versions that these were
+    compared in; of a teacher's engine too. false: vLLM's own. The numbers are the same, except for rounding."""
+
+    # From the trainer to the engine
+    sleep_level: Literal[0, 1, 2] = 0
+    """What an engine beside training frees while it does not generate. 1: the KV cache, and its weights wait in the
+    memory of the host; 2: both dropped. hf has nothing to free."""
+    offload_model: bool = False
+    """The policy waits in the memory of the host while an engine with weights of its own generates beside it."""
+    offload_optimizer: bool = False
+    """So does what the policy's optimizer remembers."""
+    weight_bucket_mb: int = 256
+    """Megabytes of weights that travel at once to engines in other processes; each side holds three."""
+    weight_checksum: bool = True
+    """After every update of weights compare those of the engine with the trainer's."""
+
+    log_completions: bool = False
+    """Keep completions, with their rewards if there are any, in completions/*.parquet every ``logging_steps``, and show
+    a few."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_completion(self)
+
+    @property
+    def uses_vllm(self) -> bool:
+        """Whether any role has an engine of vLLM."""
+        return self.rollout_engine == "vllm"
+
+
+def check_completion(config: CompletionConfig) -> None:
+    """Raises ConfigError naming the first key of completions whose value has no meaning."""
+    if not 0 < config.repetition_penalty < math.inf:
+        raise ConfigError(f"repetition_penalty must be positive, got {config.repetition_penalty}; 1 changes nothing")
+    if config.min_p is not None and not 0 <= config.min_p <= 1:
+        raise ConfigError(f"min_p must lie in [0, 1], got {config.min_p}; null keeps every token")
+    if not 0 < config.top_p <= 1:
+        raise ConfigError(f"top_p must lie in (0, 1], got {config.top_p}; 1 keeps every token")
+    at_least(config, 0, "top_k")
+    check_stop_token_ids(config.stop_token_ids)
+    at_least(config, 1, "vllm_tensor_parallel_size", "vllm_max_model_len", "vllm_max_num_seqs", "weight_bucket_mb")
+    check_engine(config)
+    at_least(config, 1, "max_completion_length", "max_prompt_length", "rollout_batch_size")
+    check_model_len(config)
+
+
+def check_stop_token_ids(ids: list[int]) -> None:
+    """Raises ConfigError for what is no list of token ids."""
+    if not isinstance(ids, (list, tuple)) or any(type(token) is not int or token < 0 for token in ids):
+        raise ConfigError(f"stop_token_ids must be a list of token ids, whole numbers from 0; got {ids!r}")
+
+
+def check_model_len(config: CompletionConfig) -> None:
+    """Raises ConfigError if vLLM would have no room for a prompt and its completion."""
+    told, length = said_model_len(config)
+    prompt = config.max_prompt_length
+    # vLLM finds a length itself for none and for -1, and says what is wrong with what is no number
+    if isinstance(length, int) and 0 <= length < config.max_completion_length + (prompt or 1):
+        raise ConfigError(
+            f"{told} has no room for a prompt of {prompt or 'at least 1'} and a completion of "
+            f"{config.max_completion_length} tokens: raise it, or lower max_prompt_length or max_completion_length."
+        )
+
+
+def said_model_len(config: CompletionConfig) -> tuple[str, Any]:
+    """The key that says vLLM's ``max_model_len``, with its value, and the value."""
+    if "max_model_len" in config.vllm_engine_kwargs:
+        length = config.vllm_engine_kwargs["max_model_len"]
+        return f"vllm_engine_kwargs: {{max_model_len: {length}}}", length
+    return f"vllm_max_model_len={config.vllm_max_model_len}", config.vllm_max_model_len
+
+
+def check_engine(config: CompletionConfig) -> None:
+    """Raises ConfigError for keys of an engine that another one was chosen over."""
+    share = config.vllm_gpu_memory_utilization
+    if share is not None and not 0 < share <= 1:
+        raise ConfigError(f"vllm_gpu_memory_utilization must lie in (0, 1], got {share}")
+    if config.rollout_engine == "vllm":
+        if config.rollout_batch_size is not None:
+            raise ConfigError("rollout_batch_size is for rollout_engine: hf; vLLM takes vllm_max_num_seqs.")
+        if config.vllm_enable_lora:
+            check_adapter_apart(config)
+        check_said_once(config)
+        return
+    defaults = {key.name: key for key in fields(CompletionConfig)}
+    for name in (name for name in defaults if name.startswith("vllm_")):
+        default = defaults[name].default if defaults[name].default is not MISSING else {}
+        is_used = name == "vllm_patches" and config.uses_vllm  # another role's engine reads it
+        if getattr(config, name) != default and not is_used:
+            raise ConfigError(f"{name} needs rollout_engine: vllm, but it is {config.rollout_engine}.")
+
+
+# Fields of EngineArgs that stand in vllm_engine_kwargs or, behind vllm_, are keys
+KEYS_AND_FIELDS = (
+    *("max_model_len", "max_num_seqs", "gpu_memory_utilization", "enable_prefix_caching", "enforce_eager"),
+)
+
+
+def check_said_once(config: CompletionConfig) -> None:
+    """Raises ConfigError for a field of EngineArgs that a key and vllm_engine_kwargs say."""
+    for name in KEYS_AND_FIELDS:
+        key = f"vllm_{name}"
+        value = getattr(config, key)
+        if name in config.vllm_engine_kwargs and value != getattr(CompletionConfig, key):
+            raise ConfigError(
+                f"{key}: {value} and vllm_engine_kwargs: {{{name}: {config.vllm_engine_kwargs[name]}}} set the same "
+                "field of vLLM's EngineArgs. Remove one of them."
+            )
+
+
+# What is said in lora_kwargs of how an adapter is trained, or shows in its matrices alone
+PLAIN_LORA = (
+    *("use_rslora", "alpha_pattern", "init_lora_weights", "exclude_modules", "layers_to_transform", "layers_pattern"),
+)
+MAX_LORA_RANK = 512  # of vLLM
+
+
+def check_adapter_apart(config: CompletionConfig) -> None:
+    """Raises ConfigError for keys under which vLLM cannot hold the policy's adapter apart from the model."""
+    merged = "Change that, or set vllm_enable_lora: false, which merges the adapter into the weights that engines get."
+    if config.tuner_type != "lora":
+        raise ConfigError(
+            "vllm_enable_lora needs an adapter, but tuner_type is full. Set tuner_type: lora, or remove it."
+        )
+    if config.sleep_level == 2:
+        raise ConfigError(
+            "sleep_level: 2 drops the engine's weights, but with vllm_enable_lora only the adapter is sent. "
+            "Set sleep_level: 1."
+        )
+    if config.vllm_engine_kwargs.get("load_format") == "dummy":
+        raise ConfigError(
+            "vllm_engine_kwargs: {load_format: dummy} draws weights at random, but with vllm_enable_lora only the "
+            "adapter is sent. Remove it."
+        )
+    if config.lora_rank > MAX_LORA_RANK:
+        raise ConfigError(
+            f"vLLM runs adapters of rank {MAX_LORA_RANK} at most, but lora_rank is {config.lora_rank}. {merged}"
+        )
+    for name in config.lora_target_modules:
+        if name.rpartition(".")[2] in ("lm_head", "embed_tokens"):
+            raise ConfigError(f"lora_target_modules holds {name}, which vLLM cannot run an adapter of. {merged}")
+    for name, value in config.lora_kwargs.items():
+        plain = name in PLAIN_LORA and (name != "init_lora_weights" or value in (True, False, "gaussian", "orthogonal"))
+        if not plain and value and value != "none":
+            raise ConfigError(f"lora_kwargs holds {name}: {value!r}, which vLLM cannot run an adapter with. {merged}")

@@ -1,0 +1,137 @@
+"""The keys of ``backend: megatron``, under megatron-core's own names, and which values of them have a meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainers.backends.megatron.settings import EVERY_LAYER, OPTIMIZERS, MegatronSettings, setting_mistakes
+
+if TYPE_CHECKING:
+    from trainers.configuration.shared import TrainConfig
+
+TRAINED = ("train", "default", "critic")  # roles; models of others only score
+OF_FSDP = (
+    *("fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_offload_params", "torch_compile"),
+    *("activation_memory_budget", "teacher_model_init_kwargs"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronConfig:
+    """The keys that ``backend: megatron`` alone reads; one value for all roles that train or score with it."""
+
+    # Megatron; needs backend: megatron
+    tensor_model_parallel_size: int = 1
+    """Workers that have a part of every matrix (TP)."""
+    pipeline_model_parallel_size: int = 1
+    """Workers that have some of the layers each (PP)."""
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Pieces of layers that a worker of a pipeline has, so that it waits less (VPP); null: 1."""
+    context_parallel_size: int = 1
+    """Workers that have a part of every sequence (CP)."""
+    expert_model_parallel_size: int = 1
+    """Workers that have some of the experts each (EP)."""
+    expert_tensor_parallel_size: int | None = None
+    """Workers that have a part of every expert's matrices (ETP); null: tensor_model_parallel_size."""
+    sequence_parallel: bool | None = None
+    """Divide what lies between the matrices over the tensor-parallel workers too: less memory, the same numbers; null:
+    wherever tensor_model_parallel_size is above 1. Experts under tensor parallelism need it."""
+    use_distributed_optimizer: bool = True
+    """The optimizer lies in shards over the data-parallel workers."""
+    overlap_grad_reduce: bool = False
+    """Add gradients over the workers while the backward pass goes on."""
+    overlap_param_gather: bool = False
+    """Gather updated weights while the next forward pass goes on; needs the two keys above."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
+    """How tokens get to their experts. flex needs DeepEP, and is refused."""
+    moe_grouped_gemm: bool = False
+    """Multiply all experts of a worker at once, in bfloat16."""
+    moe_layer_recompute: bool = False
+    """Compute the layers of experts twice instead of keeping what is in them."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """What is computed twice instead of kept. full: layers, as gradient_checkpointing: true says too; selective:
+    recompute_modules; null: nothing."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Of full. uniform: all layers, recompute_num_layers at a time; block: the first recompute_num_layers of every
+    stage; null: uniform."""
+    recompute_num_layers: int | None = None
+    """See recompute_method; null: 1 of uniform."""
+    recompute_modules: list[str] | None = None
+    """Of selective: core_attn, layernorm, mlp, moe, moe_act, shared_experts; null: core_attn."""
+    param_offload: bool = False
+    """Weights wait in the memory of the host whenever their role does not compute: between its calls, whoever works
+    meanwhile. offload_model moves them while an engine beside them generates, and only then."""
+    grad_offload: bool = False
+    """Gradients have memory in the steps of the optimizer alone."""
+    infer_batch_size: int | None = None
+    """Sequences of a micro-batch that is only scored; null: as many as of one that is trained on."""
+    async_save: bool = False
+    """Write checkpoints from a copy in the memory of the host, while training goes on."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Further fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig."""
+
+    @property
+    def workers_per_shard(self) -> int:
+        """Workers that get the same slice of the data, as they hold one model together."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+
+def megatron_settings(config: TrainConfig) -> MegatronSettings:
+    """What the keys say to the backend, all but ``megatron``: its fields are divided where megatron-core is at hand."""
+    settings = MegatronSettings(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        sequence_parallel=config.sequence_parallel,
+        use_distributed_optimizer=config.use_distributed_optimizer,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+        moe_token_dispatcher_type=config.moe_token_dispatcher_type,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        moe_layer_recompute=config.moe_layer_recompute,
+        recompute_granularity=config.recompute_granularity,
+        recompute_method=config.recompute_method,
+        recompute_num_layers=config.recompute_num_layers,
+        recompute_modules=None if config.recompute_modules is None else tuple(config.recompute_modules),
+        param_offload=config.param_offload,
+        grad_offload=config.grad_offload,
+        optimizer_offload=config.optimizer_offload,
+        infer_batch_size=config.infer_batch_size,
+    )
+    recomputes_layers = config.gradient_checkpointing and config.recompute_granularity is None
+    return replace(settings, **EVERY_LAYER) if recomputes_layers else settings
+
+
+def key_mistakes(config: TrainConfig) -> Iterator[str]:
+    """What the keys of a run with ``backend: megatron`` break, as far as no model and no workers are asked."""
+    if config.optim not in OPTIMIZERS:
+        yield (
+            f"optim is {config.optim}, but megatron-core has none but {', '.join(OPTIMIZERS)} of transformers' "
+            "optimizers. Write one of these."
+        )
+    known = {"momentum"} if config.optim == "sgd" else set()
+    if unread := sorted(config.optim_kwargs.keys() - known):
+        yield (
+            f"optim_kwargs holds {', '.join(unread)}, which {config.optim} of megatron-core does not take"
+            f"{' (it takes momentum)' if known else ''}. Remove it."
+        )
+    if config.optim == "sgd" and config.use_distributed_optimizer:
+        yield "optim: sgd cannot lie in shards with megatron-core. Write use_distributed_optimizer: false."
+    if config.token_budget is not None and config.infer_batch_size is not None:
+        yield (
+            f"infer_batch_size is {config.infer_batch_size}, but token_budget says what a micro-batch holds, of those "
+            "that are only scored too. Remove one of them."
+        )
+    if config.gradient_checkpointing and config.recompute_granularity == "selective":
+        yield (
+            "gradient_checkpointing: true recomputes whole layers, which is recompute_granularity: full, but that is "
+            "selective. Remove one of them."
+        )
+    if config.gradient_checkpointing and config.moe_layer_recompute:
+        yield "gradient_checkpointing: true recomputes whole layers, those of experts too. Remove moe_layer_recompute."
+    yield from setting_mistakes(megatron_settings(config))

@@ -1,0 +1,141 @@
+"""What is wrong with a run of ``backend: megatron``, found before any process starts: packages, fields and sizes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rayhelper import ConfigError, DeviceGroups
+from rayhelper.planning.model_shape import ModelShape
+from trainers.backends.device import default_device
+from trainers.backends.megatron.adapter_targets import chosen_targets
+from trainers.backends.megatron.architectures import architecture_mistakes
+from trainers.backends.megatron.fields import check_fields, check_installed, check_made, divided
+from trainers.backends.megatron.settings import MegatronSettings, dense_mistakes, layout_mistakes
+from trainers.configuration.megatron import TRAINED, megatron_settings
+from trainers.configuration.shared import TrainConfig
+
+OWN_MODELS = {"critic": "critic_model", "reference": "ref_model", "teacher": "teacher_model"}  # null: the policy's
+
+
+def check_megatron(config: TrainConfig, groups: DeviceGroups | None, lora: Mapping[str, Any] | None = None) -> None:
+    """Raises ConfigError, all mistakes of the layout in it, for what megatron-core cannot do or would do wrongly.
+
+    ``lora``: fields of peft's LoraConfig, where an adapter is trained.
+    """
+    check_installed()
+    check_fields(config.megatron, has_adapter=lora is not None)
+    check_devices(config, groups)
+    settings = replace(megatron_settings(config), **divided(config.megatron))
+    mistakes: list[str] = []
+    shapes: dict[str, ModelShape | None] = {}
+    for role in roles_of(config, groups):
+        num_workers = 1 if groups is None else groups.group_of(role).num_workers
+        shapes[role] = shape_of(model_of(config, role))
+        mistakes += layout_mistakes(f"role {role!r}", settings, num_workers, shapes[role])
+        if role in TRAINED and not config.disable_dropout:
+            mistakes += dropout_mistakes(model_of(config, role))
+    if all(shape is not None and not shape.num_experts for shape in shapes.values()):
+        mistakes += dense_mistakes(settings)
+    if mistakes:
+        raise ConfigError(mistakes[0] if len(mistakes) == 1 else "\n  - ".join(["several mistakes", *mistakes]))
+    for role in shapes:
+        check_model(config, role, settings, lora if role in TRAINED else None)
+
+
+def check_model(config: TrainConfig, role: str, settings: MegatronSettings, lora: Mapping[str, Any] | None) -> None:
+    """Raises ConfigError for a model that megatron-core or the role's adapter cannot be of, as far as it is known."""
+    from transformers import AutoConfig
+
+    file = config_file(model_of(config, role))
+    if file is None:
+        return
+    hf = AutoConfig.from_pretrained(file.parent, trust_remote_code=config.trust_remote_code)
+    dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16  # which auto is on a GPU
+    check_made(f"role {role!r}", hf, settings, dtype=dtype, has_adapter=lora is not None)
+    if lora is not None:
+        chosen_targets(hf, lora, num_stages=config.pipeline_model_parallel_size)
+
+
+def check_devices(config: TrainConfig, groups: DeviceGroups | None) -> None:
+    """Raises ConfigError for a role on a CPU, where nothing stands in for CUDA as a plugin of tests may."""
+    for role in roles_of(config, groups):
+        on_cpu = default_device().type == "cpu" if groups is None else groups.group_of(role).device == "CPU"
+        if on_cpu and not _has_stand_in():
+            raise ConfigError(
+                f"backend: megatron computes on GPUs alone, and role {role!r} is on a CPU. Give it GPUs, or write "
+                "backend: fsdp."
+            )
+
+
+def _has_stand_in() -> bool:
+    try:
+        return str(torch.cuda.current_device()) == "cpu"
+    except (AssertionError, RuntimeError):
+        return False
+
+
+def roles_of(config: TrainConfig, groups: DeviceGroups | None) -> Iterator[str]:
+    """The roles that have a model of the backend: those that are trained, and others that the run asks."""
+    hosted = ("train", *(role for role, key in OWN_MODELS.items() if hasattr(config, key)))
+    hosted = hosted if groups is None else groups.roles
+    yield from (role for role in TRAINED if role in hosted)
+    if "reference" in hosted:
+        yield "reference"
+    has_teacher = getattr(config, "teacher_model", None) is not None and getattr(config, "teacher_engine", "hf") == "hf"
+    if "teacher" in hosted and has_teacher:
+        yield "teacher"
+
+
+def model_of(config: TrainConfig, role: str) -> str:
+    """The folder or name of the role's model."""
+    return getattr(config, OWN_MODELS.get(role, ""), None) or config.model
+
+
+def shape_of(model: str) -> ModelShape | None:
+    """The shape of a model in a folder, or of the hub if it was loaded before; None if nobody knows it yet.
+
+    Raises:
+        ConfigError: an architecture that the backend does not know, or weights that it cannot read.
+    """
+    file = config_file(model)
+    if file is None:
+        return None
+    for mistake in architecture_mistakes(json.loads(file.read_text(encoding="utf-8"))):
+        raise ConfigError(f"backend: megatron cannot be the model {model}: {mistake}. Write backend: fsdp.")
+    folder = Path(model).expanduser()
+    if folder.is_dir() and any(folder.glob("pytorch_model*.bin")) and not any(folder.glob("model*.safetensors")):
+        raise ConfigError(
+            f"backend: megatron reads safetensors, and the model {model} has pytorch_model*.bin alone. Load and save "
+            "it once with transformers, or write backend: fsdp."
+        )
+    return ModelShape.of(file, "model")
+
+
+def dropout_mistakes(model: str) -> Iterator[str]:
+    """What speaks against training with dropout."""
+    file = config_file(model)
+    dropout = None if file is None else json.loads(file.read_text(encoding="utf-8")).get("attention_dropout")
+    if dropout:
+        yield (
+            f"disable_dropout is false and attention_dropout of the model {model} {dropout}, which the backend "
+            "megatron does not apply. Write disable_dropout: true."
+        )
+
+
+def config_file(model: str) -> Path | None:
+    """Where the model's config.json lies on this machine; None if it does not."""
+    from huggingface_hub import try_to_load_from_cache
+
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder / "config.json" if (folder / "config.json").is_file() else None
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
+        return None
+    found = try_to_load_from_cache(model, "config.json")
+    return Path(found) if isinstance(found, str) else None

@@ -1,0 +1,374 @@
+"""What other systems' keys mean in ours, where that takes more than another name: ms-swift's, Megatron's, TRL's.
+
+Each function looks at keys that belong together, after they have been gathered from file and command line, takes those
+that are none of ours and puts ours in their place. A mistake is noted, so that all are told at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from trainers.configuration.megatron import MegatronConfig
+from trainers.configuration.others.engine_names import translate_engine
+from trainers.configuration.others.other_names import HINTS, REFUSED_RLHF_TYPES, RLHF_TYPES, is_neutral
+from trainers.configuration.reading.given_keys import GivenKeys, plain
+
+ATTENTION = {  # ms-swift's attn_impl and Megatron's attention_backend, in transformers' words
+    "flash_attn": "flash_attention_2",
+    "flash": "sdpa",  # torch's own FlashAttention kernel, which needs no further package
+    "fused": "sdpa",
+    "unfused": "eager",
+    "local": "eager",
+}
+DEEPSPEED = {  # ZeRO stage, its optional offload: sharding strategy, whether weights are freed after the forward pass
+    "zero0": ("no_shard", None),
+    "zero2": ("full_shard", False),
+    "zero3": ("full_shard", True),
+}
+COSINE = {  # arguments of ms-swift's reward cosine, in TRL's words
+    "cosine_max_len": "max_len",
+    "cosine_min_len_value_wrong": "min_value_wrong",
+    "cosine_max_len_value_wrong": "max_value_wrong",
+    "cosine_min_len_value_correct": "max_value_correct",
+    "cosine_max_len_value_correct": "min_value_correct",
+}
+COSINE_DEFAULTS = (-0.5, 0.0, 1.0, 0.5)  # ms-swift's, of all but the first
+CONSTANT = ("constant", "constant_with_warmup")
+
+
+def translate(given: GivenKeys, trainer: str, defaults: Mapping[str, Any]) -> None:
+    """Puts our keys in place of others' in ``given``. ``trainer`` is its name, ``defaults`` those of its keys."""
+    _rlhf_type(given, trainer)
+    translate_engine(given)
+    _precision(given)
+    _attention(given)
+    _schedule(given, defaults)
+    _generation(given)
+    _sharding(given)
+    _recomputation(given)
+    _megatron(given, defaults)
+    _adapter(given)
+    _evaluation(given)
+    _saving(given)
+    _data(given, defaults)
+    _long_rows(given, defaults)
+    _rewards(given, defaults)
+    _turns(given)
+    _thinking(given)
+    _server(given)
+
+
+def _rlhf_type(given: GivenKeys, trainer: str) -> None:
+    if not given.foreign("rlhf_type"):
+        return
+    asked = given.take("rlhf_type")
+    if problem := rlhf_problem(asked):
+        given.refuse("rlhf_type", problem)
+    elif RLHF_TYPES[asked] != trainer:
+        given.refuse(
+            "rlhf_type",
+            f"rlhf_type is {asked}, but this is python -m trainers.{trainer}. Write python -m trainers rlhf",
+        )
+
+
+def rlhf_problem(asked: Any) -> str | None:
+    """Why there is no trainer of this rlhf_type; None if there is one."""
+    if asked in REFUSED_RLHF_TYPES:
+        return f"rlhf_type {asked} is not supported: {REFUSED_RLHF_TYPES[asked]}"
+    return None if asked in RLHF_TYPES else f"rlhf_type must be one of {', '.join(RLHF_TYPES)}, got {asked!r}"
+
+
+def _precision(given: GivenKeys) -> None:
+    if given.foreign("fp16") and given.take("fp16") not in (False, None):
+        given.refuse("fp16", "fp16 is not supported: float16 is not offered. Write dtype: bfloat16")
+    if given.foreign("bf16") and "dtype" in given.known:
+        bf16 = given.take("bf16")
+        if bf16 not in (True, False, None):
+            given.refuse("bf16", f"bf16 must be true or false, got {bf16}")
+        elif bf16 is not None:
+            given.put("dtype", "bfloat16" if bf16 else "float32", "bf16")
+
+
+def _attention(given: GivenKeys) -> None:
+    for name in ("attn_impl", "attention_backend"):
+        if given.foreign(name) and "model_init_kwargs" in given.known:
+            value = given.take(name)
+            if given.get("backend") == "megatron":
+                given.notes[name] = "backend: megatron takes torch's fastest attention for the device and dtype"
+                continue
+            if value not in ("auto", None):
+                given.put_inner("model_init_kwargs", "attn_implementation", ATTENTION.get(value, value), name)
+
+
+def _schedule(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    """Megatron's decay to ``min_lr``, by a cosine unless ``lr_decay_style`` (or lr_scheduler_type) says otherwise."""
+    if "lr_scheduler_type" not in given.known:
+        return
+    style = given.take("lr_decay_style") if given.foreign("lr_decay_style") else None
+    if style is not None and not given.foreign("min_lr"):
+        given.put("lr_scheduler_type", "constant_with_warmup" if style == "constant" else style, "lr_decay_style")
+    if not given.foreign("min_lr"):
+        return
+    floor, rate = given.take("min_lr"), given.get("learning_rate", defaults["learning_rate"])
+    if isinstance(floor, bool) or not isinstance(floor, (int, float)) or not isinstance(rate, (int, float)):
+        given.refuse("min_lr", f"min_lr must be a number, got {floor!r}")
+        return
+    shape = style or given.get("lr_scheduler_type") or ("cosine" if floor else None)
+    if floor > rate:
+        given.refuse("min_lr", f"min_lr {floor} is above learning_rate {rate}")
+    elif floor == rate and shape == "cosine":
+        given.values.pop("lr_scheduler_type", None)
+        given.put("lr_scheduler_type", "constant_with_warmup", "min_lr")
+    elif shape in ("cosine", "cosine_with_min_lr") and floor:
+        given.values.pop("lr_scheduler_type", None)
+        given.put("lr_scheduler_type", "cosine_with_min_lr", "min_lr")
+        given.put_inner("lr_scheduler_kwargs", "min_lr", floor, "min_lr")
+    elif shape == "linear" and floor:
+        given.values.pop("lr_scheduler_type", None)
+        given.put("lr_scheduler_type", "polynomial", "min_lr")
+        given.put_inner("lr_scheduler_kwargs", "lr_end", floor, "min_lr")
+        given.put_inner("lr_scheduler_kwargs", "power", 1.0, "min_lr")
+    elif shape in CONSTANT and style is not None:
+        given.put("lr_scheduler_type", "constant_with_warmup", "lr_decay_style")
+    elif shape in CONSTANT:
+        return  # above its floor always
+    elif floor:
+        given.refuse("min_lr", f"min_lr is not supported with lr_scheduler_type {shape}: write cosine, or remove it")
+    elif style is not None:
+        given.put("lr_scheduler_type", style, "lr_decay_style")
+
+
+def _generation(given: GivenKeys) -> None:
+    """Of Megatron's names, a generation is ``steps_per_generation`` optimizer steps; TRL's count micro-batches."""
+    is_megatron = given.written.get("per_device_train_batch_size") == "micro_batch_size"
+    needed = {"steps_per_generation", "global_batch_size", "generation_batch_size"}
+    if (
+        not is_megatron
+        or not needed <= set(given.known)
+        or not {*needed} - {"generation_batch_size"} <= set(given.values)
+    ):
+        return
+    steps, size = given.get("steps_per_generation"), given.get("global_batch_size")
+    if type(steps) is int and type(size) is int:
+        del given.values["steps_per_generation"]
+        given.put("generation_batch_size", steps * size, "steps_per_generation")
+
+
+def _sharding(given: GivenKeys) -> None:
+    if not given.foreign("deepspeed") or "fsdp_sharding_strategy" not in given.known:
+        return
+    value = given.take("deepspeed")
+    if value is None:
+        return
+    if given.get("backend") == "megatron":
+        given.refuse(
+            "deepspeed",
+            f"deepspeed {value} is of backend: fsdp. With megatron write use_distributed_optimizer, param_offload and "
+            "optimizer_offload, or remove it",
+        )
+        return
+    stage = value.removesuffix("_offload") if isinstance(value, str) else value
+    if not isinstance(stage, str) or stage not in DEEPSPEED or value == "zero0_offload":
+        given.refuse(
+            "deepspeed",
+            f"deepspeed {value} is not supported: weights, gradients and optimizer are sharded by FSDP2. Write zero0, "
+            "zero2, zero3, zero2_offload or zero3_offload, or the fsdp_* keys themselves",
+        )
+        return
+    strategy, frees = DEEPSPEED[stage]
+    given.put("fsdp_sharding_strategy", strategy, "deepspeed")
+    if frees is not None:
+        given.put("fsdp_reshard_after_forward", frees, "deepspeed")
+    if value != stage:
+        given.put("fsdp_offload_params", True, "deepspeed")
+
+
+def _recomputation(given: GivenKeys) -> None:
+    """``none`` is null; fsdp recomputes whole layers or nothing."""
+    name = "recompute_granularity"
+    value = given.get(name)
+    if name not in given.known or value is None:
+        return
+    if value == "none":
+        del given.values[name]
+    if given.get("backend") == "megatron":
+        return
+    if value in ("full", "none"):
+        given.put("gradient_checkpointing", value == "full", name)
+        given.values.pop(name, None)
+    elif value == "selective":
+        del given.values[name]
+        given.notes[name] = "attention keeps no scores; gradient_checkpointing recomputes layers"
+
+
+def _megatron(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    """Keys of the other backend: what they ask for may be done by fsdp as it is, or be a field of megatron-core."""
+    own = [one.name for one in fields(MegatronConfig)]
+    if "megatron" not in given.known:
+        return
+    if given.get("backend") != "megatron":
+        for name in [name for name in own if name in given.values]:
+            value = given.get(name)
+            if is_neutral(name, value) or (type(value), value) == (type(defaults[name]), defaults[name]):
+                del given.values[name]
+            elif name in HINTS:
+                del given.values[name]
+                given.notes[name] = HINTS[name]
+        return
+    if given.get("sequence_parallel") is True and given.get("tensor_model_parallel_size", 1) == 1:
+        del given.values["sequence_parallel"]
+        given.notes["sequence_parallel"] = "tensor_model_parallel_size is 1: there is nothing to divide over"
+    for name in [name for name in given.values if given.foreign(name)]:
+        if is_neutral(name, given.get(name)):
+            continue
+        if name.startswith("moe_") or name == "attention_softmax_in_fp32":  # as a field, known or not
+            given.put_inner("megatron", name, given.take(name), name)
+        elif name == "router_aux_loss_coef":
+            given.refuse(name, f"{name} is of transformers' losses. Write megatron: {{moe_aux_loss_coeff: ...}}")
+            given.take(name)
+
+
+def _adapter(given: GivenKeys) -> None:
+    for name, meant in (("use_rslora", "use_rslora"), ("use_dora", "use_dora"), ("init_weights", "init_lora_weights")):
+        if given.foreign(name) and "lora_kwargs" in given.known:
+            value = given.take(name)
+            if value is not (meant == "init_lora_weights") and value is not None:  # what peft does anyway
+                given.put_inner("lora_kwargs", meant, value, name)
+
+
+def _evaluation(given: GivenKeys) -> None:
+    """Without evaluation data ms-swift does not evaluate, whatever ``eval_steps`` says."""
+    has_rows = bool(given.get("eval_dataset"))
+    if given.foreign("split_dataset_ratio") and given.get("split_dataset_ratio") in (0, 0.0):
+        given.take("split_dataset_ratio")
+        if "eval_steps" in given.values and not has_rows:
+            del given.values["eval_steps"]
+            given.notes["eval_steps"] = "there is no eval_dataset"
+    if given.foreign("eval_strategy"):
+        strategy = given.take("eval_strategy") or "no"  # which YAML reads as false
+        if strategy == "epoch" or (strategy == "no" and has_rows):
+            instead = "eval_steps" if strategy == "epoch" else "no eval_dataset"
+            given.refuse("eval_strategy", f"eval_strategy {strategy} is not supported: write {instead}")
+        elif strategy == "no" and "eval_steps" in given.values:
+            del given.values["eval_steps"]
+
+
+def _saving(given: GivenKeys) -> None:
+    if given.foreign("save_strategy") and "save_steps" in given.known:
+        strategy = given.take("save_strategy") or "no"  # which YAML reads as false
+        if strategy == "no":
+            given.values.pop("save_steps", None)
+            given.put("save_steps", 0, "save_strategy")
+        elif strategy != "steps":
+            given.refuse(
+                "save_strategy",
+                f"save_strategy {strategy} is not supported: write save_steps, 0 to keep the final model",
+            )
+    if given.foreign("finetune") and given.take("finetune") is True and given.get("resume_from_checkpoint"):
+        given.refuse("finetune", "finetune begins anew, and resume_from_checkpoint goes on; remove one of them")
+
+
+def _data(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    for name in ("dataset", "eval_dataset", "system"):
+        value = given.values.get(name)
+        if not isinstance(value, str):
+            continue
+        path = Path(value).expanduser()
+        if name != "system" and len(value.split()) > 1 and not value.startswith(("[", "{")) and not path.exists():
+            given.values[name] = value.split()
+        elif name == "system" and value.endswith(".txt") and len(value.split()) == 1:
+            if path.is_file():
+                given.values[name] = path.read_text(encoding="utf-8")
+            else:
+                given.refuse(name, f"system: there is no file {value!r} (looked for from {Path.cwd()})")
+    if given.foreign("data_seed") and given.get("data_seed") == given.get("seed", 42):
+        given.take("data_seed")
+    if given.foreign("packing_length") and given.get("packing_length") in (
+        None,
+        given.get("max_length", defaults.get("max_length")),
+    ):
+        given.take("packing_length")
+    if "swift/self-cognition" not in str(given.values.get("dataset")):  # whose placeholders they fill in
+        for name in ("model_name", "model_author"):
+            if given.foreign(name):
+                given.take(name)
+    if given.foreign("enable_dft_loss") and "packing" in given.known and given.take("enable_dft_loss") is True:
+        given.put("loss_type", "dft", "enable_dft_loss")
+
+
+def _long_rows(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    """What becomes of rows that are too long; where there is no choice, what is done."""
+    if not given.foreign("truncation_strategy"):
+        return
+    value = given.take("truncation_strategy")
+    modes = {"left": "keep_end", "right": "keep_start"}
+    if "truncation_mode" not in given.known:
+        done = "delete" if {"center_rewards_coefficient", "sampler_type"} & set(given.known) else "left"
+        what = "are left out" if done == "delete" else "lose the beginning of their prompt"
+        instead = None if value in (done, None) else f"{done}: long rows {what}"
+    elif value in modes:
+        given.put("truncation_mode", modes[value], "truncation_strategy")
+        return
+    else:
+        cuts_anyway = value == "split" and defaults.get("packing")  # pretraining, into rows of one stream
+        instead = None if cuts_anyway or value is None else "right (rows keep their start) or left (their end)"
+    if instead is not None:
+        given.refuse("truncation_strategy", f"truncation_strategy {value} is not supported: write {instead}")
+
+
+def _rewards(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    """Arguments of rewards stand beside the other keys in ms-swift, and inside ``reward_funcs`` here."""
+    if "reward_funcs" not in given.known or "max_completion_length" not in given.known:
+        return
+    listed = given.get("reward_funcs", [])
+    names = listed.split() if isinstance(listed, str) else listed
+    if not isinstance(names, list):
+        return
+    longest = given.get("max_completion_length", defaults["max_completion_length"])
+    soft = [name for name in ("soft_max_length", "soft_cache_length") if given.foreign(name)]
+    changed: dict[str, dict[str, Any]] = {}
+    if soft and "soft_overlong" in names:
+        changed["soft_overlong"] = {"name": "soft_overlong", "soft_max_length": longest}
+        changed["soft_overlong"] |= {name: given.take(name) for name in soft}
+    scaled = [name for name in COSINE if given.foreign(name)]
+    if "cosine" in names and (scaled or not given.get("external_plugins")):  # a plugin may have registered the name
+        arguments = dict(zip(COSINE.values(), (longest, *COSINE_DEFAULTS), strict=True))
+        arguments |= {COSINE[name]: given.take(name) for name in scaled}
+        changed["cosine"] = {"name": "cosine_scaled", **arguments}
+    if changed:
+        given.values["reward_funcs"] = [
+            changed.get(name, name) if isinstance(name, str) else name for name in map(plain, names)
+        ]
+
+
+def _turns(given: GivenKeys) -> None:
+    """ms-swift's scheduler of environments is what there is; another one is refused."""
+    has_environment = given.get("environment") is not None
+    if given.foreign("use_gym_env") and given.get("use_gym_env") is has_environment:
+        given.take("use_gym_env")
+    if given.foreign("multi_turn_scheduler"):
+        is_ours = given.get("multi_turn_scheduler") == "gym_scheduler" and has_environment
+        if is_ours or given.get("multi_turn_scheduler") is None:
+            given.take("multi_turn_scheduler")
+
+
+def _thinking(given: GivenKeys) -> None:
+    if given.foreign("enable_thinking") and "chat_template_kwargs" in given.known:
+        value = given.take("enable_thinking")
+        if value is not None:
+            given.put_inner("chat_template_kwargs", "enable_thinking", value, "enable_thinking")
+
+
+def _server(given: GivenKeys) -> None:
+    """ms-swift keeps the server's address among the arguments of its engine."""
+    engine = given.get("engine_kwargs")
+    if "base_url" not in given.known or not isinstance(engine, Mapping):
+        return
+    for name in ("base_url", "api_key"):
+        if name in engine and given.get("sampler_engine") == "client":
+            given.put(name, engine[name], "engine_kwargs")
+            engine = {key: value for key, value in engine.items() if key != name}
+    given.values["engine_kwargs"] = engine

@@ -1,0 +1,260 @@
+"""From a YAML file and a command line to a configuration: every key typed, every mistake told at once.
+
+    given keys        file, then command line, under our names        ``given_keys.py``, ``others/other_names.py``
+    strategies        ROLL's, opened into the keys that they hold     ``others/strategies.py``
+    sections          to device groups and the keys that they mean    ``role_sections.py``
+    translations      other systems' keys to ours                     ``others/translations.py``
+    typed values      as the configuration's types ask for them       ``typed_values.py``
+
+A key that is none of the configuration's after that is told with the nearest one, or with what to write instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from rayhelper import ConfigError
+from rayhelper.device_groups.keys import SECTION_KEYS, SIZE_KEYS
+from rayhelper.text import parse_text
+from trainers.configuration.others.other_names import (
+    ALIASES,
+    HINTS,
+    NEUTRAL,
+    REFUSED,
+    TRANSLATED,
+    is_neutral,
+    why_refused,
+)
+from trainers.configuration.others.strategies import open_strategies
+from trainers.configuration.others.translations import translate
+from trainers.configuration.reading.given_keys import COMMAND_LINE, GivenKeys, plain
+from trainers.configuration.reading.role_sections import is_placement, lift_sections, our_name
+from trainers.configuration.reading.text import as_yaml, default_of, print_help
+from trainers.configuration.reading.typed_values import admits_bool, bracketed, nearest, typed
+
+ConfigT = TypeVar("ConfigT")
+Options = list[tuple[list[str], list[str]]]
+OPTION = re.compile(r"--([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
+logger = logging.getLogger(__name__)
+
+
+def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | None = None) -> ConfigT:
+    """The configuration that ``--config FILE`` and the other arguments say; the command line wins.
+
+    ``config_type`` is any dataclass. ``--help`` and ``--print_config`` print and exit.
+
+    Raises:
+        ConfigError: unknown keys, wrong types and missing keys, all of them at once; or a value without meaning.
+    """
+    if {"--help", "-h"} & set(argv):
+        print_help(config_type, prog)
+    fields = {field.name: field for field in dataclasses.fields(config_type) if field.init}  # type: ignore[arg-type]
+    defaults = {name: default_of(field) for name, field in fields.items()}
+    types = get_type_hints(config_type)
+    given, foreign = _understood(argv, trainer_of(config_type), defaults)
+    mistakes = [*given.mistakes, *_told(foreign, given)]
+    values: dict[str, Any] = {}
+    for name in [name for name in given.values if name in fields]:
+        value, where = given.values[name], given.where[name]
+        if value is True and where == COMMAND_LINE and name in given.bare and not admits_bool(types[name]):
+            mistakes.append(f"{where}: --{name} has no value")
+            continue
+        try:
+            values[name] = typed(name, types[name], value)
+        except ConfigError as error:
+            mistakes.append(f"{where}: {error}")
+    missing = [name for name in fields if defaults[name] is dataclasses.MISSING and name not in given.values]
+    wants_print = any(argument.startswith("--print_config") for argument in argv)
+    if missing and not wants_print:
+        mistakes.append(f"{' and '.join(missing)} must be given, in the file or as --{missing[0]}")
+    if mistakes:
+        raise ConfigError(mistakes[0] if len(mistakes) == 1 else "\n  - ".join(["several mistakes", *mistakes]))
+    if wants_print:
+        print(
+            as_yaml({name: None if name in missing else value for name, value in (defaults | values).items()}), end=""
+        )
+        sys.exit(0)
+    config = config_type(**values)
+    if given.notes:
+        told = {
+            reason: [name for name in given.notes if given.notes[name] == reason] for reason in given.notes.values()
+        }
+        logger.info("not needed here: %s", "; ".join(f"{', '.join(told[reason])} ({reason})" for reason in told))
+    return config
+
+
+def trainer_of(config_type: type[Any]) -> str:
+    """The trainer of a configuration, which lies in ``<trainer>/config.py``, or in ``<trainer>_config.py``."""
+    folder, _, name = config_type.__module__.rpartition(".")
+    return folder.rpartition(".")[2] if name == "config" else name.removesuffix("_config")
+
+
+def given_keys(argv: Sequence[str], known: Iterable[str]) -> tuple[GivenKeys, dict[tuple[str, ...], str]]:
+    """What file and command line say, under our names; and the paths of keys that the command line said.
+
+    With no ``known`` keys every name is read as that of some trainer.
+    """
+    given = GivenKeys(list(known))
+    options = _options(argv, given)
+    files = [values for path, values in options if path == ["config"]]
+    if len(files) > 1:
+        raise ConfigError("--config is given twice; put the keys into one file")
+    if files:
+        if len(files[0]) != 1:
+            raise ConfigError(f"--config takes the name of one YAML file, got {' '.join(files[0]) or 'none'}")
+        _add_file(files[0][0], given)
+    spoken: dict[tuple[str, ...], str] = {}
+    for (first, *inner), values in options:
+        name = our_name(first, given.known)
+        if name == "config":
+            continue
+        if (name, *inner) in spoken:
+            given.mistakes.append(
+                f"{COMMAND_LINE}: {first} and {spoken[name, *inner]} say the same thing; give one of them"
+            )
+        spoken[name, *inner] = first
+        if name == "device_groups":
+            for key in [key for key, value in given.values.items() if is_placement(key, value)]:
+                del given.values[key]
+        given.values[name] = _put(given.values.get(name), inner, _raw(values, inner))
+        given.where[name] = given.where.get(name, COMMAND_LINE) if inner else COMMAND_LINE
+        given.written[name] = first
+        given.bare |= {name} if not values else set()
+    return given, spoken
+
+
+def export_env(argv: Sequence[str]) -> None:
+    """Exports ``env``, which wins over the shell's, before torch and others are imported."""
+    env = bracketed(given_keys(argv, [])[0].values.get("env"))
+    if isinstance(env, Mapping):  # whatever else is wrong with it, load_config says
+        os.environ.update({str(name): str(value) for name, value in env.items()})
+
+
+# What was written
+
+
+def _options(argv: Sequence[str], given: GivenKeys) -> Options:
+    """The options of a command line, as (key, ...) and their values; what stands there without one is a mistake."""
+    options: Options = []
+    for argument in argv:
+        match = OPTION.fullmatch(argument)
+        if match:
+            path = [part.replace("-", "_") for part in match[1].split(".")]
+            options.append((path, [] if match[2] is None else [match[2]]))
+        elif re.match(r"--[A-Za-z_]", argument):
+            given.mistakes.append(f"{COMMAND_LINE}: {argument!r} is no option; write --key value")
+        elif options:
+            options[-1][1].append(argument)
+        else:
+            given.mistakes.append(f"{COMMAND_LINE}: {argument!r} belongs to no key; write --key {argument}")
+    return [option for option in options if option[0] not in (["help"], ["print_config"])]
+
+
+def _raw(values: list[str], inner: list[str]) -> Any:
+    """What follows an option: nothing is true, several values are a list; inside a mapping, text is read as in YAML."""
+    if len(values) != 1:
+        return values or True
+    try:
+        return parse_text(values[0], "text") if inner else values[0]
+    except ConfigError:
+        return values[0]
+
+
+def _put(old: Any, inner: list[str], value: Any) -> Any:
+    """``value`` at the place ``inner`` of a mapping that keeps its other keys; without a place, the value itself."""
+    if not inner:
+        return value
+    old = bracketed(old)
+    old = dict(old) if isinstance(old, Mapping) else {}
+    return {**old, inner[0]: _put(old.get(inner[0]), inner[1:], value)}
+
+
+def _add_file(file: str, given: GivenKeys) -> None:
+    """Adds the keys of a YAML file, under our names."""
+    path = Path(file)
+    if not path.is_file():
+        beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ConfigError(f"--config: there is no file {file!r}{nearest(path.name, beside)}")
+    found = parse_text(path.read_text(encoding="utf-8"), file)
+    if not isinstance(found, Mapping) and found is not None:
+        raise ConfigError(f"{file} must hold a mapping of keys to values, got {type(found).__name__}")
+    for written, value in (found or {}).items():
+        name = our_name(str(written), given.known)
+        if name in given.values:
+            given.mistakes.append(
+                f"{file}: {given.written[name]} and {written} are two names of one key; remove one of them"
+            )
+        given.values[name] = value
+        given.where[name] = file
+        given.written[name] = str(written)
+
+
+# What it means
+
+
+def _understood(
+    argv: Sequence[str], trainer: str, defaults: Mapping[str, Any]
+) -> tuple[GivenKeys, list[tuple[str, str, Any]]]:
+    """The keys in our words; and those that are none of the configuration's, as (where, key, value)."""
+    given, spoken = given_keys(argv, defaults)
+    open_strategies(given)
+    foreign = []
+    for role, keys in lift_sections(given, spoken).items():
+        foreign += [(f"{given.where[role]}, section {role}", key, value) for key, value in keys.items()]
+    translate(given, trainer, defaults)
+    foreign += [(given.where[name], name, value) for name, value in given.values.items() if name not in defaults]
+    return given, foreign
+
+
+def _told(foreign: Iterable[tuple[str, str, Any]], given: GivenKeys) -> list[str]:
+    """The mistakes among foreign keys, those of one place and one reason in one line; hints are noted in ``given``."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    mistakes = []
+    for where, name, value in foreign:
+        is_in_section = ", section " in where
+        if is_neutral(name, plain(value)):
+            continue
+        if is_in_section and name in TRANSLATED:
+            mistakes.append(f"{where}: {name} holds for all roles; move it to the top level")
+        elif name in HINTS:
+            given.notes[name] = HINTS[name]
+        elif reason := why_refused(name):
+            reasons.setdefault((where, reason), []).append(name)
+        else:
+            mistakes.append(f"{where}: {_unknown(name, value, given, is_in_section)}")
+    for (where, reason), names in reasons.items():
+        listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+        mistakes.append(f"{where}: {listed} {'is' if len(names) == 1 else 'are'} not supported: {reason}")
+    return mistakes
+
+
+def _unknown(name: str, value: Any, given: GivenKeys, is_in_section: bool) -> str:
+    """What to tell of a key that nobody knows."""
+    meant = ALIASES.get(name)
+    if meant is not None:
+        return f"{name} is another name of {meant}, which is no key of this trainer; remove it"
+    names = [*given.known, *ALIASES, *(SECTION_KEYS if is_in_section else ())]
+    near = nearest(name, names) or nearest(name, [*NEUTRAL, *HINTS, *REFUSED, *TRANSLATED])
+    if isinstance(value, Mapping):
+        size = next((hint for key in value if (hint := nearest(str(key), SIZE_KEYS))), "")
+        return f"unknown key {name}{near}; the section of a role needs {', '.join(SIZE_KEYS)}{size}"
+    is_megatron = "megatron" in given.known and given.get("backend") == "megatron"
+    further = f"; fields of megatron-core stand in megatron: {{{name}: ...}}" if is_megatron and _is_field(name) else ""
+    return f"unknown key {name}{near}{further}; --help lists all keys"
+
+
+def _is_field(name: str) -> bool:
+    """Whether megatron-core, where it is installed, has such a field."""
+    from trainers.backends.megatron.fields import known_fields
+
+    try:
+        return name in known_fields()
+    except ImportError:
+        return False

@@ -1,0 +1,467 @@
+"""The keys that all trainers share, under the names of TRL and transformers, and what follows from them.
+
+A trainer's own keys stand in a dataclass beside the trainer, which extends ``TrainConfig``. Reading them from YAML and
+the command line is ``reading/command_line.py``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from rayhelper import ConfigError, DeviceGroups
+from rayhelper.device_groups.keys import SECTION_KEYS
+from rayhelper.planning.parallel_sizes import SIZE_KEYS, VLLM_KEY
+from trainers.configuration.megatron import OF_FSDP, MegatronConfig, key_mistakes
+from trainers.run.trackers import check_installed
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+SEQUENCES_PER_STEP = "sequences a step"  # the name of that number in what a checkpoint says of the order of the data
+PARALLEL_KEYS = tuple(key for key in SIZE_KEYS if key != VLLM_KEY)
+OF_MEGATRON = tuple(one.name for one in fields(MegatronConfig))
+OF_FSDP_INSTEAD = {  # what fsdp does in the place of a key of megatron
+    **dict.fromkeys(PARALLEL_KEYS, " (fsdp_sharding_strategy: full_shard lays weights in shards over all workers)"),
+    **dict.fromkeys(
+        ("param_offload", "grad_offload"),
+        " (offload_model and offload_optimizer make room for an engine, fsdp_offload_params all the time)",
+    ),
+    **dict.fromkeys(
+        (name for name in OF_MEGATRON if "recompute" in name), " (gradient_checkpointing recomputes layers)"
+    ),
+}
+REPORTERS = ("tensorboard", "wandb", "none")
+PLAIN_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
+# Those of transformers that look at the step alone; some need lr_scheduler_kwargs.
+SCHEDULES = (
+    *PLAIN_SCHEDULES,
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The keys that every run has, whether it trains or not."""
+
+    # Model
+    model: str
+    """Folder, hub name, or the name of a model that a plugin registered."""
+    tokenizer: str | None = None
+    """Folder or hub name; null: the model's own."""
+    chat_template: str | None = None
+    """A Jinja template, or a file that holds one; null: the tokenizer's own."""
+    model_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of AutoModelForCausalLM.from_pretrained."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a model or tokenizer."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the forward pass; auto: bfloat16 on GPUs that have it, else float32. Trained weights are float32."""
+
+    # Data
+    dataset: Any
+    """JSONL, JSON, Parquet or CSV files (globs, lists), a folder, a hub name, a plugin's dataset, or a list of rows."""
+    dataset_split: str = "train"
+    """The split of a folder or hub dataset to train on."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Columns to rename, from the data's name to ours: {question: prompt}."""
+    prompt_template: str | None = None
+    """Writes ``prompt`` from the other columns: 'Question: {question}'."""
+    system: str | None = None
+    """System message put before every conversation that has none; text prompts become conversations by it."""
+    shuffle_dataset: bool = True
+    """Go through the rows in a new random order every epoch."""
+    external_plugins: list[str] = field(default_factory=list)
+    """Python files or modules that register reward functions, datasets and models."""
+    seed: int = 42
+    """Of shuffling, sampling, dropout and new weights."""
+
+    # Output
+    output_dir: str = "outputs"
+    """Folder of the trained model (final), checkpoints, metrics and the resolved configuration."""
+    run_name: str | None = None
+    """Name of the run in wandb."""
+    logging_steps: int = 10
+    """Optimizer steps between lines on the console; the metrics files hold every step."""
+    report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """tensorboard, wandb, none."""
+
+    # Placement
+    use_ray: bool = False
+    """Run the roles in workers on a Ray cluster; false: in this process."""
+    device_groups: dict[str, Any] | str | None = None
+    """Which roles run on which devices, as a mapping or JSON; null: all roles in one worker."""
+    ray_address: str | None = None
+    """The Ray cluster to join; null: RAY_ADDRESS, else a cluster on this machine."""
+    timeout_s: float | None = None
+    """Seconds that a call to a role may take, in groups that do not say it themselves; null: no limit."""
+    env: dict[str, str | int | float] = field(default_factory=dict)
+    """Environment variables of every process; they win over the shell's, and a group's own ``env`` over them."""
+
+    def __post_init__(self) -> None:
+        check_run(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(MegatronConfig, RunConfig):
+    """The keys that all trainers share."""
+
+    # Backend and tuner
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    """What trains and scores models. fsdp: transformers and torch; megatron: megatron-core, which is installed apart
+    and divides a model over workers."""
+    tuner_type: Literal["full", "lora"] = "full"
+    """Train all weights, or a LoRA adapter beside them (arXiv 2106.09685)."""
+    lora_rank: int = 8
+    """Rank of the adapter's matrices."""
+    lora_alpha: float = 32
+    """The adapter is multiplied by lora_alpha / lora_rank."""
+    lora_dropout: float = 0.0
+    """Dropout of what enters the adapter."""
+    lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    """Names of the layers that get an adapter; all-linear: every linear layer but the head."""
+    lora_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further fields of peft's LoraConfig, such as {use_rslora: true}."""
+    fsdp_sharding_strategy: Literal["full_shard", "no_shard"] = "full_shard"
+    """full_shard: weights, gradients and optimizer lie in shards over the train workers (FSDP2); no_shard: each worker
+    has them whole (DDP)."""
+    fsdp_reshard_after_forward: bool = True
+    """Free a layer's gathered weights between forward and backward (ZeRO-3); false keeps them (ZeRO-2)."""
+    optimizer_offload: bool = False
+    """The optimizer's states are in the memory of the host but when it changes the weights."""
+    torch_compile: bool = False
+    """Compile the model's layers: the first step takes minutes, later ones less time."""
+    activation_memory_budget: float = 1.0
+    """With ``torch_compile``: the share of a layer's activations that is kept for the backward pass; the rest is
+    computed again, what costs least first. 0.9 leaves out what lies between products, 0: all but the layer's input."""
+    logits_memory_gib: float | None = None
+    """GiB of a worker for what the backward pass needs of the logits; beyond them logits are computed again. null: 3,
+    and 0 under gradient_checkpointing or recompute_granularity full."""
+    fsdp_offload_params: bool = False
+    """Keep the shards and the optimizer in the memory of the host."""
+
+    # Evaluation data
+    eval_dataset: Any = None
+    """As ``dataset``; null: no evaluation."""
+    eval_dataset_split: str = "test"
+    """The split of ``eval_dataset``."""
+
+    # Optimization
+    learning_rate: float = 2e-5
+    """The optimizer's, after warm-up."""
+    optim: Literal["adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "rmsprop", "adagrad"] = "adamw_torch"
+    """transformers' names of optimizers; AdamW is fused on a GPU under either name."""
+    optim_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the optimizer, such as {momentum: 0.9} of sgd."""
+    weight_decay: float = 0.0
+    """The optimizer's; biases and norms do not decay."""
+    adam_beta1: float = 0.9
+    """Decay of AdamW's mean of gradients."""
+    adam_beta2: float = 0.999
+    """Decay of AdamW's mean of squared gradients."""
+    adam_epsilon: float = 1e-8
+    """Added to the root of that mean."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0: never."""
+    lr_scheduler_type: str = "linear"
+    """One of transformers' schedules: linear, cosine, constant, constant_with_warmup, ..."""
+    lr_scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the schedule, such as {min_lr: 1e-6} of cosine_with_min_lr."""
+    warmup_steps: int = 0
+    """Optimizer steps in which the learning rate rises from 0."""
+    warmup_ratio: float = 0.0
+    """Share of all steps to warm up for, where ``warmup_steps`` is 0."""
+    num_train_epochs: float = 3.0
+    """Times to go through the rows; may be a fraction."""
+    max_steps: int = -1
+    """Optimizer steps in all; overrides ``num_train_epochs`` where positive."""
+    per_device_train_batch_size: int = 8
+    """Sequences that a worker passes through the model at once (the micro-batch)."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches of a worker in an optimizer step."""
+    global_batch_size: int | None = None
+    """Sequences an optimizer step, over all workers; null: per_device_train_batch_size x gradient_accumulation_steps x
+    workers (backend: megatron: those that hold one model together count once). Where it is set,
+    gradient_accumulation_steps must be left alone."""
+    token_budget: int | None = None
+    """Tokens that a micro-batch holds at most, padding included; null: per_device_train_batch_size says it in
+    sequences. A longer sequence is a micro-batch of its own."""
+    padding_free: bool = False
+    """Pass the sequences of a micro-batch through the model as one row of documents, without padding; backend: megatron
+    always does."""
+    gradient_checkpointing: bool = False
+    """Compute activations twice instead of keeping them: less memory, more time."""
+    disable_dropout: bool = True
+    """Train without the model's dropout."""
+    peak_tflops: float | None = None
+    """What a device can do at most, in 10^12 floating-point operations a second, for ``throughput/mfu``; null: known of
+    common GPUs (bfloat16), and without it no mfu."""
+
+    # Evaluation and checkpoints
+    eval_steps: int | None = None
+    """Optimizer steps between evaluations; null: only at the end."""
+    val_before_train: bool = False
+    """Evaluate before the first step too."""
+    save_steps: int = 500
+    """Optimizer steps between checkpoints; 0: only the final model is saved."""
+    save_total_limit: int | None = None
+    """Checkpoints to keep, the best one among them if ``metric_for_best_model`` is set; the oldest go first."""
+    metric_for_best_model: str | None = None
+    """The number of an evaluation (with or without eval_) by which the best checkpoint is known and kept."""
+    greater_is_better: bool | None = None
+    """Whether more of ``metric_for_best_model`` is better; null: unless its name ends in loss."""
+    resume_from_checkpoint: bool | str | None = None
+    """A checkpoint folder; true or 'auto': the newest one of output_dir, if there is one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_shared(self)
+
+
+def check_run(config: RunConfig) -> None:
+    """Raises ConfigError naming the first key of any run whose value has no meaning."""
+    at_least(config, 1, "logging_steps")
+    at_least(config, 0, "seed")
+    check_choices(config)
+    for reporter in config.report_to:
+        one_of("report_to", reporter, REPORTERS)
+    check_installed(config.report_to)
+    if config.dataset is None or config.dataset == [] or config.dataset == "":
+        raise ConfigError("dataset is empty; give a file, a folder, a hub name, a plugin's dataset, or rows")
+    for source in _listed(config.dataset):
+        _check_file("dataset", source, DATA_SUFFIXES)
+    for plugin in config.external_plugins:
+        _check_file("external_plugins", plugin, (".py",))
+    check_folder("model", config.model)
+    check_folder("tokenizer", config.tokenizer)
+    if config.chat_template is not None and "{" not in config.chat_template:
+        _check_file("chat_template", config.chat_template, ("",))
+    if config.timeout_s is not None and not 0 < config.timeout_s < math.inf:
+        raise ConfigError(f"timeout_s must be a positive number of seconds, got {config.timeout_s}")
+    if config.device_groups is not None:
+        check_sections(DeviceGroups.parse(config.device_groups))
+
+
+def check_shared(config: TrainConfig) -> None:
+    """Raises ConfigError naming the first key of any training whose value has no meaning."""
+    at_least(config, 1, "per_device_train_batch_size", "gradient_accumulation_steps")
+    at_least(config, 1, "global_batch_size", "eval_steps", "save_total_limit")
+    at_least(config, 0, "learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps", "save_steps")
+    at_least(config, 0, "num_train_epochs", "lora_dropout", "logits_memory_gib")
+    at_least(config, 1, "lora_rank", "token_budget")
+    at_least(config, 1, "recompute_num_layers", "infer_batch_size", *PARALLEL_KEYS)
+    _check_backend(config)
+    _check_adapter(config)
+    for source in _listed(config.eval_dataset):
+        _check_file("eval_dataset", source, DATA_SUFFIXES)
+    if not 0 <= config.activation_memory_budget <= 1:
+        raise ConfigError(f"activation_memory_budget must lie in [0, 1], got {config.activation_memory_budget}")
+    if not config.torch_compile:
+        unread(config, "torch_compile is false", "activation_memory_budget")
+    for name in ("adam_beta1", "adam_beta2", "warmup_ratio"):
+        if not 0 <= getattr(config, name) < 1:
+            raise ConfigError(f"{name} must lie in [0, 1), got {getattr(config, name)}")
+    if config.max_steps <= 0 and config.num_train_epochs <= 0:
+        raise ConfigError(
+            f"nothing would be trained: max_steps is {config.max_steps}, num_train_epochs {config.num_train_epochs}. "
+            "Make one of them positive."
+        )
+    if config.global_batch_size is not None and config.gradient_accumulation_steps != 1:
+        raise ConfigError(
+            "global_batch_size and gradient_accumulation_steps say the same thing; remove gradient_accumulation_steps "
+            "(the micro-batch is per_device_train_batch_size)"
+        )
+    if config.warmup_steps and config.warmup_ratio:
+        raise ConfigError(
+            f"warmup_steps={config.warmup_steps} and warmup_ratio={config.warmup_ratio} say the same thing; remove one"
+        )
+    if config.peak_tflops is not None and not 0 < config.peak_tflops < math.inf:
+        raise ConfigError(f"peak_tflops must be a positive number, got {config.peak_tflops}")
+    _check_schedule(config.lr_scheduler_type, config.lr_scheduler_kwargs)
+    if config.eval_steps is not None and not config.eval_dataset:
+        raise ConfigError(f"eval_steps is {config.eval_steps}, but there is no eval_dataset to evaluate on. Add one.")
+    if config.val_before_train and not config.eval_dataset:
+        raise ConfigError("val_before_train is set, but there is no eval_dataset to evaluate on. Add one.")
+    _check_best(config)
+    resume = config.resume_from_checkpoint
+    if isinstance(resume, str) and resume != "auto" and not Path(resume).is_dir():
+        raise ConfigError(
+            f"resume_from_checkpoint: there is no folder {resume!r}. Give a checkpoint-N folder, or 'auto' for the "
+            "newest of output_dir."
+        )
+
+
+def _check_best(config: TrainConfig) -> None:
+    if config.metric_for_best_model is None:
+        if config.greater_is_better is not None:
+            raise ConfigError("greater_is_better is set, but metric_for_best_model is not. Set both, or neither.")
+        return
+    if not config.eval_steps or not config.save_steps or config.save_steps % config.eval_steps:
+        raise ConfigError(
+            f"metric_for_best_model={config.metric_for_best_model} judges a checkpoint by the evaluation at its step: "
+            f"save_steps must be a multiple of eval_steps; got {config.save_steps} and {config.eval_steps}"
+        )
+
+
+def check_sections(groups: DeviceGroups) -> None:
+    """Raises ConfigError if the section of a role says more than where the role runs: nobody would read it."""
+    for role, settings in groups.role_settings.items():
+        for key in settings:
+            close = difflib.get_close_matches(key, SECTION_KEYS, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise ConfigError(
+                f"section {role!r} has the key {key!r}{hint}: a section says where its role runs "
+                f"({', '.join(SECTION_KEYS)}). Move other keys to the top level, where they hold for all roles."
+            )
+
+
+def changed(config: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """The named keys that have another value than their default, and that value; what is no key has none."""
+    for one in fields(config):
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        if one.name in names and getattr(config, one.name) != default:
+            yield one.name, getattr(config, one.name)
+
+
+def unread(config: Any, reason: str, *names: str) -> None:
+    """Raises ConfigError if a named key has another value than its default: with ``reason``, nobody reads it."""
+    for name, value in changed(config, names):
+        raise ConfigError(f"{name} is {value!r}, but {reason}. Remove it, or change that")
+
+
+def _check_backend(config: TrainConfig) -> None:
+    """Raises ConfigError for keys that the other backend reads, and for those of megatron that break each other."""
+    if config.backend == "megatron":
+        unread(config, "backend is megatron, which does not read it", *OF_FSDP)
+        if getattr(config, "rollout_engine", "vllm") != "hf":  # whose model is transformers'
+            unread(config, "backend is megatron, which builds the model itself", "model_init_kwargs")
+        for mistake in key_mistakes(config):
+            raise ConfigError(mistake)
+        return
+    for name, value in changed(config, OF_MEGATRON):
+        raise ConfigError(
+            f"{name} is {value!r}, but backend is fsdp, which does not read it. Set backend: megatron, or remove it"
+            f"{OF_FSDP_INSTEAD.get(name, '')}."
+        )
+
+
+def _check_adapter(config: TrainConfig) -> None:
+    """Raises ConfigError for LoRA and optimizer keys that nobody would read, and sharding keys that say two things."""
+    if not config.optim.startswith("adamw"):
+        unread(config, f"optim is {config.optim}", "adam_beta1", "adam_beta2", "adam_epsilon")
+    if config.optim == "adafactor" and config.fsdp_sharding_strategy == "full_shard":
+        raise ConfigError(
+            "optim: adafactor looks at whole weights, which do not lie in shards: set fsdp_sharding_strategy: no_shard"
+        )
+    if config.tuner_type == "full":
+        unread(config, "tuner_type is full", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
+    if config.fsdp_sharding_strategy == "no_shard":
+        unread(config, "fsdp_sharding_strategy is no_shard", "fsdp_reshard_after_forward")
+    if config.fsdp_offload_params and config.fsdp_sharding_strategy == "no_shard":
+        raise ConfigError("fsdp_offload_params needs fsdp_sharding_strategy: full_shard")
+    if config.fsdp_offload_params:
+        unread(config, "fsdp_offload_params keeps the optimizer on the host all the time", "optimizer_offload")
+    if not config.lora_kwargs:
+        return
+    if config.tuner_type != "lora":
+        raise ConfigError("lora_kwargs are for tuner_type: lora; set that, or remove them")
+    from peft import LoraConfig
+
+    taken = {"r": "lora_rank", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
+    taken |= {"target_modules": "lora_target_modules"}
+    for name in config.lora_kwargs:
+        if name in taken:
+            raise ConfigError(f"lora_kwargs holds {name}, which is the key {taken[name]}; write it there")
+        one_of("lora_kwargs", name, [one.name for one in fields(LoraConfig)])
+
+
+def _check_schedule(name: str, kwargs: dict[str, Any]) -> None:
+    one_of("lr_scheduler_type", name, SCHEDULES)
+    if name in PLAIN_SCHEDULES and not kwargs:
+        return  # without importing transformers, so that a typo elsewhere is answered at once
+    import torch
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    try:
+        get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=1, scheduler_specific_kwargs=dict(kwargs))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"lr_scheduler_kwargs={kwargs} do not fit lr_scheduler_type={name}: {error}") from None
+
+
+def check_choices(config: Any) -> None:
+    """Raises ConfigError for a key that has none of the values it may have: Python checks no types."""
+    for name, hint in get_type_hints(type(config)).items():
+        kinds = [hint, *get_args(hint)]
+        allowed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+        value = getattr(config, name)
+        if allowed and type(value) not in (kind for kind in kinds if kind in (bool, NoneType)):
+            one_of(name, value, allowed)
+
+
+def at_least(config: Any, least: float, *names: str) -> None:
+    """Raises ConfigError if a named key is set and below ``least``, or no finite number."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not least <= value < math.inf:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """Raises ConfigError if the value is not among the allowed ones, with the nearest of them."""
+    allowed = list(allowed)
+    if value not in allowed:
+        close = difflib.get_close_matches(str(value), allowed, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.{hint}")
+
+
+def sequences_per_step(config: TrainConfig, num_shards: int, saved_order: Mapping[str, Any] | None = None) -> int:
+    """Sequences that one optimizer step learns from, over all workers. Those of a shard hold one model together.
+
+    A resumed run (``saved_order``: see ``run.saved_order``) keeps those it began with, however many workers it has now,
+    unless the configuration says them outright.
+    """
+    if config.global_batch_size is not None:
+        return config.global_batch_size
+    if saved_order and SEQUENCES_PER_STEP in saved_order:
+        return int(saved_order[SEQUENCES_PER_STEP])
+    return config.per_device_train_batch_size * config.gradient_accumulation_steps * num_shards
+
+
+def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
+    """Optimizer steps of the whole run."""
+    if config.max_steps > 0:
+        return config.max_steps
+    return max(1, round(config.num_train_epochs * steps_per_epoch))
+
+
+def _listed(source: Any) -> list[Any]:
+    return source if isinstance(source, list) else [source]
+
+
+def check_folder(name: str, folder: str | None) -> None:
+    if folder is not None and folder.startswith(("/", "./", "../")) and not Path(folder).exists():
+        raise ConfigError(f"{name}: there is no folder {folder!r} (looked from {Path.cwd()}). Give a folder or a name.")
+
+
+def _check_file(name: str, source: Any, suffixes: tuple[str, ...]) -> None:
+    if isinstance(source, str):
+        source = re.sub(r"#\d+$", "", source)  # so many of its rows
+    if not isinstance(source, str) or not source.endswith(suffixes) or any(mark in source for mark in "*?["):
+        return
+    path = Path(source).expanduser()
+    if not path.is_file():
+        beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = difflib.get_close_matches(path.name, beside, n=1)
+        hint = f"Did you mean {str(path.parent / close[0])!r}?" if close else f"It was looked for from {Path.cwd()}."
+        raise ConfigError(f"{name}: there is no file {source!r}. {hint}")

@@ -1,0 +1,160 @@
+"""DPO's keys, and which values of them have a meaning. Imports no torch unless the loss is another than the default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, get_args
+
+from rayhelper import ConfigError
+from trainers.configuration.shared import TrainConfig, at_least, one_of
+from trainers.data.rows import TruncationMode
+from trainers.losses.types import FDivergenceType, PreferenceLossType
+
+NEEDS: dict[str, tuple[str, ...]] = {  # keys that say nothing unless another is set
+    "sync_ref_model": ("ref_model_mixup_alpha", "ref_model_sync_steps"),
+    "precompute_ref_log_probs": ("precompute_ref_batch_size",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig(TrainConfig):
+    """DPO's keys beside the shared ones. Batch sizes count pairs."""
+
+    output_dir: str = "outputs/dpo"
+    learning_rate: float = 1e-6
+
+    # Data
+    max_length: int | None = 1024
+    """Tokens of prompt and completion; longer sequences are cut."""
+    truncation_mode: TruncationMode = "keep_start"
+    """keep_start or keep_end of a sequence that is too long."""
+    dataset_num_proc: int | None = None
+    """Processes that tokenize."""
+
+    # Loss
+    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
+    """One or several of sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired,
+    apo_zero, apo_down, discopop, sft, sigmoid_norm; formulas and papers stand in losses/preference.py."""
+    loss_weights: list[float] | None = None
+    """One a loss type; null: 1 for each."""
+    rpo_alpha: float | None = None
+    """Adds the loss type sft with this weight (RPO, arXiv 2404.19733); null: does not."""
+    beta: float = 0.1
+    """How strongly the policy is held to the reference; more: closer."""
+    label_smoothing: float = 0.0
+    """Share of pairs taken to be the wrong way round, in robust, exo_pair, aot and aot_unpaired."""
+    f_divergence_type: FDivergenceType = "reverse_kl"
+    """Divergence that holds the policy to the reference (f-DPO, arXiv 2309.16240)."""
+    f_alpha_divergence_coef: float = 0.5
+    """The alpha of alpha_divergence."""
+    ld_alpha: float | None = None
+    """Weight of the tokens by which one completion is longer (LD-DPO, arXiv 2409.06411); null: 1."""
+    use_weighting: bool = False
+    """Weigh each pair by how likely the policy is to write it (WPO, arXiv 2406.11827)."""
+    discopop_tau: float = 0.05
+    """Temperature of discopop's mixture."""
+
+    # Reference
+    ref_model: str | None = None
+    """Folder, hub name or a plugin's model; null: the starting model (with LoRA, the policy without its adapter)."""
+    reference_free: bool = False
+    """Compare with no reference: its log-probabilities are 0."""
+    precompute_ref_log_probs: bool = False
+    """Score all pairs with the reference before training, then free it; kept in output_dir for a resumed run."""
+    precompute_ref_batch_size: int | None = None
+    """Pairs that a worker scores at once for it; null: per_device_train_batch_size."""
+    sync_ref_model: bool = False
+    """Let the reference follow the policy (TR-DPO, arXiv 2404.09656)."""
+    ref_model_mixup_alpha: float = 0.6
+    """The reference becomes this share of the policy and the rest of itself."""
+    ref_model_sync_steps: int = 512
+    """Optimizer steps between these."""
+
+    # Evaluation
+    per_device_eval_batch_size: int = 8
+    """Pairs that a worker passes through the model at once in evaluation."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_dpo(self)
+
+    @property
+    def is_own_reference(self) -> bool:
+        """Whether the policy without its adapter is the reference, so that no other model is needed."""
+        return self.tuner_type == "lora" and self.ref_model is None
+
+
+def weighted_losses(config: DPOConfig) -> tuple[list[Any], list[float]]:
+    """The loss types with what ``rpo_alpha`` adds, and their weights."""
+    types: list[Any] = [config.loss_type] if isinstance(config.loss_type, str) else list(config.loss_type)
+    weights = [1.0] * len(types) if config.loss_weights is None else list(config.loss_weights)
+    return (types, weights) if config.rpo_alpha is None else ([*types, "sft"], [*weights, config.rpo_alpha])
+
+
+def check_dpo(config: DPOConfig) -> None:
+    """Raises ConfigError naming the first key whose value has no meaning."""
+    at_least(config, 2, "max_length")
+    at_least(config, 1, "dataset_num_proc", "per_device_eval_batch_size", "precompute_ref_batch_size")
+    at_least(config, 1, "ref_model_sync_steps")
+    at_least(config, 0, "rpo_alpha")
+    defaults = {one.name: one.default for one in fields(config)}
+    for needed, names in NEEDS.items():
+        for name in names:
+            if not getattr(config, needed) and getattr(config, name) != defaults[name]:
+                raise ConfigError(
+                    f"{name} is {getattr(config, name)}, but {needed} is false. Set it, or remove {name}."
+                )
+    if not 0 < config.ref_model_mixup_alpha <= 1:
+        raise ConfigError(f"ref_model_mixup_alpha must lie in (0, 1], got {config.ref_model_mixup_alpha}")
+    _check_reference(config)
+    types, weights = weighted_losses(config)
+    if config.rpo_alpha is not None and types.count("sft") > 1:
+        raise ConfigError("rpo_alpha adds the loss type sft, which loss_type already holds; remove one of the two")
+    for name, user, is_used in (
+        ("f_alpha_divergence_coef", "f_divergence_type: alpha_divergence", "alpha" in config.f_divergence_type),
+        ("discopop_tau", "loss_type: discopop", "discopop" in types),
+    ):
+        if getattr(config, name) != defaults[name] and not is_used:
+            raise ConfigError(f"{name} is {getattr(config, name)}, which only {user} uses; set that, or remove it")
+    _check_loss(config, types, weights)
+
+
+def _check_reference(config: DPOConfig) -> None:
+    """Raises ConfigError if two keys say different things of the reference."""
+    others = [name for name in ("ref_model", "precompute_ref_log_probs", "sync_ref_model") if getattr(config, name)]
+    if config.reference_free and others:
+        raise ConfigError(f"reference_free leaves the reference out, and {others[0]} needs one; remove one of the two")
+    if config.sync_ref_model and config.precompute_ref_log_probs:
+        raise ConfigError(
+            "sync_ref_model moves the reference, whose log-probabilities precompute_ref_log_probs takes as fixed; "
+            "remove one of the two"
+        )
+    if config.sync_ref_model and config.is_own_reference:
+        raise ConfigError(
+            "sync_ref_model needs a reference model that can move: with tuner_type: lora it is the policy without its "
+            "adapter. Name the starting model as ref_model too, or remove sync_ref_model."
+        )
+
+
+def _check_loss(config: DPOConfig, types: list[Any], weights: list[float]) -> None:
+    """Raises ConfigError if the loss cannot be computed."""
+    for name in types:
+        one_of("loss_type", name, get_args(PreferenceLossType))
+    options: dict[str, Any] = {
+        "beta": config.beta,
+        "label_smoothing": config.label_smoothing,
+        "f_divergence_type": config.f_divergence_type,
+        "ld_alpha": config.ld_alpha,
+        "discopop_tau": config.discopop_tau,
+        "use_weighting": config.use_weighting,
+        "reference_free": config.reference_free,
+    }
+    defaults = {one.name: one.default for one in fields(config)}
+    if types == ["sigmoid"] and weights == [1.0] and all(value == defaults[name] for name, value in options.items()):
+        return  # without importing torch, so that a typo elsewhere is answered at once
+    from trainers.losses.preference import check_preference_options
+
+    try:
+        check_preference_options(types, weights, **options)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,160 @@
+"""GKD's keys, and which values of them have a meaning. Imports no torch, so that a typo is answered at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rayhelper import ConfigError
+from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.shared import at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class GKDConfig(CompletionConfig):
+    """Distillation's keys beside the shared ones."""
+
+    output_dir: str = "outputs/gkd"
+
+    # Teacher
+    teacher_model: str | None = None
+    """Folder, hub name, or a plugin's model, of the student's vocabulary; null: the student without its LoRA adapter,
+    or, where rows have a ``teacher_prompt``, the student itself."""
+    teacher_model_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the teacher's AutoModelForCausalLM.from_pretrained."""
+    teacher_engine: Literal["hf", "vllm"] = "hf"
+    """What answers for the teacher_model. hf: transformers, as the student runs; vllm: vLLM, which is installed apart,
+    for ``gkd_logits_topk`` likeliest tokens."""
+    teacher_engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Fields of vLLM's EngineArgs for ``teacher_engine: vllm``, such as {max_model_len: 8192}; tensor_parallel_size:
+    workers of role teacher that hold one model together."""
+    offload_teacher_model: bool = False
+    """Keep a teacher that shares the student's devices in the memory of the host while it is not asked."""
+
+    # Data
+    lmbda: float = 0.5
+    """Share of the steps that learn from the student's own completions; the others from the dataset's responses."""
+    max_staleness: int = 0
+    """Steps whose completions are begun ahead of the one that is learned from, by a student that knows less; 0: none;
+    above 1: a queue, filled again when its last is needed. Role rollout needs devices of its own."""
+    seq_kd: bool = False
+    """Those others learn from the teacher's completions instead."""
+    max_length: int | None = 1024
+    """Tokens of a dataset row; longer ones lose the beginning of their prompt."""
+
+    # Generation
+    max_completion_length: int = 128
+    """Tokens, the stop token included."""
+    temperature: float = 0.9
+    """Logits are divided by it: in sampling, and of both models in the divergence."""
+
+    # Loss
+    beta: float = 0.5
+    """0: forward KL, teacher to student; 1: reverse KL, student to teacher; between: the generalised Jensen-Shannon
+    divergence of GKD. The formulas stand in losses/distillation.py."""
+    gkd_logits_topk: int | None = None
+    """Compare only so many of the teacher's likeliest tokens; null: the whole vocabulary, for which the teacher must
+    share the student's devices."""
+    gkd_topk_add_tail: bool = True
+    """With ``gkd_logits_topk``: all other tokens together are one more entry; false: the k are renormalised."""
+    sft_alpha: float = 0.0
+    """Weight of the cross-entropy, at temperature 1, that is added on the dataset's responses."""
+
+    # Evaluation
+    per_device_eval_batch_size: int = 8
+    """Sequences that a worker passes through the models at once in evaluation."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_gkd(self)
+
+    @property
+    def uses_vllm(self) -> bool:
+        """Whether the student's engine, or the teacher's, is vLLM."""
+        return super().uses_vllm or self.teacher_engine == "vllm"
+
+    @property
+    def uses_responses(self) -> bool:
+        """Whether any step learns from the dataset's responses."""
+        return self.lmbda < 1 and not self.seq_kd
+
+    @property
+    def has_live_teacher(self) -> bool:
+        """Whether the student as it is at each step teaches itself, by prompts of the teacher's own."""
+        return self.teacher_model is None and self.tuner_type == "full"
+
+
+def check_gkd(config: GKDConfig) -> None:
+    """Raises ConfigError naming the first key whose value has no meaning."""
+    for name in ("lmbda", "beta"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise ConfigError(f"{name} must lie in [0, 1], got {getattr(config, name)}")
+    if not 0 < config.temperature < math.inf:
+        raise ConfigError(f"temperature must be positive, got {config.temperature}: both models' logits are divided")
+    at_least(config, 0, "sft_alpha", "max_staleness")
+    at_least(config, 1, "gkd_logits_topk")
+    at_least(config, 1, "per_device_eval_batch_size")
+    at_least(config, 2, "max_length")
+    _check_unused(config)
+    _check_teacher_engine(config)
+
+
+def _check_teacher_engine(config: GKDConfig) -> None:
+    if config.teacher_engine == "hf":
+        if config.teacher_engine_kwargs:
+            raise ConfigError("teacher_engine_kwargs is for teacher_engine: vllm; set that, or remove it")
+        return
+    if config.teacher_model is None:
+        raise ConfigError("teacher_engine: vllm is for a teacher_model, and there is none: remove it, or set that")
+    if config.gkd_logits_topk is None:
+        raise ConfigError(
+            "teacher_engine: vllm gives the teacher's likeliest tokens, not the whole vocabulary: set gkd_logits_topk "
+            "(64, say), or teacher_engine: hf"
+        )
+    if config.teacher_model_init_kwargs:
+        raise ConfigError("teacher_model_init_kwargs is for teacher_engine: hf; vLLM takes teacher_engine_kwargs")
+    most = config.teacher_engine_kwargs.get("max_logprobs", config.gkd_logits_topk)
+    if isinstance(most, int) and 0 <= most < config.gkd_logits_topk:
+        raise ConfigError(
+            f"teacher_engine_kwargs: max_logprobs={most} is below gkd_logits_topk={config.gkd_logits_topk}. Raise it, "
+            "or remove it: it is then what is needed."
+        )
+    length = config.teacher_engine_kwargs.get("max_model_len")
+    if isinstance(length, int) and length > 0:
+        _check_teacher_length(config, length)
+
+
+def _check_teacher_length(config: GKDConfig, length: int) -> None:
+    """The limits that are known of what the teacher is given."""
+    needed = {}
+    if config.uses_responses and config.max_length is not None:
+        needed["max_length"] = config.max_length
+    if config.max_prompt_length is not None:
+        needed["max_prompt_length + max_completion_length"] = config.max_prompt_length + config.max_completion_length
+    for name, most in needed.items():
+        if most > length:
+            raise ConfigError(
+                f"teacher_engine_kwargs: max_model_len={length} is below {name}={most}. Raise it, or lower that."
+            )
+
+
+def _check_unused(config: GKDConfig) -> None:
+    if config.max_staleness and not config.lmbda:
+        raise ConfigError("max_staleness is of the student's completions, but lmbda=0 asks for none. Raise it.")
+    if config.seq_kd and config.lmbda == 1:
+        raise ConfigError("seq_kd is set, but lmbda=1 takes the student's completions on every step. Lower lmbda.")
+    if config.seq_kd and config.teacher_model is None:
+        raise ConfigError("seq_kd lets the teacher complete prompts; set teacher_model")
+    if config.sft_alpha and not config.uses_responses:
+        raise ConfigError(
+            f"sft_alpha={config.sft_alpha} weighs the cross-entropy on the dataset's responses, and no step learns "
+            f"from them (lmbda={config.lmbda}, seq_kd={config.seq_kd}). Lower lmbda, or remove sft_alpha."
+        )
+    if config.gkd_logits_topk is None and not config.gkd_topk_add_tail:
+        raise ConfigError("gkd_topk_add_tail is for gkd_logits_topk; set that, or remove it")
+    if config.gkd_logits_topk == 1 and not config.gkd_topk_add_tail:
+        raise ConfigError("gkd_logits_topk=1 without its tail compares nothing: set gkd_topk_add_tail, or a larger k")
+    for name in ("offload_teacher_model", "teacher_model_init_kwargs"):
+        if getattr(config, name) and config.teacher_model is None:
+            raise ConfigError(f"{name} is for a teacher_model, and there is none: remove it, or set teacher_model")

@@ -1,0 +1,119 @@
+"""A teacher that vLLM hosts: GKD's ``teacher_engine: vllm``. It answers as a backend that only scores would.
+
+It is asked for its likeliest tokens alone, so there is neither a copy of it in a training framework nor a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rayhelper import ConfigError, DeviceGroups, RayHelper
+from trainers.backends.device import default_device
+from trainers.batch import Ragged, Sequences
+from trainers.gkd.config import GKDConfig
+from trainers.parts.engine import check_can_sleep, check_model_fits, sampling_of, share_model
+from trainers.run.run import resolve_dtype
+
+# Scores of a prompt are whole rows of the vocabulary, which vLLM does not count among the memory that it needs: this
+# many tokens of 150 000 entries are 1.2 GB a copy
+TOKENS_AT_ONCE = 2048
+
+
+class VllmTeacher:
+    """The model and its ``engine``, which completes prompts as well.
+
+    ``shares_devices``: this worker trains or generates too.
+    """
+
+    def __init__(self, config: GKDConfig, model: str, tokenizer: Any, *, shares_devices: bool) -> None:
+        from trainers.rollout.vllm.engine import VllmEngine
+
+        settings = teacher_settings(config, shares_devices=shares_devices)
+        size = settings.pop("tensor_parallel_size", 1)
+        sleeps = config.offload_teacher_model and default_device().type == "cuda"  # else nothing moves, as with hf
+        self.engine = VllmEngine(
+            model,
+            tokenizer,
+            dtype=resolve_dtype(config),
+            seed=config.seed,
+            tensor_parallel_size=size,
+            alone=not share_model(size),
+            sleep_level=1 if sleeps else 0,
+            trust_remote_code=config.trust_remote_code,
+            engine_kwargs=settings,
+            patches=config.vllm_patches,
+            key="teacher_engine_kwargs",
+        )
+
+    def top_logps(
+        self, sequences: Sequences, k: int, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True
+    ) -> tuple[Ragged, Ragged]:
+        """As ``Backend.top_logps``; vLLM cuts into batches as it sees fit, and there is no adapter."""
+        return self.engine.top_logps(sequences, k, temperature=temperature)
+
+    def offload(self) -> None:
+        """Frees the KV cache; the weights wait in the memory of the host."""
+        self.engine.sleep()
+
+    def reload(self) -> None:
+        """Brings back what ``offload`` moved."""
+        self.engine.wake("weights")
+        self.engine.wake("kv_cache")
+
+
+def shares_devices() -> bool:
+    """Whether another role needs memory of the device of this worker of role teacher."""
+    worker = RayHelper.current()
+    beside = {"train", "rollout"} & {*worker.roles, *worker.neighbours}
+    return not worker.roles or bool(beside)  # none: one process is the worker of everything
+
+
+def teacher_settings(config: GKDConfig, *, shares_devices: bool) -> dict[str, Any]:
+    """Fields of vLLM's EngineArgs."""
+    assert config.gkd_logits_topk is not None, "checked by the configuration"
+    settings: dict[str, Any] = {
+        "gpu_memory_utilization": 0.4 if shares_devices else 0.9,
+        "max_logprobs": config.gkd_logits_topk,
+        "enable_prefix_caching": config.seq_kd,  # of what is scored nothing is ever taken from a cache
+    }
+    if default_device().type == "cuda":
+        settings["max_num_batched_tokens"] = TOKENS_AT_ONCE  # on a CPU a sequence is scored at once, however long
+    if not config.seq_kd:
+        settings["enforce_eager"] = True  # graphs make no scored sequence faster
+    return settings | config.teacher_engine_kwargs
+
+
+def check_vllm_teacher(config: GKDConfig, groups: DeviceGroups | None) -> None:
+    """Raises ConfigError for a field that vLLM lacks, and for a placement that the teacher's engine cannot work in."""
+    if config.teacher_engine == "vllm":
+        from trainers.rollout.vllm.settings import check_sampling_kwargs, checked_engine_kwargs
+
+        given = dict(config.teacher_engine_kwargs)
+        size = given.pop("tensor_parallel_size", 1)
+        checked_engine_kwargs(given, key="teacher_engine_kwargs")
+        if config.seq_kd:
+            check_sampling_kwargs(sampling_of(config))
+        _check_tensor_parallel_size(size, groups)
+    is_beside = groups is None or groups.group_of("teacher") == groups.group_of("rollout")
+    on_gpu = torch.cuda.is_available() if groups is None else groups.group_of("teacher").device != "CPU"
+    if config.rollout_engine == "vllm" and is_beside and on_gpu and (config.teacher_engine == "vllm" or config.seq_kd):
+        cause = "teacher_engine: vllm" if config.teacher_engine == "vllm" else "seq_kd"
+        raise ConfigError(
+            f"{cause} gives role teacher an engine of vLLM in the process of the student's, and two of them do not run "
+            "in one process on a GPU. Give role teacher a group of its own; with shares_devices_with it may be on the "
+            "same devices."
+        )
+    if config.rollout_engine == "vllm" and config.seq_kd and config.teacher_engine == "hf":
+        check_can_sleep(config, groups, "teacher")
+
+
+def _check_tensor_parallel_size(size: Any, groups: DeviceGroups | None) -> None:
+    told = f"teacher_engine_kwargs: tensor_parallel_size={size}"
+    if type(size) is not int or size < 1:
+        raise ConfigError(f"{told} is no number of workers")
+    others = [] if groups is None else [groups.group_of("train"), groups.group_of("rollout")]
+    if size > 1 and (groups is None or groups.group_of("teacher") in others):
+        raise ConfigError(f"{told}: workers with other roles have a slice each. Give role teacher a group of its own.")
+    check_model_fits(told, size, groups, "teacher")

@@ -1,0 +1,170 @@
+"""What GRPO learns from: completions with their rewards, made into samples with advantages and masks. On the driver."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainers.batch import Batch, Ragged, Rollouts, Samples
+from trainers.grpo.config import GRPOConfig
+from trainers.losses.entropy import entropy_threshold
+from trainers.metrics import Metrics
+from trainers.rewards.advantages import (
+    Aggregation,
+    RewardStatistics,
+    add_reward_metrics,
+    add_teacher,
+    batch_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    sequence_kl,
+    token_advantages,
+)
+
+
+@dataclass(eq=False)
+class Rewarded(Rollouts):
+    """Completions, the G of a prompt next to each other, with what they were asked and what they got for it."""
+
+    prompts: list[Any] | None = None  # texts or conversations
+    rewards: np.ndarray | None = None  # float32 (B, K), NaN where a reward had nothing to say
+
+
+@dataclass(eq=False)
+class TokenScores(Batch):
+    """What the policy makes of samples, one entry a target."""
+
+    logps: Ragged  # float32
+    entropies: Ragged | None = None  # float32, nats
+
+
+def differing_groups(
+    rewards_BK: np.ndarray,
+    weights_K: np.ndarray,
+    num_generations: int,
+    multi_objective_aggregation: Aggregation = "sum_then_normalize",
+) -> np.ndarray:
+    """(P,) bool: True for prompts whose completions are not all rewarded alike, so that they tell something.
+
+    Alike in the weighted sum of their rewards; with ``normalize_then_sum``, which has no such sum, in each reward that
+    has a weight.
+    """
+    if multi_objective_aggregation == "normalize_then_sum":
+        values_BK = rewards_BK[:, weights_K != 0]
+    else:
+        unscored_B = np.isnan(rewards_BK).all(axis=1)
+        values_BK = np.where(unscored_B, np.nan, np.nansum(rewards_BK * weights_K, axis=1))[:, None]
+    values_PGK = values_BK.reshape(-1, num_generations, values_BK.shape[1])
+    known_PGK = ~np.isnan(values_PGK)
+    highest_PK = np.where(known_PGK, values_PGK, -np.inf).max(axis=1)
+    lowest_PK = np.where(known_PGK, values_PGK, np.inf).min(axis=1)
+    differs_P: np.ndarray = (known_PGK.any(axis=1) & ~np.isclose(highest_PK, lowest_PK)).any(axis=1)
+    return differs_P
+
+
+def fullest(explored: Rewarded, differs_P: np.ndarray, num_prompts: int, num_generations: int) -> Rewarded:
+    """The completions of ``num_prompts`` prompts: those that tell something, in order, then others to fill up."""
+    chosen_P = np.argsort(~differs_P, kind="stable")[:num_prompts]
+    rows = (chosen_P[:, None] * num_generations + np.arange(num_generations)).reshape(-1)
+    return explored[rows]
+
+
+def to_samples(rollouts: Rollouts, mask_truncated: bool) -> Samples:
+    """Prompt and completion as one sequence each; targets are the tokens that the model itself wrote."""
+    pairs = zip(rollouts.prompt_ids, rollouts.completion_ids, strict=True)
+    lengths_B = rollouts.completion_ids.lengths
+    is_sampled, rollout_logps = rollouts.is_sampled, rollouts.rollout_logps
+    if is_sampled is None:
+        is_sampled = Ragged.split(np.ones(lengths_B.sum(), bool), lengths_B)
+    num_sampled_B = np.array([int(row.sum()) for row in is_sampled], np.int64)
+    kept_B = ~rollouts.truncated if mask_truncated else np.ones(len(rollouts), bool)
+    masks = zip(rollouts.prompt_ids.lengths, is_sampled, strict=True)
+    return Samples(
+        input_ids=Ragged.of([np.concatenate(pair) for pair in pairs], np.int64),
+        target_mask=Ragged.of([np.append(np.zeros(length, bool), mask) for length, mask in masks], bool),
+        loss_mask=Ragged.split(np.repeat(kept_B, num_sampled_B), num_sampled_B),
+        rollout_logps=Ragged.split(rollout_logps.values[is_sampled.values], num_sampled_B),
+    )
+
+
+def credit(
+    config: GRPOConfig, samples: Samples, rewards_BK: np.ndarray | None, weights_K: np.ndarray, names: list[str]
+) -> tuple[Samples, Metrics]:
+    """The samples of a generation with their advantages, without what no loss looks at, and what was seen."""
+    assert rewards_BK is not None, "completions are rewarded first"
+    metrics = Metrics()
+    kl = None
+    if config.has_kl_in_reward:
+        kl_B = sequence_kl(asked(samples.old_logps), asked(samples.ref_logps), samples.loss_mask)
+        metrics.mean("kl", float(kl_B.sum()), samples.num_loss_tokens)
+        kl = config.beta * kl_B
+    advantages, statistics = _advantages(config, samples, rewards_BK, weights_K, kl)
+    add_reward_metrics(metrics, statistics, names)
+    if config.teacher_model is not None:
+        teacher_logps, old_logps = asked(samples.teacher_logps), asked(samples.old_logps)
+        advantages = add_teacher(advantages, teacher_logps, old_logps, teacher_kl_coef=config.teacher_kl_coef)
+        log_ratios = (teacher_logps.values - old_logps.values)[asked(samples.loss_mask).values].astype(np.float64)
+        metrics.mean("teacher_kl", float((np.expm1(log_ratios) - log_ratios).sum()), len(log_ratios))  # k3
+    needs_engine = config.rollout_correction is not None or config.off_policy_mask_threshold is not None
+    credited = dataclasses.replace(
+        samples,
+        advantages=advantages,
+        rollout_logps=samples.rollout_logps if needs_engine else None,
+        ref_logps=None if config.has_kl_in_reward else samples.ref_logps,
+        teacher_logps=None,
+    )
+    return credited, metrics
+
+
+def _advantages(
+    config: GRPOConfig, samples: Samples, rewards_BK: np.ndarray, weights_K: np.ndarray, penalties_B: np.ndarray | None
+) -> tuple[np.ndarray | Ragged, RewardStatistics]:
+    groups: dict[str, Any] = {"num_generations": config.num_generations, "weights_K": weights_K}
+    estimator = config.advantage_estimator
+    if estimator == "reinforce_plus_plus_token":
+        return token_advantages(
+            rewards_BK,
+            asked(samples.old_logps),
+            samples.ref_logps,
+            beta=config.beta,
+            loss_mask=samples.loss_mask,
+            weights_K=weights_K,
+        )
+    if estimator == "rloo":
+        clip = None if config.reward_clip_range is None else (config.reward_clip_range[0], config.reward_clip_range[1])
+        return leave_one_out_advantages(
+            rewards_BK,
+            **groups,
+            reward_clip_range=clip,
+            penalties_B=penalties_B,
+            normalize_advantages=config.normalize_advantages,
+        )
+    if estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
+        return batch_advantages(rewards_BK, **groups, penalties_B=penalties_B)
+    return group_advantages(
+        rewards_BK,
+        **groups,
+        scale_rewards=config.scale_rewards,
+        multi_objective_aggregation=config.multi_objective_aggregation,
+        penalties_B=penalties_B,
+    )
+
+
+def with_policy_mask(chunk: Samples, top_entropy_quantile: float) -> Samples:
+    """The samples of one optimizer step, the share of their loss tokens with the highest entropy marked.
+
+    By the entropies that the generating policy had. Departure from TRL, which compares those of the current policy
+    within a micro-batch.
+    """
+    entropies, counted = asked(chunk.entropies), asked(chunk.loss_mask).values
+    threshold = entropy_threshold(entropies.values[counted], top_entropy_quantile)
+    chosen = Ragged(counted & (entropies.values >= threshold), entropies.offsets)
+    return dataclasses.replace(chunk, policy_mask=chosen, entropies=None)
+
+
+def asked(column: Ragged | None) -> Ragged:
+    assert column is not None, "the models are asked first: with_logps"
+    return column

@@ -1,0 +1,113 @@
+"""PPO's keys, and which values of them have a meaning. Imports no torch, so that a typo is answered at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayhelper import ConfigError
+from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.shared import at_least, check_folder
+from trainers.rewards.gae import KLEstimator
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig(CompletionConfig):
+    """PPO's keys beside the shared ones."""
+
+    output_dir: str = "outputs/ppo"
+    learning_rate: float = 3e-6
+
+    # Models
+    value_model: str | None = None
+    """The critic's first weights, a folder or hub name with the policy's tokens; null: those of ``reward_model``, else
+    the policy's with a new head."""
+    value_learning_rate: float | None = None
+    """The critic's; null: ``learning_rate``."""
+    ref_model: str | None = None
+    """The model that the KL keeps the policy close to; null: the policy as it starts."""
+
+    # Batches
+    num_ppo_epochs: int = 4
+    """Times that a batch of completions is gone through."""
+    num_mini_batches: int = 1
+    """Optimizer steps that go once through a batch: it has so many times the sequences of one step."""
+
+    # Generation
+    max_completion_length: int = 53
+    """Tokens, the stop token included."""
+    temperature: float = 0.7
+    """Logits are divided by it, in sampling and in the loss."""
+
+    # Rewards
+    reward_funcs: list[Any] = field(default_factory=list)
+    """Names, dotted paths, or {name: ..., argument: value}; see ``rewards/functions.py``."""
+    reward_processes: int = 0
+    """Processes beside every rollout worker that run ``reward_funcs`` on what has finished, while others are still
+    written; 0: none, the driver runs them when all have."""
+    reward_model: str | None = None
+    """A sequence classifier of one label, folder or hub name; its score is one more reward. null: none."""
+    reward_weights: list[float] | None = None
+    """One a reward function, and the last one the reward model's; null: 1 for each."""
+    missing_eos_penalty: float | None = None
+    """Subtracted from the score of completions that ran into ``max_completion_length``; null: nothing."""
+    kl_coef: float = 0.05
+    """Weight of the KL to the reference model in the rewards of tokens; 0: no reference model is loaded."""
+    kl_estimator: KLEstimator = "k1"
+    """k1 (unbiased), or k3 (never negative, less variance)."""
+    whiten_rewards: bool = False
+    """Give the rewards of all tokens of a batch the variance 1."""
+
+    # Loss
+    gamma: float = 1.0
+    """Discount of rewards and values a token later."""
+    lam: float = 0.95
+    """GAE's lambda: 1 trusts rewards alone, 0 the critic alone."""
+    cliprange: float = 0.2
+    """The ratio to the old policy is clipped to 1 - cliprange, 1 + cliprange."""
+    cliprange_value: float = 0.2
+    """The critic's value is clipped to its old value - cliprange_value, + cliprange_value."""
+    vf_coef: float = 0.1
+    """The critic's loss is multiplied by it. As the critic has an optimizer of its own, with AdamW that matters to
+    adam_epsilon and max_grad_norm alone; see value_learning_rate."""
+
+    # Evaluation
+    eval_temperature: float | None = None
+    """0: greedy; null: ``temperature``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ppo(self)
+
+    @property
+    def critic_model(self) -> str:
+        """The model whose weights the critic starts from."""
+        return self.value_model or self.reward_model or self.model
+
+
+def check_ppo(config: PPOConfig) -> None:
+    """Raises ConfigError naming the first key whose value has no meaning."""
+    if not config.reward_funcs and config.reward_model is None:
+        raise ConfigError("there is nothing to learn from: give reward_funcs, such as exact_answer, or a reward_model")
+    at_least(config, 0, "reward_processes")
+    if config.reward_processes and not config.reward_funcs:
+        raise ConfigError("reward_processes is set, but there are no reward_funcs for them to run. Remove it.")
+    for name in ("value_model", "ref_model", "reward_model"):
+        check_folder(name, getattr(config, name))
+    num_rewards = len(config.reward_funcs) + (config.reward_model is not None)
+    if config.reward_weights is not None and len(config.reward_weights) != num_rewards:
+        raise ConfigError(
+            f"reward_weights has {len(config.reward_weights)} values for {num_rewards} rewards "
+            "(reward_funcs, and reward_model as the last)"
+        )
+    if config.ref_model is not None and not config.kl_coef:
+        raise ConfigError("ref_model is set, but kl_coef is 0, so that nobody would ask it. Remove one of them.")
+    if not 0 < config.temperature < math.inf:
+        raise ConfigError(f"temperature must be positive to explore, got {config.temperature}; see eval_temperature")
+    for name in ("gamma", "lam"):
+        if not 0 <= getattr(config, name) <= 1:
+            raise ConfigError(f"{name} must lie in [0, 1], got {getattr(config, name)}")
+    at_least(config, 0, "kl_coef", "missing_eos_penalty", "vf_coef", "value_learning_rate", "eval_temperature")
+    at_least(config, 0, "cliprange", "cliprange_value")
+    at_least(config, 1, "num_ppo_epochs", "num_mini_batches")

@@ -1,0 +1,28 @@
+"""The keys of reward-model training, and which values of them have a meaning. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainers.configuration.shared import TrainConfig, at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(TrainConfig):
+    """The keys of reward-model training beside the shared ones. Batch sizes count pairs."""
+
+    output_dir: str = "outputs/reward"
+    learning_rate: float = 1e-4
+    max_length: int | None = 1024
+    """Tokens of prompt and completion; pairs with a longer sequence are left out."""
+    dataset_num_proc: int | None = None
+    """Processes that tokenize."""
+    center_rewards_coefficient: float | None = None
+    """Weight of a term that holds the mean reward near 0 (arXiv 2312.09244); null: none."""
+    per_device_eval_batch_size: int = 8
+    """Pairs that a worker passes through the model at once in evaluation."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "max_length", "dataset_num_proc", "per_device_eval_batch_size")
+        at_least(self, 0, "center_rewards_coefficient")

@@ -1,0 +1,543 @@
+"""One training run as its driver sees it: the step it has reached, what it logs, and the checkpoints it leaves.
+
+Under torchrun every process runs the driver's code and so has a ``Run``. They count alike; process 0 alone reads and
+writes the disk (its doors: role driver, ``execute='first'``), as another node may see late what was written.
+Also the few things that every trainer builds from the shared keys: tokenizer, model path, backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal
+
+from rayhelper import ConfigError, DeviceGroups, RayHelper
+from trainers.backends.base import Backend
+from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.checkpoint import (
+    STATE_FILE,
+    begin,
+    checkpoint_folder,
+    complete,
+    discard,
+    is_written,
+    read_state,
+    resolve_resume,
+    rotate,
+    unfinished_folder,
+    write_state,
+)
+from trainers.cli import save_config
+from trainers.configuration.megatron import megatron_settings
+from trainers.configuration.megatron_checks import check_megatron
+from trainers.configuration.shared import SEQUENCES_PER_STEP, RunConfig, TrainConfig
+from trainers.data.rows import load_rows
+from trainers.metrics import Metrics
+from trainers.plugins import load_plugins, resolve_model
+from trainers.run.throughput import WORK, throughput
+from trainers.run.timing import Stopwatch, step_times
+from trainers.run.trackers import Trackers
+
+# What a checkpoint's optimizer, schedule and adapter were made with: another value would be ignored, or another model
+KEPT_BY_CHECKPOINTS = (
+    *("learning_rate", "optim", "lr_scheduler_type", "warmup_steps", "warmup_ratio"),
+    *("backend", "tuner_type", "lora_rank", "lora_alpha"),
+)
+SaveFunction = Callable[[Path], Any]
+WAIT_S = 0.1  # between two looks at a folder that workers write into
+logger = logging.getLogger(__name__)
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Run:
+    """Progress, logs and checkpoints of one call of ``train()``; a context manager that closes the logs.
+
+    ``order`` says what decides which rows a step sees. Raises ConfigError if a checkpoint was written under another.
+    """
+
+    def __init__(
+        self, config: TrainConfig, num_steps: int, *, headline: Sequence[str], order: Mapping[str, Any]
+    ) -> None:
+        self.config = config
+        self.num_steps = num_steps
+        self.headline = headline
+        self.output_dir = Path(config.output_dir)
+        self.checkpoint, state = resumed_state(config)
+        self.order = {**order, "seed": config.seed, "shuffle_dataset": config.shuffle_dataset}
+        _check_same_order(state.get("order", {}), self.order, self.checkpoint)
+        self.settings = {name: getattr(config, name) for name in KEPT_BY_CHECKPOINTS}
+        _check_same_settings(state.get("settings", {}), self.settings, self.checkpoint)
+        if state.get("step", 0) > num_steps:
+            raise ConfigError(
+                f"resume_from_checkpoint: {self.checkpoint} is of step {state['step']}, and the run has {num_steps} "
+                "steps. Raise max_steps (or num_train_epochs), or resume from an earlier checkpoint."
+            )
+        self.step: int = state.get("step", 0)
+        self.num_tokens: float = state.get("num_tokens", 0.0)
+        self.trainer_state: dict[str, Any] = state.get("trainer", {})
+        self.first_evaluation: dict[str, float] = state.get("first_evaluation", {})
+        self.best_metric: float | None = state.get("best_metric")
+        self.best_checkpoint: str | None = state.get("best_model_checkpoint")
+        self.last: dict[str, float] = {}
+        self.last_evaluation: dict[str, float] = {}
+        self.trackers: Trackers | None = None  # process 0 has them
+        self.unnamed: Path | None = None  # a folder that workers still write into
+        self.open_logs()
+        self.stopwatch = Stopwatch()
+
+    @RayHelper.function(group="driver", execute="first")
+    def open_logs(self) -> None:
+        """Keeps the configuration, and opens what the run's numbers are written to."""
+        config = self.config
+        save_config(config, self.output_dir)
+        self.trackers = Trackers(
+            self.output_dir,
+            report_to=config.report_to,
+            run_name=config.run_name,
+            total_steps=self.num_steps,
+            first_step=self.step,
+            headline=self.headline,
+            logging_steps=config.logging_steps,
+            config={field.name: getattr(config, field.name) for field in fields(config)},
+        )
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.trackers is not None:
+            with contextlib.suppress(RuntimeError):  # the run has ended or failed before
+                self._name_if_written()
+            self.trackers.close()
+
+    def resume(self, load: SaveFunction) -> None:
+        """Restores the workers from the checkpoint that the run goes on from, if there is one."""
+        if self.checkpoint is not None:
+            size = self.order.get(SEQUENCES_PER_STEP)
+            logger.info("going on from %s (step %d of %d)", self.checkpoint, self.step, self.num_steps)
+            if size is not None:
+                logger.info("a step learns from %d sequences, as before, however many workers there are", size)
+            try:
+                with self.stopwatch.stopped():
+                    load(self.checkpoint)
+            except Exception as error:
+                error.add_note(
+                    f"The run was to go on from {self.checkpoint}. If that is damaged, name an earlier one as "
+                    "resume_from_checkpoint."
+                )
+                raise
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Inside, the driver's time counts as this phase of the step; the step is that of the next ``log_step``."""
+        return self.stopwatch.phase(name)
+
+    def log_step(self, metrics: Metrics, *, epoch: float) -> None:
+        """Counts an optimizer step and writes its numbers, under TRL's names, and where its time went."""
+        self.step += 1
+        seconds = self.stopwatch.lap()
+        times = step_times(seconds)
+        numbers = {name: value for name, value in metrics.values().items() if name not in WORK}
+        self.num_tokens += numbers.pop("num_tokens", 0.0)
+        numbers |= {"num_tokens": self.num_tokens, "epoch": epoch, "step_time": times["time/step"]}
+        numbers |= times | throughput(metrics, seconds)
+        self.last |= numbers
+        if self.trackers is not None:
+            self.trackers.log(self.step, numbers)
+            self._name_if_written()
+
+    def evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> None:
+        """Writes the numbers that ``evaluate`` finds. Its time is of no step, whatever phases it goes through."""
+        with self.stopwatch.stopped():
+            self.log_evaluation(evaluate())
+
+    def log_evaluation(self, numbers: Mapping[str, float]) -> None:
+        """Writes the numbers of an evaluation; the first and the last are shown side by side at the end.
+
+        Raises ConfigError if they do not hold the one that ``metric_for_best_model`` names.
+        """
+        judged_by(self.config, numbers)
+        if self.step == 0:
+            self.first_evaluation = dict(numbers)
+        self.last_evaluation = dict(numbers)
+        self.last |= numbers
+        if self.trackers is not None:
+            self.trackers.log(self.step, numbers, advance=False)
+
+    def shows_completions(self, num_steps: int) -> bool:
+        """Whether the first step or a multiple of ``logging_steps`` is among the next ``num_steps`` steps."""
+        every = self.config.logging_steps
+        return self.step == 0 or (self.step + num_steps) // every > self.step // every
+
+    def log_completions(self, columns: Mapping[str, Sequence[Any]]) -> None:
+        """Keeps the completions that the next step learns from."""
+        if self.trackers is not None:
+            self.trackers.completions(self.step + 1, columns)
+
+    def due(self, every: int | None, num_steps: int = 1) -> bool:
+        """Whether a multiple of ``every`` was passed in the last ``num_steps`` steps, and steps remain."""
+        if not every or self.step >= self.num_steps:
+            return False
+        return self.step // every > (self.step - num_steps) // every
+
+    def save_checkpoint(
+        self, save: SaveFunction, tokenizer: Any, trainer_state: Mapping[str, Any] | None = None
+    ) -> None:
+        """Writes ``checkpoint-N``: the workers' part, tokenizer, position in the data; old ones beyond the limit go.
+
+        ``trainer_state`` is what else the trainer needs to go on, as JSON knows it; a resumed run finds it under this
+        name.
+
+        An evaluation that is due at the same step comes first: it tells whether this is the best checkpoint so far.
+        The time is of no step.
+        """
+        folder = checkpoint_folder(self.output_dir, self.step)
+        self.judge(folder)
+        state = {
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+            "first_evaluation": self.first_evaluation,
+            "best_metric": self.best_metric,
+            "settings": self.settings,
+            "best_model_checkpoint": self.best_checkpoint,
+            "order": self.order,
+            "trainer": dict(trainer_state or {}),
+        }
+        with self.stopwatch.stopped():
+            self.write(folder, save, tokenizer, state)
+
+    def judge(self, folder: Path) -> None:
+        """Notes ``folder`` as the best checkpoint if the last evaluation found the model better than ever before."""
+        value = judged_by(self.config, self.last_evaluation) if self.last_evaluation else None
+        if value is None or math.isnan(value):
+            return
+        sign = 1 if is_greater_better(self.config) else -1
+        if self.best_metric is None or sign * value > sign * self.best_metric:
+            self.best_metric, self.best_checkpoint = value, folder.name
+
+    def write(self, folder: Path, save: SaveFunction, tokenizer: Any, state: Mapping[str, Any] | None) -> None:
+        """Writes ``folder``: the workers their parts, process 0 the rest; it has its name once all is written.
+
+        Workers may go on writing while training does; the next folder waits for them.
+        """
+        self.wait_until_written()
+        unfinished = self.begin(folder)
+        try:
+            save(unfinished)
+            self.complete(folder, unfinished, tokenizer, state)
+        except BaseException:
+            if self.trackers is not None:
+                discard(folder)
+            raise
+
+    @RayHelper.function(group="driver", execute="first")
+    def begin(self, folder: Path) -> Path:
+        """The empty folder that all may write into, once this call has ended."""
+        return begin(folder)
+
+    @RayHelper.function(group="driver", execute="first")
+    def complete(self, folder: Path, unfinished: Path, tokenizer: Any, state: Mapping[str, Any] | None) -> None:
+        """Adds the driver's part of a folder, a checkpoint if it has a ``state``, and gives it its name."""
+        tokenizer.save_pretrained(unfinished)
+        if state is not None:
+            write_state(unfinished, state)
+        self.unnamed = folder
+        self._name_if_written()
+
+    @RayHelper.function(group="driver", execute="first")
+    def wait_until_written(self) -> None:
+        """Returns when workers have written all that they went on writing, and the folder has its name."""
+        while self.unnamed is not None:
+            self._name_if_written()
+            if self.unnamed is not None:
+                time.sleep(WAIT_S)
+
+    def _name_if_written(self) -> None:
+        """Gives the folder that was written last its name, unless a worker still writes. Process 0 calls it.
+
+        Raises:
+            RuntimeError: a worker could not write its part; the folder is gone.
+        """
+        if self.unnamed is None:
+            return
+        folder = self.unnamed
+        try:
+            if not is_written(unfinished_folder(folder)):
+                return
+        except RuntimeError:
+            self.unnamed = None
+            discard(folder)
+            raise
+        self.unnamed = None
+        complete(folder)
+        if (folder / STATE_FILE).exists():
+            best = None if self.best_checkpoint is None else Path(self.best_checkpoint).name
+            rotate(self.output_dir, self.config.save_total_limit, best)
+
+    def finish(self, export: SaveFunction, tokenizer: Any) -> dict[str, float]:
+        """Writes the trained model to ``output_dir/final`` and says what evaluation found before and after."""
+        folder = self.output_dir / "final"
+        self.write(folder, export, tokenizer, None)
+        self.wait_until_written()
+        if self.trackers is not None:
+            for name, after in self.last_evaluation.items():
+                before = self.first_evaluation.get(name)
+                if before is not None and "rewards/" in name and name.endswith("/mean"):
+                    shares = min(before, after) >= 0 and max(before, after) <= 1
+                    told = [f"{value:.1%}" if shares else f"{value:.4g}" for value in (before, after)]
+                    self.trackers.bar.write(f"{name}: {told[0]} before, {told[1]} after")
+            self.trackers.bar.write(f"the model is in {folder}")
+            if self.best_checkpoint is not None and self.config.metric_for_best_model is not None:
+                judge = self.config.metric_for_best_model
+                self.trackers.bar.write(
+                    f"the best checkpoint is {self.output_dir / self.best_checkpoint} ({judge} {self.best_metric:.4g})"
+                )
+        return self.last
+
+
+@RayHelper.function(group="driver", execute="first")
+def resumed_state(config: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint that a run goes on from, and the state in it; None and nothing for a new run."""
+    checkpoint = resolve_resume(config.resume_from_checkpoint, Path(config.output_dir))
+    return checkpoint, read_state(checkpoint) if checkpoint else {}
+
+
+def saved_order(config: TrainConfig) -> Mapping[str, Any]:
+    """What decided which rows a step saw in the run that is gone on with; nothing for a new run."""
+    _, state = resumed_state(config)
+    order: dict[str, Any] = state.get("order", {})
+    return order
+
+
+def judged_by(config: TrainConfig, numbers: Mapping[str, float]) -> float | None:
+    """The number by which checkpoints are compared; None if they are not. Raises ConfigError if it is not there."""
+    name = config.metric_for_best_model
+    if name is None:
+        return None
+    name = name if name.startswith("eval_") else f"eval_{name}"
+    if name not in numbers:
+        raise ConfigError(f"metric_for_best_model: evaluation gives no {name!r}; it gives {', '.join(numbers)}")
+    return numbers[name]
+
+
+def is_greater_better(config: TrainConfig) -> bool:
+    """``greater_is_better``, or what the name of the metric says of it."""
+    if config.greater_is_better is None:
+        return not str(config.metric_for_best_model).endswith("loss")
+    return config.greater_is_better
+
+
+def _check_same_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], checkpoint: Path | None) -> None:
+    changed = [
+        f"{name} was {saved[name]} and is {value}"
+        for name, value in settings.items()
+        if saved.get(name, value) != value
+    ]
+    if changed:
+        raise ConfigError(
+            f"resume_from_checkpoint: {checkpoint} brings an optimizer, a schedule and a model of its own, and other "
+            f"keys were given ({'; '.join(changed)}). Change that back, or start anew from the exported model."
+        )
+
+
+def _check_same_order(saved: Mapping[str, Any], order: Mapping[str, Any], checkpoint: Path | None) -> None:
+    changed = [
+        f"{name} was {saved[name]} and is {value}" for name, value in order.items() if saved.get(name, value) != value
+    ]
+    if changed:
+        raise ConfigError(
+            f"resume_from_checkpoint: {checkpoint} belongs to a run that went through the data otherwise "
+            f"({'; '.join(changed)}), so that rows would be repeated or left out. Change that back (global_batch_size "
+            "sets the sequences of a step for any number of workers), or start anew from the checkpoint as model."
+        )
+
+
+@contextlib.contextmanager
+def mistakes_of(key: str) -> Iterator[None]:
+    """Inside, what is found wrong with something that the user wrote or named is a ConfigError that names the key.
+
+    An error in the code of a plugin keeps its traceback.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
+        if isinstance(error, ImportError) and not isinstance(error.__cause__, (ImportError, NoneType)):
+            raise
+        told = str(error) if str(error).startswith(key) else f"{key}: {error}"
+        raise ConfigError("; ".join([told, *getattr(error, "__notes__", [])])) from error
+
+
+def check_before_start(config: TrainConfig, groups: DeviceGroups | None) -> None:
+    """Raises ConfigError for plugins that are not there, a checkpoint that is none, and what megatron cannot do."""
+    with mistakes_of("external_plugins"):
+        load_plugins(config.external_plugins)
+    if config.backend == "megatron":
+        check_megatron(config, groups, lora_settings(config))
+    resumed_state(config)
+
+
+def num_train_shards(config: TrainConfig, groups: DeviceGroups | None, role: str = "train") -> int:
+    """Data-parallel shards of the role's workers that ``groups`` will start; None: this process is the only worker."""
+    num_workers = 1 if groups is None else groups.group_of(role).num_workers
+    return num_workers // config.workers_per_shard
+
+
+def num_shards(config: TrainConfig) -> int:
+    """Data-parallel shards of the role whose method is running, whether its model is built or not.
+
+    Raises ConfigError if its workers cannot hold whole models.
+    """
+    num_workers = RayHelper.current().world_size
+    if num_workers % config.workers_per_shard:
+        raise ConfigError(
+            f"tensor_, pipeline_ and context parallelism let {config.workers_per_shard} workers hold one model "
+            f"together, but there are {num_workers}. Start a multiple of {config.workers_per_shard}."
+        )
+    return num_workers // config.workers_per_shard
+
+
+def read_rows(config: RunConfig, source: Any, split: str) -> Any:
+    """The rows of ``dataset`` or ``eval_dataset``. Raises ConfigError if there are none of the kind."""
+    with mistakes_of("dataset"):
+        return load_rows(
+            source,
+            split=split,
+            columns=config.columns,
+            prompt_template=config.prompt_template,
+            system=config.system,
+        )
+
+
+def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:
+    """The folder or hub name of the model, built first if a plugin builds it, and its tokenizer.
+
+    Raises:
+        ConfigError: a tokenizer that cannot be loaded, or that has no end-of-sequence token.
+    """
+    with mistakes_of("external_plugins"):
+        load_plugins(config.external_plugins)
+    model = model_path(config)
+    return model, load_tokenizer(config, model)
+
+
+@RayHelper.function(group="driver", execute="first")
+def model_path(config: RunConfig) -> str:
+    """The folder or hub name of the model. One that a plugin builds is built once, and needs a folder that all see."""
+    return resolve_model(config.model, output_dir=config.output_dir, seed=config.seed)
+
+
+def load_tokenizer(config: RunConfig, model: str) -> Any:
+    """The tokenizer of the run, with a padding token and the configured chat template."""
+    from transformers import AutoTokenizer
+
+    name = config.tokenizer or model
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no tokenizer could be loaded from {name!r}: {error}. Give a folder or a hub name as model or tokenizer."
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer of {name!r} has no eos_token, so that no sequence could end. Set one.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if config.chat_template is not None:
+        file = Path(config.chat_template)
+        is_file = len(config.chat_template) < 1024 and file.is_file()
+        tokenizer.chat_template = file.read_text(encoding="utf-8") if is_file else config.chat_template
+    return tokenizer
+
+
+def resolve_dtype(config: RunConfig) -> Dtype:
+    """'float32' or 'bfloat16': what ``auto`` means on this process's device."""
+    import torch
+
+    if config.dtype != "auto":
+        return config.dtype
+    return "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
+
+
+def lora_settings(config: TrainConfig) -> dict[str, Any] | None:
+    """Fields of peft's LoraConfig; None: all weights are trained."""
+    if config.tuner_type == "full":
+        return None
+    targets: Any = config.lora_target_modules
+    return {
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": config.lora_dropout,
+        "target_modules": targets[0] if targets == ["all-linear"] else targets,
+        **config.lora_kwargs,
+    }
+
+
+def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | None, **settings: Any) -> Backend:
+    """The backend of this worker, its process group joined; ``num_training_steps`` None: one that only scores.
+
+    ``settings`` are further arguments of the backend, or others than the configuration's, such as ``head="value"`` or
+    another ``learning_rate``.
+    """
+    load_plugins(config.external_plugins)
+    if config.backend == "megatron":
+        RayHelper.init_process_group()
+        return build_megatron(config, model, shared_arguments(config, num_training_steps) | settings)
+    trains = num_training_steps is not None
+    if RayHelper.current().world_size > 1 or (trains and resolve_dtype(config) != "float32"):
+        RayHelper.init_process_group()
+    arguments = {
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "sharding": config.fsdp_sharding_strategy,
+        "reshard_after_forward": config.fsdp_reshard_after_forward,
+        "offload_params": config.fsdp_offload_params,
+        "optimizer_offload": config.optimizer_offload,
+        "torch_compile": config.torch_compile,
+        "activation_memory_budget": config.activation_memory_budget,
+        "padding_free": config.padding_free,
+        "model_init_kwargs": config.model_init_kwargs,
+    }
+    return FsdpBackend(model, **shared_arguments(config, num_training_steps) | arguments | settings)
+
+
+def build_megatron(config: TrainConfig, model: str, arguments: dict[str, Any]) -> Backend:
+    """The ``megatron`` backend, which divides the model as the configuration says."""
+    from trainers.backends.megatron.backend import MegatronBackend
+    from trainers.backends.megatron.fields import divided
+
+    settings = replace(megatron_settings(config), **divided(config.megatron))
+    backend = MegatronBackend(model, settings=settings, **{"async_save": config.async_save, **arguments})
+    RayHelper.shard(*backend.shard)
+    return backend
+
+
+def shared_arguments(config: TrainConfig, num_training_steps: int | None) -> dict[str, Any]:
+    """What every backend is told; ``num_training_steps`` None: one that only scores."""
+    trains, steps = num_training_steps is not None, num_training_steps or 0
+    return {
+        "dtype": resolve_dtype(config),
+        "learning_rate": None if num_training_steps is None else config.learning_rate,
+        "num_training_steps": steps,
+        "weight_decay": config.weight_decay,
+        "optim": config.optim,
+        "optim_kwargs": config.optim_kwargs,
+        "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2,
+        "adam_epsilon": config.adam_epsilon,
+        "max_grad_norm": config.max_grad_norm,
+        "lr_scheduler_type": config.lr_scheduler_type,
+        "lr_scheduler_kwargs": config.lr_scheduler_kwargs,
+        "warmup_steps": config.warmup_steps or math.ceil(config.warmup_ratio * steps),
+        "disable_dropout": config.disable_dropout,
+        "lora": lora_settings(config) if trains else None,
+        "logits_memory_gib": config.logits_memory_gib,
+        "token_budget": config.token_budget,
+        "peak_tflops": config.peak_tflops,
+        "seed": config.seed,
+        "trust_remote_code": config.trust_remote_code,
+    }

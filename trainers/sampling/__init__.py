@@ -1,0 +1,5 @@
+"""Best-of-N and distilled answers."""
+
+from trainers import from_folder
+
+__getattr__ = from_folder(__name__)

@@ -1,0 +1,233 @@
+"""Sampling's keys, and which values of them have a meaning. Names are ms-swift's. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rayhelper import ConfigError
+from trainers.configuration.completion import check_stop_token_ids
+from trainers.configuration.shared import RunConfig, at_least
+
+OUTPUT_TYPES = (".jsonl", ".parquet")
+ROUNDS_OF_REQUESTS = 4  # in a batch of rows that a server answers, so that its slowest request holds up little
+
+# The keys that decide what a row becomes: a run goes on only under the same ones.
+DECIDING = (
+    *("model", "sampler_type", "sampler_engine", "prm_model", "orm_model", "num_return_sequences", "n_best_to_keep"),
+    *("prm_threshold", "easy_query_threshold", "temperature", "top_p", "top_k", "max_completion_length"),
+    *("engine_kwargs", "chat_template", "chat_template_kwargs", "system", "dtype", "seed", "dataset_seed"),
+    *("stop_token_ids", "shuffle_dataset", "data_range", "rollout_batch_size", "tokenizer", "max_prompt_length"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig(RunConfig):
+    """The keys of sampling and distillation beside those of any run."""
+
+    model: str = ""
+    """Folder, hub name, a plugin's model, or with client the server's name of the model; not needed with engine no."""
+    output_dir: str = "outputs/sampling"
+    """Folder of the samples, their ledger, metrics and the resolved configuration."""
+    logging_steps: int = 10
+    """Batches between lines on the console; the metrics files hold every batch."""
+    shuffle_dataset: bool = False
+    """Take the rows in a random order, drawn from ``dataset_seed``."""
+
+    # Rows
+    dataset_seed: int | None = None
+    """Of the order of rows; null: ``seed``."""
+    data_range: list[int] = field(default_factory=list)
+    """[shard, total]: take only this one, from 0, of so many near-equal shards of the rows; empty: take all."""
+    num_sampling_batch_size: int | None = None
+    """Rows that travel together; null: 1, with client as many as keep ``max_concurrent_requests`` busy."""
+    num_sampling_batches: int | None = None
+    """Batches of rows to take; null: all."""
+
+    # Sampling
+    sampler_type: Literal["sample", "distill"] = "sample"
+    """sample: the answers as they are; distill: a server's reasoning in <think>, its answer in <answer>."""
+    sampler_engine: Literal["hf", "transformers", "client", "no"] | bool = "hf"
+    """hf (or transformers): generate; client: an OpenAI-compatible server; no (YAML reads it as false): only what
+    ``cache_files`` hold."""
+    num_return_sequences: int = 64
+    """Candidates a row, N."""
+    temperature: float = 1.0
+    """Logits are divided by it; 0: greedy."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that hold this share of the probability; 1: from all."""
+    top_k: int = 0
+    """Draw from so many of the likeliest tokens; 0: from all."""
+    max_completion_length: int = 2048
+    """Tokens of a candidate, the stop token included."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """hf: further tokens that end a candidate, beside the end-of-sequence tokens of model and tokenizer."""
+    max_prompt_length: int | None = None
+    """Tokens; rows with a longer prompt fail."""
+    rollout_batch_size: int | None = None
+    """Candidates that a local engine completes at once; null: all of a row."""
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    """hf: further fields of transformers' GenerationConfig; client: further fields of a request, null takes one out."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false}."""
+    cache_files: list[str] = field(default_factory=list)
+    """Outputs of earlier runs: a row that has ``num_return_sequences`` completions there takes those."""
+
+    # Server
+    base_url: str = ""
+    """Where the server's API begins: http://localhost:8000/v1."""
+    api_key: str | None = field(default=None, repr=False)
+    """Of the server; null: OPENAI_API_KEY. It is written nowhere."""
+    max_concurrent_requests: int = 16
+    """Requests that the server is given at once, over all workers."""
+    max_retries: int = 5
+    """Times that a request is made again after 429, 5xx or a timeout, the pauses between them doubling."""
+    request_timeout_s: float = 600.0
+    """Seconds that an answer may take."""
+
+    # Choosing
+    prm_model: Any = None
+    """Process rewards: a reward function (as ``reward_funcs``), or the folder or name of a reward model."""
+    orm_model: Any = None
+    """Outcome rewards, likewise; a candidate is correct if its reward is positive."""
+    reward_batch_size: int = 64
+    """Candidates that a reward model scores at once."""
+    n_best_to_keep: int = 5
+    """Positives a row, at most; without prm_model and orm_model all candidates are kept."""
+    prm_threshold: float = 0.0
+    """A positive's process reward is above it."""
+    easy_query_threshold: float | None = None
+    """Drop rows of whose candidates at least this share is correct; null: none."""
+
+    # Output
+    output_file: str | None = None
+    """A .jsonl or .parquet file in ``output_dir``; null: samples.jsonl, or samples-SHARD-of-TOTAL.jsonl."""
+    resume: bool = False
+    """Go on with what an earlier run of this configuration left undone."""
+    retry_failed: bool = False
+    """With ``resume``: take the rows that failed once more."""
+    override_exist_file: bool = False
+    """Begin anew where there is an output or an unfinished one."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sampling(self)
+
+    @property
+    def engine(self) -> str:
+        """``sampler_engine`` under our name: hf, client or no."""
+        if isinstance(self.sampler_engine, bool):
+            return "no"
+        return "hf" if self.sampler_engine == "transformers" else self.sampler_engine
+
+    @property
+    def rows_a_batch(self) -> int:
+        if self.num_sampling_batch_size is not None:
+            return self.num_sampling_batch_size
+        if self.engine != "client":
+            return 1
+        return max(1, ROUNDS_OF_REQUESTS * self.max_concurrent_requests // self.num_return_sequences)
+
+    @property
+    def output_path(self) -> Path:
+        shard = "-{}-of-{}".format(*self.data_range) if self.data_range else ""
+        return Path(self.output_dir) / (self.output_file or f"samples{shard}.jsonl")
+
+    @property
+    def ledger_path(self) -> Path:
+        """What became of every row; beside the output."""
+        return self.output_path.with_name(self.output_path.name + ".ledger")
+
+    @property
+    def log_dir(self) -> Path:
+        """Where config.yaml and metrics.jsonl go: shards that run at once have their own."""
+        shard = "shard-{}-of-{}".format(*self.data_range) if self.data_range else ""
+        return Path(self.output_dir) / shard
+
+    def deciding(self) -> dict[str, Any]:
+        """The values of the keys that decide what a row becomes, as JSON gives them back."""
+        values = {name: getattr(self, name) for name in DECIDING} | {"sampler_engine": self.engine}
+        if not self.stop_token_ids:
+            del values["stop_token_ids"]  # ledgers from before there was such a key go on
+        plain: dict[str, Any] = json.loads(
+            json.dumps(values, default=lambda value: getattr(value, "__name__", "object"))
+        )
+        return plain
+
+
+def check_sampling(config: SamplingConfig) -> None:
+    """Raises ConfigError naming the first key whose value has no meaning."""
+    at_least(config, 1, "num_return_sequences", "n_best_to_keep", "num_sampling_batch_size", "num_sampling_batches")
+    at_least(config, 1, "max_completion_length", "max_prompt_length", "rollout_batch_size", "reward_batch_size")
+    at_least(config, 1, "max_concurrent_requests")
+    at_least(config, 0, "temperature", "top_k", "max_retries", "dataset_seed")
+    check_stop_token_ids(config.stop_token_ids)
+    if not 0 < config.top_p <= 1:
+        raise ConfigError(f"top_p must lie in (0, 1], got {config.top_p}; 1 keeps every token")
+    if not 0 < config.request_timeout_s < math.inf:
+        raise ConfigError(f"request_timeout_s must be a positive number of seconds, got {config.request_timeout_s}")
+    if math.isnan(config.prm_threshold):
+        raise ConfigError("prm_threshold is no number")
+    _check_range(config.data_range)
+    _check_engine(config)
+    _check_choosing(config)
+    if config.output_path.suffix not in OUTPUT_TYPES:
+        raise ConfigError(f"output_file must end in {' or '.join(OUTPUT_TYPES)}, got {config.output_file!r}")
+    if config.resume and config.override_exist_file:
+        raise ConfigError("resume goes on with what is there and override_exist_file begins anew; set one of them")
+    if config.retry_failed and not config.resume:
+        raise ConfigError("retry_failed is for a run that goes on; set resume too")
+
+
+def _check_range(data_range: list[int]) -> None:
+    if data_range and not (len(data_range) == 2 and 0 <= data_range[0] < data_range[1]):
+        raise ConfigError(f"data_range must be [shard, total] with shard from 0 to total - 1, got {data_range}")
+
+
+def _check_engine(config: SamplingConfig) -> None:
+    if config.sampler_engine is True:
+        raise ConfigError("sampler_engine must be one of hf, client, no; got true")
+    if not config.model and config.engine != "no":
+        raise ConfigError("model must be given: a folder, a hub name, or with sampler_engine client the server's name")
+    if config.engine == "no" and not config.cache_files:
+        raise ConfigError("sampler_engine no samples nothing; name the outputs of an earlier run in cache_files")
+    if config.sampler_type == "distill" and config.engine == "hf":
+        raise ConfigError("sampler_type distill asks a server for its reasoning; set sampler_engine client")
+    if config.stop_token_ids and config.engine != "hf":
+        raise ConfigError(
+            f"stop_token_ids is for sampler_engine hf; sampler_engine is {config.sampler_engine}. A server takes "
+            "engine_kwargs: {stop: [text]}."
+        )
+    if config.engine == "client":
+        if not config.base_url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"sampler_engine client needs base_url, such as http://localhost:8000/v1; got {config.base_url!r}"
+            )
+        for name in ("base_url", "api_key"):
+            if name in config.engine_kwargs:
+                raise ConfigError(f"{name} is a key of its own; take it out of engine_kwargs, which are written down")
+    elif config.base_url:
+        raise ConfigError(f"base_url is for sampler_engine client; sampler_engine is {config.sampler_engine}")
+    if config.temperature == 0 and config.num_return_sequences > 1 and config.engine == "hf":
+        raise ConfigError(
+            f"temperature 0 gives {config.num_return_sequences} times the same candidate; raise it, or set "
+            "num_return_sequences: 1"
+        )
+    for file in config.cache_files:
+        if not any(mark in file for mark in "*?[") and not Path(file).expanduser().is_file():
+            raise ConfigError(f"cache_files: there is no file {file!r} (looked from {Path.cwd()})")
+
+
+def _check_choosing(config: SamplingConfig) -> None:
+    if config.easy_query_threshold is not None:
+        if not 0 < config.easy_query_threshold <= 1:
+            raise ConfigError(f"easy_query_threshold must lie in (0, 1], got {config.easy_query_threshold}")
+        if config.orm_model is None:
+            raise ConfigError(
+                "easy_query_threshold counts correct candidates, and no orm_model says which are. Add one."
+            )
+    if config.prm_threshold != 0 and config.prm_model is None:
+        raise ConfigError("prm_threshold is set, but there is no prm_model. Add one.")

@@ -1,0 +1,104 @@
+"""What gives candidates one number each: a reward function or a reward model, as a process or an outcome reward.
+
+A reward model scores row by row, so that the numbers of a row are the same, to the last bit, for any number of workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from trainers.data.rows import prompt_of
+from trainers.rewards.functions import chat_completions, is_async, resolve_rewards, reward_name, score
+from trainers.rewards.models import RewardModel, names_reward_model
+from trainers.sampling.candidates import Candidates
+
+Rewards = list[list[float]]  # one list a row, one number a text
+
+
+class Scorer:
+    """Scores candidates by what ``spec`` names: a reward function as in ``rewards/functions.py``, or a reward model.
+
+    ``takes_steps``: a function may also give a list of numbers for a completion, one a step of its reasoning; the
+    lowest of them counts, as a chain is as good as its worst step.
+    """
+
+    def __init__(
+        self,
+        spec: Any,
+        *,
+        takes_steps: bool = False,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        batch_size: int = 64,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.model: RewardModel | None = None
+        if names_reward_model(spec):
+            self.model = RewardModel(spec, dtype=dtype, batch_size=batch_size, trust_remote_code=trust_remote_code)
+        else:
+            self.function = scoring_function(spec, takes_steps=takes_steps)
+            self.runner = asyncio.Runner()  # one event loop for all calls: clients may hold connections
+
+    def score(self, candidates: Candidates) -> Rewards:
+        """The rewards of every row's texts; NaN where a function had nothing to say."""
+        if self.model is not None:
+            scored = [self.model.score(*_of_row(*row)) for row in zip(candidates.rows, candidates.texts, strict=True)]
+        else:
+            scored = self._by_function(candidates)
+        return scored
+
+    def _by_function(self, candidates: Candidates) -> Rewards:
+        """One call for all rows: a function that asks a server asks for all at once."""
+        pairs = [_of_row(*row) for row in zip(candidates.rows, candidates.texts, strict=True)]
+        prompts = [prompt for prompts, _ in pairs for prompt in prompts]
+        completions = [completion for _, completions in pairs for completion in completions]
+        if not prompts:
+            return [[] for _ in candidates.texts]
+        counts = [len(texts) for texts in candidates.texts]
+        repeated = [row for row, count in zip(candidates.rows, counts, strict=True) for _ in range(count)]
+        columns = {name: [row[name] for row in repeated] for name in repeated[0]}
+        ids: list[list[int]] = [[]] * len(prompts)
+        found = iter(score([self.function], prompts, completions, ids, columns, runner=self.runner)[:, 0].tolist())
+        return [[next(found) for _ in range(count)] for count in counts]
+
+
+def scoring_function(spec: Any, *, takes_steps: bool) -> tuple[Callable[..., Any], str]:
+    """The reward function that ``spec`` names, and its name.
+
+    Raises:
+        ValueError, TypeError: there is none, or it asks for token ids, which only texts are left of here.
+    """
+    ((function, name),), _ = resolve_rewards([spec])
+    parameter = inspect.signature(function).parameters.get("completion_ids")
+    if parameter is not None and parameter.default is parameter.empty:
+        raise ValueError(f"reward function {name!r} asks for completion_ids, and sampling keeps texts. Tokenize there.")
+    return (step_minimum(function) if takes_steps else function), name
+
+
+def step_minimum(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with the lowest number where it gives several for a completion; None where it gives none."""
+
+    async def awaited(**columns: Any) -> Any:
+        return _lowest(await function(**columns))
+
+    def called(**columns: Any) -> Any:
+        return _lowest(function(**columns))
+
+    wrapped: Any = awaited if is_async(function) else called
+    wrapped.__name__ = reward_name(function)
+    wrapped.__signature__ = inspect.signature(function)
+    return wrapped  # type: ignore[no-any-return]
+
+
+def _lowest(values: Any) -> Any:
+    if isinstance(values, str) or not hasattr(values, "__len__"):
+        return values  # rewards/functions.py says what is wrong with it
+    return [(min(value) if len(value) else None) if hasattr(value, "__len__") else value for value in values]
+
+
+def _of_row(row: dict[str, Any], texts: Sequence[str]) -> tuple[list[Any], list[Any]]:
+    """A row's prompt, once a text, and the texts in the form of the prompt."""
+    prompts = [prompt_of(row)] * len(texts) if texts else []  # a row that failed may have none
+    return prompts, chat_completions(prompts, texts)

@@ -1,0 +1,5 @@
+"""Supervised fine-tuning, and pretraining."""
+
+from trainers import from_folder
+
+__getattr__ = from_folder(__name__)

@@ -1,0 +1,57 @@
+"""SFT's and pretraining's keys, and which values of them have a meaning. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rayhelper import ConfigError
+from trainers.configuration.shared import TrainConfig, at_least
+from trainers.data.rows import PackingStrategy, TruncationMode
+from trainers.losses.types import SFTLossType
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(TrainConfig):
+    """SFT's keys beside the shared ones."""
+
+    output_dir: str = "outputs/sft"
+    dataset_text_field: str = "text"
+    """The column that holds plain text."""
+    dataset_num_proc: int | None = None
+    """Processes that tokenize."""
+    eos_token: str | None = None
+    """What ends plain texts and completions; null: the tokenizer's."""
+    max_length: int | None = 1024
+    """Tokens a sequence (a row, when packing); longer ones are cut."""
+    truncation_mode: TruncationMode = "keep_start"
+    """keep_start or keep_end of a sequence that is too long."""
+    packing: bool = False
+    """Put several documents into each row of ``max_length`` tokens."""
+    packing_strategy: PackingStrategy = "bfd"
+    """bfd: whole documents; bfd_split: long ones are split; wrapped: one stream cut into rows."""
+    completion_only_loss: bool | None = None
+    """Learn only completions; null: where rows have prompt and completion."""
+    assistant_only_loss: bool = False
+    """Learn only assistant turns; the chat template must mark them with {% generation %}."""
+    loss_type: SFTLossType = "nll"
+    """nll: negative log-likelihood; dft: weighed by the token's probability (arXiv 2508.05629)."""
+    per_device_eval_batch_size: int = 8
+    """Sequences that a worker passes through the model at once in evaluation."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 2, "max_length")
+        at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size")
+        if self.packing and self.max_length is None:
+            raise ConfigError("packing needs max_length, the tokens of a packed row")
+        if self.packing and self.truncation_mode != "keep_start":
+            raise ConfigError(f"packing keeps the start of long documents; truncation_mode is {self.truncation_mode!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig(SFTConfig):
+    """SFT on plain text, cut from one stream of tokens."""
+
+    output_dir: str = "outputs/pretrain"
+    packing: bool = True
+    packing_strategy: PackingStrategy = "wrapped"

@@ -160,7 +160,7 @@ def test_an_offloaded_engine_is_awake_when_it_is_asked_and_only_then(
         def wake(self, part: str) -> None:
             events.append(f"wake {part}")
 
-    monkeypatch.setattr("trainers.rollout.vllm.VllmEngine", Notes)
+    monkeypatch.setattr("trainers.rollout.vllm.engine.VllmEngine", Notes)
     monkeypatch.setattr("trainers.gkd.teacher.default_device", lambda: torch.device("cuda"))
     config = gkd_config(
         model, tmp_path, teacher_model=teacher, teacher_engine="vllm", offload_teacher_model=True, lmbda=0.0,

@@ -3,9 +3,9 @@
     python -m tests.golden.numbers.run [--only PATTERN ...] [--write FILE | --compare FILE] [--keep FOLDER]
 
 A run's numbers are those of ``metrics.jsonl`` without times, and a checksum of its exported weights, or of the rows
-that sampling wrote. Without ``--write`` they are compared with ``numbers.json`` beside this file: a case that differs is
-reported in one line with the first number that does, and the exit code is 1. ``--write`` replaces the cases that ran
-and keeps the others.
+that sampling wrote. Without ``--write`` they are compared with ``numbers.json`` beside this file: each case that
+differs is one line of output, with the first number that does, and the exit code is 1. ``--write`` replaces the cases
+that ran and keeps the others.
 Patterns are those of a shell: ``'grpo/*'``, ``'*/ray*'``.
 
 The numbers are the same on every x86-64 processor, except those of vLLM, whose kernels know several instruction sets:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from rayhelper.text import nearest
 from trainers.cli import RLHF, TRAINERS, main
-from trainers.configuration.reading.typed_values import nearest
 
 if __name__ == "__main__":
     name = sys.argv[1] if len(sys.argv) > 1 else ""

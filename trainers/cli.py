@@ -21,13 +21,12 @@ from typing import Any, NoReturn
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper, RayHelperError
 from rayhelper.device_groups.keys import SHARE_KEY, SIZE_KEYS
-from rayhelper.text import parse_text
+from rayhelper.text import nearest, parse_text
 from trainers.configuration.others.other_names import RLHF_TYPES, ROLES
 from trainers.configuration.others.translations import rlhf_problem
 from trainers.configuration.reading.command_line import export_env, given_keys, load_config
 from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.reading.text import save_config
-from trainers.configuration.reading.typed_values import nearest
 
 TRAINERS = {
     "sft": ("trainers.sft:SFTTrainer", "trainers.sft.config:SFTConfig"),

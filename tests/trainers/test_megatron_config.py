@@ -39,9 +39,9 @@ from trainers.backends.megatron.fields import (
 )
 from trainers.backends.megatron.layers import implementation
 from trainers.backends.megatron.settings import MegatronSettings, layout_mistakes, setting_mistakes
-from trainers.configuration.megatron import MegatronConfig, megatron_settings
+from trainers.configuration.megatron import MegatronConfig
 from trainers.configuration.megatron_checks import check_megatron, roles_of
-from trainers.configuration.shared import TrainConfig
+from trainers.configuration.shared import TrainConfig, megatron_settings
 from trainers.dpo.config import DPOConfig
 from trainers.dpo.trainer import DPOTrainer
 from trainers.gkd.config import GKDConfig

@@ -17,8 +17,8 @@ from trainers.backends.megatron.adapter_targets import chosen_targets
 from trainers.backends.megatron.architectures import architecture_mistakes
 from trainers.backends.megatron.fields import check_fields, check_installed, check_made, divided
 from trainers.backends.megatron.settings import MegatronSettings, dense_mistakes, layout_mistakes
-from trainers.configuration.megatron import TRAINED, megatron_settings
-from trainers.configuration.shared import TrainConfig
+from trainers.configuration.megatron import TRAINED
+from trainers.configuration.shared import TrainConfig, megatron_settings
 
 OWN_MODELS = {"critic": "critic_model", "reference": "ref_model", "teacher": "teacher_model"}  # null: the policy's
 

@@ -30,9 +30,10 @@ import numpy as np
 import torch
 
 from rayhelper import ConfigError, RayHelper
+from rayhelper.text import nearest
 from trainers.backends.fsdp.hf_model import default_device
 from trainers.batch import Prompts, Ragged, Rollouts, Sequences
-from trainers.configuration.reading.typed_values import nearest, typed
+from trainers.configuration.reading.typed_values import typed
 from trainers.parts.fingerprints import added_up, fingerprint, fingerprints
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.hf import check_fields, keys_of_sampling, no_rollouts, refuse_empty_prompts, stop_token_ids

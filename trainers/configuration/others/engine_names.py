@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from rayhelper.text import nearest
 from trainers.configuration.others.other_names import ALIASES, HINTS, REFUSED, is_neutral, why_refused
 from trainers.configuration.reading.given_keys import GivenKeys, plain
-from trainers.configuration.reading.typed_values import nearest
 
 PREFIX = "vllm_"
 TEACHER = "teacher_"  # before the keys of a section teacher that say something of vLLM
@@ -49,7 +49,7 @@ def no_field(name: str, key: str, owner: str, fields: Collection[str]) -> str:
     """
     if key != "vllm_engine_kwargs":
         return f"{key}: {owner} has no field {name!r}{nearest(name, fields)}"
-    near = nearest(name, [*fields, *KEYS_ALONE], prefix=PREFIX)
+    near = nearest(name, [*fields, *KEYS_ALONE], f" (did you mean {PREFIX}{{}}?)")
     return f"unknown key {PREFIX}{name}: {owner} has no field {name!r} for {key}{near}"
 
 

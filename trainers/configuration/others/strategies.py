@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rayhelper.text import nearest
 from trainers.configuration.megatron import TRAINED
 from trainers.configuration.reading.given_keys import GivenKeys
-from trainers.configuration.reading.typed_values import nearest
 
 NAME, ARGUMENTS, CONFIG = "strategy_name", "strategy_args", "strategy_config"
 BACKENDS = {

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from rayhelper import ConfigError
 from rayhelper.device_groups.keys import SECTION_KEYS, SIZE_KEYS
-from rayhelper.text import parse_text
+from rayhelper.text import nearest, parse_text
 from trainers.configuration.others.other_names import (
     ALIASES,
     HINTS,
@@ -37,7 +37,7 @@ from trainers.configuration.others.translations import translate
 from trainers.configuration.reading.given_keys import COMMAND_LINE, GivenKeys, plain
 from trainers.configuration.reading.role_sections import is_placement, lift_sections, our_name
 from trainers.configuration.reading.text import as_yaml, default_of, print_help
-from trainers.configuration.reading.typed_values import admits_bool, bracketed, nearest, typed
+from trainers.configuration.reading.typed_values import admits_bool, bracketed, typed
 
 ConfigT = TypeVar("ConfigT")
 Options = list[tuple[list[str], list[str]]]

@@ -21,8 +21,9 @@ from typing import Any, NoReturn
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper, RayHelperError
 from rayhelper.device_groups.keys import SHARE_KEY, SIZE_KEYS
+from rayhelper.planning.role_kinds import RoleKind, declared_name, declared_roles, default_hosts
 from rayhelper.text import nearest, parse_text
-from trainers.configuration.others.other_names import RLHF_TYPES, ROLES
+from trainers.configuration.others.other_names import RLHF_TYPES
 from trainers.configuration.others.translations import rlhf_problem
 from trainers.configuration.reading.command_line import export_env, given_keys, load_config
 from trainers.configuration.reading.given_keys import plain
@@ -142,8 +143,8 @@ def placement(trainer: Any, config: Any, num_processes: int = 1) -> DeviceGroups
     """
     roles = trainer.__rayhelper_roles__
     if config.device_groups is not None:
-        hosts = getattr(trainer, "default_hosts", {})
-        named = with_our_roles(config.device_groups, roles)
+        hosts = default_hosts(trainer)
+        named = with_our_roles(config.device_groups, roles, declared_roles(trainer))
         groups = DeviceGroups.parse(named, known_roles=[role for role in roles if role not in hosts])
         groups = groups.with_default_hosts(hosts)
         idle = [role for role in groups.roles if role not in roles]
@@ -174,19 +175,19 @@ def placement(trainer: Any, config: Any, num_processes: int = 1) -> DeviceGroups
     return dataclasses.replace(groups, groups=tuple(completed))
 
 
-def with_our_roles(device_groups: Any, roles: Sequence[str]) -> Any:
-    """The same groups, ms-swift's names of roles replaced by the trainer's: ``rlhf:default``, ``default``, ``ref``."""
+def with_our_roles(device_groups: Any, roles: Sequence[str], declared: Mapping[str, RoleKind]) -> Any:
+    """The same groups, other names of roles replaced by the trainer's: ``rlhf:default``, ``default``, ``ref``."""
     groups = parse_text(device_groups, "device_groups") if isinstance(device_groups, str) else device_groups
     if not isinstance(groups, Mapping):
         return device_groups
     if "device_groups" in groups:
-        return {**groups, "device_groups": with_our_roles(groups["device_groups"], roles)}
+        return {**groups, "device_groups": with_our_roles(groups["device_groups"], roles, declared)}
 
     def ours(role: Any) -> Any:
         if not isinstance(role, str):
             return role
         bare = role.rpartition(":")[2]
-        return next((name for name in (role, bare, ROLES.get(bare)) if name in roles), role)
+        return next((name for name in (role, bare, declared_name(bare, declared)) if name in roles), role)
 
     named: dict[Any, Any] = {}
     for name, section in groups.items():

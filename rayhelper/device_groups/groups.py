@@ -72,7 +72,7 @@ class DeviceGroups:
     def with_default_hosts(self, hosts: Mapping[str, str]) -> DeviceGroups:
         """The groups, every role of ``hosts`` that none of them names added to the group of the role it lives with.
 
-        A class's ``default_hosts`` are its roles that not every run uses.
+        Which roles of a class those are says ``planning/role_kinds.py``.
         """
         groups = self
         for role, host in hosts.items():

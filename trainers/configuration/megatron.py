@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from trainers.backends.megatron.settings import EVERY_LAYER, OPTIMIZERS, MegatronSettings, setting_mistakes
 
-TRAINED = ("train", "default", "critic")  # roles; models of others only score
 OF_FSDP = (
     *("fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_offload_params", "torch_compile"),
     *("activation_memory_budget", "teacher_model_init_kwargs"),

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from rayhelper import ConfigError, DeviceGroups
 from rayhelper.device_groups.keys import SECTION_KEYS
@@ -20,6 +20,7 @@ from rayhelper.planning.parallel_sizes import SIZE_KEYS, VLLM_KEY
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.backends.megatron.settings import MegatronSettings
 from trainers.configuration.megatron import OF_FSDP, MegatronConfig, key_mistakes, settings_of
+from trainers.configuration.roles import WELL_KNOWN, Role
 from trainers.run.trackers import check_installed
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -53,6 +54,9 @@ SCHEDULES = (
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The keys that every run has, whether it trains or not."""
+
+    ROLES: ClassVar[Mapping[str, Role]] = WELL_KNOWN
+    """The roles of the trainer, by name, the main one first; see ``roles.py``."""
 
     # Model
     model: str

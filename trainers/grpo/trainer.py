@@ -36,7 +36,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -128,8 +128,6 @@ class GRPOTrainer:
 
     ``reference``, ``teacher`` and ``reward`` are hosted with ``train`` unless a device group names them.
     """
-
-    default_hosts: ClassVar[dict[str, str]] = dict.fromkeys(("reference", "teacher", "reward"), "train")
 
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config

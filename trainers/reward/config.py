@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from trainers.configuration.roles import TRAIN
 from trainers.configuration.shared import TrainConfig, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(TrainConfig):
     """The keys of reward-model training beside the shared ones. Batch sizes count pairs."""
+
+    ROLES: ClassVar = {"train": TRAIN}
 
     output_dir: str = "outputs/reward"
     learning_rate: float = 1e-4

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rayhelper import ConfigError
+from trainers.configuration.roles import TRAIN
 from trainers.configuration.shared import TrainConfig, at_least
 from trainers.data.rows import PackingStrategy, TruncationMode
 from trainers.losses.types import SFTLossType
@@ -13,6 +15,8 @@ from trainers.losses.types import SFTLossType
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(TrainConfig):
     """SFT's keys beside the shared ones."""
+
+    ROLES: ClassVar = {"train": TRAIN}
 
     output_dir: str = "outputs/sft"
     dataset_text_field: str = "text"

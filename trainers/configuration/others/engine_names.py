@@ -18,21 +18,6 @@ TEACHER = "teacher_"  # before the keys of a section teacher that say something 
 SERVER = "vllm_server_"  # of an engine outside the run: refused, and no field of EngineArgs
 OF_ROLLOUT = ("use_vllm", "free_cache_engine", "sleep_level")  # and all of PREFIX: what role rollout alone reads
 
-# What a section ``rollout`` calls its engine's keys in verl, siiRL and ROLL
-IN_ROLLOUT = {
-    "name": "rollout_engine",
-    "strategy_name": "rollout_engine",
-    "n": "num_generations",
-    "infer_batch_size": "rollout_batch_size",
-    "tensor_model_parallel_size": "vllm_tensor_parallel_size",
-    **{
-        name: f"{PREFIX}{name}"
-        for name in (
-            *("gpu_memory_utilization", "max_model_len", "max_num_seqs", "enforce_eager", "enable_prefix_caching"),
-            *("max_num_batched_tokens", "enable_chunked_prefill", "disable_log_stats", "load_format", "quantization"),
-        )
-    },
-}
 HF = ("hf_infer", "transformers")  # other names of rollout_engine: hf
 KEYS_ALONE = ("tensor_parallel_size", "enable_lora")  # fields of EngineArgs that a key of ours sets, behind PREFIX
 

@@ -71,8 +71,21 @@ REFUSED_RLHF_TYPES = {
     "rpo_alpha: 1.0",
 }
 
-# Names of roles in device_groups; sft:default, pt:default and rlhf:default are default.
-ROLES = {"default": "train", "train": "default", "ref": "reference"}
+# What a section ``rollout`` calls its engine's keys in verl, siiRL and ROLL
+IN_ROLLOUT = {
+    "name": "rollout_engine",
+    "strategy_name": "rollout_engine",
+    "n": "num_generations",
+    "infer_batch_size": "rollout_batch_size",
+    "tensor_model_parallel_size": "vllm_tensor_parallel_size",
+    **{
+        name: f"vllm_{name}"
+        for name in (
+            *("gpu_memory_utilization", "max_model_len", "max_num_seqs", "enforce_eager", "enable_prefix_caching"),
+            *("max_num_batched_tokens", "enable_chunked_prefill", "disable_log_stats", "load_format", "quantization"),
+        )
+    },
+}
 
 ANY = ("any value",)
 

@@ -18,9 +18,10 @@ from tests.e2e.runs import gkd_config, lines, separate
 from tests.e2e.test_gkd import APART, TOGETHER, completed_by_teacher, gradients_seen, seven_samples
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.batch import TopLogps
 from trainers.cli import load_config, placement
 from trainers.gkd.config import GKDConfig
-from trainers.gkd.samples import DistillationSamples, TopLogps
+from trainers.gkd.samples import DistillationSamples
 from trainers.gkd.teacher import VllmTeacher, teacher_settings
 from trainers.gkd.trainer import GKDTrainer
 

@@ -64,7 +64,7 @@ def one_step(case: str, micro_batch_size: int, model: str, folder: Path) -> Step
         grpo.build(10)
         samples = grpo.with_logps(injected_samples(), off_policy=False)
         metrics = grpo.learn(samples, samples)
-        grpo.export(folder)
+        grpo.policy.export(folder)
     return metrics.values(), load_file(folder / "model.safetensors")
 
 

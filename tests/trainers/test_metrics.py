@@ -158,3 +158,17 @@ def test_what_a_critic_measures_as_its_policy_does_has_a_name_of_its_own_but_the
         told = trainer.update_critic(None, 1).values()
     of_critic = {"critic/grad_norm", "critic/learning_rate", "critic/moe_aux_loss", "critic/moe_z_loss"}
     assert told.keys() == {"loss"} | of_critic
+
+
+def test_metrics_are_taken_away_renamed_and_chosen_by_name_and_the_first_ones_stay() -> None:
+    metrics = Metrics()
+    metrics.mean("loss", 6.0, 3)
+    metrics.sum("num_tokens", 5.0)
+    metrics.same("objective/kl", 0.5)
+    assert metrics.without("num_tokens", "unheard of").values() == {"loss": 2.0, "objective/kl": 0.5}
+    renamed = metrics.renamed({"loss": "critic/loss", "unheard of": "heard of", "objective/kl": "num_tokens"})
+    assert renamed.values() == {"critic/loss": 2.0, "num_tokens": 0.5}
+    renamed.mean("critic/loss", 6.0, 1)
+    assert renamed.values()["critic/loss"] == 3.0
+    assert metrics.only("objective/").values("eval_") == {"eval_objective/kl": 0.5}
+    assert metrics.values() == {"loss": 2.0, "num_tokens": 5.0, "objective/kl": 0.5}

@@ -21,7 +21,7 @@ from rayhelper import ConfigError
 from tests.golden.tiny import tiny_tokenizer
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.parts.engine import rollout_metrics
-from trainers.parts.rewarded_completions import complete, with_rows
+from trainers.parts.generator import completed
 from trainers.plugins import load_plugins
 from trainers.rewards.functions import resolve_rewards, score
 from trainers.rewards.pool import RewardPool
@@ -131,8 +131,8 @@ class WritingEngine:
 
 
 def rewarded(pool: RewardPool, rows: list[dict[str, Any]], groups: np.ndarray, engine: Any) -> Rollouts:
-    prompts = Prompts(Ragged.of([TOKENIZER(row["prompt"])["input_ids"] for row in rows], np.int64))
-    return complete(engine, with_rows(prompts, rows, groups), Sampling(99), pool, TOKENIZER, seed=0)
+    ids = Ragged.of([TOKENIZER(row["prompt"])["input_ids"] for row in rows], np.int64)
+    return completed(engine, Prompts(ids, rows, groups), Sampling(99), pool, TOKENIZER, seed=0)
 
 
 def test_rewards_are_those_of_one_call_a_group(pool_of: Callable[..., RewardPool], plugin: str) -> None:

@@ -23,6 +23,7 @@ from trainers.configuration.completion import CompletionConfig
 from trainers.gkd import trainer as gkd
 from trainers.gkd.teacher import shares_devices
 from trainers.grpo import trainer as grpo
+from trainers.parts import generator
 from trainers.parts.engine import check_completions, vllm_settings
 from trainers.ppo import trainer as ppo
 from trainers.rollout.hf import HfEngine
@@ -90,8 +91,10 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(FsdpBackend, "offload", noted_offload)
     monkeypatch.setattr(FsdpBackend, "reload", noted_reload)
     monkeypatch.setattr("trainers.backends.fsdp.backend.Offload", partial(Offload, "cpu"))
+    monkeypatch.setattr(generator, "build_engine", built)
     for module, trainer, _, _ in TRAINERS.values():
-        monkeypatch.setattr(module, "build_engine", built)
+        if hasattr(module, "build_engine"):
+            monkeypatch.setattr(module, "build_engine", built)
         learn = trainer.learn
 
         def noted_learn(self: Any, *args: Any, learn: Any = learn, **settings: Any) -> Any:

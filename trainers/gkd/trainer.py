@@ -32,14 +32,13 @@ import torch
 
 from rayhelper import Channel, ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
-from trainers.batch import Prompts, Ragged, Rollouts
+from trainers.batch import Prompts, Ragged, Rollouts, TopLogps
 from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, total_steps
 from trainers.data.rows import Batches, prompt_of, tokenize_prompts
 from trainers.gkd.config import GKDConfig
 from trainers.gkd.divergences import TopDivergence, WholeDivergence, measure_divergence
 from trainers.gkd.samples import (
     DistillationSamples,
-    TopLogps,
     has_response,
     has_teacher_prompt,
     samples_of,

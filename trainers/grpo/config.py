@@ -205,6 +205,28 @@ class GRPOConfig(CompletionConfig):
         return wanted and self.beta > 0
 
     @property
+    def old_is_rollouts(self) -> bool:
+        """Whether the engine's log-probabilities are those of the old policy.
+
+        Begun ahead, the clipped ratio is to the policy that drew the tokens, whose numbers the engine has given.
+        """
+        return self.max_staleness > 0 and self.rollout_correction is None
+
+    def asks_policy(self, off_policy: bool) -> bool:
+        """Whether the policy scores the samples of a generation before it learns from them.
+
+        ``off_policy``: several steps on one generation, so that the policy that generated is soon gone.
+        """
+        needs_old = (
+            off_policy
+            or self.has_kl_in_reward
+            or self.advantage_estimator == "reinforce_plus_plus_token"
+            or self.teacher_model is not None
+            or self.rollout_correction is not None
+        )
+        return (needs_old and not self.old_is_rollouts) or self.top_entropy_quantile < 1
+
+    @property
     def is_own_reference(self) -> bool:
         """Whether the reference is the policy without its LoRA adapter."""
         return self.tuner_type == "lora" and self.ref_model is None

@@ -33,6 +33,16 @@ PROOF = "fingerprints of the weights"  # names that no weight has
 HEAD = "version of the policy, and whether all other weights are as they were"
 
 
+Way = Literal["shared", "copied", "beside", "sent"]  # beside: sent to processes on the devices of the policy
+
+
+def way_of(engine: Engine, backend: Backend | None) -> Way:
+    """How weights get to the engine of this worker; ``backend``: the policy, if this worker trains it as well."""
+    if backend is None:
+        return "beside" if is_beside("train") else "sent"
+    return "shared" if engine.shares_weights else "copied"
+
+
 @dataclass(frozen=True)
 class Route:
     """How weights get to the engines of a role, and how many workers it has."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
@@ -52,6 +52,21 @@ SaveFunction = Callable[[Path], Any]
 WAIT_S = 0.1  # between two looks at a folder that workers write into
 logger = logging.getLogger(__name__)
 Dtype = Literal["float32", "bfloat16"]
+
+
+class Trainer(Protocol):
+    """What ``Run.rounds`` asks of a trainer."""
+
+    tokenizer: Any
+
+    def load(self, folder: Path) -> Any:
+        """Restores what ``save`` wrote."""
+
+    def save(self, folder: Path) -> Any:
+        """Every worker writes its part of a checkpoint."""
+
+    def evaluate(self) -> Mapping[str, float]:
+        """The numbers of the evaluation data, by name."""
 
 
 class Run:
@@ -114,6 +129,30 @@ class Run:
             with contextlib.suppress(RuntimeError):  # the run has ended or failed before
                 self._name_if_written()
             self.trackers.close()
+
+    @property
+    def is_over(self) -> bool:
+        return self.step >= self.num_steps
+
+    def rounds(self, trainer: Trainer, state: Callable[[], Mapping[str, Any]] = dict) -> Iterator[int]:
+        """Its step, again and again until the run is over; each time the caller makes one optimizer step or several.
+
+        First the run is resumed; between rounds the trainer is evaluated and saved when that is due, with ``state()``
+        as its ``trainer_state``; at the end it is evaluated once more.
+        """
+        config = self.config
+        self.resume(trainer.load)
+        if config.val_before_train and self.step == 0:
+            self.evaluate(trainer.evaluate)
+        while not self.is_over:
+            start = self.step
+            yield start
+            if self.due(config.eval_steps, self.step - start):
+                self.evaluate(trainer.evaluate)
+            if self.due(config.save_steps, self.step - start):
+                self.save_checkpoint(trainer.save, trainer.tokenizer, state())
+        if config.eval_dataset:
+            self.evaluate(trainer.evaluate)
 
     def resume(self, load: SaveFunction) -> None:
         """Restores the workers from the checkpoint that the run goes on from, if there is one."""

@@ -64,7 +64,7 @@ class TorchrunRuntime:
         if recording is not None:
             recording.rank = rank
         self.exchange = Exchange(rank, size)
-        self.workers = {
+        self.workers: dict[str, TorchrunWorker] = {
             group.name: TorchrunWorker(self._info(group), self)
             for group in config.groups
             if rank in self.members[group.name]

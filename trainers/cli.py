@@ -3,14 +3,15 @@
     python -m trainers.grpo --config x.yaml --learning_rate 1e-5 --use_ray true
     python -m trainers grpo --config x.yaml
     python -m trainers rlhf --config x.yaml        # the file's rlhf_type says which
+    python -m trainers my_package.raft:RaftTrainer --config x.yaml
 
-Reading the configuration is ``configuration/reading/command_line.py``.
+Which trainer a name stands for is ``commands.py``. Reading the configuration is
+``configuration/reading/command_line.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import logging
 import os
 import signal
@@ -23,57 +24,32 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper, RayHelperError
 from rayhelper.device_groups.keys import SHARE_KEY, SIZE_KEYS
 from rayhelper.planning.role_kinds import RoleKind, declared_name, declared_roles, default_hosts
 from rayhelper.text import nearest, parse_text
-from trainers.configuration.others.other_names import RLHF_TYPES
-from trainers.configuration.others.translations import rlhf_problem
+from trainers.commands import command_named
 from trainers.configuration.reading.command_line import export_env, given_keys, load_config
 from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.reading.text import save_config
 
-TRAINERS = {
-    "sft": ("trainers.sft:SFTTrainer", "trainers.sft.config:SFTConfig"),
-    "pretrain": ("trainers.sft:SFTTrainer", "trainers.sft.config:PretrainConfig"),
-    "pt": ("trainers.sft:SFTTrainer", "trainers.sft.config:PretrainConfig"),
-    "grpo": ("trainers.grpo:GRPOTrainer", "trainers.grpo.config:GRPOConfig"),
-    "dpo": ("trainers.dpo:DPOTrainer", "trainers.dpo.config:DPOConfig"),
-    "reward": ("trainers.reward:RewardTrainer", "trainers.reward.config:RewardConfig"),
-    "rm": ("trainers.reward:RewardTrainer", "trainers.reward.config:RewardConfig"),
-    "ppo": ("trainers.ppo:PPOTrainer", "trainers.ppo.config:PPOConfig"),
-    "gkd": ("trainers.gkd:GKDTrainer", "trainers.gkd.config:GKDConfig"),
-    "sampling": ("trainers.sampling:SamplingTrainer", "trainers.sampling.config:SamplingConfig"),
-    "sample": ("trainers.sampling:SamplingTrainer", "trainers.sampling.config:SamplingConfig"),
-}
-RLHF = "rlhf"  # the command whose trainer the key rlhf_type chooses
 TOLD_BY_FIRST_S = 10.0  # within which process 0 of torchrun finds a mistake that all of them find
 
 
 def main(name: str, argv: Sequence[str] | None = None) -> None:
-    """Runs the trainer ``name``, or the one that ``rlhf_type`` names; exits with 2 and one line on a mistake in the
-    configuration, with 130 on Ctrl-C."""
+    """Runs the trainer that ``name`` stands for; exits with 2 and one line on a mistake in name or configuration, with
+    130 on Ctrl-C."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     for noisy in ("httpx", "httpx2", "datasets", "absl", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         arguments = sys.argv[1:] if argv is None else argv
-        trainer_name, config_name = TRAINERS[trainer_of_rlhf(arguments) if name == RLHF else name]
         export_env(arguments)  # before torch is imported: libraries read OMP_NUM_THREADS, HF_HOME, ... then
+        command = command_named(name, plain(given_keys(arguments, [])[0].values.get("rlhf_type")))
         if _is_other_process():  # one process shows progress
             os.environ.update({"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"})
-        config = load_config(_imported(config_name), arguments, prog=f"python -m trainers {name}")
-        run(_imported(trainer_name), config)
+        config = load_config(command.config_type, arguments, prog=f"python -m trainers {name}")
+        run(command.trainer, config)
     except ConfigError as error:
         _end(f"error: {error}", 2)
     except KeyboardInterrupt:
         _end("interrupted", 130)
-
-
-def trainer_of_rlhf(argv: Sequence[str]) -> str:
-    """The trainer that the key ``rlhf_type`` chooses. Raises ConfigError if it is missing, or names none."""
-    asked = plain(given_keys(argv, [])[0].values.get("rlhf_type"))
-    if asked is None:
-        raise ConfigError(f"rlhf_type must be given, in the file or as --rlhf_type: one of {', '.join(RLHF_TYPES)}")
-    if problem := rlhf_problem(asked):
-        raise ConfigError(problem)
-    return RLHF_TYPES[asked]
 
 
 def _end(message: str, code: int) -> NoReturn:
@@ -87,11 +63,6 @@ def _end(message: str, code: int) -> NoReturn:
         time.sleep(TOLD_BY_FIRST_S)
     print(message, file=sys.stderr, flush=True)
     sys.exit(code)
-
-
-def _imported(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def run(trainer: Any, config: Any) -> dict[str, float]:
@@ -206,4 +177,4 @@ def with_our_roles(device_groups: Any, roles: Sequence[str], declared: Mapping[s
     return named
 
 
-__all__ = ["TRAINERS", "RayHelperError", "load_config", "main", "placement", "run", "save_config"]
+__all__ = ["RayHelperError", "load_config", "main", "placement", "run", "save_config"]

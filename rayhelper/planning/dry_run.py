@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rayhelper.device_groups import DeviceGroup, DeviceGroups
@@ -24,7 +23,7 @@ from rayhelper.errors import ConfigError, PlacementError
 from rayhelper.planning.memory import GIB, RUNTIME_BYTES, peak_bytes
 from rayhelper.planning.model_shape import SHAPE_REMEDY, ModelShape
 from rayhelper.planning.plan_roles import LEARNS, Findings, Place, RolePlan, Run, plan_role, read_shape
-from rayhelper.planning.role_kinds import RoleKind, kind_of
+from rayhelper.planning.role_kinds import kind_of, roles_named
 from rayhelper.ranks import runs
 from rayhelper.text import parse_text
 
@@ -80,16 +79,18 @@ def make_plan(
     gpus_per_node: int | None,
     model: str | None,
     gpu_memory_gib: float,
-    declared: Mapping[str, RoleKind] = MappingProxyType({}),
+    trainer: str | None = None,
 ) -> Plan:
-    """The plan of a file, with ``declared`` roles of its trainer. Raises ConfigError for what cannot be read."""
+    """The plan of a file. Raises ConfigError for a file, an argument or a trainer that cannot be read."""
     for name, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
         if value is not None:
             check_count(name, value, "Write 1 or more.")
     if not gpu_memory_gib > 0:
         raise ConfigError(f"--gpu_memory_gib must be positive, got {gpu_memory_gib}. Write e.g. 80.")
     findings = Findings()
-    written, shared = split(_read(config))
+    values = _read(config)
+    declared = roles_named(trainer, values) if trainer else {}
+    written, shared = split(values)
     shape, unknown = (
         read_shape(_given(model), "--model", "", findings)
         if model

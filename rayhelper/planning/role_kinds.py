@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar, get_type_hints
 
+from rayhelper.errors import ConfigError
+from rayhelper.named_class import class_named
+
+GROUP = "rayhelper.trainers"  # of entry points
 Does = Literal["trains", "values", "scores", "judges", "generates", "other"]
 
 
@@ -60,6 +64,26 @@ def declared_roles(cls: type) -> Mapping[str, Any]:
     """The ``ROLES`` of a class or of its configuration, by name; none if neither declares any."""
     found: Mapping[str, Any] = getattr(cls, "ROLES", None) or getattr(configuration_of(cls), "ROLES", {})
     return found
+
+
+def roles_named(trainer: str, keys: Mapping[Any, Any]) -> Mapping[str, RoleKind]:
+    """The declared roles of ``module:Class`` or ``file.py:Class``, or of a trainer that an installed package names.
+
+    Such a package has an entry point of the group ``rayhelper.trainers``: a function that returns the roles of a name,
+    of which the ``keys`` of the configuration may say more, and None of a name that is not its own.
+
+    Raises:
+        ConfigError: there is no such trainer.
+    """
+    if ":" in trainer:
+        return declared_roles(class_named(trainer))
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group=GROUP):
+        found: Mapping[str, RoleKind] | None = point.load()(trainer, keys)
+        if found is not None:
+            return found
+    raise ConfigError(f"no installed package has a trainer {trainer!r}. Write module:Class, or path/to/file.py:Class.")
 
 
 def default_hosts(cls: type) -> dict[str, str]:

@@ -21,6 +21,7 @@ NEEDS: dict[str, tuple[str, ...]] = {  # keys that say nothing unless another is
 class DPOConfig(TrainConfig):
     """DPO's keys beside the shared ones. Batch sizes count pairs."""
 
+    RLHF_TYPE: ClassVar = "dpo"
     ROLES: ClassVar = {
         "default": replace(TRAIN, also=("train",)),
         "reference": replace(REFERENCE, host="default"),

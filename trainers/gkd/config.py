@@ -16,6 +16,7 @@ from trainers.configuration.shared import at_least
 class GKDConfig(CompletionConfig):
     """Distillation's keys beside the shared ones."""
 
+    RLHF_TYPE: ClassVar = "gkd"
     ROLES: ClassVar = {"train": TRAIN, "rollout": ROLLOUT, "teacher": TEACHER}
 
     output_dir: str = "outputs/gkd"

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 class GRPOConfig(CompletionConfig):
     """GRPO's keys beside the shared ones."""
 
+    RLHF_TYPE: ClassVar = "grpo"
     ROLES: ClassVar = {
         "train": TRAIN,
         "rollout": ROLLOUT,

@@ -17,6 +17,7 @@ from trainers.rewards.gae import KLEstimator
 class PPOConfig(CompletionConfig):
     """PPO's keys beside the shared ones."""
 
+    RLHF_TYPE: ClassVar = "ppo"
     ROLES: ClassVar = {
         "train": TRAIN,
         "critic": CRITIC,

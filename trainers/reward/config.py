@@ -13,6 +13,8 @@ from trainers.configuration.shared import TrainConfig, at_least
 class RewardConfig(TrainConfig):
     """The keys of reward-model training beside the shared ones. Batch sizes count pairs."""
 
+    NAMES: ClassVar = ("reward", "rm")
+    RLHF_TYPE: ClassVar = "rm"
     ROLES: ClassVar = {"train": TRAIN}
 
     output_dir: str = "outputs/reward"

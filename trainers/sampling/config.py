@@ -29,6 +29,7 @@ DECIDING = (
 class SamplingConfig(RunConfig):
     """The keys of sampling and distillation beside those of any run."""
 
+    NAMES: ClassVar = ("sampling", "sample")
     ROLES: ClassVar = {
         "sampler": Role("generates"),
         "prm": Role("judges", models=("prm_model",), host="sampler"),

@@ -56,6 +56,8 @@ class SFTConfig(TrainConfig):
 class PretrainConfig(SFTConfig):
     """SFT on plain text, cut from one stream of tokens."""
 
+    NAMES: ClassVar = ("pretrain", "pt")
+
     output_dir: str = "outputs/pretrain"
     packing: bool = True
     packing_strategy: PackingStrategy = "wrapped"

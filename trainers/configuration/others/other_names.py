@@ -59,7 +59,6 @@ ALIASES = {
 # Keys of some trainers, which other trainers know by another name: ms-swift's max_length of GRPO is the prompt's.
 ELSEWHERE = {"max_length": "max_prompt_length", "data_seed": "dataset_seed"}
 
-RLHF_TYPES = {"grpo": "grpo", "gkd": "gkd", "dpo": "dpo", "ppo": "ppo", "rm": "reward"}  # and the trainer of each
 REFUSED_RLHF_TYPES = {
     "kto": "it learns from answers that are no pairs, and no trainer here does. With pairs: rlhf_type: dpo and "
     "loss_type: apo_zero, which too judges each answer on its own",

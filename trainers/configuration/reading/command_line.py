@@ -24,6 +24,7 @@ from typing import Any, TypeVar, get_type_hints
 from rayhelper import ConfigError
 from rayhelper.device_groups.keys import SECTION_KEYS, SIZE_KEYS
 from rayhelper.text import nearest, parse_text
+from trainers.configuration.folders import rlhf_types
 from trainers.configuration.others.other_names import (
     ALIASES,
     HINTS,
@@ -60,8 +61,7 @@ def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | Non
     fields = {field.name: field for field in dataclasses.fields(config_type) if field.init}  # type: ignore[arg-type]
     defaults = {name: default_of(field) for name, field in fields.items()}
     types = get_type_hints(config_type)
-    roles = getattr(config_type, "ROLES", {})
-    given, foreign = _understood(argv, trainer_of(config_type), defaults, roles)
+    given, foreign = _understood(argv, config_type, defaults)
     mistakes = [*given.mistakes, *_told(foreign, given)]
     values: dict[str, Any] = {}
     for name in [name for name in given.values if name in fields]:
@@ -91,12 +91,6 @@ def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | Non
         }
         logger.info("not needed here: %s", "; ".join(f"{', '.join(told[reason])} ({reason})" for reason in told))
     return config
-
-
-def trainer_of(config_type: type[Any]) -> str:
-    """The trainer of a configuration, which lies in ``<trainer>/config.py``, or in ``<trainer>_config.py``."""
-    folder, _, name = config_type.__module__.rpartition(".")
-    return folder.rpartition(".")[2] if name == "config" else name.removesuffix("_config")
 
 
 def given_keys(
@@ -205,15 +199,15 @@ def _add_file(file: str, given: GivenKeys) -> None:
 
 
 def _understood(
-    argv: Sequence[str], trainer: str, defaults: Mapping[str, Any], roles: Mapping[str, Role]
+    argv: Sequence[str], config_type: type, defaults: Mapping[str, Any]
 ) -> tuple[GivenKeys, list[tuple[str, str, Any]]]:
     """The keys in our words; and those that are none of the configuration's, as (where, key, value)."""
-    given, spoken = given_keys(argv, defaults, roles)
+    given, spoken = given_keys(argv, defaults, getattr(config_type, "ROLES", {}))
     open_strategies(given)
     foreign = []
     for role, keys in lift_sections(given, spoken).items():
         foreign += [(f"{given.where[role]}, section {role}", key, value) for key, value in keys.items()]
-    translate(given, trainer, defaults)
+    translate(given, config_type, defaults, rlhf_types)
     foreign += [(given.where[name], name, value) for name, value in given.values.items() if name not in defaults]
     return given, foreign
 

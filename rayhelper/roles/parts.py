@@ -22,7 +22,7 @@ from rayhelper.errors import DecorationError, RoleError
 from rayhelper.roles.runtime import state
 
 NO_INSTANCE = "-"  # the address of calls that belong to no object: methods of role driver may stand in any class
-_DEPTH = 4  # of containers that are looked into for decorated objects, where nothing is pickled
+_DEPTH = 10  # of containers that are looked into for decorated objects, where nothing is pickled
 _MANY = 1000  # items of a container from which on it is not looked into
 
 

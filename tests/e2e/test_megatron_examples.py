@@ -88,16 +88,13 @@ def test_every_file_is_known_here() -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_passes_all_checks_that_come_before_a_run(name: str, models: dict[str, str], tmp_path: Path) -> None:
     command = command_named(FILES[name][0])
-    trainer, config = (
-        command.trainer,
-        load_config(command.config_type, ["--config", str(written(name, models, tmp_path))]),
-    )
+    config = load_config(command.config_type, ["--config", str(written(name, models, tmp_path))])
     assert config.backend == "megatron"
-    groups = placement(trainer, config)
+    groups = placement(command.trainer, config)
     assert [(group.roles, group.num_workers) for group in groups.groups] == FILES[name][2]
     assert {group.device for group in groups.groups} == {"GPU"}
     assert groups.group_of("train").num_workers // config.workers_per_shard == FILES[name][3]
-    trainer.check(config, groups)
+    command.trainer.check(config, groups)
 
 
 @pytest.mark.parametrize("name", FILES)

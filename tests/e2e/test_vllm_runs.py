@@ -249,7 +249,7 @@ def test_vllm_beside_training_equals_hf_and_each_step_has_the_weights_of_the_las
         prompts = prompts_of(trainer.config, trainer.rows, trainer.tokenizer)
         last = engine_of(trainer).generate(prompts, sampling, seed=0)
         assert whole(last) == greedy(policies[-1], trainer, sampling)
-        from trainers.rollout.vllm import VllmEngine
+        from trainers.rollout.vllm.engine import VllmEngine
 
         fresh = VllmEngine(policies[-1], trainer.tokenizer, engine_kwargs={"max_model_len": 64})
         with closing(fresh):

@@ -222,7 +222,7 @@ def test_experts_that_lie_stacked_stay_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.xdist_group("vllm")
 def test_vllm_after_two_rounds_is_a_fresh_engine_with_the_exported_model(folder: str, tmp_path: Path) -> None:
-    from trainers.rollout.vllm import VllmEngine
+    from trainers.rollout.vllm.engine import VllmEngine
 
     settings = {"max_model_len": 64, "max_num_seqs": 8}
     backend, sampling = adapted(folder), Sampling(max_completion_length=8, temperature=0.0)

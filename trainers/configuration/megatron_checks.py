@@ -12,7 +12,7 @@ import torch
 
 from rayhelper import ConfigError, DeviceGroups
 from rayhelper.planning.model_shape import ModelShape
-from trainers.backends.fsdp.hf_model import default_device
+from trainers.backends.device import default_device
 from trainers.backends.megatron.adapter_targets import chosen_targets
 from trainers.backends.megatron.architectures import architecture_mistakes
 from trainers.backends.megatron.fields import check_fields, check_installed, check_made, divided

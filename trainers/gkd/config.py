@@ -74,6 +74,11 @@ class GKDConfig(CompletionConfig):
         check_gkd(self)
 
     @property
+    def uses_vllm(self) -> bool:
+        """Whether the student's engine, or the teacher's, is vLLM."""
+        return super().uses_vllm or self.teacher_engine == "vllm"
+
+    @property
     def uses_responses(self) -> bool:
         """Whether any step learns from the dataset's responses."""
         return self.lmbda < 1 and not self.seq_kd

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
-from trainers.backends.fsdp.hf_model import default_device
+from trainers.backends.device import default_device
 from trainers.batch import Ragged, Sequences
 from trainers.gkd.config import GKDConfig
 from trainers.parts.engine import check_can_sleep, check_model_fits, sampling_of, share_model
@@ -28,7 +28,7 @@ class VllmTeacher:
     """
 
     def __init__(self, config: GKDConfig, model: str, tokenizer: Any, *, shares_devices: bool) -> None:
-        from trainers.rollout.vllm import VllmEngine
+        from trainers.rollout.vllm.engine import VllmEngine
 
         settings = teacher_settings(config, shares_devices=shares_devices)
         size = settings.pop("tensor_parallel_size", 1)
@@ -43,6 +43,7 @@ class VllmTeacher:
             sleep_level=1 if sleeps else 0,
             trust_remote_code=config.trust_remote_code,
             engine_kwargs=settings,
+            patches=config.vllm_patches,
             key="teacher_engine_kwargs",
         )
 
@@ -87,7 +88,7 @@ def teacher_settings(config: GKDConfig, *, shares_devices: bool) -> dict[str, An
 def check_vllm_teacher(config: GKDConfig, groups: DeviceGroups | None) -> None:
     """Raises ConfigError for a field that vLLM lacks, and for a placement that the teacher's engine cannot work in."""
     if config.teacher_engine == "vllm":
-        from trainers.rollout.vllm import check_sampling_kwargs, checked_engine_kwargs
+        from trainers.rollout.vllm.settings import check_sampling_kwargs, checked_engine_kwargs
 
         given = dict(config.teacher_engine_kwargs)
         size = given.pop("tensor_parallel_size", 1)

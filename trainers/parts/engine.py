@@ -11,8 +11,8 @@ import numpy as np
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
+from trainers.backends.device import default_device
 from trainers.backends.fsdp.adapters import layer_names
-from trainers.backends.fsdp.hf_model import default_device
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.configuration.completion import CompletionConfig, said_model_len
 from trainers.data.rows import tokenize_prompts
@@ -56,7 +56,7 @@ def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> 
     Warns of keys that have no effect where role rollout has devices of its own.
     """
     if config.rollout_engine == "vllm":
-        from trainers.rollout.vllm import check_sampling_kwargs, checked_engine_kwargs
+        from trainers.rollout.vllm.settings import check_sampling_kwargs, checked_engine_kwargs
 
         checked_engine_kwargs(config.vllm_engine_kwargs)
         check_sampling_kwargs(sampling_of(config))
@@ -112,7 +112,7 @@ def check_can_sleep(config: CompletionConfig, groups: DeviceGroups | None, role:
 
 def build_vllm(config: CompletionConfig, model: str, tokenizer: Any, *, shares_devices: bool) -> Engine:
     """vLLM with the configuration's settings; ``shares_devices``: on the device of this worker a model is trained."""
-    from trainers.rollout.vllm import VllmEngine
+    from trainers.rollout.vllm.engine import VllmEngine
 
     size = config.vllm_tensor_parallel_size
     return VllmEngine(
@@ -125,6 +125,7 @@ def build_vllm(config: CompletionConfig, model: str, tokenizer: Any, *, shares_d
         sleep_level=config.sleep_level if shares_devices else 0,
         trust_remote_code=config.trust_remote_code,
         **lora_settings_of_engine(config, model),
+        patches=config.vllm_patches,
         engine_kwargs=vllm_settings(config, shares_devices=shares_devices),
     )
 

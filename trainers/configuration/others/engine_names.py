@@ -1,7 +1,7 @@
 """What other systems call the keys of the rollout engine, in ours: ``use_vllm`` and ``vllm_*``, and sections of verl.
 
 A ``vllm_*`` key that is none of ours is a field of vLLM's EngineArgs and goes into ``vllm_engine_kwargs`` under vLLM's
-own name. Whether vLLM has such a field is asked when the run is checked (``rollout/vllm.py``): nothing here needs vLLM.
+own name. Whether vLLM has such a field is asked when the run is checked (``rollout/vllm``): nothing here needs vLLM.
 What a section ``teacher`` says of vLLM is for an engine of the teacher's own, ``teacher_engine``.
 """
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
@@ -56,8 +56,6 @@ class DPOTrainer:
 
     The reference shares the policy's workers where no device group names it.
     """
-
-    default_hosts: ClassVar[dict[str, str]] = {"reference": "default"}
 
     def __init__(self, config: DPOConfig) -> None:
         self.config = config

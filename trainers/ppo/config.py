@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.roles import CRITIC, REFERENCE, REWARD, ROLLOUT, TRAIN
 from trainers.configuration.shared import at_least, check_folder
 from trainers.rewards.gae import KLEstimator
 
@@ -15,6 +16,15 @@ from trainers.rewards.gae import KLEstimator
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(CompletionConfig):
     """PPO's keys beside the shared ones."""
+
+    RLHF_TYPE: ClassVar = "ppo"
+    ROLES: ClassVar = {
+        "train": TRAIN,
+        "critic": CRITIC,
+        "reference": REFERENCE,
+        "reward": REWARD,
+        "rollout": ROLLOUT,
+    }
 
     output_dir: str = "outputs/ppo"
     learning_rate: float = 3e-6

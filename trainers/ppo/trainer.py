@@ -26,7 +26,7 @@ import dataclasses
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -94,8 +94,6 @@ class PPOTrainer:
 
     Critic, reference and reward share the train workers where no device group names them.
     """
-
-    default_hosts: ClassVar[dict[str, str]] = dict.fromkeys(("critic", "reference", "reward"), "train")
 
     def __init__(self, config: PPOConfig) -> None:
         self.config = config

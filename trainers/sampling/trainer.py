@@ -25,7 +25,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -66,8 +66,6 @@ class SamplingTrainer:
 
     Scorers share the samplers' workers where no device group names them.
     """
-
-    default_hosts: ClassVar[dict[str, str]] = {"prm": "sampler", "orm": "sampler"}
 
     def __init__(self, config: SamplingConfig) -> None:
         self.config = config

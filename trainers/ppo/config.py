@@ -95,6 +95,15 @@ class PPOConfig(CompletionConfig):
         """The model whose weights the critic starts from."""
         return self.value_model or self.reward_model or self.model
 
+    @property
+    def critic_learning_rate(self) -> float:
+        return self.learning_rate if self.value_learning_rate is None else self.value_learning_rate
+
+    @property
+    def is_own_reference(self) -> bool:
+        """Whether the reference is the policy without its LoRA adapter."""
+        return self.tuner_type == "lora" and self.ref_model is None
+
 
 def check_ppo(config: PPOConfig) -> None:
     """Raises ConfigError naming the first key whose value has no meaning."""

@@ -25,6 +25,7 @@ from rayhelper.check.source import Lineage, lineage_of_class, lineage_of_source
 from rayhelper.device_groups import DeviceGroups
 from rayhelper.device_groups.keys import PLACING_KEYS, TOP_KEYS
 from rayhelper.errors import ConfigError, DecorationError, RayHelperError
+from rayhelper.planning.role_kinds import default_hosts
 from rayhelper.text import parse_text
 
 __all__ = ["Finding", "check", "findings"]
@@ -81,7 +82,7 @@ def findings(cls: type, groups: DeviceGroups | None = None) -> list[Finding]:
         RayHelperError: the source of the class cannot be read.
     """
     if groups is not None:
-        groups = groups.with_default_hosts(getattr(cls, "default_hosts", {}))
+        groups = groups.with_default_hosts(default_hosts(cls))
     return _apply(lineage_of_class(cls), groups)
 
 

@@ -146,8 +146,8 @@ def test_an_offloaded_engine_is_awake_when_it_is_asked_and_only_then(
     events: list[str] = []
 
     class Notes:
-        def __init__(self, *_: Any, sleep_level: int, engine_kwargs: dict[str, Any], **__: Any) -> None:
-            events.append(f"level {sleep_level}")
+        def __init__(self, *_: Any, sleep_level: int, engine_kwargs: dict[str, Any], patches: bool, **__: Any) -> None:
+            events.append(f"level {sleep_level}, patches {patches}")
             self.truly = FsdpBackend(teacher)
 
         def top_logps(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,10 +164,10 @@ def test_an_offloaded_engine_is_awake_when_it_is_asked_and_only_then(
     monkeypatch.setattr("trainers.gkd.teacher.default_device", lambda: torch.device("cuda"))
     config = gkd_config(
         model, tmp_path, teacher_model=teacher, teacher_engine="vllm", offload_teacher_model=True, lmbda=0.0,
-        max_steps=1, **KEYS,
+        max_steps=1, vllm_patches=False, **KEYS,
     )  # fmt: skip
     GKDTrainer(config).train()
-    assert events == ["level 1", "sleep", "wake weights", "wake kv_cache", "ask", "sleep"]
+    assert events == ["level 1, patches False", "sleep", "wake weights", "wake kv_cache", "ask", "sleep"]
 
 
 def test_its_engine_has_what_the_loss_needs_and_then_what_the_user_says(

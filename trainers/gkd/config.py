@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.roles import ROLLOUT, TEACHER, TRAIN
 from trainers.configuration.shared import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
 class GKDConfig(CompletionConfig):
     """Distillation's keys beside the shared ones."""
+
+    RLHF_TYPE: ClassVar = "gkd"
+    ROLES: ClassVar = {"train": TRAIN, "rollout": ROLLOUT, "teacher": TEACHER}
 
     output_dir: str = "outputs/gkd"
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -99,8 +99,6 @@ class GKDTrainer:
 
     The teacher shares the train workers unless ``gkd_logits_topk`` is set, and where no device group names it.
     """
-
-    default_hosts: ClassVar[dict[str, str]] = {"teacher": "train"}
 
     def __init__(self, config: GKDConfig) -> None:
         self.config = config

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.roles import REFERENCE, REWARD, ROLLOUT, TEACHER, TRAIN
 from trainers.configuration.shared import at_least, check_folder
 from trainers.losses.types import NOT_BUILT, ImportanceLevel, PolicyLossType, RolloutCorrection
 from trainers.rewards.advantages import Aggregation, Scale
@@ -20,6 +21,15 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig(CompletionConfig):
     """GRPO's keys beside the shared ones."""
+
+    RLHF_TYPE: ClassVar = "grpo"
+    ROLES: ClassVar = {
+        "train": TRAIN,
+        "rollout": ROLLOUT,
+        "reference": REFERENCE,
+        "teacher": TEACHER,
+        "reward": REWARD,
+    }
 
     output_dir: str = "outputs/grpo"
     learning_rate: float = 1e-6

@@ -35,7 +35,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -84,8 +84,6 @@ class GRPOTrainer:
 
     ``reference``, ``teacher`` and ``reward`` are hosted with ``train`` unless a device group names them.
     """
-
-    default_hosts: ClassVar[dict[str, str]] = dict.fromkeys(("reference", "teacher", "reward"), "train")
 
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config

@@ -10,14 +10,12 @@ import numpy as np
 from rayhelper import RayHelper
 from trainers.batch import Prompts, Rollouts
 from trainers.data.rows import prompt_of
-from trainers.grpo.config import GRPOConfig
-from trainers.ppo.config import PPOConfig
 from trainers.rewards.functions import chat_completions
 from trainers.rewards.pool import RewardPool
 from trainers.rollout.base import Completion, Engine, Sampling
 
 
-def pool_of(config: GRPOConfig | PPOConfig) -> RewardPool | None:
+def pool_of(config: Any) -> RewardPool | None:
     """What ``reward_processes`` asks for; None: the driver runs the functions, or another worker gives completions out.
 
     Raises ConfigError for functions that other processes cannot be told.

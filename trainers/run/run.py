@@ -34,9 +34,8 @@ from trainers.checkpoint import (
     write_state,
 )
 from trainers.cli import save_config
-from trainers.configuration.megatron import megatron_settings
 from trainers.configuration.megatron_checks import check_megatron
-from trainers.configuration.shared import SEQUENCES_PER_STEP, RunConfig, TrainConfig
+from trainers.configuration.shared import SEQUENCES_PER_STEP, RunConfig, TrainConfig, megatron_settings
 from trainers.data.rows import load_rows
 from trainers.metrics import Metrics
 from trainers.plugins import load_plugins, resolve_model

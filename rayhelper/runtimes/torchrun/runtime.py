@@ -151,6 +151,13 @@ class TorchrunRuntime:
         hosted = placement.first_hosted()
         return self.describe() if hosted is None else hosted.runtime.describe()
 
+    def who(self, process: int) -> str:
+        """A process as messages name it: the first worker that it is, if it is one."""
+        for name, members in self.members.items():
+            if process in members:
+                return f"rank {members.index(process)} of group {name!r} (process {process} of torchrun)"
+        return f"process {process} of torchrun"
+
     def describe(self) -> str:
         return f"process {self.rank} of torchrun"
 
@@ -202,7 +209,7 @@ class TorchrunRuntime:
             if error is not None and min(failures, key=lambda one: one.time_ns) is outcomes[self.rank].failure:
                 raise error
             raise_first(failures)
-        built = {f"process {rank} of torchrun": other.parts for rank, other in enumerate(outcomes)}
+        built = {self.who(rank): other.parts for rank, other in enumerate(outcomes)}
         here = next(iter(built))
         check_same_parts(outcomes[0].call.removesuffix(".__init__"), here, built.pop(here), built)
         for rank, other in enumerate(outcomes):

@@ -9,8 +9,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from rayhelper import ConfigError
+from rayhelper.text import nearest
 from trainers.batch import Prompts
-from trainers.configuration.reading.typed_values import nearest, typed
+from trainers.configuration.reading.typed_values import typed
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf import check_fields, keys_of_sampling, stop_token_ids
 

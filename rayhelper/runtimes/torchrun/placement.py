@@ -8,6 +8,7 @@ all.
 from __future__ import annotations
 
 import pickle
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -222,12 +223,14 @@ class OwedCall:
     def __init__(self, call: Callable[[], list[Any]], collect: Callable[[list[Any]], Any]) -> None:
         self.call, self.collect = call, collect
         self.finished: FinishedCall | None = None
+        self.lock = threading.Lock()  # a coroutine waits for it in a thread, while the next call may settle it
 
     def settle(self) -> FinishedCall:
         """Meets the others."""
-        if self.finished is None:
-            self.finished = FinishedCall(self.call, self.collect)
-        return self.finished
+        with self.lock:
+            if self.finished is None:
+                self.finished = FinishedCall(self.call, self.collect)
+            return self.finished
 
     def done(self) -> bool:
         return self.settle().done()  # as on the other processes, which must go the same way

@@ -18,9 +18,11 @@ is not of its group does not wait for it before it makes its part of the next.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -71,6 +73,7 @@ class TorchrunRuntime:
         }
         self.shards = {group.name: ShardTable(group.num_workers, group.name) for group in config.groups}
         self.num_instances = 0
+        self.instances: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by address
         self.constructing: list[SpmdPlacement] = []
         self.owed: OwedCall | None = None  # the deferred call in which this process has not met the others yet
         self.ended: tuple[int, Exception] | None = None  # of a constructor that others left: how deep it is, and why
@@ -100,7 +103,7 @@ class TorchrunRuntime:
         for group in placement.hosts:
             check_hosts((args, kwargs), group)
         self.num_instances += 1
-        object.__setattr__(instance, "_rayhelper", placement)
+        self._place(instance, placement)
         self.constructing.append(placement)
         name = f"{type(instance).__name__}.__init__"
         try:
@@ -131,12 +134,17 @@ class TorchrunRuntime:
         """It is settled with its whole."""
         identity = Identity(instance, whole.identity, address_within(whole.identity))
         placement = SpmdPlacement(self, identity, whole.hosts)
-        object.__setattr__(instance, "_rayhelper", placement)
+        self._place(instance, placement)
         self.constructing.append(placement)
         try:
             build(init, instance, args, kwargs, identity)
         finally:
             self.constructing.pop()
+
+    def _place(self, instance: Any, placement: SpmdPlacement) -> None:
+        object.__setattr__(instance, "_rayhelper", placement)
+        with contextlib.suppress(TypeError):  # a class without weak references
+            self.instances[str(placement.identity.address)] = instance
 
     def describe_host_of(self, placement: SpmdPlacement) -> str:
         """Who this process is to an object, for messages."""
@@ -154,7 +162,7 @@ class TorchrunRuntime:
         return f"process {self.rank} of torchrun"
 
     def instance_at(self, address: str) -> Any:
-        return None  # nothing that is passed leaves its process
+        return self.instances.get(address)
 
     def take_reports(self) -> dict[tuple[str, str], Shard]:
         """The shards that this process reported since the last time, by address and role."""

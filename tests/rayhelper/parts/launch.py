@@ -23,9 +23,14 @@ LONGEST_S = 60  # of one story: a hang ends with the stacks of all threads
 
 def main(folder: Path, rank: int, attempt: int, layouts: list[str]) -> None:
     begun = {story for earlier in range(attempt) for story in outcomes(folder, f"*-{earlier}.jsonl")}
+    import torch.distributed  # noqa: F401  # now: imported modules are most of the heap, and stories look for garbage
+
+    stories = all_stories()
+    gc.collect()
+    gc.freeze()
     with (folder / f"{rank}-{attempt}.jsonl").open("w") as file:
         for layout in layouts:
-            for name, told in all_stories().items():
+            for name, told in stories.items():
                 if (layout, name) not in begun and layout in told.layouts:  # type: ignore[attr-defined]
                     write(file, layout, name, {"failed": "the launch ended in it"})
                     write(file, layout, name, outcome(told, LAYOUTS[layout]))
@@ -47,7 +52,6 @@ def outcome(told: Story, layout: Layout) -> dict[str, Any]:
         return {"failed": traceback.format_exc()}
     finally:
         faulthandler.cancel_dump_traceback_later()
-        gc.collect()
 
 
 def outcomes(folder: Path, pattern: str) -> dict[tuple[str, str], dict[str, Any]]:

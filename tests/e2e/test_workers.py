@@ -55,10 +55,10 @@ def one_step(case: str, micro_batch_size: int, model: str, folder: Path) -> Step
     keys: dict[str, Any] = {"per_device_train_batch_size": micro_batch_size, "warmup_steps": 0, "adam_epsilon": 1e-4}
     if case.startswith("sft"):
         sft = SFTTrainer(sft_config(model, folder, **keys))
-        sft.build(model, 10)
+        sft.policy.build(model, 10)
         batch = sft.sequences[np.arange(num_sequences)]
-        metrics = sft.update(batch, int(batch.target_mask.values.sum()))
-        sft.export(folder)
+        metrics = sft.policy.step(batch, int(batch.target_mask.values.sum()))
+        sft.policy.export(folder)
     else:
         grpo = GRPOTrainer(grpo_config(model, folder, **keys, loss_type=loss_type, entropy_coef=0.01, temperature=0.9))
         grpo.build(10)

@@ -58,7 +58,7 @@ class Model:
         config: TrainConfig,
         *,
         temperature: float | None = None,
-        score: Callable[..., Ragged] = token_logps,
+        score: Callable[..., Any] = token_logps,
         rests: bool = False,
         **settings: Any,
     ) -> None:
@@ -76,10 +76,10 @@ class Model:
             self.backend.offload()
 
     @RayHelper.function(group="own", dispatch="slice", collect="flatten")
-    def logps(self, samples: Any, adapter: bool = True, micro_batch_size: int | None = None) -> Ragged:
-        """float32, the log-probabilities of each row's targets; ``adapter`` False: without its LoRA adapter.
+    def logps(self, samples: Any, adapter: bool = True, micro_batch_size: int | None = None) -> Any:
+        """``Ragged`` (or what ``score`` gives), float32, the log-probabilities of each row's targets.
 
-        ``micro_batch_size`` None: ``per_device_train_batch_size``.
+        ``adapter`` False: without its LoRA adapter. ``micro_batch_size`` None: ``per_device_train_batch_size``.
         """
         size = micro_batch_size or self.config.per_device_train_batch_size
         with self.at_hand() as backend:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from rayhelper.errors import DecorationError, RoleError
 from rayhelper.roles.runtime import state
+from rayhelper.values.dispatch import Whole
 
 NO_INSTANCE = "-"  # the address of calls that belong to no object: methods of role driver may stand in any class
 _DEPTH = 10  # of containers that are looked into for decorated objects, where nothing is pickled
@@ -242,6 +243,8 @@ def _decorated(values: Iterable[Any], depth: int) -> Iterator[Any]:
     for value in values:
         if placement_of(value) is not None:
             yield value
+        elif type(value) is Whole:
+            yield from _decorated((value.value,), depth)
         elif depth and type(value) in (list, tuple, dict) and len(value) <= _MANY:
             yield from _decorated(value.values() if type(value) is dict else value, depth - 1)
 

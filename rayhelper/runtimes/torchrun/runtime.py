@@ -47,7 +47,7 @@ from rayhelper.timeline.recording import Recording
 from rayhelper.values.shards import Reports, ShardTable
 from rayhelper.worker.failures import raise_first
 from rayhelper.worker.process_group import Joined, in_process_group, join_process_group, leave_process_group, let_go
-from rayhelper.worker.runtime import WorkerRuntime
+from rayhelper.worker.runtime import HostedPlacement, WorkerRuntime
 
 _GRACE_S = 2.0  # how long a process that failed lets the others finish before it frees those that wait for it
 _LAST_S = 15.0  # and how long it waits for them in all
@@ -283,12 +283,18 @@ class TorchrunRuntime:
         raise not_constructed(method, target)
 
     def current(self) -> WorkerInfo:
-        if self.constructing:
-            hosted = self.constructing[-1].first_hosted()
-            if hosted is not None:
-                with hosted.runtime.inside(hosted, None):
-                    return hosted.runtime.current()
-        return self.driver
+        hosted = self._building()
+        if hosted is None:
+            return self.driver
+        if hosted not in self.constructing[-1].hosted.values():  # a part of another role, whose shards are its own
+            return hosted.runtime.info
+        with hosted.runtime.inside(hosted, None):
+            return hosted.runtime.current()
+
+    def _building(self) -> HostedPlacement | None:
+        """Of what this process is building, the innermost object that it hosts."""
+        hosted = (placement.first_hosted() for placement in reversed(self.constructing))
+        return next((one for one in hosted if one is not None), None)
 
     def report_shard(self, shard: Shard) -> None:
         if not self.constructing:
@@ -297,7 +303,7 @@ class TorchrunRuntime:
             hosted.report(hosted.runtime.info.roles, shard)
 
     def init_process_group(self, backend: str | None, timeout_s: float) -> None:
-        hosted = self.constructing[-1].first_hosted() if self.constructing else None
+        hosted = self._building()
         if hosted is None:
             raise RoleError("RayHelper.init_process_group is for code of a role, and was called by the driver's code")
         hosted.runtime.init_process_group(backend, timeout_s)

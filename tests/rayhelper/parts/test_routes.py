@@ -270,3 +270,45 @@ def test_calls_to_a_part_within_the_wholes_constructor_are_skipped_on_the_driver
     """Under torchrun a process is driver and worker."""
     there = [["init", "own init", "after"], ["init", "own init", "after", "deferred"], ["generator"]]
     assert run(values_on_the_driver_while_constructing) == (there if run.is_off else [None, None, []])
+
+
+@RayHelper.worker(group="train")
+class Seen:
+    """A part that notes who built it, and whether it was told a shard that is not its own."""
+
+    def __init__(self) -> None:
+        info = RayHelper.current()
+        self.built_by = info.group, info.rank, info.world_size, info.shard.count
+
+
+@RayHelper.worker(group=["train", "rollout"])
+class Watching:
+    def __init__(self) -> None:
+        self.report()
+        self.seen = Seen()
+
+    @RayHelper.function(group="rollout")
+    def report(self) -> None:
+        RayHelper.shard(0, 1, leader=RayHelper.current().rank == 0)
+
+    @RayHelper.function(group="train", execute="first")
+    def by_train(self) -> Any:
+        return self.seen.built_by
+
+    @RayHelper.function(group="rollout", execute="first")
+    def by_rollout(self) -> Any:
+        return self.seen.built_by
+
+
+@story
+def who_builds_a_part() -> Any:
+    watching = Watching()
+    return watching.by_train(), watching.by_rollout()
+
+
+def test_current_tells_a_parts_constructor_which_worker_builds_it_also_where_its_role_is_not(run: Run) -> None:
+    by_train, by_rollout = run(who_builds_a_part)
+    sizes = {role: run.layout.size(role) for role in ("train", "rollout")}
+    assert by_train == [run.layout.group("train"), 0, sizes["train"], sizes["train"]]
+    if run.layout.name != "overlapping":  # there the process of rank 0 is built once, as one of the learners
+        assert by_rollout == [run.layout.group("rollout"), 0, sizes["rollout"], sizes["rollout"]]

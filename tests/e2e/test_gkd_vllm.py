@@ -22,7 +22,7 @@ from trainers.batch import TopLogps
 from trainers.cli import load_config, placement
 from trainers.gkd.config import GKDConfig
 from trainers.gkd.samples import DistillationSamples
-from trainers.gkd.teacher import VllmTeacher, teacher_settings
+from trainers.gkd.teacher import GKDTeacher, VllmTeacher, teacher_settings
 from trainers.gkd.trainer import GKDTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,8 +48,12 @@ class ClosingTrainer(GKDTrainer):
 
     @RayHelper.function(group="teacher")
     def close_teacher(self) -> None:
-        teacher: Any = self.teacher
-        teacher.engine.close()
+        close(self.teacher)
+
+
+def close(teacher: GKDTeacher) -> None:
+    engine: Any = teacher.engine
+    engine.close()
 
 
 @contextmanager
@@ -60,8 +64,8 @@ def built(config: GKDConfig) -> Iterator[GKDTrainer]:
     try:
         yield trainer
     finally:
-        if isinstance(trainer.teacher, VllmTeacher):
-            trainer.teacher.engine.close()
+        if isinstance(trainer.teacher.backend, VllmTeacher):
+            close(trainer.teacher)
 
 
 # What it answers
@@ -76,7 +80,7 @@ def test_a_step_is_the_one_with_a_teacher_of_transformers(model: str, teacher: s
     keys = {"teacher_model": teacher, "lmbda": 1.0, **KEYS}
     config = gkd_config(model, tmp_path, teacher_engine="vllm", teacher_engine_kwargs=exactly, **keys)
     with built(config) as trainer:
-        assert not hasattr(trainer.teacher, "module")  # no model of a training framework
+        assert not hasattr(trainer.teacher.built, "module")  # no model of a training framework
         answers = [trainer.asked(samples).result() for samples in cases]
     for add_tail in (True, False):
         hf = gkd_config(model, tmp_path, gkd_topk_add_tail=add_tail, **keys)
@@ -267,6 +271,6 @@ def test_the_example_trains_two_steps(
     assert [group.roles for group in groups.groups] == [tuple(TOGETHER[:2]), ("teacher",)]
     trainer = GKDTrainer(config)
     trainer.train()
-    assert isinstance(trainer.teacher, VllmTeacher)
-    trainer.teacher.engine.close()
+    assert isinstance(trainer.teacher.backend, VllmTeacher)
+    close(trainer.teacher)
     assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [1, 2]

@@ -287,14 +287,14 @@ def test_gkd_with_vllm_equals_gkd_with_hf(model: str, tmp_path: Path) -> None:
     assert_same_numbers(tmp_path / "vllm", tmp_path / "hf", 1e-4)
 
 
-def engine_of(trainer: GRPOTrainer) -> Any:
+def engine_of(trainer: Any) -> Any:
     return trainer.generator.engine
 
 
 def train_and_close(trainer: Any) -> None:
     trainer.train()
-    if hasattr(trainer.engine, "close"):
-        trainer.engine.close()
+    if hasattr(engine_of(trainer), "close"):
+        engine_of(trainer).close()
 
 
 def whole(rollouts: Rollouts) -> list[tuple[int, ...]]:

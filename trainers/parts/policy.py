@@ -72,6 +72,7 @@ class Model:
     def build(self, model: str, num_steps: int | None = None, **settings: Any) -> None:
         """Loads a folder or hub name; ``num_steps``: of the optimizer, None for a model that only scores."""
         self.backend = self.new_backend(model, num_steps, **self.settings | settings)
+        self.shard = RayHelper.current().shard  # for a model that is to get the same slices
         if self.rests:
             self.backend.offload()
 

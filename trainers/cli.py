@@ -24,7 +24,7 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper, RayHelperError
 from rayhelper.device_groups.keys import SHARE_KEY, SIZE_KEYS
 from rayhelper.planning.role_kinds import RoleKind, declared_name, declared_roles, default_hosts
 from rayhelper.text import nearest, parse_text
-from trainers.commands import command_named
+from trainers.commands import RLHF, Command, command_named
 from trainers.configuration.reading.command_line import export_env, given_keys, load_config
 from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.reading.text import save_config
@@ -40,8 +40,7 @@ def main(name: str, argv: Sequence[str] | None = None) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         arguments = sys.argv[1:] if argv is None else argv
-        export_env(arguments)  # before torch is imported: libraries read OMP_NUM_THREADS, HF_HOME, ... then
-        command = command_named(name, plain(given_keys(arguments, [])[0].values.get("rlhf_type")))
+        command = _command(name, arguments)
         if _is_other_process():  # one process shows progress
             os.environ.update({"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"})
         config = load_config(command.config_type, arguments, prog=f"python -m trainers {name}")
@@ -50,6 +49,19 @@ def main(name: str, argv: Sequence[str] | None = None) -> None:
         _end(f"error: {error}", 2)
     except KeyboardInterrupt:
         _end("interrupted", 130)
+
+
+def _command(name: str, arguments: Sequence[str]) -> Command:
+    """The trainer that the name stands for, once ``env`` is exported.
+
+    Before torch is imported, and a module of a user's: libraries read OMP_NUM_THREADS, HF_HOME, ... then.
+    """
+    if name != RLHF and ":" not in name:
+        found = command_named(name)  # which imports no torch, so that a misspelt name is told before the file is read
+        export_env(arguments)
+        return found
+    export_env(arguments)
+    return command_named(name, plain(given_keys(arguments, [])[0].values.get("rlhf_type")))
 
 
 def _end(message: str, code: int) -> NoReturn:
@@ -66,7 +78,15 @@ def _end(message: str, code: int) -> NoReturn:
 
 
 def run(trainer: Any, config: Any) -> dict[str, float]:
-    """The trainer's last metrics: in this process, or with its roles on device groups if ``use_ray`` or torchrun."""
+    """The trainer's last metrics: in this process, or with its roles on device groups if ``use_ray`` or torchrun.
+
+    From Python what the command line does: ``run(GRPOTrainer, GRPOConfig(..., use_ray=True))``. Checks come first, then
+    workers are started, and stopped in the end. With ``use_ray=False`` it is ``GRPOTrainer(config).train()``, checked.
+
+    Raises:
+        ConfigError: a mistake in the configuration, found before anything starts.
+    """
+    os.environ.update({name: str(value) for name, value in config.env.items()})
     num_processes = _num_processes()
     if config.use_ray and num_processes > 1:
         raise ConfigError(

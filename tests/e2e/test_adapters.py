@@ -30,11 +30,7 @@ def test_the_merged_model_scores_as_the_adapted_one(name: str, tmp_path: Path) -
     start = save_tiny(tmp_path / "model")
     trainer = trainer_type(config(start, tmp_path / "out", **LORA))
     trainer.train()
-<<<<<<< HEAD
-    trained: FsdpBackend = {"ppo": lambda: trainer.policy}.get(name, lambda: trainer.policy.backend)()
-=======
-    trained: FsdpBackend = trainer.backend if name == "sft" else trainer.policy.backend
->>>>>>> ppogkd
+    trained: FsdpBackend = trainer.policy.backend
 
     def scores(backend: FsdpBackend) -> np.ndarray:
         return backend.token_logps(samples_of(), micro_batch_size=4).values

@@ -32,8 +32,8 @@ from trainers.gkd.trainer import GKDTrainer, sampling_of, source_of
 from trainers.gkd.vocabularies import common_vocab_size
 from trainers.losses.distillation import generalized_jsd, topk_jsd, topk_logps
 from trainers.metrics import Metrics
+from trainers.parts.inputs import load_tokenizer
 from trainers.plugins import load_plugins, resolve_model
-from trainers.run.run import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 Step = tuple[dict[str, float], dict[str, torch.Tensor]]  # the metrics of one optimizer step, and the weights after it

@@ -12,7 +12,7 @@ from tests.e2e.runs import gkd_config, grpo_config, ppo_config
 from tests.golden.tiny import save_tiny
 from trainers.gkd.trainer import GKDTrainer
 from trainers.grpo.trainer import GRPOTrainer
-from trainers.parts.engine import model_length
+from trainers.parts.checks import model_length
 from trainers.ppo.trainer import PPOTrainer
 
 UNDER_TEST: dict[str, tuple[Any, Any, dict[str, Any]]] = {

@@ -21,7 +21,8 @@ from trainers.gkd.trainer import GKDTrainer
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.parts import engine as completions
-from trainers.parts.engine import build_vllm, check_completions, vllm_settings
+from trainers.parts.checks import check_completions
+from trainers.parts.engine import build_vllm, vllm_settings
 from trainers.sampling.config import SamplingConfig
 from trainers.sampling.trainer import SamplingTrainer
 from trainers.sft.config import SFTConfig

@@ -24,7 +24,7 @@ from tests.golden.tiny import tiny_tokenizer
 from tests.rollout.prompts import as_sequences, plain_greedy, prompts_of, save_decided
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Ragged
-from trainers.parts.engine import rollout_metrics
+from trainers.parts.completion_metrics import rollout_metrics
 from trainers.parts.fingerprints import fingerprints
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.hf import HfEngine

@@ -19,9 +19,9 @@ import yaml
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers import cli, commands
-from trainers.cli import load_config, main, placement, save_config
+from trainers.cli import load_config, main, placement, run, save_config
 from trainers.configuration.reading import command_line
-from trainers.configuration.shared import TrainConfig
+from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.grpo.config import GRPOConfig
 from trainers.sft.config import PretrainConfig, SFTConfig
 
@@ -487,6 +487,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             events.append("closed")
 
     monkeypatch.setattr(RayHelper, "session", opened)
+    monkeypatch.delattr(RunConfig, "__rayhelper_off__")  # as a real session is, this one is taken for one
     return events
 
 
@@ -507,6 +508,31 @@ def test_without_device_groups_one_worker_hosts_all_roles(made: list[Config], se
     (group,) = groups.groups
     assert (group.roles, group.num_workers, address) == (("train", "rollout"), 1, "head:6379")
     assert len(made) == 1
+
+
+def test_run_does_from_python_what_the_command_line_does(
+    made: list[Config], session: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLI_TEST_A", "shell")
+    groups = {"train": {"cpus": 2}, "rollout": {"cpus": 1}}
+    assert run(DummyTrainer, config_on(groups, use_ray=True, env={"CLI_TEST_A": 1})) == {"loss": 0.5}
+    assert [(group.roles, group.num_workers) for group in session[0].groups] == [(("train",), 2), (("rollout",), 1)]
+    assert (session[-1], len(made), os.environ["CLI_TEST_A"]) == ("closed", 1, "1")
+    with pytest.raises(ConfigError, match="role 'rollout' is not in device_groups"):
+        run(DummyTrainer, config_on({"train": {"cpus": 1}}, use_ray=True))
+
+
+def test_a_trainer_that_asks_for_ray_is_not_constructed_without_it(made: list[Config]) -> None:
+    with pytest.raises(ConfigError, match=r"use_ray is true, but DummyTrainer .*import run; run\(DummyTrainer, config"):
+        DummyTrainer(Config(model="tiny", dataset="sums", use_ray=True))
+    with pytest.raises(ConfigError, match="Or set use_ray=False"):
+        DummyTrainer(config=config_on({"train": {"cpus": 1}}, use_ray=True))
+    assert made == []
+    with RayHelper.session(
+        {"one": {"device": "CPU", "ranks": 1, "workers": ["train", "rollout"]}}, runtime="inprocess"
+    ):
+        DummyTrainer(Config(model="tiny", dataset="sums", use_ray=True))
+    assert len(made) == 2  # on the driver and on the worker
 
 
 def test_device_groups_without_use_ray_are_told_to_be_unused(

@@ -9,7 +9,8 @@ import pytest
 from rayhelper import ConfigError, DeviceGroups
 from trainers.configuration.completion import KEYS_AND_FIELDS, CompletionConfig
 from trainers.gkd.config import GKDConfig
-from trainers.parts.engine import build_vllm, check_completions, vllm_settings
+from trainers.parts.checks import check_completions
+from trainers.parts.engine import build_vllm, vllm_settings
 from trainers.rollout.vllm.settings import checked_engine_kwargs
 
 pytestmark = pytest.mark.xdist_group("vllm")  # in the process that imports it

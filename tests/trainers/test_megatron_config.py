@@ -48,8 +48,8 @@ from trainers.gkd.config import GKDConfig
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.parts.engine import build_engine
+from trainers.parts.models import build_backend, num_shards
 from trainers.ppo.config import PPOConfig
-from trainers.run.run import build_backend, num_shards
 from trainers.sft.config import SFTConfig
 from trainers.sft.trainer import SFTTrainer
 

@@ -21,7 +21,7 @@ import pytest
 from rayhelper import ConfigError
 from tests.golden.tiny import tiny_tokenizer
 from trainers.batch import Prompts, Ragged, Rollouts
-from trainers.parts.engine import rollout_metrics
+from trainers.parts.completion_metrics import rollout_metrics
 from trainers.parts.generator import completed
 from trainers.plugins import load_plugins
 from trainers.rewards.functions import resolve_rewards, score

@@ -24,7 +24,8 @@ from trainers.gkd import trainer as gkd
 from trainers.gkd.teacher import shares_devices
 from trainers.grpo import trainer as grpo
 from trainers.parts import generator
-from trainers.parts.engine import check_completions, vllm_settings
+from trainers.parts.checks import check_completions
+from trainers.parts.engine import vllm_settings
 from trainers.ppo import trainer as ppo
 from trainers.rollout.hf import HfEngine
 

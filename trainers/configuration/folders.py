@@ -13,14 +13,13 @@ import functools
 from importlib import import_module
 from pathlib import Path
 
+import trainers
 from trainers.configuration.shared import RunConfig
-
-PACKAGE = __name__.partition(".")[0]
 
 
 def folders() -> list[str]:
     """The names of the folders that have a ``config.py``."""
-    return sorted(file.parent.name for file in Path(__file__).parents[1].glob("*/config.py"))
+    return sorted(file.parent.name for path in trainers.__path__ for file in Path(path).glob("*/config.py"))
 
 
 def names_of(config_type: type[RunConfig]) -> tuple[str, ...]:
@@ -51,6 +50,6 @@ def rlhf_types() -> dict[str, type[RunConfig]]:
 
 
 def _of_folder(folder: str) -> dict[str, type[RunConfig]]:
-    module = import_module(f"{PACKAGE}.{folder}.config")
+    module = import_module(f"{trainers.__name__}.{folder}.config")
     classes = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
     return {name: kind for kind in classes if issubclass(kind, RunConfig) for name in names_of(kind)}

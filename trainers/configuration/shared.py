@@ -115,6 +115,15 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_run(self)
 
+    def __rayhelper_off__(self, trainer: type) -> None:
+        """Raises ConfigError, as ``trainer`` is constructed with this outside a session, if it asks for one."""
+        if self.use_ray:
+            name = trainer.__name__
+            raise ConfigError(
+                f"use_ray is true, but {name} is constructed in this process alone. Start its workers too: "
+                f"from trainers.cli import run; run({name}, config). Or set use_ray=False."
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(MegatronConfig, RunConfig):

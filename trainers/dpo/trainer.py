@@ -23,6 +23,7 @@ from typing import Any
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Ragged
+from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, total_steps
 from trainers.data.preferences import Preferences, tokenize_preferences
 from trainers.data.rows import Batches
@@ -32,19 +33,12 @@ from trainers.dpo.reference_store import read_reference_logps, write_reference_l
 from trainers.dpo.scores import PairNumbers, evaluated, pair_logps
 from trainers.losses.preference import SORTING_LOSSES
 from trainers.metrics import Metrics
+from trainers.parts.checks import check_before_start, num_train_shards
 from trainers.parts.frozen import Reference
+from trainers.parts.inputs import load_model_and_tokenizer, read_rows
 from trainers.parts.models import check_same_tokens, resolved_models
 from trainers.parts.policy import DefaultPolicy
-from trainers.run.run import (
-    Run,
-    check_before_start,
-    load_model_and_tokenizer,
-    mistakes_of,
-    num_train_shards,
-    read_rows,
-    resumed_state,
-    saved_order,
-)
+from trainers.run.run import Run, resumed_state, saved_order
 
 HEADLINE = ("loss", "rewards/accuracies", "rewards/margins")
 PairLogps = tuple[Ragged, Ragged]  # of the chosen and of the rejected completions

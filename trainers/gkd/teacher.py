@@ -13,8 +13,9 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.device import default_device
 from trainers.batch import Ragged, Sequences
 from trainers.gkd.config import GKDConfig
-from trainers.parts.engine import check_can_sleep, check_model_fits, sampling_of, share_model
-from trainers.run.run import resolve_dtype
+from trainers.parts.checks import check_can_sleep, check_model_fits
+from trainers.parts.engine import sampling_of, share_model
+from trainers.parts.models import resolve_dtype
 
 # Scores of a prompt are whole rows of the vocabulary, which vLLM does not count among the memory that it needs: this
 # many tokens of 150 000 entries are 1.2 GB a copy

@@ -33,6 +33,7 @@ import torch
 from rayhelper import Channel, ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Prompts, Ragged, Rollouts, TopLogps
+from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, total_steps
 from trainers.data.rows import Batches, prompt_of, tokenize_prompts
 from trainers.gkd.config import GKDConfig
@@ -50,32 +51,17 @@ from trainers.gkd.vocabularies import common_vocab_size
 from trainers.losses.distillation import distillation_loss
 from trainers.losses.tokens import sft_loss
 from trainers.metrics import Metrics
-from trainers.parts.engine import (
-    build_engine,
-    check_completions,
-    check_prompts_fit,
-    check_staleness,
-    rollout_metrics,
-    sampling_of,
-    seed_of,
-)
+from trainers.parts.checks import check_before_start, check_completions, check_prompts_fit, check_staleness
+from trainers.parts.completion_metrics import rollout_metrics
+from trainers.parts.engine import build_engine, sampling_of, seed_of
 from trainers.parts.engine_updates import EngineUpdates
-from trainers.parts.models import resolved_models
+from trainers.parts.inputs import load_model_and_tokenizer, load_tokenizer, read_rows
+from trainers.parts.models import build_backend, num_shards, resolved_models
 from trainers.parts.weights import Route, built, copy, first_of, make_room, receive, rest, send, trained
 from trainers.plugins import MODELS
 from trainers.rollout.base import Engine, Sampling
 from trainers.rollout.hf import check_stop_tokens
-from trainers.run.run import (
-    Run,
-    build_backend,
-    check_before_start,
-    load_model_and_tokenizer,
-    load_tokenizer,
-    mistakes_of,
-    num_shards,
-    read_rows,
-    saved_order,
-)
+from trainers.run.run import Run, saved_order
 
 Source = Literal["student", "teacher", "dataset"]
 TokenIds = list[list[int]]

@@ -41,6 +41,7 @@ import numpy as np
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.batch import Samples
+from trainers.configuration.mistakes import mistakes_of
 from trainers.data.rows import Batches, prompt_of
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.entropy_coefficient import EntropyCoefficient
@@ -48,15 +49,17 @@ from trainers.grpo.loss import grpo_loss, step_numbers
 from trainers.grpo.plan import RowStream, StepPlan
 from trainers.grpo.samples import Rewarded, credit, differing_groups, fullest, to_samples
 from trainers.metrics import Metrics
-from trainers.parts.engine import (
-    add_token_staleness,
+from trainers.parts.checks import (
+    check_before_start,
     check_completions,
     check_prompts_fit,
     check_staleness,
-    rollout_metrics,
+    num_train_shards,
 )
+from trainers.parts.completion_metrics import add_token_staleness, rollout_metrics
 from trainers.parts.frozen import Reference, Teacher
 from trainers.parts.generator import Generator, Pending
+from trainers.parts.inputs import load_model_and_tokenizer, read_rows
 from trainers.parts.models import check_same_tokens, resolved_models
 from trainers.parts.policy import Policy
 from trainers.parts.rewarder import Rewarder, check_rewards
@@ -64,15 +67,7 @@ from trainers.plugins import load_plugins
 from trainers.rollout.environments import Environment, resolve_environment
 from trainers.rollout.hf import check_stop_tokens
 from trainers.rollout.tools import ToolEnvironment, resolve_tools, schemas
-from trainers.run.run import (
-    Run,
-    check_before_start,
-    load_model_and_tokenizer,
-    mistakes_of,
-    num_train_shards,
-    read_rows,
-    saved_order,
-)
+from trainers.run.run import Run, saved_order
 
 HEADLINE = ("reward", "loss", "completions/mean_length")
 Started = tuple[Any, Pending]  # rows, one per completion, and their completions

@@ -33,6 +33,7 @@ from trainers.batch import Prompts, Rollouts, Tasks
 from trainers.configuration.completion import CompletionConfig
 from trainers.data.rows import prompt_of
 from trainers.parts.engine import build_engine, prompts_of, sampling_of, seed_of
+from trainers.parts.inputs import load_tokenizer
 from trainers.parts.policy import Policy
 from trainers.parts.rewarder import Rewarder
 from trainers.parts.weights import EngineLostError, Way, arrivals, copy, first_of, receive, rest, way_of
@@ -42,7 +43,7 @@ from trainers.rewards.pool import RewardPool
 from trainers.rollout.base import Completion, Engine, Sampling
 from trainers.rollout.environments import Environment
 from trainers.rollout.episodes import Stage
-from trainers.run.run import Run, load_tokenizer
+from trainers.run.run import Run
 
 TIMEOUT_S = 600.0  # how long one side waits for the other: engines do nothing else then, or look now and then
 NOT_SENT = (EngineLostError, ChannelError, DeadlineError)  # an engine is lost, or busy with what is no decoding

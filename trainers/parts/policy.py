@@ -27,8 +27,8 @@ from trainers.batch import Ragged, Sequences, TopLogps
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.shared import TrainConfig
 from trainers.metrics import Metrics
+from trainers.parts.models import build_backend, num_shards
 from trainers.parts.weights import exported, first_of, make_room, send
-from trainers.run.run import build_backend, num_shards
 
 LOST = "this worker has no {}: build was not called, or it took the place of a worker that died. Resume the run from a \
 checkpoint (resume_from_checkpoint: auto)."

@@ -20,13 +20,14 @@ import numpy as np
 from rayhelper import RayHelper
 from trainers.batch import Rollouts
 from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.mistakes import mistakes_of
 from trainers.data.rows import prompt_of
 from trainers.metrics import Metrics
+from trainers.parts.models import resolve_dtype
 from trainers.rewards.advantages import add_reward_metrics, group_advantages
 from trainers.rewards.functions import chat_completions, numbered, resolve_rewards, score
 from trainers.rewards.models import RewardModel, model_name
 from trainers.rewards.pool import RewardPool
-from trainers.run.run import mistakes_of, resolve_dtype
 
 
 @RayHelper.worker(group="reward")

@@ -26,8 +26,8 @@ from rayhelper import Channel, ChannelError, RayHelper, Receipt
 from trainers.backends.base import Backend, SentWeights
 from trainers.configuration.completion import CompletionConfig
 from trainers.parts.fingerprints import added_up, fingerprint
+from trainers.parts.models import resolve_dtype
 from trainers.rollout.base import Engine
-from trainers.run.run import resolve_dtype
 
 PROOF = "fingerprints of the weights"  # names that no weight has
 HEAD = "version of the policy, and whether all other weights are as they were"

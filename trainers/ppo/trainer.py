@@ -31,12 +31,15 @@ import numpy as np
 
 from rayhelper import DeviceGroups, RayHelper
 from trainers.batch import Ragged, Rollouts
+from trainers.configuration.mistakes import mistakes_of
 from trainers.data.rows import Batches, prompt_of
 from trainers.losses.ppo import with_ratio_variance
 from trainers.metrics import Metrics
-from trainers.parts.engine import check_completions, check_prompts_fit, rollout_metrics
+from trainers.parts.checks import check_before_start, check_completions, check_prompts_fit
+from trainers.parts.completion_metrics import rollout_metrics
 from trainers.parts.frozen import Reference
 from trainers.parts.generator import Generator
+from trainers.parts.inputs import load_model_and_tokenizer, read_rows
 from trainers.parts.models import check_same_tokens, resolved_models
 from trainers.parts.policy import Critic, Policy
 from trainers.parts.rewarder import Rewarder, check_rewards
@@ -54,7 +57,7 @@ from trainers.ppo.samples import (
 )
 from trainers.rewards import gae
 from trainers.rollout.hf import check_stop_tokens
-from trainers.run.run import Run, check_before_start, load_model_and_tokenizer, mistakes_of, read_rows, saved_order
+from trainers.run.run import Run, saved_order
 
 HEADLINE = ("objective/scores", "objective/kl", "loss/policy_avg", "loss/value_avg")
 

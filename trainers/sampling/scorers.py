@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 
 from rayhelper import RayHelper
 from trainers.data.rows import prompt_of
+from trainers.parts.models import resolve_dtype
 from trainers.plugins import load_plugins
 from trainers.rewards.functions import chat_completions, is_async, resolve_rewards, reward_name, score
 from trainers.rewards.models import RewardModel, names_reward_model
-from trainers.run.run import resolve_dtype
 from trainers.sampling.candidates import Candidates
 from trainers.sampling.config import SamplingConfig
 

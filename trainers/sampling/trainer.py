@@ -31,12 +31,13 @@ import numpy as np
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from rayhelper.roles.futures import Future
-from trainers.cli import save_config
+from trainers.configuration.mistakes import mistakes_of
+from trainers.configuration.reading.text import save_config
 from trainers.data.rows import prompt_of
+from trainers.parts.inputs import read_rows
 from trainers.plugins import load_plugins, resolve_model
 from trainers.rewards.models import names_reward_model
 from trainers.rollout.hf import check_generation_kwargs
-from trainers.run.run import mistakes_of, read_rows
 from trainers.run.trackers import Trackers
 from trainers.sampling.candidates import Candidates, Questions, completion_of, judged
 from trainers.sampling.config import SamplingConfig

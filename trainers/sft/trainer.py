@@ -17,18 +17,14 @@ from typing import Any
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Sequences
+from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, total_steps
 from trainers.data.rows import Batches, pack, tokenize_sft
 from trainers.metrics import Metrics
+from trainers.parts.checks import check_before_start
+from trainers.parts.inputs import load_model_and_tokenizer, read_rows
 from trainers.parts.policy import Policy
-from trainers.run.run import (
-    Run,
-    check_before_start,
-    load_model_and_tokenizer,
-    mistakes_of,
-    read_rows,
-    saved_order,
-)
+from trainers.run.run import Run, saved_order
 from trainers.sft.config import SFTConfig
 from trainers.sft.loss import supervised_loss
 

@@ -287,7 +287,7 @@ class Case:
     @property
     def start(self) -> str:
         """Cases with the same one run in processes that are started once."""
-        if self.runtime.endswith("command"):
+        if self.is_command:
             return f"{self.runtime} of {self.trainer}"
         if self.variant == "vllm":
             return f"vllm, {self.runtime}"
@@ -297,10 +297,12 @@ class Case:
             return "ray"
         return "torchrun, megatron" if self.variant == "megatron" else "torchrun"
 
+    @property
+    def is_command(self) -> bool:
+        return self.runtime.endswith("command")
+
     def command(self, file: str) -> list[str]:
-        """What a user writes behind ``python -m`` or torchrun's ``-m``; nothing for cases that share a start."""
-        if not self.runtime.endswith("command"):
-            return []
+        """What a user writes behind ``python -m`` or torchrun's ``-m``."""
         trainer = ["trainers", self.trainer] if self.trainer == "pretrain" else [f"trainers.{self.trainer}"]
         on_ray = ["--use_ray", "true", "--device_groups", json.dumps(GROUPS_OF_GRPO)]
         return [*trainer, "--config", file, *(on_ray if self.runtime.startswith("ray") else [])]

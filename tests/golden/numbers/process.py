@@ -26,7 +26,15 @@ from unittest.mock import patch
 from tests.golden.numbers.cases import CLASSES, GROUPS
 
 Job = dict[str, Any]
-FAILURE = "failure.txt"
+FAILURE, DONE = "failure.txt", "done"  # what a job leaves in its folder
+PLAIN_ARITHMETIC = {  # what every x86-64 processor does alike
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_CBWR": "COMPATIBLE",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "OPENBLAS_CORETYPE": "PRESCOTT",
+    "NPY_DISABLE_CPU_FEATURES": "AVX F16C FMA3 AVX2 AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL",
+    "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX,-AVX2,-AVX512F,-FMA,-FMA4",
+}
 
 
 def main(file: Path) -> None:
@@ -53,7 +61,11 @@ def session(place: str | None) -> Iterator[None]:
     from rayhelper import RayHelper
 
     runtime: Any = "ray" if place.startswith("ray") else "inprocess"
-    with RayHelper.session(GROUPS[place], runtime=runtime):
+    groups = GROUPS[place]
+    if runtime == "ray":
+        env = {name: os.environ[name] for name in PLAIN_ARITHMETIC if name in os.environ}
+        groups = {name: {**group, "env": env} for name, group in groups.items()}
+    with RayHelper.session(groups, runtime=runtime):
         yield
 
 
@@ -79,6 +91,7 @@ def told_failure(job: Job) -> None:
     """Runs a job. What goes wrong is kept in its folder, and the next one runs; processes of torchrun end with it."""
     try:
         run(job)
+        (Path(job["folder"]) / DONE).touch()
     except Exception:
         (Path(job["folder"]) / FAILURE).write_text(traceback.format_exc())
         if "RANK" in os.environ:

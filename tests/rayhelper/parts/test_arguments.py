@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rayhelper import RayHelper
@@ -97,12 +98,20 @@ class Receiver:
         return getattr(self, f"by_{role}")  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class Pair:
+    left: Any
+    right: Any
+
+
 def read(value: Any) -> Any:
     """The steps of every policy in it."""
     if isinstance(value, (list, tuple)):
         return [read(item) for item in value]
     if isinstance(value, dict):
         return {key: read(item) for key, item in value.items()}
+    if isinstance(value, Pair):
+        return read([value.left, value.right])
     return value.policy.steps if isinstance(value, Trainer) else getattr(value, "steps", value)
 
 
@@ -118,6 +127,7 @@ def in_every_place() -> Any:
         "tuple": lambda by: by((trainer.policy, 1)),
         "nested": lambda by: by({"a": [(trainer.policy,)]}),
         "whole": lambda by: by(RayHelper.whole([trainer.policy])),
+        "dataclass": lambda by: by(Pair(trainer.policy, 5)),
         "the whole": lambda by: by(trainer),
     }
     seen = {role: {name: raised(call, receiver.by(role)) for name, call in places.items()} for role in ROLES}
@@ -132,6 +142,7 @@ PLACES: dict[str, Any] = {
     "tuple": [[11, 1]],
     "nested": [{"a": [[11]]}],
     "whole": [[11]],
+    "dataclass": [[11, 5]],
     "the whole": [11],
 }
 

@@ -18,7 +18,7 @@ from rayhelper.device_groups import DRIVER, DeviceGroups
 from rayhelper.errors import RoleError
 from rayhelper.roles.futures import FinishedCall, Future, finished, values_of
 from rayhelper.roles.methods import RoleMethod
-from rayhelper.roles.parts import Identity, check_hosts
+from rayhelper.roles.parts import Identity, check_hosts, refuse_to_travel
 from rayhelper.roles.runtime import Route, acting_as, state
 from rayhelper.runtimes.driver import undeclared
 from rayhelper.runtimes.torchrun.exchange import Exchange, Watch
@@ -29,7 +29,7 @@ from rayhelper.values.dispatch import Balanced, unwrap
 from rayhelper.values.shards import Reports, ShardTable
 from rayhelper.values.slicing import num_items
 from rayhelper.worker.failures import Failure, add_note
-from rayhelper.worker.runtime import HostedPlacement, WorkerRuntime, refuse_to_travel
+from rayhelper.worker.runtime import HostedPlacement, WorkerRuntime
 
 
 class Processes(Protocol):

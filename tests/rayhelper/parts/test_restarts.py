@@ -146,8 +146,7 @@ def test_a_future_of_a_part_into_another_survives_the_death_of_its_maker(trainer
 
 
 def test_calls_to_several_parts_in_flight_run_again(trainer: Trainer) -> None:
-    for rank in range(2):
-        kill(trainer.policy, rank) if rank == 0 else None
+    kill(trainer.policy, 0)
     in_flight = [part.scaled.defer([1, 2]) for part in (trainer.policy, trainer.crew.own, trainer.tensor)]
     assert [future.result() for future in in_flight] == [[16, 26], [110, 120], [10, 20]]
 

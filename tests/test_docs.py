@@ -144,7 +144,7 @@ def test_configurations_in_the_pages_have_known_keys_and_a_place_for_every_role(
 
 
 def test_the_first_class_of_the_index_gives_what_it_says() -> None:
-    (first, _) = blocks(DOCS / "index.md", "python")
+    first, *_ = blocks(DOCS / "index.md", "python")
     names: dict[str, Any] = {"__name__": "docs_index"}
     exec(compile(first, "docs/index.md", "exec"), names)
     assert str(names["BestOf"](bonus=1).run([3, 1, 2])) in first

@@ -25,9 +25,11 @@ from rayhelper.device_groups.keys import SHARE_KEY, SIZE_KEYS
 from rayhelper.planning.role_kinds import RoleKind, declared_name, declared_roles, default_hosts
 from rayhelper.text import nearest, parse_text
 from trainers.commands import RLHF, Command, command_named
+from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.reading.command_line import export_env, given_keys, load_config
 from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.reading.text import save_config
+from trainers.configuration.shared import TrainConfig
 
 TOLD_BY_FIRST_S = 10.0  # within which process 0 of torchrun finds a mistake that all of them find
 
@@ -119,9 +121,16 @@ def _is_other_process() -> bool:
 
 
 def _check_run(trainer: Any, config: Any, groups: DeviceGroups | None) -> None:
-    """Lets the trainer say what is wrong before anything starts, if it has anything to say."""
+    """Lets the trainer say what is wrong before anything starts. One without ``check`` has that of the shared keys."""
     if hasattr(trainer, "check"):
         trainer.check(config, groups)
+        return
+    from trainers.parts.checks import check_before_start, check_completions
+
+    if isinstance(config, TrainConfig):
+        check_before_start(config, groups)
+    if isinstance(config, CompletionConfig) and {"train", "rollout"} <= set(trainer.__rayhelper_roles__):
+        check_completions(config, groups)
 
 
 def placement(trainer: Any, config: Any, num_processes: int = 1) -> DeviceGroups:

@@ -123,4 +123,22 @@ def checked_configuration(trainer: type, name: str) -> type[RunConfig]:
             f"{config_type.__name__} says {', '.join(keys)}, which nobody would read. Write @dataclass(frozen=True, "
             "kw_only=True) above the class."
         )
+    check_declared(config_type.ROLES, trainer)
     return config_type
+
+
+def check_declared(declared: Mapping[str, Role], trainer: Any) -> None:
+    """Raises ConfigError for a declared role whose name is misspelt: that of the role, or of the one it lives with."""
+    roles = trainer.__rayhelper_roles__
+    for name, role in declared.items():
+        if role.host is not None and role.host not in declared:
+            raise ConfigError(
+                f"ROLES lets role {name!r} live with {role.host!r}, which it does not declare (declared: "
+                f"{', '.join(declared)}){nearest(role.host, declared)}. Correct the host."
+            )
+    unused = [name for name in declared if name not in roles]
+    for role in roles:
+        if role not in declared and (near := nearest(role, unused, "{!r}")):
+            raise ConfigError(
+                f"{trainer.__name__} has role {role!r}, and ROLES of its configuration {near}. Write one name in both."
+            )

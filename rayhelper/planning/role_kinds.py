@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from rayhelper.errors import ConfigError
 from rayhelper.named_class import class_named
+from rayhelper.text import nearest
 
 GROUP = "rayhelper.trainers"  # of entry points
 Does = Literal["trains", "values", "scores", "judges", "generates", "other"]
@@ -33,6 +34,17 @@ class RoleKind:
     """The role whose device group hosts this one too, where no device group names it; None: one must."""
     also: tuple[str, ...] = ()
     """Other names of the role in device groups."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a value of another type, which would be read letter by letter, or not at all."""
+        if self.does not in get_args(Does):
+            known = get_args(Does)
+            raise ConfigError(
+                f"a role {', '.join(known[:-1])} or is {known[-1]}; got {self.does!r}{nearest(self.does, known)}"
+            )
+        for one in fields(self):
+            if one.type == "tuple[str, ...]" and isinstance(value := getattr(self, one.name), str):
+                raise ConfigError(f"{one.name} of a role must be a tuple: write {one.name}=({value!r},)")
 
 
 KindT = TypeVar("KindT", bound=RoleKind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -124,6 +125,20 @@ class SaidByName:
     def train(self): ...
 
 
+@RayHelper.worker(group=["learner", "rolout", "judge"])
+class Misspelt(NoConfig):
+    def __init__(self, config: RaftConfig) -> None: ...
+
+
+@RayHelper.worker(group=["rollout", "judge"])
+class Homeless(NoConfig):
+    def __init__(self, config: Judged) -> None: ...
+
+
+class Judged(RaftConfig):
+    ROLES: ClassVar = {"rollout": ROLLOUT, "judge": RaftConfig.ROLES["judge"]}
+
+
 NUMBER = 3
 '''
 KEYS = "model: m\ndataset: d\nreport_to: none\n"
@@ -227,6 +242,8 @@ def test_plans_ask_the_command_line_whose_roles_they_are(tmp_path: Path) -> None
             "ForgottenConfig",
             r"Forgotten says num_kept, which nobody would read. Write @dataclass\(frozen=True, kw_only",
         ),
+        ("Misspelt", "Misspelt has role 'rolout', and ROLES of its configuration 'rollout'. Write one name in both"),
+        ("Homeless", r"ROLES lets role 'judge' live with 'learner', which it does not declare \(declared: rollout"),
         ("NUMBER", "raft.py:NUMBER is a int, not a class"),
         ("Elsewhere.Inner", "has no class Elsewhere.Inner"),
         ("", "names no class. Write module:Class, or path/to/file.py:Class"),
@@ -249,6 +266,27 @@ def test_a_module_that_cannot_be_found_is_told_and_what_it_raises_is_raised(raft
     (tmp_path / "json.py").write_text(RAFT)
     with pytest.raises(ConfigError, match=r"json.py cannot be imported as json, which is .*Rename the file"):
         command_named(f"{tmp_path}/json.py:RaftTrainer")
+
+
+@pytest.mark.parametrize(
+    ("does", "more", "told"),
+    [
+        ("judge", {}, "or is other; got 'judge' (did you mean judges?)"),
+        ("judges", {"models": "judge_model"}, "models of a role must be a tuple: write models=('judge_model',)"),
+        ("scores", {"keys": "ref_model"}, "keys of a role must be a tuple"),
+    ],
+)
+def test_a_role_that_is_declared_wrongly_is_told(does: Any, more: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        Role(does, **more)
+
+
+def test_a_trainer_without_a_check_of_its_own_has_that_of_the_shared_keys(raft: Path, tmp_path: Path) -> None:
+    (tmp_path / "alone.py").write_text(RAFT.replace("def check(", "def ask("))
+    command = command_named(f"{tmp_path}/alone.py:RaftTrainer")
+    config = command.config_type(model="m", dataset="d", external_plugins=["no.such_plugin"], num_kept=5)
+    with pytest.raises(ConfigError, match=r"plugin 'no.such_plugin' cannot be imported"):
+        run(command.trainer, config)
 
 
 # What it declares

@@ -27,7 +27,7 @@ from typing import Any
 
 Keys = dict[str, Any]
 
-TRAINERS = ("sft", "pretrain", "dpo", "reward", "grpo", "ppo", "gkd", "sampling")
+RECORDED = ("sft", "pretrain", "dpo", "reward", "grpo", "ppo", "gkd", "sampling")
 CLASSES = {  # module and the name before Trainer; a configuration is found beside it
     "sft": ("sft", "SFT", "SFT"),
     "pretrain": ("sft", "SFT", "Pretrain"),
@@ -332,9 +332,9 @@ def _cases(trainers: Sequence[str], variant: str, *runtimes: str) -> list[Case]:
     return [Case(trainer, variant, runtime) for trainer in trainers for runtime in runtimes]
 
 
-LEARNERS = TRAINERS[:-1]
+LEARNERS = RECORDED[:-1]
 CASES = [
-    *_cases(TRAINERS, "fsdp", *RUNTIMES),
+    *_cases(RECORDED, "fsdp", *RUNTIMES),
     Case("pretrain", "fsdp", "command"),
     Case("sft", "fsdp", "torchrun-command"),
     Case("grpo", "fsdp", "ray-command"),
@@ -342,7 +342,7 @@ CASES = [
     *_cases(["grpo"], "lora", "ray-apart"),
     *_cases(LEARNERS, "megatron", "torchrun", "ray"),
     *_cases(["grpo"], "megatron", "ray-apart"),
-    *_cases(TRAINERS, "resume", "off", "ray"),
+    *_cases(RECORDED, "resume", "off", "ray"),
     *_cases(["sft", "grpo"], "resume", "torchrun"),
     *_cases(["sft"], "packed", "off", "torchrun"),
     *_cases(["dpo"], "precomputed", "off", "ray-apart"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from rayhelper.check.flow import EVERYWHERE, ON_DRIVER, Flow, Place, RoleCall
+from rayhelper.check.flow import EVERYWHERE, ON_DRIVER, Flow, RoleCall, Site
 from rayhelper.check.module import Access, Finding, bindings, is_helper_call, own_nodes
 from rayhelper.check.source import Method
 from rayhelper.check.state import affects, asks_who_it_is, is_tested, none_tests
@@ -25,12 +25,12 @@ SCALAR_CALLS = ("len", "int", "float", "str", "bool")
 
 def calls_across_roles(flow: Flow) -> Iterator[Finding]:
     """Rules call-across-roles and call-to-driver: a worker's code calls what its process does not host."""
-    for method, place in flow.reached():
-        for call in flow.calls[method] if place.is_worker else []:
+    for method, site in flow.reached():
+        for call in flow.calls[method] if site.is_worker else []:
             role = call.settings.role
-            if flow.together(place.role, role) or asks_who_it_is(method, call.node):
+            if flow.together(site.role, role) or asks_who_it_is(method, call.node):
                 continue
-            where = flow.describe(method, place)
+            where = flow.describe(method, site)
             if role == DRIVER:
                 yield method.finding(
                     call.node,
@@ -63,8 +63,8 @@ def calls_while_constructing(flow: Flow) -> Iterator[Finding]:
 
 def values_in_construction(flow: Flow) -> Iterator[Finding]:
     """Rule init-value-used: the value of a call that is skipped in some of the processes that construct the class."""
-    for method in flow.places:
-        for call in flow.calls[method] if EVERYWHERE in flow.places[method] else []:
+    for method in flow.sites:
+        for call in flow.calls[method] if EVERYWHERE in flow.sites[method] else []:
             if not _gives_value(call.target):
                 continue
             fate, where = _fate(call)
@@ -87,8 +87,8 @@ def values_in_construction(flow: Flow) -> Iterator[Finding]:
 
 def values_of_none(flow: Flow) -> Iterator[Finding]:
     """Rule none-value-used: the value of a collect='none' call, which is a list on groups and a single value off."""
-    for method in flow.places:
-        for call in flow.calls[method] if ON_DRIVER in flow.places[method] else []:
+    for method in flow.sites:
+        for call in flow.calls[method] if ON_DRIVER in flow.sites[method] else []:
             settings = call.settings
             if settings.role == DRIVER or settings.execute == "first" or settings.collect != "none":
                 continue
@@ -108,8 +108,8 @@ def values_of_none(flow: Flow) -> Iterator[Finding]:
 
 def arguments(flow: Flow) -> Iterator[Finding]:
     """Rules argument-cannot-travel, argument-cannot-be-sliced and nothing-to-slice (of a call)."""
-    for method in flow.places:
-        for call in flow.calls[method] if ON_DRIVER in flow.places[method] else []:
+    for method in flow.sites:
+        for call in flow.calls[method] if ON_DRIVER in flow.sites[method] else []:
             settings = call.settings
             if settings.role == DRIVER or not isinstance(call.node, ast.Call):
                 continue
@@ -142,7 +142,7 @@ def arguments(flow: Flow) -> Iterator[Finding]:
 
 def returned_values(flow: Flow) -> Iterator[Finding]:
     """Rule return-cannot-travel: a worker's method returns what cannot leave its process."""
-    for method in flow.places:
+    for method in flow.sites:
         if method.settings is None or method.settings.role == DRIVER or method.is_generator:
             continue
         if not flow.serves_driver(method):
@@ -296,18 +296,18 @@ def _assigned_fate(call: RoleCall, statement: ast.Assign | ast.AnnAssign) -> tup
 
 def _read_elsewhere(flow: Flow, call: RoleCall, name: str) -> str:
     """Where an attribute that holds the call's value is read by processes that skipped the call; '' if nowhere."""
-    reads: list[tuple[Method, Access, Place]] = []
+    reads: list[tuple[Method, Access, Site]] = []
     set_again = set()
-    for method, place in flow.reached():
+    for method, site in flow.reached():
         tests = none_tests(method)
         for access in method.accesses:
-            if access.is_write and affects(access.path, (name,)) and place != EVERYWHERE:
-                set_again.add(flow.host(place.role))
+            if access.is_write and affects(access.path, (name,)) and site != EVERYWHERE:
+                set_again.add(flow.host(site.role))
             elif access.is_write or access.is_question or access.path[0] != name:
                 continue
             elif not is_tested(method, access, tests):
-                reads.append((method, access, place))
-    for method, access, place in reads:
-        if not flow.together(place.role, call.settings.role) and flow.host(place.role) not in set_again:
-            return f"put into self.{name} and read on {flow.describe(method, place)}, line {access.node.lineno}"
+                reads.append((method, access, site))
+    for method, access, site in reads:
+        if not flow.together(site.role, call.settings.role) and flow.host(site.role) not in set_again:
+            return f"put into self.{name} and read on {flow.describe(method, site)}, line {access.node.lineno}"
     return ""

@@ -126,7 +126,7 @@ def overrides(flow: Flow) -> Iterator[Finding]:
 
 
 def order(flow: Flow) -> Iterator[Finding]:
-    """Rules worker-not-topmost and mode-above-function: decorators above ours are applied in the wrong place."""
+    """Rules worker-not-topmost and mode-above-function: decorators above ours are applied in the wrong site."""
     for source in flow.lineage.classes:
         above = _above(source.node.decorator_list, source.worker_decorator)
         for entry in above:

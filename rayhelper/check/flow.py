@@ -1,7 +1,7 @@
 """Where each method of a class runs: on the driver, on the workers of a role, or wherever the class is constructed.
 
 Undecorated methods belong to whoever calls them. One that no method of the class mentions is called from outside, on
-the driver. What bases outside the class may call is not known, and such a method has no place at all: the rules say
+the driver. What bases outside the class may call is not known, and such a method has no site at all: the rules say
 nothing about it.
 """
 
@@ -21,7 +21,7 @@ HARMLESS = ("super", "getattr", "setattr", "hasattr", "isinstance", "type", "id"
 
 
 @dataclass(frozen=True)
-class Place:
+class Site:
     """A kind of process: ``role`` is 'driver', a role, or '__init__' for every process that constructs the class."""
 
     role: str
@@ -32,8 +32,8 @@ class Place:
         return self.role not in (DRIVER, "__init__")
 
 
-ON_DRIVER = Place(DRIVER)
-EVERYWHERE = Place("__init__")
+ON_DRIVER = Site(DRIVER)
+EVERYWHERE = Site("__init__")
 
 
 @dataclass(frozen=True)
@@ -54,25 +54,25 @@ class RoleCall:
 
 
 class Flow:
-    """The places of every method, and its calls of decorated ones."""
+    """The sites of every method, and its calls of decorated ones."""
 
     def __init__(self, lineage: Lineage, groups: DeviceGroups | None) -> None:
         self.lineage = lineage
         self.groups = groups
-        self.places: dict[Method, dict[Place, Method | None]] = {}  # with the method that leads there
+        self.sites: dict[Method, dict[Site, Method | None]] = {}  # with the method that leads there
         self.calls: dict[Method, list[RoleCall]] = {}
         self.edges: dict[Method, list[Method]] = {}
         for method in lineage.methods:
             self.calls[method] = []
             self.edges[method] = list(dict.fromkeys(self._mentioned(method)))
-            self.places[method] = {}
+            self.sites[method] = {}
         self._spread()
 
-    def reached(self) -> Iterator[tuple[Method, Place]]:
-        """Every method with each place where it runs."""
-        for method, places in self.places.items():
-            for place in places:
-                yield method, place
+    def reached(self) -> Iterator[tuple[Method, Site]]:
+        """Every method with each site where it runs."""
+        for method, sites in self.sites.items():
+            for site in sites:
+                yield method, site
 
     def group(self, role: str) -> DeviceGroup | None:
         """The group that hosts the role, if it is known."""
@@ -92,20 +92,20 @@ class Flow:
         group = self.group(role)
         return group is not None and group.num_workers == 1
 
-    def describe(self, method: Method, place: Place) -> str:
+    def describe(self, method: Method, site: Site) -> str:
         """``role 'train' (helper, reached from update)``."""
-        names, seen, step = [], {method}, self.places[method].get(place)
+        names, seen, step = [], {method}, self.sites[method].get(site)
         while step is not None and step not in seen:
             seen.add(step)
             names.append(step.name)
-            step = self.places[step].get(place)
-        who = {DRIVER: "the driver", "__init__": "every process"}.get(place.role, f"the workers of role {place.role!r}")
+            step = self.sites[step].get(site)
+        who = {DRIVER: "the driver", "__init__": "every process"}.get(site.role, f"the workers of role {site.role!r}")
         return f"{who} ({method.name}{', reached from ' + names[-1] if names else ''})"
 
     def serves_driver(self, method: Method) -> bool:
         """Whether the driver calls a decorated method; one that nothing here calls is called from outside."""
         callers = [caller for caller, calls in self.calls.items() for call in calls if call.target is method]
-        return not callers or any(ON_DRIVER in self.places[caller] for caller in callers)
+        return not callers or any(ON_DRIVER in self.sites[caller] for caller in callers)
 
     def unless_together(self) -> str:
         """What messages add where colocation would change things."""
@@ -161,7 +161,7 @@ class Flow:
             elif method.settings is None:
                 self._reach(method, EVERYWHERE, None)
             elif method.settings.role != UNKNOWN:
-                self._reach(method, _own_place(method.settings), None)
+                self._reach(method, _own_site(method.settings), None)
         mentioned = {target for method, targets in self.edges.items() for target in targets if target is not method}
         known = {*mentioned, *(method for method in plain if self._may_run_anywhere(method))}
         for method in plain:
@@ -171,11 +171,11 @@ class Flow:
     def _may_run_anywhere(self, method: Method) -> bool:
         """Whether code that is not seen here, on a worker too, may call an undecorated method."""
         hidden = method.name.startswith("__") or method.name in self.lineage.hooks
-        return hidden or (not self.calls[method] and any(map(self._hands_on_self, self.places)))
+        return hidden or (not self.calls[method] and any(map(self._hands_on_self, self.sites)))
 
     def _hands_on_self(self, method: Method) -> bool:
         """Whether a method that runs on workers gives the object itself to code that may do anything with it."""
-        if not any(place.is_worker or place == EVERYWHERE for place in self.places[method]):
+        if not any(site.is_worker or site == EVERYWHERE for site in self.sites[method]):
             return False
         for function, names in method.touched.names.items():
             shadow = method.self_name if function is method.node else None
@@ -185,22 +185,22 @@ class Flow:
                     return True
         return False
 
-    def _reach(self, method: Method, place: Place, via: Method | None) -> None:
-        if place in self.places[method]:
+    def _reach(self, method: Method, site: Site, via: Method | None) -> None:
+        if site in self.sites[method]:
             return
-        self.places[method][place] = via
+        self.sites[method][site] = via
         for target in self.edges[method]:
             settings = target.settings
             if settings is None:
-                self._reach(target, place, method)
+                self._reach(target, site, method)
             elif settings.role == UNKNOWN:
                 continue
-            elif place == EVERYWHERE and settings.role != DRIVER:  # while constructing, 'first' runs on all workers
-                self._reach(target, Place(settings.role), method)
-            elif place.is_worker and self.together(place.role, settings.role):
-                self._reach(target, Place(settings.role, place.first), method)
-            elif place == ON_DRIVER or (place == EVERYWHERE and settings.role == DRIVER):
-                self._reach(target, _own_place(settings), method)
+            elif site == EVERYWHERE and settings.role != DRIVER:  # while constructing, 'first' runs on all workers
+                self._reach(target, Site(settings.role), method)
+            elif site.is_worker and self.together(site.role, settings.role):
+                self._reach(target, Site(settings.role, site.first), method)
+            elif site == ON_DRIVER or (site == EVERYWHERE and settings.role == DRIVER):
+                self._reach(target, _own_site(settings), method)
 
     def while_constructing(self) -> list[Method]:
         """What runs during construction only on the driver: calls to workers are skipped there."""
@@ -245,5 +245,5 @@ def _through_variable(method: Method, access: Access) -> Iterator[Access]:
                     yield access_of(node, access.path[0], method.module)
 
 
-def _own_place(settings: Settings) -> Place:
-    return Place(settings.role, settings.execute == "first" and settings.role != DRIVER)
+def _own_site(settings: Settings) -> Site:
+    return Site(settings.role, settings.execute == "first" and settings.role != DRIVER)

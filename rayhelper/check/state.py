@@ -1,7 +1,7 @@
 """State that is changed in one kind of process and read in another: attributes, module variables, the environment.
 
-Each is a list of touches (where, read or write, in which place), and the question is always the same: does a place read
-what only another place has written? What a constructor or the module sets exists everywhere, and stays as it was.
+Each is a list of touches (where, read or write, in which site), and the question is always the same: does a site read
+what only another site has written? What a constructor or the module sets exists everywhere, and stays as it was.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rayhelper.check.flow import EVERYWHERE, Flow, Place
+from rayhelper.check.flow import EVERYWHERE, Flow, Site
 from rayhelper.check.module import Access, Finding, Function, access_of, assigned, own_nodes
 from rayhelper.check.source import Method
 from rayhelper.device_groups import DRIVER
@@ -27,7 +27,7 @@ class Touch:
     """One read or write of something that has a name in every process."""
 
     path: tuple[str, ...]
-    place: Place | None  # None: nobody knows where
+    site: Site | None  # None: nobody knows where
     method: Method
     node: ast.AST
     is_write: bool
@@ -50,7 +50,7 @@ def attribute_findings(flow: Flow) -> Iterator[Finding]:
                 may_miss = path[0] in optional or access.has_default
                 asked = asked or (may_miss and is_tested(method, access, tests))
                 touches += _everywhere(flow, method, path, access.node, is_write, asked and not is_write)
-    baseline |= {touch.path for touch in touches if touch.is_write and touch.place == EVERYWHERE}
+    baseline |= {touch.path for touch in touches if touch.is_write and touch.site == EVERYWHERE}
     yield from _compare(flow, _known(flow, touches), baseline, "self.")
 
 
@@ -74,7 +74,7 @@ def environment_findings(flow: Flow) -> Iterator[Finding]:
         for function in flow.functions(method):
             for name, node, is_write in environment_touches(method, function):
                 touches += _everywhere(flow, method, (name,), node, is_write)
-    baseline = {touch.path for touch in touches if touch.is_write and touch.place == EVERYWHERE}
+    baseline = {touch.path for touch in touches if touch.is_write and touch.site == EVERYWHERE}
     yield from _compare(flow, touches, baseline, "the environment's ", "environment-state")
 
 
@@ -168,10 +168,10 @@ def _known(flow: Flow, touches: list[Touch]) -> list[Touch]:
 
     An attribute that the process also sets plainly is taken to be set there alone.
     """
-    unknown = {(flow.host(place.role), path) for method, place in flow.reached() for path in method.touched.unknown}
+    unknown = {(flow.host(site.role), path) for method, site in flow.reached() for path in method.touched.unknown}
     known = []
     for touch in touches:
-        host = flow.host(touch.place.role) if touch.place else ""
+        host = flow.host(touch.site.role) if touch.site else ""
         may_be_set = any(where == host and touch.path[: len(path)] == path for where, path in unknown)
         if touch.is_write or not may_be_set or _sets_plainly(flow, touches, host, touch.path):
             known.append(touch)
@@ -179,7 +179,7 @@ def _known(flow: Flow, touches: list[Touch]) -> list[Touch]:
 
 
 def _sets_plainly(flow: Flow, touches: list[Touch], host: str, path: tuple[str, ...]) -> bool:
-    writes = [touch for touch in touches if touch.is_write and touch.place and flow.host(touch.place.role) == host]
+    writes = [touch for touch in touches if touch.is_write and touch.site and flow.host(touch.site.role) == host]
     return any(affects(write.path, path) for write in writes)
 
 
@@ -200,7 +200,7 @@ def _values(flow: Flow) -> dict[str, list[ast.expr]]:
         for name, value in source.attributes.items():
             found.setdefault(name, []).append(value)
     for method in flow.lineage.methods:
-        for access in method.accesses if EVERYWHERE in flow.places[method] else []:
+        for access in method.accesses if EVERYWHERE in flow.sites[method] else []:
             parent = method.module.parents[access.node]
             if not access.is_write or len(access.path) > 1:
                 continue
@@ -221,7 +221,7 @@ def _written(access: Access, is_container: bool) -> tuple[tuple[str, ...], bool]
 def _everywhere(
     flow: Flow, method: Method, path: tuple[str, ...], node: ast.AST, is_write: bool, is_guarded: bool = False
 ) -> list[Touch]:
-    return [Touch(path, place, method, node, is_write, is_guarded) for place in flow.places[method] or [None]]
+    return [Touch(path, site, method, node, is_write, is_guarded) for site in flow.sites[method] or [None]]
 
 
 def _variables(method: Method, function: Function) -> Iterator[Access]:
@@ -240,15 +240,15 @@ def _compare(
 ) -> Iterator[Finding]:
     told = set()
     for read in touches:
-        if read.is_write or read.is_guarded or read.place is None:
+        if read.is_write or read.is_guarded or read.site is None:
             continue
         writes = [touch for touch in touches if touch.is_write and affects(touch.path, read.path)]
         exists = any(affects(path, read.path) for path in baseline)
-        if any(write.place is None for write in writes) or (read.place == EVERYWHERE and exists):
+        if any(write.site is None for write in writes) or (read.site == EVERYWHERE and exists):
             continue
-        writes = [write for write in writes if write.place != EVERYWHERE]
-        write = _missing(flow, writes, read.place)
-        near = write is not None and write.place is not None and flow.together(write.place.role, read.place.role)
+        writes = [write for write in writes if write.site != EVERYWHERE]
+        write = _missing(flow, writes, read.site)
+        near = write is not None and write.site is not None and flow.together(write.site.role, read.site.role)
         if near and any(map(_names_worker, read.method.functions)):
             continue  # it may well know that worker 0 alone has the value
         key = (read.method, read.path[0])
@@ -257,37 +257,37 @@ def _compare(
             yield _finding(flow, read, write, exists, prefix, rule)
 
 
-def _missing(flow: Flow, writes: list[Touch], place: Place) -> Touch | None:
-    """A write that the place does not see, if it sees none."""
-    near = [write for write in writes if write.place and flow.together(write.place.role, place.role)]
+def _missing(flow: Flow, writes: list[Touch], site: Site) -> Touch | None:
+    """A write that the site does not see, if it sees none."""
+    near = [write for write in writes if write.site and flow.together(write.site.role, site.role)]
     for write in near:
-        assert write.place is not None, "told apart by the caller"
-        if place.first or not write.place.first or flow.is_single(place.role):
+        assert write.site is not None, "told apart by the caller"
+        if site.first or not write.site.first or flow.is_single(site.role):
             return None
     return next(iter(near or writes), None)
 
 
 def _finding(flow: Flow, read: Touch, write: Touch, exists: bool, prefix: str, rule: str | None) -> Finding:
-    assert read.place is not None, "compared above"
-    assert write.place is not None, "compared above"
-    near = flow.together(read.place.role, write.place.role)
+    assert read.site is not None, "compared above"
+    assert write.site is not None, "compared above"
+    near = flow.together(read.site.role, write.site.role)
     remedy = "Pass it as an argument of a decorated call, or set it in undecorated code of __init__."
     if near:
         known, remedy = "state-on-first-worker", "Let every worker set it: execute='all'."
-    elif write.place.role == DRIVER:
+    elif write.site.role == DRIVER:
         known = "state-from-driver"
-    elif read.place.is_worker:
+    elif read.site.is_worker:
         known = "state-across-roles"
     else:
         known, remedy = "state-from-worker", "Return it from a decorated method."
-    both = read.place.is_worker and write.place.is_worker and not near
-    where = "worker 0 alone" if near else flow.describe(write.method, write.place)
+    both = read.site.is_worker and write.site.is_worker and not near
+    where = "worker 0 alone" if near else flow.describe(write.method, write.site)
     gives = "the value from before" if exists else "its default" if _has_default(read.node) else "nothing"
     name = prefix + "".join(read.path).replace("[*]", "[...]")
     return read.method.finding(
         read.node,
         rule or known,
-        f"{name} is read on {flow.describe(read.method, read.place)}, and set on {where} in line "
+        f"{name} is read on {flow.describe(read.method, read.site)}, and set on {where} in line "
         f"{getattr(write.node, 'lineno', 0)}. Under Ray these are different processes"
         f"{flow.unless_together() if both else ''}: the read finds {gives}. {remedy}",
     )

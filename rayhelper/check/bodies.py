@@ -47,7 +47,9 @@ def mutated_arguments(flow: Flow) -> Iterator[Finding]:
                     "what is new instead."
                 )
                 yield method.finding(
-                    node, "argument-mutated", f"{method.name} changes its argument {argument.arg!r}: {consequence}"
+                    node,
+                    "argument-mutated",
+                    f"{flow.title(method)} changes its argument {argument.arg!r}: {consequence}",
                 )
 
 

@@ -26,7 +26,7 @@ class Touched:
     accesses: list[Access] = field(default_factory=list)
     unknown: list[Path] = field(default_factory=list)  # where it sets names that are not in the source; (): on itself
     super_calls: list[tuple[str, ast.Call]] = field(default_factory=list)
-    names: Mapping[Function, frozenset[str]] = field(default_factory=dict)  # of the object, in the method and helpers
+    names: dict[Function, frozenset[str]] = field(default_factory=dict)  # of the object, in the method and helpers
 
 
 def touched(node: Function, self_name: str | None, module: ModuleSource) -> Touched:

@@ -32,7 +32,7 @@ LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 def mutated_arguments(flow: Flow) -> Iterator[Finding]:
     """Rule argument-mutated: a change of an argument that nothing on the worker sees, or that is refused there."""
-    for method in flow.places:
+    for method in flow.sites:
         if method.settings is None or method.settings.role == DRIVER or not flow.serves_driver(method):
             continue
         for argument in method.parameters:
@@ -47,35 +47,37 @@ def mutated_arguments(flow: Flow) -> Iterator[Finding]:
                     "what is new instead."
                 )
                 yield method.finding(
-                    node, "argument-mutated", f"{method.name} changes its argument {argument.arg!r}: {consequence}"
+                    node,
+                    "argument-mutated",
+                    f"{flow.title(method)} changes its argument {argument.arg!r}: {consequence}",
                 )
 
 
 def collectives(flow: Flow) -> Iterator[Finding]:
     """Rules collective-on-first and collective-on-driver."""
-    for method, place in flow.reached():
+    for method, site in flow.reached():
         for function in flow.functions(method):
             for node, name in _collectives(method, function):
-                if place.first and not flow.is_single(place.role):
+                if site.first and not flow.is_single(site.role):
                     yield method.finding(
                         node,
                         "collective-on-first",
-                        f"{name} is called by worker 0 alone, on {flow.describe(method, place)}, and waits for the "
+                        f"{name} is called by worker 0 alone, on {flow.describe(method, site)}, and waits for the "
                         "others until it times out. Decorate the method with execute='all'.",
                     )
-                elif place in (ON_DRIVER, EVERYWHERE) and not name.endswith("init_process_group"):
+                elif site in (ON_DRIVER, EVERYWHERE) and not name.endswith("init_process_group"):
                     yield method.finding(
                         node,
                         "collective-on-driver",
-                        f"{name} is called on {flow.describe(method, place)}, but the driver is in no process group: "
+                        f"{name} is called on {flow.describe(method, site)}, but the driver is in no process group: "
                         "it fails or hangs. Call it in a decorated method.",
                     )
 
 
 def ranks_on_driver(flow: Flow) -> Iterator[Finding]:
     """Rule rank-on-driver: a worker's environment read where there is none."""
-    for method in flow.places:
-        for function in flow.functions(method) if ON_DRIVER in flow.places[method] else []:
+    for method in flow.sites:
+        for function in flow.functions(method) if ON_DRIVER in flow.sites[method] else []:
             for name, node, is_write in environment_touches(method, function):
                 if name in RANK_NAMES and not is_write:
                     yield method.finding(

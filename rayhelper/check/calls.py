@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from rayhelper.check.flow import EVERYWHERE, ON_DRIVER, Flow, Place, RoleCall
-from rayhelper.check.module import Access, Finding, bindings, is_helper_call, own_nodes
+from rayhelper.check.absences import asks_it, asks_who_it_is, is_tested, none_tests
+from rayhelper.check.flow import EVERYWHERE, ON_DRIVER, Flow, RoleCall, Site
+from rayhelper.check.module import Finding, bindings, is_helper_call, own_nodes
+from rayhelper.check.reaches import Reach
 from rayhelper.check.source import Method
-from rayhelper.check.state import affects, asks_who_it_is, is_tested, none_tests
+from rayhelper.check.state import affects
 from rayhelper.device_groups import DRIVER
 
 BOUND_TO_PROCESS = {  # what cannot be pickled, by the call that makes it
@@ -25,24 +27,25 @@ SCALAR_CALLS = ("len", "int", "float", "str", "bool")
 
 def calls_across_roles(flow: Flow) -> Iterator[Finding]:
     """Rules call-across-roles and call-to-driver: a worker's code calls what its process does not host."""
-    for method, place in flow.reached():
-        for call in flow.calls[method] if place.is_worker else []:
-            role = call.settings.role
-            if flow.together(place.role, role) or asks_who_it_is(method, call.node):
+    for method, site in flow.reached():
+        for call in flow.calls[method] if site.is_worker else []:
+            role, instance = call.settings.role, flow.instance(call.target)
+            is_asked = asks_who_it_is(method, call.node) or asks_it(flow, method, call.node, instance)
+            if flow.together(site.role, role) or is_asked:
                 continue
-            where = flow.describe(method, place)
+            where, name = flow.describe(method, site), flow.title(call.target)
             if role == DRIVER:
                 yield method.finding(
                     call.node,
                     "call-to-driver",
-                    f"{call.target.name} belongs to the driver and is called on {where}: RoleError under Ray. Call it "
+                    f"{name} belongs to the driver and is called on {where}: RoleError under Ray. Call it "
                     "on the driver, and hand what it gives to the workers as an argument.",
                 )
             else:
                 yield method.finding(
                     call.node,
                     "call-across-roles",
-                    f"{call.target.name} belongs to role {role!r} and is called on {where}: RoleError under Ray"
+                    f"{name} belongs to role {role!r} and is called on {where}: RoleError under Ray"
                     f"{flow.unless_together()}. Call it on the driver, one role after the other.",
                 )
 
@@ -55,20 +58,20 @@ def calls_while_constructing(flow: Flow) -> Iterator[Finding]:
                 yield method.finding(
                     call.node,
                     "skipped-in-construction",
-                    f"{call.target.name} belongs to role {call.settings.role!r} and is called while the class is "
-                    f"constructed, in {method.name}, which runs on the driver alone: it is skipped there, and so runs "
-                    "nowhere. Call it in __init__ itself, or after construction.",
+                    f"{flow.title(call.target)} belongs to role {call.settings.role!r} and is called while the class "
+                    f"is constructed, in {flow.title(method)}, which runs on the driver alone: it is skipped there, "
+                    "and so runs nowhere. Call it in __init__ itself, or after construction.",
                 )
 
 
 def values_in_construction(flow: Flow) -> Iterator[Finding]:
     """Rule init-value-used: the value of a call that is skipped in some of the processes that construct the class."""
-    for method in flow.places:
-        for call in flow.calls[method] if EVERYWHERE in flow.places[method] else []:
+    for method in flow.sites:
+        for call in flow.calls[method] if EVERYWHERE in flow.sites[method] else []:
             if not _gives_value(call.target):
                 continue
             fate, where = _fate(call)
-            tests = none_tests(method)
+            tests = none_tests(flow, method)
             used = ""
             if fate == "expression" or (fate == "name" and isinstance(where, ast.Name) and where.id not in tests):
                 used = "used here"
@@ -79,16 +82,16 @@ def values_in_construction(flow: Flow) -> Iterator[Finding]:
                 yield method.finding(
                     call.node,
                     "init-value-used",
-                    f"the value of {call.target.name} (role {call.settings.role!r}) is {used}, but while the class is "
-                    f"constructed the call is skipped {absent}, and gives None there. Keep the value in an attribute "
-                    "of its own role, or make the call after construction.",
+                    f"the value of {flow.title(call.target)} (role {call.settings.role!r}) is {used}, but while the "
+                    f"class is constructed the call is skipped {absent}, and gives None there. Keep the value in an "
+                    "attribute of its own role, or make the call after construction.",
                 )
 
 
 def values_of_none(flow: Flow) -> Iterator[Finding]:
     """Rule none-value-used: the value of a collect='none' call, which is a list on groups and a single value off."""
-    for method in flow.places:
-        for call in flow.calls[method] if ON_DRIVER in flow.places[method] else []:
+    for method in flow.sites:
+        for call in flow.calls[method] if ON_DRIVER in flow.sites[method] else []:
             settings = call.settings
             if settings.role == DRIVER or settings.execute == "first" or settings.collect != "none":
                 continue
@@ -100,16 +103,16 @@ def values_of_none(flow: Flow) -> Iterator[Finding]:
                 yield method.finding(
                     call.node,
                     "none-value-used",
-                    f"{call.target.name} is collected by 'none': its value is a list with an entry for each worker "
-                    "under Ray, and the method's own value with Ray off. Use execute='first', collect='flatten' or a "
-                    "callable that returns what the method returns.",
+                    f"{flow.title(call.target)} is collected by 'none': its value is a list with an entry for each "
+                    "worker under Ray, and the method's own value with Ray off. Use execute='first', collect='flatten' "
+                    "or a callable that returns what the method returns.",
                 )
 
 
 def arguments(flow: Flow) -> Iterator[Finding]:
     """Rules argument-cannot-travel, argument-cannot-be-sliced and nothing-to-slice (of a call)."""
-    for method in flow.places:
-        for call in flow.calls[method] if ON_DRIVER in flow.places[method] else []:
+    for method in flow.sites:
+        for call in flow.calls[method] if ON_DRIVER in flow.sites[method] else []:
             settings = call.settings
             if settings.role == DRIVER or not isinstance(call.node, ast.Call):
                 continue
@@ -120,29 +123,29 @@ def arguments(flow: Flow) -> Iterator[Finding]:
                     yield method.finding(
                         argument,
                         "argument-cannot-travel",
-                        f"{why} is an argument of {call.target.name}, which runs on role {settings.role!r}: it belongs "
-                        "to this process and cannot be sent. Pass plain data (a list for a generator), or make it "
-                        "where it is used.",
+                        f"{why} is an argument of {flow.title(call.target)}, which runs on role {settings.role!r}: it "
+                        "belongs to this process and cannot be sent. Pass plain data (a list for a generator), or make "
+                        "it where it is used.",
                     )
                 elif divided and _unsliceable(method, argument):
                     yield method.finding(
                         argument,
                         "argument-cannot-be-sliced",
-                        f"{_unsliceable(method, argument)} is an argument of {call.target.name}, whose dispatch cuts "
-                        "its arguments: DispatchError under Ray. Pass a list, or RayHelper.whole(value).",
+                        f"{_unsliceable(method, argument)} is an argument of {flow.title(call.target)}, whose dispatch "
+                        "cuts its arguments: DispatchError under Ray. Pass a list, or RayHelper.whole(value).",
                     )
             if divided and all(_is_scalar(argument) for argument in call.arguments):
                 yield method.finding(
                     call.node,
                     "nothing-to-slice",
-                    f"{call.target.name} cuts its arguments over the workers, and this call has nothing to cut: "
+                    f"{flow.title(call.target)} cuts its arguments over the workers, and this call has nothing to cut: "
                     "DispatchError under Ray. Pass the items, or decorate it with dispatch='all'.",
                 )
 
 
 def returned_values(flow: Flow) -> Iterator[Finding]:
     """Rule return-cannot-travel: a worker's method returns what cannot leave its process."""
-    for method in flow.places:
+    for method in flow.sites:
         if method.settings is None or method.settings.role == DRIVER or method.is_generator:
             continue
         if not flow.serves_driver(method):
@@ -153,8 +156,9 @@ def returned_values(flow: Flow) -> Iterator[Finding]:
                 yield method.finding(
                     value,
                     "return-cannot-travel",
-                    f"{why} is returned from {method.name}, which runs on role {method.settings.role!r}: it cannot be "
-                    "sent to the driver. Return plain data (a list for a generator), or keep it on the worker.",
+                    f"{why} is returned from {flow.title(method)}, which runs on role {method.settings.role!r}: it "
+                    "cannot be sent to the driver. Return plain data (a list for a generator), or keep it on the "
+                    "worker.",
                 )
 
 
@@ -168,15 +172,15 @@ def unportable(flow: Flow, method: Method, node: ast.expr) -> str:
     if isinstance(node, ast.Call):
         return _unportable_call(flow, method, node)
     if isinstance(node, ast.Lambda):
-        inside = any(method.is_self(inner) for inner in ast.walk(node.body))
-        return "a lambda that holds the trainer itself" if inside else ""
-    if isinstance(node, ast.Attribute) and method.is_self(node.value):
-        found = flow.lineage.find(node.attr)
-        return f"self.{node.attr}, and with it the trainer itself," if found and found.kind == "method" else ""
-    if not isinstance(node, ast.Name):
+        names = (inner for inner in ast.walk(node.body) if isinstance(inner, ast.Name))
+        held = next((name for name in names if flow.instances_at(method, name)), None)
+        return f"a lambda that holds {held.id}" if held is not None else ""
+    if isinstance(node, ast.Attribute):
+        found = [instance.lineage.find(node.attr) for instance in flow.instances_at(method, node.value)]
+        is_bound = any(entry is not None and entry.kind == "method" for entry in found)
+        return f"{ast.unparse(node)}, and with it {ast.unparse(node.value)} itself," if is_bound else ""
+    if not isinstance(node, ast.Name) or flow.instances_at(method, node):
         return ""
-    if method.is_self(node):
-        return "the trainer itself" if method.kind == "method" else ""
     value = _only_value(method, node)
     parent = module.parents.get(value) if value is not None else None
     inside_itself = parent is not None and parent in [node, *module.up(node)]
@@ -197,10 +201,9 @@ def _unportable_call(flow: Flow, method: Method, node: ast.Call) -> str:
     if called is not None:
         is_generator = any(isinstance(inner, (ast.Yield, ast.YieldFrom)) for inner in own_nodes(called))
         return "a generator" if is_generator and isinstance(called, ast.FunctionDef) else ""
-    if name.startswith(f"{method.self_name}.") and name.count(".") == 1:
-        found = flow.lineage.find(name.partition(".")[2])
-        return "a generator" if found and found.is_generator and isinstance(found.node, ast.FunctionDef) else ""
-    return ""
+    methods = flow.methods_called(method, node)
+    is_generator = any(found.is_generator and isinstance(found.node, ast.FunctionDef) for found in methods)
+    return "a generator" if is_generator else ""
 
 
 def _only_value(method: Method, node: ast.Name) -> ast.expr | None:
@@ -296,18 +299,23 @@ def _assigned_fate(call: RoleCall, statement: ast.Assign | ast.AnnAssign) -> tup
 
 def _read_elsewhere(flow: Flow, call: RoleCall, name: str) -> str:
     """Where an attribute that holds the call's value is read by processes that skipped the call; '' if nowhere."""
-    reads: list[tuple[Method, Access, Place]] = []
+    owner = flow.instance(call.caller)
+    reads: list[tuple[Method, Reach, Site]] = []
     set_again = set()
-    for method, place in flow.reached():
-        tests = none_tests(method)
-        for access in method.accesses:
-            if access.is_write and affects(access.path, (name,)) and place != EVERYWHERE:
-                set_again.add(flow.host(place.role))
-            elif access.is_write or access.is_question or access.path[0] != name:
+    for method, site in flow.reached():
+        tests = none_tests(flow, method)
+        for reach in flow.reaches[method]:
+            access = reach.access
+            if reach.instance is not owner:
                 continue
-            elif not is_tested(method, access, tests):
-                reads.append((method, access, place))
-    for method, access, place in reads:
-        if not flow.together(place.role, call.settings.role) and flow.host(place.role) not in set_again:
-            return f"put into self.{name} and read on {flow.describe(method, place)}, line {access.node.lineno}"
+            if access.is_write and affects(access.path, (name,)) and site != EVERYWHERE:
+                set_again.add(flow.host(site.role))
+            elif access.is_write or access.is_question or access.path[0] != name or not reach.is_sure:
+                continue
+            elif not is_tested(flow, method, reach, tests):
+                reads.append((method, reach, site))
+    for method, reach, site in reads:
+        if not flow.together(site.role, call.settings.role) and flow.host(site.role) not in set_again:
+            where = f"{flow.describe(method, site)}, line {reach.access.node.lineno}"
+            return f"put into {flow.prefix(owner)}{name} and read on {where}"
     return ""

@@ -1,6 +1,6 @@
 """Findings about a decorated class, read from its source: ``python -m rayhelper check module:Class``.
 
-    module:Class  ->  Lineage (source.py)  ->  Flow (flow.py)  ->  rules  ->  file:line: rule: message
+    module:Class  ->  Lineage  ->  Objects  ->  Flow  ->  rules  ->  file:line: rule: message
 
 What is found works with Ray off and is an error, a loss or another number on device groups. A rule that cannot be sure
 says nothing. A class that cannot be defined at all is checked as far as its own file goes. What is not seen of an
@@ -18,9 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rayhelper.check import bodies, calls, decorators, state
+from rayhelper.check import bodies, calls, decorators, parts, state
 from rayhelper.check.flow import Flow
 from rayhelper.check.module import Finding, ModuleSource
+from rayhelper.check.names import Sources
+from rayhelper.check.objects import Objects
 from rayhelper.check.source import Lineage, lineage_of_class, lineage_of_source
 from rayhelper.device_groups import DeviceGroups
 from rayhelper.device_groups.keys import PLACING_KEYS, TOP_KEYS
@@ -48,6 +50,9 @@ RULES: tuple[Callable[[Flow], Iterator[Finding]], ...] = (
     bodies.mutated_arguments,
     bodies.collectives,
     bodies.ranks_on_driver,
+    parts.roles_of_parts,
+    parts.parts_built_alike,
+    parts.objects_given,
 )
 
 
@@ -74,44 +79,57 @@ def check(target: str, device_groups: str | None = None, config: str | None = No
 
 
 def findings(cls: type, groups: DeviceGroups | None = None) -> list[Finding]:
-    """The findings about an imported class and its own bases, sorted by place.
+    """The findings about an imported class, its own bases and its parts, sorted by file and line.
 
     Without ``groups`` roles are taken to be in processes of their own.
 
     Raises:
         RayHelperError: the source of the class cannot be read.
     """
+    sources = Sources()
+    return _apply(_flow(lineage_of_class(cls, sources.modules), sources, groups))
+
+
+def _flow(lineage: Lineage, sources: Sources, groups: DeviceGroups | None) -> Flow:
+    cls = lineage.classes[0].cls
     if groups is not None:
         groups = groups.with_default_hosts(default_hosts(cls))
-    return _apply(lineage_of_class(cls), groups)
+    return Flow(Objects(lineage, sources), groups)
 
 
-def _apply(lineage: Lineage, groups: DeviceGroups | None) -> list[Finding]:
-    flow = Flow(lineage, groups)
-    found = {(entry.file, entry.line, entry.rule, _subject(entry)): entry for rule in RULES for entry in rule(flow)}
-    for module in {source.module.path: source.module for source in lineage.classes}.values():
+def _apply(flow: Flow) -> list[Finding]:
+    names = sorted((instance.name for instance in flow.objects.instances), key=len, reverse=True)
+    found = {
+        (entry.file, entry.line, entry.rule, _subject(entry, names)): entry for rule in RULES for entry in rule(flow)
+    }
+    classes = [source for instance in flow.objects.instances for source in instance.lineage.classes]
+    for module in {source.module.path: source.module for source in classes}.values():
         found.update(
             {(entry.file, entry.line, entry.rule, ""): entry for entry in bodies.initialized_on_import(module)}
         )
     return sorted(found.values())
 
 
-def _subject(finding: Finding) -> str:
-    """What tells two findings of one rule on one line apart: not the way by which the method was reached."""
-    return finding.message.partition(" is ")[0]
+def _subject(finding: Finding, names: list[str]) -> str:
+    """What tells two findings of one rule on one line apart: not the way by which the method was reached, or of which
+    of the objects of one class it is."""
+    subject = finding.message.partition(" is ")[0]
+    for name in names:
+        subject = subject.replace(f"{name}.", "")
+    return subject
 
 
 def _findings_of_target(target: str, groups: DeviceGroups | None) -> list[Finding]:
     name, _, qualname = target.partition(":")
     if not name or not qualname:
         raise LookupError(f"{target!r} names no class. Write module:Class, such as trainers.grpo:GRPOTrainer.")
-    module = _module(name)
+    module, sources = _module(name), Sources()
     if bodies.initialized_on_import(module):  # importing it would start workers
-        return _apply(_decorated(lineage_of_source(module, qualname), target), groups)
+        return _apply(_checkable(_flow(lineage_of_source(module, qualname), sources, groups), target))
     try:
         found: Any = importlib.import_module(name)
-        for part in qualname.split("."):
-            found = getattr(found, part)
+        for step in qualname.split("."):
+            found = getattr(found, step)
     except DecorationError as error:
         return _undefined(module, qualname, error, groups)
     except AttributeError as error:
@@ -120,24 +138,25 @@ def _findings_of_target(target: str, groups: DeviceGroups | None) -> list[Findin
         raise LookupError(f"module {name} cannot be imported: {type(error).__name__}: {error}") from error
     if not isinstance(found, type):
         raise LookupError(f"{target} is a {type(found).__name__}, not a class")
-    return _apply(_decorated(lineage_of_class(found), target), groups)
+    return _apply(_checkable(_flow(lineage_of_class(found, sources.modules), sources, groups), target))
 
 
-def _decorated(lineage: Lineage, target: str) -> Lineage:
-    """The lineage. Raises LookupError if no role runs anything of it, so that there is nothing to check."""
+def _checkable(flow: Flow, target: str) -> Flow:
+    """The flow. Raises LookupError if no role runs anything of the class or its parts: there is nothing to check."""
+    lineage = flow.root.lineage
     names = ", ".join(source.name for source in lineage.classes)
     nodes = [source.node for source in lineage.classes] + [method.node for method in lineage.methods]
     hidden = lineage.has_unread_bases or any(node.decorator_list for node in nodes)
     is_loaded = lineage.classes[0].cls is not None
-    if any(method.settings is not None for method in lineage.methods) or (hidden and not is_loaded):
-        return lineage
-    if lineage.roles is None and not any(source.worker_decorator for source in lineage.classes):
+    if any(method.settings is not None for method in flow.methods) or (hidden and not is_loaded):
+        return flow
+    if not lineage.is_decorated:
         raise LookupError(
             f"{target} has no @RayHelper.worker and no method with @RayHelper.function (read: {names}): all of it runs "
             "on the driver. Decorate it, or check another class."
         )
     if lineage.has_unread_bases:
-        return lineage
+        return flow
     raise LookupError(
         f"{target} has no method with @RayHelper.function (read: {names}): all of it runs on the driver, and its "
         "workers have nothing to do. Decorate the methods that belong to a role, or check another class."
@@ -166,10 +185,10 @@ def _undefined(
     last = outside[-1] if outside else None
     file, line = (last.filename, last.lineno or 1) if last else (module.path, 1)
     try:
-        found = _apply(lineage_of_source(module, qualname), groups)
+        found = _apply(_flow(lineage_of_source(module, qualname), Sources(), groups))
     except LookupError:  # the class is defined elsewhere
         found = []
-    known = {"first-divides", "unknown-setting", "role-not-declared"}
+    known = {"first-divides", "unknown-setting", "role-not-declared", "own-of-several-roles"}
     if any(finding.file == file and finding.rule in known for finding in found):
         return found
     return sorted([*found, Finding(file, line, "cannot-decorate", f"the class cannot be defined: {error}")])

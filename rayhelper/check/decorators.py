@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rayhelper.check.calls import SCALAR_CALLS
 from rayhelper.check.flow import Flow
 from rayhelper.check.module import Finding
-from rayhelper.check.source import DIVIDED, UNKNOWN, ClassSource, Method
+from rayhelper.check.source import DIVIDED, UNKNOWN, Lineage, Method
 from rayhelper.device_groups import DRIVER
 
 KNOWN = {
@@ -22,44 +22,62 @@ MARKERS = ("final", "runtime_checkable")  # decorators that return the class as 
 
 
 def roles(flow: Flow) -> Iterator[Finding]:
-    """Rules role-not-declared, role-not-hosted and class-without-worker."""
-    declared = flow.lineage.roles
-    decorated = [(method, method.settings) for method in flow.lineage.methods if method.settings is not None]
-    if declared is None:
-        if decorated and not flow.lineage.has_unread_bases and not any(map(_is_worker, flow.lineage.classes)):
-            source = decorated[0][0].owner
-            yield decorated[0][0].finding(
-                source.node,
-                "class-without-worker",
-                f"{source.name} has decorated methods and no @RayHelper.worker(group=...): a call raises RoleError "
-                "under Ray. Decorate the class with the roles of its methods.",
-            )
-        return
-    for method, settings in decorated:
-        if settings.role not in (*declared, DRIVER, UNKNOWN):
-            yield method.finding(
-                method.line_of_decorator(),
-                "role-not-declared",
-                f"{method} belongs to role {settings.role!r}, which the class does not declare (declared: "
-                f"{', '.join(declared)}): the class cannot be defined. Add it to @RayHelper.worker(group=[...]).",
-            )
-    for role in declared:
+    """Rules role-not-declared, own-of-several-roles, role-not-hosted and class-without-worker."""
+    for instance in flow.objects.instances:
+        yield from _undeclared(instance.lineage)
+    lineage = flow.root.lineage
+    for role in lineage.roles or ():
         if flow.groups is not None and flow.group(role) is None:
-            declaring = [entry for entry in flow.lineage.classes if role in (entry.declared or ())]
-            source = (declaring or flow.lineage.classes)[0]
-            line = (source.worker_decorator or source.node).lineno
-            yield Finding(
-                source.module.path,
-                line,
+            declaring = [entry for entry in lineage.classes if role in (entry.declared or ())]
+            source = (declaring or lineage.classes)[0]
+            yield source.finding(
                 "role-not-hosted",
                 f"role {role!r} of {source.name} is in no device group (hosted: {', '.join(flow.groups.roles)}): "
                 "ConfigError when the class is constructed. Add it to some group's workers.",
+            )
+    settings = [(method, method.settings) for method in lineage.methods if method.settings is not None]
+    decorated = [method for method, told in settings if not told.is_own and told.role != DRIVER]
+    if lineage.roles is None and decorated and not lineage.has_unread_bases and not lineage.is_decorated:
+        source = decorated[0].owner
+        yield decorated[0].finding(
+            source.node,
+            "class-without-worker",
+            f"{source.name} has decorated methods and no @RayHelper.worker(group=...): a call raises RoleError "
+            "under Ray. Decorate the class with the roles of its methods.",
+        )
+
+
+def _undeclared(lineage: Lineage) -> Iterator[Finding]:
+    """Rules role-not-declared and own-of-several-roles."""
+    declared = lineage.roles
+    if declared is None:
+        return
+    names = ", ".join(declared)
+    for method in lineage.methods:
+        settings = method.settings
+        if settings is None:
+            continue
+        if settings.is_own and len(declared) > 1 and lineage.find(method.name) is method:
+            declaring = next((source for source in lineage.classes if source.worker_decorator), lineage.classes[0])
+            inherited = "" if method.owner in lineage.classes[:1] else f", which {lineage.name} inherits,"
+            yield declaring.finding(
+                "own-of-several-roles",
+                f"{method}{inherited} belongs to role 'own', the one role of its class, and {lineage.name} declares "
+                f"{len(declared)} ({names}): the class cannot be defined. Name the method's role, or give the "
+                "class one.",
+            )
+        elif settings.role not in (*declared, DRIVER, UNKNOWN):
+            yield method.finding(
+                method.line_of_decorator(),
+                "role-not-declared",
+                f"{method} belongs to role {settings.role!r}, which the class does not declare (declared: {names}): "
+                "the class cannot be defined. Add it to @RayHelper.worker(group=[...]).",
             )
 
 
 def settings(flow: Flow) -> Iterator[Finding]:
     """Rules first-divides, unknown-setting and nothing-to-slice (of a method)."""
-    for method in flow.lineage.methods:
+    for method in flow.methods:
         told = method.settings
         if told is None:
             continue
@@ -90,7 +108,7 @@ def settings(flow: Flow) -> Iterator[Finding]:
 
 def flattened_scalars(flow: Flow) -> Iterator[Finding]:
     """Rule flatten-of-scalar: collect='flatten' of what cannot be joined."""
-    for method in flow.lineage.methods:
+    for method in flow.methods:
         told = method.settings
         if told is None or (told.collect, told.execute) != ("flatten", "all") or told.role == DRIVER:
             continue
@@ -111,8 +129,8 @@ def flattened_scalars(flow: Flow) -> Iterator[Finding]:
 
 def overrides(flow: Flow) -> Iterator[Finding]:
     """Rule override-runs-on-driver: an undecorated method that takes the place of a decorated one."""
-    for method in flow.lineage.methods:
-        base = flow.lineage.find(method.name, after=method.owner)
+    for method in flow.methods:
+        base = flow.instance(method).lineage.find(method.name, after=method.owner)
         if method.settings is not None or base is None or base.settings is None or base.settings.role == DRIVER:
             continue
         delegates = any(name == method.name for name, _ in method.super_calls) or flow.calls[method]
@@ -126,8 +144,8 @@ def overrides(flow: Flow) -> Iterator[Finding]:
 
 
 def order(flow: Flow) -> Iterator[Finding]:
-    """Rules worker-not-topmost and mode-above-function: decorators above ours are applied in the wrong place."""
-    for source in flow.lineage.classes:
+    """Rules worker-not-topmost and mode-above-function: decorators above ours are applied in the wrong site."""
+    for source in [source for instance in flow.objects.instances for source in instance.lineage.classes]:
         above = _above(source.node.decorator_list, source.worker_decorator)
         for entry in above:
             name = source.module.dotted(entry.func if isinstance(entry, ast.Call) else entry)
@@ -139,7 +157,7 @@ def order(flow: Flow) -> Iterator[Finding]:
                     f"@{ast.unparse(entry)} stands above @RayHelper.worker of {source.name}, and what it does to the "
                     "class or its __init__ passes the workers by. Put @RayHelper.worker on top.",
                 )
-    for method in flow.lineage.methods:
+    for method in flow.methods:
         for entry in _above(method.node.decorator_list, method.decorator):
             name = method.module.dotted(entry.func if isinstance(entry, ast.Call) else entry)
             if name.rpartition(".")[2] in MODES:
@@ -149,10 +167,6 @@ def order(flow: Flow) -> Iterator[Finding]:
                     f"@{ast.unparse(entry)} stands above @RayHelper.function of {method}: it holds on the driver, and "
                     "not on the workers, which run the method itself. Put it below.",
                 )
-
-
-def _is_worker(source: ClassSource) -> bool:
-    return source.worker_decorator is not None
 
 
 def _above(entries: list[ast.expr], decorator: ast.expr | None) -> list[ast.expr]:

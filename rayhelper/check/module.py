@@ -54,6 +54,7 @@ class ModuleSource:
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
     imports: dict[str, str] = field(default_factory=dict)  # name in this module -> dotted name of what it is
     functions: dict[str, Function] = field(default_factory=dict)  # of module level
+    classes: dict[str, ast.ClassDef] = field(default_factory=dict)  # of module level
     variables: dict[str, ast.expr] = field(default_factory=dict)  # of module level, with the value written last
 
     @classmethod
@@ -71,10 +72,12 @@ class ModuleSource:
                     module.imports[alias.asname or top] = alias.name if alias.asname else top
             elif isinstance(node, ast.ImportFrom):
                 for alias in node.names:
-                    module.imports[alias.asname or alias.name] = f"{node.module or ''}.{alias.name}"
+                    module.imports[alias.asname or alias.name] = f"{'.' * node.level}{node.module or ''}.{alias.name}"
         for statement in statements(tree.body):
             if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 module.functions[statement.name] = statement
+            elif isinstance(statement, ast.ClassDef):
+                module.classes[statement.name] = statement
             for name, value in assigned(statement):
                 module.variables[name] = value
         return module

@@ -12,7 +12,7 @@ import ast
 import contextlib
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from rayhelper.check.accesses import Touched, is_name, touched
@@ -26,6 +26,7 @@ from rayhelper.check.module import (
     own_nodes,
     statements,
 )
+from rayhelper.device_groups import OWN
 from rayhelper.errors import RayHelperError, RoleError
 from rayhelper.roles.methods import find_method
 
@@ -43,6 +44,7 @@ class Settings:
     dispatch: str = "all"
     execute: str = "all"
     collect: str = "none"
+    is_own: bool = False  # the role is that of the class that inherits the method
 
 
 @dataclass(eq=False)
@@ -170,7 +172,12 @@ class ClassSource:
         given: dict[str, ast.expr] = dict(zip(names, decorator.args, strict=False))
         given.update({keyword.arg: keyword.value for keyword in decorator.keywords if keyword.arg in names})
         values = {key: self._literal(value, key) for key, value in given.items()}
-        return Settings(values.pop("group", UNKNOWN), **values)
+        return Settings(
+            values.get("group", UNKNOWN),
+            values.get("dispatch", "all"),
+            values.get("execute", "all"),
+            values.get("collect", "none"),
+        )
 
     def _literal(self, node: ast.expr, key: str) -> str:
         if isinstance(node, ast.Name):
@@ -185,6 +192,10 @@ class ClassSource:
     def worker_decorator(self) -> ast.Call | None:
         found = (entry for entry in self.node.decorator_list if is_helper_call(self.module, entry, "worker"))
         return cast(ast.Call | None, next(found, None))
+
+    def finding(self, rule: str, message: str) -> Finding:
+        """One about the class, at its @RayHelper.worker if it has one."""
+        return Finding(self.module.path, (self.worker_decorator or self.node).lineno, rule, message)
 
     @property
     def declared(self) -> tuple[str, ...] | None:
@@ -207,10 +218,27 @@ class Lineage:
     hooks: frozenset[str]  # names in other bases, whose code may call them
     has_unread_bases: bool
 
+    def __post_init__(self) -> None:
+        """Methods of role ``own`` belong to the one role of the class."""
+        roles = self.roles or ()
+        for method in self.methods:
+            if method.settings is not None and method.settings.role == OWN:
+                role = roles[0] if len(roles) == 1 else UNKNOWN
+                method.settings = replace(method.settings, role=role, is_own=True)
+
     def find(self, name: str, after: ClassSource | None = None) -> Method | None:
         """The method that ``self.name`` is, or ``super().name`` in the class ``after``."""
         start = 0 if after is None else self.classes.index(after) + 1
         return next((source.methods[name] for source in self.classes[start:] if name in source.methods), None)
+
+    @property
+    def name(self) -> str:
+        return self.classes[0].name
+
+    @property
+    def is_decorated(self) -> bool:
+        """Whether the class has roles, as far as its sources say."""
+        return self.roles is not None or any(source.worker_decorator for source in self.classes)
 
     @property
     def methods(self) -> list[Method]:
@@ -228,9 +256,12 @@ class Lineage:
         return tuple(dict.fromkeys(role for roles in found for role in roles or ()))
 
 
-def lineage_of_class(cls: type) -> Lineage:
-    """The sources of an imported class. Raises RayHelperError if they cannot be read."""
-    modules: dict[str, ModuleSource] = {}
+def lineage_of_class(cls: type, modules: dict[str, ModuleSource] | None = None) -> Lineage:
+    """The sources of an imported class; ``modules``: files that were read before, by path.
+
+    Raises RayHelperError if they cannot be read.
+    """
+    modules = {} if modules is None else modules
     classes: list[ClassSource] = []
     hooks: set[str] = set()
     unread = False

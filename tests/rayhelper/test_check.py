@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ import pytest
 
 from rayhelper import DeviceGroups, RayHelper, RayHelperError
 from rayhelper.check import Finding, check, findings
-from tests.rayhelper import check_fixture, check_fixture_right
+from tests.rayhelper import check_fixture, check_fixture_parts, check_fixture_parts_right, check_fixture_right
 
 FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
 MARK = re.compile(r"# finding: ([a-z-]+)")
 
 
@@ -39,17 +42,28 @@ def rules(cls: type, groups: DeviceGroups | None = None) -> set[str]:
     return {finding.rule for finding in findings(cls, groups)}
 
 
-def test_every_seeded_mistake_is_found_and_nothing_besides() -> None:
-    found = {(finding.line, finding.rule) for cls in classes_of(check_fixture) for finding in findings(cls)}
-    expected = marked(FOLDER / "check_fixture.py")
+@pytest.mark.parametrize("module", [check_fixture, check_fixture_parts], ids=["one class", "parts"])
+def test_every_seeded_mistake_is_found_and_nothing_besides(module: Any) -> None:
+    found = {(finding.line, finding.rule) for cls in classes_of(module) for finding in findings(cls)}
+    expected = marked(Path(module.__file__))
     assert found == expected
-    assert len(expected) >= 40
+    assert len(expected) >= 37
 
 
-def test_correct_code_has_no_finding() -> None:
-    for cls in classes_of(check_fixture_right):
-        assert findings(cls) == []
-        assert findings(cls, groups_of(["train"], ["rollout"], ["judge"])) == []
+@pytest.mark.parametrize("module", [check_fixture_right, check_fixture_parts_right], ids=["one class", "parts"])
+@pytest.mark.parametrize(
+    "groups",
+    [
+        None,
+        groups_of(["train"], ["rollout"], ["judge"]),
+        groups_of(["train", "rollout"], ["judge"]),
+        groups_of(["train", "rollout", "judge"]),
+    ],
+    ids=["unknown", "apart", "judge apart", "together"],
+)
+def test_correct_code_has_no_finding(module: Any, groups: DeviceGroups | None) -> None:
+    for cls in classes_of(module):
+        assert findings(cls, groups) == []
 
 
 @pytest.mark.parametrize("target", ["trainers.grpo:GRPOTrainer", "trainers.sft:SFTTrainer"])
@@ -58,11 +72,12 @@ def test_our_trainers_have_no_finding(target: str, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == f"{target}: 0 findings\n"
 
 
-@pytest.mark.parametrize("hosted", [[["train", "rollout"]], [["train"], ["rollout"]]], ids=["together", "apart"])
-def test_our_trainers_have_no_finding_on_either_placement(hosted: list[list[str]]) -> None:
-    from trainers.grpo.trainer import GRPOTrainer
-
-    assert findings(GRPOTrainer, groups_of(*hosted)) == []
+@pytest.mark.parametrize("folder", sorted(path.parent.name for path in (ROOT / "trainers").glob("*/trainer.py")))
+def test_every_trainer_has_no_finding_together_or_apart(folder: str) -> None:
+    for cls in classes_of(importlib.import_module(f"trainers.{folder}.trainer")):
+        roles = getattr(cls, "__rayhelper_roles__", ())
+        hosted = [[role] for role in roles if role not in getattr(cls, "default_hosts", {})]
+        assert not roles or findings(cls, groups_of(list(roles))) == findings(cls, groups_of(*hosted)) == []
 
 
 def test_the_deliberate_mistakes_of_the_tests_are_the_only_ones_there() -> None:
@@ -79,10 +94,9 @@ def test_the_deliberate_mistakes_of_the_tests_are_the_only_ones_there() -> None:
 
 
 def test_the_examples_of_the_documentation_have_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = FOLDER.parents[1]
     monkeypatch.syspath_prepend(str(tmp_path))
     checked = []
-    for page in (root / "README.md", *(root / "docs").glob("*.md")):
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)):
             if "from rayhelper import" in code:
                 module = f"example_{page.stem}_{number}"
@@ -245,3 +259,218 @@ def make_local() -> Iterator[type]:
 
 def test_a_class_inside_a_function_is_read_too() -> None:
     assert [finding.rule for finding in findings(next(make_local()))] == ["none-value-used"]
+
+
+def said(cls: type, rule: str, groups: DeviceGroups | None = None) -> list[str]:
+    return [finding.message for finding in findings(cls, groups) if finding.rule == rule]
+
+
+def test_a_part_is_named_as_its_user_writes_it() -> None:
+    across = said(check_fixture_parts.Calls, "call-across-roles")
+    assert any(message.startswith("Calls.generator.generate belongs to role 'rollout'") for message in across)
+    assert any(message.startswith("Calls.scorers[...].best belongs to role 'judge'") for message in across)
+    (driver,) = said(check_fixture_parts.Calls, "call-to-driver")
+    assert driver.startswith(
+        "Calls.scorers[...].write belongs to the driver and is called on the workers of role 'train' ("
+    )
+    (nested,) = said(check_fixture_parts.Outer, "init-value-used")
+    assert "the value of Outer.inner.policy.loss" in nested
+    assert "Outer.inner.size and read on the driver (run)" in nested
+    read = said(check_fixture_parts.Calls, "state-from-worker")
+    assert any("Calls.policy.steps is read on the driver (Calls.policy.summary, reached from run)" in it for it in read)
+
+
+def test_roles_of_one_device_group_share_their_parts_too() -> None:
+    apart, together = groups_of(["train"], ["rollout"], ["judge"]), groups_of(["train", "rollout", "judge"])
+    across = {"state-across-roles", "call-across-roles"}
+    assert rules(check_fixture_parts.Calls, apart) - rules(check_fixture_parts.Calls, together) == across
+
+
+def test_the_roles_that_a_whole_must_name_are_told() -> None:
+    first, second = said(check_fixture_parts.RolesNotNamed, "part-role-not-named")
+    assert "RolesNotNamed.judges['a'] is a Judge, of role 'judge'" in first
+    assert "@RayHelper.worker(group=['train', 'judge']) on RolesNotNamed" in first
+    assert "RolesNotNamed.generator is a Generator, of role 'rollout'" in second
+
+
+def test_a_part_that_only_some_processes_build_is_told_with_who_builds_it() -> None:
+    told = {
+        message.partition(" (")[0]: message
+        for message in said(check_fixture_parts.NotEverywhere, "part-not-everywhere")
+    }
+    assert "built in _load, which runs on the driver alone" in told["NotEverywhere.loaded"]
+    assert "built in build, which runs on the workers of role 'train' alone" in told["NotEverywhere.built"]
+    assert "under a condition that is not the same in every process" in told["NotEverywhere.first"]
+
+
+def test_an_object_lives_where_the_roles_of_its_outermost_whole_do() -> None:
+    assert said(Given, "object-not-hosted") == []  # nobody knows which roles share a group
+    assert said(Given, "object-not-hosted", groups_of(["train", "judge", "rollout"])) == []
+    told = said(Given, "object-not-hosted", groups_of(["train"], ["judge"], ["rollout"]))
+    assert len(told) == 4
+    assert "Judge is an argument of Given.policy.take, which runs on group 'g0', but it lives on" in told[0]
+    assert "groups g1: RoleError" in told[0]
+    assert "Given.policy is an argument of Generator, which is constructed on groups g2 as well" in told[-1]
+
+
+@RayHelper.worker(group="train")
+class Given:
+    """Hands objects to groups that may not have them."""
+
+    def __init__(self) -> None:
+        self.policy = check_fixture_parts.Policy("policy")
+
+    @RayHelper.function(group="train")
+    def use(self, judges: Any) -> None:
+        print(judges)
+
+    def run(self) -> None:
+        judge = check_fixture_parts.Judge("judge")
+        self.policy.take(judge)
+        self.policy.take(1, other=[{"a": judge}])
+        self.use(judge)
+        self.use(self.policy)
+        generator = check_fixture_parts.Generator(self.policy)
+        generator.report()
+
+
+OWN = """
+from rayhelper import RayHelper
+
+class Model:
+    @RayHelper.function(group="own")
+    def loss(self) -> float:
+        return 0.5
+
+@RayHelper.worker(group="train")
+class One(Model):
+    @RayHelper.function(group="own", execute="first")
+    def size(self) -> int:
+        return 1
+
+    def run(self) -> int:
+        return self.size() + self.loss()  # finding: none-value-used
+"""
+SEVERAL = """
+@RayHelper.worker(group=["train", "judge"])  # finding: own-of-several-roles
+class Several(Model):
+    @RayHelper.function(group="train")
+    def update(self) -> None:
+        return None
+"""
+
+
+def test_a_method_of_role_own_has_the_one_role_of_the_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_roles.py").write_text(OWN, encoding="utf-8")
+    (tmp_path / "own_of_several.py").write_text(OWN.partition("@RayHelper.worker")[0] + SEVERAL, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert check("own_roles:Model") == 0  # it is for others to inherit
+    capsys.readouterr()
+    assert check("own_roles:One") == 1
+    assert printed(capsys.readouterr().out) == marked(tmp_path / "own_roles.py")
+    assert check("own_of_several:Several") == 1
+    out = capsys.readouterr().out
+    assert printed(out) == marked(tmp_path / "own_of_several.py")
+    assert "Model.loss, which Several inherits, belongs to role 'own'" in out
+
+
+APART = """
+from rayhelper import RayHelper
+from own_parts import Policy
+
+@RayHelper.worker(group=["train", "rollout"])
+class Trainer:
+    def __init__(self) -> None:
+        self.policy = Policy()
+
+    @RayHelper.function(group="rollout")
+    def generate(self) -> None:
+        self.policy.loss()  # finding: call-across-roles
+
+RayHelper.initialize({})  # finding: initialize-on-import
+"""
+PARTS = """
+from rayhelper import RayHelper
+
+@RayHelper.worker(group="train")
+class Policy:
+    @RayHelper.function(group="own")
+    def loss(self) -> float:
+        return 0.5
+"""
+
+
+def test_parts_of_a_module_that_is_not_imported_are_read_in_their_own_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "started_parts.py").write_text(APART, encoding="utf-8")
+    (tmp_path / "own_parts.py").write_text(PARTS, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert check("started_parts:Trainer") == 1
+    assert printed(capsys.readouterr().out) == marked(tmp_path / "started_parts.py")
+    assert not {"started_parts", "own_parts"} & set(sys.modules)
+
+
+def test_parts_of_one_class_have_one_finding_a_mistake() -> None:
+    found = [finding for finding in findings(Twice) if finding.rule == "state-across-roles"]
+    assert [(Path(finding.file).name, finding.line) for finding in found] == [("check_fixture_parts.py", 71)]
+    assert "in line 22" in found[0].message
+
+
+@RayHelper.worker(group=["train", "rollout"])
+class Twice:
+    """Two parts of one class."""
+
+    def __init__(self) -> None:
+        self.policy = check_fixture_parts.Policy("policy")
+        self.first = check_fixture_parts.Generator(self.policy)
+        self.second = check_fixture_parts.Generator(self.policy)
+
+    def run(self) -> None:
+        self.policy.build()
+        self.first.generate([1])
+        self.second.generate([2])
+
+
+def test_a_line_in_another_file_is_told_with_the_file() -> None:
+    (told,) = said(Elsewhere, "state-from-worker")
+    assert "Elsewhere.policy.backend is read on the driver (run)" in told
+    assert "in line 22 of check_fixture_parts.py" in told
+
+
+@RayHelper.worker(group="train")
+class Elsewhere:
+    """Has no decorated method itself, and reads what a part's worker has."""
+
+    def __init__(self) -> None:
+        self.policy = check_fixture_parts.Policy("policy")
+
+    def run(self) -> None:
+        self.policy.build()
+        print(self.policy.backend)
+
+
+def make_local_parts() -> Iterator[type]:
+    @RayHelper.worker(group="train")
+    class Part:
+        @RayHelper.function(group="train")
+        def size(self) -> int:
+            return 1
+
+    @RayHelper.worker(group="train")
+    class Local:
+        def __init__(self) -> None:
+            self.part = Part()
+
+        def run(self) -> int:
+            return self.part.size()
+
+    yield Local
+
+
+def test_parts_of_classes_inside_a_function_are_found_too() -> None:
+    assert [finding.message.partition(" is ")[0] for finding in findings(next(make_local_parts()))] == [
+        "Local.part.size"
+    ]

@@ -61,7 +61,7 @@ from trainers.backends.fsdp.sharding import (
 from trainers.backends.offload import MEMORY, WEIGHTS, Offload
 from trainers.backends.random_state import random_state, set_random_state
 from trainers.backends.scores.head import room_of
-from trainers.backends.scores.inputs import Place, in_order, micro_batches, model_inputs, num_targets
+from trainers.backends.scores.inputs import ReadAt, in_order, micro_batches, model_inputs, num_targets
 from trainers.backends.scores.scorer import Scorer, ValueScorer
 from trainers.backends.scores.token_loss import token_loss
 from trainers.backends.scores.top_logps import TopLogps
@@ -96,7 +96,7 @@ class FsdpBackend:
         model: str | Path,
         *,
         head: ModelHead = "lm",
-        values_at: Place = "predicting",
+        values_at: ReadAt = "predicting",
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: str | torch.device | None = None,
         learning_rate: float | None = None,
@@ -138,7 +138,7 @@ class FsdpBackend:
         self.activation_memory_budget = activation_memory_budget
         self.reshard_after_forward = reshard_after_forward and self.world_size > 1  # alone: nothing but copies
         self.peak_flops = peak_flops(self.device, peak_tflops)
-        self.place: Place = values_at if head == "value" else "predicting"
+        self.read_at: ReadAt = values_at if head == "value" else "predicting"
         trains, lowers = learning_rate is not None, self.dtype != torch.float32
         # FSDP keeps float32 weights and runs the layers in a lower dtype throughout, on a single worker too; autocast
         # would leave all between the products in float32
@@ -377,7 +377,7 @@ class FsdpBackend:
 
     def _run(self, forward: torch.nn.Module, micro: Sequences | None, **settings: Any) -> Any:
         micro = Sequences(Ragged.of([], np.int64), Ragged.of([], bool)) if micro is None else micro
-        inputs = model_inputs(micro, self.device, padding_free=self.padding_free, place=self.place)
+        inputs = model_inputs(micro, self.device, padding_free=self.padding_free, read_at=self.read_at)
         if isinstance(self.scorer, ValueScorer):
             settings = {}
         with self._autocast():

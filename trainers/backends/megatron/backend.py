@@ -44,7 +44,7 @@ from trainers.backends.megatron.settings import MegatronSettings
 from trainers.backends.megatron.weights import MegatronWeights
 from trainers.backends.random_state import random_state, set_random_state
 from trainers.backends.scores.head import LinearHead, Scores, room_of
-from trainers.backends.scores.inputs import Place, in_order, micro_batches, num_targets
+from trainers.backends.scores.inputs import ReadAt, in_order, micro_batches, num_targets
 from trainers.backends.scores.token_loss import token_loss
 from trainers.backends.scores.top_logps import TopLogps
 from trainers.backends.scores.vocabulary import ShardedVocabulary
@@ -78,7 +78,7 @@ class MegatronBackend:
         *,
         settings: MegatronSettings,
         head: ModelHead = "lm",
-        values_at: Place = "predicting",
+        values_at: ReadAt = "predicting",
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: str | torch.device | None = None,
         learning_rate: float | None = None,
@@ -112,7 +112,7 @@ class MegatronBackend:
         self.settings, self.head_kind, self.token_budget = settings, head, token_budget
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.peak_flops = peak_flops(self.device, peak_tflops)
-        place: Place = values_at if head == "value" else "predicting"
+        read_at: ReadAt = values_at if head == "value" else "predicting"
         self.at = layout.start(settings, seed=seed)
         fields = dict(model_init_kwargs or {})
         self.hf = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **fields)
@@ -167,7 +167,7 @@ class MegatronBackend:
                 kwargs=lr_scheduler_kwargs or {},
             )
         self.residence = Residence(self.stages, self.chunks, self.optimizer, settings)
-        self.pipeline = Pipeline(self.chunks, self.at, settings, place=place, device=self.device)
+        self.pipeline = Pipeline(self.chunks, self.at, settings, read_at=read_at, device=self.device)
 
     def _num_active(self) -> float:
         """Parameters that a token goes through: of a mixture's experts those that it is sent to."""

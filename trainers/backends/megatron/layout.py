@@ -18,7 +18,7 @@ from trainers.backends.megatron.settings import MegatronSettings
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class Coordinates:
     """Where this worker stands, and how many there are of each kind; one object a model, as long as it lives."""
 
     tensor: int
@@ -45,7 +45,7 @@ class Place:
         return self.is_last_stage and self.tensor == self.context == 0
 
 
-def start(settings: MegatronSettings, *, seed: int) -> Place:
+def start(settings: MegatronSettings, *, seed: int) -> Coordinates:
     """Makes the process groups that ``settings`` ask for, or finds them made; every worker calls it.
 
     Groups of other sizes, or of a process group that the workers have left, make room if no model uses them any more.
@@ -72,7 +72,7 @@ def start(settings: MegatronSettings, *, seed: int) -> Place:
         parallel_state.initialize_model_parallel(**sizes)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         _made.world, _made.sizes = weakref.ref(dist.group.WORLD), sizes
-    place = Place(
+    here = Coordinates(
         tensor=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
         context=parallel_state.get_context_parallel_rank(),
@@ -82,8 +82,8 @@ def start(settings: MegatronSettings, *, seed: int) -> Place:
         data=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
     )
-    _made.places.add(place)
-    return place
+    _made.alive.add(here)
+    return here
 
 
 @dataclass
@@ -92,7 +92,7 @@ class _Made:
 
     world: Callable[[], Any] = lambda: None  # the default process group, which this does not keep alive
     sizes: dict[str, int | None] = field(default_factory=dict)
-    places: weakref.WeakSet[Place] = field(default_factory=weakref.WeakSet)  # of the models that live
+    alive: weakref.WeakSet[Coordinates] = field(default_factory=weakref.WeakSet)  # of the models that live
 
     def fits(self, sizes: dict[str, int | None]) -> bool:
         """Whether a model of these sizes can use the groups. Raises RuntimeError if not, and another one does."""
@@ -101,7 +101,7 @@ class _Made:
         if self.sizes == sizes:
             return True
         gc.collect()
-        if self.places:
+        if self.alive:
             raise RuntimeError(
                 f"the models of one worker are cut alike: there is one by {self.sizes}, another wants {sizes}. Let go "
                 "of the trainer that has it, or give roles device groups of their own."

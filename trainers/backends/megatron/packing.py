@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from trainers.backends.scores.inputs import Place, model_inputs
+from trainers.backends.scores.inputs import ReadAt, model_inputs
 from trainers.batch import Sequences, on_device
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def pack(
     micro: Sequences,
     device: torch.device,
     *,
-    place: Place = "predicting",
+    read_at: ReadAt = "predicting",
     context: int = 0,
     context_size: int = 1,
     divisor: int = 1,
@@ -64,7 +64,7 @@ def pack(
     Raises:
         ValueError: as ``model_inputs``.
     """
-    given = model_inputs(micro, CPU, padding_free=True, place=place)
+    given = model_inputs(micro, CPU, padding_free=True, read_at=read_at)
     ids, starts = given.input_ids_BT.flatten(), [0, given.input_ids_BT.numel()]
     if given.document_starts is not None:
         starts = given.document_starts.tolist()

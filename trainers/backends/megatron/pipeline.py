@@ -18,25 +18,25 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from trainers.backends.megatron import attention, layout
 from trainers.backends.megatron.packing import Packed, pack
 from trainers.backends.megatron.settings import MegatronSettings
-from trainers.backends.scores.inputs import Place
+from trainers.backends.scores.inputs import ReadAt
 from trainers.batch import Ragged, Sequences
 
 Finish = Callable[[int, torch.Tensor, Packed], torch.Tensor]
 
 
 class Pipeline:
-    """The ``stages`` of this worker, which stands at ``at``; ``place``: where numbers of targets are read off."""
+    """The ``stages`` of this worker, which stands at ``at``; ``read_at``: where numbers of targets are read off."""
 
     def __init__(
         self,
         stages: Sequence[Any],
-        at: layout.Place,
+        at: layout.Coordinates,
         settings: MegatronSettings,
         *,
-        place: Place,
+        read_at: ReadAt,
         device: torch.device,
     ) -> None:
-        self.stages, self.at, self.settings, self.place, self.device = list(stages), at, settings, place, device
+        self.stages, self.at, self.settings, self.read_at, self.device = list(stages), at, settings, read_at, device
         self.tells_length = stages[
             0
         ].config.variable_seq_lengths  # else all rows have one, for a dispatcher that gathers
@@ -86,7 +86,7 @@ class Pipeline:
         return pack(
             micro,
             self.device,
-            place=self.place,
+            read_at=self.read_at,
             context=self.at.context,
             context_size=self.at.context_size,
             divisor=(self.at.tensor_size if self.settings.is_sequence_parallel else 1) * self.settings.fp8_rows,

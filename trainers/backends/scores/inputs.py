@@ -15,7 +15,7 @@ import torch
 
 from trainers.batch import Ragged, Sequences, on_device
 
-Place = Literal["predicting", "target"]
+ReadAt = Literal["predicting", "target"]
 
 
 class Inputs(NamedTuple):
@@ -58,11 +58,11 @@ def micro_batches(
 
 
 def model_inputs(
-    micro: Sequences, device: torch.device, *, padding_free: bool = False, place: Place = "predicting"
+    micro: Sequences, device: torch.device, *, padding_free: bool = False, read_at: ReadAt = "predicting"
 ) -> Inputs:
     """What a model is called with. ``padding_free``: all rows one after the other, as documents of one row.
 
-    ``place`` says where the numbers of a target are read off: at the token before it, which predicts it, or at itself.
+    ``read_at``: the numbers of a target are read off at the token before it, which predicts it, or at the target itself.
 
     Raises:
         ValueError: a predicted target that is the first token of its document, or documents that do not add up to
@@ -78,7 +78,7 @@ def model_inputs(
     is_target_BT = micro.target_mask.padded(False)
     targets_N = is_target_BT.flatten().nonzero().flatten()
     places_N = targets_N
-    if place == "predicting":
+    if read_at == "predicting":
         places_N = targets_N - 1
         is_first_BT = torch.zeros_like(input_ids_BT, dtype=torch.bool)
         is_first_BT[:, 0] = True

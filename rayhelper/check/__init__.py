@@ -1,12 +1,12 @@
 """Static findings about a decorated class: ``python -m rayhelper check module:Class``.
 
 checker.py       loads the class and prints; the list of rules
-source.py        a class as its source shows it; module.py: the file around it; accesses.py: what a method touches
-flow.py          which processes run which method
-decorators.py, calls.py, state.py, bodies.py    the rules
+reading/         a class as its source shows it: the file around it, its objects and parts, what a method touches
+flow.py          which processes run which method; reaches.py, absences.py, givings.py: what rules ask of it
+decorators.py, parts.py, calls.py, state.py, bodies.py    the rules
 """
 
 from rayhelper.check.checker import check, findings
-from rayhelper.check.module import Finding
+from rayhelper.check.reading.module import Finding
 
 __all__ = ["Finding", "check", "findings"]

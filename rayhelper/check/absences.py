@@ -10,11 +10,11 @@ from typing import Any
 
 from rayhelper.check.flow import Flow
 from rayhelper.check.givings import givings
-from rayhelper.check.held import Instance
-from rayhelper.check.module import Function, ModuleSource, own_nodes
-from rayhelper.check.names import Names
 from rayhelper.check.reaches import Reach
-from rayhelper.check.source import Method
+from rayhelper.check.reading.held import Instance
+from rayhelper.check.reading.module import Function, ModuleSource, own_nodes
+from rayhelper.check.reading.names import Names
+from rayhelper.check.reading.source import Method
 
 
 def asks_who_it_is(method: Method, node: ast.AST) -> bool:

@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 
 from rayhelper.check.flow import EVERYWHERE, ON_DRIVER, Flow
-from rayhelper.check.module import Finding, Function, ModuleSource, access_of, is_helper_call, own_nodes
-from rayhelper.check.source import Method
+from rayhelper.check.reading.module import Finding, Function, ModuleSource, access_of, is_helper_call, own_nodes
+from rayhelper.check.reading.source import Method
 from rayhelper.check.state import environment_touches
 from rayhelper.device_groups import DRIVER
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from rayhelper.check.absences import asks_it, asks_who_it_is, is_tested, none_tests
 from rayhelper.check.flow import EVERYWHERE, ON_DRIVER, Flow, RoleCall, Site
-from rayhelper.check.module import Finding, bindings, is_helper_call, own_nodes
 from rayhelper.check.reaches import Reach
-from rayhelper.check.source import Method
+from rayhelper.check.reading.module import Finding, bindings, is_helper_call, own_nodes
+from rayhelper.check.reading.source import Method
 from rayhelper.check.state import affects
 from rayhelper.device_groups import DRIVER
 

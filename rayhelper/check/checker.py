@@ -4,7 +4,7 @@
 
 What is found works with Ray off and is an error, a loss or another number on device groups. A rule that cannot be sure
 says nothing. A class that cannot be defined at all is checked as far as its own file goes. What is not seen of an
-object that has other names, or is handed on, stands in ``accesses.py``.
+object that has other names, or is handed on, stands in ``reading/accesses.py``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 from rayhelper.check import bodies, calls, decorators, parts, state
 from rayhelper.check.flow import Flow
-from rayhelper.check.module import Finding, ModuleSource
-from rayhelper.check.names import Sources
-from rayhelper.check.objects import Objects
-from rayhelper.check.source import Lineage, lineage_of_class, lineage_of_source
+from rayhelper.check.reading.module import Finding, ModuleSource
+from rayhelper.check.reading.names import Sources
+from rayhelper.check.reading.objects import Objects
+from rayhelper.check.reading.source import Lineage, lineage_of_class, lineage_of_source
 from rayhelper.device_groups import DeviceGroups
 from rayhelper.device_groups.keys import PLACING_KEYS, TOP_KEYS
 from rayhelper.errors import ConfigError, DecorationError, RayHelperError
@@ -92,7 +92,7 @@ def findings(cls: type, groups: DeviceGroups | None = None) -> list[Finding]:
 
 def _flow(lineage: Lineage, sources: Sources, groups: DeviceGroups | None) -> Flow:
     cls = lineage.classes[0].cls
-    if groups is not None:
+    if groups is not None and cls is not None:
         groups = groups.with_default_hosts(default_hosts(cls))
     return Flow(Objects(lineage, sources), groups)
 

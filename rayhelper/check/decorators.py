@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from rayhelper.check.calls import SCALAR_CALLS
 from rayhelper.check.flow import Flow
-from rayhelper.check.module import Finding
-from rayhelper.check.source import DIVIDED, UNKNOWN, Lineage, Method
+from rayhelper.check.reading.module import Finding
+from rayhelper.check.reading.source import DIVIDED, UNKNOWN, Lineage, Method
 from rayhelper.device_groups import DRIVER
 
 KNOWN = {

@@ -11,13 +11,13 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rayhelper.check.expressions import WAYS
 from rayhelper.check.givings import givings
-from rayhelper.check.held import Frame, Instance, instances
-from rayhelper.check.module import Access, Function, access_of, assigned, bindings, own_nodes
-from rayhelper.check.objects import Objects
 from rayhelper.check.reaches import reaches, writes_by_name
-from rayhelper.check.source import UNKNOWN, Method, Settings
+from rayhelper.check.reading.expressions import WAYS
+from rayhelper.check.reading.held import Frame, Instance, instances
+from rayhelper.check.reading.module import Access, Function, access_of, assigned, bindings, own_nodes
+from rayhelper.check.reading.objects import Objects
+from rayhelper.check.reading.source import UNKNOWN, Method, Settings
 from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
 
 HARMLESS = ("super", "getattr", "setattr", "hasattr", "isinstance", "type", "id", "vars")  # may be given self

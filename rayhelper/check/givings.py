@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from rayhelper.check.held import ANY_ITEM, ANY_KEY, Value, items_of, take
-from rayhelper.check.module import Function, own_nodes
+from rayhelper.check.reading.held import ANY_ITEM, ANY_KEY, Value, items_of, take
+from rayhelper.check.reading.module import Function, own_nodes
 
 GROWING = ("append", "appendleft", "add", "extend")  # methods of containers that put their argument, or its items, in
 EACH = ""  # a step to each item in turn

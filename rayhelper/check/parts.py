@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from rayhelper.check.absences import deciding
 from rayhelper.check.flow import ON_DRIVER, Flow
 from rayhelper.check.givings import Given, names_given
-from rayhelper.check.held import Instance, held_in, is_sure
-from rayhelper.check.module import Finding, ModuleSource, is_helper_call
-from rayhelper.check.source import Method
+from rayhelper.check.reading.held import Instance, held_in, is_sure
+from rayhelper.check.reading.module import Finding, ModuleSource, is_helper_call
+from rayhelper.check.reading.source import Method
 from rayhelper.device_groups import DRIVER
 
 RANKS = ("torch.distributed.get_rank", "torch.distributed.get_node_local_rank", "os.getpid", "socket.gethostname")

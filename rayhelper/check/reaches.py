@@ -3,7 +3,7 @@
     self.policy.step(x)      reads attribute policy of its own object, calls step of the part
     policy.backend           reads attribute backend, if ``policy`` holds a part
 
-What it does with its own object is ``accesses.py``; here such a path ends at the first object that it leads to.
+What it does with its own object is ``reading/accesses.py``; here such a path ends at the first object that it leads to.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rayhelper.check.accesses import GETTERS, SETTERS, is_name
-from rayhelper.check.held import Frame, Instance, Value, instances, is_sure
-from rayhelper.check.module import Access, access_of
-from rayhelper.check.objects import Objects
-from rayhelper.check.source import Method
+from rayhelper.check.reading.accesses import GETTERS, SETTERS, is_name
+from rayhelper.check.reading.held import Frame, Instance, Value, instances, is_sure
+from rayhelper.check.reading.module import Access, access_of
+from rayhelper.check.reading.objects import Objects
+from rayhelper.check.reading.source import Method
 
 
 @dataclass(frozen=True)

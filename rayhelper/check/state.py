@@ -13,10 +13,10 @@ from pathlib import Path
 
 from rayhelper.check.absences import asks_who_it_is, is_handed_on, is_none, is_tested, names_worker, none_tests
 from rayhelper.check.flow import EVERYWHERE, Flow, Site
-from rayhelper.check.held import Instance
-from rayhelper.check.module import Access, Finding, Function, ModuleSource, access_of, own_nodes
 from rayhelper.check.reaches import Reach
-from rayhelper.check.source import Method
+from rayhelper.check.reading.held import Instance
+from rayhelper.check.reading.module import Access, Finding, Function, ModuleSource, access_of, own_nodes
+from rayhelper.check.reading.source import Method
 from rayhelper.device_groups import DRIVER
 
 CONTAINERS = ("list", "dict", "set", "deque", "defaultdict", "Counter", "OrderedDict")

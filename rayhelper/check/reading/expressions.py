@@ -10,7 +10,7 @@ import ast
 from collections.abc import Callable, Iterator
 
 from rayhelper.check.givings import Given, key_of, led_to, names_given
-from rayhelper.check.held import (
+from rayhelper.check.reading.held import (
     ANY_ITEM,
     ANY_KEY,
     NOTHING,
@@ -27,9 +27,9 @@ from rayhelper.check.held import (
     take,
     values_of,
 )
-from rayhelper.check.module import Function, is_helper_call, own_nodes
-from rayhelper.check.names import Sources
-from rayhelper.check.source import Lineage, Method
+from rayhelper.check.reading.module import Function, is_helper_call, own_nodes
+from rayhelper.check.reading.names import Sources
+from rayhelper.check.reading.source import Lineage, Method
 from rayhelper.device_groups import DRIVER
 
 WAYS = ("defer", "stream")  # of calling a decorated method

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
 
-from rayhelper.check.module import Function, ModuleSource
-from rayhelper.check.source import Lineage, Method, lineage_of_class, lineage_of_source
+from rayhelper.check.reading.module import Function, ModuleSource
+from rayhelper.check.reading.source import Lineage, Method, lineage_of_class, lineage_of_source
 from rayhelper.errors import RayHelperError
 
 

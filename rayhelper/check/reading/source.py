@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from rayhelper.check.accesses import Touched, is_name, touched
-from rayhelper.check.module import (
+from rayhelper.check.reading.accesses import Touched, is_name, touched
+from rayhelper.check.reading.module import (
     Access,
     Finding,
     Function,

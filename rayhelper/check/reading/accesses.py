@@ -12,7 +12,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from rayhelper.check.module import Access, Function, ModuleSource, access_of, bindings, own_nodes
+from rayhelper.check.reading.module import Access, Function, ModuleSource, access_of, bindings, own_nodes
 
 SETTERS = ("setattr", "delattr", "object.__setattr__", "object.__delattr__")
 GETTERS = ("getattr", "hasattr")

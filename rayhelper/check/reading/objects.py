@@ -15,9 +15,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Mapping
 
-from rayhelper.check.expressions import WAYS, Expressions
 from rayhelper.check.givings import givings
-from rayhelper.check.held import (
+from rayhelper.check.reading.expressions import WAYS, Expressions
+from rayhelper.check.reading.held import (
     ANY_ITEM,
     ANY_KEY,
     NOTHING,
@@ -29,8 +29,8 @@ from rayhelper.check.held import (
     joined,
     only,
 )
-from rayhelper.check.names import Names, Sources
-from rayhelper.check.source import Lineage, Method
+from rayhelper.check.reading.names import Names, Sources
+from rayhelper.check.reading.source import Lineage, Method
 
 MOST_ROUNDS = 12
 Holds = dict[Instance, dict[str, Value]]  # by attribute

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rayhelper.check.module import Function, own_nodes
-from rayhelper.check.names import Names
-from rayhelper.check.source import Lineage, Method
+from rayhelper.check.reading.module import Function, own_nodes
+from rayhelper.check.reading.names import Names
+from rayhelper.check.reading.source import Lineage, Method
 
 CONSTRUCTORS = ("__init__", "__post_init__")
 ANY_ITEM, ANY_KEY = "[*]", "{*}"

@@ -33,6 +33,7 @@ setup(
         "typing_extensions>=4.12",
         "xxhash>=3.0",
     ],
+    entry_points={"rayhelper.trainers": ["trainers = trainers.commands:roles_named"]},  # for rayhelper plan --trainer
     extras_require={
         "vllm": ["vllm>=0.26"],
         "megatron": ["megatron-core>=0.16.1,<0.17"],

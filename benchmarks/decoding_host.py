@@ -25,7 +25,7 @@ from benchmarks.gpu.steps import ON_GPU
 from benchmarks.origin import origin
 from trainers.batch import Prompts, Ragged
 from trainers.rollout.base import Sampling
-from trainers.rollout.vllm import VllmEngine
+from trainers.rollout.vllm.engine import VllmEngine
 
 PAGE = 64
 GIB = 2**30

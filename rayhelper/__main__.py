@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--gpus-per-node", "--gpus_per_node", type=int, help="default: nproc_per_node, or 8")
     plan.add_argument("--model", help="folder or config.json of the model, or its sizes as a mapping")
     plan.add_argument("--gpu-memory-gib", "--gpu_memory_gib", type=float, default=80.0, help="default: 80")
+    plan.add_argument("--trainer", help="module:Class, file.py:Class, or the name of an installed one")
     plan.add_argument("--json", action="store_true", help="print JSON")
     check = subcommands.add_parser("check", help="what is wrong with a decorated class, by line")
     check.add_argument("target", metavar="module:Class")

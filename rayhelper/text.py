@@ -1,14 +1,21 @@
-"""JSON or YAML text to values, strictly: a key written twice is a mistake, and 1e-6 is a number. Pure."""
+"""Text that people write: JSON or YAML to values, and the name that a misspelt one may mean. Pure.
+
+Reading is strict: a key written twice is a mistake, and 1e-6 is a number.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import yaml
 
 from rayhelper.errors import ConfigError
+
+DID_YOU_MEAN = " Did you mean {!r}?"  # as a sentence of its own
 
 
 class Loader(yaml.SafeLoader):
@@ -44,6 +51,12 @@ def parse_text(text: str, name: str) -> Any:
         if not re.match(r'\s*\{\s*"', text):
             problem = f"YAML: {' '.join(str(error).split())}"
     raise ConfigError(f"{name} is not valid {problem}. Correct the text there.")
+
+
+def nearest(name: Any, known: Iterable[str], message: str = " (did you mean {}?)") -> str:
+    """The message with the known name most like ``name`` in it; '' if none is like it."""
+    matches = difflib.get_close_matches(str(name), list(known), n=1)
+    return message.format(matches[0]) if matches else ""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,8 +16,10 @@ from mkdocs.config import load_config as load_site
 
 from rayhelper.text import parse_text
 from trainers import plugins
-from trainers.cli import TRAINERS, placement
+from trainers.cli import placement
+from trainers.commands import command_named
 from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.folders import configurations, names_of
 from trainers.configuration.reading.role_sections import is_placement
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.data.sources import read_source
@@ -29,12 +30,7 @@ from trainers.run.throughput import WORK
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted({config: name for name, (_, config) in reversed(TRAINERS.items())}.values())  # the first name of each
-
-
-def imported(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+PAGES = sorted({names_of(config_type)[0] for config_type in configurations().values()})
 
 
 class Rows(HTMLParser):
@@ -84,7 +80,7 @@ def default_of(field: Any) -> Any:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_key_stands_on_the_trainers_page_or_among_the_shared_ones_with_its_default(name: str, site: Path) -> None:
-    config_type = imported(TRAINERS[name][1])
+    config_type = command_named(name).config_type
     base = next(base for base in (CompletionConfig, TrainConfig, RunConfig) if issubclass(config_type, base))
     shared = {field.name: default_of(field) for field in dataclasses.fields(base)}
     own_page, shared_page = keys_of(site / "trainers" / f"{name}.html"), keys_of(site / "shared_keys.html")
@@ -104,7 +100,7 @@ def test_every_key_stands_on_the_trainers_page_or_among_the_shared_ones_with_its
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_names_every_role_of_its_trainer(name: str, site: Path) -> None:
-    roles = imported(TRAINERS[name][0]).__rayhelper_roles__
+    roles = command_named(name).trainer.__rayhelper_roles__
     text = (DOCS / "trainers" / f"{name}.md").read_text(encoding="utf-8").partition("## Data")[0]
     assert [role for role in roles if not re.search(rf"\b{role}\b", text)] == []
 
@@ -135,7 +131,7 @@ def written_configurations() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "text"), written_configurations(), ids=lambda text: text.split("\n")[0])
 def test_configurations_in_the_pages_have_known_keys_and_a_place_for_every_role(name: str, text: str) -> None:
-    trainer, config_type = (imported(path) for path in TRAINERS[name])
+    trainer, config_type = command_named(name).trainer, command_named(name).config_type
     found = yaml.safe_load(text)
     known = {field.name for field in dataclasses.fields(config_type)}
     sections = {key: value for key, value in found.items() if is_placement(key, value)}
@@ -148,7 +144,7 @@ def test_configurations_in_the_pages_have_known_keys_and_a_place_for_every_role(
 
 
 def test_the_first_class_of_the_index_gives_what_it_says() -> None:
-    (first, _) = blocks(DOCS / "index.md", "python")
+    first, *_ = blocks(DOCS / "index.md", "python")
     names: dict[str, Any] = {"__name__": "docs_index"}
     exec(compile(first, "docs/index.md", "exec"), names)
     assert str(names["BestOf"](bonus=1).run([3, 1, 2])) in first

@@ -10,8 +10,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 RAY_PLACES = {"runtimes/ray", "values/packing.py"}  # what wraps Ray, and the pickler that takes what Ray's takes
 KERNELS = {"checksum_kernel.py"}  # imported by functions alone, where there is a GPU
-ALGORITHMS = {f"trainers.{file.parent.name}" for file in (ROOT / "trainers").glob("*/trainer.py")}
-ALGORITHMS |= {f"{folder}.trainer" for folder in ALGORITHMS}
 
 
 def imports(file: Path, *, top_level: bool = False) -> set[str]:
@@ -42,12 +40,19 @@ def test_the_core_knows_no_model_and_ray_only_where_it_is_wrapped(file: Path) ->
     assert not {f"rayhelper.channel.{kernel.removesuffix('.py')}" for kernel in KERNELS} & at_once
 
 
+def is_of_a_trainer(folder: Path) -> bool:
+    """Whether the folder declares a trainer: it has its keys."""
+    return (folder / "config.py").is_file()
+
+
 @pytest.mark.parametrize("file", sorted((ROOT / "trainers").rglob("*.py")), ids=lambda file: file.name)
-def test_the_parts_of_trainers_do_not_know_the_algorithms(file: Path) -> None:
+def test_a_module_that_declares_a_trainer_is_known_in_its_own_folder_alone(file: Path) -> None:
     found = imports(file)
     assert "ray" not in roots(found)
-    assert not found & ALGORITHMS or file.name == "trainer.py"
-    if (ROOT / "trainers" / "backends") in file.parents or file.parent.name == "rollout":
+    own = ROOT.joinpath(*file.relative_to(ROOT).parts[:2])
+    folders = {ROOT.joinpath(*name.split(".")[:2]) for name in found if name.startswith("trainers.")}
+    assert {folder.name for folder in folders - {own} if is_of_a_trainer(folder)} == set()
+    if {ROOT / "trainers" / "backends", ROOT / "trainers" / "rollout"} & set(file.parents):
         assert not found & {"trainers.run.run", "trainers.configuration.shared", "trainers.cli"}
 
 

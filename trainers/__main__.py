@@ -1,18 +1,18 @@
-"""``python -m trainers NAME --config x.yaml``: as ``python -m trainers.NAME``; NAME may be ``rlhf`` too."""
+"""``python -m trainers NAME --config x.yaml``: see ``commands.py`` for what NAME may be."""
 
 from __future__ import annotations
 
 import sys
 
-from trainers.cli import RLHF, TRAINERS, main
-from trainers.configuration.reading.typed_values import nearest
+from trainers.cli import main
+from trainers.commands import commands
 
 if __name__ == "__main__":
     name = sys.argv[1] if len(sys.argv) > 1 else ""
-    commands = [*TRAINERS, RLHF]
-    if name not in commands:
-        print(f"usage: python -m trainers {{{','.join(commands)}}} --config FILE [--key VALUE ...]", file=sys.stderr)
-        if name and not name.startswith("-"):
-            print(f"error: there is no trainer {name!r}{nearest(name, commands)}", file=sys.stderr)
+    if name and not name.startswith("-"):
+        main(name, sys.argv[2:])
+    else:
+        print("usage: python -m trainers NAME --config FILE [--key VALUE ...]", file=sys.stderr)
+        print(f"NAME is one of {', '.join(commands())},", file=sys.stderr)
+        print("or your own trainer: my_package.my_module:MyTrainer, or path/to/file.py:MyTrainer.", file=sys.stderr)
         sys.exit(0 if name in ("-h", "--help") else 2)
-    main(name, sys.argv[2:])

@@ -288,3 +288,11 @@ class Samples(Sequences):
     def num_loss_tokens(self) -> int:
         """Targets that the loss counts."""
         return int((self.target_mask if self.loss_mask is None else self.loss_mask).values.sum())
+
+
+@dataclass(eq=False)
+class TopLogps(Batch):
+    """A model's K likeliest tokens at each target, the likeliest first."""
+
+    ids: Ragged  # values (N, K) int64
+    logps: Ragged  # values (N, K) float32, over the whole vocabulary at its temperature

@@ -3,14 +3,15 @@
     python -m trainers.grpo --config x.yaml --learning_rate 1e-5 --use_ray true
     python -m trainers grpo --config x.yaml
     python -m trainers rlhf --config x.yaml        # the file's rlhf_type says which
+    python -m trainers my_package.raft:RaftTrainer --config x.yaml
 
-Reading the configuration is ``configuration/reading/command_line.py``.
+Which trainer a name stands for is ``commands.py``. Reading the configuration is
+``configuration/reading/command_line.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import logging
 import os
 import signal
@@ -21,59 +22,48 @@ from typing import Any, NoReturn
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper, RayHelperError
 from rayhelper.device_groups.keys import SHARE_KEY, SIZE_KEYS
-from rayhelper.text import parse_text
-from trainers.configuration.others.other_names import RLHF_TYPES, ROLES
-from trainers.configuration.others.translations import rlhf_problem
+from rayhelper.planning.role_kinds import RoleKind, declared_name, declared_roles, default_hosts
+from rayhelper.text import nearest, parse_text
+from trainers.commands import RLHF, Command, command_named
+from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.reading.command_line import export_env, given_keys, load_config
 from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.reading.text import save_config
-from trainers.configuration.reading.typed_values import nearest
+from trainers.configuration.shared import TrainConfig
 
-TRAINERS = {
-    "sft": ("trainers.sft:SFTTrainer", "trainers.sft.config:SFTConfig"),
-    "pretrain": ("trainers.sft:SFTTrainer", "trainers.sft.config:PretrainConfig"),
-    "pt": ("trainers.sft:SFTTrainer", "trainers.sft.config:PretrainConfig"),
-    "grpo": ("trainers.grpo:GRPOTrainer", "trainers.grpo.config:GRPOConfig"),
-    "dpo": ("trainers.dpo:DPOTrainer", "trainers.dpo.config:DPOConfig"),
-    "reward": ("trainers.reward:RewardTrainer", "trainers.reward.config:RewardConfig"),
-    "rm": ("trainers.reward:RewardTrainer", "trainers.reward.config:RewardConfig"),
-    "ppo": ("trainers.ppo:PPOTrainer", "trainers.ppo.config:PPOConfig"),
-    "gkd": ("trainers.gkd:GKDTrainer", "trainers.gkd.config:GKDConfig"),
-    "sampling": ("trainers.sampling:SamplingTrainer", "trainers.sampling.config:SamplingConfig"),
-    "sample": ("trainers.sampling:SamplingTrainer", "trainers.sampling.config:SamplingConfig"),
-}
-RLHF = "rlhf"  # the command whose trainer the key rlhf_type chooses
 TOLD_BY_FIRST_S = 10.0  # within which process 0 of torchrun finds a mistake that all of them find
 
 
 def main(name: str, argv: Sequence[str] | None = None) -> None:
-    """Runs the trainer ``name``, or the one that ``rlhf_type`` names; exits with 2 and one line on a mistake in the
-    configuration, with 130 on Ctrl-C."""
+    """Runs the trainer that ``name`` stands for; exits with 2 and one line on a mistake in name or configuration, with
+    130 on Ctrl-C."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     for noisy in ("httpx", "httpx2", "datasets", "absl", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         arguments = sys.argv[1:] if argv is None else argv
-        trainer_name, config_name = TRAINERS[trainer_of_rlhf(arguments) if name == RLHF else name]
-        export_env(arguments)  # before torch is imported: libraries read OMP_NUM_THREADS, HF_HOME, ... then
+        command = _command(name, arguments)
         if _is_other_process():  # one process shows progress
             os.environ.update({"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"})
-        config = load_config(_imported(config_name), arguments, prog=f"python -m trainers {name}")
-        run(_imported(trainer_name), config)
+        config = load_config(command.config_type, arguments, prog=f"python -m trainers {name}")
+        run(command.trainer, config)
     except ConfigError as error:
         _end(f"error: {error}", 2)
     except KeyboardInterrupt:
         _end("interrupted", 130)
 
 
-def trainer_of_rlhf(argv: Sequence[str]) -> str:
-    """The trainer that the key ``rlhf_type`` chooses. Raises ConfigError if it is missing, or names none."""
-    asked = plain(given_keys(argv, [])[0].values.get("rlhf_type"))
-    if asked is None:
-        raise ConfigError(f"rlhf_type must be given, in the file or as --rlhf_type: one of {', '.join(RLHF_TYPES)}")
-    if problem := rlhf_problem(asked):
-        raise ConfigError(problem)
-    return RLHF_TYPES[asked]
+def _command(name: str, arguments: Sequence[str]) -> Command:
+    """The trainer that the name stands for, once ``env`` is exported.
+
+    Before torch is imported, and a module of a user's: libraries read OMP_NUM_THREADS, HF_HOME, ... then.
+    """
+    if name != RLHF and ":" not in name:
+        found = command_named(name)  # which imports no torch, so that a misspelt name is told before the file is read
+        export_env(arguments)
+        return found
+    export_env(arguments)
+    return command_named(name, plain(given_keys(arguments, [])[0].values.get("rlhf_type")))
 
 
 def _end(message: str, code: int) -> NoReturn:
@@ -89,13 +79,16 @@ def _end(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _imported(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def run(trainer: Any, config: Any) -> dict[str, float]:
-    """The trainer's last metrics: in this process, or with its roles on device groups if ``use_ray`` or torchrun."""
+    """The trainer's last metrics: in this process, or with its roles on device groups if ``use_ray`` or torchrun.
+
+    From Python what the command line does: ``run(GRPOTrainer, GRPOConfig(..., use_ray=True))``. Checks come first, then
+    workers are started, and stopped in the end. With ``use_ray=False`` it is ``GRPOTrainer(config).train()``, checked.
+
+    Raises:
+        ConfigError: a mistake in the configuration, found before anything starts.
+    """
+    os.environ.update({name: str(value) for name, value in config.env.items()})
     num_processes = _num_processes()
     if config.use_ray and num_processes > 1:
         raise ConfigError(
@@ -128,9 +121,16 @@ def _is_other_process() -> bool:
 
 
 def _check_run(trainer: Any, config: Any, groups: DeviceGroups | None) -> None:
-    """Lets the trainer say what is wrong before anything starts, if it has anything to say."""
+    """Lets the trainer say what is wrong before anything starts. One without ``check`` has that of the shared keys."""
     if hasattr(trainer, "check"):
         trainer.check(config, groups)
+        return
+    from trainers.parts.checks import check_before_start, check_completions
+
+    if isinstance(config, TrainConfig):
+        check_before_start(config, groups)
+    if isinstance(config, CompletionConfig) and {"train", "rollout"} <= set(trainer.__rayhelper_roles__):
+        check_completions(config, groups)
 
 
 def placement(trainer: Any, config: Any, num_processes: int = 1) -> DeviceGroups:
@@ -143,8 +143,8 @@ def placement(trainer: Any, config: Any, num_processes: int = 1) -> DeviceGroups
     """
     roles = trainer.__rayhelper_roles__
     if config.device_groups is not None:
-        hosts = getattr(trainer, "default_hosts", {})
-        named = with_our_roles(config.device_groups, roles)
+        hosts = default_hosts(trainer)
+        named = with_our_roles(config.device_groups, roles, declared_roles(trainer))
         groups = DeviceGroups.parse(named, known_roles=[role for role in roles if role not in hosts])
         groups = groups.with_default_hosts(hosts)
         idle = [role for role in groups.roles if role not in roles]
@@ -175,19 +175,19 @@ def placement(trainer: Any, config: Any, num_processes: int = 1) -> DeviceGroups
     return dataclasses.replace(groups, groups=tuple(completed))
 
 
-def with_our_roles(device_groups: Any, roles: Sequence[str]) -> Any:
-    """The same groups, ms-swift's names of roles replaced by the trainer's: ``rlhf:default``, ``default``, ``ref``."""
+def with_our_roles(device_groups: Any, roles: Sequence[str], declared: Mapping[str, RoleKind]) -> Any:
+    """The same groups, other names of roles replaced by the trainer's: ``rlhf:default``, ``default``, ``ref``."""
     groups = parse_text(device_groups, "device_groups") if isinstance(device_groups, str) else device_groups
     if not isinstance(groups, Mapping):
         return device_groups
     if "device_groups" in groups:
-        return {**groups, "device_groups": with_our_roles(groups["device_groups"], roles)}
+        return {**groups, "device_groups": with_our_roles(groups["device_groups"], roles, declared)}
 
     def ours(role: Any) -> Any:
         if not isinstance(role, str):
             return role
         bare = role.rpartition(":")[2]
-        return next((name for name in (role, bare, ROLES.get(bare)) if name in roles), role)
+        return next((name for name in (role, bare, declared_name(bare, declared)) if name in roles), role)
 
     named: dict[Any, Any] = {}
     for name, section in groups.items():
@@ -206,4 +206,4 @@ def with_our_roles(device_groups: Any, roles: Sequence[str]) -> Any:
     return named
 
 
-__all__ = ["TRAINERS", "RayHelperError", "load_config", "main", "placement", "run", "save_config"]
+__all__ = ["RayHelperError", "load_config", "main", "placement", "run", "save_config"]

@@ -11,7 +11,7 @@ whoever measures need not wait for a device that computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -102,10 +102,28 @@ class Metrics:
                 whole._join(name, reduction, value, weight)
         return whole
 
-    def values(self) -> dict[str, float]:
-        """The reported numbers, by name."""
+    def without(self, *names: str) -> Metrics:
+        """These metrics but for some names, whether they are there or not."""
+        return self._with({name: entry for name, entry in self.entries.items() if name not in names})
+
+    def renamed(self, names: Mapping[str, str]) -> Metrics:
+        """These metrics, those of ``names`` that are there under their new names, in place of what had them before."""
+        found = {new: self.entries[old] for old, new in names.items() if old in self.entries}
+        return self._with({name: self.entries[name] for name in self.entries if name not in names} | found)
+
+    def only(self, prefix: str) -> Metrics:
+        """Those metrics whose names begin so."""
+        return self._with({name: entry for name, entry in self.entries.items() if name.startswith(prefix)})
+
+    def _with(self, entries: dict[str, Entry]) -> Metrics:
+        metrics = Metrics()
+        metrics.entries = entries
+        return metrics
+
+    def values(self, prefix: str = "") -> dict[str, float]:
+        """The reported numbers by name, ``prefix`` before each name."""
         return {
-            name: value / weight if reduction == "mean" else value
+            f"{prefix}{name}": value / weight if reduction == "mean" else value
             for name, (reduction, value, weight) in self.entries.items()
         }
 

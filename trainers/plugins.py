@@ -26,7 +26,6 @@ Every process of a run imports the plugins, so a plugin should do nothing but de
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -38,13 +37,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from rayhelper.text import DID_YOU_MEAN, nearest
+
 ObjectT = TypeVar("ObjectT")
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``Did you mean 'x'? `` for the known name most like ``name``, or nothing: the middle of an error message."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"Did you mean {close[0]!r}? " if close else ""
 
 
 @dataclass(frozen=True)
@@ -143,7 +138,7 @@ def _load_file(file: Path) -> ModuleType:
     if not file.is_file():
         beside = sorted(path.name for path in file.parent.glob("*.py"))
         raise FileNotFoundError(
-            f"plugin file {file} does not exist. {nearest(file.name, beside)}"
+            f"plugin file {file} does not exist.{nearest(file.name, beside, DID_YOU_MEAN)} "
             f"Python files in {file.parent}: {', '.join(beside) or 'none'}."
         )
     name = f"plugin_{file.stem}_{zlib.crc32(str(file).encode()):08x}"

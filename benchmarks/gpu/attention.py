@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.attention [--sequences 32 128 512] [--contexts 64 272 528 2048] [--heads 32] [--kv_heads 8]
 
 One layer, bfloat16, heads of 128, pages of 64 tokens anywhere in the cache. Each row: microseconds (medians of CUDA
-graphs' replays) as vLLM starts the kernel, as ``vllm_patches.small_blocks_decode`` does, and by other numbers of warps
+graphs' replays) as vLLM starts the kernel, as ``small_blocks_decode`` does, and by other numbers of warps
 and stages; GB/s of keys and values for the second; and how far apart the two results are, relative to the largest.
 """
 
@@ -55,7 +55,7 @@ def microseconds(call: Callable[[], Any], calls: int = 20) -> float:
 
 
 def measure(attention: Any, num_sequences: int, context: int, heads: int, kv_heads: int) -> dict[str, float]:
-    from trainers.rollout import vllm_patches
+    from trainers.rollout.vllm.patches import small_blocks_decode
 
     torch.manual_seed(0)
     pages = -(-context // PAGE)
@@ -91,7 +91,7 @@ def measure(attention: Any, num_sequences: int, context: int, heads: int, kv_hea
     try:
         found["vllm"] = microseconds(step)
         before = out.clone()
-        vllm_patches.small_blocks_decode()
+        small_blocks_decode()
         assert attention.kernel_unified_attention is not kernel, "the patch is for other GPUs"
         found["ours"] = microseconds(step)
         found["ours_gb_s"] = 4e-3 * num_sequences * context * kv_heads * HEAD / found["ours"]

@@ -29,8 +29,8 @@ def watched() -> Iterator[list[dict[str, float]]]:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    from trainers.rollout import vllm_patches
-    from trainers.rollout.vllm import VllmEngine
+    from trainers.rollout.vllm import decoding
+    from trainers.rollout.vllm.engine import VllmEngine
 
     seconds, counts, generations = defaultdict[str, float](float), defaultdict[str, int](int), list[dict[str, float]]()
     inside: list[float] = []  # seconds of the calls within each of those under way
@@ -68,7 +68,7 @@ def watched() -> Iterator[list[dict[str, float]]]:
     parts: list[tuple[Any, str, str]] = [
         (Scheduler, "schedule", "schedule"),
         (Scheduler, "update_from_output", "update_from_output"),
-        (vllm_patches, "_update", "update_from_output"),
+        (decoding, "update", "update_from_output"),
         (UniProcExecutor, "execute_model", "execute_model"),
         (UniProcExecutor, "sample_tokens", "sample_tokens"),
         (VllmEngine, "advance", "advance"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
-from rayhelper import RayHelper
+from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
 
 
 class MeasuredGRPO(GRPOTrainer):
-    @RayHelper.function(group="train")
-    def export(self, folder: Path) -> None: ...
+    def __init__(self, config: GRPOConfig) -> None:
+        super().__init__(config)
+        self.policy.export: Any = lambda folder: None  # type: ignore[method-assign]

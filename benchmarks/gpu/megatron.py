@@ -36,20 +36,28 @@ from rayhelper import RayHelper
 from trainers.batch import Sequences
 from trainers.grpo.config import GRPOConfig
 from trainers.metrics import Metrics
+from trainers.parts.policy import Policy
 from trainers.sft.config import SFTConfig
+from trainers.sft.loss import supervised_loss
 from trainers.sft.trainer import SFTTrainer
 
 
-class MeasuredSFT(SFTTrainer):
+class MeasuredPolicy(Policy):
     """Nobody wants the model."""
 
     @RayHelper.function(group="train")
     def export(self, folder: Path) -> None: ...
 
     @RayHelper.function(group="train", dispatch=RayHelper.balanced(), collect=Metrics.merge)
-    def update(self, batch: Sequences, num_tokens: int) -> Metrics:
+    def step(self, samples: Sequences, numbers: int, entropy_gradient: bool = False) -> Metrics:
         with profiled(Path(self.config.output_dir)):
-            return super().update(batch, num_tokens)
+            return super().step(samples, numbers, entropy_gradient)
+
+
+class MeasuredSFT(SFTTrainer):
+    def __init__(self, config: SFTConfig) -> None:
+        super().__init__(config)
+        self.policy = MeasuredPolicy(config, loss=supervised_loss)
 
 
 def sft(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """What a GPU does in one update: each kernel's time, and how long none ran.
 
-class Measured(SFTTrainer):
+class MeasuredPolicy(Policy):
     @RayHelper.function(group="train", dispatch=..., collect=...)
-    def update(self, ...):
+    def step(self, ...):
         with profiled(folder):               # of the updates of this process, the one that UPDATE says
-            return super().update(...)
+            return super().step(...)
 """
 
 from __future__ import annotations

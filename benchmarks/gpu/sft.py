@@ -63,15 +63,22 @@ def rates(options: argparse.Namespace, tokens: float, seconds: float, num_parame
 
 
 def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    from trainers.parts.policy import Policy
     from trainers.sft.config import SFTConfig
+    from trainers.sft.loss import supervised_loss
     from trainers.sft.trainer import SFTTrainer
 
     moments: list[float] = []
 
-    class Watched(SFTTrainer):
-        def update(self, *given: Any) -> Any:
+    class WatchedPolicy(Policy):
+        def step(self, *given: Any) -> Any:  # type: ignore[override]
             moments.append(time.perf_counter())
-            return super().update(*given)
+            return super().step(*given)
+
+    class Watched(SFTTrainer):
+        def __init__(self, config: SFTConfig) -> None:
+            super().__init__(config)
+            self.policy = WatchedPolicy(config, loss=supervised_loss)
 
     config = SFTConfig(
         model=str(folder / "model"),
@@ -103,7 +110,7 @@ def ours(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     lines = our_steps(folder / "ours", 0)
     tokens, steps = lines[-1]["num_tokens"] - lines[WARM - 1]["num_tokens"], lines[WARM:]
     found = phases(steps)
-    num_parameters = sum(weight.numel() for weight in trainer.backend.module.parameters())
+    num_parameters = sum(weight.numel() for weight in trainer.policy.built.module.parameters())
     return {
         **rates(options, tokens, sum(step["time/step"] for step in steps), num_parameters),
         "peak_gib": peak.gib(since=moments[WARM]),

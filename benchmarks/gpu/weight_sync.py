@@ -13,10 +13,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,10 +24,51 @@ from benchmarks.gpu.parts import arguments, run_parts
 from benchmarks.gpu.shapes import SHAPES, saved_apart
 from benchmarks.gpu.steps import ON_GPU
 from rayhelper import Channel, RayHelper
-from trainers.parts.engine_updates import EngineUpdates, channel_to
-from trainers.parts.weights import Route, built, copy, first_of, receive, send
+from trainers.configuration.completion import CompletionConfig
+from trainers.parts.generator import Generator
+from trainers.parts.policy import Policy
 
-DTYPE = "bfloat16" if ON_GPU else "float32"
+DTYPE: Literal["bfloat16", "float32"] = "bfloat16" if ON_GPU else "float32"
+
+
+class ScoringPolicy(Policy):
+    """Which is read and never trained."""
+
+    def new_backend(self, model: str, num_steps: int | None, **settings: Any) -> Any:
+        from trainers.backends.fsdp.backend import FsdpBackend
+
+        return FsdpBackend(model, dtype=DTYPE)
+
+    @RayHelper.function(group="train", execute="first")
+    def num_bytes(self) -> int:
+        return sum(weight.nbytes for _, weight in self.built.named_weights())
+
+
+class DummyGenerator(Generator):
+    """Whose engine has weights of its own until it gets the policy's; it waits until they are there."""
+
+    @RayHelper.function(group="rollout")
+    def start(self, path: str) -> None:
+        from tests.golden.tiny import tiny_tokenizer
+        from trainers.rollout.vllm.engine import VllmEngine
+
+        settings = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 512, "gpu_memory_utilization": 0.3}
+        self.engine = VllmEngine(path, tiny_tokenizer(), dtype=DTYPE, engine_kwargs=settings)
+
+    @RayHelper.function(group="rollout")
+    def copy(self, version: int) -> None:
+        super().copy(version)
+        wait()
+
+    @RayHelper.function(group="rollout")
+    def receive(self, channel: Channel, unless: int | None = None) -> None:
+        super().receive(channel, unless)
+        wait()
+
+
+def wait() -> None:
+    if ON_GPU:
+        torch.cuda.synchronize()
 
 
 @RayHelper.worker(group=["train", "rollout"])
@@ -35,82 +76,36 @@ class Synced:
     """A policy and an engine, and nothing else of a trainer."""
 
     def __init__(self, model: str, bucket_mb: int) -> None:
-        self.model, self.bucket_mb = model, bucket_mb
-        self.backend: Any = None
-        self.engine: Any = None
+        self.config = CompletionConfig(model=model, dataset="unused", dtype=DTYPE, weight_bucket_mb=bucket_mb)
+        self.policy = ScoringPolicy(self.config, loss=wait)  # it has none
+        self.generator = DummyGenerator(self.config, self.policy)
 
     @RayHelper.function(group="driver")
     def measure(self, rounds: int) -> dict[str, Any]:
-        self.build_train()
-        self.build_rollout()
+        self.policy.build(self.config.model)
+        self.generator.build(self.config.model)
         found: dict[str, Any] = {}
         for checksum in (True, False):
-            config = SimpleNamespace(
-                dtype=DTYPE,
-                weight_checksum=checksum,
-                offload_model=False,
-                offload_optimizer=False,
-                vllm_enable_lora=False,
-            )
-            engines = EngineUpdates(
-                self.meet_engine(),
-                meet=self.meet_engine,
-                copy=partial(self.copy_weights, config),
-                send=SimpleNamespace(defer=partial(self.send_weights.defer, config)),
-                receive=self.receive_weights,
-                rebuild=self.build_rollout,
-                open_channel=partial(channel_to, bucket_mb=self.bucket_mb),
-            )
+            self.sender_has(checksum)
+            self.engine_has(checksum)
             seconds = []
             for _ in range(rounds + 1):
-                engines.learned()
+                self.generator.learned()
                 since = time.perf_counter()
-                engines.update()
+                self.generator.update()
                 seconds.append(time.perf_counter() - since)
-            engines.close()
-            found[f"{engines.route.way}{'' if checksum else ' unchecked'}"] = statistics.median(seconds[1:])
-        found["bytes"] = self.num_bytes()
+            self.generator.close()
+            found[f"{self.generator.way}{'' if checksum else ' unchecked'}"] = statistics.median(seconds[1:])
+        found["bytes"] = self.policy.num_bytes()
         return found
 
-    @RayHelper.function(group="train", execute="first")
-    def build_train(self) -> None:
-        from trainers.backends.fsdp.backend import FsdpBackend
-
-        self.backend = FsdpBackend(self.model, dtype=DTYPE)
-
-    @RayHelper.function(group="train", execute="first")
-    def num_bytes(self) -> int:
-        return sum(weight.nbytes for _, weight in self.backend.named_weights())
-
     @RayHelper.function(group="train")
-    def send_weights(self, config: Any, channel: Channel, version: int) -> None:
-        send(config, self.backend, channel, version)
+    def sender_has(self, checksum: bool) -> None:
+        self.policy.config = replace(self.config, weight_checksum=checksum)
 
     @RayHelper.function(group="rollout")
-    def build_rollout(self) -> None:
-        from tests.golden.tiny import tiny_tokenizer
-        from trainers.rollout.vllm import VllmEngine
-
-        settings = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 512, "gpu_memory_utilization": 0.3}
-        self.engine = VllmEngine(self.model, tiny_tokenizer(), dtype=DTYPE, engine_kwargs=settings)
-
-    @RayHelper.function(group="rollout", collect=first_of)
-    def meet_engine(self) -> Route:
-        return Route.between(built(self.engine), trains=self.backend is not None)
-
-    @RayHelper.function(group="rollout")
-    def copy_weights(self, config: Any, version: int) -> None:
-        copy(config, self.backend, self.engine, version)
-        self.wait()
-
-    @RayHelper.function(group="rollout")
-    def receive_weights(self, channel: Channel) -> None:
-        receive(self.engine, channel)
-        self.wait()
-
-    def wait(self) -> None:
-        if ON_GPU:
-            torch.cuda.synchronize()
+    def engine_has(self, checksum: bool) -> None:
+        self.generator.config = replace(self.config, weight_checksum=checksum)
 
 
 def copied(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

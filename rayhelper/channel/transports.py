@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rayhelper.channel.buckets import BLOCK
 from rayhelper.channel.lines import Message
+from rayhelper.channel.patches import gloo_group, nccl_group
 from rayhelper.errors import ChannelError
 
 if TYPE_CHECKING:
@@ -194,19 +195,13 @@ class Broadcast:
         self._work: dict[int, Any] = {}
 
     def connect(self, store: Any, address: str, timeout_s: float) -> None:
-        import torch.distributed as dist
 
         timeout = datetime.timedelta(seconds=2 * timeout_s)  # the channel's own deadlines come first
         try:
             if self._name == "nccl":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
-                self._group = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+                self._group = nccl_group(store, self._rank, self._size, timeout)
             else:
-                options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-                options._timeout = timeout
-                options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-                self._group = dist.ProcessGroupGloo(store, self._rank, self._size, options)
+                self._group = gloo_group(store, self._rank, self._size, timeout, address)
         except RuntimeError as error:
             raise _failed(self._name, error) from error
 

@@ -27,6 +27,7 @@ from rayhelper.check.source import Lineage, lineage_of_class, lineage_of_source
 from rayhelper.device_groups import DeviceGroups
 from rayhelper.device_groups.keys import PLACING_KEYS, TOP_KEYS
 from rayhelper.errors import ConfigError, DecorationError, RayHelperError
+from rayhelper.planning.role_kinds import default_hosts
 from rayhelper.text import parse_text
 
 __all__ = ["Finding", "check", "findings"]
@@ -92,7 +93,7 @@ def findings(cls: type, groups: DeviceGroups | None = None) -> list[Finding]:
 def _flow(lineage: Lineage, sources: Sources, groups: DeviceGroups | None) -> Flow:
     cls = lineage.classes[0].cls
     if groups is not None:
-        groups = groups.with_default_hosts(getattr(cls, "default_hosts", {}))
+        groups = groups.with_default_hosts({} if cls is None else default_hosts(cls))
     return Flow(Objects(lineage, sources), groups)
 
 

@@ -14,11 +14,11 @@ from typing import Any
 from rayhelper.device_groups.assignment import with_ranks
 from rayhelper.device_groups.group import DRIVER, DeviceGroup
 from rayhelper.device_groups.keys import NODE_KEYS, PLACING_KEYS, RANK_KEYS, SIZE_KEYS, TOP_KEYS
-from rayhelper.device_groups.mistakes import Mistakes, check_count, nearest, shown
+from rayhelper.device_groups.mistakes import Mistakes, check_count, shown
 from rayhelper.device_groups.rank_form import rank_groups
 from rayhelper.device_groups.role_form import role_groups, settings_of
 from rayhelper.errors import ConfigError
-from rayhelper.text import parse_text
+from rayhelper.text import DID_YOU_MEAN, nearest, parse_text
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class DeviceGroups:
     def with_default_hosts(self, hosts: Mapping[str, str]) -> DeviceGroups:
         """The groups, every role of ``hosts`` that none of them names added to the group of the role it lives with.
 
-        A class's ``default_hosts`` are its roles that not every run uses.
+        Which roles of a class those are says ``planning/role_kinds.py``.
         """
         groups = self
         for role, host in hosts.items():
@@ -174,7 +174,7 @@ def _sections(config: Mapping[Any, Any], mistakes: Mistakes) -> dict[str, Mappin
             mistakes.note(
                 f"{name!r} must be a mapping such as {{device: GPU, ranks: 4, workers: [role]}}, got {shown(section)} "
                 f"(known keys beside the groups: {', '.join(TOP_KEYS)})."
-                f"{nearest(name, TOP_KEYS, ' Did you mean {!r}?') or ' Remove it, or write it as a group.'}"
+                f"{nearest(name, TOP_KEYS, DID_YOU_MEAN) or ' Remove it, or write it as a group.'}"
             )
         else:
             sections[name] = section

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from rayhelper.errors import ConfigError
@@ -38,12 +37,6 @@ def check_count(what: str, value: Any, remedy: str, most: int | None = None) -> 
     if most is not None and value > most:
         raise ConfigError(f"{what} is {shown(value)}, more than {most:,}. Ask for fewer.")
     return value
-
-
-def nearest(name: Any, known: Iterable[str], message: str) -> str:
-    """The message about the known name nearest to ``name``, or nothing."""
-    matches = difflib.get_close_matches(str(name), known, n=1)
-    return message.format(matches[0]) if matches else ""
 
 
 def shown(value: Any) -> str:

@@ -16,10 +16,11 @@ from typing import Any
 
 from rayhelper.device_groups.group import DeviceGroup
 from rayhelper.device_groups.keys import GROUP_KEYS, RANK_KEYS, SIZE_KEYS
-from rayhelper.device_groups.mistakes import Mistakes, check_count, nearest, shown
+from rayhelper.device_groups.mistakes import Mistakes, check_count, shown
 from rayhelper.device_groups.section import MAX_RANKS, device_of, options_of, roles_of
 from rayhelper.device_groups.sharing import host_of, hosts_first, shares, with_devices_of
 from rayhelper.errors import ConfigError
+from rayhelper.text import DID_YOU_MEAN, nearest
 
 DEVICE_KEYS = (("device",), ("ranks", "device_mapping"), ("gpus_per_worker",))  # names of one thing together
 
@@ -71,7 +72,7 @@ def _check_keys(where: str, section: Mapping[Any, Any], mistakes: Mistakes) -> N
         if key not in GROUP_KEYS:
             mistakes.note(
                 f"{where} has the unknown key {shown(key)} (known: {', '.join(GROUP_KEYS)})."
-                f"{nearest(key, meant, ' Did you mean {!r}?') or ' Remove it.'}"
+                f"{nearest(key, meant, DID_YOU_MEAN) or ' Remove it.'}"
             )
 
 

@@ -15,10 +15,11 @@ from typing import Any, cast
 
 from rayhelper.device_groups.group import MAX_IN_FLIGHT, Device, DeviceGroup
 from rayhelper.device_groups.keys import PARALLEL_SIZES, SECTION_KEYS, SHARE_KEY, SIZE_KEYS
-from rayhelper.device_groups.mistakes import Mistakes, check_count, nearest, shown
+from rayhelper.device_groups.mistakes import Mistakes, check_count, shown
 from rayhelper.device_groups.section import MAX_RANKS, device_of, options_of, roles_of
 from rayhelper.device_groups.sharing import host_of, hosts_first, shares, with_devices_of
 from rayhelper.errors import ConfigError
+from rayhelper.text import nearest
 
 DEVICE_KEYS = (tuple(SIZE_KEYS), ("gpus_per_worker",))  # names of one thing together
 SHARED_OPTIONS = {"timeout_s": None, "restarts": 0, "max_in_flight": MAX_IN_FLIGHT}  # and what they are if not set

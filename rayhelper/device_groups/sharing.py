@@ -12,8 +12,9 @@ from typing import Any
 
 from rayhelper.device_groups.group import DeviceGroup
 from rayhelper.device_groups.keys import SHARE_KEY
-from rayhelper.device_groups.mistakes import nearest, shown
+from rayhelper.device_groups.mistakes import shown
 from rayhelper.errors import ConfigError
+from rayhelper.text import nearest
 
 
 def shares(section: Mapping[str, Any]) -> bool:

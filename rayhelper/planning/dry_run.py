@@ -22,7 +22,8 @@ from rayhelper.device_groups.slots import Demand, demands, workers_by_node
 from rayhelper.errors import ConfigError, PlacementError
 from rayhelper.planning.memory import GIB, RUNTIME_BYTES, peak_bytes
 from rayhelper.planning.model_shape import SHAPE_REMEDY, ModelShape
-from rayhelper.planning.plan_roles import TRAINED, Findings, Place, RolePlan, Run, plan_role, read_shape
+from rayhelper.planning.plan_roles import LEARNS, Findings, Place, RolePlan, Run, plan_role, read_shape
+from rayhelper.planning.role_kinds import kind_of, roles_named
 from rayhelper.ranks import runs
 from rayhelper.text import parse_text
 
@@ -73,16 +74,23 @@ class Plan:
 
 
 def make_plan(
-    config: str, nodes: int | None, gpus_per_node: int | None, model: str | None, gpu_memory_gib: float
+    config: str,
+    nodes: int | None,
+    gpus_per_node: int | None,
+    model: str | None,
+    gpu_memory_gib: float,
+    trainer: str | None = None,
 ) -> Plan:
-    """The plan of a file. Raises ConfigError for a file or an argument that cannot be read."""
+    """The plan of a file. Raises ConfigError for a file, an argument or a trainer that cannot be read."""
     for name, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
         if value is not None:
             check_count(name, value, "Write 1 or more.")
     if not gpu_memory_gib > 0:
         raise ConfigError(f"--gpu_memory_gib must be positive, got {gpu_memory_gib}. Write e.g. 80.")
     findings = Findings()
-    written, shared = split(_read(config))
+    values = _read(config)
+    declared = roles_named(trainer, values) if trainer else {}
+    written, shared = split(values)
     shape, unknown = (
         read_shape(_given(model), "--model", "", findings)
         if model
@@ -113,9 +121,11 @@ def make_plan(
     if nodes is None and groups.nnodes is None:
         findings.assume(f"{num_nodes:,} {'node' if num_nodes == 1 else 'nodes'}, the fewest that hold the groups")
     fits = _check_fit(asked, num_nodes, gpus_per_node, findings)
-    trained = [group.num_workers for group in groups.groups if TRAINED & set(group.roles)]
+    kinds = {role: kind_of(role, declared) for role in groups.roles}
+    trained = [group.num_workers for group in groups.groups if any(kinds[role].does in LEARNS for role in group.roles)]
     gpu_bytes = int(gpu_memory_gib * GIB)
-    run = Run(shared, groups.roles, max(trained, default=1), gpu_bytes, nproc_per_node, findings, shape, unknown)
+    num_trainers = max(trained, default=1)
+    run = Run(shared, num_trainers, kinds, gpu_bytes, nproc_per_node, findings, shape, unknown)
     roles = {
         group.name: tuple(plan_role(Place(role, group, groups.role_settings[role], run)) for role in group.roles)
         for group in groups.groups

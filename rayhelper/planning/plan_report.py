@@ -28,6 +28,7 @@ def plan(
     model: str | None = None,
     gpu_memory_gib: float = 80.0,
     json: bool = False,
+    trainer: str | None = None,
 ) -> int:
     """Prints what a configuration would ask of a cluster; 0: it can run, 1: it breaks rules, 2: it cannot be read.
 
@@ -38,9 +39,11 @@ def plan(
         model: folder or config.json of the model, or its sizes as a mapping.
         gpu_memory_gib: memory of one GPU.
         json: print JSON.
+        trainer: whose roles these are: module:Class, file.py:Class or a name of an installed one; null: what a role
+            does is read from its name.
     """
     try:
-        made = make_plan(config, nodes, gpus_per_node, model, gpu_memory_gib)
+        made = make_plan(config, nodes, gpus_per_node, model, gpu_memory_gib, trainer)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

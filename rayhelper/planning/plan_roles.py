@@ -2,8 +2,8 @@
 
     role x group x settings  ->  RolePlan, and findings: mistakes, warnings, what was assumed
 
-What a role does is read from its name and keys, because the core knows no trainer: the names below are those that
-trainers use. Any other role is planned without memory, unless its section names a model.
+What a role does is what its trainer declares, or else what its name says (``role_kinds.py``). A role of which neither
+is known is planned without memory, unless its section names a model.
 """
 
 from __future__ import annotations
@@ -38,24 +38,16 @@ from rayhelper.planning.parallel_sizes import (
     num_torn,
     size_mistakes,
 )
+from rayhelper.planning.role_kinds import RoleKind
 
-OF_VALUES = frozenset({"critic", "value"})
-TRAINED = frozenset({"train", "trainer", "actor", "policy", "student"}) | OF_VALUES
-ENGINES = frozenset({"rollout", "sampler", "generator"})
-FROZEN = frozenset({"ref", "reference", "teacher"})  # of the trained model's shape where nothing else is said
-WHOLE = frozenset({"reward", "prm", "orm"})  # a model of transformers, undivided on every worker
-# Keys that name the model of a role alone, beside {role}_model; the first that is there
-MODEL_KEYS = {
-    **dict.fromkeys(OF_VALUES, ("value_model", "reward_model")),
-    **dict.fromkeys(("ref", "reference"), ("ref_model",)),
-}
+LEARNS = ("trains", "values")
 MICRO_BATCH_KEYS = ("per_device_train_batch_size", "micro_batch_size")
 UTILIZATION_KEY = "vllm_gpu_memory_utilization"
 DEFAULT_UTILIZATION = 0.9  # vLLM's
 DEFAULT_PROMPT = 512  # tokens
 DEFAULT_RANK = 8  # of a LoRA adapter
 
-Does = Literal["train", "generate", "score", "unknown"]
+PlannedTo = Literal["train", "generate", "score", "unknown"]
 
 
 @dataclass
@@ -75,8 +67,8 @@ class Run:
     """What holds for all roles."""
 
     shared: Mapping[str, Any]  # the keys beside the device groups
-    roles: tuple[str, ...]
     num_trainers: int  # workers of the trained role
+    kinds: Mapping[str, RoleKind]  # of all roles
     gpu_bytes: int
     nproc_per_node: int | None  # rank r lies on node r // nproc_per_node; None: there is one node
     findings: Findings
@@ -99,6 +91,10 @@ class Place:
         return {**self.run.shared, **self.section}
 
     @property
+    def kind(self) -> RoleKind:
+        return self.run.kinds[self.role]
+
+    @property
     def where(self) -> str:
         return f"role {self.role!r}"
 
@@ -108,7 +104,7 @@ class RolePlan:
     """What one role does on the workers of its group."""
 
     role: str
-    does: Does
+    does: PlannedTo
     sizes: ParallelSizes
     engine: Literal["vllm", "hf"] | None = None
     engine_tensor: int = 1  # accelerators of one engine
@@ -135,10 +131,10 @@ def _plan_model(place: Place) -> RolePlan:
     that score with it.
     """
     findings, where = place.run.findings, place.where
-    does: Does = "train" if place.role in TRAINED else "unknown"
-    if does == "unknown" and (place.role in FROZEN or _own_model(place) is not None):
+    does: PlannedTo = "train" if place.kind.does in LEARNS else "unknown"
+    if does == "unknown" and (place.kind.does == "scores" or _own_model(place) is not None):
         does = "score"
-    is_megatron = place.role in FROZEN and place.settings.get("backend") == "megatron"
+    is_megatron = place.kind.does == "scores" and place.settings.get("backend") == "megatron"
     settings = place.settings if does == "train" or is_megatron else place.section
     sizes = ParallelSizes.of(where, settings, place.group.num_workers, findings.mistakes)
     _warn_of_torn(place, TENSOR_KEY, sizes.tensor * max(1, place.group.gpus_per_worker))
@@ -149,7 +145,7 @@ def _plan_model(place: Place) -> RolePlan:
         work = _work(place, sizes)
         if does == "train" and place.settings.get("tuner_type") == "lora":
             work = replace(work, adapter=_adapter(place.settings, shape))
-        divided = replace(sizes, data=1) if place.role in WHOLE else sizes
+        divided = replace(sizes, data=1) if place.kind.does == "judges" else sizes
         terms = (training if does == "train" else scoring)(shape, divided, work)
         memory = RoleMemory(place.role, terms, _offloads(place.settings))
         if work.backend == "fsdp" and divided.data > 1:
@@ -191,7 +187,7 @@ def _plan_hf(place: Place) -> RolePlan:
     memory = None
     if shape is not None and place.group.device != "CPU":
         work = _work(place, ParallelSizes())
-        shares = any(role in TRAINED for role in place.group.roles)
+        shares = any(place.run.kinds[role].does in LEARNS for role in place.group.roles)
         terms = hf_engine(shape, work, _num_sequences(place, work), shares_weights=shares)
         memory = RoleMemory(place.role, terms, _offloads(place.settings), generates=True)
     sizes = ParallelSizes(data=place.group.num_workers)
@@ -200,8 +196,8 @@ def _plan_hf(place: Place) -> RolePlan:
 
 def _engine(place: Place) -> Literal["vllm", "hf"] | None:
     """What generates for the role; None: it does not generate."""
-    names_vllm = place.role not in FROZEN and any(str(key).startswith("vllm_") for key in place.section)
-    if place.role not in ENGINES and not names_vllm:
+    names_vllm = place.kind.does != "scores" and any(str(key).startswith("vllm_") for key in place.section)
+    if place.kind.does != "generates" and not names_vllm:
         return None
     settings = place.settings
     uses_vllm = settings.get("use_vllm", any(str(key).startswith("vllm_") for key in settings)) is True
@@ -210,7 +206,7 @@ def _engine(place: Place) -> Literal["vllm", "hf"] | None:
 
 def _own_model(place: Place) -> Any:
     """The model that the configuration gives to this role alone."""
-    keys = (f"{place.role}_model", *MODEL_KEYS.get(place.role, ()))
+    keys = (f"{place.role}_model", *place.kind.models)
     named = (place.settings[key] for key in keys if place.settings.get(key))
     return place.section.get("model") or next(named, None)
 
@@ -274,7 +270,7 @@ def _kept_share(place: Place) -> float:
 
 def _kept_logits(place: Place, recomputes: bool) -> int:
     """Bytes that the head of the role may keep; one of values has none."""
-    if place.role in OF_VALUES:
+    if place.kind.does == "values":
         return 0
     gib = _number(place, "logits_memory_gib", lambda value: 0 <= value < math.inf, "be at least 0")
     if gib is None:
@@ -314,7 +310,8 @@ def _length(settings: Mapping[str, Any], findings: Findings) -> int:
 def _has_reference(place: Place) -> bool:
     """Whether GRPO's KL term makes the trained role hold the model that it started from."""
     settings = place.settings
-    is_policy = place.role in TRAINED - OF_VALUES and not {"ref", "reference"} & set(place.run.roles)
+    has_own = any(kind.does == "scores" and "ref_model" in kind.models for kind in place.run.kinds.values())
+    is_policy = place.kind.does == "trains" and not has_own
     if settings.get("tuner_type") == "lora" and settings.get("ref_model") is None:
         return False  # the policy without its adapter
     return is_policy and bool(settings.get("beta")) and bool(settings.get("reward_funcs"))

@@ -28,7 +28,8 @@ def construct(init: Callable[..., None], instance: Any, args: tuple[Any, ...], k
     """Runs ``__init__`` on this instance and, on a driver, on every worker that hosts one of its roles.
 
     An instance that is built while another one's ``__init__`` runs is a part of that one. Raises DecorationError if the
-    class of the whole does not name the part's roles.
+    class of the whole does not name the part's roles. With Ray off an argument may refuse, if its class has
+    ``__rayhelper_off__``: a configuration that asks for workers.
     """
     within = being_built()
     if instance._rayhelper is not None or (within is not None and within.instance is instance):
@@ -37,6 +38,9 @@ def construct(init: Callable[..., None], instance: Any, args: tuple[Any, ...], k
     if within is not None:
         check_whole(type(within.instance), type(instance))
     if state.active is None:
+        for value in (*args, *kwargs.values()):
+            if (refuse := getattr(type(value), "__rayhelper_off__", None)) is not None:
+                refuse(value, type(instance))
         build(init, instance, args, kwargs, Identity(instance, None if within is None else within.identity, None))
         return
     check_roles(type(instance))

@@ -244,7 +244,8 @@ def defer(method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwar
     """The future of a decorated call; one that stays in this process is made now."""
     route, placement = _route(method, target)
     if route == "group" and placement is not None:
-        return placement.submit(method, target, args, kwargs)
+        future: Future[Any] = placement.submit(method, target, args, kwargs)
+        return future
     if route == "skip":
         return finished(lambda: None)
     plain_args, plain_kwargs = _plain(args, kwargs)

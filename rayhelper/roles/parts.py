@@ -12,17 +12,19 @@ object that is passed travels as its address, and arrives as the receiving proce
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from rayhelper.errors import DecorationError, RoleError
 from rayhelper.roles.runtime import state
 
 NO_INSTANCE = "-"  # the address of calls that belong to no object: methods of role driver may stand in any class
-_DEPTH = 4  # of containers that are looked into for decorated objects, where nothing is pickled
+_DEPTH = 10  # of containers that are looked into for decorated objects, where nothing is pickled
 _MANY = 1000  # items of a container from which on it is not looked into
 
 
@@ -242,24 +244,49 @@ def _decorated(values: Iterable[Any], depth: int) -> Iterator[Any]:
     for value in values:
         if placement_of(value) is not None:
             yield value
-        elif depth and type(value) in (list, tuple, dict) and len(value) <= _MANY:
-            yield from _decorated(value.values() if type(value) is dict else value, depth - 1)
+        elif depth:
+            yield from _decorated(_contents(value).values(), depth - 1)
 
 
 def own_objects(value: Any, depth: int = _DEPTH) -> Any:
-    """The value as this process has it where nothing is pickled: with its own objects in place of another's."""
+    """The value as this process has it where nothing is pickled: with its own objects in place of another's.
+
+    Raises RoleError for an object that this process does not have.
+    """
     placement = placement_of(value)
     if placement is not None:
         identity = placement.identity
-        return value if identity.address is None else arrived(identity.address, identity.name)
-    kind = type(value)
-    if not depth or kind not in (list, tuple, dict) or len(value) > _MANY:
+        return refuse_to_travel(placement) if identity.address is None else arrived(identity.address, identity.name)
+    contents = _contents(value) if depth else {}
+    own = {name: own_objects(item, depth - 1) for name, item in contents.items()}
+    if all(own[name] is item for name, item in contents.items()):
         return value
+    kind = type(value)
     if kind is dict:
-        replaced: Any = {name: own_objects(item, depth - 1) for name, item in value.items()}
-        return replaced if any(replaced[name] is not value[name] for name in value) else value
-    items = [own_objects(item, depth - 1) for item in value]
-    return kind(items) if any(one is not other for one, other in zip(items, value, strict=True)) else value
+        return own
+    if kind in (list, tuple):
+        return kind(own.values())
+    copied = copy.copy(value)
+    for name, item in own.items():
+        object.__setattr__(copied, name, item)  # also of a frozen one
+    return copied
+
+
+def _contents(value: Any) -> Mapping[Any, Any]:
+    """What a container or a dataclass holds, by place; nothing if it is another value, or of many items."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return dict(enumerate(value)) if len(value) <= _MANY else {}
+    if kind is dict:
+        return value if len(value) <= _MANY else {}
+    if is_dataclass(kind):
+        return {field.name: getattr(value, field.name, None) for field in fields(kind)}
+    return {}
+
+
+def refuse_to_travel(placement: Any) -> Any:
+    """What pickling a placement comes to, and so an object that has no address elsewhere. Raises RoleError."""
+    raise RoleError(f"{placement.identity.name} cannot be sent to another process; send what it computed instead")
 
 
 def _attribute(whole: Any, part: Any) -> str:

@@ -9,12 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
-
-if TYPE_CHECKING:
-    from rayhelper.roles.futures import Future
-    from rayhelper.roles.methods import RoleMethod
-    from rayhelper.roles.parts import Identity
+from typing import Any, Literal, Protocol
 
 Route = Literal["here", "skip", "group"]
 
@@ -48,11 +43,11 @@ OFF = WorkerInfo((), "off", 0, 1, 0, 1, 0, Shard(0, 1))  # the one worker of eve
 
 
 class Placement(Protocol):
-    """Where the roles of one instance of a user's class run, seen from this process."""
+    """Where the roles of one instance of a user's class run, seen from this process. ``method``: a ``RoleMethod``."""
 
     @property
-    def identity(self) -> Identity:
-        """Who the instance is."""
+    def identity(self) -> Any:
+        """Who the instance is: an ``Identity`` (``parts.py``)."""
         ...
 
     @property
@@ -60,18 +55,16 @@ class Placement(Protocol):
         """The groups whose workers have the instance."""
         ...
 
-    def route(self, method: RoleMethod[..., Any]) -> Route:
+    def route(self, method: Any) -> Route:
         """Whether a call runs here, is skipped (a constructor still runs), or goes to a group. Raises RoleError."""
         ...
 
-    def run(self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, method: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The value of a call that stays here."""
         ...
 
-    def submit(
-        self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Future[Any]:
-        """The future of a call that goes to a group."""
+    def submit(self, method: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The ``Future`` of a call that goes to a group."""
         ...
 
 
@@ -95,7 +88,7 @@ class Runtime(Protocol):
         """Who this process is, for messages."""
         ...
 
-    def placement(self, method: RoleMethod[..., Any], target: Any) -> Placement:
+    def placement(self, method: Any, target: Any) -> Placement:
         """The placement for a call on a target that has none of its own. Raises RoleError."""
         ...
 

@@ -24,10 +24,9 @@ from rayhelper.errors import RoleError
 from rayhelper.roles.classes import build
 from rayhelper.roles.futures import Future
 from rayhelper.roles.methods import RoleMethod, find_method, not_constructed
-from rayhelper.roles.parts import NO_INSTANCE, Identity, Record, address_within, check_same_parts
+from rayhelper.roles.parts import NO_INSTANCE, Identity, Record, address_within, check_same_parts, refuse_to_travel
 from rayhelper.roles.runtime import Route, Shard, WorkerInfo, state
 from rayhelper.worker.process_group import join_process_group
-from rayhelper.worker.runtime import refuse_to_travel
 
 
 class Group(Protocol):

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from rayhelper.roles.runtime import WorkerInfo
+from rayhelper.worker.patches import abort_process_group
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def leave_process_group() -> bool:
 
     with contextlib.suppress(Exception):
         if dist.get_backend() == "nccl":
-            dist.distributed_c10d._abort_process_group()
+            abort_process_group()
         else:
             dist.destroy_process_group()
     return True

@@ -14,15 +14,10 @@ from rayhelper.device_groups import DRIVER
 from rayhelper.errors import RoleError
 from rayhelper.roles.classes import build
 from rayhelper.roles.methods import RoleMethod, find_method, not_constructed
-from rayhelper.roles.parts import Identity, Record, address_within, placement_of
+from rayhelper.roles.parts import Identity, Record, address_within, placement_of, refuse_to_travel
 from rayhelper.roles.runtime import Route, Shard, WorkerInfo
 from rayhelper.values.shards import is_within
 from rayhelper.worker.process_group import Joined, join_process_group, leave_process_group
-
-
-def refuse_to_travel(placement: Any) -> Any:
-    """What pickling a placement, and so an instance of a user's class, comes to."""
-    raise RoleError("a trainer cannot be sent to another process; send what it computed instead")
 
 
 class HostedPlacement:

@@ -15,7 +15,7 @@ from rayhelper import ConfigError
 from tests.backends.batches import largest_difference, mean_loss, plain_scores, samples_of
 from tests.golden.tiny import save_tiny
 from trainers.backends.fsdp.backend import FsdpBackend
-from trainers.rollout.vllm_adapter import put_adapter
+from trainers.rollout.vllm.adapter import put_adapter
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-2, "num_training_steps": 10, "lora": LORA}

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.backends.batches import largest_difference, mean_loss, samples_of, weighted_loss
 from tests.backends.ranks import run_ranks
 from tests.golden.tiny import save_tiny, tiny_tokenizer
+from trainers.backends.fsdp import sharding
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Ragged
 from trainers.rollout.base import Sampling
@@ -199,6 +200,16 @@ def steps_alone(rank: int, folder: str) -> tuple[list[tuple[Weights, int]], dict
     return found, after_failures
 
 
+def steps_of_another_version(rank: int, folder: str) -> tuple[bool, Weights]:
+    """On a single rank, by a torch whose FSDP keeps gradients elsewhere: weights after a step."""
+    sharding.holds_gradients = lambda weight: False  # nothing else uses this process
+    backend = FsdpBackend(folder, **SETTINGS | LOW)
+    backend.step(samples_of(), partial(weighted_loss, 50), micro_batch_size=2)
+    with pytest.raises(RuntimeError, match=r"a step failed before.*resume"):
+        after_a_failure(folder, "loss", LOW)
+    return backend.accumulates_whole, weights_of(backend)
+
+
 class FailureError(Exception):
     pass
 
@@ -253,6 +264,9 @@ def test_a_single_rank_in_shards_takes_gradients_as_they_are_and_forgets_a_step_
     assert_equal(at_once, by_turns)
     for weights in after_failures.values():
         assert_equal(weights, by_turns)
+    ((accumulates_whole, of_another),) = run_ranks(1, steps_of_another_version, folder, folder=tmp_path)
+    assert not accumulates_whole
+    assert_equal(of_another, by_turns)
 
 
 def copies_after_a_failure(rank: int, folder: str) -> tuple[dict[str, Weights], Weights]:

@@ -17,7 +17,7 @@ from trainers.backends.scores.head import LinearHead
 from trainers.backends.scores.top_logps import TopLogps
 from trainers.backends.scores.vocabulary import ShardedVocabulary
 from trainers.dpo.scores import PairNumbers
-from trainers.gkd.divergences import TopDivergence, WholeDivergence
+from trainers.gkd.loss import TopDivergence, WholeDivergence
 from trainers.losses.distillation import generalized_jsd, topk_jsd, topk_logps
 from trainers.losses.tokens import token_entropy, token_logps
 from trainers.losses.vocabulary import WHOLE, Vocabulary

@@ -30,7 +30,7 @@ def test_the_merged_model_scores_as_the_adapted_one(name: str, tmp_path: Path) -
     start = save_tiny(tmp_path / "model")
     trainer = trainer_type(config(start, tmp_path / "out", **LORA))
     trainer.train()
-    trained: FsdpBackend = trainer.policy if name == "ppo" else trainer.backend
+    trained: FsdpBackend = trainer.policy.backend
 
     def scores(backend: FsdpBackend) -> np.ndarray:
         return backend.token_logps(samples_of(), micro_batch_size=4).values

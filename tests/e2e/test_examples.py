@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ import yaml
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import lines, separate, together
 from tests.golden.tiny import save_tiny
-from trainers.cli import TRAINERS, load_config, placement, run
+from trainers.cli import load_config, placement, run
+from trainers.commands import command_named
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.sft.config import PretrainConfig, SFTConfig
@@ -80,8 +80,8 @@ def test_an_example_trains_two_steps(name: str, tmp_path: Path) -> None:
 )
 def test_an_example_trains_two_steps_on_ray(name: str, tmp_path: Path, ray_session: RaySession) -> None:
     """From its file, which has a place for every role; the run makes do with workers that are there."""
-    trainer_name, config_name = TRAINERS[name.partition("/")[0]]
-    trainer, config_type = imported(trainer_name), imported(config_name)
+    command = command_named(name.partition("/")[0])
+    trainer, config_type = command.trainer, command.config_type
     keys = {"model": save_tiny(tmp_path / "model"), "output_dir": tmp_path / "out", "max_steps": 2, "report_to": "none"}
     keys |= {"eval_steps": "null", "val_before_train": "false", "global_batch_size": 8, "dtype": "float32"}
     if name.startswith(("grpo", "ppo", "gkd")):
@@ -95,11 +95,6 @@ def test_an_example_trains_two_steps_on_ray(name: str, tmp_path: Path, ray_sessi
         trainer(config).train()
     assert [line["step"] for line in lines(tmp_path / "out") if "loss" in line] == [1, 2]
     assert (tmp_path / "out" / "final" / "model.safetensors").is_file()
-
-
-def imported(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def test_the_quickstart_logs_the_same_off_and_with_ray(tmp_path: Path, ray_session: RaySession) -> None:

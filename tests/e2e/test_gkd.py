@@ -26,14 +26,15 @@ from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Ragged
 from trainers.cli import load_config, placement, run
 from trainers.gkd.config import GKDConfig
-from trainers.gkd.divergences import TopDivergence
+from trainers.gkd.loss import StepNumbers, TopDivergence
 from trainers.gkd.samples import DistillationSamples, samples_of
-from trainers.gkd.trainer import GKDTrainer, sampling_of, source_of
+from trainers.gkd.trainer import GKDTrainer, source_of
 from trainers.gkd.vocabularies import common_vocab_size
 from trainers.losses.distillation import generalized_jsd, topk_jsd, topk_logps
 from trainers.metrics import Metrics
+from trainers.parts.engine import sampling_of
+from trainers.parts.inputs import load_tokenizer
 from trainers.plugins import load_plugins, resolve_model
-from trainers.run.run import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 Step = tuple[dict[str, float], dict[str, torch.Tensor]]  # the metrics of one optimizer step, and the weights after it
@@ -83,7 +84,7 @@ def one_step(config: GKDConfig, samples: DistillationSamples) -> Step:
     """One optimizer step, over the workers there are."""
     trainer = built(config)
     metrics = trainer.learn(samples, trainer.asked(samples), config.sft_alpha)
-    trainer.export(Path(config.output_dir))
+    trainer.policy.export(Path(config.output_dir))
     return metrics.values(), load_file(Path(config.output_dir) / "model.safetensors")
 
 
@@ -91,7 +92,7 @@ def completed_by_teacher(trainer: GKDTrainer) -> DistillationSamples:
     """The prompts of all rows, as the teacher of a built trainer completes them."""
     run: Any = SimpleNamespace(phase=lambda name: contextlib.nullcontext(), step=0)
     started = trainer.started("teacher", np.arange(len(trainer.rows)), 0, run)
-    return samples_of(started.prompts, started.rollouts.result().completion_ids, started.teacher_prompts)
+    return samples_of(started.prompts, started.pending.rollouts.result().completion_ids, started.teacher_prompts)
 
 
 # Nothing to learn
@@ -277,9 +278,9 @@ def rank_step(rank: int, cuts: list[int], configs: list[GKDConfig]) -> list[Metr
     mine, found = samples[cuts[rank] : cuts[rank + 1]], []
     for config in configs:
         trainer = built(config)
-        answer = None if config.gkd_logits_topk is None else trainer.ask(mine)
-        found.append(trainer.update(mine, answer, samples.num_targets, config.sft_alpha))
-        trainer.export(Path(config.output_dir))
+        numbers = StepNumbers(samples.num_targets, config.sft_alpha)
+        found.append(trainer.policy.learn(mine, trainer.asked(mine), numbers))
+        trainer.policy.export(Path(config.output_dir))
     return found
 
 
@@ -356,10 +357,9 @@ def test_a_merged_adapter_says_what_student_and_adapter_say(model: str, teacher:
     config = gkd_config(model, tmp_path / "run", teacher_model=teacher, tuner_type="lora", learning_rate=3e-2)
     trainer = GKDTrainer(config)
     trainer.train()
-    assert trainer.backend is not None
     samples = seven_samples()
     merged = FsdpBackend(tmp_path / "run" / "final").token_logps(samples, micro_batch_size=2)
-    adapted = trainer.backend.token_logps(samples, micro_batch_size=2)
+    adapted = trainer.policy.built.token_logps(samples, micro_batch_size=2)
     before = FsdpBackend(model).token_logps(samples, micro_batch_size=2)
     np.testing.assert_allclose(merged.values, adapted.values, atol=1e-5)
     assert np.abs(merged.values - before.values).max() > 1e-2
@@ -558,12 +558,11 @@ def test_a_student_comes_near_its_teacher_on_its_own_completions(seed: int, tmp_
 
 def reverse_kl(trainer: GKDTrainer, teacher: str) -> float:
     """Of the trained student to its teacher, a token, on 32 completions of its own."""
-    assert trainer.backend is not None
-    student, other = trainer.backend.module.eval(), AutoModelForCausalLM.from_pretrained(teacher)
+    student, other = trainer.policy.built.module.eval(), AutoModelForCausalLM.from_pretrained(teacher)
     prompts = Ragged.of(
         [tiny_tokenizer()(row["prompt"])["input_ids"] for row in trainer.rows.select(range(32))], np.int64
     )
-    rollouts = trainer.engine.generate(Prompts(prompts), sampling_of(trainer.config), seed=99)
+    rollouts = trainer.generator.built.generate(Prompts(prompts), sampling_of(trainer.config), seed=99)
     divergences = []
     with torch.no_grad():
         for prompt, completion in zip(rollouts.prompt_ids, rollouts.completion_ids, strict=True):

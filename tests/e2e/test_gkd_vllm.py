@@ -18,10 +18,11 @@ from tests.e2e.runs import gkd_config, lines, separate
 from tests.e2e.test_gkd import APART, TOGETHER, completed_by_teacher, gradients_seen, seven_samples
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.batch import TopLogps
 from trainers.cli import load_config, placement
 from trainers.gkd.config import GKDConfig
-from trainers.gkd.samples import DistillationSamples, TopLogps
-from trainers.gkd.teacher import VllmTeacher, teacher_settings
+from trainers.gkd.samples import DistillationSamples
+from trainers.gkd.teacher import GKDTeacher, VllmTeacher, teacher_settings
 from trainers.gkd.trainer import GKDTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,8 +48,12 @@ class ClosingTrainer(GKDTrainer):
 
     @RayHelper.function(group="teacher")
     def close_teacher(self) -> None:
-        teacher: Any = self.teacher
-        teacher.engine.close()
+        close(self.teacher)
+
+
+def close(teacher: GKDTeacher) -> None:
+    engine: Any = teacher.engine
+    engine.close()
 
 
 @contextmanager
@@ -59,8 +64,8 @@ def built(config: GKDConfig) -> Iterator[GKDTrainer]:
     try:
         yield trainer
     finally:
-        if isinstance(trainer.teacher, VllmTeacher):
-            trainer.teacher.engine.close()
+        if isinstance(trainer.teacher.backend, VllmTeacher):
+            close(trainer.teacher)
 
 
 # What it answers
@@ -75,7 +80,7 @@ def test_a_step_is_the_one_with_a_teacher_of_transformers(model: str, teacher: s
     keys = {"teacher_model": teacher, "lmbda": 1.0, **KEYS}
     config = gkd_config(model, tmp_path, teacher_engine="vllm", teacher_engine_kwargs=exactly, **keys)
     with built(config) as trainer:
-        assert not hasattr(trainer.teacher, "module")  # no model of a training framework
+        assert not hasattr(trainer.teacher.built, "module")  # no model of a training framework
         answers = [trainer.asked(samples).result() for samples in cases]
     for add_tail in (True, False):
         hf = gkd_config(model, tmp_path, gkd_topk_add_tail=add_tail, **keys)
@@ -145,8 +150,8 @@ def test_an_offloaded_engine_is_awake_when_it_is_asked_and_only_then(
     events: list[str] = []
 
     class Notes:
-        def __init__(self, *_: Any, sleep_level: int, engine_kwargs: dict[str, Any], **__: Any) -> None:
-            events.append(f"level {sleep_level}")
+        def __init__(self, *_: Any, sleep_level: int, engine_kwargs: dict[str, Any], patches: bool, **__: Any) -> None:
+            events.append(f"level {sleep_level}, patches {patches}")
             self.truly = FsdpBackend(teacher)
 
         def top_logps(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,14 +164,14 @@ def test_an_offloaded_engine_is_awake_when_it_is_asked_and_only_then(
         def wake(self, part: str) -> None:
             events.append(f"wake {part}")
 
-    monkeypatch.setattr("trainers.rollout.vllm.VllmEngine", Notes)
+    monkeypatch.setattr("trainers.rollout.vllm.engine.VllmEngine", Notes)
     monkeypatch.setattr("trainers.gkd.teacher.default_device", lambda: torch.device("cuda"))
     config = gkd_config(
         model, tmp_path, teacher_model=teacher, teacher_engine="vllm", offload_teacher_model=True, lmbda=0.0,
-        max_steps=1, **KEYS,
+        max_steps=1, vllm_patches=False, **KEYS,
     )  # fmt: skip
     GKDTrainer(config).train()
-    assert events == ["level 1", "sleep", "wake weights", "wake kv_cache", "ask", "sleep"]
+    assert events == ["level 1, patches False", "sleep", "wake weights", "wake kv_cache", "ask", "sleep"]
 
 
 def test_its_engine_has_what_the_loss_needs_and_then_what_the_user_says(
@@ -266,6 +271,6 @@ def test_the_example_trains_two_steps(
     assert [group.roles for group in groups.groups] == [tuple(TOGETHER[:2]), ("teacher",)]
     trainer = GKDTrainer(config)
     trainer.train()
-    assert isinstance(trainer.teacher, VllmTeacher)
-    trainer.teacher.engine.close()
+    assert isinstance(trainer.teacher.backend, VllmTeacher)
+    close(trainer.teacher)
     assert [line["step"] for line in lines(tmp_path) if "loss" in line] == [1, 2]

@@ -140,7 +140,7 @@ def one_step(models: dict[str, str], folder: Path, **keys: Any) -> tuple[dict[st
         scored, old_logps=samples.old_logps, rollout_logps=Ragged(engine.astype(np.float32), samples.old_logps.offsets)
     )
     metrics = trainer.learn(samples, samples).values()
-    trainer.export(folder)
+    trainer.policy.export(folder)
     return metrics, load_file(folder / "model.safetensors")
 
 
@@ -315,7 +315,7 @@ def test_models_of_one_name_are_logged_apart(models: dict[str, str], tmp_path: P
         folder.parent.mkdir(exist_ok=True)
         folder.symlink_to(models["reward"])
     config = grpo_config(models["policy"], tmp_path / "run", reward_model=list(map(str, folders)), reward_weights=None)
-    assert GRPOTrainer(config).reward_names == ["evenness", "shortness", "judge", "judge_2", "evenness_2"]
+    assert GRPOTrainer(config).rewarder.names == ["evenness", "shortness", "judge", "judge_2", "evenness_2"]
 
 
 # It learns

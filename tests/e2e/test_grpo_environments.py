@@ -145,7 +145,8 @@ def test_the_prompt_shows_the_tools(model: str, tmp_path: Path) -> None:
     keys |= {"global_batch_size": 8}
     trainer = GRPOTrainer(episodes_config(model, tmp_path, **keys))
     trainer.train()
-    rollouts = trainer.rollout(trainer.starts(trainer.rows), 1.0, generation=0).result()
+    starts = trainer.generator.starts(trainer.rows, trainer.tokenizer, np.arange(len(trainer.rows)))
+    rollouts = trainer.generator.complete(starts, 0, temperature=1.0)
     shown = trainer.tokenizer.decode(rollouts.prompt_ids[0])
     assert '"name": "triple"' in shown
     assert "The number." in shown

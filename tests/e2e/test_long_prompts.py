@@ -12,10 +12,10 @@ from tests.e2e.runs import gkd_config, grpo_config, ppo_config
 from tests.golden.tiny import save_tiny
 from trainers.gkd.trainer import GKDTrainer
 from trainers.grpo.trainer import GRPOTrainer
-from trainers.parts.engine import model_length
+from trainers.parts.checks import model_length
 from trainers.ppo.trainer import PPOTrainer
 
-TRAINERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+UNDER_TEST: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "grpo": (GRPOTrainer, grpo_config, {}),
     "ppo": (PPOTrainer, ppo_config, {}),
     "gkd": (GKDTrainer, gkd_config, {"lmbda": 1.0, "sft_alpha": 0.0, "tuner_type": "lora"}),
@@ -32,11 +32,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def build(name: str, model: str, folder: Path, **keys: Any) -> None:
     """Reads the data, as a run does before anything else."""
-    trainer, config, own = TRAINERS[name]
+    trainer, config, own = UNDER_TEST[name]
     trainer(config(model, folder, **own, **{"dataset": [SHORT] * 3, "eval_dataset": [SHORT], **VLLM, **keys}))
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", UNDER_TEST)
 def test_a_prompt_without_room_for_its_completion_is_told_by_its_row(name: str, model: str, tmp_path: Path) -> None:
     message = r"^dataset: the prompt of row 2 \(from 0, of 3\) has 57 tokens.* 8 .*more than vllm_max_model_len=64"
     with pytest.raises(ConfigError, match=message + ".*max_prompt_length, 56 at most"):

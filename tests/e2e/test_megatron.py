@@ -65,7 +65,7 @@ LAYOUTS: dict[str, Keys] = {
     "tp dp": {TP: 2} | OVERLAP,
     "pp ep": {PP: 2, EP: 2},
 }
-TRAINERS: dict[str, Any] = {
+UNDER_TEST: dict[str, Any] = {
     "sft": SFTTrainer,
     "dpo": DPOTrainer,
     "reward": RewardTrainer,
@@ -247,7 +247,7 @@ def process(rank: int, num_processes: int, port: int, jobs: list[tuple[str, Any]
     os.environ.update({name: str(value) for name, value in place.items()})
     with patch.object(Offload.__init__, "__defaults__", ("cpu", 2**20)):
         for trainer, config in jobs:
-            run(TRAINERS[trainer], config)
+            run(UNDER_TEST[trainer], config)
 
 
 @pytest.fixture(scope="module")
@@ -352,7 +352,7 @@ def test_ray_and_torchrun_give_the_same_bits(
     with ray_session({"megatron": together(2)["cpus"]}):
         for case in ("sft", "grpo"):
             config = config_of(case, models, tmp_path / case, LAYOUTS[layout] | ON_CPU)
-            TRAINERS[CASES[case][0]](config).train()
+            UNDER_TEST[CASES[case][0]](config).train()
             assert lines(tmp_path / case) == lines(by_two(f"{case} {layout}"))
             assert final_bytes(tmp_path / case) == final_bytes(by_two(f"{case} {layout}"))
 

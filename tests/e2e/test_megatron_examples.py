@@ -19,9 +19,9 @@ from rayhelper.planning.dry_run import make_plan
 from rayhelper.planning.plan_report import as_dict
 from tests.conftest import without_runtime
 from tests.e2e.runs import lines
-from tests.e2e.test_examples import imported
 from tests.golden.tiny import save_tiny, tiny_tokenizer
-from trainers.cli import TRAINERS, load_config, main, placement
+from trainers.cli import load_config, main, placement
+from trainers.commands import command_named
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "megatron"
@@ -87,14 +87,14 @@ def test_every_file_is_known_here() -> None:
 @pytest.mark.xdist_group("vllm")  # whose fields are checked
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_passes_all_checks_that_come_before_a_run(name: str, models: dict[str, str], tmp_path: Path) -> None:
-    trainer, config_type = (imported(path) for path in TRAINERS[FILES[name][0]])
-    config = load_config(config_type, ["--config", str(written(name, models, tmp_path))])
+    command = command_named(FILES[name][0])
+    config = load_config(command.config_type, ["--config", str(written(name, models, tmp_path))])
     assert config.backend == "megatron"
-    groups = placement(trainer, config)
+    groups = placement(command.trainer, config)
     assert [(group.roles, group.num_workers) for group in groups.groups] == FILES[name][2]
     assert {group.device for group in groups.groups} == {"GPU"}
     assert groups.group_of("train").num_workers // config.workers_per_shard == FILES[name][3]
-    trainer.check(config, groups)
+    command.trainer.check(config, groups)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -116,11 +116,11 @@ def test_a_file_fits_the_gpus_that_it_asks_for(name: str, models: dict[str, str]
 @pytest.mark.parametrize("name", FILES)
 def test_a_layout_that_the_model_does_not_allow_is_told(name: str, models: dict[str, str], tmp_path: Path) -> None:
     """The checks above look at the models: with sizes that do not divide them they fail."""
-    trainer, config_type = (imported(path) for path in TRAINERS[FILES[name][0]])
+    command = command_named(FILES[name][0])
     file = written(name, models, tmp_path, pipeline_model_parallel_size=16, virtual_pipeline_model_parallel_size=5)
-    config = load_config(config_type, ["--config", str(file)])
+    config = load_config(command.config_type, ["--config", str(file)])
     with pytest.raises(ConfigError, match="pipeline_model_parallel_size"):
-        trainer.check(config, placement(trainer, config))
+        command.trainer.check(config, placement(command.trainer, config))
 
 
 def commands(text: str) -> list[list[str]]:

@@ -28,7 +28,8 @@ from tests.e2e.runs import (
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.cli import load_config, placement, run
 from trainers.dpo.config import DPOConfig
-from trainers.dpo.trainer import DPOTrainer
+from trainers.dpo.trainer import DPOTrainer, counts_of, with_chosen_accuracy
+from trainers.parts.frozen import Reference
 from trainers.reward.config import RewardConfig
 from trainers.reward.trainer import RewardTrainer
 from trainers.rewards.models import RewardModel
@@ -93,17 +94,17 @@ def one_step(case: str, model: str, reference: str, folder: Path, **cut: Any) ->
     }
     if case.startswith("reward"):
         scorer = RewardTrainer(reward_config(model, folder, **settings))
-        scorer.build(model, 10, scorer.tokenizer.pad_token_id)
-        metrics = scorer.update(scorer.pairs[np.arange(num_pairs)], num_pairs)
-        scorer.export(folder)
+        scorer.build(10)
+        metrics = scorer.policy.step(scorer.pairs[np.arange(num_pairs)], num_pairs)
+        scorer.policy.export(folder)
         evaluation = scorer.evaluate()
     else:
         trainer = DPOTrainer(dpo_config(model, folder, ref_model=reference, **settings))
         trainer.prepare_reference()
-        trainer.build_policy(model, 10)
+        trainer.policy.build(model, 10)
         pairs = trainer.with_reference(trainer.pairs[np.arange(num_pairs)], 2)
-        metrics = trainer.update(pairs, num_pairs, pairs.num_chosen_tokens)
-        trainer.export(folder)
+        metrics = with_chosen_accuracy(trainer.policy.step(pairs, counts_of(pairs)))
+        trainer.policy.export(folder)
         evaluation = trainer.evaluate()
     return metrics.values(), load_file(folder / "model.safetensors"), evaluation
 
@@ -180,7 +181,7 @@ def test_references_computed_beforehand_change_nothing(model: str, reference: st
     DPOTrainer(dpo_config(model, tmp_path / "each", **keys)).train()
     trainer = DPOTrainer(dpo_config(model, tmp_path / "before", **keys, precompute_ref_log_probs=True))
     trainer.train()
-    assert trainer.reference is None, "the reference model was not freed"
+    assert trainer.reference.backend is None, "the reference model was not freed"
     for found, expected in zip(lines(tmp_path / "before"), lines(tmp_path / "each"), strict=True):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
@@ -188,7 +189,7 @@ def test_references_computed_beforehand_change_nothing(model: str, reference: st
 def test_without_its_adapter_the_policy_is_the_reference(model: str, tmp_path: Path) -> None:
     own = DPOTrainer(dpo_config(model, tmp_path / "own", tuner_type="lora"))
     own.train()
-    assert own.reference is None
+    assert own.reference.backend is None
     DPOTrainer(dpo_config(model, tmp_path / "other", tuner_type="lora", ref_model=model)).train()
     assert lines(tmp_path / "own") == lines(tmp_path / "other")
     assert final_bytes(tmp_path / "own") == final_bytes(tmp_path / "other")
@@ -207,7 +208,7 @@ def test_a_policy_with_its_adapter_merged_scores_as_before(model: str, tmp_path:
 def test_without_a_reference_none_is_loaded(model: str, tmp_path: Path) -> None:
     trainer = DPOTrainer(dpo_config(model, tmp_path, reference_free=True))
     last = trainer.train()
-    assert trainer.reference is None
+    assert trainer.reference.backend is None
     assert last["rewards/chosen"] == pytest.approx(0.1 * last["logps/chosen"])
 
 
@@ -224,8 +225,8 @@ RESUMED: dict[str, dict[str, Any]] = {
 def references_built(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The models of which a reference was built."""
     built: list[str] = []
-    build = DPOTrainer.build_reference
-    monkeypatch.setattr(DPOTrainer, "build_reference", lambda self, model: (built.append(model), build(self, model)))
+    build = Reference.build
+    monkeypatch.setattr(Reference, "build", lambda self, model: (built.append(model), build(self, model)))
     return built
 
 

@@ -29,7 +29,6 @@ from tests.e2e.runs import (
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.batch import Ragged, Rollouts
 from trainers.cli import load_config, placement, run
-from trainers.parts.engine import prompts_of
 from trainers.ppo.config import PPOConfig
 from trainers.ppo.plan import StepPlan
 from trainers.ppo.samples import credit, policy_samples, total_scores, value_samples
@@ -100,7 +99,7 @@ def one_step(model: str, folder: Path, count: int, **keys: Any) -> Step:
     rollouts, random = injected_rollouts(count), np.random.default_rng(6)
     samples = policy_samples(rollouts)
     states = value_samples(rollouts, gae.num_places(rollouts.completion_ids.lengths, 13), end_token_id=2)
-    logps, values = trainer.policy_logps(samples), trainer.values(states)
+    logps, values = trainer.policy.logps(samples), trainer.critic.values(states)
 
     def moved(column: Ragged) -> Ragged:
         """So far off that some are clipped."""
@@ -109,7 +108,7 @@ def one_step(model: str, folder: Path, count: int, **keys: Any) -> Step:
     samples, states, _ = credit(
         dataclasses.replace(samples, old_logps=moved(logps)),
         dataclasses.replace(states, old_values=moved(values)),
-        trainer.reference_logps(samples),
+        trainer.reference.logps(samples),
         np.append(random.normal(size=count - 1), np.nan),
         kl_coef=0.1,
         kl_estimator="k1",
@@ -118,8 +117,8 @@ def one_step(model: str, folder: Path, count: int, **keys: Any) -> Step:
         lam=0.8,
     )
     metrics = trainer.learn(samples, states).values()
-    trainer.export(folder)
-    trainer.save_critic(folder / "critic")
+    trainer.policy.export(folder)
+    trainer.critic.save(folder / "critic")
     weights = load_file(folder / "model.safetensors")
     critic = load_file(folder / "critic" / "model.safetensors")
     return metrics, weights | {f"critic.{name}": weight for name, weight in critic.items()}
@@ -207,20 +206,21 @@ def test_a_reward_model_scores_beside_the_functions(
     with caplog.at_level(logging.ERROR):
         trainer.build(10)
     rows = trainer.rows.select(range(5))
-    rollouts = trainer.rollout(prompts_of(trainer.config, rows, trainer.tokenizer), 1.0, batch=0)
-    rewards_BK = trainer.reward(rows, rollouts)
+    starts = trainer.generator.starts(rows, trainer.tokenizer, np.arange(5))
+    rollouts = trainer.generator.complete(starts, 0, temperature=1.0)
+    rewards_BK = trainer.rewarder(rows, rollouts)
     ids = [row.tolist() for row in rollouts.completion_ids]
     texts = tiny_tokenizer().batch_decode(ids, skip_special_tokens=True)
     judged = RewardModel(reward_model, batch_size=1).score(rows["prompt"], texts)
     columns = [evenness(ids), [np.nan if r is None else r for r in shortness(ids)], judged]
     assert rewards_BK == pytest.approx(np.array(columns).T, rel=1e-5, nan_ok=True)
     assert np.std(judged) > 0.1
-    assert trainer.reward_names == ["evenness", "shortness", Path(reward_model).name]
-    total = total_scores(rewards_BK, trainer.reward_weights)
+    assert trainer.rewarder.names == ["evenness", "shortness", Path(reward_model).name]
+    total = total_scores(rewards_BK, trainer.rewarder.weights)
     wanted = np.nansum(rewards_BK * np.array([1, 0.1, 0.3]), axis=1)
     assert total == pytest.approx(wanted)
     judge = load_file(Path(reward_model) / "model.safetensors")["score.weight"]
-    assert torch.equal(trainer.critic.module.score.weight.detach(), judge)  # type: ignore[attr-defined]
+    assert torch.equal(trainer.critic.built.module.score.weight.detach(), judge)
 
 
 def test_the_policy_without_its_adapter_is_the_reference(model: str, tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_the_policy_without_its_adapter_is_the_reference(model: str, tmp_path: P
     free, given = tmp_path / "free", tmp_path / "given"
     trainer = PPOTrainer(ppo_config(model, free, **lora))
     trainer.train()
-    assert not hasattr(trainer, "reference")
+    assert trainer.reference.backend is None
     PPOTrainer(ppo_config(model, given, **lora, ref_model=model)).train()
     without_rounding = [
         {name: pytest.approx(value, rel=1e-5, abs=1e-5) for name, value in line.items()} for line in lines(given)

@@ -132,7 +132,7 @@ def test_two_rollout_workers_of_ray_have_processes_each(
         assert mourned.ppid() != other.ppid()
         os.kill(mourned.ppid(), signal.SIGKILL)
         assert_all_end([*of_the_run, mourned.pid])
-        trainer.close_rewards()
+        trainer.generator.close_pool()
         assert_all_end([other.pid])
     assert_same_run(tmp_path / "1", tmp_path / "0")
     assert len(of_the_run) == 2

@@ -173,7 +173,7 @@ def from_server(url: str) -> dict[str, Any]:
 
 KILLED_WHILE_WRITING = """
 import os, signal, sys
-from trainers.best_of import store as sample_store
+from trainers.sampling import store as sample_store
 from trainers.cli import main
 
 append = sample_store.Ledger.append

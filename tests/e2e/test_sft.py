@@ -28,7 +28,7 @@ def accuracy_after_training(seed: int, folder: Path) -> float:
     config = sft_config(save_tiny(folder / "model", seed=seed), folder / "out", **keys)
     trainer = SFTTrainer(type(config)(**{**vars(config), "dataset": rows}))
     trainer.train()
-    tokenizer, model = tiny_tokenizer(), trainer.backend.module.eval()
+    tokenizer, model = tiny_tokenizer(), trainer.policy.built.module.eval()
     right = 0
     for letter in LETTERS:
         with torch.no_grad():

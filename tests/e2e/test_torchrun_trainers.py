@@ -39,9 +39,11 @@ from trainers.gkd.trainer import GKDTrainer
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.metrics import Metrics
+from trainers.parts.policy import Policy
 from trainers.ppo.trainer import PPOTrainer
 from trainers.reward.trainer import RewardTrainer
 from trainers.sft.config import SFTConfig
+from trainers.sft.loss import supervised_loss
 from trainers.sft.trainer import SFTTrainer
 
 pytestmark = pytest.mark.xdist_group("ray_trainers")  # all look at what one start of torchrun left behind
@@ -73,20 +75,24 @@ def noted(completion_ids, **columns):
 """
 
 
-@RayHelper.worker(group="train")
-class NotingTrainer(SFTTrainer):
-    """Each worker notes the sequences that it learns from, a line a step."""
+class NotingPolicy(Policy):
+    """Each worker notes the sequences that it learns from, one line per step."""
 
     @RayHelper.function(group="train", dispatch="slice", collect=Metrics.merge)
-    def update(self, batch: Sequences, num_tokens: int) -> Metrics:
+    def step(self, samples: Sequences, numbers: int, entropy_gradient: bool = False) -> Metrics:
         info = RayHelper.current()
         with (Path(self.config.output_dir) / f"trained {info.rank} of {info.world_size}").open("a") as file:
-            file.write(json.dumps([row.tolist() for row in batch.input_ids]) + "\n")
-        return super().update(batch, num_tokens)
+            file.write(json.dumps([row.tolist() for row in samples.input_ids]) + "\n")
+        return super().step(samples, numbers, entropy_gradient)
 
 
-@RayHelper.worker(group="train")
-class FailingTrainer(SFTTrainer):
+class NotingTrainer(SFTTrainer):
+    def __init__(self, config: SFTConfig) -> None:
+        super().__init__(config)
+        self.policy = NotingPolicy(config, loss=supervised_loss)
+
+
+class FailingPolicy(Policy):
     """Its second worker fails, or dies, while the second checkpoint is being written."""
 
     killed = False
@@ -100,6 +106,12 @@ class FailingTrainer(SFTTrainer):
         super().save(folder)
         if folder.name.startswith("checkpoint-4") and RayHelper.current().rank == 1:
             raise OSError("disk full")  # while nobody waits for it in a collective
+
+
+class FailingTrainer(SFTTrainer):
+    def __init__(self, config: SFTConfig) -> None:
+        super().__init__(config)
+        self.policy = FailingPolicy(config, loss=supervised_loss)
 
 
 # What torchrun runs: every process comes here
@@ -124,7 +136,7 @@ def whole_runs(model: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match="dataset: a row to learn from has 'body'"):
         run(SFTTrainer, sft_config(model, folder / "wrong", dataset_text_field="body"))
     (folder / f"done {os.environ['RANK']}").touch()
-    FailingTrainer.killed = True
+    FailingPolicy.killed = True
     run(FailingTrainer, sft_config(model, folder / "killed", save_steps=2))
 
 

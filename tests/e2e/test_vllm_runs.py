@@ -39,14 +39,14 @@ from tests.e2e.test_grpo import rewards_of_learning
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.rayhelper.test_torchrun import torchrun
 from trainers.backends.fsdp.backend import FsdpBackend
-from trainers.batch import Prompts, Rollouts, Samples
+from trainers.batch import Prompts, Rollouts, Samples, Tasks
 from trainers.cli import placement
 from trainers.gkd.trainer import GKDTrainer
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.metrics import Metrics
 from trainers.parts.engine import prompts_of, sampling_of
-from trainers.parts.engine_updates import EngineUpdates
+from trainers.parts.generator import Generator
 from trainers.ppo.trainer import PPOTrainer
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf import HfEngine
@@ -89,9 +89,42 @@ def scatter(completion_ids: Any, **_: Any) -> list[float]:
     return [sum(map(int, ids)) % 7 / 7 for ids in completion_ids]
 
 
+class DyingGenerator(Generator):
+    """Whose worker 1 dies once, where ``dies`` says."""
+
+    @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
+    def generate(self, starts: Prompts | Tasks, sampling: Sampling, channel: Channel | None, *numbers: int) -> Rollouts:
+        if self.shall_die(f"in generation {numbers[0]}"):
+            engine: Any = self.engine
+            if hasattr(engine, "advance"):
+                engine.advance = third_call_kills(engine.advance)
+            else:
+                engine.module.register_forward_pre_hook(third_call_kills(lambda *_: None))
+        return super().generate(starts, sampling, channel, *numbers)
+
+    @RayHelper.function(group="rollout")
+    def receive(self, channel: Channel, unless: int | None = None) -> None:
+        if self.shall_die("while it receives"):
+            engine: Any = self.engine
+            load = engine.load_weights
+            engine.load_weights = lambda weights, **settings: load(killed_after_three(weights), **settings)
+        super().receive(channel, unless)
+
+    def shall_die(self, where: str) -> bool:
+        orders = Path(self.config.output_dir) / "dies"
+        if RayHelper.current().rank != 1 or self.engine is None or not orders.exists() or orders.read_text() != where:
+            return False
+        orders.unlink()
+        return True
+
+
 @RayHelper.worker(group=ROLES)
 class LedgerTrainer(GRPOTrainer):
-    """Notes what every optimizer step learns from. Worker 1 of role rollout dies once, where ``dies`` says."""
+    """Notes what every optimizer step learns from."""
+
+    def __init__(self, config: GRPOConfig) -> None:
+        super().__init__(config)
+        self.generator = DyingGenerator(config, self.policy)
 
     def prepare(self) -> None:
         super().prepare()
@@ -101,26 +134,6 @@ class LedgerTrainer(GRPOTrainer):
         self.ledger.append([row.tolist() for row in chunk.input_ids])
         return super().learn(chunk, generation)
 
-    @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
-    def generate(
-        self, prompts: Prompts, sampling: Sampling, generation: int, attempt: int, channel: Channel | None
-    ) -> Rollouts:
-        if self.shall_die(f"in generation {generation}"):
-            engine: Any = self.engine
-            if hasattr(engine, "advance"):
-                engine.advance = third_call_kills(engine.advance)
-            else:
-                engine.module.register_forward_pre_hook(third_call_kills(lambda *_: None))
-        return super().generate(prompts, sampling, generation, attempt, channel)
-
-    @RayHelper.function(group="rollout")
-    def receive_weights(self, channel: Channel, unless: int | None = None) -> None:
-        if self.shall_die("while it receives"):
-            engine: Any = self.engine
-            load = engine.load_weights
-            engine.load_weights = lambda weights, **settings: load(killed_after_three(weights), **settings)
-        super().receive_weights(channel, unless)
-
     @RayHelper.function(group="rollout")
     def pid(self) -> Any:
         return os.getpid()
@@ -128,15 +141,8 @@ class LedgerTrainer(GRPOTrainer):
     @RayHelper.function(group="rollout")
     def close_engine(self) -> None:
         """Of vLLM: the worker outlives the run."""
-        engine: Any = self.engine
+        engine: Any = self.generator.engine
         engine.close()
-
-    def shall_die(self, where: str) -> bool:
-        orders = Path(self.config.output_dir) / "dies"
-        if RayHelper.current().rank != 1 or self.engine is None or not orders.exists() or orders.read_text() != where:
-            return False
-        orders.unlink()
-        return True
 
 
 def third_call_kills(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -229,7 +235,7 @@ def test_vllm_beside_training_equals_hf_and_each_step_has_the_weights_of_the_las
     def learn_and_export(chunk: Samples, generation: Samples) -> Metrics:
         metrics = LedgerTrainer.learn(trainer, chunk, generation)
         policies.append(str(tmp_path / f"policy {len(policies)}"))
-        trainer.export(Path(policies[-1]))
+        trainer.policy.export(Path(policies[-1]))
         return metrics
 
     trainer.learn = learn_and_export  # type: ignore[method-assign]
@@ -239,11 +245,11 @@ def test_vllm_beside_training_equals_hf_and_each_step_has_the_weights_of_the_las
         sampling = sampling_of(trainer.config)
         for policy, step in zip(policies[:-1], trainer.ledger, strict=True):
             assert set(map(tuple, step)) <= set(greedy(policy, trainer, sampling))
-        trainer.engines.update()
+        trainer.generator.update()
         prompts = prompts_of(trainer.config, trainer.rows, trainer.tokenizer)
         last = engine_of(trainer).generate(prompts, sampling, seed=0)
         assert whole(last) == greedy(policies[-1], trainer, sampling)
-        from trainers.rollout.vllm import VllmEngine
+        from trainers.rollout.vllm.engine import VllmEngine
 
         fresh = VllmEngine(policies[-1], trainer.tokenizer, engine_kwargs={"max_model_len": 64})
         with closing(fresh):
@@ -253,7 +259,7 @@ def test_vllm_beside_training_equals_hf_and_each_step_has_the_weights_of_the_las
 
 @in_vllm_process
 def test_an_engine_that_is_not_updated_is_seen(off: LedgerTrainer, model: str, tmp_path: Path) -> None:
-    with patch.object(EngineUpdates, "update"):
+    with patch.object(Generator, "update"):
         trainer = trained(greedy_config(model, tmp_path, **VLLM))
     with closing(engine_of(trainer)):
         assert trainer.ledger[0] == off.ledger[0]
@@ -281,14 +287,14 @@ def test_gkd_with_vllm_equals_gkd_with_hf(model: str, tmp_path: Path) -> None:
     assert_same_numbers(tmp_path / "vllm", tmp_path / "hf", 1e-4)
 
 
-def engine_of(trainer: GRPOTrainer) -> Any:
-    return trainer.engine
+def engine_of(trainer: Any) -> Any:
+    return trainer.generator.engine
 
 
 def train_and_close(trainer: Any) -> None:
     trainer.train()
-    if hasattr(trainer.engine, "close"):
-        trainer.engine.close()
+    if hasattr(engine_of(trainer), "close"):
+        engine_of(trainer).close()
 
 
 def whole(rollouts: Rollouts) -> list[tuple[int, ...]]:
@@ -334,23 +340,27 @@ def test_generations_begun_ahead_are_the_same_every_time(
     assert all(ahead != fresh for ahead, fresh in zip(found.ledger[1:], off.ledger[1:], strict=True))
 
 
-@RayHelper.worker(group=ROLES)
-class SlowTrainer(GRPOTrainer):
+class SlowGenerator(Generator):
     """Whose generation 1 takes long."""
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
-    def generate(
-        self, prompts: Prompts, sampling: Sampling, generation: int, attempt: int, channel: Channel | None
-    ) -> Rollouts:
-        if generation == 1:
+    def generate(self, starts: Prompts | Tasks, sampling: Sampling, channel: Channel | None, *numbers: int) -> Rollouts:
+        if numbers[0] == 1:
             time.sleep(8)
-        return super().generate(prompts, sampling, generation, attempt, channel)
+        return super().generate(starts, sampling, channel, *numbers)
+
+
+@RayHelper.worker(group=ROLES)
+class SlowTrainer(GRPOTrainer):
+    def __init__(self, config: GRPOConfig) -> None:
+        super().__init__(config)
+        self.generator = SlowGenerator(config, self.policy)
 
 
 def test_weights_wait_for_a_generation_without_a_deadline(workers: None, model: str, tmp_path: Path) -> None:
     """And that is waiting for completions."""
     config = greedy_config(model, tmp_path, max_staleness=1, max_steps=3)
-    with patch("trainers.parts.engine_updates.TIMEOUT_S", 5.0):
+    with patch("trainers.parts.generator.TIMEOUT_S", 5.0):
         SlowTrainer(config).train()
     _, waited, _ = whole_lines(tmp_path)
     assert waited["time/generate"] > waited["time/sync"] > 0

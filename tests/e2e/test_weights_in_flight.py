@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,15 +24,16 @@ from tests.e2e.runs import apart, lines
 from tests.e2e.test_vllm_runs import ROLES, greedy_config, prompts_learned
 from tests.golden.tiny import save_tiny
 from trainers.backends.fsdp.backend import FsdpBackend
-from trainers.batch import Prompts, Ragged, Rollouts, Samples, Sequences
+from trainers.batch import Prompts, Ragged, Rollouts, Samples, Sequences, Tasks
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.plan import StepPlan
 from trainers.grpo.samples import Rewarded
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.metrics import Metrics
+from trainers.parts.generator import Generator
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf import HfEngine
-from trainers.run.run import Run, load_tokenizer
+from trainers.run.run import Run
 
 BEFORE = 3  # tokens of a completion before new weights come
 
@@ -82,9 +82,36 @@ class StepByStep(HfEngine):
         return is_so
 
 
+class StepByStepGenerator(Generator):
+    """Whose engine that is. Every worker notes the generations that it has begun, and dies where a file says so."""
+
+    def new_engine(self, path: str, tokenizer: Any, *, gathers: bool) -> Any:
+        return StepByStep(path, tokenizer)
+
+    @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
+    def generate(self, starts: Prompts | Tasks, sampling: Sampling, channel: Channel | None, *numbers: int) -> Rollouts:
+        engine: Any = self.engine
+        generation, folder = numbers[0], Path(self.config.output_dir)
+        waited = folder / f"waited {generation} {RayHelper.current().rank}"
+        is_first = generation > 0 and engine is not None and not waited.exists()
+        waited.touch()
+        if engine is not None:
+            engine.waits_for = channel if is_first else None
+        dies = folder / f"dies {generation} {RayHelper.current().rank}"
+        if engine is not None and dies.exists():
+            dies.unlink()
+            load = engine.load_weights
+            engine.load_weights = lambda weights, **settings: load(killed_after_three(weights), **settings)
+        return super().generate(starts, sampling, channel, *numbers)
+
+
 @RayHelper.worker(group=ROLES)
 class InFlightTrainer(GRPOTrainer):
     """Notes what every generation consists of, and keeps every policy."""
+
+    def __init__(self, config: GRPOConfig) -> None:
+        super().__init__(config)
+        self.generator = StepByStepGenerator(config, self.policy, sync_interval=config.weight_sync_interval)
 
     def prepare(self) -> None:
         super().prepare()
@@ -99,32 +126,8 @@ class InFlightTrainer(GRPOTrainer):
     def learn(self, chunk: Samples, generation: Samples) -> Metrics:
         self.ledger.append([row.tolist() for row in chunk.input_ids])
         metrics = super().learn(chunk, generation)
-        self.export(Path(self.config.output_dir) / f"policy {len(self.ledger)}")
+        self.policy.export(Path(self.config.output_dir) / f"policy {len(self.ledger)}")
         return metrics
-
-    @RayHelper.function(group="rollout")
-    def build_rollout(self, model: str) -> None:
-        tokenizer = load_tokenizer(self.config, model)
-        with patch("trainers.grpo.trainer.build_engine", lambda *_, **__: StepByStep(model, tokenizer)):
-            super().build_rollout(model)
-
-    @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
-    def generate(
-        self, prompts: Prompts, sampling: Sampling, generation: int, attempt: int, channel: Channel | None
-    ) -> Rollouts:
-        engine: Any = self.engine
-        folder = Path(self.config.output_dir)
-        waited = folder / f"waited {generation} {RayHelper.current().rank}"
-        is_first = generation > 0 and engine is not None and not waited.exists()
-        waited.touch()
-        if engine is not None:
-            engine.waits_for = channel if is_first else None
-        dies = folder / f"dies {generation} {RayHelper.current().rank}"
-        if engine is not None and dies.exists():
-            dies.unlink()
-            load = engine.load_weights
-            engine.load_weights = lambda weights, **settings: load(killed_after_three(weights), **settings)
-        return super().generate(prompts, sampling, generation, attempt, channel)
 
 
 def wait_until_offered(channel: Channel) -> None:

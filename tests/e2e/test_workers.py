@@ -18,7 +18,7 @@ from trainers.grpo.trainer import GRPOTrainer
 from trainers.sft.trainer import SFTTrainer
 
 Step = tuple[dict[str, float], dict[str, torch.Tensor]]  # the metrics of one optimizer step, and the weights after it
-TRAINERS = {"sft": (SFTTrainer, sft_config), "grpo": (GRPOTrainer, grpo_config)}
+UNDER_TEST = {"sft": (SFTTrainer, sft_config), "grpo": (GRPOTrainer, grpo_config)}
 ROLES = list(GRPOTrainer.__rayhelper_roles__)  # type: ignore[attr-defined]
 CASES = {  # loss, sequences: four workers get 2, 2, 2, 1 of seven and 1, 1, 1, 0 of three; and micro-batches of
     "sft": ("nll", 7, (1, 2, 8)),
@@ -43,7 +43,7 @@ def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ste
 def off(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Whole runs of both trainers in this process."""
     folder = tmp_path_factory.mktemp("off")
-    for name, (trainer, config) in TRAINERS.items():
+    for name, (trainer, config) in UNDER_TEST.items():
         trainer(config(model, folder / name)).train()
     return folder
 
@@ -55,16 +55,16 @@ def one_step(case: str, micro_batch_size: int, model: str, folder: Path) -> Step
     keys: dict[str, Any] = {"per_device_train_batch_size": micro_batch_size, "warmup_steps": 0, "adam_epsilon": 1e-4}
     if case.startswith("sft"):
         sft = SFTTrainer(sft_config(model, folder, **keys))
-        sft.build(model, 10)
+        sft.policy.build(model, 10)
         batch = sft.sequences[np.arange(num_sequences)]
-        metrics = sft.update(batch, int(batch.target_mask.values.sum()))
-        sft.export(folder)
+        metrics = sft.policy.step(batch, int(batch.target_mask.values.sum()))
+        sft.policy.export(folder)
     else:
         grpo = GRPOTrainer(grpo_config(model, folder, **keys, loss_type=loss_type, entropy_coef=0.01, temperature=0.9))
         grpo.build(10)
         samples = grpo.with_logps(injected_samples(), off_policy=False)
         metrics = grpo.learn(samples, samples)
-        grpo.export(folder)
+        grpo.policy.export(folder)
     return metrics.values(), load_file(folder / "model.safetensors")
 
 
@@ -112,7 +112,7 @@ def test_one_ray_worker_equals_ray_off_bit_for_bit(
     off: Path, model: str, tmp_path: Path, ray_session: RaySession
 ) -> None:
     with ray_session(together(1)):
-        for name, (trainer, config) in TRAINERS.items():
+        for name, (trainer, config) in UNDER_TEST.items():
             trainer(config(model, tmp_path / name)).train()
             assert lines(tmp_path / name) == lines(off / name)
             assert final_bytes(tmp_path / name) == final_bytes(off / name)

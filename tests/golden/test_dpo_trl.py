@@ -143,8 +143,7 @@ def test_steps_equal_trl(model: str, reference: str, plain: Training, tmp_path: 
     def train() -> tuple[Steps, torch.nn.Module]:
         trainer = DPOTrainer(our_config(model, case, tmp_path / "ours", ref_model=other))
         trainer.train()
-        assert trainer.backend is not None
-        return logged_steps(tmp_path / "ours"), trainer.backend.module
+        return logged_steps(tmp_path / "ours"), trainer.policy.built.module
 
     ours = recorded(train)
     theirs = train_trls(model, other, case, tmp_path / "trl")
@@ -161,7 +160,7 @@ def test_evaluation_equals_trl(model: str, reference: str, tmp_path: Path, name:
     rows = case.rows[:5]
     trainer = DPOTrainer(our_config(model, case, tmp_path, ref_model=reference, eval_dataset=rows))
     trainer.prepare_reference()
-    trainer.build_policy(model, 1)
+    trainer.policy.build(model, 1)
     ours = trainer.evaluate()
     theirs = trls_trainer(model, reference, case, tmp_path, eval_dataset=Dataset.from_list(rows)).evaluate()
     further = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "eval_num_tokens", "epoch")

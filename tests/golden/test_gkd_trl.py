@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from trl.experimental.gkd import GKDConfig as TrlGKDConfig
 from trl.experimental.gkd import GKDTrainer as TrlGKDTrainer
 
-from rayhelper import RayHelper
+from rayhelper import Channel, RayHelper
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.golden.training import (
     OUR_ARGUMENTS,
@@ -26,8 +26,9 @@ from tests.golden.training import (
     logged_steps,
     recorded,
 )
-from trainers.batch import Prompts, Ragged, Rollouts
+from trainers.batch import Ragged, Rollouts
 from trainers.gkd.trainer import GKDConfig, GKDTrainer
+from trainers.parts.generator import Generator
 
 MAX_COMPLETION_LENGTH = 10
 Rows = list[dict[str, Any]]
@@ -105,15 +106,23 @@ def injected_completions(step: int, count: int) -> list[list[int]]:
     return [(tokenizer(word)["input_ids"] + [tokenizer.eos_token_id])[:MAX_COMPLETION_LENGTH] for word in words]
 
 
-class OurTrainer(GKDTrainer):
+class InjectedGenerator(Generator):
     """Ours, its rollout engine replaced."""
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
-    def generate(self, prompts: Prompts, sampling: Any, step: int) -> Rollouts:
-        completions = Ragged.of(injected_completions(step, len(prompts)), np.int64)
+    def generate(self, starts: Any, sampling: Any, channel: Channel | None, *numbers: int) -> Rollouts:
+        completions = Ragged.of(injected_completions(numbers[0], len(starts)), np.int64)
         truncated = np.array([ids[-1] != self.tokenizer.eos_token_id for ids in completions])
         unused = Ragged.split(np.zeros(len(completions.values), np.float32), completions.lengths)
-        return Rollouts(prompts.prompt_ids, completions, unused, truncated)
+        return Rollouts(starts.prompt_ids, completions, unused, truncated)
+
+
+class OurTrainer(GKDTrainer):
+    """Ours, with that generator."""
+
+    def __init__(self, config: GKDConfig) -> None:
+        super().__init__(config)
+        self.generator = InjectedGenerator(config, self.policy)
 
 
 class TrlTrainer(trl.DistillationTrainer):
@@ -132,8 +141,7 @@ def train_ours(kind: type[GKDTrainer], model: str, teacher: str, rows: Rows, fol
         arguments = OUR_ARGUMENTS | SETTINGS | keys
         trainer = kind(GKDConfig(model=model, teacher_model=teacher, dataset=rows, output_dir=str(folder), **arguments))
         trainer.train()
-        assert trainer.backend is not None
-        return logged_steps(folder), trainer.backend.module
+        return logged_steps(folder), trainer.policy.built.module
 
     return recorded(train)
 

@@ -27,9 +27,10 @@ from tests.golden.training import (
     logged_steps,
     recorded,
 )
-from trainers.batch import Prompts, Ragged, Rollouts, Samples
+from trainers.batch import Ragged, Rollouts, Samples
 from trainers.grpo.plan import StepPlan
 from trainers.grpo.trainer import GRPOConfig, GRPOTrainer
+from trainers.parts.generator import Generator
 from trainers.rewards.functions import completion_text
 
 NUM_GENERATIONS = 4
@@ -67,13 +68,12 @@ def rollout_function(prompts: list[str], trainer: trl.GRPOTrainer) -> dict[str, 
     return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None, "env_mask": masks}
 
 
-class OurTrainer(GRPOTrainer):
+class InjectedGenerator(Generator):
     """Ours, its rollout engine replaced."""
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
-    def generate(
-        self, prompts: Prompts, sampling: Any, generation: int, attempt: int, channel: Channel | None
-    ) -> Rollouts:
+    def generate(self, starts: Any, sampling: Any, channel: Channel | None, *numbers: int) -> Rollouts:
+        prompts, generation = starts, numbers[0]
         completions = Ragged.of(injected_completions(generation, len(prompts)), np.int64)
         truncated = np.array([ids[-1] != self.tokenizer.eos_token_id for ids in completions])
         logps = Ragged.of(injected_logps(generation, list(completions)), np.float32)
@@ -81,6 +81,14 @@ class OurTrainer(GRPOTrainer):
         if self.config.run_name == "environment":  # every third token is not the model's
             return dataclasses.replace(rollouts, is_sampled=Ragged.of(map(sampled_mask, completions), bool))
         return rollouts
+
+
+class OurTrainer(GRPOTrainer):
+    """Ours, with that generator."""
+
+    def __init__(self, config: GRPOConfig) -> None:
+        super().__init__(config)
+        self.generator = InjectedGenerator(config, self.policy)
 
 
 class TrlTrainer(trl.GRPOTrainer):
@@ -145,8 +153,7 @@ def train_ours(config: GRPOConfig) -> Training:
     def train() -> tuple[Steps, torch.nn.Module]:
         trainer = OurTrainer(config)
         trainer.train()
-        assert trainer.backend is not None
-        return logged_steps(Path(config.output_dir)), trainer.backend.module
+        return logged_steps(Path(config.output_dir)), trainer.policy.built.module
 
     return recorded(train)
 

@@ -18,11 +18,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rayhelper import RayHelper
+from rayhelper import Channel, RayHelper
 from tests.golden import ppo_fixture
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.golden.training import OUR_ARGUMENTS, Steps, Training, logged_steps, recorded
-from trainers.batch import Prompts, Ragged, Rollouts
+from trainers.batch import Ragged, Rollouts
+from trainers.parts.generator import Generator
 from trainers.ppo.config import PPOConfig
 from trainers.ppo.plan import StepPlan
 from trainers.ppo.samples import PolicySamples, ValueSamples
@@ -72,15 +73,26 @@ def evenness(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
-class OurTrainer(PPOTrainer):
+class InjectedGenerator(Generator):
     """Ours, its rollout engine replaced."""
 
     @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
-    def generate(self, prompts: Prompts, sampling: Any, batch: int) -> Rollouts:
-        completions = Ragged.of(injected_completions(batch, len(prompts)), np.int64)
+    def generate(self, starts: Any, sampling: Any, channel: Channel | None, *numbers: int) -> Rollouts:
+        completions = Ragged.of(self.completions(numbers[0], len(starts)), np.int64)
         truncated = np.array([ids[-1] != EOS for ids in completions])
         unused = Ragged.split(np.zeros(len(completions.values), np.float32), completions.lengths)
-        return Rollouts(prompts.prompt_ids, completions, unused, truncated)
+        return Rollouts(starts.prompt_ids, completions, unused, truncated)
+
+    def completions(self, batch: int, count: int) -> list[list[int]]:
+        return injected_completions(batch, count)
+
+
+class OurTrainer(PPOTrainer):
+    """Ours, with that generator."""
+
+    def __init__(self, config: PPOConfig) -> None:
+        super().__init__(config)
+        self.generator = InjectedGenerator(config, self.policy)
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +128,10 @@ def train_ours(config: PPOConfig) -> tuple[Training, Training]:
     def train() -> tuple[Steps, torch.nn.Module]:
         kept.append(OurTrainer(config))
         kept[0].train()
-        assert kept[0].policy is not None
-        return logged_steps(Path(config.output_dir)), kept[0].policy.module
+        return logged_steps(Path(config.output_dir)), kept[0].policy.built.module
 
     both = recorded(train)
-    critic = {name: weight.detach() for name, weight in kept[0].critic.module.named_parameters()}
+    critic = {name: weight.detach() for name, weight in kept[0].critic.built.module.named_parameters()}
     return Training(both.steps, both.gradients[::2], both.weights), Training([], both.gradients[1::2], critic)
 
 
@@ -320,17 +331,21 @@ def assert_rows(found: Ragged | None, table_BT: np.ndarray, padding_BT: np.ndarr
     np.testing.assert_allclose(found.values, wanted.values, rtol=rtol, atol=1e-5, err_msg=what)
 
 
+class TrlsGenerator(InjectedGenerator):
+    """One that completes as TRL did."""
+
+    def completions(self, batch: int, count: int) -> list[list[int]]:
+        return ppo_fixture.completions()
+
+
 class Watched(PPOTrainer):
-    """Ours, completing as TRL did, and keeping what it explored."""
+    """Ours, with that generator, and keeping what it explored."""
 
     explored: tuple[PolicySamples, ValueSamples]
 
-    @RayHelper.function(group="rollout", dispatch="slice", collect="flatten")
-    def generate(self, prompts: Prompts, sampling: Any, batch: int) -> Rollouts:
-        completions = Ragged.of(ppo_fixture.completions(), np.int64)
-        truncated = np.array([ids[-1] != EOS for ids in completions])
-        unused = Ragged.split(np.zeros(len(completions.values), np.float32), completions.lengths)
-        return Rollouts(prompts.prompt_ids, completions, unused, truncated)
+    def __init__(self, config: PPOConfig) -> None:
+        super().__init__(config)
+        self.generator = TrlsGenerator(config, self.policy)
 
     def explore(self, rows: Any, plan: StepPlan, run: Any) -> Any:
         samples, states, metrics = super().explore(rows, plan, run)
@@ -380,8 +395,7 @@ def fixed_scores(**_: Any) -> list[float]:
 
 def trained_weights(trainer: PPOTrainer) -> list[tuple[str, str, torch.nn.Parameter]]:
     """Role, name and weight of all that is trained."""
-    assert trainer.policy is not None
-    models = (("policy", trainer.policy.module), ("critic", trainer.critic.module))
+    models = (("policy", trainer.policy.built.module), ("critic", trainer.critic.built.module))
     return [(role, name, weight) for role, model in models for name, weight in model.named_parameters()]
 
 

@@ -64,7 +64,7 @@ def test_steps_and_evaluation_equal_trl(model: str, tmp_path: Path, name: str) -
             RewardConfig(model=model, dataset=rows, eval_dataset=rows[:5], output_dir=str(tmp_path), **arguments)
         )
         trainer.train()
-        return logged_steps(tmp_path), trainer.backend.module
+        return logged_steps(tmp_path), trainer.policy.built.module
 
     def theirs() -> tuple[Steps, torch.nn.Module]:
         arguments = TRL_ARGUMENTS | SETTINGS | {"train_sampling_strategy": "sequential"} | settings

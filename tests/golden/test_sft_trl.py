@@ -98,7 +98,7 @@ def train_ours(model: str, case: Case, folder: Path) -> Training:
         arguments = OUR_ARGUMENTS | SETTINGS | case.settings
         trainer = SFTTrainer(SFTConfig(model=model, dataset=case.rows, output_dir=str(folder), **arguments))
         trainer.train()
-        return logged_steps(folder), trainer.backend.module
+        return logged_steps(folder), trainer.policy.built.module
 
     return recorded(train)
 

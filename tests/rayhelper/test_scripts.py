@@ -62,9 +62,51 @@ class Pipeline:
         assert all(type(sample) is Sample for sample in samples)
         return self.score(samples)
 
+class Model:
+    def __init__(self, scale):
+        self.scale = scale
+        self.calls = 0
+
+    @RayHelper.function(group="own", dispatch="slice", collect="flatten")
+    def scaled(self, items):
+        self.calls += 1
+        return [Sample(self.scale * item) for item in items]
+
+@RayHelper.worker(group="sampler")
+class Sampler(Model):
+    pass
+
+@RayHelper.worker(group="scorer")
+class Scorer(Model):
+    def __init__(self, scale, sampler):
+        super().__init__(scale)
+        self.sampler = sampler
+
+    @RayHelper.function(group="own", dispatch="slice", collect="flatten")
+    def scaled(self, items):
+        return [(sample.value, self.sampler.calls) for sample in super().scaled(items)]
+
+    @RayHelper.function(group="scorer", execute="first")
+    def has(self, sampler):
+        return sampler is self.sampler
+
+@RayHelper.worker(group=["sampler", "scorer"])
+class Parted:
+    def __init__(self):
+        self.sampler = Sampler(10)
+        self.scorers = [Scorer(2, self.sampler), Scorer(3, self.sampler)]
+
+def parts():
+    parted = Parted()
+    samples = parted.sampler.scaled([1, 2])
+    assert all(type(sample) is Sample for sample in samples)
+    print([sample.value for sample in samples])
+    print([scorer.scaled([1, 2]) for scorer in parted.scorers], parted.scorers[1].has(parted.sampler))
+
 def main():
     pipeline = Pipeline()
     print(pipeline.run([1, 2, 3, 4, 5]))
+    parts()
     try:
         pipeline.refuse_odd([2, 4, 5])
     except OddError as error:
@@ -114,7 +156,7 @@ def test_a_program_prints_the_same_off_and_with_ray(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "helper_module.py").write_text("def square(x):\n    return x * x\n")
     off = run(tmp_path, "program.py", "off")
-    assert off == "[2, 5, 10, 17, 26]\nodd: 5\n"
+    assert off == "[2, 5, 10, 17, 26]\n[10, 20]\n[[(2, 1), (4, 1)], [(3, 1), (6, 1)]] True\nodd: 5\n"
     assert run(tmp_path, "program.py", "ray") == off
 
 

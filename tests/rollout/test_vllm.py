@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,11 +24,13 @@ from tests.golden.tiny import tiny_tokenizer
 from tests.rollout.prompts import as_sequences, plain_greedy, prompts_of, save_decided
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Ragged
-from trainers.parts.engine import rollout_metrics
+from trainers.parts.completion_metrics import rollout_metrics
 from trainers.parts.fingerprints import fingerprints
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.hf import HfEngine
-from trainers.rollout.vllm import VllmEngine, checked_engine_kwargs
+from trainers.rollout.vllm.core import Core
+from trainers.rollout.vllm.engine import VllmEngine
+from trainers.rollout.vllm.settings import checked_engine_kwargs
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
@@ -431,16 +434,18 @@ class Notes:
 
 def asleep(level: int) -> tuple[VllmEngine, Notes]:
     engine, notes = VllmEngine.__new__(VllmEngine), Notes()
+    vars(notes)["engine_core"] = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=()))
+    core = Core(notes, [], on_cpu=True)
+    notes.calls.clear()
     engine.__dict__ |= {
         "engine": notes,
+        "core": core,
         "sleep_level": level,
         "processes": None,
         "lora_rank": 0,
         "version": 0,
         "_running": {},
         "_launched": [],
-        "_cache_salt": 0,
-        "_batches": lambda: (),
         "_is_asleep": False,
         "_has_weights": True,
     }

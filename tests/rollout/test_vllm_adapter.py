@@ -34,7 +34,7 @@ from trainers.parts.fingerprints import fingerprints
 from trainers.parts.weights import StaleWeightsError, copy, receive, send
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf import HfEngine
-from trainers.rollout.vllm import VllmEngine
+from trainers.rollout.vllm.engine import VllmEngine
 
 in_vllm_process = pytest.mark.xdist_group("vllm")
 
@@ -261,8 +261,9 @@ def test_a_run_learns_what_it_learns_with_merged_weights(tmp_path: Path, monkeyp
         with without_runtime():
             trainer = grpo.GRPOTrainer(grpo_config(model, output, **keys | {"vllm_enable_lora": apart}))
             trainer.train()
-            trainer.engine.close()
-        assert trainer.engine.lora_rank == (3 if apart else 0)
+            engine: Any = trainer.generator.engine
+            engine.close()
+        assert engine.lora_rank == (3 if apart else 0)
         found.append([line for line in lines(output) if "loss" in line])
     assert len(found[0]) == 3
     for ours, theirs in zip(*found, strict=True):

@@ -1,4 +1,4 @@
-"""Which steps start vLLM's Triton attention otherwise; and what is skipped would have changed nothing."""
+"""Steps that start vLLM's Triton attention otherwise; what is skipped changes nothing; where all stays vLLM's."""
 
 import copy
 import dataclasses
@@ -14,9 +14,9 @@ import torch
 
 from tests.golden.tiny import tiny_tokenizer
 from tests.rollout.prompts import prompts_of, save_decided
-from trainers.rollout import vllm_patches
 from trainers.rollout.base import Sampling
-from trainers.rollout.vllm import VllmEngine
+from trainers.rollout.vllm import decoding, patches
+from trainers.rollout.vllm.engine import VllmEngine
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
@@ -46,7 +46,7 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm.v1.attention.ops import triton_unified_attention
 
     monkeypatch.setattr(triton_unified_attention, "kernel_unified_attention", Kernel())
-    monkeypatch.setattr(vllm_patches, "_is_hopper", lambda: True)
+    monkeypatch.setattr(patches, "_is_hopper", lambda: True)
     return triton_unified_attention
 
 
@@ -62,7 +62,7 @@ def started(attention: Any, grid: tuple[int, ...] = (10, 2), **changed: Any) -> 
 
 
 def test_decoding_steps_start_the_kernel_in_small_blocks(attention: Any) -> None:
-    vllm_patches.small_blocks_decode()
+    patches.small_blocks_decode()
     assert started(attention) == {"num_warps": 2, "num_stages": 2}
     assert started(attention, num_warps=8) == {"num_stages": 2}  # what vLLM says itself stays
 
@@ -79,12 +79,12 @@ def test_decoding_steps_start_the_kernel_in_small_blocks(attention: Any) -> None
     ],
 )
 def test_other_steps_start_it_as_vllm_does(attention: Any, changed: dict[str, Any]) -> None:
-    vllm_patches.small_blocks_decode()
+    patches.small_blocks_decode()
     assert started(attention, **changed) == {}
 
 
 def test_a_version_that_says_less_of_a_step_starts_it_as_it_does(attention: Any) -> None:
-    vllm_patches.small_blocks_decode()
+    patches.small_blocks_decode()
     attention.kernel_unified_attention[(10, 2)](1, 2, HEAD_SIZE=128)
     assert attention.kernel_unified_attention.kernel.started == [((10, 2), {"HEAD_SIZE": 128})]
 
@@ -92,20 +92,30 @@ def test_a_version_that_says_less_of_a_step_starts_it_as_it_does(attention: Any)
 def test_it_is_changed_once_and_stays_the_kernel_for_all_else(attention: Any) -> None:
     kernel = attention.kernel_unified_attention
     for _ in range(2):
-        vllm_patches.small_blocks_decode()
+        patches.small_blocks_decode()
     assert attention.kernel_unified_attention.kernel is kernel
     assert attention.kernel_unified_attention.cache == "its own"
 
 
 def test_where_it_was_not_measured_nothing_changes(attention: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = attention.kernel_unified_attention
-    monkeypatch.setattr(vllm_patches, "_is_hopper", lambda: False)
-    vllm_patches.small_blocks_decode()
+    monkeypatch.setattr(patches, "_is_hopper", lambda: False)
+    patches.small_blocks_decode()
     assert attention.kernel_unified_attention is kernel
-    monkeypatch.setattr(vllm_patches, "_is_hopper", lambda: True)
+    monkeypatch.setattr(patches, "_is_hopper", lambda: True)
     monkeypatch.setattr(attention, "kernel_unified_attention", None)
-    vllm_patches.small_blocks_decode()
+    patches.small_blocks_decode()
     assert attention.kernel_unified_attention is None
+
+
+def test_an_engine_without_patches_gets_the_kernel_back(attention: Any) -> None:
+    kernel = attention.kernel_unified_attention
+    patches.small_blocks_decode(False)
+    assert attention.kernel_unified_attention is kernel
+    patches.small_blocks_decode()
+    assert attention.kernel_unified_attention is not kernel
+    patches.small_blocks_decode(False)
+    assert attention.kernel_unified_attention is kernel
 
 
 def test_the_kernel_takes_what_the_choice_is_made_by() -> None:
@@ -126,11 +136,12 @@ def test_the_kernel_takes_what_the_choice_is_made_by() -> None:
 ASYNC = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"  # which GPUs have: it caches as tokens come back
 
 
-def small_engine_in(folder: Path, **settings: Any) -> VllmEngine:
+def small_engine_in(folder: Path, *, patches: bool = True, **settings: Any) -> VllmEngine:
     """Has pages for half of what it may run."""
     return VllmEngine(
         save_decided(folder, scale=4.0, head_dim=32),
         tiny_tokenizer(),
+        patches=patches,
         engine_kwargs={"max_model_len": 200, "max_num_seqs": 8, "block_size": 32, "num_gpu_blocks_override": 16}
         | settings,
     )
@@ -186,8 +197,8 @@ def test_what_allocation_skips_would_have_changed_nothing(
     prompts = prompts_of(range(20, 44, 2))
     sampling = Sampling(max_completion_length=length, generation_kwargs={"min_tokens": length})
     expected = engine.generate(prompts, sampling, seed=1)
-    cache.allocate_slots = checked(vllm_patches._allocate, allocate, "allocate")
-    cache.cache_blocks = checked(vllm_patches._cache, to_cache, "cache")
+    cache.allocate_slots = checked(decoding.allocate, allocate, "allocate")
+    cache.cache_blocks = checked(decoding.cache, to_cache, "cache")
     watched = engine.generate(prompts, sampling, seed=1)
     cache.allocate_slots, cache.cache_blocks = allocate, to_cache
     plain = engine.generate(prompts, sampling, seed=1)
@@ -204,7 +215,7 @@ def test_a_page_that_is_full_is_cached(num_tokens: int, enabled: bool, asked: in
     calls: list[Any] = []
     pages = SimpleNamespace(block_size=32, num_cached_block={"one": 1})
     request = SimpleNamespace(request_id="one")
-    vllm_patches._cache(
+    decoding.cache(
         SimpleNamespace(enable_caching=enabled), pages, lambda *given: calls.append(given), request, num_tokens
     )
     assert calls == [(request, num_tokens)] * asked
@@ -230,7 +241,7 @@ def test_caches_of_other_kinds_and_versions_stay_as_they_are(
     cache = SimpleNamespace(
         coordinator=SimpleNamespace(single_type_managers=managers), allocate_slots=0, cache_blocks=0
     )
-    vllm_patches.quick_allocation(SimpleNamespace(kv_cache_manager=cache))
+    patches.quick_allocation(SimpleNamespace(kv_cache_manager=cache))
     is_known = (kinds, version) == (["FullAttentionManager"], "0.32.0")
     assert (cache.allocate_slots != 0) == (cache.cache_blocks != 0) == is_known
 
@@ -272,7 +283,7 @@ def test_requests_are_after_each_step_what_vllm_would_have_made_of_them(small_en
         pages = cache.coordinator.single_type_managers[0]
         scheduler.update_from_output = watched
         engine.engine.reset_prefix_cache()
-        engine._cache_salt, engine.version = 0, 0
+        engine.core.cache_salt, engine.version = 0, 0
         finished = []
         sampling = Sampling(max_completion_length=110, stop_token_ids=(7, 9), generation_kwargs={"min_tokens": 90})
         engine.submit(prompts, sampling, seed=1)
@@ -288,7 +299,7 @@ def test_requests_are_after_each_step_what_vllm_would_have_made_of_them(small_en
                 engine.load_weights([], part=True)
             if not engine.num_running:
                 break
-        while scheduler.has_requests() or engine._batches():
+        while scheduler.has_requests() or engine.core.batches():
             engine.advance()
         first = min(completion.number for completion in finished)
         return history, [dataclasses.replace(completion, number=completion.number - first) for completion in finished]
@@ -337,9 +348,7 @@ def updated(**changed: Any) -> tuple[list[Any], Any]:
     scheduler["requests"] = scheduler["requests"] or {"one": SimpleNamespace(**request)}
     decoded: list[Any] = []
     step = SimpleNamespace(**planned)
-    told = vllm_patches._update(
-        SimpleNamespace(**scheduler), decoded, lambda *given: given, step, SimpleNamespace(**found)
-    )
+    told = decoding.update(SimpleNamespace(**scheduler), decoded, lambda *given: given, step, SimpleNamespace(**found))
     assert step.num_scheduled_tokens == planned["num_scheduled_tokens"]
     return decoded, told[0]
 
@@ -403,7 +412,7 @@ def test_unusual_schedulers_stay_as_they_are(
     for kind, known in ((AsyncScheduler, True), (type("Theirs", (AsyncScheduler,), {}), False)):
         scheduler = object.__new__(kind)
         vars(scheduler).update(dict.fromkeys(names, True))
-        assert vllm_patches.quick_update(scheduler) == []
+        assert patches.quick_update(scheduler) == []
         assert ("update_from_output" in vars(scheduler)) == (is_quick and known)
 
 
@@ -423,8 +432,8 @@ def ahead(engine: VllmEngine, *, is_quick: bool) -> tuple[list[Any], Counter[str
     scheduler = AsyncScheduler(like.vllm_config, like.kv_cache_config, like.structured_output_manager, like.block_size)
     decoded = []
     if is_quick:
-        vllm_patches.quick_allocation(scheduler)
-        decoded = vllm_patches.quick_update(scheduler)
+        patches.quick_allocation(scheduler)
+        decoded = patches.quick_update(scheduler)
     flights, history, seen, resets = [], [], Counter[str](), (45, 130)
     for step in range(600):
         for place in range(4) if step < 300 and not step % 30 else ():
@@ -473,15 +482,163 @@ def ahead(engine: VllmEngine, *, is_quick: bool) -> tuple[list[Any], Counter[str
     return history, seen
 
 
-def test_with_a_step_in_flight_requests_are_what_vllm_would_have_made_of_them(tmp_path: Path) -> None:
-    engine = small_engine_in(tmp_path)
-    try:
-        expected, theirs = ahead(engine, is_quick=False)
-        got, ours = ahead(engine, is_quick=True)
-    finally:
-        engine.close()
+@pytest.fixture(scope="module")
+def plain_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmEngine]:
+    engine = small_engine_in(tmp_path_factory.mktemp("plain"), patches=False)
+    yield engine
+    engine.close()
+
+
+def test_with_a_step_in_flight_requests_are_what_vllm_would_have_made_of_them(plain_engine: VllmEngine) -> None:
+    expected, theirs = ahead(plain_engine, is_quick=False)
+    got, ours = ahead(plain_engine, is_quick=True)
     for step, (one, other) in enumerate(zip(got, expected, strict=True)):
         assert one == other, step
     assert not theirs["quick"]
     assert ours["quick"] > 0.8 * ours["tokens"]
     assert all(ours[name] for name in ("stop", "length", "given up", "preempted")), ours
+
+
+# --- without the patches
+
+
+def test_an_engine_without_patches_steps_as_vllm_does(plain_engine: VllmEngine) -> None:
+    scheduler = plain_engine.core.scheduler
+    cache = scheduler.kv_cache_manager
+    assert scheduler.update_from_output.__func__ is type(scheduler).update_from_output
+    assert cache.allocate_slots.__func__ is type(cache).allocate_slots
+    assert cache.cache_blocks.__func__ is type(cache).cache_blocks
+    completed = plain_engine.generate(prompts_of([5, 9]), Sampling(max_completion_length=12), seed=1)
+    assert completed.completion_ids.lengths.min() > 0
+
+
+@pytest.fixture
+def parts(attention: Any) -> Any:
+    """A scheduler and its cache, which all patches are for."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    scheduler = object.__new__(AsyncScheduler)
+    pages = type("FullAttentionManager", (), {})()
+    pages.block_size, pages.block_pool = 16, SimpleNamespace(hash_block_size=16)
+    coordinator = SimpleNamespace(single_type_managers=[pages])
+    scheduler.kv_cache_manager = SimpleNamespace(coordinator=coordinator, allocate_slots=0, cache_blocks=0)
+    return scheduler
+
+
+def patched(scheduler: Any, attention: Any) -> set[str]:
+    """What is not vLLM's own after all patches were asked for, twice."""
+    for _ in range(2):
+        patches.small_blocks_decode()
+        patches.quick_allocation(scheduler)
+        patches.quick_update(scheduler)
+    found = {
+        "small_blocks_decode": isinstance(attention.kernel_unified_attention, decoding.DecodingKernel),
+        "quick_allocation": scheduler.kv_cache_manager.allocate_slots != 0,
+        "quick_update": "update_from_output" in vars(scheduler),
+    }
+    return {name for name, is_patched in found.items() if is_patched}
+
+
+def other_function() -> None:
+    """The function of vLLM has another source."""
+
+
+@pytest.mark.parametrize(
+    ("patch", "place"), [(patch, place) for patch, places in patches.SOURCES.items() for place in places]
+)
+def test_a_function_that_was_not_compared_stays_vllms_and_one_line_says_so(
+    patch: str,
+    place: str,
+    parts: Any,
+    attention: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module, _, name = place.partition(":")
+    monkeypatch.setattr(f"{module}.{name}", other_function)
+    patches._tell.cache_clear()
+    assert patched(parts, attention) == patches.SOURCES.keys() - {patch}
+    (line,) = [record.getMessage() for record in caplog.records if record.name == patches.__name__]
+    assert line.startswith("vLLM 0.32.0: ")
+    assert f": {patch} stays off, as it was not compared with its {name}." in line
+
+
+def test_all_functions_of_this_version_were_compared(
+    parts: Any, attention: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert patched(parts, attention) == patches.SOURCES.keys()
+    assert not [record for record in caplog.records if record.name == patches.__name__]
+
+
+@pytest.mark.parametrize(("version", "is_known"), [("0.26.0", True), ("0.33.0", False), ("0.3.2", False)])
+def test_a_version_that_was_compared_without_its_source_goes_by_its_number(
+    version: str,
+    is_known: bool,
+    parts: Any,
+    attention: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    if is_known:
+        monkeypatch.setattr("vllm.v1.core.sched.scheduler.Scheduler.update_from_output", other_function)
+    patches._tell.cache_clear()
+    assert patched(parts, attention) == (patches.SOURCES.keys() if is_known else set())
+    lines = [record.getMessage() for record in caplog.records if record.name == patches.__name__]
+    assert len(lines) == (0 if is_known else 3)
+    assert all(f"vLLM {version}: " in line and "compared with this version" in line for line in lines)
+
+
+# --- what an engine cannot do without
+
+
+def test_requests_that_have_computed_nothing_are_salted_again() -> None:
+    hashed: list[str] = []
+
+    def request(name: str, num_computed_tokens: int) -> Any:
+        return SimpleNamespace(
+            num_computed_tokens=num_computed_tokens,
+            cache_salt="1",
+            block_hashes=["old"],
+            update_block_hashes=lambda: hashed.append(name),
+        )
+
+    requests = {"waits": request("waits", 0), "runs": request("runs", 5)}
+    patches.salt_again(SimpleNamespace(requests=requests), "2")
+    assert {name: (one.cache_salt, one.block_hashes) for name, one in requests.items()} == {
+        "waits": ("2", []),
+        "runs": ("1", ["old"]),
+    }
+    assert hashed == ["waits"]
+
+
+@pytest.mark.parametrize("missing", patches.SALTED)
+def test_requests_that_cannot_be_salted_are_told_and_need_it_only_with_a_cache(missing: str) -> None:
+    request = SimpleNamespace(**{name: 0 for name in patches.SALTED if name != missing})
+    scheduler = SimpleNamespace(requests={"one": request}, kv_cache_manager=SimpleNamespace(enable_caching=True))
+    with pytest.raises(RuntimeError, match=f"no {missing} of requests.*vllm_enable_prefix_caching: false"):
+        patches.salt_again(scheduler, "2")
+    scheduler.kv_cache_manager.enable_caching = False
+    patches.salt_again(scheduler, "2")
+
+
+def test_an_engine_ends_with_its_process_where_it_would_end_itself() -> None:
+    finalizer = SimpleNamespace(atexit=True)
+    patches.end_with_process(SimpleNamespace(engine_core=SimpleNamespace(_finalizer=finalizer)))
+    assert finalizer.atexit is False
+    patches.end_with_process(SimpleNamespace(engine_core=SimpleNamespace()))
+
+
+def test_the_group_of_vllms_processes_is_left_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed import parallel_state
+
+    ended: list[str] = []
+    monkeypatch.setattr(parallel_state, "_WORLD", SimpleNamespace(destroy=lambda: ended.append("world")))
+    patches.leave_group()
+    patches.leave_group()
+    assert (ended, parallel_state._WORLD) == (["world"], None)
+    monkeypatch.delattr(parallel_state, "_WORLD")
+    patches.leave_group()
+    assert not hasattr(parallel_state, "_WORLD")

@@ -18,11 +18,10 @@ import pytest
 import yaml
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
-from trainers import cli
-from trainers.cli import load_config, main, placement, save_config
-from trainers.configuration.others.other_names import RLHF_TYPES
+from trainers import cli, commands
+from trainers.cli import load_config, main, placement, run, save_config
 from trainers.configuration.reading import command_line
-from trainers.configuration.shared import TrainConfig
+from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.grpo.config import GRPOConfig
 from trainers.sft.config import PretrainConfig, SFTConfig
 
@@ -430,17 +429,19 @@ class DummyTrainer:
         return {"loss": 0.5}
 
 
+DUMMY = f"{__name__}:DummyTrainer"
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """The trainer ``dummy``, and the configurations of those that ran."""
-    monkeypatch.setitem(cli.TRAINERS, "dummy", (f"{__name__}:DummyTrainer", f"{__name__}:Config"))
+    """The configurations of the dummies that ran."""
     monkeypatch.setattr(DummyTrainer, "made", [])
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     return DummyTrainer.made
 
 
 def test_main_runs_the_trainer_with_its_configuration(made: list[Config]) -> None:
-    main("dummy", [*NEEDED, "--seed", "7"])
+    main(DUMMY, [*NEEDED, "--seed", "7"])
     assert [config.seed for config in made] == [7]
 
 
@@ -448,7 +449,7 @@ def test_main_answers_a_mistake_with_one_line_and_exit_code_2(
     made: list[Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main("dummy", [*NEEDED, "--sead", "7"])
+        main(DUMMY, [*NEEDED, "--sead", "7"])
     assert exit_.value.code == 2
     assert (
         capsys.readouterr().err == "error: command line: unknown key sead (did you mean seed?); --help lists all keys\n"
@@ -461,7 +462,7 @@ def test_a_mistake_that_the_trainer_finds_is_answered_the_same_way(
 ) -> None:
     monkeypatch.setattr(DummyTrainer, "problem", ConfigError("no row has a prompt"))
     with pytest.raises(SystemExit) as exit_:
-        main("dummy", NEEDED)
+        main(DUMMY, NEEDED)
     assert exit_.value.code == 2
     assert capsys.readouterr().err == "error: no row has a prompt\n"
 
@@ -469,7 +470,7 @@ def test_a_mistake_that_the_trainer_finds_is_answered_the_same_way(
 def test_a_bug_keeps_its_traceback(made: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DummyTrainer, "problem", RuntimeError("bug"))
     with pytest.raises(RuntimeError, match="bug"):
-        main("dummy", NEEDED)
+        main(DUMMY, NEEDED)
 
 
 @pytest.fixture
@@ -486,6 +487,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             events.append("closed")
 
     monkeypatch.setattr(RayHelper, "session", opened)
+    monkeypatch.delattr(RunConfig, "__rayhelper_off__")  # as a real session is, this one is taken for one
     return events
 
 
@@ -494,25 +496,50 @@ def test_ctrl_c_stops_the_workers_and_exits_with_130(
 ) -> None:
     monkeypatch.setattr(DummyTrainer, "problem", KeyboardInterrupt())
     with pytest.raises(SystemExit) as exit_:
-        main("dummy", [*NEEDED, "--use_ray", "true"])
+        main(DUMMY, [*NEEDED, "--use_ray", "true"])
     assert exit_.value.code == 130
     assert session[-1] == "closed"
     assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_without_device_groups_one_worker_hosts_all_roles(made: list[Config], session: list[Any]) -> None:
-    main("dummy", [*NEEDED, "--use_ray", "true", "--ray_address", "head:6379"])
+    main(DUMMY, [*NEEDED, "--use_ray", "true", "--ray_address", "head:6379"])
     groups, address, _ = session
     (group,) = groups.groups
     assert (group.roles, group.num_workers, address) == (("train", "rollout"), 1, "head:6379")
     assert len(made) == 1
 
 
+def test_run_does_from_python_what_the_command_line_does(
+    made: list[Config], session: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLI_TEST_A", "shell")
+    groups = {"train": {"cpus": 2}, "rollout": {"cpus": 1}}
+    assert run(DummyTrainer, config_on(groups, use_ray=True, env={"CLI_TEST_A": 1})) == {"loss": 0.5}
+    assert [(group.roles, group.num_workers) for group in session[0].groups] == [(("train",), 2), (("rollout",), 1)]
+    assert (session[-1], len(made), os.environ["CLI_TEST_A"]) == ("closed", 1, "1")
+    with pytest.raises(ConfigError, match="role 'rollout' is not in device_groups"):
+        run(DummyTrainer, config_on({"train": {"cpus": 1}}, use_ray=True))
+
+
+def test_a_trainer_that_asks_for_ray_is_not_constructed_without_it(made: list[Config]) -> None:
+    with pytest.raises(ConfigError, match=r"use_ray is true, but DummyTrainer .*import run; run\(DummyTrainer, config"):
+        DummyTrainer(Config(model="tiny", dataset="sums", use_ray=True))
+    with pytest.raises(ConfigError, match="Or set use_ray=False"):
+        DummyTrainer(config=config_on({"train": {"cpus": 1}}, use_ray=True))
+    assert made == []
+    with RayHelper.session(
+        {"one": {"device": "CPU", "ranks": 1, "workers": ["train", "rollout"]}}, runtime="inprocess"
+    ):
+        DummyTrainer(Config(model="tiny", dataset="sums", use_ray=True))
+    assert len(made) == 2  # on the driver and on the worker
+
+
 def test_device_groups_without_use_ray_are_told_to_be_unused(
     made: list[Config], session: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="trainers.cli"):
-        main("dummy", [*NEEDED, "--train.cpus", "1", "--rollout.cpus", "1"])
+        main(DUMMY, [*NEEDED, "--train.cpus", "1", "--rollout.cpus", "1"])
     assert session == []
     assert "device_groups is not used, because use_ray is false" in caplog.text
 
@@ -575,7 +602,7 @@ def four_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_processes_of_torchrun_host_all_roles(made: list[Config], session: list[Any], four_processes: None) -> None:
-    main("dummy", NEEDED)
+    main(DUMMY, NEEDED)
     groups, runtime, closed = session
     (group,) = groups.groups
     assert (group.roles, group.num_workers, runtime, closed) == (("train", "rollout"), 4, "torchrun", "closed")
@@ -585,7 +612,7 @@ def test_the_processes_of_torchrun_host_all_roles(made: list[Config], session: l
 def test_device_groups_say_which_processes_of_torchrun_host_a_role(
     made: list[Config], session: list[Any], four_processes: None
 ) -> None:
-    main("dummy", [*NEEDED, "--train.cpus", "3", "--rollout.cpus", "1"])
+    main(DUMMY, [*NEEDED, "--train.cpus", "3", "--rollout.cpus", "1"])
     assert [(group.roles, group.num_workers) for group in session[0].groups] == [(("train",), 3), (("rollout",), 1)]
 
 
@@ -601,7 +628,7 @@ def test_what_torchrun_cannot_do_is_refused(
     argv: list[str], told: str, made: list[Config], four_processes: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main("dummy", [*NEEDED, *argv])
+        main(DUMMY, [*NEEDED, *argv])
     assert exit_.value.code == 2
     assert told in capsys.readouterr().err
     assert made == []
@@ -625,11 +652,11 @@ def test_a_mistake_that_process_0_does_not_find_is_told_after_a_while(
 def test_env_of_the_file_is_exported_and_wins_over_the_shell(
     made: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRAINERS_TEST_A", "shell")
-    monkeypatch.setenv("TRAINERS_TEST_B", "shell")
-    (tmp_path / "x.yaml").write_text("env: {TRAINERS_TEST_A: 1}\n")
-    main("dummy", ["--config", str(tmp_path / "x.yaml"), *NEEDED])
-    assert (os.environ["TRAINERS_TEST_A"], os.environ["TRAINERS_TEST_B"]) == ("1", "shell")
+    monkeypatch.setenv("CLI_TEST_A", "shell")
+    monkeypatch.setenv("CLI_TEST_B", "shell")
+    (tmp_path / "x.yaml").write_text("env: {CLI_TEST_A: 1}\n")
+    main(DUMMY, ["--config", str(tmp_path / "x.yaml"), *NEEDED])
+    assert (os.environ["CLI_TEST_A"], os.environ["CLI_TEST_B"]) == ("1", "shell")
 
 
 # As a user meets it: a process of its own
@@ -650,8 +677,9 @@ def python(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 def test_the_key_rlhf_type_chooses_the_trainer(
     made: list[Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(RLHF_TYPES, "grpo", "dummy")
-    monkeypatch.setattr(command_line, "trainer_of", lambda _: "dummy")
+    for module in (commands, command_line):
+        monkeypatch.setattr(module, "rlhf_types", lambda: {"grpo": Config})
+    monkeypatch.setattr(commands, "trainer_of", {Config: DummyTrainer}.get)
     (tmp_path / "x.yaml").write_text("rlhf_type: grpo\nseed: 7\n")
     main("rlhf", ["--config", str(tmp_path / "x.yaml"), *NEEDED])
     assert [config.seed for config in made] == [7]
@@ -660,10 +688,10 @@ def test_the_key_rlhf_type_chooses_the_trainer(
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        ([], "rlhf_type must be given, in the file or as --rlhf_type: one of grpo, gkd, dpo, ppo, rm"),
+        ([], "rlhf_type must be given, in the file or as --rlhf_type: one of dpo, gkd, grpo, ppo, rm"),
         (["--rlhf_type", "kto"], "rlhf_type kto is not supported: it learns from answers that are no pairs"),
         (["--rlhf_type", "simpo"], "rlhf_type: dpo, reference_free: true, loss_type: sigmoid_norm"),
-        (["--rlhf_type", "ppoo"], "rlhf_type must be one of grpo, gkd, dpo, ppo, rm, got 'ppoo'"),
+        (["--rlhf_type", "ppoo"], "rlhf_type must be one of dpo, gkd, grpo, ppo, rm, got 'ppoo'"),
     ],
     ids=["none", "kto", "simpo", "typo"],
 )
@@ -713,28 +741,21 @@ def test_a_mistake_costs_one_line_and_exit_code_2_and_starts_nothing(argv: list[
 
 def test_env_reaches_what_is_read_at_import(tmp_path: Path) -> None:
     """Libraries read the environment when they are imported, so the configuration is read first."""
-    (tmp_path / "x.yaml").write_text("env: {READ_AT_IMPORT: 3}\n")
-    (tmp_path / "reader_config.py").write_text(
-        "import dataclasses\n"
-        "@dataclasses.dataclass\n"
-        "class Config:\n"
-        "    env: dict\n"
-        "    use_ray: bool = False\n"
-        "    device_groups: str | None = None\n"
-    )
+    (tmp_path / "x.yaml").write_text("env: {READ_AT_IMPORT: 3}\nmodel: m\ndataset: d\n")
     (tmp_path / "reader.py").write_text(
         "import os\n"
+        "from rayhelper import RayHelper\n"
+        "from trainers.configuration.shared import RunConfig\n"
         "at_import = os.environ.get('READ_AT_IMPORT')\n"
+        "@RayHelper.worker(group='train')\n"
         "class Trainer:\n"
-        "    def __init__(self, config): pass\n"
+        "    def __init__(self, config: RunConfig): pass\n"
         "    def train(self):\n"
         "        print(at_import)\n"
         "        return {}\n"
     )
-    program = "from trainers import cli; cli.TRAINERS['reader'] = ('reader:Trainer', 'reader_config:Config'); "
-    path = f"{tmp_path}{os.pathsep}{ROOT}"
-    command = program + "cli.main('reader')"
-    done = python("-c", command, "--config", str(tmp_path / "x.yaml"), READ_AT_IMPORT="1", PYTHONPATH=path)
+    reader = f"{tmp_path / 'reader.py'}:Trainer"
+    done = python("-m", "trainers", reader, "--config", str(tmp_path / "x.yaml"), READ_AT_IMPORT="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "3\n"
 

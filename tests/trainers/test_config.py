@@ -18,7 +18,7 @@ from trainers.grpo.trainer import GRPOTrainer
 from trainers.sft.config import PretrainConfig, SFTConfig
 from trainers.sft.trainer import SFTTrainer
 
-TRAINERS = Path(__file__).parents[2] / "trainers"
+FOLDER = Path(__file__).parents[2] / "trainers"
 
 
 def config(**changed: Any) -> TrainConfig:
@@ -344,7 +344,7 @@ def test_a_broken_plugin_shows_where_it_is_broken(tmp_path: Path) -> None:
 
 
 def trees() -> dict[str, ast.Module]:
-    return {str(path.relative_to(TRAINERS)): ast.parse(path.read_text()) for path in TRAINERS.rglob("*.py")}
+    return {str(path.relative_to(FOLDER)): ast.parse(path.read_text()) for path in FOLDER.rglob("*.py")}
 
 
 def is_a_check(node: ast.AST) -> bool:

@@ -9,7 +9,8 @@ import pytest
 
 from rayhelper import ConfigError
 from tests.trainers.test_config import keys_that_are_read
-from trainers.cli import TRAINERS, load_config
+from trainers.cli import load_config
+from trainers.commands import command_named
 from trainers.dpo.config import DPOConfig, weighted_losses
 from trainers.reward.config import RewardConfig
 
@@ -66,7 +67,8 @@ def test_one_loss_or_several_are_read_from_the_command_line() -> None:
 def test_a_negative_centring_is_refused_and_rm_is_another_name_of_reward() -> None:
     with pytest.raises(ConfigError, match="center_rewards_coefficient must be at least 0"):
         RewardConfig(model="tiny", dataset="pairs", center_rewards_coefficient=-0.1)
-    assert TRAINERS["rm"] == TRAINERS["reward"]
+    assert command_named("rm") == command_named("reward")
+    assert command_named("rm").config_type is RewardConfig
 
 
 @pytest.mark.parametrize("config_type", [DPOConfig, RewardConfig])

@@ -8,7 +8,10 @@ import pytest
 
 from rayhelper import ConfigError, DeviceGroups
 from trainers.configuration.completion import KEYS_AND_FIELDS, CompletionConfig
-from trainers.parts.engine import check_completions, vllm_settings
+from trainers.gkd.config import GKDConfig
+from trainers.parts.checks import check_completions
+from trainers.parts.engine import build_vllm, vllm_settings
+from trainers.rollout.vllm.settings import checked_engine_kwargs
 
 pytestmark = pytest.mark.xdist_group("vllm")  # in the process that imports it
 
@@ -102,3 +105,32 @@ def test_the_keys_that_have_a_field_of_their_name_are_those_that_set_it() -> Non
     )
     assert vllm_settings(config, shares_devices=False) == keys
     assert set(KEYS_AND_FIELDS) == set(keys)
+
+
+# --- changes to vLLM
+
+
+@pytest.mark.parametrize("keys", [{}, {"vllm_patches": False}])
+def test_an_engine_is_built_with_patches_unless_the_key_says_otherwise(
+    keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[dict[str, Any]] = []
+    monkeypatch.setattr("trainers.rollout.vllm.engine.VllmEngine", lambda *_, **settings: built.append(settings))
+    config = CompletionConfig(model="any", dataset="any", rollout_engine="vllm", dtype="float32", **keys)
+    build_vllm(config, "any", None, shares_devices=False)
+    assert [settings["patches"] for settings in built] == [not keys]
+
+
+def test_the_key_of_patches_needs_an_engine_of_vllm_be_it_a_teachers() -> None:
+    keys: dict[str, Any] = {"model": "any", "dataset": "any", "vllm_patches": False}
+    with pytest.raises(ConfigError, match="vllm_patches needs rollout_engine: vllm, but it is hf"):
+        CompletionConfig(**keys)
+    with pytest.raises(ConfigError, match="vllm_patches needs rollout_engine: vllm, but it is hf"):
+        GKDConfig(**keys, teacher_model="any")
+    assert not GKDConfig(**keys, teacher_model="any", teacher_engine="vllm", gkd_logits_topk=8).vllm_patches
+
+
+@pytest.mark.parametrize("key", ["vllm_engine_kwargs", "teacher_engine_kwargs"])
+def test_patches_are_no_field_of_an_engine(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key} may not hold 'patches'.*Write the key vllm_patches"):
+        checked_engine_kwargs({"patches": False}, key=key)

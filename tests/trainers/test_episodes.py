@@ -12,7 +12,7 @@ import pytest
 from tests.golden.tiny import tiny_tokenizer
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.grpo.samples import to_samples
-from trainers.parts.engine import rollout_metrics
+from trainers.parts.completion_metrics import rollout_metrics
 from trainers.plugins import ENVIRONMENTS, TOOLS
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.environments import Reply, resolve_environment

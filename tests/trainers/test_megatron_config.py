@@ -39,17 +39,17 @@ from trainers.backends.megatron.fields import (
 )
 from trainers.backends.megatron.layers import implementation
 from trainers.backends.megatron.settings import MegatronSettings, layout_mistakes, setting_mistakes
-from trainers.configuration.megatron import MegatronConfig, megatron_settings
-from trainers.configuration.megatron_checks import check_megatron, roles_of
-from trainers.configuration.shared import TrainConfig
+from trainers.configuration.megatron import MegatronConfig
+from trainers.configuration.megatron_checks import check_megatron, models_of
+from trainers.configuration.shared import TrainConfig, megatron_settings
 from trainers.dpo.config import DPOConfig
 from trainers.dpo.trainer import DPOTrainer
 from trainers.gkd.config import GKDConfig
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.parts.engine import build_engine
+from trainers.parts.models import build_backend, num_shards
 from trainers.ppo.config import PPOConfig
-from trainers.run.run import build_backend, num_shards
 from trainers.sft.config import SFTConfig
 from trainers.sft.trainer import SFTTrainer
 
@@ -413,15 +413,18 @@ def test_experts_that_are_divided_have_no_dense_model_beside_them(tmp_path: Path
 
 
 def test_roles_that_have_a_model_of_the_backend() -> None:
-    ppo = config(PPOConfig, reward_funcs=["format"])
-    assert list(roles_of(ppo, gpus("train critic reference reward rollout"))) == ["train", "critic", "reference"]
-    assert list(roles_of(ppo, None)) == ["train", "critic", "reference"]  # one process has them all
-    assert list(roles_of(config(SFTConfig), None)) == ["train"]
+    ppo = config(PPOConfig, reward_funcs=["format"], reward_model="r")
+    three = [("train", ppo.model), ("critic", "r"), ("reference", ppo.model)]
+    assert list(models_of(ppo, gpus("train critic reference reward rollout"))) == three
+    assert list(models_of(ppo, None)) == three  # one process has them all
+    assert ppo.critic_model == "r"
+    assert list(models_of(config(SFTConfig), None)) == [("train", "m")]
+    assert list(models_of(config(TrainConfig), None)) == [("train", "m")]  # whose roles are not declared
     gkd = config(GKDConfig, teacher_model="t", gkd_logits_topk=8)
-    assert list(roles_of(gkd, gpus("train teacher rollout"))) == ["train", "teacher"]
+    assert list(models_of(gkd, gpus("train teacher rollout"))) == [("train", "m"), ("teacher", "t")]
     asked = dataclasses.replace(gkd, teacher_engine="vllm")
-    assert list(roles_of(asked, gpus("train teacher rollout"))) == list(roles_of(asked, None)) == ["train"]
-    assert list(roles_of(gkd, None)) == ["train", "teacher"]
+    assert list(models_of(asked, gpus("train teacher rollout"))) == list(models_of(asked, None)) == [("train", "m")]
+    assert list(models_of(gkd, None)) == [("train", "m"), ("teacher", "t")]
 
 
 def test_a_model_that_nobody_has_seen_yet_is_left_to_the_workers() -> None:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 import pickle
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import without_runtime
 from trainers.metrics import Metrics
-from trainers.ppo.trainer import PPOTrainer
 
 numbers = st.floats(-1e3, 1e3)
 
@@ -145,16 +141,15 @@ def test_metrics_travel() -> None:
     assert pickle.loads(pickle.dumps(metrics)).values() == metrics.values()
 
 
-def test_what_a_critic_measures_as_its_policy_does_has_a_name_of_its_own_but_the_loss() -> None:
-    measured = Metrics()
-    for name in ("grad_norm", "learning_rate"):
-        measured.same(name, 1.0)
-    for name in ("loss", "moe_aux_loss", "moe_z_loss", "update_tokens"):
-        measured.sum(name, 2.0)
-    trainer: Any = object.__new__(PPOTrainer)
-    trainer.config, trainer.policy = SimpleNamespace(per_device_train_batch_size=1), None
-    trainer.critic = SimpleNamespace(step=lambda states, loss, micro_batch_size: measured)
-    with without_runtime():
-        told = trainer.update_critic(None, 1).values()
-    of_critic = {"critic/grad_norm", "critic/learning_rate", "critic/moe_aux_loss", "critic/moe_z_loss"}
-    assert told.keys() == {"loss"} | of_critic
+def test_metrics_are_taken_away_renamed_and_chosen_by_name_and_the_first_ones_stay() -> None:
+    metrics = Metrics()
+    metrics.mean("loss", 6.0, 3)
+    metrics.sum("num_tokens", 5.0)
+    metrics.same("objective/kl", 0.5)
+    assert metrics.without("num_tokens", "unheard of").values() == {"loss": 2.0, "objective/kl": 0.5}
+    renamed = metrics.renamed({"loss": "critic/loss", "unheard of": "heard of", "objective/kl": "num_tokens"})
+    assert renamed.values() == {"critic/loss": 2.0, "num_tokens": 0.5}
+    renamed.mean("critic/loss", 6.0, 1)
+    assert renamed.values()["critic/loss"] == 3.0
+    assert metrics.only("objective/").values("eval_") == {"eval_objective/kl": 0.5}
+    assert metrics.values() == {"loss": 2.0, "num_tokens": 5.0, "objective/kl": 0.5}

@@ -12,7 +12,8 @@ import peft  # noqa: F401  (it sets a variable of the environment when it is fir
 import pytest
 
 from rayhelper import ConfigError
-from trainers.cli import TRAINERS, load_config
+from trainers.cli import load_config
+from trainers.configuration.folders import configurations
 from trainers.configuration.others.other_names import (
     ALIASES,
     ANY,
@@ -20,7 +21,6 @@ from trainers.configuration.others.other_names import (
     HINTS,
     NEUTRAL,
     REFUSED,
-    RLHF_TYPES,
     TRANSLATED,
 )
 from trainers.data.sources import read_source
@@ -32,9 +32,7 @@ from trainers.reward.config import RewardConfig
 from trainers.sampling.config import SamplingConfig
 from trainers.sft.config import PretrainConfig, SFTConfig
 
-KINDS: tuple[type[Any], ...] = (
-    *(SFTConfig, PretrainConfig, GRPOConfig, GKDConfig, DPOConfig, PPOConfig, RewardConfig, SamplingConfig),
-)
+KINDS: list[type[Any]] = list(dict.fromkeys(configurations().values()))
 KEYS = {field.name for kind in KINDS for field in dataclasses.fields(kind)}
 
 
@@ -397,7 +395,6 @@ def test_no_name_is_in_two_tables_and_every_alias_names_a_key() -> None:
     assert {*ELSEWHERE, *ELSEWHERE.values()} - {"data_seed"} <= KEYS
     assert not set(ALIASES) & {*KEYS, *NEUTRAL, *HINTS, *REFUSED, *TRANSLATED}
     assert not set(HINTS) & {*NEUTRAL, *REFUSED, *TRANSLATED}
-    assert set(RLHF_TYPES.values()) <= set(TRAINERS)
 
 
 def test_the_table_of_equivalents_knows_every_alias_and_every_key_that_it_names() -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from trainers import plugins
 from trainers.plugins import DATASETS, MODELS, REWARDS, load_plugins, register_reward, resolve_model
 from trainers.rewards.functions import resolve_rewards
 
@@ -134,7 +133,3 @@ def test_a_registered_model_is_built_and_any_other_name_is_kept(plugin: Path, tm
     assert resolve_model("org/model", output_dir=tmp_path, seed=7) == "org/model"
     with pytest.raises(FileNotFoundError, match=r"model 'nothing' returned .* no config\.json"):
         resolve_model("nothing", output_dir=tmp_path / "x", seed=7)
-
-
-def test_nearest_is_silent_when_nothing_is_near() -> None:
-    assert plugins.nearest("zzz", ["abc"]) == ""

@@ -100,11 +100,11 @@ def test_trainers_hand_their_template_variables_to_it(tmp_path: Path) -> None:
     assert RewardModel(folder).score(CHATS, ANSWERS) != pytest.approx(expected, abs=1e-3)
     policy = save_tiny(tmp_path / "policy")
     grpo = GRPOTrainer(grpo_config(policy, tmp_path / "grpo", reward_model=[folder], reward_weights=None, **loud))
-    grpo.build_reward([folder])
-    assert grpo.model_rewards(CHATS, ANSWERS)[:, 0] == pytest.approx(expected, abs=1e-5)
+    grpo.rewarder.build([folder])
+    assert grpo.rewarder.judge(CHATS, ANSWERS)[:, 0] == pytest.approx(expected, abs=1e-5)
     ppo = PPOTrainer(ppo_config(policy, tmp_path / "ppo", reward_model=folder, reward_weights=None, **loud))
-    ppo.build_reward(folder)
-    assert ppo.model_scores(CHATS, ANSWERS) == pytest.approx(expected, abs=1e-5)
+    ppo.rewarder.build([folder])
+    assert ppo.rewarder.judge(CHATS, ANSWERS)[:, 0] == pytest.approx(expected, abs=1e-5)
 
 
 def test_it_is_a_reward_function_under_the_name_of_its_folder(folder: str) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,11 @@ import pytest
 from rayhelper import ConfigError
 from tests.golden.tiny import tiny_tokenizer
 from trainers.batch import Prompts, Ragged, Rollouts
-from trainers.parts.engine import rollout_metrics
-from trainers.parts.rewarded_completions import complete, with_rows
+from trainers.parts.completion_metrics import rollout_metrics
+from trainers.parts.generator import completed
 from trainers.plugins import load_plugins
 from trainers.rewards.functions import resolve_rewards, score
+from trainers.rewards.patches import manager_of, processes_of
 from trainers.rewards.pool import RewardPool
 from trainers.rollout.base import Completion, Sampling
 
@@ -131,8 +133,8 @@ class WritingEngine:
 
 
 def rewarded(pool: RewardPool, rows: list[dict[str, Any]], groups: np.ndarray, engine: Any) -> Rollouts:
-    prompts = Prompts(Ragged.of([TOKENIZER(row["prompt"])["input_ids"] for row in rows], np.int64))
-    return complete(engine, with_rows(prompts, rows, groups), Sampling(99), pool, TOKENIZER, seed=0)
+    ids = Ragged.of([TOKENIZER(row["prompt"])["input_ids"] for row in rows], np.int64)
+    return completed(engine, Prompts(ids, rows, groups), Sampling(99), pool, TOKENIZER, seed=0)
 
 
 def test_rewards_are_those_of_one_call_a_group(pool_of: Callable[..., RewardPool], plugin: str) -> None:
@@ -236,9 +238,26 @@ def test_functions_that_other_processes_cannot_find_are_refused() -> None:
     RewardPool([partial(len)], num_processes=1)
 
 
+def test_processes_are_known_once_they_were_started_and_not_where_a_version_keeps_them_elsewhere(
+    pool_of: Callable[..., RewardPool],
+) -> None:
+    pool = pool_of("fails")
+    pool.start()
+    assert pool.executor is not None
+    assert set(processes_of(pool.executor)) <= set(multiprocessing.active_children())
+    assert len(processes_of(pool.executor)) == 1
+    manager = manager_of(pool.executor)
+    pool.close()
+    assert manager is not None
+    assert not manager.is_alive()
+    other: Any = SimpleNamespace()
+    assert (processes_of(other), manager_of(other)) == ([], None)
+
+
 PARENT = """
 import sys
 import numpy as np
+from trainers.rewards.patches import manager_of, processes_of
 from trainers.rewards.pool import RewardPool
 
 pool = RewardPool(["never"], num_processes=2, external_plugins=[sys.argv[1]])

@@ -16,11 +16,15 @@ from rayhelper import ConfigError, DeviceGroups
 from tests.e2e.runs import TEXTS, final_bytes, grpo_config, interrupted_after, lines, sft_config
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.checkpoint import Writing, checkpoints, read_state, resolve_resume
+from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig, sequences_per_step
 from trainers.grpo.plan import StepPlan
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.metrics import Metrics
-from trainers.run.run import Run, load_tokenizer, mistakes_of, num_train_shards, resolve_dtype, saved_order
+from trainers.parts.checks import num_train_shards
+from trainers.parts.inputs import load_tokenizer
+from trainers.parts.models import resolve_dtype
+from trainers.run.run import Run, saved_order
 from trainers.sft.trainer import SFTTrainer
 
 ORDER = {"sequences": 11, "sequences a step": 4}

@@ -15,11 +15,11 @@ from tests.golden.tiny import tiny_tokenizer
 from tests.trainers.test_config import keys_that_are_read
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.cli import load_config, save_config
-from trainers.sampling.candidates import Candidates, Tasks
+from trainers.sampling.candidates import Candidates, Questions
 from trainers.sampling.config import SamplingConfig
 from trainers.sampling.openai_client import Reply
-from trainers.sampling.samplers import CachedSampler, ClientSampler, LocalSampler, Sampler, distilled
-from trainers.sampling.scorers import Scorer
+from trainers.sampling.samplers import CachedSampler, ClientSampler, LocalSampler, distilled
+from trainers.sampling.scorers import OutcomeScorer, ProcessScorer, Rewards
 from trainers.sampling.trainer import SamplingTrainer, cached_by_position, positions_of
 
 SERVER = {"sampler_engine": "client", "base_url": "http://localhost:1/v1"}
@@ -185,18 +185,18 @@ class Echo:
         return [Reply(f"{r['messages'][-1]['content']}:{r['seed']}", num_tokens=3) for r in requests]
 
 
-def tasks(positions: list[int], cached: dict[int, list[str]] | None = None) -> Tasks:
+def questions(positions: list[int], cached: dict[int, list[str]] | None = None) -> Questions:
     rows = [{"prompt": f"row {position}"} for position in positions]
-    return Tasks(np.array(positions), rows, [(cached or {}).get(position) for position in positions])
+    return Questions(np.array(positions), rows, [(cached or {}).get(position) for position in positions])
 
 
 @pytest.mark.parametrize("kind", ["local", "client"])
 def test_candidates_depend_on_the_row_and_not_on_those_beside_it(kind: str) -> None:
     def sampled(*positions: int) -> list[list[str]]:
-        local: Sampler = LocalSampler(Counting(), tiny_tokenizer(), config(num_return_sequences=4))
+        local = LocalSampler(Counting(), tiny_tokenizer(), config(num_return_sequences=4))
         client: Any = Echo()
         server = ClientSampler(client, config(**SERVER | {"num_return_sequences": 4}))
-        return (local if kind == "local" else server).sample(tasks(list(positions))).texts
+        return (local if kind == "local" else server).sample(questions(list(positions))).texts
 
     together = sampled(5, 6, 7)
     assert [sampled(position)[0] for position in (5, 6, 7)] == together
@@ -205,7 +205,7 @@ def test_candidates_depend_on_the_row_and_not_on_those_beside_it(kind: str) -> N
 
 def test_empty_completions_and_bad_prompts_are_failures_of_candidates() -> None:
     sampler = LocalSampler(Counting(), tiny_tokenizer(), config(num_return_sequences=3, max_prompt_length=6))
-    found = sampler.sample(tasks([1, 1000000]))
+    found = sampler.sample(questions([1, 1000000]))
     assert [len(texts) for texts in found.texts] == [2, 0]
     assert found.failures[0] == ["empty completion"]
     assert len(found.failures[1]) == 3
@@ -213,30 +213,30 @@ def test_empty_completions_and_bad_prompts_are_failures_of_candidates() -> None:
 
 
 def test_a_row_without_a_prompt_fails_alone() -> None:
-    both = Tasks(np.array([0, 1]), [{"prompt": None}, {"prompt": "b"}], [None, None])
+    both = Questions(np.array([0, 1]), [{"prompt": None}, {"prompt": "b"}], [None, None])
     client: Any = Echo()
     for sampler in (LocalSampler(Counting(), tiny_tokenizer(), config()), ClientSampler(client, config(**SERVER))):
         found = sampler.sample(both)
         assert [len(texts) for texts in found.texts] == [0, 2]
         assert "rows have no prompt" in found.failures[0][0]
-        assert Scorer(always_one).score(found) == [[], [1.0, 1.0]]
+        assert outcomes(always_one, found) == [[], [1.0, 1.0]]
 
 
 def test_conversations_without_a_chat_template_end_the_run() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
-    chat = Tasks(np.array([0]), [{"prompt": [{"role": "user", "content": "a"}]}], [None])
+    chat = Questions(np.array([0]), [{"prompt": [{"role": "user", "content": "a"}]}], [None])
     with pytest.raises(ConfigError, match="has no chat_template"):
         LocalSampler(Counting(), tokenizer, config()).sample(chat)
 
 
 def test_cached_rows_are_not_sampled() -> None:
     client: Any = Echo()
-    found = ClientSampler(client, config(**SERVER)).sample(tasks([0, 1], {0: ["x", "y"]}))
+    found = ClientSampler(client, config(**SERVER)).sample(questions([0, 1], {0: ["x", "y"]}))
     assert found.texts[0] == ["x", "y"]
     assert found.num_tokens.tolist() == [0, 6]
     assert len(client.asked) == 2
-    alone = CachedSampler(config()).sample(tasks([0, 1], {0: ["x", "y"]}))
+    alone = CachedSampler(config()).sample(questions([0, 1], {0: ["x", "y"]}))
     assert alone.texts == [["x", "y"], []]
     assert alone.failures == [[], ["cache_files hold no 2 completions of the row"] * 2]
 
@@ -249,7 +249,7 @@ def test_a_request_says_what_the_keys_say_and_engine_kwargs_have_the_last_word()
         "max_completion_length": 9,
         "engine_kwargs": {"seed": 7, "top_p": None, "n": 1},
     }
-    ClientSampler(client, config(**SERVER | {"num_return_sequences": 1}, **keys)).sample(tasks([0]))
+    ClientSampler(client, config(**SERVER | {"num_return_sequences": 1}, **keys)).sample(questions([0]))
     messages = [{"role": "user", "content": "row 0"}]
     assert client.asked == [
         {"model": "tiny", "messages": messages, "temperature": 0.5, "top_k": 20, "max_tokens": 9, "seed": 7, "n": 1}
@@ -267,6 +267,18 @@ def test_reasoning_is_distilled_where_there_is_some() -> None:
 def candidates(*texts: list[str]) -> Candidates:
     rows = [{"prompt": f"row {k}", "answer": str(k)} for k in range(len(texts))]
     return Candidates(rows, list(texts), [[] for _ in texts], np.zeros(len(texts), np.int64))
+
+
+def outcomes(function: Any, found: Candidates) -> Rewards:
+    scorer = OutcomeScorer(config())
+    scorer.build(function)
+    return scorer.score(found)
+
+
+def processes(function: Any, found: Candidates) -> Rewards:
+    scorer = ProcessScorer(config())
+    scorer.build(function)
+    return scorer.score(found)
 
 
 def is_answer(completions: list[str], answer: list[str]) -> list[float]:
@@ -288,14 +300,14 @@ async def later(completions: list[str], **_: Any) -> list[list[float]]:
 
 
 def test_a_function_scores_the_candidates_of_each_row_with_its_columns() -> None:
-    assert Scorer(is_answer).score(candidates(["0", "1"], [], ["2"])) == [[1.0, 0.0], [], [1.0]]
-    assert Scorer(is_answer).score(candidates()) == []
-    assert Scorer(is_answer).score(candidates([])) == [[]]
+    assert outcomes(is_answer, candidates(["0", "1"], [], ["2"])) == [[1.0, 0.0], [], [1.0]]
+    assert outcomes(is_answer, candidates()) == []
+    assert outcomes(is_answer, candidates([])) == [[]]
 
 
 def test_of_the_steps_of_a_completion_the_lowest_counts() -> None:
-    found = Scorer(of_steps, takes_steps=True).score(candidates(["cab", "d", "?"]))
+    found = processes(of_steps, candidates(["cab", "d", "?"]))
     np.testing.assert_array_equal(found, [[1.0, 4.0, np.nan]])
-    assert Scorer(later, takes_steps=True).score(candidates(["a", "abc"])) == [[1.0, 2.0]]
+    assert processes(later, candidates(["a", "abc"])) == [[1.0, 2.0]]
     with pytest.raises(TypeError, match="'of_steps' returned"):
-        Scorer(of_steps).score(candidates(["cab"]))
+        outcomes(of_steps, candidates(["cab"]))

@@ -23,17 +23,19 @@ from trainers.configuration.completion import CompletionConfig
 from trainers.gkd import trainer as gkd
 from trainers.gkd.teacher import shares_devices
 from trainers.grpo import trainer as grpo
-from trainers.parts.engine import check_completions, vllm_settings
+from trainers.parts import generator
+from trainers.parts.checks import check_completions
+from trainers.parts.engine import vllm_settings
 from trainers.ppo import trainer as ppo
 from trainers.rollout.hf import HfEngine
 
 KEYS: dict[str, Any] = {"eval_dataset": None, "max_steps": 2, "learning_rate": 0.1, "warmup_steps": 0}
 ROOM: dict[str, Any] = {"sleep_level": 1, "offload_model": True, "offload_optimizer": True}
 LORA: dict[str, Any] = {"tuner_type": "lora", "lora_rank": 2, "lora_target_modules": ["q_proj"]}
-TRAINERS: dict[str, tuple[Any, Any, Callable[..., Any], dict[str, Any]]] = {
-    "grpo": (grpo, grpo.GRPOTrainer, grpo_config, {"generation_batch_size": 8, "num_iterations": 1}),
-    "ppo": (ppo, ppo.PPOTrainer, ppo_config, {"num_mini_batches": 1, "num_ppo_epochs": 1}),
-    "gkd": (gkd, gkd.GKDTrainer, gkd_config, {"lmbda": 1.0, "sft_alpha": 0.0}),
+UNDER_TEST: dict[str, tuple[Any, Callable[..., Any], dict[str, Any]]] = {
+    "grpo": (grpo.GRPOTrainer, grpo_config, {"generation_batch_size": 8, "num_iterations": 1}),
+    "ppo": (ppo.PPOTrainer, ppo_config, {"num_mini_batches": 1, "num_ppo_epochs": 1}),
+    "gkd": (gkd.GKDTrainer, gkd_config, {"lmbda": 1.0, "sft_alpha": 0.0}),
 }
 
 
@@ -90,8 +92,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(FsdpBackend, "offload", noted_offload)
     monkeypatch.setattr(FsdpBackend, "reload", noted_reload)
     monkeypatch.setattr("trainers.backends.fsdp.backend.Offload", partial(Offload, "cpu"))
-    for module, trainer, _, _ in TRAINERS.values():
-        monkeypatch.setattr(module, "build_engine", built)
+    monkeypatch.setattr(generator, "build_engine", built)
+    for trainer, _, _ in UNDER_TEST.values():
         learn = trainer.learn
 
         def noted_learn(self: Any, *args: Any, learn: Any = learn, **settings: Any) -> Any:
@@ -104,7 +106,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def train(name: str, model: str, folder: Path, **keys: Any) -> list[dict[str, float]]:
     """The steps of a run on one device in two processes."""
-    _, trainer, config, own = TRAINERS[name]
+    trainer, config, own = UNDER_TEST[name]
     teacher = {"teacher_model": model} if name == "gkd" else {}
     with RayHelper.session(beside(trainer), runtime="inprocess"):
         trainer(config(model, folder, **KEYS | own | teacher | keys)).train()
@@ -114,7 +116,7 @@ def train(name: str, model: str, folder: Path, **keys: Any) -> list[dict[str, fl
 GENERATION = ["wake weights", "weights", "wake kv_cache", "generate", "sleep", "reload", "learn"]
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", UNDER_TEST)
 def test_each_makes_room_for_what_comes_next(name: str, events: list[str], model: str, tmp_path: Path) -> None:
     assert len(train(name, model, tmp_path, **ROOM)) == 2
     first = ["optimizer away", "wake weights", "weights", "model away", "wake kv_cache", "generate"]
@@ -139,7 +141,7 @@ def test_the_numbers_are_those_of_one_process(
 ) -> None:
     found = train("grpo", model, tmp_path / "two", **ROOM)
     monkeypatch.undo()
-    grpo.GRPOTrainer(grpo_config(model, tmp_path / "one", **KEYS | TRAINERS["grpo"][3])).train()
+    grpo.GRPOTrainer(grpo_config(model, tmp_path / "one", **KEYS | UNDER_TEST["grpo"][2])).train()
     expected = [line for line in lines(tmp_path / "one") if "learning_rate" in line]
     for key in ("loss", "grad_norm", "reward", "completions/mean_length"):
         assert [line[key] for line in found] == [line[key] for line in expected], key

@@ -22,6 +22,7 @@ from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.rollout.prompts import prompts_of
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.grpo import trainer as grpo
+from trainers.parts import policy
 from trainers.parts.fingerprints import fingerprints
 from trainers.parts.weights import StaleWeightsError, copy, receive, send
 from trainers.rollout.base import Sampling
@@ -221,7 +222,7 @@ def test_experts_that_lie_stacked_stay_as_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.xdist_group("vllm")
 def test_vllm_after_two_rounds_is_a_fresh_engine_with_the_exported_model(folder: str, tmp_path: Path) -> None:
-    from trainers.rollout.vllm import VllmEngine
+    from trainers.rollout.vllm.engine import VllmEngine
 
     settings = {"max_model_len": 64, "max_num_seqs": 8}
     backend, sampling = adapted(folder), Sampling(max_completion_length=8, temperature=0.0)
@@ -249,7 +250,7 @@ def test_a_run_with_an_adapter_and_an_engine_apart_sends_it_whole_once(
         assert receipt is not None
         receipts.append(receipt)
 
-    monkeypatch.setattr(grpo, "send", noted)
+    monkeypatch.setattr(policy, "send", noted)
     roles = [["train", "reference", "teacher", "reward"], ["rollout"]]
     groups = {f"g{k}": {"device": "CPU", "ranks": 1, "workers": workers} for k, workers in enumerate(roles)}
     keys: dict[str, Any] = {"tuner_type": "lora", "lora_rank": 2, "lora_target_modules": TARGETS, "eval_dataset": None}

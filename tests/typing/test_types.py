@@ -15,7 +15,8 @@ import pytest
 from tests.typing.user_class import Trainer
 
 FOLDER = Path(__file__).parent
-RIGHT, WRONG = FOLDER / "user_class.py", FOLDER / "wrong_uses.py"
+RIGHT = [FOLDER / "user_class.py", FOLDER / "user_parts.py"]
+WRONG = [FOLDER / "wrong_uses.py", FOLDER / "wrong_parts.py"]
 SHOWN = {  # what an editor shows of a method
     "update": "BoundRoleMethod[(batch: list[int], scale: float = 1), list[float]]",
     "judge": "BoundRoleMethod[(text: str), CoroutineType[Any, Any, bool]]",
@@ -47,25 +48,26 @@ def pyright(*files: Path) -> list[dict[str, Any]]:
     return found
 
 
-def marked(file: Path) -> Problems:
-    """The lines of a file that say that they are wrong."""
-    return {(file.name, k) for k, line in enumerate(file.read_text().splitlines(), 1) if line.endswith("  # error")}
+def marked(*files: Path) -> Problems:
+    """The lines of files that say that they are wrong."""
+    lines = [(file.name, k, line) for file in files for k, line in enumerate(file.read_text().splitlines(), 1)]
+    return {(name, k) for name, k, line in lines if line.endswith("  # error")}
 
 
 def test_mypy_accepts_what_is_right_and_flags_what_is_wrong() -> None:
-    found, said = mypy(RIGHT, WRONG)
-    assert len(marked(WRONG)) >= 30
-    assert found == marked(WRONG), said
+    found, said = mypy(*RIGHT, *WRONG)
+    assert len(marked(*WRONG)) >= 50
+    assert found == marked(*WRONG), said
 
 
 def test_pyright_accepts_what_is_right_and_flags_what_is_wrong(tmp_path: Path) -> None:
     asking = tmp_path / "asking.py"
     asked = "".join(f"    reveal_type(trainer.{name})\n" for name in SHOWN)
     asking.write_text(f"from tests.typing.user_class import Trainer\n\n\ndef ask(trainer: Trainer) -> None:\n{asked}")
-    said = pyright(RIGHT, WRONG, asking)
+    said = pyright(*RIGHT, *WRONG, asking)
     errors = [each for each in said if each["severity"] == "error"]
     found = {(Path(each["file"]).name, each["range"]["start"]["line"] + 1) for each in errors}
-    assert found == marked(WRONG), errors
+    assert found == marked(*WRONG), errors
     shown = [each["message"] for each in said if each["severity"] == "information"]
     assert shown == [f'Type of "trainer.{name}" is "{kind}"' for name, kind in SHOWN.items()]
 

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 
 import torch
 
+from trainers.backends.patches import set_allocator
+
 OPTION = "expandable_segments"
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # of users, for the allocator
 
@@ -35,6 +37,4 @@ def growing_segments(device: torch.device) -> Iterator[None]:
 
 def _set(given: str, grows: bool) -> None:
     """The allocator reads its options as a whole: those that are not said are as they are by default."""
-    tell = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # since torch 2.10
-    tell = tell or torch.cuda.memory._set_allocator_settings
-    tell(",".join(filter(None, [given, f"{OPTION}:{grows}"])))
+    set_allocator(",".join(filter(None, [given, f"{OPTION}:{grows}"])))

@@ -59,6 +59,9 @@ class CompletionConfig(TrainConfig):
     and completes under it. false: it gets the weights that the adapter changes, with the adapter merged into them."""
     vllm_engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of vLLM's EngineArgs; none that a key above says too."""
+    vllm_patches: bool = True
+    """Replace functions of vLLM that cost the host or the GPU most in a decoding step, in the versions that these were
+    compared in; of a teacher's engine too. false: vLLM's own. The numbers are the same, except for rounding."""
 
     # From the trainer to the engine
     sleep_level: Literal[0, 1, 2] = 0
@@ -80,6 +83,11 @@ class CompletionConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_completion(self)
+
+    @property
+    def uses_vllm(self) -> bool:
+        """Whether any role has an engine of vLLM."""
+        return self.rollout_engine == "vllm"
 
 
 def check_completion(config: CompletionConfig) -> None:
@@ -139,7 +147,8 @@ def check_engine(config: CompletionConfig) -> None:
     defaults = {key.name: key for key in fields(CompletionConfig)}
     for name in (name for name in defaults if name.startswith("vllm_")):
         default = defaults[name].default if defaults[name].default is not MISSING else {}
-        if getattr(config, name) != default:
+        is_used = name == "vllm_patches" and config.uses_vllm  # another role's engine reads it
+        if getattr(config, name) != default and not is_used:
             raise ConfigError(f"{name} needs rollout_engine: vllm, but it is {config.rollout_engine}.")
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from trainers.backends.megatron.settings import EVERY_LAYER, OPTIMIZERS, MegatronSettings, setting_mistakes
 
-if TYPE_CHECKING:
-    from trainers.configuration.shared import TrainConfig
-
-TRAINED = ("train", "default", "critic")  # roles; models of others only score
 OF_FSDP = (
     *("fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_offload_params", "torch_compile"),
     *("activation_memory_budget", "teacher_model_init_kwargs"),
@@ -78,7 +74,7 @@ class MegatronConfig:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
-def megatron_settings(config: TrainConfig) -> MegatronSettings:
+def settings_of(config: MegatronConfig, *, gradient_checkpointing: bool, optimizer_offload: bool) -> MegatronSettings:
     """What the keys say to the backend, all but ``megatron``: its fields are divided where megatron-core is at hand."""
     settings = MegatronSettings(
         tensor_model_parallel_size=config.tensor_model_parallel_size,
@@ -100,38 +96,49 @@ def megatron_settings(config: TrainConfig) -> MegatronSettings:
         recompute_modules=None if config.recompute_modules is None else tuple(config.recompute_modules),
         param_offload=config.param_offload,
         grad_offload=config.grad_offload,
-        optimizer_offload=config.optimizer_offload,
+        optimizer_offload=optimizer_offload,
         infer_batch_size=config.infer_batch_size,
     )
-    recomputes_layers = config.gradient_checkpointing and config.recompute_granularity is None
+    recomputes_layers = gradient_checkpointing and config.recompute_granularity is None
     return replace(settings, **EVERY_LAYER) if recomputes_layers else settings
 
 
-def key_mistakes(config: TrainConfig) -> Iterator[str]:
-    """What the keys of a run with ``backend: megatron`` break, as far as no model and no workers are asked."""
-    if config.optim not in OPTIMIZERS:
+def key_mistakes(
+    config: MegatronConfig,
+    settings: MegatronSettings,
+    *,
+    optim: str,
+    optim_kwargs: Mapping[str, Any],
+    token_budget: int | None,
+    gradient_checkpointing: bool,
+) -> Iterator[str]:
+    """What the keys of a run with ``backend: megatron`` break, as far as no model and no workers are asked.
+
+    ``settings`` are those of the keys; the others are keys that the backend fsdp reads too.
+    """
+    if optim not in OPTIMIZERS:
         yield (
-            f"optim is {config.optim}, but megatron-core has none but {', '.join(OPTIMIZERS)} of transformers' "
+            f"optim is {optim}, but megatron-core has none but {', '.join(OPTIMIZERS)} of transformers' "
             "optimizers. Write one of these."
         )
-    known = {"momentum"} if config.optim == "sgd" else set()
-    if unread := sorted(config.optim_kwargs.keys() - known):
+    known = {"momentum"} if optim == "sgd" else set()
+    if unread := sorted(optim_kwargs.keys() - known):
         yield (
-            f"optim_kwargs holds {', '.join(unread)}, which {config.optim} of megatron-core does not take"
+            f"optim_kwargs holds {', '.join(unread)}, which {optim} of megatron-core does not take"
             f"{' (it takes momentum)' if known else ''}. Remove it."
         )
-    if config.optim == "sgd" and config.use_distributed_optimizer:
+    if optim == "sgd" and config.use_distributed_optimizer:
         yield "optim: sgd cannot lie in shards with megatron-core. Write use_distributed_optimizer: false."
-    if config.token_budget is not None and config.infer_batch_size is not None:
+    if token_budget is not None and config.infer_batch_size is not None:
         yield (
             f"infer_batch_size is {config.infer_batch_size}, but token_budget says what a micro-batch holds, of those "
             "that are only scored too. Remove one of them."
         )
-    if config.gradient_checkpointing and config.recompute_granularity == "selective":
+    if gradient_checkpointing and config.recompute_granularity == "selective":
         yield (
             "gradient_checkpointing: true recomputes whole layers, which is recompute_granularity: full, but that is "
             "selective. Remove one of them."
         )
-    if config.gradient_checkpointing and config.moe_layer_recompute:
+    if gradient_checkpointing and config.moe_layer_recompute:
         yield "gradient_checkpointing: true recomputes whole layers, those of experts too. Remove moe_layer_recompute."
-    yield from setting_mistakes(megatron_settings(config))
+    yield from setting_mistakes(settings)

@@ -12,15 +12,13 @@ import torch
 
 from rayhelper import ConfigError, DeviceGroups
 from rayhelper.planning.model_shape import ModelShape
-from trainers.backends.fsdp.hf_model import default_device
+from trainers.backends.device import default_device
 from trainers.backends.megatron.adapter_targets import chosen_targets
 from trainers.backends.megatron.architectures import architecture_mistakes
 from trainers.backends.megatron.fields import check_fields, check_installed, check_made, divided
 from trainers.backends.megatron.settings import MegatronSettings, dense_mistakes, layout_mistakes
-from trainers.configuration.megatron import TRAINED, megatron_settings
-from trainers.configuration.shared import TrainConfig
-
-OWN_MODELS = {"critic": "critic_model", "reference": "ref_model", "teacher": "teacher_model"}  # null: the policy's
+from trainers.configuration.roles import LEARNS, backend_model
+from trainers.configuration.shared import TrainConfig, megatron_settings
 
 
 def check_megatron(config: TrainConfig, groups: DeviceGroups | None, lora: Mapping[str, Any] | None = None) -> None:
@@ -34,25 +32,28 @@ def check_megatron(config: TrainConfig, groups: DeviceGroups | None, lora: Mappi
     settings = replace(megatron_settings(config), **divided(config.megatron))
     mistakes: list[str] = []
     shapes: dict[str, ModelShape | None] = {}
-    for role in roles_of(config, groups):
+    models = dict(models_of(config, groups))
+    for role, model in models.items():
         num_workers = 1 if groups is None else groups.group_of(role).num_workers
-        shapes[role] = shape_of(model_of(config, role))
+        shapes[role] = shape_of(model)
         mistakes += layout_mistakes(f"role {role!r}", settings, num_workers, shapes[role])
-        if role in TRAINED and not config.disable_dropout:
-            mistakes += dropout_mistakes(model_of(config, role))
+        if learns(config, role) and not config.disable_dropout:
+            mistakes += dropout_mistakes(model)
     if all(shape is not None and not shape.num_experts for shape in shapes.values()):
         mistakes += dense_mistakes(settings)
     if mistakes:
         raise ConfigError(mistakes[0] if len(mistakes) == 1 else "\n  - ".join(["several mistakes", *mistakes]))
-    for role in shapes:
-        check_model(config, role, settings, lora if role in TRAINED else None)
+    for role, model in models.items():
+        check_model(config, role, model, settings, lora if learns(config, role) else None)
 
 
-def check_model(config: TrainConfig, role: str, settings: MegatronSettings, lora: Mapping[str, Any] | None) -> None:
+def check_model(
+    config: TrainConfig, role: str, model: str, settings: MegatronSettings, lora: Mapping[str, Any] | None
+) -> None:
     """Raises ConfigError for a model that megatron-core or the role's adapter cannot be of, as far as it is known."""
     from transformers import AutoConfig
 
-    file = config_file(model_of(config, role))
+    file = config_file(model)
     if file is None:
         return
     hf = AutoConfig.from_pretrained(file.parent, trust_remote_code=config.trust_remote_code)
@@ -64,7 +65,7 @@ def check_model(config: TrainConfig, role: str, settings: MegatronSettings, lora
 
 def check_devices(config: TrainConfig, groups: DeviceGroups | None) -> None:
     """Raises ConfigError for a role on a CPU, where nothing stands in for CUDA as a plugin of tests may."""
-    for role in roles_of(config, groups):
+    for role, _ in models_of(config, groups):
         on_cpu = default_device().type == "cpu" if groups is None else groups.group_of(role).device == "CPU"
         if on_cpu and not _has_stand_in():
             raise ConfigError(
@@ -80,21 +81,19 @@ def _has_stand_in() -> bool:
         return False
 
 
-def roles_of(config: TrainConfig, groups: DeviceGroups | None) -> Iterator[str]:
-    """The roles that have a model of the backend: those that are trained, and others that the run asks."""
-    hosted = ("train", *(role for role, key in OWN_MODELS.items() if hasattr(config, key)))
-    hosted = hosted if groups is None else groups.roles
-    yield from (role for role in TRAINED if role in hosted)
-    if "reference" in hosted:
-        yield "reference"
-    has_teacher = getattr(config, "teacher_model", None) is not None and getattr(config, "teacher_engine", "hf") == "hf"
-    if "teacher" in hosted and has_teacher:
-        yield "teacher"
+def models_of(config: TrainConfig, groups: DeviceGroups | None) -> Iterator[tuple[str, str]]:
+    """The roles that have a model of the backend, those that learn first, each with the model's folder or name."""
+    for role in sorted(config.ROLES, key=lambda role: not learns(config, role)):
+        keys = config.ROLES[role].models
+        is_there = not keys or any(hasattr(config, key) for key in keys) if groups is None else role in groups.roles
+        model = backend_model(config, role)
+        if is_there and model is not None:
+            yield role, model
 
 
-def model_of(config: TrainConfig, role: str) -> str:
-    """The folder or name of the role's model."""
-    return getattr(config, OWN_MODELS.get(role, ""), None) or config.model
+def learns(config: TrainConfig, role: str) -> bool:
+    """Whether the model of the role is trained; models of others only score."""
+    return config.ROLES[role].does in LEARNS
 
 
 def shape_of(model: str) -> ModelShape | None:

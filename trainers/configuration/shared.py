@@ -6,19 +6,21 @@ the command line is ``reading/command_line.py``.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from rayhelper import ConfigError, DeviceGroups
 from rayhelper.device_groups.keys import SECTION_KEYS
 from rayhelper.planning.parallel_sizes import SIZE_KEYS, VLLM_KEY
-from trainers.configuration.megatron import OF_FSDP, MegatronConfig, key_mistakes
+from rayhelper.text import DID_YOU_MEAN, nearest
+from trainers.backends.megatron.settings import MegatronSettings
+from trainers.configuration.megatron import OF_FSDP, MegatronConfig, key_mistakes, settings_of
+from trainers.configuration.roles import WELL_KNOWN, Role
 from trainers.run.trackers import check_installed
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -52,6 +54,9 @@ SCHEDULES = (
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The keys that every run has, whether it trains or not."""
+
+    ROLES: ClassVar[Mapping[str, Role]] = WELL_KNOWN
+    """The roles of the trainer, by name, the main one first; see ``roles.py``."""
 
     # Model
     model: str
@@ -109,6 +114,15 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_run(self)
+
+    def __rayhelper_off__(self, trainer: type) -> None:
+        """Raises ConfigError, as ``trainer`` is constructed with this outside a session, if it asks for one."""
+        if self.use_ray:
+            name = trainer.__name__
+            raise ConfigError(
+                f"use_ray is true, but {name} is constructed in this process alone. Start its workers too: "
+                f"from trainers.cli import run; run({name}, config). Or set use_ray=False."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,8 +330,7 @@ def check_sections(groups: DeviceGroups) -> None:
     """Raises ConfigError if the section of a role says more than where the role runs: nobody would read it."""
     for role, settings in groups.role_settings.items():
         for key in settings:
-            close = difflib.get_close_matches(key, SECTION_KEYS, n=1)
-            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            hint = nearest(key, SECTION_KEYS, " (did you mean {!r}?)")
             raise ConfigError(
                 f"section {role!r} has the key {key!r}{hint}: a section says where its role runs "
                 f"({', '.join(SECTION_KEYS)}). Move other keys to the top level, where they hold for all roles."
@@ -344,7 +357,14 @@ def _check_backend(config: TrainConfig) -> None:
         unread(config, "backend is megatron, which does not read it", *OF_FSDP)
         if getattr(config, "rollout_engine", "vllm") != "hf":  # whose model is transformers'
             unread(config, "backend is megatron, which builds the model itself", "model_init_kwargs")
-        for mistake in key_mistakes(config):
+        for mistake in key_mistakes(
+            config,
+            megatron_settings(config),
+            optim=config.optim,
+            optim_kwargs=config.optim_kwargs,
+            token_budget=config.token_budget,
+            gradient_checkpointing=config.gradient_checkpointing,
+        ):
             raise ConfigError(mistake)
         return
     for name, value in changed(config, OF_MEGATRON):
@@ -352,6 +372,13 @@ def _check_backend(config: TrainConfig) -> None:
             f"{name} is {value!r}, but backend is fsdp, which does not read it. Set backend: megatron, or remove it"
             f"{OF_FSDP_INSTEAD.get(name, '')}."
         )
+
+
+def megatron_settings(config: TrainConfig) -> MegatronSettings:
+    """What the keys say to ``backend: megatron``, all but the fields in ``megatron``."""
+    return settings_of(
+        config, gradient_checkpointing=config.gradient_checkpointing, optimizer_offload=config.optimizer_offload
+    )
 
 
 def _check_adapter(config: TrainConfig) -> None:
@@ -420,8 +447,7 @@ def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
     """Raises ConfigError if the value is not among the allowed ones, with the nearest of them."""
     allowed = list(allowed)
     if value not in allowed:
-        close = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = nearest(value, allowed, DID_YOU_MEAN)
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.{hint}")
 
 
@@ -462,6 +488,6 @@ def _check_file(name: str, source: Any, suffixes: tuple[str, ...]) -> None:
     path = Path(source).expanduser()
     if not path.is_file():
         beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = difflib.get_close_matches(path.name, beside, n=1)
-        hint = f"Did you mean {str(path.parent / close[0])!r}?" if close else f"It was looked for from {Path.cwd()}."
-        raise ConfigError(f"{name}: there is no file {source!r}. {hint}")
+        close = nearest(path.name, beside, "{}")
+        hint = DID_YOU_MEAN.format(str(path.parent / close)) if close else f" It was looked for from {Path.cwd()}."
+        raise ConfigError(f"{name}: there is no file {source!r}.{hint}")

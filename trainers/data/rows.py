@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.batch import Ragged, Sequences
 from trainers.data.sources import read_source, shown
-from trainers.plugins import nearest
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -77,7 +77,9 @@ def _renamed(rows: Dataset, columns: Mapping[str, str]) -> Dataset:
     names = rows.column_names
     for old, new in columns.items():
         if old not in names:
-            raise ValueError(f"columns: there is no column {old!r}. {nearest(old, names)}Columns: {', '.join(names)}.")
+            raise ValueError(
+                f"columns: there is no column {old!r}.{nearest(old, names, DID_YOU_MEAN)} Columns: {', '.join(names)}."
+            )
         if new in names and new not in columns:
             raise ValueError(f"columns: {old!r} cannot become {new!r}, which exists. Rename that one as well.")
     return rows.rename_columns({old: new for old, new in columns.items() if old != new})

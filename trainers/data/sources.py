@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainers.plugins import DATASETS, nearest
+from rayhelper.text import DID_YOU_MEAN, nearest
+from trainers.plugins import DATASETS
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -38,7 +39,9 @@ def read_source(source: Any, split: str = "train") -> Dataset:
         return source
     if isinstance(source, Mapping):  # DatasetDict too
         if split not in source:
-            raise ValueError(f"there is no split {split!r}. {nearest(split, source)}Splits: {', '.join(source)}.")
+            raise ValueError(
+                f"there is no split {split!r}.{nearest(split, source, DID_YOU_MEAN)} Splits: {', '.join(source)}."
+            )
         return read_source(source[split], split)
     if isinstance(source, (str, Path)):
         return _read_named(str(source), split)
@@ -143,7 +146,8 @@ def _read_hub(name: str, split: str) -> Dataset:
     except Exception as error:
         raise ValueError(
             f"dataset {name!r} is no file, folder or registered dataset (registered: {', '.join(DATASETS) or 'none'}), "
-            f"and the hub gives none: {type(error).__name__}: {error}. {nearest(name, DATASETS)}{_beside(Path(name))}"
+            f"and the hub gives none: {type(error).__name__}: {error}."
+            f"{nearest(name, DATASETS, DID_YOU_MEAN)} {_beside(Path(name))}"
         ) from error
 
 
@@ -155,7 +159,8 @@ def _beside(path: Path) -> str:
     if not folder.is_dir():
         return f"Folder {folder} does not exist either."
     known = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() or entry.suffix in FILE_TYPES)
-    return f"{nearest(path.name, known)}In {folder}: {', '.join(known[:10]) or 'no data files'}."
+    near = nearest(path.name, known, "Did you mean {!r}? ")
+    return f"{near}In {folder}: {', '.join(known[:10]) or 'no data files'}."
 
 
 def shown(source: Any) -> str:

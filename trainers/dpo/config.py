@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, get_args
 
 from rayhelper import ConfigError
+from trainers.configuration.roles import REFERENCE, TRAIN
 from trainers.configuration.shared import TrainConfig, at_least, one_of
 from trainers.data.rows import TruncationMode
 from trainers.losses.types import FDivergenceType, PreferenceLossType
@@ -19,6 +20,12 @@ NEEDS: dict[str, tuple[str, ...]] = {  # keys that say nothing unless another is
 @dataclass(frozen=True, kw_only=True)
 class DPOConfig(TrainConfig):
     """DPO's keys beside the shared ones. Batch sizes count pairs."""
+
+    RLHF_TYPE: ClassVar = "dpo"
+    ROLES: ClassVar = {
+        "default": replace(TRAIN, also=("train",)),
+        "reference": replace(REFERENCE, host="default"),
+    }
 
     output_dir: str = "outputs/dpo"
     learning_rate: float = 1e-6

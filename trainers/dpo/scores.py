@@ -52,7 +52,7 @@ def target_ids(pairs: Preferences) -> torch.Tensor:
 
 
 def pair_logps(
-    backend: Backend, pairs: Preferences, *, micro_batch_size: int, adapter: bool = True
+    backend: Backend, pairs: Preferences, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True
 ) -> tuple[Ragged, Ragged]:
     """float32 log-probabilities of the targets of chosen and rejected; ``micro_batch_size`` in pairs, no gradient.
 
@@ -64,7 +64,9 @@ def pair_logps(
         [np.zeros(0, np.int64)]
         + [half + np.arange(start, min(start + micro_batch_size, size)) for start in starts for half in (0, size)]
     )
-    logps = backend.token_logps(pairs.as_sequences()[order], micro_batch_size=2 * micro_batch_size, adapter=adapter)
+    logps = backend.token_logps(
+        pairs.as_sequences()[order], micro_batch_size=2 * micro_batch_size, temperature=temperature, adapter=adapter
+    )
     logps = logps[np.argsort(order, kind="stable")]
     return logps[:size], logps[size:]
 

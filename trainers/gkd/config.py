@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.roles import ROLLOUT, TEACHER, TRAIN
 from trainers.configuration.shared import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
 class GKDConfig(CompletionConfig):
     """Distillation's keys beside the shared ones."""
+
+    RLHF_TYPE: ClassVar = "gkd"
+    ROLES: ClassVar = {"train": TRAIN, "rollout": ROLLOUT, "teacher": TEACHER}
 
     output_dir: str = "outputs/gkd"
 
@@ -68,6 +72,11 @@ class GKDConfig(CompletionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_gkd(self)
+
+    @property
+    def uses_vllm(self) -> bool:
+        """Whether the student's engine, or the teacher's, is vLLM."""
+        return super().uses_vllm or self.teacher_engine == "vllm"
 
     @property
     def uses_responses(self) -> bool:

@@ -17,21 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainers.batch import Batch, Ragged, Sequences
+from trainers.batch import Ragged, Sequences, TopLogps
 from trainers.data.rows import prompt_of, tokenize_prompts, tokenize_sft
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class TopLogps(Batch):
-    """A teacher's answer: its K likeliest tokens at each target, the likeliest first."""
-
-    ids: Ragged  # values (N, K) int64
-    logps: Ragged  # values (N, K) float32, over the whole vocabulary at the temperature of the loss
 
 
 @dataclass(eq=False)

@@ -1,34 +1,95 @@
-"""A teacher that vLLM hosts: GKD's ``teacher_engine: vllm``. It answers as a backend that only scores would.
+"""GKD's teacher, of role teacher: another model, in transformers or in vLLM, or the student itself.
 
-It is asked for its likeliest tokens alone, so there is neither a copy of it in a training framework nor a gradient.
+    teacher = GKDTeacher(config)
+    teacher.build(path, tokenizer=student_path)        # a model of its own, built before the student
+    teacher.build(path, student=policy)                # the student teaches itself, and is built before
+    top = teacher.top_logps(sequences, k, adapter)     # TopLogps: the top-k tokens at each target
+    rollouts = teacher.complete(prompts, step)         # seq_kd: one completion per prompt
+
+vLLM (``teacher_engine: vllm``) answers as a backend that only scores would. It is asked for the top-k tokens only, so
+there is neither a copy of the model in a training framework nor a gradient.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
-from trainers.backends.fsdp.hf_model import default_device
-from trainers.batch import Ragged, Sequences
+from trainers.backends.base import Backend
+from trainers.backends.device import default_device
+from trainers.batch import Prompts, Ragged, Rollouts, Sequences
 from trainers.gkd.config import GKDConfig
-from trainers.parts.engine import check_can_sleep, check_model_fits, sampling_of, share_model
-from trainers.run.run import resolve_dtype
+from trainers.parts.checks import check_can_sleep, check_model_fits
+from trainers.parts.engine import build_engine, sampling_of, seed_of, share_model
+from trainers.parts.frozen import Teacher
+from trainers.parts.inputs import load_tokenizer
+from trainers.parts.models import resolve_dtype
+from trainers.parts.policy import Model
+from trainers.rollout.base import Engine
 
 # Scores of a prompt are whole rows of the vocabulary, which vLLM does not count among the memory that it needs: this
 # many tokens of 150 000 entries are 1.2 GB a copy
 TOKENS_AT_ONCE = 2048
 
 
+@RayHelper.worker(group="teacher")
+class GKDTeacher(Teacher):
+    """The teacher; ``engine`` completes prompts where it has one (vLLM, or ``seq_kd``)."""
+
+    config: GKDConfig
+    engine: Engine
+
+    def __init__(self, config: GKDConfig) -> None:
+        kwargs = config.teacher_model_init_kwargs
+        super().__init__(config, rests=config.offload_teacher_model, model_init_kwargs=kwargs)
+
+    @RayHelper.function(group="teacher", dispatch="slice", collect="flatten")
+    def complete(self, prompts: Prompts, step: int) -> Rollouts:
+        """One completion per prompt, in order; ``step`` of the run is a part of the seed."""
+        with self.at_hand():
+            return self.engine.generate(prompts, sampling_of(self.config), seed=seed_of(self.config.seed, step))
+
+    def new_backend(
+        self,
+        model: str,
+        num_steps: int | None,
+        *,
+        tokenizer: str | None = None,
+        student: Model | None = None,
+        **settings: Any,
+    ) -> Backend:
+        """The model that teaches, and the engine if it completes prompts.
+
+        ``tokenizer``: the model whose tokenizer is the run's. ``student``: it teaches itself, and gets as a teacher the
+        slices that it gets where it is trained.
+        """
+        config = self.config
+        if student is not None:
+            shard = student.shard
+            RayHelper.shard(shard.index, shard.count, leader=shard.leader)
+            return student.built
+        assert tokenizer is not None, "a teacher of its own reads the student's tokens"
+        reader = load_tokenizer(config, tokenizer)
+        if config.teacher_engine == "vllm":
+            hosted = VllmTeacher(config, model, reader, shares_devices=shares_devices())
+            self.engine = hosted.engine
+            return cast(Backend, hosted)  # nobody asks it for more than it has
+        backend = super().new_backend(model, num_steps, **settings)
+        if config.seq_kd:
+            self.engine = build_engine(config, model, reader, backend)
+        return backend
+
+
 class VllmTeacher:
-    """The model and its ``engine``, which completes prompts as well.
+    """A model in vLLM and its ``engine``, which completes prompts as well.
 
     ``shares_devices``: this worker trains or generates too.
     """
 
     def __init__(self, config: GKDConfig, model: str, tokenizer: Any, *, shares_devices: bool) -> None:
-        from trainers.rollout.vllm import VllmEngine
+        from trainers.rollout.vllm.engine import VllmEngine
 
         settings = teacher_settings(config, shares_devices=shares_devices)
         size = settings.pop("tensor_parallel_size", 1)
@@ -43,6 +104,7 @@ class VllmTeacher:
             sleep_level=1 if sleeps else 0,
             trust_remote_code=config.trust_remote_code,
             engine_kwargs=settings,
+            patches=config.vllm_patches,
             key="teacher_engine_kwargs",
         )
 
@@ -87,7 +149,7 @@ def teacher_settings(config: GKDConfig, *, shares_devices: bool) -> dict[str, An
 def check_vllm_teacher(config: GKDConfig, groups: DeviceGroups | None) -> None:
     """Raises ConfigError for a field that vLLM lacks, and for a placement that the teacher's engine cannot work in."""
     if config.teacher_engine == "vllm":
-        from trainers.rollout.vllm import check_sampling_kwargs, checked_engine_kwargs
+        from trainers.rollout.vllm.settings import check_sampling_kwargs, checked_engine_kwargs
 
         given = dict(config.teacher_engine_kwargs)
         size = given.pop("tensor_parallel_size", 1)

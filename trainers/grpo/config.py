@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.roles import REFERENCE, REWARD, ROLLOUT, TEACHER, TRAIN
 from trainers.configuration.shared import at_least, check_folder
 from trainers.losses.types import NOT_BUILT, ImportanceLevel, PolicyLossType, RolloutCorrection
 from trainers.rewards.advantages import Aggregation, Scale
@@ -20,6 +21,15 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig(CompletionConfig):
     """GRPO's keys beside the shared ones."""
+
+    RLHF_TYPE: ClassVar = "grpo"
+    ROLES: ClassVar = {
+        "train": TRAIN,
+        "rollout": ROLLOUT,
+        "reference": REFERENCE,
+        "teacher": TEACHER,
+        "reward": REWARD,
+    }
 
     output_dir: str = "outputs/grpo"
     learning_rate: float = 1e-6
@@ -194,6 +204,28 @@ class GRPOConfig(CompletionConfig):
         """Whether beta weighs a KL in the reward, and not in the loss."""
         wanted = self.advantage_estimator != "grpo" if self.kl_in_reward is None else self.kl_in_reward
         return wanted and self.beta > 0
+
+    @property
+    def old_is_rollouts(self) -> bool:
+        """Whether the engine's log-probabilities are those of the old policy.
+
+        Begun ahead, the clipped ratio is to the policy that drew the tokens, whose numbers the engine has given.
+        """
+        return self.max_staleness > 0 and self.rollout_correction is None
+
+    def asks_policy(self, off_policy: bool) -> bool:
+        """Whether the policy scores the samples of a generation before it learns from them.
+
+        ``off_policy``: several steps on one generation, so that the policy that generated is soon gone.
+        """
+        needs_old = (
+            off_policy
+            or self.has_kl_in_reward
+            or self.advantage_estimator == "reinforce_plus_plus_token"
+            or self.teacher_model is not None
+            or self.rollout_correction is not None
+        )
+        return (needs_old and not self.old_is_rollouts) or self.top_entropy_quantile < 1
 
     @property
     def is_own_reference(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainers.grpo.config import GRPOConfig
 from trainers.losses.entropy import applied_entropy_coefficient, next_entropy_coefficient
+from trainers.metrics import Metrics
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,11 @@ class EntropyCoefficient:
             return self.coefficient
         return applied_entropy_coefficient(self.coefficient, self.entropy, target=self.config.entropy_target)
 
-    def after(self, entropy: float | None) -> EntropyCoefficient:
-        """After a step whose tokens had this mean entropy; None: it had no tokens, which says nothing of the policy."""
+    def after(self, metrics: Metrics) -> EntropyCoefficient:
+        """After a step that reported these metrics. Without an entropy it had no tokens: the coefficient stays."""
         config = self.config
-        if not config.use_adaptive_entropy or entropy is None:
+        name = "entropy" if config.top_entropy_quantile == 1 else "top_entropy"
+        if not config.use_adaptive_entropy or (entropy := metrics.values().get(name)) is None:
             return self
         coefficient = next_entropy_coefficient(
             self.coefficient,

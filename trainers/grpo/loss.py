@@ -9,6 +9,7 @@ import torch
 
 from trainers.batch import Ragged, Samples, on_device
 from trainers.grpo.config import GRPOConfig
+from trainers.grpo.samples import asked, with_policy_mask
 from trainers.losses import entropy as entropy_control
 from trainers.losses import policy as policy_losses
 from trainers.losses.policy_terms import FipoWeight, SapoGate, VespoWeight
@@ -24,6 +25,25 @@ class StepNumbers:
     normaliser: float  # of the policy loss
     num_bonus_tokens: int  # of the entropy bonus
     entropy_coef: float  # what it is weighed with; 0: there is none
+
+
+def step_numbers(
+    config: GRPOConfig, chunk: Samples, generation: Samples, entropy_coef: float
+) -> tuple[Samples, StepNumbers]:
+    """The samples of one optimizer step, a chunk of a generation, with what their loss is divided by."""
+    share = len(chunk) / len(generation)  # TRL: tokens of the generation, shared out evenly over its steps
+    num_tokens = chunk.num_loss_tokens if config.loss_type == "bnpo" else generation.num_loss_tokens * share
+    normaliser = policy_losses.grpo_normaliser(
+        config.loss_type,
+        num_sequences=len(chunk),
+        num_tokens=num_tokens,
+        max_completion_length=config.max_completion_length,
+    )
+    num_bonus_tokens = chunk.num_loss_tokens
+    if config.top_entropy_quantile < 1:
+        chunk = with_policy_mask(chunk, config.top_entropy_quantile)
+        num_bonus_tokens = int(asked(chunk.policy_mask).values.sum())
+    return chunk, StepNumbers(normaliser, num_bonus_tokens, entropy_coef)
 
 
 def grpo_loss(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.batch import Batch, Ragged, Rollouts, Samples
+from trainers.batch import Ragged, Rollouts, Samples
 from trainers.grpo.config import GRPOConfig
 from trainers.losses.entropy import entropy_threshold
 from trainers.metrics import Metrics
@@ -31,14 +31,6 @@ class Rewarded(Rollouts):
 
     prompts: list[Any] | None = None  # texts or conversations
     rewards: np.ndarray | None = None  # float32 (B, K), NaN where a reward had nothing to say
-
-
-@dataclass(eq=False)
-class TokenScores(Batch):
-    """What the policy makes of samples, one entry a target."""
-
-    logps: Ragged  # float32
-    entropies: Ragged | None = None  # float32, nats
 
 
 def differing_groups(

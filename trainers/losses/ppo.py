@@ -131,7 +131,7 @@ def with_ratio_variance(metrics: Metrics) -> Metrics:
     TRL's is that of the means of the minibatches of a batch.
     """
     values = metrics.values()
-    square = metrics.entries.pop(SQUARED_RATIO_EXCESS, None)
-    if square is not None:
+    metrics = metrics.without(SQUARED_RATIO_EXCESS)
+    if SQUARED_RATIO_EXCESS in values:
         metrics.same("val/ratio_var", values[SQUARED_RATIO_EXCESS] - (values["val/ratio"] - 1) ** 2)
     return metrics

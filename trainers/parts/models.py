@@ -1,14 +1,20 @@
-"""The further models of a run (references, teachers, reward models): where they are, and whether they fit."""
+"""The models of a run: where they are, whether they fit, and how a worker builds its own (a ``Backend``)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rayhelper import ConfigError, RayHelper
-from trainers.configuration.shared import TrainConfig
-from trainers.plugins import resolve_model
+from trainers.backends.base import Backend
+from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.configuration.shared import RunConfig, TrainConfig, megatron_settings
+from trainers.plugins import load_plugins, resolve_model
+
+Dtype = Literal["float32", "bfloat16"]
 
 
 @RayHelper.function(group="driver", execute="first")
@@ -36,3 +42,105 @@ def check_same_tokens(key: str, model: str, tokenizer: Any, trust_remote_code: b
             f"{key}: {model!r} has other tokens than the policy, whose token ids it would be given. Set {key} to a "
             "model with the policy's tokenizer, such as the policy itself."
         )
+
+
+def num_shards(config: TrainConfig) -> int:
+    """Data-parallel shards of the role whose method is running, whether its model is built or not.
+
+    Raises ConfigError if its workers cannot hold whole models.
+    """
+    num_workers = RayHelper.current().world_size
+    if num_workers % config.workers_per_shard:
+        raise ConfigError(
+            f"tensor_, pipeline_ and context parallelism let {config.workers_per_shard} workers hold one model "
+            f"together, but there are {num_workers}. Start a multiple of {config.workers_per_shard}."
+        )
+    return num_workers // config.workers_per_shard
+
+
+def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | None, **settings: Any) -> Backend:
+    """The backend of this worker, its process group joined; ``num_training_steps`` None: one that only scores.
+
+    ``settings`` are further arguments of the backend, or others than the configuration's, such as ``head="value"`` or
+    another ``learning_rate``.
+    """
+    load_plugins(config.external_plugins)
+    if config.backend == "megatron":
+        RayHelper.init_process_group()
+        return build_megatron(config, model, shared_arguments(config, num_training_steps) | settings)
+    trains = num_training_steps is not None
+    if RayHelper.current().world_size > 1 or (trains and resolve_dtype(config) != "float32"):
+        RayHelper.init_process_group()
+    arguments = {
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "sharding": config.fsdp_sharding_strategy,
+        "reshard_after_forward": config.fsdp_reshard_after_forward,
+        "offload_params": config.fsdp_offload_params,
+        "optimizer_offload": config.optimizer_offload,
+        "torch_compile": config.torch_compile,
+        "activation_memory_budget": config.activation_memory_budget,
+        "padding_free": config.padding_free,
+        "model_init_kwargs": config.model_init_kwargs,
+    }
+    return FsdpBackend(model, **shared_arguments(config, num_training_steps) | arguments | settings)
+
+
+def build_megatron(config: TrainConfig, model: str, arguments: dict[str, Any]) -> Backend:
+    """The ``megatron`` backend, which divides the model as the configuration says."""
+    from trainers.backends.megatron.backend import MegatronBackend
+    from trainers.backends.megatron.fields import divided
+
+    settings = replace(megatron_settings(config), **divided(config.megatron))
+    backend = MegatronBackend(model, settings=settings, **{"async_save": config.async_save, **arguments})
+    RayHelper.shard(*backend.shard)
+    return backend
+
+
+def shared_arguments(config: TrainConfig, num_training_steps: int | None) -> dict[str, Any]:
+    """What every backend is told; ``num_training_steps`` None: one that only scores."""
+    trains, steps = num_training_steps is not None, num_training_steps or 0
+    return {
+        "dtype": resolve_dtype(config),
+        "learning_rate": None if num_training_steps is None else config.learning_rate,
+        "num_training_steps": steps,
+        "weight_decay": config.weight_decay,
+        "optim": config.optim,
+        "optim_kwargs": config.optim_kwargs,
+        "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2,
+        "adam_epsilon": config.adam_epsilon,
+        "max_grad_norm": config.max_grad_norm,
+        "lr_scheduler_type": config.lr_scheduler_type,
+        "lr_scheduler_kwargs": config.lr_scheduler_kwargs,
+        "warmup_steps": config.warmup_steps or math.ceil(config.warmup_ratio * steps),
+        "disable_dropout": config.disable_dropout,
+        "lora": lora_settings(config) if trains else None,
+        "logits_memory_gib": config.logits_memory_gib,
+        "token_budget": config.token_budget,
+        "peak_tflops": config.peak_tflops,
+        "seed": config.seed,
+        "trust_remote_code": config.trust_remote_code,
+    }
+
+
+def resolve_dtype(config: RunConfig) -> Dtype:
+    """'float32' or 'bfloat16': what ``auto`` means on this process's device."""
+    import torch
+
+    if config.dtype != "auto":
+        return config.dtype
+    return "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
+
+
+def lora_settings(config: TrainConfig) -> dict[str, Any] | None:
+    """Fields of peft's LoraConfig; None: all weights are trained."""
+    if config.tuner_type == "full":
+        return None
+    targets: Any = config.lora_target_modules
+    return {
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": config.lora_dropout,
+        "target_modules": targets[0] if targets == ["all-linear"] else targets,
+        **config.lora_kwargs,
+    }

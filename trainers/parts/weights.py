@@ -1,4 +1,4 @@
-"""How the policy's weights get to the engines that generate with them. The driver's side is ``engine_updates.py``.
+"""How the policy's weights get to the engines that generate with them. The driver's side is ``generator.py``.
 
     shared   the engine runs the very module that is trained: nothing to do
     copied   one process has both: weight after weight, gathered where it lies in shards
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,28 +25,21 @@ from rayhelper import Channel, ChannelError, RayHelper, Receipt
 from trainers.backends.base import Backend, SentWeights
 from trainers.configuration.completion import CompletionConfig
 from trainers.parts.fingerprints import added_up, fingerprint
+from trainers.parts.models import resolve_dtype
 from trainers.rollout.base import Engine
-from trainers.run.run import resolve_dtype
 
 PROOF = "fingerprints of the weights"  # names that no weight has
 HEAD = "version of the policy, and whether all other weights are as they were"
 
 
-@dataclass(frozen=True)
-class Route:
-    """How weights get to the engines of a role, and how many workers it has."""
+Way = Literal["shared", "copied", "beside", "sent"]  # beside: sent to processes on the devices of the policy
 
-    way: Literal["shared", "copied", "sent"]
-    num_engines: int
-    shares_devices: bool = False  # sent to processes on the devices of the policy
 
-    @classmethod
-    def between(cls, engine: Engine, *, trains: bool) -> Route:
-        """As a worker of role rollout sees it; ``trains``: whether it trains the policy too."""
-        num_engines = RayHelper.current().world_size
-        if not trains:
-            return cls("sent", num_engines, shares_devices=is_beside("train"))
-        return cls("shared" if engine.shares_weights else "copied", num_engines)
+def way_of(engine: Engine, backend: Backend | None) -> Way:
+    """How weights get to the engine of this worker; ``backend``: the policy, if this worker trains it as well."""
+    if backend is None:
+        return "beside" if is_beside("train") else "sent"
+    return "shared" if engine.shares_weights else "copied"
 
 
 def is_beside(role: str) -> bool:
@@ -61,20 +53,6 @@ class StaleWeightsError(RuntimeError):
 
 class EngineLostError(RuntimeError):
     """A worker has no engine, or not the policy beside it: it took the place of one that died."""
-
-
-def built(engine: Engine | None) -> Engine:
-    """The engine. Raises EngineLostError if there is none."""
-    if engine is None:
-        raise EngineLostError("this worker has no engine: it took the place of one that died")
-    return engine
-
-
-def trained(backend: Backend | None) -> Backend:
-    """The policy. Raises EngineLostError if there is none."""
-    if backend is None:
-        raise EngineLostError("this worker has no policy: it took the place of one that died")
-    return backend
 
 
 def send(config: CompletionConfig, backend: Backend, channel: Channel, version: int) -> Receipt | None:

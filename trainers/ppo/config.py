@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.roles import CRITIC, REFERENCE, REWARD, ROLLOUT, TRAIN
 from trainers.configuration.shared import at_least, check_folder
 from trainers.rewards.gae import KLEstimator
 
@@ -15,6 +16,15 @@ from trainers.rewards.gae import KLEstimator
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(CompletionConfig):
     """PPO's keys beside the shared ones."""
+
+    RLHF_TYPE: ClassVar = "ppo"
+    ROLES: ClassVar = {
+        "train": TRAIN,
+        "critic": CRITIC,
+        "reference": REFERENCE,
+        "reward": REWARD,
+        "rollout": ROLLOUT,
+    }
 
     output_dir: str = "outputs/ppo"
     learning_rate: float = 3e-6
@@ -84,6 +94,15 @@ class PPOConfig(CompletionConfig):
     def critic_model(self) -> str:
         """The model whose weights the critic starts from."""
         return self.value_model or self.reward_model or self.model
+
+    @property
+    def critic_learning_rate(self) -> float:
+        return self.learning_rate if self.value_learning_rate is None else self.value_learning_rate
+
+    @property
+    def is_own_reference(self) -> bool:
+        """Whether the reference is the policy without its LoRA adapter."""
+        return self.tuner_type == "lora" and self.ref_model is None
 
 
 def check_ppo(config: PPOConfig) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
+from trainers.configuration.roles import TRAIN
 from trainers.configuration.shared import TrainConfig, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(TrainConfig):
     """The keys of reward-model training beside the shared ones. Batch sizes count pairs."""
+
+    NAMES: ClassVar = ("reward", "rm")
+    RLHF_TYPE: ClassVar = "rm"
+    ROLES: ClassVar = {"train": TRAIN}
 
     output_dir: str = "outputs/reward"
     learning_rate: float = 1e-4

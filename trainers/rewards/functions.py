@@ -26,8 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.batch import Ragged
-from trainers.plugins import REWARDS, nearest, register_reward
+from trainers.plugins import REWARDS, register_reward
 
 RewardFunction = Callable[..., Any]
 RewardSpec = str | Mapping[str, Any] | RewardFunction
@@ -350,8 +351,8 @@ def _resolve(spec: RewardSpec) -> tuple[RewardFunction, str]:
     else:
         known = known_rewards()
         raise ValueError(
-            f"unknown reward {name!r}. {nearest(name, known)}Known: {', '.join(known)}. Register your own with "
-            f"@register_reward({name!r}) in a file of external_plugins, or name it as module:function."
+            f"unknown reward {name!r}.{nearest(name, known, DID_YOU_MEAN)} Known: {', '.join(known)}. Register your "
+            f"own with @register_reward({name!r}) in a file of external_plugins, or name it as module:function."
         )
     return function, reward_name(function)
 

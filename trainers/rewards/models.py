@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from trainers.backends.fsdp.hf_model import default_device
+from trainers.backends.device import default_device
 from trainers.data.preferences import completed_ids
 from trainers.plugins import MODELS, REWARDS
 

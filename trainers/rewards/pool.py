@@ -33,6 +33,7 @@ from rayhelper import ConfigError
 from trainers.batch import Rollouts
 from trainers.data.rows import prompt_of
 from trainers.rewards.functions import RESERVED_COLUMNS
+from trainers.rewards.patches import manager_of, processes_of
 from trainers.rewards.process import begin, get_ready, scored
 
 GRACE_S = 5.0  # for processes that have nothing to do, until they are killed
@@ -75,11 +76,10 @@ class RewardPool:
         if self.executor is None:
             return
         executor, self.executor = self.executor, None
-        processes = _processes(executor)
-        manager: Any = executor._executor_manager_thread  # which buries them
+        processes, manager = processes_of(executor), manager_of(executor)
         executor.shutdown(wait=False, cancel_futures=True)
         deadline = time.monotonic() + grace_s
-        waiting = {process.sentinel: process for process in processes}
+        waiting: dict[Any, Any] = {process.sentinel: process for process in processes}
         while waiting and (left_s := deadline - time.monotonic()) > 0:
             for sentinel in wait(list(waiting), left_s):
                 del waiting[sentinel]
@@ -101,7 +101,7 @@ class RewardPool:
             self.start()
             yield Scoring(self, rows, groups)
         except BrokenProcessPool as error:
-            processes = [] if self.executor is None else _processes(self.executor)
+            processes = [] if self.executor is None else processes_of(self.executor)
             self.close()  # the executor has told the others to end
             raise RuntimeError(
                 f"a process that runs reward functions has died ({_ends(processes)}); what it wrote stands above. "
@@ -165,10 +165,6 @@ class Scoring:
             rewards_BK[places], seconds = future.result()
             seconds_B[places] = seconds / len(places)
         return dataclasses.replace(rollouts, function_rewards=rewards_BK, reward_seconds=seconds_B)
-
-
-def _processes(executor: ProcessPoolExecutor) -> list[Any]:
-    return list((executor._processes or {}).values())  # it has no other way to end one that is at work
 
 
 def _ends(processes: Sequence[Any]) -> str:

@@ -25,7 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trainers.plugins import ENVIRONMENTS, nearest
+from rayhelper.text import DID_YOU_MEAN, nearest
+from trainers.plugins import ENVIRONMENTS
 
 Message = dict[str, Any]
 
@@ -93,6 +94,7 @@ def imported(kind: str, path: str, known: Mapping[str, Any]) -> Any:
         return functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"unknown {kind} {path!r} ({error}). {nearest(path, known)}Known: {', '.join(known) or 'none'}. Register "
-            f"your own with @register_{kind} in a file of external_plugins, or write module:name."
+            f"unknown {kind} {path!r} ({error}).{nearest(path, known, DID_YOU_MEAN)} Known: "
+            f"{', '.join(known) or 'none'}. Register your own with @register_{kind} in a file of external_plugins, or "
+            "write module:name."
         ) from error

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from rayhelper import ConfigError
-from trainers.backends.fsdp.hf_model import build_model, default_device, evaluating, load_named_weights, named_weights
+from trainers.backends.device import default_device
+from trainers.backends.fsdp.hf_model import build_model, evaluating, load_named_weights, named_weights
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.configuration.others.engine_names import no_field
 from trainers.losses.tokens import token_logps

@@ -2,7 +2,6 @@
 
 Under torchrun every process runs the driver's code and so has a ``Run``. They count alike; process 0 alone reads and
 writes the disk (its doors: role driver, ``execute='first'``), as another node may see late what was written.
-Also the few things that every trainer builds from the shared keys: tokenizer, model path, backend.
 """
 
 from __future__ import annotations
@@ -12,14 +11,11 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal
+from typing import Any, Protocol
 
-from rayhelper import ConfigError, DeviceGroups, RayHelper
-from trainers.backends.base import Backend
-from trainers.backends.fsdp.backend import FsdpBackend
+from rayhelper import ConfigError, RayHelper
 from trainers.checkpoint import (
     STATE_FILE,
     begin,
@@ -33,13 +29,9 @@ from trainers.checkpoint import (
     unfinished_folder,
     write_state,
 )
-from trainers.cli import save_config
-from trainers.configuration.megatron import megatron_settings
-from trainers.configuration.megatron_checks import check_megatron
-from trainers.configuration.shared import SEQUENCES_PER_STEP, RunConfig, TrainConfig
-from trainers.data.rows import load_rows
+from trainers.configuration.reading.text import save_config
+from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 from trainers.metrics import Metrics
-from trainers.plugins import load_plugins, resolve_model
 from trainers.run.throughput import WORK, throughput
 from trainers.run.timing import Stopwatch, step_times
 from trainers.run.trackers import Trackers
@@ -52,7 +44,21 @@ KEPT_BY_CHECKPOINTS = (
 SaveFunction = Callable[[Path], Any]
 WAIT_S = 0.1  # between two looks at a folder that workers write into
 logger = logging.getLogger(__name__)
-Dtype = Literal["float32", "bfloat16"]
+
+
+class Trainer(Protocol):
+    """What ``Run.rounds`` asks of a trainer."""
+
+    tokenizer: Any
+
+    def load(self, folder: Path) -> Any:
+        """Restores what ``save`` wrote."""
+
+    def save(self, folder: Path) -> Any:
+        """Every worker writes its part of a checkpoint."""
+
+    def evaluate(self) -> Mapping[str, float]:
+        """The numbers of the evaluation data, by name."""
 
 
 class Run:
@@ -115,6 +121,30 @@ class Run:
             with contextlib.suppress(RuntimeError):  # the run has ended or failed before
                 self._name_if_written()
             self.trackers.close()
+
+    @property
+    def is_over(self) -> bool:
+        return self.step >= self.num_steps
+
+    def rounds(self, trainer: Trainer, state: Callable[[], Mapping[str, Any]] = dict) -> Iterator[int]:
+        """Its step, again and again until the run is over; each time the caller makes one optimizer step or several.
+
+        First the run is resumed; between rounds the trainer is evaluated and saved when that is due, with ``state()``
+        as its ``trainer_state``; at the end it is evaluated once more.
+        """
+        config = self.config
+        self.resume(trainer.load)
+        if config.val_before_train and self.step == 0:
+            self.evaluate(trainer.evaluate)
+        while not self.is_over:
+            start = self.step
+            yield start
+            if self.due(config.eval_steps, self.step - start):
+                self.evaluate(trainer.evaluate)
+            if self.due(config.save_steps, self.step - start):
+                self.save_checkpoint(trainer.save, trainer.tokenizer, state())
+        if config.eval_dataset:
+            self.evaluate(trainer.evaluate)
 
     def resume(self, load: SaveFunction) -> None:
         """Restores the workers from the checkpoint that the run goes on from, if there is one."""
@@ -355,189 +385,3 @@ def _check_same_order(saved: Mapping[str, Any], order: Mapping[str, Any], checkp
             f"({'; '.join(changed)}), so that rows would be repeated or left out. Change that back (global_batch_size "
             "sets the sequences of a step for any number of workers), or start anew from the checkpoint as model."
         )
-
-
-@contextlib.contextmanager
-def mistakes_of(key: str) -> Iterator[None]:
-    """Inside, what is found wrong with something that the user wrote or named is a ConfigError that names the key.
-
-    An error in the code of a plugin keeps its traceback.
-    """
-    try:
-        yield
-    except ConfigError:
-        raise
-    except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
-        if isinstance(error, ImportError) and not isinstance(error.__cause__, (ImportError, NoneType)):
-            raise
-        told = str(error) if str(error).startswith(key) else f"{key}: {error}"
-        raise ConfigError("; ".join([told, *getattr(error, "__notes__", [])])) from error
-
-
-def check_before_start(config: TrainConfig, groups: DeviceGroups | None) -> None:
-    """Raises ConfigError for plugins that are not there, a checkpoint that is none, and what megatron cannot do."""
-    with mistakes_of("external_plugins"):
-        load_plugins(config.external_plugins)
-    if config.backend == "megatron":
-        check_megatron(config, groups, lora_settings(config))
-    resumed_state(config)
-
-
-def num_train_shards(config: TrainConfig, groups: DeviceGroups | None, role: str = "train") -> int:
-    """Data-parallel shards of the role's workers that ``groups`` will start; None: this process is the only worker."""
-    num_workers = 1 if groups is None else groups.group_of(role).num_workers
-    return num_workers // config.workers_per_shard
-
-
-def num_shards(config: TrainConfig) -> int:
-    """Data-parallel shards of the role whose method is running, whether its model is built or not.
-
-    Raises ConfigError if its workers cannot hold whole models.
-    """
-    num_workers = RayHelper.current().world_size
-    if num_workers % config.workers_per_shard:
-        raise ConfigError(
-            f"tensor_, pipeline_ and context parallelism let {config.workers_per_shard} workers hold one model "
-            f"together, but there are {num_workers}. Start a multiple of {config.workers_per_shard}."
-        )
-    return num_workers // config.workers_per_shard
-
-
-def read_rows(config: RunConfig, source: Any, split: str) -> Any:
-    """The rows of ``dataset`` or ``eval_dataset``. Raises ConfigError if there are none of the kind."""
-    with mistakes_of("dataset"):
-        return load_rows(
-            source,
-            split=split,
-            columns=config.columns,
-            prompt_template=config.prompt_template,
-            system=config.system,
-        )
-
-
-def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:
-    """The folder or hub name of the model, built first if a plugin builds it, and its tokenizer.
-
-    Raises:
-        ConfigError: a tokenizer that cannot be loaded, or that has no end-of-sequence token.
-    """
-    with mistakes_of("external_plugins"):
-        load_plugins(config.external_plugins)
-    model = model_path(config)
-    return model, load_tokenizer(config, model)
-
-
-@RayHelper.function(group="driver", execute="first")
-def model_path(config: RunConfig) -> str:
-    """The folder or hub name of the model. One that a plugin builds is built once, and needs a folder that all see."""
-    return resolve_model(config.model, output_dir=config.output_dir, seed=config.seed)
-
-
-def load_tokenizer(config: RunConfig, model: str) -> Any:
-    """The tokenizer of the run, with a padding token and the configured chat template."""
-    from transformers import AutoTokenizer
-
-    name = config.tokenizer or model
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no tokenizer could be loaded from {name!r}: {error}. Give a folder or a hub name as model or tokenizer."
-        ) from error
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer of {name!r} has no eos_token, so that no sequence could end. Set one.")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if config.chat_template is not None:
-        file = Path(config.chat_template)
-        is_file = len(config.chat_template) < 1024 and file.is_file()
-        tokenizer.chat_template = file.read_text(encoding="utf-8") if is_file else config.chat_template
-    return tokenizer
-
-
-def resolve_dtype(config: RunConfig) -> Dtype:
-    """'float32' or 'bfloat16': what ``auto`` means on this process's device."""
-    import torch
-
-    if config.dtype != "auto":
-        return config.dtype
-    return "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
-
-
-def lora_settings(config: TrainConfig) -> dict[str, Any] | None:
-    """Fields of peft's LoraConfig; None: all weights are trained."""
-    if config.tuner_type == "full":
-        return None
-    targets: Any = config.lora_target_modules
-    return {
-        "r": config.lora_rank,
-        "lora_alpha": config.lora_alpha,
-        "lora_dropout": config.lora_dropout,
-        "target_modules": targets[0] if targets == ["all-linear"] else targets,
-        **config.lora_kwargs,
-    }
-
-
-def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | None, **settings: Any) -> Backend:
-    """The backend of this worker, its process group joined; ``num_training_steps`` None: one that only scores.
-
-    ``settings`` are further arguments of the backend, or others than the configuration's, such as ``head="value"`` or
-    another ``learning_rate``.
-    """
-    load_plugins(config.external_plugins)
-    if config.backend == "megatron":
-        RayHelper.init_process_group()
-        return build_megatron(config, model, shared_arguments(config, num_training_steps) | settings)
-    trains = num_training_steps is not None
-    if RayHelper.current().world_size > 1 or (trains and resolve_dtype(config) != "float32"):
-        RayHelper.init_process_group()
-    arguments = {
-        "gradient_checkpointing": config.gradient_checkpointing,
-        "sharding": config.fsdp_sharding_strategy,
-        "reshard_after_forward": config.fsdp_reshard_after_forward,
-        "offload_params": config.fsdp_offload_params,
-        "optimizer_offload": config.optimizer_offload,
-        "torch_compile": config.torch_compile,
-        "activation_memory_budget": config.activation_memory_budget,
-        "padding_free": config.padding_free,
-        "model_init_kwargs": config.model_init_kwargs,
-    }
-    return FsdpBackend(model, **shared_arguments(config, num_training_steps) | arguments | settings)
-
-
-def build_megatron(config: TrainConfig, model: str, arguments: dict[str, Any]) -> Backend:
-    """The ``megatron`` backend, which divides the model as the configuration says."""
-    from trainers.backends.megatron.backend import MegatronBackend
-    from trainers.backends.megatron.fields import divided
-
-    settings = replace(megatron_settings(config), **divided(config.megatron))
-    backend = MegatronBackend(model, settings=settings, **{"async_save": config.async_save, **arguments})
-    RayHelper.shard(*backend.shard)
-    return backend
-
-
-def shared_arguments(config: TrainConfig, num_training_steps: int | None) -> dict[str, Any]:
-    """What every backend is told; ``num_training_steps`` None: one that only scores."""
-    trains, steps = num_training_steps is not None, num_training_steps or 0
-    return {
-        "dtype": resolve_dtype(config),
-        "learning_rate": None if num_training_steps is None else config.learning_rate,
-        "num_training_steps": steps,
-        "weight_decay": config.weight_decay,
-        "optim": config.optim,
-        "optim_kwargs": config.optim_kwargs,
-        "adam_beta1": config.adam_beta1,
-        "adam_beta2": config.adam_beta2,
-        "adam_epsilon": config.adam_epsilon,
-        "max_grad_norm": config.max_grad_norm,
-        "lr_scheduler_type": config.lr_scheduler_type,
-        "lr_scheduler_kwargs": config.lr_scheduler_kwargs,
-        "warmup_steps": config.warmup_steps or math.ceil(config.warmup_ratio * steps),
-        "disable_dropout": config.disable_dropout,
-        "lora": lora_settings(config) if trains else None,
-        "logits_memory_gib": config.logits_memory_gib,
-        "token_budget": config.token_budget,
-        "peak_tflops": config.peak_tflops,
-        "seed": config.seed,
-        "trust_remote_code": config.trust_remote_code,
-    }

@@ -18,7 +18,7 @@ ORM_WEIGHT = 10.0  # a correct candidate comes before every wrong one
 
 
 @dataclass(eq=False)
-class Tasks(Batch):
+class Questions(Batch):
     """Rows whose prompts are to be answered."""
 
     positions: np.ndarray  # int64: of the row in the dataset

@@ -6,10 +6,11 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rayhelper import ConfigError
 from trainers.configuration.completion import check_stop_token_ids
+from trainers.configuration.roles import Role
 from trainers.configuration.shared import RunConfig, at_least
 
 OUTPUT_TYPES = (".jsonl", ".parquet")
@@ -27,6 +28,13 @@ DECIDING = (
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig(RunConfig):
     """The keys of sampling and distillation beside those of any run."""
+
+    NAMES: ClassVar = ("sampling", "sample")
+    ROLES: ClassVar = {
+        "sampler": Role("generates"),
+        "prm": Role("judges", models=("prm_model",), host="sampler"),
+        "orm": Role("judges", models=("orm_model",), host="sampler"),
+    }
 
     model: str = ""
     """Folder, hub name, a plugin's model, or with client the server's name of the model; not needed with engine no."""

@@ -1,23 +1,28 @@
-"""What gives rows their candidates: a local engine, an OpenAI-compatible server, or an earlier run's output alone.
+"""Candidates of rows: of a local engine, of an OpenAI-compatible server, or of an earlier run's output alone.
 
-Each answers ``sample(tasks) -> Candidates``. A row's candidates depend on the seed and the row's place in the dataset,
-not on the worker, nor on the rows beside it.
+    sampler = Sampler(config)                      # role sampler
+    sampler.build(model, api_key)                  # every worker of the role has an engine, a client or neither
+    candidates = sampler.sample(questions)         # Candidates, one per row
+
+A row's candidates depend on the seed and the row's place in the dataset, not on the worker, nor on the rows beside it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from jinja2.exceptions import TemplateError
 
-from rayhelper import ConfigError
+from rayhelper import ConfigError, RayHelper
 from trainers.batch import Prompts, Ragged
 from trainers.data.rows import prompt_of, tokenize_prompts
+from trainers.parts.inputs import load_tokenizer
+from trainers.parts.models import resolve_dtype
 from trainers.rollout.base import Engine, Sampling
-from trainers.rollout.hf import check_stop_tokens
-from trainers.sampling.candidates import Candidates, Tasks
+from trainers.rollout.hf import HfEngine, check_stop_tokens
+from trainers.sampling.candidates import Candidates, Questions
 from trainers.sampling.config import SamplingConfig
 from trainers.sampling.openai_client import OpenAIClient, Reply
 
@@ -25,8 +30,46 @@ Found = tuple[list[str], list[str], int]  # a row's texts, its failures, the tok
 EMPTY = "empty completion"
 
 
-class Sampler(Protocol):
-    def sample(self, tasks: Tasks) -> Candidates: ...
+@RayHelper.worker(group="sampler")
+class Sampler:
+    """What samples, of role sampler: the kind that ``sampler_engine`` names."""
+
+    def __init__(self, config: SamplingConfig) -> None:
+        self.config = config
+
+    @RayHelper.function(group="sampler")
+    def build(self, model: str, api_key: str | None) -> None:
+        """``api_key`` comes from the driver: its environment need not be the worker's."""
+        config = self.config
+        self.kind: CachedSampler | ClientSampler | LocalSampler
+        if config.engine == "no":
+            self.kind = CachedSampler(config)
+        elif config.engine == "client":
+            num_workers = RayHelper.current().shard.count
+            client = OpenAIClient(
+                config.base_url,
+                api_key=api_key,
+                max_concurrent_requests=max(1, config.max_concurrent_requests // num_workers),
+                max_retries=config.max_retries,
+                request_timeout_s=config.request_timeout_s,
+            )
+            self.kind = ClientSampler(client, config)
+        else:
+            tokenizer = load_tokenizer(config, model)
+            engine = HfEngine(
+                model,
+                tokenizer,
+                batch_size=config.rollout_batch_size,
+                dtype=resolve_dtype(config),
+                model_init_kwargs=config.model_init_kwargs,
+                trust_remote_code=config.trust_remote_code,
+            )
+            self.kind = LocalSampler(engine, tokenizer, config)
+
+    @RayHelper.function(group="sampler", dispatch="slice", collect="flatten")
+    def sample(self, questions: Questions) -> Candidates:
+        """N candidates of every row, or the reasons why there are fewer."""
+        return self.kind.sample(questions)
 
 
 class LocalSampler:
@@ -46,9 +89,9 @@ class LocalSampler:
             generation_kwargs=config.engine_kwargs,
         )
 
-    def sample(self, tasks: Tasks) -> Candidates:
+    def sample(self, questions: Questions) -> Candidates:
         return candidates_of(
-            tasks, self.config.num_return_sequences, lambda rows: [self._complete(*row) for row in rows]
+            questions, self.config.num_return_sequences, lambda rows: [self._complete(*row) for row in rows]
         )
 
     def _complete(self, position: int, row: dict[str, Any]) -> Found:
@@ -83,8 +126,8 @@ class ClientSampler:
         self.client = client
         self.config = config
 
-    def sample(self, tasks: Tasks) -> Candidates:
-        return candidates_of(tasks, self.config.num_return_sequences, self._complete)
+    def sample(self, questions: Questions) -> Candidates:
+        return candidates_of(questions, self.config.num_return_sequences, self._complete)
 
     def _complete(self, rows: list[tuple[int, dict[str, Any]]]) -> list[Found]:
         count = self.config.num_return_sequences
@@ -122,30 +165,32 @@ class CachedSampler:
     def __init__(self, config: SamplingConfig) -> None:
         self.count = config.num_return_sequences
 
-    def sample(self, tasks: Tasks) -> Candidates:
+    def sample(self, questions: Questions) -> Candidates:
         nothing: Found = ([], [f"cache_files hold no {self.count} completions of the row"] * self.count, 0)
-        return candidates_of(tasks, self.count, lambda rows: [nothing for _ in rows])
+        return candidates_of(questions, self.count, lambda rows: [nothing for _ in rows])
 
 
 def candidates_of(
-    tasks: Tasks, count: int, complete: Callable[[list[tuple[int, dict[str, Any]]]], list[Found]]
+    questions: Questions, count: int, complete: Callable[[list[tuple[int, dict[str, Any]]]], list[Found]]
 ) -> Candidates:
     """The candidates of every row: cached ones, and for the other rows what ``complete`` finds."""
-    found: list[Found] = [(cached or [], [], 0) for cached in tasks.cached]
+    found: list[Found] = [(cached or [], [], 0) for cached in questions.cached]
     todo = []
-    for k, row in enumerate(tasks.rows):
-        if tasks.cached[k] is None:
+    for k, row in enumerate(questions.rows):
+        if questions.cached[k] is None:
             try:
                 prompt_of(row)
                 todo.append(k)
             except ValueError as error:
                 found[k] = [], [str(error)] * count, 0
     if todo:
-        for k, new in zip(todo, complete([(int(tasks.positions[k]), tasks.rows[k]) for k in todo]), strict=True):
+        for k, new in zip(
+            todo, complete([(int(questions.positions[k]), questions.rows[k]) for k in todo]), strict=True
+        ):
             found[k] = new
     assert all(len(texts) + len(failures) == count for texts, failures, _ in found), "a row has N candidates"
     return Candidates(
-        rows=tasks.rows,
+        rows=questions.rows,
         texts=[texts for texts, _, _ in found],
         failures=[failures for _, failures, _ in found],
         num_tokens=np.array([num_tokens for _, _, num_tokens in found], np.int64),

@@ -1,4 +1,8 @@
-"""What gives candidates one number each: a reward function or a reward model, as a process or an outcome reward.
+"""One number per candidate, from a reward function or a reward model, as a process or an outcome reward.
+
+    scorer = ProcessScorer(config)                 # role prm; OutcomeScorer: role orm
+    scorer.build(spec)                             # finds the function, or loads the model where the role runs
+    rewards = scorer.score(candidates)             # one list per row, one number per text
 
 A reward model scores row by row, so that the numbers of a row are the same, to the last bit, for any number of workers.
 """
@@ -8,39 +12,46 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar
 
+from rayhelper import RayHelper
 from trainers.data.rows import prompt_of
+from trainers.parts.models import resolve_dtype
+from trainers.plugins import load_plugins
 from trainers.rewards.functions import chat_completions, is_async, resolve_rewards, reward_name, score
 from trainers.rewards.models import RewardModel, names_reward_model
 from trainers.sampling.candidates import Candidates
+from trainers.sampling.config import SamplingConfig
 
 Rewards = list[list[float]]  # one list a row, one number a text
 
 
-class Scorer:
-    """Scores candidates by what ``spec`` names: a reward function as in ``rewards/functions.py``, or a reward model.
+class CandidateScorer:
+    """Scores candidates by what ``spec`` names: a reward function as in ``rewards/functions.py``, or a reward model."""
 
-    ``takes_steps``: a function may also give a list of numbers for a completion, one a step of its reasoning; the
-    lowest of them counts, as a chain is as good as its worst step.
-    """
+    takes_steps: ClassVar[bool] = False  # a function may give a list of numbers for a completion
 
-    def __init__(
-        self,
-        spec: Any,
-        *,
-        takes_steps: bool = False,
-        dtype: Literal["float32", "bfloat16"] = "float32",
-        batch_size: int = 64,
-        trust_remote_code: bool = False,
-    ) -> None:
+    def __init__(self, config: SamplingConfig) -> None:
+        self.config = config
         self.model: RewardModel | None = None
+
+    @RayHelper.function(group="own")
+    def build(self, spec: Any) -> None:
+        """Finds the function, or loads the model."""
+        config = self.config
+        load_plugins(config.external_plugins)
         if names_reward_model(spec):
-            self.model = RewardModel(spec, dtype=dtype, batch_size=batch_size, trust_remote_code=trust_remote_code)
+            self.model = RewardModel(
+                spec,
+                dtype=resolve_dtype(config),
+                batch_size=config.reward_batch_size,
+                trust_remote_code=config.trust_remote_code,
+            )
         else:
-            self.function = scoring_function(spec, takes_steps=takes_steps)
+            self.function = scoring_function(spec, takes_steps=self.takes_steps)
             self.runner = asyncio.Runner()  # one event loop for all calls: clients may hold connections
 
+    @RayHelper.function(group="own", dispatch="slice", collect="flatten")
     def score(self, candidates: Candidates) -> Rewards:
         """The rewards of every row's texts; NaN where a function had nothing to say."""
         if self.model is not None:
@@ -62,6 +73,22 @@ class Scorer:
         ids: list[list[int]] = [[]] * len(prompts)
         found = iter(score([self.function], prompts, completions, ids, columns, runner=self.runner)[:, 0].tolist())
         return [[next(found) for _ in range(count)] for count in counts]
+
+
+@RayHelper.worker(group="prm")
+class ProcessScorer(CandidateScorer):
+    """Process rewards, of role prm.
+
+    A function may also give a list of numbers for a completion, one per step of its reasoning. The lowest of them
+    counts, as a chain is as good as its worst step.
+    """
+
+    takes_steps = True
+
+
+@RayHelper.worker(group="orm")
+class OutcomeScorer(CandidateScorer):
+    """Outcome rewards, of role orm."""
 
 
 def scoring_function(spec: Any, *, takes_steps: bool) -> tuple[Callable[..., Any], str]:

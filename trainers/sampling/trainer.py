@@ -1,16 +1,17 @@
 """Sampling and distillation: N candidates a row, process and outcome rewards, the best and the worst of them kept.
 
-    driver              sampler workers        prm workers          orm workers
-    ------              ---------------        -----------          -----------
+    driver              sampler                process scorer       outcome scorer
+    ------              -------                --------------       --------------
     rows ─────────────► sample
-                        candidates ──────────► process_rewards
-                                   ──────────────────────────────► outcome_rewards
+                        candidates ──────────► score
+                                   ──────────────────────────────► score
     candidates, rewards ◄──────────────────────────────────────── slice, flatten
     judged ─► ledger ─► output
 
-A role gets whole rows, and a row is judged by all its candidates on the driver: nothing depends on the number of
-workers. While a batch is scored the next one is sampled. Names are ms-swift's; departures from it stand where they are
-made. Nothing is trained: ``train`` is what the command line calls.
+Everything but the driver is a part of the trainer, on the workers of its role (sampler, prm, orm). A part gets whole
+rows, and a row is judged by all its candidates on the driver: nothing depends on the number of workers. While a batch
+is scored the next one is sampled. Names are ms-swift's; departures from it stand where they are made. Nothing is
+trained: ``train`` is what the command line calls.
 """
 
 from __future__ import annotations
@@ -24,34 +25,33 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from rayhelper.roles.futures import Future
-from trainers.cli import save_config
+from trainers.configuration.mistakes import mistakes_of
+from trainers.configuration.reading.text import save_config
 from trainers.data.rows import prompt_of
+from trainers.parts.inputs import read_rows
 from trainers.plugins import load_plugins, resolve_model
 from trainers.rewards.models import names_reward_model
-from trainers.rollout.hf import HfEngine, check_generation_kwargs
-from trainers.run.run import load_tokenizer, mistakes_of, read_rows, resolve_dtype
+from trainers.rollout.hf import check_generation_kwargs
 from trainers.run.trackers import Trackers
-from trainers.sampling.candidates import Candidates, Tasks, completion_of, judged
+from trainers.sampling.candidates import Candidates, Questions, completion_of, judged
 from trainers.sampling.config import SamplingConfig
-from trainers.sampling.openai_client import OpenAIClient
-from trainers.sampling.samplers import CachedSampler, ClientSampler, LocalSampler, Sampler
-from trainers.sampling.scorers import Rewards, Scorer, scoring_function
+from trainers.sampling.samplers import Sampler
+from trainers.sampling.scorers import CandidateScorer, OutcomeScorer, ProcessScorer, Rewards, scoring_function
 from trainers.sampling.store import Entry, Ledger, cached_answers, check_writable, row_id, write_output
 
-ENGINES = {"hf": HfEngine}  # those of this process; a server (client) and an earlier run's output (no) are none
 MOST_IN_FLIGHT = 3  # batches: one being scored, one being sampled, one waiting for the sampler
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Batch:
-    """A batch of rows on its way."""
+class InFlight:
+    """A batch of rows that is being sampled and scored."""
 
     positions: np.ndarray
     candidates: Future[Candidates]
@@ -68,10 +68,10 @@ class SamplingTrainer:
     Scorers share the samplers' workers where no device group names them.
     """
 
-    default_hosts: ClassVar[dict[str, str]] = {"prm": "sampler", "orm": "sampler"}
-
     def __init__(self, config: SamplingConfig) -> None:
         self.config = config
+        self.sampler = Sampler(config)
+        self.prm, self.orm = ProcessScorer(config), OutcomeScorer(config)
         self.files = contextlib.ExitStack()  # process 0 has some
         self.prepare()
 
@@ -122,12 +122,11 @@ class SamplingTrainer:
     def train(self) -> dict[str, float]:
         """Answers every row; how many rows became what."""
         models = self.resolve_models()
-        self.build_sampler(models["sampler"], self.config.api_key or os.environ.get("OPENAI_API_KEY"))
-        for role, build in (("prm", self.build_prm), ("orm", self.build_orm)):
-            if role in models:
-                build(models[role])
+        self.sampler.build(models["sampler"], self.config.api_key or os.environ.get("OPENAI_API_KEY"))
+        for role, scorer in self.scorers().items():
+            scorer.build(models[role])
         with self.files:
-            waiting: deque[Batch] = deque()
+            waiting: deque[InFlight] = deque()
             for positions in self.open_files():
                 waiting.append(self.begin(positions))
                 while len(waiting) >= MOST_IN_FLIGHT or (waiting and waiting[0].done()):
@@ -136,23 +135,23 @@ class SamplingTrainer:
                 self.end(batch)
             return self.finish()
 
-    def begin(self, positions: np.ndarray) -> Batch:
+    def scorers(self) -> dict[str, CandidateScorer]:
+        """Those that the configuration names, by their roles."""
+        named = {"prm": (self.config.prm_model, self.prm), "orm": (self.config.orm_model, self.orm)}
+        return {role: scorer for role, (spec, scorer) in named.items() if spec is not None}
+
+    def begin(self, positions: np.ndarray) -> InFlight:
         """Has a batch of rows sampled and scored; the candidates go from worker to worker."""
-        config = self.config
         rows = [self.rows[int(position)] for position in positions]
         cached = [self.cached.get(int(position)) for position in positions]
         for k, (row, contents) in enumerate(zip(rows, cached, strict=True)):
             if contents is not None:
                 cached[k] = [completion_of(prompt_of(row), content) for content in contents]
-        candidates = self.sample.defer(Tasks(positions, rows, cached))
-        rewards = {}
-        if config.prm_model is not None:
-            rewards["prm"] = self.process_rewards.defer(candidates)  # type: ignore[arg-type]
-        if config.orm_model is not None:
-            rewards["orm"] = self.outcome_rewards.defer(candidates)  # type: ignore[arg-type]
-        return Batch(positions, candidates, rewards)
+        candidates: Any = self.sampler.sample.defer(Questions(positions, rows, cached))
+        rewards = {role: scorer.score.defer(candidates) for role, scorer in self.scorers().items()}
+        return InFlight(positions, candidates, rewards)
 
-    def end(self, batch: Batch) -> None:
+    def end(self, batch: InFlight) -> None:
         """Judges a batch, and writes down what became of its rows."""
         candidates = batch.candidates.result()
         rewards = {role: future.result() for role, future in batch.rewards.items()}
@@ -278,69 +277,6 @@ class SamplingTrainer:
             "correct": counts["num_correct"] / max(1, counts["num_candidates"]),
             "tokens_per_second": (counts["num_tokens"] - self.num_tokens_before) / max(seconds, 1e-9),
         }
-
-    # Role sampler
-
-    @RayHelper.function(group="sampler")
-    def build_sampler(self, model: str, api_key: str | None) -> None:
-        """``api_key`` comes from the driver: its environment need not be the worker's."""
-        config = self.config
-        if config.engine == "no":
-            self.sampler: Sampler = CachedSampler(config)
-        elif config.engine == "client":
-            num_workers = RayHelper.current().shard.count
-            client = OpenAIClient(
-                config.base_url,
-                api_key=api_key,
-                max_concurrent_requests=max(1, config.max_concurrent_requests // num_workers),
-                max_retries=config.max_retries,
-                request_timeout_s=config.request_timeout_s,
-            )
-            self.sampler = ClientSampler(client, config)
-        else:
-            tokenizer = load_tokenizer(config, model)
-            engine = ENGINES[config.engine](
-                model,
-                tokenizer,
-                batch_size=config.rollout_batch_size,
-                dtype=resolve_dtype(config),
-                model_init_kwargs=config.model_init_kwargs,
-                trust_remote_code=config.trust_remote_code,
-            )
-            self.sampler = LocalSampler(engine, tokenizer, config)
-
-    @RayHelper.function(group="sampler", dispatch="slice", collect="flatten")
-    def sample(self, tasks: Tasks) -> Candidates:
-        return self.sampler.sample(tasks)
-
-    # Roles prm and orm
-
-    @RayHelper.function(group="prm")
-    def build_prm(self, spec: Any) -> None:
-        self.prm = self.scorer(spec, takes_steps=True)
-
-    @RayHelper.function(group="orm")
-    def build_orm(self, spec: Any) -> None:
-        self.orm = self.scorer(spec, takes_steps=False)
-
-    def scorer(self, spec: Any, *, takes_steps: bool) -> Scorer:
-        config = self.config
-        load_plugins(config.external_plugins)
-        return Scorer(
-            spec,
-            takes_steps=takes_steps,
-            dtype=resolve_dtype(config),
-            batch_size=config.reward_batch_size,
-            trust_remote_code=config.trust_remote_code,
-        )
-
-    @RayHelper.function(group="prm", dispatch="slice", collect="flatten")
-    def process_rewards(self, candidates: Candidates) -> Rewards:
-        return self.prm.score(candidates)
-
-    @RayHelper.function(group="orm", dispatch="slice", collect="flatten")
-    def outcome_rewards(self, candidates: Candidates) -> Rewards:
-        return self.orm.score(candidates)
 
 
 def positions_of(config: SamplingConfig, num_rows: int) -> np.ndarray:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rayhelper import ConfigError
+from trainers.configuration.roles import TRAIN
 from trainers.configuration.shared import TrainConfig, at_least
 from trainers.data.rows import PackingStrategy, TruncationMode
 from trainers.losses.types import SFTLossType
@@ -13,6 +15,8 @@ from trainers.losses.types import SFTLossType
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(TrainConfig):
     """SFT's keys beside the shared ones."""
+
+    ROLES: ClassVar = {"train": TRAIN}
 
     output_dir: str = "outputs/sft"
     dataset_text_field: str = "text"
@@ -51,6 +55,8 @@ class SFTConfig(TrainConfig):
 @dataclass(frozen=True, kw_only=True)
 class PretrainConfig(SFTConfig):
     """SFT on plain text, cut from one stream of tokens."""
+
+    NAMES: ClassVar = ("pretrain", "pt")
 
     output_dir: str = "outputs/pretrain"
     packing: bool = True

@@ -4,37 +4,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
 from rayhelper.errors import CallCancelledError, DeadlineError, DispatchError
 from rayhelper.roles.futures import Finished, Future
 from rayhelper.roles.methods import RoleMethod
+from rayhelper.roles.parts import Record
+from rayhelper.runtimes.ray.calls_under_way import unfinished, unfinished_ranks
 from rayhelper.runtimes.ray.late_call import FuturePart, LateCall
-from rayhelper.runtimes.ray.waiting import (
-    STEP_S,
-    answered,
-    replies_as_they_come,
-    replies_of,
-    unfinished,
-    unfinished_ranks,
-)
+from rayhelper.runtimes.ray.recovery import Recovery
+from rayhelper.runtimes.ray.waiting import STEP_S, replies_as_they_come, replies_of
 from rayhelper.values.calls import collect, unsendable
 from rayhelper.values.dispatch import Balanced, Whole, bare, whole
 from rayhelper.values.reply import opened
 from rayhelper.values.shards import Layout
 
-if TYPE_CHECKING:
-    from rayhelper.runtimes.ray.group import WorkerGroup
-
 
 class GroupCall:
     """A call that runs on a group: what stands behind its future."""
 
+    is_construction = False
+
     def __init__(
         self,
-        group: WorkerGroup,
+        recovery: Recovery,
         method: RoleMethod[..., Any],
         title: str,
         name: str,
@@ -45,7 +40,8 @@ class GroupCall:
         sources: tuple[GroupCall, ...],
         number: int,
     ) -> None:
-        self.group = group
+        self.recovery = recovery
+        self.calls = recovery.calls
         self.method = method
         self.title = title  # in messages
         self.name = name  # in the recording
@@ -60,10 +56,10 @@ class GroupCall:
 
     def send(self, ranks: Iterable[int]) -> None:
         """Calls these ranks: for the first time, or again on workers that were replaced."""
-        calls = self.group.crew.calls(self.location)
+        calls = self.calls.crew.calls(self.location)
         parts = [ref for source in self.sources for ref in source.refs]
         shared = len(self.sent) == 1
-        recording = self.group.recording
+        recording = self.calls.recording
         try:
             for rank in ranks:
                 sent = self.sent[0 if shared else self.layout.shard_of[rank]]
@@ -72,14 +68,10 @@ class GroupCall:
                 if recording:
                     recording.sent(self.refs[rank].task_id(), self.number, sent_ns)
         except TypeError as error:
-            raise unsendable(self.group.where(self.title), error) from error
-
-    def is_answered(self) -> bool:
-        """Whether every rank has answered, and none of them has died: then nothing of it will run again."""
-        return not unfinished(self.refs) and all(map(answered, self.refs))
+            raise unsendable(self.calls.where(self.title), error) from error
 
     def done(self) -> bool:
-        return self.group.stopped or self.outcome is not None or not unfinished(self.refs)
+        return self.calls.stopped or self.outcome is not None or not unfinished(self.refs)
 
     def wait(self) -> None:
         """Returns when the workers have answered or the call has failed; collects nothing."""
@@ -100,7 +92,7 @@ class GroupCall:
             except Exception as error:
                 self._end(Finished.failed(error))
                 raise
-            recording, started_ns = self.group.recording, time.time_ns()
+            recording, started_ns = self.calls.recording, time.time_ns()
             self._end(Finished(lambda: self._collect(replies)))
             if recording:
                 recording.span("collect", self.name, started_ns, self.number)
@@ -108,24 +100,24 @@ class GroupCall:
         return self.outcome.result(None)
 
     def cancel(self) -> bool:
-        if self.outcome is not None or self.group.stopped:
+        if self.outcome is not None or self.calls.stopped:
             return False
         waiting = unfinished_ranks(self.refs)
         if not waiting:
             return False
-        self._end(Finished.failed(CallCancelledError(f"{self.group.where(self.title)} was cancelled")))
-        self.group.recovery.stop(waiting)
+        self._end(Finished.failed(CallCancelledError(f"{self.calls.where(self.title)} was cancelled")))
+        self.recovery.stop(waiting)
         return True
 
     def _end(self, outcome: Finished) -> None:
         self.outcome = outcome
-        self.group.close(self)
+        self.calls.close(self)
         self.sent, self.sources = [], ()
 
     def _replies(self, timeout_s: float | None) -> list[Any]:
-        recording, started_ns = self.group.recording, time.time_ns()
+        recording, started_ns = self.calls.recording, time.time_ns()
         try:
-            return replies_of(self.group, self.title, self, timeout_s)
+            return replies_of(self.recovery, self.title, self, timeout_s)
         except KeyboardInterrupt:
             self.cancel()  # in a notebook the next call would wait for this one
             raise
@@ -135,13 +127,13 @@ class GroupCall:
 
     def _collect(self, replies: list[Any]) -> Any:
         for rank, reply in enumerate(replies):
-            self.group.note_shards(rank, reply)
+            self.calls.note_shards(rank, reply)
         values = [opened(replies[rank], writable=True) for rank in self.layout.leaders]
-        return collect(self.method, values, self.order, self.group.where(self.title))
+        return collect(self.method, values, self.order, self.calls.where(self.title))
 
     def parts(self) -> Iterator[Any]:
-        for rank, reply in replies_as_they_come(self.group, self, self.layout.leaders):
-            yield opened(self.group.note_shards(rank, reply), writable=True)
+        for rank, reply in replies_as_they_come(self.recovery, self, self.layout.leaders):
+            yield opened(self.calls.note_shards(rank, reply), writable=True)
 
     def wait_any(self, others: Sequence[Any]) -> int:
         while True:
@@ -153,18 +145,31 @@ class GroupCall:
 
 
 class Construction:
-    """The construction of an instance on every worker of a group, made again where a worker is replaced meanwhile."""
+    """The construction of an object on every worker of a group, made again where a worker is replaced meanwhile."""
 
-    def __init__(self, group: WorkerGroup, address: str, payload: Any) -> None:
-        self.group = group
+    is_construction = True
+    sources = ()
+    title = "__init__"
+    outcome: Finished | None = None
+
+    def __init__(self, recovery: Recovery, address: str, payload: Any) -> None:
+        self.recovery = recovery
         self.address = address
         self.payload = payload
-        self.refs: list[Any] = [None] * len(group.crew.actors)
+        self.refs: list[Any] = [None] * len(recovery.crew.actors)
 
     def send(self, ranks: Iterable[int]) -> None:
-        """Has these ranks construct it."""
         for rank in ranks:
-            self.refs[rank] = self.group.crew.actors[rank].construct.remote(self.address, self.payload)
+            self.refs[rank] = self.recovery.crew.actors[rank].construct.remote(self.address, self.payload)
+
+    def wait(self) -> None:
+        unfinished(self.refs, None)
+
+    def built(self, limit_s: float) -> dict[str, Sequence[Record]]:
+        """By worker, the parts that it built. Raises what a constructor raised."""
+        calls = self.recovery.calls
+        replies = replies_of(self.recovery, self.title, self, limit_s)
+        return {calls.crew.describe(rank): calls.note_shards(rank, reply) for rank, reply in enumerate(replies)}
 
 
 def sources_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[GroupCall, ...]:
@@ -206,7 +211,7 @@ def late_calls(
                     source.execute == "first",
                     pending.layout.leaders,
                     pending.order,
-                    pending.group.where(pending.title),
+                    pending.calls.where(pending.title),
                 )
                 start = stop
             else:

@@ -16,7 +16,6 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray._private.worker import global_worker
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -24,6 +23,7 @@ from rayhelper.device_groups import DeviceGroup, all_roles
 from rayhelper.device_groups.slots import Slot, resources
 from rayhelper.roles.runtime import Shard, WorkerInfo
 from rayhelper.runtimes.ray import environment
+from rayhelper.runtimes.ray.patches import current_task, id_of_actor
 from rayhelper.values.shards import is_within
 from rayhelper.worker.host import NUM_SLOTS, Host, boot_id
 from rayhelper.worker.side_door import Address, ask
@@ -68,7 +68,7 @@ class Crew:
             "name": None,
         }
         name = f"{self.group.name}[{slot.rank}]"
-        return ray.remote(Host).options(**options).remote(name, cloudpickle.dumps, _current_task)
+        return ray.remote(Host).options(**options).remote(name, cloudpickle.dumps, current_task)
 
     def prepare(self, ranks: Iterable[int] | None = None) -> None:
         """Gives the processes of these ranks (None: all) their rank and environment. Raises RayActorError."""
@@ -188,7 +188,7 @@ class Crew:
     def rank_of(self, actor_id: str | None) -> int | None:
         """The rank whose process is this actor; None if it is none of ours."""
         for rank, actor in enumerate(self.actors):
-            if actor._actor_id.hex() == actor_id:
+            if id_of_actor(actor) == actor_id:
                 return rank
         return None
 
@@ -206,8 +206,3 @@ class Crew:
         if self.group.shares_devices_with is None:
             with contextlib.suppress(Exception):
                 remove_placement_group(self.reserved)
-
-
-def _current_task() -> Any:
-    """The name of the task that runs in this thread of a worker."""
-    return global_worker.core_worker.get_current_task_id()  # type: ignore[attr-defined]

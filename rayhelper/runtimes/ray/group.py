@@ -3,7 +3,7 @@
 submit(method, args, kwargs)
     divide(...)               one (args, kwargs) per shard           values/calls.py
     sendable(...)             packed; put once or sent by value      transport.py
-    crew.calls(address)       one remote call a worker               crew.py, worker/host.py
+    calls.begin(call)         one remote call a worker               calls_under_way.py, crew.py, worker/host.py
 -> Future(GroupCall)          waits, collects                        call.py
    what goes wrong meanwhile                                         recovery.py
 """
@@ -11,7 +11,6 @@ submit(method, args, kwargs)
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -27,18 +26,16 @@ from rayhelper.roles.futures import Future
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.parts import Identity, Record, bound_for
 from rayhelper.runtimes.ray.call import Construction, GroupCall, late_calls, sources_of
+from rayhelper.runtimes.ray.calls_under_way import CONSTRUCTION_S, CallsUnderWay
 from rayhelper.runtimes.ray.crew import Crew
 from rayhelper.runtimes.ray.recovery import Recovery
 from rayhelper.runtimes.ray.transport import sendable
-from rayhelper.runtimes.ray.waiting import CONSTRUCTION_S, replies_of
 from rayhelper.timeline.recording import Recording
-from rayhelper.values.calls import divide, layout_of, unsendable, where_of
-from rayhelper.values.reply import Reported
-from rayhelper.values.shards import ShardTable
+from rayhelper.values.calls import divide, layout_of, unsendable
 
 
 class WorkerGroup:
-    """The workers of one device group, and the calls that are on their way to them."""
+    """The workers of one device group."""
 
     def __init__(
         self,
@@ -53,13 +50,8 @@ class WorkerGroup:
         self.group = group
         self.recording = recording
         self.crew = Crew(group, slots, reserved, neighbours=neighbours, inherits=inherits, trace=recording is not None)
-        self.shards = ShardTable(len(slots), group.name)
-        self.constructions: dict[str, Any] = {}  # by address, for workers that are replaced
-        self.constructing: dict[str, Construction] = {}  # by address
-        self.open: dict[int, GroupCall] = {}  # calls whose outcome is not known yet, in order
-        self.recovery = Recovery(self)
-        self.lock = threading.RLock()
-        self.stopped = False
+        self.calls = CallsUnderWay(group, self.crew, recording)
+        self.recovery = Recovery(self.calls)
 
     def prepare(self) -> None:
         """Gives every process its rank and environment; the group is usable afterwards."""
@@ -68,7 +60,7 @@ class WorkerGroup:
     def missing_modules(self, names: list[str]) -> set[str]:
         """Those of the modules that some node of the group could not import. Raises WorkerDiedError."""
         while True:
-            self.check_usable("__init__")
+            self.calls.check_usable("__init__")
             try:
                 return self.crew.missing_modules(names)
             except RayActorError as error:
@@ -76,26 +68,18 @@ class WorkerGroup:
 
     def construct(self, address: str, payload: Any) -> Construction:
         self.recovery.finish()
-        self.check_usable("__init__")
-        call = Construction(self, address, payload)
-        with self.lock:
-            self.constructions[address] = payload
-            self.constructing[address] = call
-            call.send(range(len(self.crew.actors)))
-        return call
+        self.calls.check_usable("__init__")
+        construction = Construction(self.recovery, address, payload)
+        self.calls.begin_construction(address, payload, construction)
+        return construction
 
     def constructed(self, address: str, started: Construction) -> dict[str, Sequence[Record]]:
-        limit_s = max(CONSTRUCTION_S, self.group.timeout_s or 0.0)
-        replies = replies_of(self, "__init__", started, limit_s)
-        built = {self.crew.describe(rank): self.note_shards(rank, reply) for rank, reply in enumerate(replies)}
-        del self.constructing[address]
+        built = started.built(max(CONSTRUCTION_S, self.group.timeout_s or 0.0))
+        del self.calls.constructing[address]
         return built
 
     def drop(self, address: str) -> None:
-        self.constructions.pop(address, None)
-        self.constructing.pop(address, None)
-        self.shards.drop(address)
-        self.crew.forget(address)
+        self.calls.forget(address)
 
     def submit(
         self,
@@ -106,11 +90,11 @@ class WorkerGroup:
         kwargs: dict[str, Any],
     ) -> Future[Any]:
         self.recovery.finish()
-        self._make_room()
+        self.calls.make_room()
         started_ns = time.time_ns() if self.recording else 0
         title, name = identity.title(method), identity.called(method)
-        where = self.where(title)
-        layout = layout_of(method, self.shards, str(identity.address))
+        where = self.calls.where(title)
+        layout = layout_of(method, self.calls.shards, str(identity.address))
         sources = sources_of(args, kwargs)
         order: list[int] | None = None
         if sources:
@@ -122,10 +106,8 @@ class WorkerGroup:
         sent, num_bytes = self._payloads(calls, layout.shard_of, where) if args or kwargs else ([()], 0)
         if self.recording:
             self.recording.span("serialise", name, started_ns, number, num_bytes)
-        call = GroupCall(self, method, title, name, location, layout, order, sent, sources, number)
-        with self.lock:
-            call.send(range(len(layout.shard_of)))
-            self.open[id(call)] = call
+        call = GroupCall(self.recovery, method, title, name, location, layout, order, sent, sources, number)
+        self.calls.begin(call)
         return Future(call)
 
     def _payloads(self, calls: list[Any], shard_of: tuple[int, ...], where: str) -> tuple[list[tuple[Any, ...]], int]:
@@ -142,39 +124,6 @@ class WorkerGroup:
             raise unsendable(where, error) from error
         return [(value,) for value, _ in pairs], sum(size for _, size in pairs)
 
-    def _make_room(self) -> None:
-        """Waits until fewer calls than ``max_in_flight`` are on their way."""
-        while len(self.open) >= self.group.max_in_flight:
-            for call in list(self.open.values()):
-                if call.outcome is not None or call.is_answered():
-                    self.close(call)
-            if len(self.open) >= self.group.max_in_flight:
-                oldest = next(iter(self.open.values()))
-                oldest.wait()
-                self.close(oldest)
-
-    def close(self, call: GroupCall) -> None:
-        """The outcome of a call is known."""
-        self.open.pop(id(call), None)
-
-    def where(self, title: str) -> str:
-        """A call of the method that messages call ``title``, as error messages name it."""
-        return where_of(title, self.group.name)
-
-    def note_shards(self, rank: int, reply: Any) -> Any:
-        """The value of a worker's reply; shards that came with it are remembered."""
-        if not isinstance(reply, Reported):
-            return reply
-        self.shards.note(rank, reply.shards)
-        return reply.value
-
-    def check_usable(self, what: str) -> None:
-        """Raises RoleError if the group was stopped, WorkerDiedError if a worker is dead for good."""
-        if self.stopped:
-            raise RoleError(f"{what}: the workers of group {self.group.name!r} were stopped by RayHelper.teardown().")
-        if self.recovery.dead is not None:
-            raise self.recovery.dead
-
     def hand_over_spans(self) -> None:
         """Gives the recording what the workers recorded; those that do not answer are left out."""
         assert self.recording is not None, "only a recorded group has spans"
@@ -190,5 +139,5 @@ class WorkerGroup:
 
     def stop(self) -> None:
         """Ends every process of the group and frees its resources."""
-        self.stopped = True
+        self.calls.stopped = True
         self.crew.end()

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ray
+
+try:
+    from ray._private.worker import global_worker
+except ImportError:  # another version: ``current_task`` asks Ray's public context
+    global_worker = None  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
@@ -26,3 +34,37 @@ def ray_on_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def current_task() -> Any:
+    """The id of the task that runs in this thread of a worker.
+
+    Ray (2.49 to 2.60) gives it out as text alone, after further checks (``get_runtime_context().get_task_id``); another
+    version is asked for that. Each call is spared some microseconds. Delete when the public way is as quick.
+    """
+    core: Any = getattr(global_worker, "core_worker", None)
+    if hasattr(core, "get_current_task_id"):
+        return core.get_current_task_id()
+    return ray.TaskID(bytes.fromhex(ray.get_runtime_context().get_task_id() or ""))
+
+
+def id_of_actor(actor: Any) -> str:
+    """The id of an actor, as Ray's errors name it; empty where a version keeps it elsewhere.
+
+    Ray (2.49 to 2.60) has no public name for it outside of the actor. Delete when a handle has one.
+    """
+    known = getattr(actor, "_actor_id", None)
+    return "" if known is None else str(known.hex())
+
+
+def free_resources() -> Mapping[str, Mapping[str, float]]:
+    """What each live node has free, by its id; all that it has, where a version does not say what is free.
+
+    Ray (2.49 to 2.60) says it of the whole cluster alone (``ray.available_resources``). With all that a node has, a
+    reservation that does not fit fails later, and is tried again. Delete when Ray says it of each node.
+    """
+    state: Any = getattr(getattr(ray, "_private", None), "state", None)
+    if hasattr(state, "available_resources_per_node"):
+        free: Mapping[str, Mapping[str, float]] = state.available_resources_per_node()
+        return free
+    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}

@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from rayhelper.device_groups import DeviceGroup, DeviceGroups
 from rayhelper.device_groups.slots import NodeResources, Slot, assign, bundle
 from rayhelper.errors import PlacementError
-from rayhelper.runtimes.ray.patches import ray_on_loopback
+from rayhelper.runtimes.ray.patches import free_resources, ray_on_loopback
 
 _RESERVE_S = 10.0  # for what was free a moment ago
 
@@ -55,7 +55,7 @@ def place(groups: DeviceGroups, *, wait_s: float) -> dict[str, tuple[Slot, ...]]
 
 def cluster_nodes() -> list[NodeResources]:
     """The live nodes with their free resources, this driver's own first, then by address."""
-    free = ray._private.state.available_resources_per_node()  # the only source of *free* resources
+    free = free_resources()
     here = ray.get_runtime_context().get_node_id()
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
     nodes.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]))

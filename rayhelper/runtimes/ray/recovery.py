@@ -12,18 +12,21 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
 
 from rayhelper.errors import WorkerDiedError
-from rayhelper.runtimes.ray.call import Construction, GroupCall
-from rayhelper.runtimes.ray.waiting import CONSTRUCTION_S, answered, unfinished, unfinished_ranks
+from rayhelper.runtimes.ray.calls_under_way import (
+    CONSTRUCTION_S,
+    CallsUnderWay,
+    Sent,
+    answered,
+    unfinished,
+    unfinished_ranks,
+)
 from rayhelper.worker.failures import raise_failures
-
-if TYPE_CHECKING:
-    from rayhelper.runtimes.ray.group import WorkerGroup
 
 _log = logging.getLogger(__name__)
 
@@ -36,10 +39,10 @@ _REJOINED_S = 60.0
 class Recovery:
     """The troubles of one group."""
 
-    def __init__(self, group: WorkerGroup) -> None:
-        self.group = group
-        self.dead: WorkerDiedError | None = None  # why the group cannot be used any more
-        self.restarts_left = group.group.restarts
+    def __init__(self, calls: CallsUnderWay) -> None:
+        self.calls = calls
+        self.crew = calls.crew
+        self.restarts_left = calls.group.restarts
         self.stopping: threading.Thread | None = None
 
     def finish(self) -> None:
@@ -56,7 +59,7 @@ class Recovery:
         self.stopping.join(_TOLD_WITHIN_S)
 
     def _stop(self, given_up: list[tuple[int, Any]]) -> None:
-        crew = self.group.crew
+        crew = self.crew
         tasks: dict[int, list[str]] = {}
         for rank, ref in given_up:
             tasks.setdefault(rank, []).append(ref.task_id().hex())
@@ -73,7 +76,7 @@ class Recovery:
                 ranks = [rank for rank, ref in given_up if ref in waiting]
                 _log.warning("group %r: ranks %s did not stop; the next call waits for them", crew.group.name, ranks)
 
-    def died(self, error: RayActorError, what: str, call: GroupCall | Construction | None, called: int) -> None:
+    def died(self, error: RayActorError, what: str, call: Sent | None, called: int) -> None:
         """Replaces a worker that died, or whose death failed this call; every open call is sent to it again.
 
         ``called``: the rank whose part of the call failed. Its worker may have been replaced since.
@@ -81,22 +84,22 @@ class Recovery:
         Raises:
             WorkerDiedError: the group has no restarts (left).
         """
-        with self.group.lock:
+        with self.calls.lock:
             actor_id = getattr(error, "actor_id", None)
-            rank = called if actor_id is None else self.group.crew.rank_of(actor_id)
+            rank = called if actor_id is None else self.crew.rank_of(actor_id)
             if rank is not None:
                 self._replace(rank, error, self._running(rank) or what)
-            elif isinstance(call, GroupCall) and call.sources:
+            elif call is not None and call.sources:
                 self._send_with_new_sources(call)
-            elif call is not None and self.group.group.restarts:
+            elif call is not None and self.calls.group.restarts:
                 call.send([called])
             else:
                 raise self._for_good(None, error, what)
 
     def _replace(self, rank: int, error: RayActorError, what: str) -> None:
-        crew, open_calls = self.group.crew, self._open_calls()
+        crew, under_way = self.crew, list(self.calls)
         replaced: set[int] = set()
-        lost: dict[GroupCall | Construction, set[int]] = {other: set() for other in open_calls}
+        lost: dict[Sent, set[int]] = {other: set() for other in under_way}
         while True:  # until no further worker dies meanwhile
             if self.restarts_left <= 0:
                 raise self._for_good(rank, error, what)
@@ -104,8 +107,8 @@ class Recovery:
             together = any(crew.ask("joined").values())  # its peers wait for it in collectives, or would
             ranks = set(range(len(crew.actors))) if together else {rank}
             replaced |= ranks
-            for other in open_calls:
-                lost[other] |= _to_repeat(other, ranks, together or isinstance(other, Construction))
+            for other in under_way:
+                lost[other] |= _to_repeat(other, ranks, together or other.is_construction)
             self._log_replacement(rank, what, sorted(ranks), sum(map(bool, lost.values())))
             try:
                 self._construct_anew(sorted(replaced))
@@ -115,43 +118,39 @@ class Recovery:
                 rank, error = rank if next_rank is None else next_rank, next_error
             except Exception as failed:  # as its constructor may
                 raise self._for_good(rank, failed, what) from failed
-        for other in open_calls:
+        for other in under_way:
             other.send(sorted(lost[other]))
 
     def _construct_anew(self, ranks: list[int]) -> None:
-        crew = self.group.crew
+        crew = self.crew
         crew.replace(ranks)
-        for address, payload in self.group.constructions.items():
-            if address in self.group.constructing:
+        for address, payload in self.calls.constructions.items():
+            if address in self.calls.constructing:
                 continue
             started = [crew.actors[rank].construct.remote(address, payload) for rank in ranks]
             replies = ray.get(started, timeout=CONSTRUCTION_S)
             raise_failures(replies)
             for rank, reply in zip(ranks, replies, strict=True):
-                self.group.note_shards(rank, reply)
+                self.calls.note_shards(rank, reply)
 
     def _running(self, rank: int) -> str | None:
         """The call in which a worker died: the first that it has not answered."""
-        for call in self.group.open.values():
+        for call in self.calls.open.values():
             if rank < len(call.refs) and not answered(call.refs[rank]):
                 return call.title
         return None
 
-    def _open_calls(self) -> list[GroupCall | Construction]:
-        """What is on its way, in an order in which it can be sent again."""
-        return [*self.group.constructing.values(), *self.group.open.values()]
-
     def _log_replacement(self, rank: int, what: str, ranks: list[int], num_calls: int) -> None:
         _log.warning(
             "%s died during %s; %s constructed anew, %d calls run again, %d restarts left",
-            self.group.crew.describe(rank),
+            self.crew.describe(rank),
             what,
             "it is" if ranks == [rank] else f"all {len(ranks)} workers, which share a process group, are",
             num_calls,
             self.restarts_left,
         )
 
-    def _send_with_new_sources(self, call: GroupCall) -> None:
+    def _send_with_new_sources(self, call: Sent) -> None:
         """Sends a call again whose argument was lost with a worker of another group, which is replaced first."""
         for source in call.sources:
             source.wait()
@@ -160,21 +159,21 @@ class Recovery:
         call.send(rank for rank, ref in enumerate(call.refs) if not answered(ref))
 
     def _for_good(self, rank: int | None, error: Exception, what: str) -> WorkerDiedError:
-        crew = self.group.crew
+        crew = self.crew
         who = f"a worker of group {crew.group.name!r}" if rank is None else crew.describe(rank)
         if isinstance(error, RayActorError):
             then = f" (all {crew.group.restarts} restarts were used)" if crew.group.restarts else ""
             remedy = " Give the group restarts: N to have workers replaced." if not crew.group.restarts else ""
-            self.dead = WorkerDiedError(f"{who} died before or during {what}{then}: {_cause(error)}{remedy}")
+            self.calls.dead = WorkerDiedError(f"{who} died before or during {what}{then}: {_cause(error)}{remedy}")
         else:
-            self.dead = WorkerDiedError(
+            self.calls.dead = WorkerDiedError(
                 f"{who} died before or during {what} and could not be constructed anew: {error}"
             )
-        self.stop(item for call in self._open_calls() for item in unfinished_ranks(call.refs))
-        return self.dead
+        self.stop(item for call in self.calls for item in unfinished_ranks(call.refs))
+        return self.calls.dead
 
 
-def _to_repeat(call: GroupCall | Construction, ranks: set[int], whole: bool) -> set[int]:
+def _to_repeat(call: Sent, ranks: set[int], whole: bool) -> set[int]:
     """The ranks among those replaced whose part of the call must run again: all, or those that have not answered."""
     called = {rank for rank in ranks if rank < len(call.refs)}
     return called if whole else {rank for rank in called if not answered(call.refs[rank])}

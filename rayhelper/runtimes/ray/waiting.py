@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from rayhelper.errors import DeadlineError, WorkerError
 from rayhelper.ranks import runs
+from rayhelper.runtimes.ray.calls_under_way import Sent, unfinished_ranks
+from rayhelper.runtimes.ray.recovery import Recovery
 from rayhelper.worker.failures import Failure, raise_failures
 from rayhelper.worker.side_door import told_stacks
 
-if TYPE_CHECKING:
-    from rayhelper.runtimes.ray.call import Construction, GroupCall
-    from rayhelper.runtimes.ray.group import WorkerGroup
-
 _FAST_S = 0.1  # so long all are waited for together, which costs least
 STEP_S = 0.5  # so often a waiting driver looks whether the group is still usable
-CONSTRUCTION_S = 3600.0  # loading a model takes longer than a call
 _SAME_S = 0.1  # failures of other ranks within this time are told together
 
 
-def replies_of(group: WorkerGroup, what: str, call: GroupCall | Construction, timeout_s: float | None) -> list[Any]:
+def replies_of(recovery: Recovery, what: str, call: Sent, timeout_s: float | None) -> list[Any]:
     """The replies to a call, in order of rank.
 
     Args:
@@ -36,53 +33,53 @@ def replies_of(group: WorkerGroup, what: str, call: GroupCall | Construction, ti
         WorkerDiedError: a process ended and may not be replaced.
         DeadlineError: with the Python stacks of all ranks.
     """
-    group.check_usable(what)
-    limit_s = group.group.timeout_s if timeout_s is None else timeout_s
+    recovery.calls.check_usable(what)
+    limit_s = recovery.calls.group.timeout_s if timeout_s is None else timeout_s
     deadline = None if limit_s is None else time.monotonic() + limit_s
     try:
         replies = ray.get(call.refs, timeout=_FAST_S if limit_s is None else min(_FAST_S, limit_s))
     except (GetTimeoutError, RayActorError, RayTaskError):
-        replies = _one_by_one(group, what, call, deadline, limit_s, timeout_s is None)
+        replies = _one_by_one(recovery, what, call, deadline, limit_s, timeout_s is None)
     raise_failures(replies)
     return replies
 
 
-def replies_as_they_come(group: WorkerGroup, call: GroupCall, ranks: Iterable[int]) -> Iterator[tuple[int, Any]]:
+def replies_as_they_come(recovery: Recovery, call: Sent, ranks: Iterable[int]) -> Iterator[tuple[int, Any]]:
     """(rank, reply) of these ranks of a call, in the order in which they finish. Raises as ``replies_of`` does."""
-    what, limit_s = call.title, group.group.timeout_s
+    what, limit_s = call.title, recovery.calls.group.timeout_s
     left = set(ranks)
     while left:
-        group.check_usable(what)
+        recovery.calls.check_usable(what)
         rank_of = {call.refs[rank]: rank for rank in left}
         deadline = None if limit_s is None else time.monotonic() + limit_s
         while not (ready := ray.wait(list(rank_of), num_returns=1, timeout=STEP_S)[0]):
-            group.check_usable(what)
+            recovery.calls.check_usable(what)
             if deadline is not None and time.monotonic() >= deadline:
-                raise _late(group, call.refs, what, limit_s, True)
+                raise _late(recovery, call.refs, what, limit_s, True)
         try:
             reply = ray.get(ready[0])
         except RayActorError as error:
-            group.recovery.died(error, what, call, rank_of[ready[0]])
+            recovery.died(error, what, call, rank_of[ready[0]])
             continue  # the references of the call may be others now
         except RayTaskError as error:
-            raise _not_sent(group, rank_of[ready[0]], what, error) from None
+            raise _not_sent(recovery, rank_of[ready[0]], what, error) from None
         if isinstance(reply, Failure):
-            raise_failures(_with_failures(group, call.refs, {ready[0]: reply}))
+            raise_failures(_with_failures(recovery, call.refs, {ready[0]: reply}))
         left.discard(rank_of[ready[0]])
         yield rank_of[ready[0]], reply
 
 
-def _not_sent(group: WorkerGroup, rank: int, what: str, error: RayTaskError) -> WorkerError:
+def _not_sent(recovery: Recovery, rank: int, what: str, error: RayTaskError) -> WorkerError:
     """The error for a value that does not pickle."""
     return WorkerError(
-        f"the value of {what} on {group.crew.describe(rank)} could not be sent back: {error.cause or error}"
+        f"the value of {what} on {recovery.crew.describe(rank)} could not be sent back: {error.cause or error}"
     )
 
 
 def _one_by_one(
-    group: WorkerGroup,
+    recovery: Recovery,
     what: str,
-    call: GroupCall | Construction,
+    call: Sent,
     deadline: float | None,
     limit_s: float | None,
     is_groups_limit: bool,
@@ -90,7 +87,7 @@ def _one_by_one(
     refs = call.refs  # which change when workers are replaced
     replies: dict[Any, Any] = {}  # by reference
     while any(ref not in replies for ref in refs):
-        group.check_usable(what)
+        recovery.calls.check_usable(what)
         waiting = [ref for ref in refs if ref not in replies]
         left_s = STEP_S if deadline is None else min(STEP_S, deadline - time.monotonic())
         ready = ray.wait(waiting, num_returns=1, timeout=max(0.0, left_s))[0]
@@ -100,18 +97,18 @@ def _one_by_one(
             try:
                 replies[ref] = ray.get(ref)
             except RayActorError as error:
-                group.recovery.died(error, what, call, refs.index(ref))
+                recovery.died(error, what, call, refs.index(ref))
                 break  # the references of the call may be others now
             except RayTaskError as error:
-                raise _not_sent(group, refs.index(ref), what, error) from None
+                raise _not_sent(recovery, refs.index(ref), what, error) from None
         if any(isinstance(reply, Failure) for reply in replies.values()):
-            return _with_failures(group, refs, replies)
+            return _with_failures(recovery, refs, replies)
         if not ready and deadline is not None and time.monotonic() >= deadline:
-            raise _late(group, refs, what, limit_s, is_groups_limit)
+            raise _late(recovery, refs, what, limit_s, is_groups_limit)
     return [replies[ref] for ref in refs]
 
 
-def _with_failures(group: WorkerGroup, refs: list[Any], replies: dict[Any, Any]) -> list[Any]:
+def _with_failures(recovery: Recovery, refs: list[Any], replies: dict[Any, Any]) -> list[Any]:
     """The replies that are there shortly after one failed; workers that still run are stopped."""
     waiting = [ref for ref in refs if ref not in replies]
     if waiting:
@@ -122,43 +119,21 @@ def _with_failures(group: WorkerGroup, refs: list[Any], replies: dict[Any, Any])
             except (RayActorError, RayTaskError):
                 continue  # the failure that was noticed first is the one to tell
         if late:
-            group.recovery.stop((refs.index(ref), ref) for ref in late)
+            recovery.stop((refs.index(ref), ref) for ref in late)
     return list(replies.values())
 
 
 def _late(
-    group: WorkerGroup, refs: list[Any], what: str, limit_s: float | None, is_groups_limit: bool
+    recovery: Recovery, refs: list[Any], what: str, limit_s: float | None, is_groups_limit: bool
 ) -> DeadlineError:
     """The error for a call that is late; if the deadline was the group's, the call is given up."""
     late = unfinished_ranks(refs)
-    told = told_stacks(group.crew.ask("stacks"), range(len(group.crew.actors)))
+    told = told_stacks(recovery.crew.ask("stacks"), range(len(recovery.crew.actors)))
     remedy = "The call was given up. Raise timeout_s of the group" if is_groups_limit else "Wait longer"
     if is_groups_limit:
-        group.recovery.stop(late)
+        recovery.stop(late)
     ranks = ", ".join(runs([rank for rank, _ in late]))
     return DeadlineError(
-        f"{what} on group {group.group.name!r} did not finish within {limit_s:g} s; still running on ranks "
+        f"{what} on group {recovery.calls.group.name!r} did not finish within {limit_s:g} s; still running on ranks "
         f"{ranks}. {remedy} if it needs longer. Where each rank of the group is:\n{told}"
     )
-
-
-def unfinished(refs: list[Any], timeout_s: float = 0.0) -> list[Any]:
-    """Those of the references behind which something still runs, or waits to run, after ``timeout_s``."""
-    return ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[1] if refs else []
-
-
-def unfinished_ranks(refs: list[Any]) -> list[tuple[int, Any]]:
-    """The ranks that have not answered, each with its reference; ``refs`` in order of rank."""
-    waiting = set(unfinished(refs))
-    return [(rank, ref) for rank, ref in enumerate(refs) if ref in waiting]
-
-
-def answered(ref: Any) -> bool:
-    """Whether a value is there."""
-    if unfinished([ref]):
-        return False
-    try:
-        ray.get(ref)
-    except Exception:
-        return False
-    return True

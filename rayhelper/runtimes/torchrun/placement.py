@@ -8,34 +8,58 @@ all.
 from __future__ import annotations
 
 import pickle
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from rayhelper.device_groups import DRIVER
+from rayhelper.device_groups import DRIVER, DeviceGroups
 from rayhelper.errors import RoleError
 from rayhelper.roles.futures import FinishedCall, Future, finished, values_of
 from rayhelper.roles.methods import RoleMethod
-from rayhelper.roles.parts import Identity, check_hosts
+from rayhelper.roles.parts import Identity, check_hosts, refuse_to_travel
 from rayhelper.roles.runtime import Route, acting_as, state
 from rayhelper.runtimes.driver import undeclared
-from rayhelper.runtimes.torchrun.exchange import Watch
+from rayhelper.runtimes.torchrun.exchange import Exchange, Watch
 from rayhelper.runtimes.torchrun.outcome import Outcome, deadline_error, in_collective
+from rayhelper.timeline.recording import Recording
 from rayhelper.values.calls import collector, divide, layout_of, where_of
 from rayhelper.values.dispatch import Balanced, unwrap
+from rayhelper.values.shards import Reports, ShardTable
 from rayhelper.values.slicing import num_items
 from rayhelper.worker.failures import Failure, add_note
-from rayhelper.worker.runtime import HostedPlacement, WorkerRuntime, refuse_to_travel
+from rayhelper.worker.runtime import HostedPlacement, WorkerRuntime
 
-if TYPE_CHECKING:
-    from rayhelper.runtimes.torchrun.runtime import TorchrunRuntime
+
+class Processes(Protocol):
+    """The processes of a torchrun run, as an object's calls need them (``runtime.py``)."""
+
+    config: DeviceGroups
+    rank: int
+    members: dict[str, tuple[int, ...]]
+    shards: dict[str, ShardTable]
+    exchange: Exchange
+    recording: Recording | None
+    alone: str
+    owed: OwedCall | None
+
+    @property
+    def workers(self) -> Mapping[str, WorkerRuntime]: ...
+
+    def check_usable(self, what: str) -> None: ...
+
+    def settle(self, outcome: Outcome, error: Exception | None, watch: Watch) -> list[Any]: ...
+
+    def settle_owed(self) -> None: ...
+
+    def take_reports(self) -> Reports: ...
 
 
 class SpmdPlacement:
     """One instance on this process: it is the driver's, and a worker's in every role that this process hosts."""
 
-    def __init__(self, runtime: TorchrunRuntime, identity: Identity, hosts: Collection[str] | None = None) -> None:
+    def __init__(self, runtime: Processes, identity: Identity, hosts: Collection[str] | None = None) -> None:
         self.runtime = runtime
         self.identity = identity
         config = runtime.config
@@ -199,12 +223,14 @@ class OwedCall:
     def __init__(self, call: Callable[[], list[Any]], collect: Callable[[list[Any]], Any]) -> None:
         self.call, self.collect = call, collect
         self.finished: FinishedCall | None = None
+        self.lock = threading.Lock()  # a coroutine waits for it in a thread, while the next call may settle it
 
     def settle(self) -> FinishedCall:
         """Meets the others."""
-        if self.finished is None:
-            self.finished = FinishedCall(self.call, self.collect)
-        return self.finished
+        with self.lock:
+            if self.finished is None:
+                self.finished = FinishedCall(self.call, self.collect)
+            return self.finished
 
     def done(self) -> bool:
         return self.settle().done()  # as on the other processes, which must go the same way

@@ -18,9 +18,11 @@ is not of its group does not wait for it before it makes its part of the next.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -45,7 +47,7 @@ from rayhelper.timeline.recording import Recording
 from rayhelper.values.shards import Reports, ShardTable
 from rayhelper.worker.failures import raise_first
 from rayhelper.worker.process_group import Joined, in_process_group, join_process_group, leave_process_group, let_go
-from rayhelper.worker.runtime import WorkerRuntime
+from rayhelper.worker.runtime import HostedPlacement, WorkerRuntime
 
 _GRACE_S = 2.0  # how long a process that failed lets the others finish before it frees those that wait for it
 _LAST_S = 15.0  # and how long it waits for them in all
@@ -64,13 +66,14 @@ class TorchrunRuntime:
         if recording is not None:
             recording.rank = rank
         self.exchange = Exchange(rank, size)
-        self.workers = {
+        self.workers: dict[str, TorchrunWorker] = {
             group.name: TorchrunWorker(self._info(group), self)
             for group in config.groups
             if rank in self.members[group.name]
         }
         self.shards = {group.name: ShardTable(group.num_workers, group.name) for group in config.groups}
         self.num_instances = 0
+        self.instances: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by address
         self.constructing: list[SpmdPlacement] = []
         self.owed: OwedCall | None = None  # the deferred call in which this process has not met the others yet
         self.ended: tuple[int, Exception] | None = None  # of a constructor that others left: how deep it is, and why
@@ -100,7 +103,7 @@ class TorchrunRuntime:
         for group in placement.hosts:
             check_hosts((args, kwargs), group)
         self.num_instances += 1
-        object.__setattr__(instance, "_rayhelper", placement)
+        self._place(instance, placement)
         self.constructing.append(placement)
         name = f"{type(instance).__name__}.__init__"
         try:
@@ -131,23 +134,35 @@ class TorchrunRuntime:
         """It is settled with its whole."""
         identity = Identity(instance, whole.identity, address_within(whole.identity))
         placement = SpmdPlacement(self, identity, whole.hosts)
-        object.__setattr__(instance, "_rayhelper", placement)
+        self._place(instance, placement)
         self.constructing.append(placement)
         try:
             build(init, instance, args, kwargs, identity)
         finally:
             self.constructing.pop()
 
+    def _place(self, instance: Any, placement: SpmdPlacement) -> None:
+        object.__setattr__(instance, "_rayhelper", placement)
+        with contextlib.suppress(TypeError):  # a class without weak references
+            self.instances[str(placement.identity.address)] = instance
+
     def describe_host_of(self, placement: SpmdPlacement) -> str:
         """Who this process is to an object, for messages."""
         hosted = placement.first_hosted()
         return self.describe() if hosted is None else hosted.runtime.describe()
 
+    def who(self, process: int) -> str:
+        """A process as messages name it: the first worker that it is, if it is one."""
+        for name, members in self.members.items():
+            if process in members:
+                return f"rank {members.index(process)} of group {name!r} (process {process} of torchrun)"
+        return f"process {process} of torchrun"
+
     def describe(self) -> str:
         return f"process {self.rank} of torchrun"
 
     def instance_at(self, address: str) -> Any:
-        return None  # nothing that is passed leaves its process
+        return self.instances.get(address)
 
     def take_reports(self) -> dict[tuple[str, str], Shard]:
         """The shards that this process reported since the last time, by address and role."""
@@ -194,7 +209,7 @@ class TorchrunRuntime:
             if error is not None and min(failures, key=lambda one: one.time_ns) is outcomes[self.rank].failure:
                 raise error
             raise_first(failures)
-        built = {f"process {rank} of torchrun": other.parts for rank, other in enumerate(outcomes)}
+        built = {self.who(rank): other.parts for rank, other in enumerate(outcomes)}
         here = next(iter(built))
         check_same_parts(outcomes[0].call.removesuffix(".__init__"), here, built.pop(here), built)
         for rank, other in enumerate(outcomes):
@@ -268,12 +283,18 @@ class TorchrunRuntime:
         raise not_constructed(method, target)
 
     def current(self) -> WorkerInfo:
-        if self.constructing:
-            hosted = self.constructing[-1].first_hosted()
-            if hosted is not None:
-                with hosted.runtime.inside(hosted, None):
-                    return hosted.runtime.current()
-        return self.driver
+        hosted = self._building()
+        if hosted is None:
+            return self.driver
+        if hosted not in self.constructing[-1].hosted.values():  # a part of another role, whose shards are its own
+            return hosted.runtime.info
+        with hosted.runtime.inside(hosted, None):
+            return hosted.runtime.current()
+
+    def _building(self) -> HostedPlacement | None:
+        """Of what this process is building, the innermost object that it hosts."""
+        hosted = (placement.first_hosted() for placement in reversed(self.constructing))
+        return next((one for one in hosted if one is not None), None)
 
     def report_shard(self, shard: Shard) -> None:
         if not self.constructing:
@@ -282,7 +303,7 @@ class TorchrunRuntime:
             hosted.report(hosted.runtime.info.roles, shard)
 
     def init_process_group(self, backend: str | None, timeout_s: float) -> None:
-        hosted = self.constructing[-1].first_hosted() if self.constructing else None
+        hosted = self._building()
         if hosted is None:
             raise RoleError("RayHelper.init_process_group is for code of a role, and was called by the driver's code")
         hosted.runtime.init_process_group(backend, timeout_s)

@@ -24,6 +24,7 @@ from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
 from trainers.backends.base import SentWeights, TokenFunction
+from trainers.backends.device import default_device
 from trainers.backends.fsdp import packed_attention
 from trainers.backends.fsdp.adapters import (
     adapter_weights,
@@ -36,7 +37,6 @@ from trainers.backends.fsdp.adapters import (
 from trainers.backends.fsdp.hf_model import (
     ModelHead,
     build_model,
-    default_device,
     evaluating,
     load_named_weights,
     named_weights,
@@ -49,6 +49,7 @@ from trainers.backends.fsdp.optimizer import OptimizerName, build_optimizer, loa
 from trainers.backends.fsdp.resting_optimizer import RestingOptimizer
 from trainers.backends.fsdp.sharding import (
     accumulate_whole,
+    can_accumulate_whole,
     forget_step,
     full,
     layers_of,
@@ -135,6 +136,7 @@ class FsdpBackend:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.padding_free, self.token_budget = padding_free, token_budget
         self.activation_memory_budget = activation_memory_budget
+        self.reshard_after_forward = reshard_after_forward and self.world_size > 1  # alone: nothing but copies
         self.peak_flops = peak_flops(self.device, peak_tflops)
         self.read_at: ReadAt = values_at if head == "value" else "predicting"
         trains, lowers = learning_rate is not None, self.dtype != torch.float32
@@ -180,7 +182,7 @@ class FsdpBackend:
                 self.scorer,
                 self.module,
                 dtype=self.dtype,
-                reshard_after_forward=reshard_after_forward and self.world_size > 1,  # alone: nothing but copies
+                reshard_after_forward=self.reshard_after_forward,
                 offload_params=offload_params,
             )
             self.casts = False
@@ -191,7 +193,8 @@ class FsdpBackend:
             devices = [self.device.index] if self.device.type == "cuda" else None
             self.forward = DistributedDataParallel(self.scorer, device_ids=devices, gradient_as_bucket_view=True)
         self.is_sharded = shards
-        self.accumulates_whole = shards and self.world_size == 1 and not offload_params  # a shard is all there is
+        is_all = shards and self.world_size == 1 and not offload_params  # there is one shard
+        self.accumulates_whole = is_all and can_accumulate_whole(self.scorer)
         self.can_step = True  # no step failed in a way that would spoil the next
         self.is_reducing = False  # gradients are added up over ranks as they come
         self.offloaded = Offload()  # for an engine
@@ -412,7 +415,9 @@ class FsdpBackend:
 
     def whole_weights(self) -> contextlib.AbstractContextManager[None]:
         """Inside, every rank holds all weights and may run the module at its own pace. Every rank enters."""
-        return whole_weights(self.scorer) if self.is_sharded else contextlib.nullcontext()
+        if not self.is_sharded:
+            return contextlib.nullcontext()
+        return whole_weights(self.scorer, reshard_after_forward=self.reshard_after_forward)
 
     @property
     def trains_part(self) -> bool:

@@ -55,11 +55,6 @@ def build_model(
     return built
 
 
-def default_device() -> torch.device:
-    """The GPU of this process if there is one, else the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def zero_dropout(module: torch.nn.Module) -> None:
     """Sets every dropout to zero: the layers, and the rates that parts and configurations keep as plain numbers."""
     for part in module.modules():

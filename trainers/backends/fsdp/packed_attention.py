@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from rayhelper import ConfigError
+from trainers.backends.fsdp.patches import tell_single_documents
 from trainers.backends.scores.inputs import Inputs
 
 NAME = "varlen"
@@ -57,7 +58,7 @@ def packed_arguments(config: Any, inputs: Inputs) -> dict[str, Any]:
 @contextlib.contextmanager
 def single_documents(inputs: Inputs) -> Iterator[None]:
     """Inside, if every row is one document, transformers does not look on the device whether it is: that would wait."""
-    _let_rows_be_told()
+    _tell_once()
     known = _are_single.set(inputs.position_ids_BT is None)
     try:
         yield
@@ -69,12 +70,8 @@ _are_single = ContextVar("_are_single", default=False)  # of this thread: anothe
 
 
 @functools.cache
-def _let_rows_be_told() -> None:
-    from transformers import masking_utils
-
-    name = "find_packed_sequence_indices"
-    if find := getattr(masking_utils, name, None):
-        setattr(masking_utils, name, lambda position_ids: None if _are_single.get() else find(position_ids))
+def _tell_once() -> None:
+    tell_single_documents(_are_single.get)
 
 
 def varlen_attention(

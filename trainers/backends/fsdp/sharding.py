@@ -15,7 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainers.backends.fsdp.patches import sums_by_kernel
+from trainers.backends.fsdp.patches import (
+    forget_gradients,
+    holds_gradients,
+    sharded_weights,
+    sums_by_kernel,
+    take_gradient,
+)
 
 
 def shard(
@@ -54,21 +60,27 @@ def layers_of(model: Any) -> list[torch.nn.Module]:
 
 
 @contextlib.contextmanager
-def whole_weights(scorer: torch.nn.Module) -> Iterator[None]:
-    """Inside, every rank holds all weights, and running the model needs no other rank. Every rank enters."""
+def whole_weights(scorer: Any, *, reshard_after_forward: bool) -> Iterator[None]:
+    """Inside, every rank holds all weights, and running the model needs no other rank. Every rank enters.
+
+    ``reshard_after_forward``: as ``shard`` was told.
+    """
     parts = _sharded_parts(scorer)
-    resharding = [part._get_fsdp_state()._fsdp_param_group for part in parts]
-    before = [None if group is None else group.post_forward_mesh_info for group in resharding]
     for part in parts:
         part.set_reshard_after_forward(False)
         part.unshard()
     try:
         yield
     finally:
-        for part, group, info in zip(parts, resharding, before, strict=True):
-            if group is not None:
-                group.post_forward_mesh_info = info
+        for part in parts:
+            part.set_reshard_after_forward(reshard_after_forward and part is not scorer, recurse=False)
             part.reshard()
+
+
+def can_accumulate_whole(scorer: torch.nn.Module) -> bool:
+    """Whether gradients that this torch adds up whole can be had: ``take_gradients``."""
+    weights = _sharded_weights(scorer)
+    return bool(weights) and all(map(holds_gradients, weights))
 
 
 def accumulate_whole(scorer: torch.nn.Module, *, last: bool) -> None:
@@ -88,9 +100,7 @@ def take_gradients(scorer: torch.nn.Module) -> None:
     FSDP would copy them, into memory of another stream: as much again, as memory of one stream is none of another's.
     """
     for weight in _sharded_weights(scorer):
-        gradient, weight.unsharded_accumulated_grad = weight.unsharded_accumulated_grad, None
-        if gradient is not None:
-            weight.sharded_param.grad = weight.to_sharded_dtensor(gradient)
+        take_gradient(weight)
 
 
 def forget_step(scorer: torch.nn.Module) -> bool:
@@ -98,12 +108,11 @@ def forget_step(scorer: torch.nn.Module) -> bool:
 
     False: this torch cannot (2.13 can), and another step would be wrong.
     """
-    for weight in _sharded_weights(scorer):
-        weight.unsharded_accumulated_grad = None
-        if hasattr(weight, "_unsharded_param"):
-            weight._unsharded_param.grad = None
+    weights = _sharded_weights(scorer)
+    for weight in weights:
+        forget_gradients(weight)
     assert isinstance(scorer, FSDPModule)
-    if not hasattr(scorer, "reset_iter_state"):
+    if not hasattr(scorer, "reset_iter_state") or not can_accumulate_whole(scorer):
         return False
     scorer.reset_iter_state()
     return True
@@ -120,9 +129,7 @@ def _sharded_parts(scorer: torch.nn.Module) -> list[FSDPModule]:
 
 
 def _sharded_weights(scorer: torch.nn.Module) -> list[Any]:
-    """What FSDP itself keeps of each weight."""
-    groups = [part._get_fsdp_state()._fsdp_param_group for part in _sharded_parts(scorer)]
-    return [weight for group in groups if group is not None for weight in group.fsdp_params]
+    return [weight for part in _sharded_parts(scorer) for weight in sharded_weights(part)]
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from rayhelper import ConfigError
 from trainers.backends.base import SentWeights, TokenFunction
-from trainers.backends.fsdp.hf_model import ModelHead, default_device
+from trainers.backends.device import default_device
+from trainers.backends.fsdp.hf_model import ModelHead
 from trainers.backends.megatron import layout
 from trainers.backends.megatron.adapter_checkpoint import load_adapter, save_adapter
 from trainers.backends.megatron.adapters import MegatronAdapter

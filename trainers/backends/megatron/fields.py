@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import torch
 
 from rayhelper import ConfigError
-from rayhelper.device_groups.mistakes import nearest
+from rayhelper.text import nearest
 from trainers.backends.megatron.layers import ENGINE_FIELDS, engine_mistake
 from trainers.backends.megatron.model_fields import model_fields
 from trainers.backends.megatron.settings import DDP, KEYS, OPTIMIZER, TRANSFORMER, MegatronSettings
@@ -195,7 +195,7 @@ def _why_not(name: str, known: Mapping[str, Any]) -> str | None:
     if name in KEYS:
         return f"{name} is a key of its own. Write it beside megatron, not in it."
     if name not in known:
-        near = nearest(name, [*known, *KEYS], " (did you mean {}?)")
+        near = nearest(name, [*known, *KEYS])
         return f"megatron-core has no field {name!r} in its configurations{near}."
     if name in ELSEWHERE:
         return f"{name} is what the key {ELSEWHERE[name]} says. Write that."

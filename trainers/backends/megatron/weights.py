@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from trainers.backends.megatron.architectures import MODEL_TYPES, NORMED, has_experts, head_width
+from trainers.backends.model_files import model_folder, safetensors_files
 
 EMBEDDING, HEAD, VALUES = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 GENERATION = "generation_config.json"
@@ -221,12 +222,12 @@ class MegatronWeights:
             FileNotFoundError: there are no safetensors files.
             ValueError: a tensor is missing or has another shape.
         """
-        folder = _folder(model)
+        folder = model_folder(model, GENERATION)
         if (folder / GENERATION).is_file():
             self.generation = (folder / GENERATION).read_text(encoding="utf-8")
         with contextlib.ExitStack() as files, torch.no_grad():
             tensors: dict[str, Any] = {}
-            for file in _safetensors_files(folder):
+            for file in safetensors_files(folder):
                 opened = files.enter_context(safe_open(file, framework="pt"))
                 tensors |= {name: opened.get_slice(name) for name in opened.keys() if name in self.shapes}  # noqa: SIM118
             self._check_all_given([*tensors, VALUES])
@@ -585,20 +586,3 @@ def _unwrapped(chunk: Any) -> Any:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
-
-
-def _folder(model: str | Path) -> Path:
-    """The folder itself, or that of a model of the hub, which is downloaded where it is not there yet."""
-    folder = Path(model)
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(str(model), allow_patterns=["model*.safetensors", GENERATION]))
-
-
-def _safetensors_files(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"{folder} holds no model*.safetensors, so it is no checkpoint of a model")
-    return files

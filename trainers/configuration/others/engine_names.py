@@ -1,7 +1,7 @@
 """What other systems call the keys of the rollout engine, in ours: ``use_vllm`` and ``vllm_*``, and sections of verl.
 
 A ``vllm_*`` key that is none of ours is a field of vLLM's EngineArgs and goes into ``vllm_engine_kwargs`` under vLLM's
-own name. Whether vLLM has such a field is asked when the run is checked (``rollout/vllm.py``): nothing here needs vLLM.
+own name. Whether vLLM has such a field is asked when the run is checked (``rollout/vllm``): nothing here needs vLLM.
 What a section ``teacher`` says of vLLM is for an engine of the teacher's own, ``teacher_engine``.
 """
 
@@ -9,30 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from rayhelper.text import nearest
 from trainers.configuration.others.other_names import ALIASES, HINTS, REFUSED, is_neutral, why_refused
 from trainers.configuration.reading.given_keys import GivenKeys, plain
-from trainers.configuration.reading.typed_values import nearest
 
 PREFIX = "vllm_"
 TEACHER = "teacher_"  # before the keys of a section teacher that say something of vLLM
 SERVER = "vllm_server_"  # of an engine outside the run: refused, and no field of EngineArgs
 OF_ROLLOUT = ("use_vllm", "free_cache_engine", "sleep_level")  # and all of PREFIX: what role rollout alone reads
 
-# What a section ``rollout`` calls its engine's keys in verl, siiRL and ROLL
-IN_ROLLOUT = {
-    "name": "rollout_engine",
-    "strategy_name": "rollout_engine",
-    "n": "num_generations",
-    "infer_batch_size": "rollout_batch_size",
-    "tensor_model_parallel_size": "vllm_tensor_parallel_size",
-    **{
-        name: f"{PREFIX}{name}"
-        for name in (
-            *("gpu_memory_utilization", "max_model_len", "max_num_seqs", "enforce_eager", "enable_prefix_caching"),
-            *("max_num_batched_tokens", "enable_chunked_prefill", "disable_log_stats", "load_format", "quantization"),
-        )
-    },
-}
 HF = ("hf_infer", "transformers")  # other names of rollout_engine: hf
 KEYS_ALONE = ("tensor_parallel_size", "enable_lora")  # fields of EngineArgs that a key of ours sets, behind PREFIX
 
@@ -49,7 +34,7 @@ def no_field(name: str, key: str, owner: str, fields: Collection[str]) -> str:
     """
     if key != "vllm_engine_kwargs":
         return f"{key}: {owner} has no field {name!r}{nearest(name, fields)}"
-    near = nearest(name, [*fields, *KEYS_ALONE], prefix=PREFIX)
+    near = nearest(name, [*fields, *KEYS_ALONE], f" (did you mean {PREFIX}{{}}?)")
     return f"unknown key {PREFIX}{name}: {owner} has no field {name!r} for {key}{near}"
 
 

@@ -59,7 +59,6 @@ ALIASES = {
 # Keys of some trainers, which other trainers know by another name: ms-swift's max_length of GRPO is the prompt's.
 ELSEWHERE = {"max_length": "max_prompt_length", "data_seed": "dataset_seed"}
 
-RLHF_TYPES = {"grpo": "grpo", "gkd": "gkd", "dpo": "dpo", "ppo": "ppo", "rm": "reward"}  # and the trainer of each
 REFUSED_RLHF_TYPES = {
     "kto": "it learns from answers that are no pairs, and no trainer here does. With pairs: rlhf_type: dpo and "
     "loss_type: apo_zero, which too judges each answer on its own",
@@ -71,8 +70,21 @@ REFUSED_RLHF_TYPES = {
     "rpo_alpha: 1.0",
 }
 
-# Names of roles in device_groups; sft:default, pt:default and rlhf:default are default.
-ROLES = {"default": "train", "train": "default", "ref": "reference"}
+# What a section ``rollout`` calls its engine's keys in verl, siiRL and ROLL
+IN_ROLLOUT = {
+    "name": "rollout_engine",
+    "strategy_name": "rollout_engine",
+    "n": "num_generations",
+    "infer_batch_size": "rollout_batch_size",
+    "tensor_model_parallel_size": "vllm_tensor_parallel_size",
+    **{
+        name: f"vllm_{name}"
+        for name in (
+            *("gpu_memory_utilization", "max_model_len", "max_num_seqs", "enforce_eager", "enable_prefix_caching"),
+            *("max_num_batched_tokens", "enable_chunked_prefill", "disable_log_stats", "load_format", "quantization"),
+        )
+    },
+}
 
 ANY = ("any value",)
 

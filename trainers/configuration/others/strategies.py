@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainers.configuration.megatron import TRAINED
+from rayhelper.planning.role_kinds import kind_of
+from rayhelper.text import nearest
 from trainers.configuration.reading.given_keys import GivenKeys
-from trainers.configuration.reading.typed_values import nearest
+from trainers.configuration.roles import LEARNS
 
 NAME, ARGUMENTS, CONFIG = "strategy_name", "strategy_args", "strategy_config"
 BACKENDS = {
@@ -21,7 +22,6 @@ BACKENDS = {
     "fsdp2_infer": "fsdp",
     "hf_infer": "fsdp",
 }
-ENGINES = ("rollout", "sampler")  # whose strategy is an engine
 
 
 def open_strategies(given: GivenKeys) -> None:
@@ -60,7 +60,8 @@ def _opened(role: str, section: Mapping[str, Any], where: str, given: GivenKeys)
         if key in opened and opened[key] != value:
             given.mistakes.append(f"{told}: {key} is {opened[key]}, and {value} in {ARGUMENTS}; remove one of them")
         opened[key] = value
-    if role in ENGINES or NAME not in opened:
+    does = kind_of(role, given.roles).does
+    if does == "generates" or NAME not in opened:  # its strategy is an engine
         return opened
     name = opened.pop(NAME)
     if name not in BACKENDS:
@@ -68,14 +69,14 @@ def _opened(role: str, section: Mapping[str, Any], where: str, given: GivenKeys)
         given.mistakes.append(f"{told}: {NAME} must be one of {listed}, got {name!r}{nearest(str(name), BACKENDS)}")
         return opened
     trains = name.endswith("_train")
-    is_trained = not role or role in TRAINED  # what holds for all roles holds for those
+    is_trained = not role or does in LEARNS  # what holds for all roles holds for those
     if trains is not is_trained:
         needed = next(
             one for one in BACKENDS if BACKENDS[one] == BACKENDS[name] and one.endswith("_train") is is_trained
         )
-        does = "is trained" if is_trained else "only scores"
+        done = "is trained" if is_trained else "only scores"
         who = f"role {role}" if role else "the model"
-        given.mistakes.append(f"{told}: {NAME} is {name}, but {who} {does}. Write {needed}")
+        given.mistakes.append(f"{told}: {NAME} is {name}, but {who} {done}. Write {needed}")
     if opened.setdefault("backend", BACKENDS[name]) != BACKENDS[name]:
         given.mistakes.append(f"{told}: {NAME} is {name}, but backend is {opened['backend']}; remove one of them")
     return opened

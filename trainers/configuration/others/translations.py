@@ -6,14 +6,14 @@ that are none of ours and puts ours in their place. A mistake is noted, so that 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from trainers.configuration.megatron import MegatronConfig
 from trainers.configuration.others.engine_names import translate_engine
-from trainers.configuration.others.other_names import HINTS, REFUSED_RLHF_TYPES, RLHF_TYPES, is_neutral
+from trainers.configuration.others.other_names import HINTS, REFUSED_RLHF_TYPES, is_neutral
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 
 ATTENTION = {  # ms-swift's attn_impl and Megatron's attention_backend, in transformers' words
@@ -39,9 +39,14 @@ COSINE_DEFAULTS = (-0.5, 0.0, 1.0, 0.5)  # ms-swift's, of all but the first
 CONSTANT = ("constant", "constant_with_warmup")
 
 
-def translate(given: GivenKeys, trainer: str, defaults: Mapping[str, Any]) -> None:
-    """Puts our keys in place of others' in ``given``. ``trainer`` is its name, ``defaults`` those of its keys."""
-    _rlhf_type(given, trainer)
+def translate(
+    given: GivenKeys, config_type: type, defaults: Mapping[str, Any], rlhf_types: Callable[[], Mapping[str, type]]
+) -> None:
+    """Puts our keys in place of others' in ``given``.
+
+    ``defaults`` are those of the keys of ``config_type``; ``rlhf_types`` gives the configurations by ms-swift's names.
+    """
+    _rlhf_type(given, config_type, rlhf_types)
     translate_engine(given)
     _precision(given)
     _attention(given)
@@ -61,24 +66,23 @@ def translate(given: GivenKeys, trainer: str, defaults: Mapping[str, Any]) -> No
     _server(given)
 
 
-def _rlhf_type(given: GivenKeys, trainer: str) -> None:
+def _rlhf_type(given: GivenKeys, config_type: type, rlhf_types: Callable[[], Mapping[str, type]]) -> None:
     if not given.foreign("rlhf_type"):
         return
-    asked = given.take("rlhf_type")
-    if problem := rlhf_problem(asked):
+    asked, known = given.take("rlhf_type"), rlhf_types()
+    if problem := rlhf_problem(asked, known):
         given.refuse("rlhf_type", problem)
-    elif RLHF_TYPES[asked] != trainer:
-        given.refuse(
-            "rlhf_type",
-            f"rlhf_type is {asked}, but this is python -m trainers.{trainer}. Write python -m trainers rlhf",
-        )
+    elif known[asked] is not config_type:
+        folder, _, name = config_type.__module__.rpartition(".")
+        own = f"python -m {folder}" if name == "config" else f"a run of {config_type.__name__}"
+        given.refuse("rlhf_type", f"rlhf_type is {asked}, but this is {own}. Write python -m trainers rlhf")
 
 
-def rlhf_problem(asked: Any) -> str | None:
-    """Why there is no trainer of this rlhf_type; None if there is one."""
+def rlhf_problem(asked: Any, known: Collection[str]) -> str | None:
+    """Why there is no trainer of this rlhf_type, of those that are ``known``; None if there is one."""
     if asked in REFUSED_RLHF_TYPES:
         return f"rlhf_type {asked} is not supported: {REFUSED_RLHF_TYPES[asked]}"
-    return None if asked in RLHF_TYPES else f"rlhf_type must be one of {', '.join(RLHF_TYPES)}, got {asked!r}"
+    return None if asked in known else f"rlhf_type must be one of {', '.join(known)}, got {asked!r}"
 
 
 def _precision(given: GivenKeys) -> None:

@@ -18,11 +18,13 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, get_type_hints
 
 from rayhelper import ConfigError
 from rayhelper.device_groups.keys import SECTION_KEYS, SIZE_KEYS
-from rayhelper.text import parse_text
+from rayhelper.text import nearest, parse_text
+from trainers.configuration.folders import rlhf_types
 from trainers.configuration.others.other_names import (
     ALIASES,
     HINTS,
@@ -37,7 +39,8 @@ from trainers.configuration.others.translations import translate
 from trainers.configuration.reading.given_keys import COMMAND_LINE, GivenKeys, plain
 from trainers.configuration.reading.role_sections import is_placement, lift_sections, our_name
 from trainers.configuration.reading.text import as_yaml, default_of, print_help
-from trainers.configuration.reading.typed_values import admits_bool, bracketed, nearest, typed
+from trainers.configuration.reading.typed_values import admits_bool, bracketed, typed
+from trainers.configuration.roles import Role
 
 ConfigT = TypeVar("ConfigT")
 Options = list[tuple[list[str], list[str]]]
@@ -58,7 +61,7 @@ def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | Non
     fields = {field.name: field for field in dataclasses.fields(config_type) if field.init}  # type: ignore[arg-type]
     defaults = {name: default_of(field) for name, field in fields.items()}
     types = get_type_hints(config_type)
-    given, foreign = _understood(argv, trainer_of(config_type), defaults)
+    given, foreign = _understood(argv, config_type, defaults)
     mistakes = [*given.mistakes, *_told(foreign, given)]
     values: dict[str, Any] = {}
     for name in [name for name in given.values if name in fields]:
@@ -90,18 +93,14 @@ def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | Non
     return config
 
 
-def trainer_of(config_type: type[Any]) -> str:
-    """The trainer of a configuration, which lies in ``<trainer>/config.py``, or in ``<trainer>_config.py``."""
-    folder, _, name = config_type.__module__.rpartition(".")
-    return folder.rpartition(".")[2] if name == "config" else name.removesuffix("_config")
-
-
-def given_keys(argv: Sequence[str], known: Iterable[str]) -> tuple[GivenKeys, dict[tuple[str, ...], str]]:
+def given_keys(
+    argv: Sequence[str], known: Iterable[str], roles: Mapping[str, Role] = MappingProxyType({})
+) -> tuple[GivenKeys, dict[tuple[str, ...], str]]:
     """What file and command line say, under our names; and the paths of keys that the command line said.
 
     With no ``known`` keys every name is read as that of some trainer.
     """
-    given = GivenKeys(list(known))
+    given = GivenKeys(list(known), roles)
     options = _options(argv, given)
     files = [values for path, values in options if path == ["config"]]
     if len(files) > 1:
@@ -200,15 +199,15 @@ def _add_file(file: str, given: GivenKeys) -> None:
 
 
 def _understood(
-    argv: Sequence[str], trainer: str, defaults: Mapping[str, Any]
+    argv: Sequence[str], config_type: type, defaults: Mapping[str, Any]
 ) -> tuple[GivenKeys, list[tuple[str, str, Any]]]:
     """The keys in our words; and those that are none of the configuration's, as (where, key, value)."""
-    given, spoken = given_keys(argv, defaults)
+    given, spoken = given_keys(argv, defaults, getattr(config_type, "ROLES", {}))
     open_strategies(given)
     foreign = []
     for role, keys in lift_sections(given, spoken).items():
         foreign += [(f"{given.where[role]}, section {role}", key, value) for key, value in keys.items()]
-    translate(given, trainer, defaults)
+    translate(given, config_type, defaults, rlhf_types)
     foreign += [(given.where[name], name, value) for name, value in given.values.items() if name not in defaults]
     return given, foreign
 

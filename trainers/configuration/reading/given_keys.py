@@ -12,6 +12,7 @@ from typing import Any
 
 from rayhelper import ConfigError
 from rayhelper.text import parse_text
+from trainers.configuration.roles import Role
 
 COMMAND_LINE = "command line"
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -21,10 +22,12 @@ NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 class GivenKeys:
     """Keys and their values, where each was written and under which name; and the mistakes and notes on the way.
 
-    ``known`` are the keys of the run's configuration. The command line wins over the file.
+    ``known`` are the keys of the run's configuration, ``roles`` those of its trainer. The command line wins over the
+    file.
     """
 
     known: Collection[str]
+    roles: Mapping[str, Role] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
     written: dict[str, str] = field(default_factory=dict)  # the name as it was written

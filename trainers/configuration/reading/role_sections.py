@@ -1,8 +1,9 @@
 """Sections of roles beside the other keys (``train: {gpus: 4, lora_rank: 8}``): where a role runs, what it is told.
 
-A configuration is flat here. So a section's placement goes into ``device_groups``, and its other keys become the keys
-of the run that they mean: ``model`` of ``teacher`` is ``teacher_model``. As in ms-swift, a section's key wins over the
-same key beside the sections. That is refused for a key that several roles read, which has one value for all of them.
+A configuration is flat here, and declares its roles (``configuration/roles.py``). So a section's placement goes into
+``device_groups``, and its other keys become the keys of the run that they mean: ``model`` of ``teacher`` is
+``teacher_model``. As in ms-swift, a section's key wins over the same key beside the sections. That is refused for a key
+that several roles read, which has one value for all of them.
 """
 
 from __future__ import annotations
@@ -12,48 +13,24 @@ from dataclasses import asdict
 from typing import Any
 
 from rayhelper.device_groups.keys import SECTION_KEYS, SHARE_KEY, SIZE_KEYS
+from rayhelper.planning.role_kinds import declared_name
 from trainers.configuration.megatron import MegatronConfig
-from trainers.configuration.others.engine_names import IN_ROLLOUT, PREFIX, TEACHER, belongs_to_engine
+from trainers.configuration.others.engine_names import PREFIX, TEACHER, belongs_to_engine
 from trainers.configuration.others.other_names import ALIASES, ELSEWHERE
 from trainers.configuration.reading.given_keys import COMMAND_LINE, GivenKeys, plain
+from trainers.configuration.roles import Role, main_role
 
 SHARED_PLACEMENT_KEYS = ("colocate_groups", "nproc_per_node", "nnodes")
 
-# What a role's section calls otherwise than the run
-OWN_NAMES = {
-    "rollout": IN_ROLLOUT,
-    "teacher": {"model": "teacher_model", "model_init_kwargs": "teacher_model_init_kwargs"},
-    "reference": {"model": "ref_model"},
-    "ref": {"model": "ref_model"},
-    "reward": {"model": "reward_model"},
-    "critic": {"model": "value_model", "learning_rate": "value_learning_rate", "lr": "value_learning_rate"},
-    "prm": {"model": "prm_model"},
-    "orm": {"model": "orm_model"},
-}
-# Keys that one role alone reads, beside those of the engine; train (or sampler) alone, or several, read all others
-READ_BY = {
-    "rollout": (
-        *("rollout_engine", "rollout_batch_size", "top_p", "top_k", "min_p", "repetition_penalty"),
-        *("stop_token_ids", "generation_kwargs", "reward_processes", "environment", "tools", "max_turns"),
-        "max_tool_calling_iterations",
-    ),
-    "teacher": (
-        *("offload_teacher_model", "gkd_logits_topk", "teacher_model", "teacher_model_init_kwargs"),
-        *("teacher_engine", "teacher_engine_kwargs"),
-    ),
-    "reference": ("ref_model",),
-    "reward": ("reward_model", "reward_funcs", "reward_weights"),
-}
+# Keys that several roles read: one value for all of them, whichever section says it
 READ_BY_SEVERAL = (
     *("model", "tokenizer", "chat_template", "chat_template_kwargs", "model_init_kwargs", "trust_remote_code", "dtype"),
     *("seed", "temperature", "max_completion_length", "max_prompt_length", "max_length", "dataset", "system"),
     *("external_plugins", "per_device_train_batch_size", "infer_batch_size"),
 )
-# Keys of the model's layout, which every role that trains or scores reads; role train decides
+# Keys of the model's layout, which every role that trains or scores reads; the main role decides
 OF_LAYOUT = {"backend": "fsdp", **asdict(MegatronConfig())}  # and what they are if nobody says
 del OF_LAYOUT["infer_batch_size"]
-SCORING = ("reference", "ref", "teacher", "critic")
-MAIN_ROLES = ("train", "default", "sampler")
 
 
 def is_placement(name: str, value: Any) -> bool:
@@ -83,7 +60,7 @@ def lift_sections(given: GivenKeys, spoken: Mapping[tuple[str, ...], str]) -> di
     placed: dict[str, Any] = dict.fromkeys(sections)  # ranks are given out in this order
     foreign: dict[str, dict[str, Any]] = {}
     said: dict[str, tuple[str, str, Any]] = {}  # keys of the run, by the section that said them
-    for role, section in sorted(sections.items(), key=lambda item: item[0] in SCORING):  # after role train
+    for role, section in sorted(sections.items(), key=lambda item: follows(item[0], given)):
         if not isinstance(section, Mapping) or role in SHARED_PLACEMENT_KEYS:
             placed[role] = section
             continue
@@ -109,14 +86,28 @@ def lift_sections(given: GivenKeys, spoken: Mapping[tuple[str, ...], str]) -> di
     return foreign
 
 
-def meant_by(role: str, key: str, given: GivenKeys) -> str | None:
+def role_of(section: str, given: GivenKeys) -> tuple[str, Role]:
+    """The role of a section, by its name here, and what its trainer declares of it."""
+    name = declared_name(section, given.roles)
+    return name, given.roles.get(name, Role())
+
+
+def follows(section: str, given: GivenKeys) -> bool:
+    """Whether the main role decides the layout of the role's model, so that its section is read first."""
+    name, role = role_of(section, given)
+    return name != main_role(given.roles) and role.does in ("scores", "values")
+
+
+def meant_by(section: str, key: str, given: GivenKeys) -> str | None:
     """The run's key that a section's key means; None for a key that is none of the run's."""
-    own = OWN_NAMES.get(role, {}).get(key)
+    name_of_role, role = role_of(section, given)
+    own = role.own_names.get(key)
     if own is not None:
         return own if own in given.known or belongs_to_engine(own, given.known) else None
     name = our_name(key, given.known)
-    is_engines = role == "rollout" and belongs_to_engine(name, given.known)
-    return name if name in given.known or role in MAIN_ROLES or is_engines else None
+    is_engines = role.does == "generates" and belongs_to_engine(name, given.known)
+    is_main = name_of_role == main_role(given.roles)
+    return name if name in given.known or is_main or is_engines else None
 
 
 def our_name(written: str, known: Any) -> str:
@@ -133,44 +124,49 @@ def _lift(name: str, value: Any, where: str, given: GivenKeys) -> None:
 
 
 def _disagreement(
-    role: str, key: str, name: str, value: Any, given: GivenKeys, said: Mapping[str, tuple[str, str, Any]]
+    section: str, key: str, name: str, value: Any, given: GivenKeys, said: Mapping[str, tuple[str, str, Any]]
 ) -> str | None:
     """What is wrong with a section's key: another role reads it, or another place says otherwise."""
+    name_of_role, role = role_of(section, given)
     is_engines = belongs_to_engine(name, given.known)
-    readers = ["rollout"] if is_engines else [reader for reader, names in READ_BY.items() if name in names]
-    is_own = key in OWN_NAMES.get(role, {})
-    if name in OF_LAYOUT and role in SCORING and not is_own:
-        return _other_layout(role, key, name, value, given, said)
+    readers = [
+        reader
+        for reader, other in given.roles.items()
+        if (other.does == "generates" if is_engines else name in other.keys)
+    ]
+    is_own = key in role.own_names
+    if name in OF_LAYOUT and follows(section, given) and not is_own:
+        return _other_layout(section, key, name, value, given, said)
     is_shared = name in READ_BY_SEVERAL or is_own
-    if readers and role not in readers and not is_own:
-        return f"section {role!r} has {key}, which role {readers[0]} reads. Move it there, or to the top level."
-    if not readers and not is_shared and role not in MAIN_ROLES:
-        return f"section {role!r} has {key}, which role {role} does not read. Move it to the top level."
-    if name in said and said[name][0] == role:
-        return f"section {role!r} says {name} twice, as {said[name][1]} and {key}; remove one of them"
+    if readers and name_of_role not in readers and not is_own:
+        return f"section {section!r} has {key}, which role {readers[0]} reads. Move it there, or to the top level."
+    if not readers and not is_shared and name_of_role != main_role(given.roles):
+        return f"section {section!r} has {key}, which role {section} does not read. Move it to the top level."
+    if name in said and said[name][0] == section:
+        return f"section {section!r} says {name} twice, as {said[name][1]} and {key}; remove one of them"
     if name in said and plain(said[name][2]) != plain(value):
         return (
-            f"sections {said[name][0]!r} and {role!r} disagree on {key} ({said[name][2]} and {value}), which has one "
-            "value for all roles. Write it once, at the top level."
+            f"sections {said[name][0]!r} and {section!r} disagree on {key} ({said[name][2]} and {value}), which has "
+            "one value for all roles. Write it once, at the top level."
         )
     beside = given.values.get(name)
     is_overriding = not is_shared or name in said or given.where.get(name) == COMMAND_LINE
     if name in given.values and not is_overriding and plain(beside) != plain(value):
         return (
-            f"section {role!r} has {key}: {value}, and the top level {beside}; it has one value for all roles. Write "
-            "it once, at the top level."
+            f"section {section!r} has {key}: {value}, and the top level {beside}; it has one value for all roles. "
+            "Write it once, at the top level."
         )
     return None
 
 
 def _other_layout(
-    role: str, key: str, name: str, value: Any, given: GivenKeys, said: Mapping[str, tuple[str, str, Any]]
+    section: str, key: str, name: str, value: Any, given: GivenKeys, said: Mapping[str, tuple[str, str, Any]]
 ) -> str | None:
     """What is wrong with a key of the layout in the section of a role that does not decide it: another value."""
     decided = said[name][2] if name in said else given.values.get(name, OF_LAYOUT[name])
     if plain(decided) == plain(value):
         return None
     return (
-        f"section {role!r} has {key}: {value}, and role train {decided}; it has one value for all roles that train or "
-        "score. Write it once, at the top level."
+        f"section {section!r} has {key}: {value}, and role {main_role(given.roles)} {decided}; it has one value for "
+        "all roles that train or score. Write it once, at the top level."
     )

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from rayhelper import ConfigError
-from rayhelper.text import parse_text
+from rayhelper.text import nearest, parse_text
 from trainers.losses.types import NOT_BUILT
-
-
-def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """' (did you mean x?)' or nothing; ``prefix``: what is written before all of them."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {prefix}{close[0]}?)" if close else ""
 
 
 def typed(name: str, hint: Any, value: Any) -> Any:

@@ -1,67 +1,10 @@
-"""Changes to vLLM that have no public switch. One function a patch; delete when vLLM has the switch."""
+"""What stands in the place of vLLM's own functions in steps that decode; ``patches.py`` puts it there."""
 
 from __future__ import annotations
 
 import copy
 from functools import partial
 from typing import Any, NamedTuple
-
-import torch
-
-
-def small_blocks_decode() -> None:
-    """Decoding steps of vLLM's Triton attention start the kernel in blocks of two warps, with two stages.
-
-    vLLM (0.26) starts it in blocks of four warps with three stages for prompts and decoding alike
-    (vllm/v1/attention/ops/triton_unified_attention.py, ``launch_kwargs``). A decoding step has one query a sequence, so
-    that the few heads of a group are all that a block multiplies: ``python -m benchmarks.gpu.attention`` compares the
-    two. The numbers are the same but for the order of a product's sums. Where a version has no such kernel nothing
-    changes.
-    """
-    from vllm.v1.attention.ops import triton_unified_attention as attention
-
-    kernel = getattr(attention, "kernel_unified_attention", None)
-    if kernel is not None and not isinstance(kernel, _Decoding) and _is_hopper():
-        attention.kernel_unified_attention = _Decoding(kernel)
-
-
-def quick_allocation(scheduler: Any) -> None:
-    """A request whose last page has room for the next token is asked for no more: nearly all, in a step that decodes.
-
-    vLLM (0.26, 0.32) goes through allocation and caching of each request in each step, to find that there is nothing to
-    do (vllm/v1/core/kv_cache_manager.py, ``allocate_slots`` and ``cache_blocks``). With hundreds of requests of a small
-    model the step waits for that. What is skipped would change nothing; where the cache is of another kind (sliding
-    windows, state spaces, several groups of layers), and in other versions, all stays as it is.
-    """
-    if not _is_known():
-        return
-    cache = scheduler.kv_cache_manager
-    managers = cache.coordinator.single_type_managers
-    if [type(manager).__name__ for manager in managers] != ["FullAttentionManager"]:
-        return
-    pages = managers[0]
-    if pages.block_size == pages.block_pool.hash_block_size:  # otherwise parts of pages are cached too
-        cache.allocate_slots = partial(_allocate, cache, pages, cache.allocate_slots)
-        cache.cache_blocks = partial(_cache, cache, pages, cache.cache_blocks)
-
-
-def quick_update(scheduler: Any) -> list[DecodedTokens]:
-    """Tokens that end nothing go to the list that is returned, and not into the outputs of vLLM's step.
-
-    vLLM (0.26, 0.32) makes an output of each token, with a dozen fields that say nothing in a step that decodes
-    (vllm/v1/core/sched/scheduler.py, ``update_from_output``); hundreds of them take longer than a small model's step.
-    What else happens to such a request happens here as there. Prompts, tokens that may end a request, requests that
-    lost their pages and all that is unusual stay vLLM's, as does everything in other versions.
-    """
-    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    decoded: list[DecodedTokens] = []
-    is_known = _is_known() and type(scheduler) in (AsyncScheduler, Scheduler)
-    unusual = ("connector", "log_stats", "enable_return_routed_experts", "aux_output_connector", "return_sampling_mask")
-    if is_known and not any(getattr(scheduler, name, None) for name in unusual):
-        scheduler.update_from_output = partial(_update, scheduler, decoded, scheduler.update_from_output)
-    return decoded
 
 
 class DecodedTokens(NamedTuple):
@@ -72,7 +15,7 @@ class DecodedTokens(NamedTuple):
     logps: list[float]
 
 
-def _update(scheduler: Any, decoded: list[DecodedTokens], update: Any, planned: Any, found: Any) -> Any:
+def update(scheduler: Any, decoded: list[DecodedTokens], update: Any, planned: Any, found: Any) -> Any:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.request import RequestStatus
 
@@ -127,7 +70,7 @@ def _may_end(request: Any, token: int, max_model_len: int) -> bool:
     )
 
 
-def _allocate(
+def allocate(
     cache: Any, pages: Any, allocate: Any, request: Any, num_new_tokens: int, *unnamed: Any, **settings: Any
 ) -> Any:
     num_tokens = request.num_computed_tokens + num_new_tokens
@@ -143,7 +86,7 @@ def _allocate(
     return allocate(request, num_new_tokens, *unnamed, **settings)
 
 
-def _cache(cache: Any, pages: Any, to_cache: Any, request: Any, num_computed_tokens: int) -> None:
+def cache(cache: Any, pages: Any, to_cache: Any, request: Any, num_computed_tokens: int) -> None:
     if not _is_cached(cache, pages, request, num_computed_tokens):
         to_cache(request, num_computed_tokens)
 
@@ -154,18 +97,7 @@ def _is_cached(cache: Any, pages: Any, request: Any, num_tokens: int) -> bool:
     return not cache.enable_caching or num_tokens // pages.block_size <= num_cached
 
 
-def _is_known() -> bool:
-    """Whether the scheduler of this version was compared with, and without, what is changed here."""
-    import vllm
-
-    return str(vllm.__version__).startswith(("0.26.", "0.32."))
-
-
-def _is_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-
-
-class _Decoding:
+class DecodingKernel:
     """The kernel, started as it says for steps that decode alone; what else is asked of it is the kernel's."""
 
     def __init__(self, kernel: Any) -> None:

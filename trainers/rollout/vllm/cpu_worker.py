@@ -1,4 +1,4 @@
-"""A process of vLLM's own that holds a part of a model on a CPU, set up as ``vllm.py`` sets up its own process.
+"""A process of vLLM's own that holds a part of a model on a CPU, set up as ``start.py`` sets up its own process.
 
 vLLM imports it by its name, in that process alone.
 """
@@ -8,14 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm import _custom_ops
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+from trainers.rollout.vllm.patches import pack_weights
 
 
 class CpuWorker(CPUWorker):  # type: ignore[misc]
     """Keeps its weights where others can be loaded into their place, and compiles nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _custom_ops._supports_onednn = False
+        pack_weights(False)
         torch.compiler.set_stance("force_eager")
         super().__init__(*args, **kwargs)

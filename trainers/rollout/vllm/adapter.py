@@ -17,7 +17,7 @@ import torch
 
 from rayhelper import ConfigError
 from trainers.parts.fingerprints import added_up, fingerprint
-from trainers.rollout.vllm_processes import uninterrupted
+from trainers.rollout.vllm.processes import uninterrupted
 
 ID = 1
 MEMORY = Path("/dev/shm")

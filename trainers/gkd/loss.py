@@ -1,6 +1,6 @@
-"""How far a student is from its teacher at each target token, in training and in evaluation.
+"""GKD's loss: how far a student is from its teacher at each target token, in training and in evaluation.
 
-Two ways of asking a teacher, which the trainer chooses by where the teacher lives; both are ``TokenFunction``s, which
+Two ways to compare with a teacher; which one depends on where the teacher lives. Both are ``TokenFunction``s, which
 see the student's logits a chunk of tokens at a time:
 
     WholeDivergence   the teacher is in this process: its hidden states of the micro-batch, its logits of the chunk
@@ -13,18 +13,54 @@ process holds; the teacher's are brought to the places of the student's where th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from trainers.backends.base import Backend
 from trainers.backends.scores.head import CHUNK_BYTES
 from trainers.batch import on_device
+from trainers.gkd.config import GKDConfig
 from trainers.gkd.samples import DistillationSamples
-from trainers.losses.distillation import generalized_jsd, topk_jsd
-from trainers.losses.tokens import token_entropy
+from trainers.losses.distillation import distillation_loss, generalized_jsd, topk_jsd
+from trainers.losses.tokens import sft_loss, token_entropy
 from trainers.losses.vocabulary import WHOLE, Vocabulary
 from trainers.metrics import Metrics
 
 NAMES = ("divergence", "teacher_agreement", "tempered_entropy")  # what both functions give, in this order
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """What the micro-batches of one optimizer step have in common: counted over all of them, and all workers."""
+
+    num_tokens: int  # response tokens
+    sft_alpha: float  # weight of the cross-entropy; 0: there is none
+
+
+def gkd_loss(
+    config: GKDConfig,
+    step: StepNumbers,
+    logps_BT: torch.Tensor,
+    entropy_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    micro: DistillationSamples,
+    metrics: Metrics,
+    divergence_BT: torch.Tensor,
+    teacher_agreement_BT: torch.Tensor,
+    tempered_entropy_BT: torch.Tensor,
+) -> torch.Tensor:
+    """The loss of one micro-batch, divided by the response tokens of the whole optimizer step."""
+    num_targets = mask_BT.sum()
+    metrics.mean("entropy", tempered_entropy_BT.sum(), num_targets)
+    metrics.mean("teacher_agreement", teacher_agreement_BT.sum(), num_targets)
+    loss = distillation_loss(divergence_BT, mask_BT, normaliser=step.num_tokens)
+    if step.sft_alpha:
+        cross_entropy = sft_loss(logps_BT, mask_BT, normaliser=step.num_tokens)
+        metrics.sum("divergence", loss)
+        metrics.sum("sft_loss", cross_entropy)
+        loss = loss + step.sft_alpha * cross_entropy
+    return loss
 
 
 class WholeDivergence:
@@ -99,10 +135,23 @@ class TopDivergence:
         return divergence_N, agrees_N, token_entropy(student_NV.detach(), self.temperature, vocabulary=vocabulary)
 
 
+Divergence = WholeDivergence | TopDivergence
+
+
+def divergence_of(config: GKDConfig, teacher: Backend, vocab_size: int) -> Divergence:
+    """What the configuration asks for; ``teacher`` is used if it compares the whole vocabulary."""
+    beta, temperature = config.beta, config.temperature
+    if config.gkd_logits_topk is None:
+        return WholeDivergence(
+            teacher, adapter=config.has_live_teacher, beta=beta, temperature=temperature, vocab_size=vocab_size
+        )
+    return TopDivergence(beta=beta, temperature=temperature, add_tail=config.gkd_topk_add_tail, vocab_size=vocab_size)
+
+
 @torch.no_grad()
 def measure_divergence(
     student: Backend,
-    function: WholeDivergence | TopDivergence,
+    function: Divergence,
     samples: DistillationSamples,
     *,
     micro_batch_size: int,

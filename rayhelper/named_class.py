@@ -1,0 +1,71 @@
+"""The class that ``package.module:Class`` or ``path/to/file.py:Class`` names."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from rayhelper.errors import ConfigError
+from rayhelper.text import DID_YOU_MEAN, nearest
+
+
+def class_named(target: str) -> type:
+    """The class, its module imported; modules are also looked for in the current folder.
+
+    A file is imported as the module that it is: of its package, or under its own name from its folder.
+
+    Raises:
+        ConfigError: there is no such module, file or class. What the module itself raises is raised as it is.
+    """
+    where, _, qualname = target.rpartition(":")
+    if not where or not qualname:
+        raise ConfigError(f"{target!r} names no class. Write module:Class, or path/to/file.py:Class.")
+    module = _of_file(Path(where).expanduser()) if where.endswith(".py") or "/" in where else _of_name(where, qualname)
+    try:
+        found = functools.reduce(getattr, qualname.split("."), module)
+    except AttributeError:
+        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
+        near = nearest(qualname, classes, DID_YOU_MEAN) or f" It is read from {module.__file__}."
+        raise ConfigError(f"{target}: {where} has no class {qualname}.{near}") from None
+    if not isinstance(found, type):
+        raise ConfigError(f"{target} is a {type(found).__name__}, not a class. Name a class.")
+    return found
+
+
+def _of_name(name: str, qualname: str) -> ModuleType:
+    if not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # of a module that it imports
+        raise ConfigError(
+            f"there is no module {name!r}: {error.name} is neither installed nor in {Path.cwd()}. Start where it is, "
+            f"set PYTHONPATH, or name its file: path/to/{name.rpartition('.')[2]}.py:{qualname}."
+        ) from None
+    except (ValueError, TypeError):  # a relative name, or an empty part of one
+        raise ConfigError(f"{name!r} is no name of a module. Write module:Class, or path/to/file.py:Class.") from None
+
+
+def _of_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        beside = sorted(other.name for other in path.parent.glob("*.py"))
+        near = nearest(path.name, beside, DID_YOU_MEAN) or f" It was looked for from {Path.cwd()}."
+        raise ConfigError(f"there is no file {str(path)!r}.{near}")
+    file = path.resolve()
+    name, folder = file.stem, file.parent
+    while (folder / "__init__.py").is_file():
+        name, folder = f"{folder.name}.{name}", folder.parent
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    module = importlib.import_module(name)
+    if Path(module.__file__ or "").resolve() != file:
+        raise ConfigError(
+            f"{path} cannot be imported as {name}, which is {module.__file__ or 'a part of Python'}. Rename the file."
+        )
+    return module

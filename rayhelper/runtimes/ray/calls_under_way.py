@@ -1,0 +1,147 @@
+"""The calls and constructions that a group's workers have not answered, and what must be known to send them again.
+
+    crew.py <- calls_under_way.py <- recovery.py <- waiting.py <- call.py <- group.py
+
+A call is in ``open`` from when it is sent until its outcome is known, a construction in ``constructing``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import ray
+
+from rayhelper.device_groups import DeviceGroup
+from rayhelper.errors import RoleError, WorkerDiedError
+from rayhelper.roles.futures import Finished
+from rayhelper.runtimes.ray.crew import Crew
+from rayhelper.timeline.recording import Recording
+from rayhelper.values.calls import where_of
+from rayhelper.values.reply import Reported
+from rayhelper.values.shards import ShardTable
+
+CONSTRUCTION_S = 3600.0  # loading a model takes longer than a call
+
+
+class Sent(Protocol):
+    """What was sent to the workers of a group: a call, or the construction of an object."""
+
+    title: str  # in messages
+    refs: list[Any]  # Ray's references to the replies, by rank; others after workers were replaced
+    outcome: Finished | None  # None: not known yet
+    is_construction: bool
+
+    @property
+    def sources(self) -> Sequence[Sent]:
+        """The calls whose values are arguments of this one."""
+        ...
+
+    def send(self, ranks: Iterable[int]) -> None:
+        """Sends it to these ranks: for the first time, or again."""
+        ...
+
+    def wait(self) -> None:
+        """Returns when the outcome is known."""
+        ...
+
+
+class CallsUnderWay:
+    """What the workers of one group have been asked and have not answered."""
+
+    def __init__(self, group: DeviceGroup, crew: Crew, recording: Recording | None) -> None:
+        self.group = group
+        self.crew = crew
+        self.recording = recording
+        self.shards = ShardTable(len(crew.slots), group.name)
+        self.constructions: dict[str, Any] = {}  # payloads by address, for workers that are replaced
+        self.constructing: dict[str, Sent] = {}  # by address
+        self.open: dict[int, Sent] = {}  # in order
+        self.lock = threading.RLock()
+        self.stopped = False
+        self.dead: WorkerDiedError | None = None  # why the group cannot be used any more
+
+    def __iter__(self) -> Any:
+        """All that is under way, in an order in which it can be sent again."""
+        return iter([*self.constructing.values(), *self.open.values()])
+
+    def begin(self, call: Sent) -> None:
+        """Sends a call to its workers."""
+        with self.lock:
+            call.send(range(len(call.refs)))
+            self.open[id(call)] = call
+
+    def begin_construction(self, address: str, payload: Any, construction: Sent) -> None:
+        """Has every worker construct an object."""
+        with self.lock:
+            self.constructions[address] = payload
+            self.constructing[address] = construction
+            construction.send(range(len(construction.refs)))
+
+    def close(self, call: Sent) -> None:
+        """The outcome of a call is known."""
+        self.open.pop(id(call), None)
+
+    def make_room(self) -> None:
+        """Waits until fewer calls than ``max_in_flight`` are under way."""
+        while len(self.open) >= self.group.max_in_flight:
+            for call in list(self.open.values()):
+                if call.outcome is not None or is_answered(call):
+                    self.close(call)
+            if len(self.open) >= self.group.max_in_flight:
+                oldest = next(iter(self.open.values()))
+                oldest.wait()
+                self.close(oldest)
+
+    def forget(self, address: str) -> None:
+        """Frees an object and its parts on every worker."""
+        self.constructions.pop(address, None)
+        self.constructing.pop(address, None)
+        self.shards.drop(address)
+        self.crew.forget(address)
+
+    def note_shards(self, rank: int, reply: Any) -> Any:
+        """The value of a worker's reply; shards that came with it are remembered."""
+        if not isinstance(reply, Reported):
+            return reply
+        self.shards.note(rank, reply.shards)
+        return reply.value
+
+    def where(self, title: str) -> str:
+        """A call of the method that messages call ``title``, as error messages name it."""
+        return where_of(title, self.group.name)
+
+    def check_usable(self, what: str) -> None:
+        """Raises RoleError if the group was stopped, WorkerDiedError if a worker is dead for good."""
+        if self.stopped:
+            raise RoleError(f"{what}: the workers of group {self.group.name!r} were stopped by RayHelper.teardown().")
+        if self.dead is not None:
+            raise self.dead
+
+
+def is_answered(call: Sent) -> bool:
+    """Whether every rank has answered, and none of them has died: then nothing of it will run again."""
+    return not unfinished(call.refs) and all(map(answered, call.refs))
+
+
+def unfinished(refs: list[Any], timeout_s: float | None = 0.0) -> list[Any]:
+    """Those of the references behind which something still runs, or waits to run, after ``timeout_s`` (None: any)."""
+    return ray.wait(refs, num_returns=len(refs), timeout=timeout_s)[1] if refs else []
+
+
+def unfinished_ranks(refs: list[Any]) -> list[tuple[int, Any]]:
+    """The ranks that have not answered, each with its reference; ``refs`` in order of rank."""
+    waiting = set(unfinished(refs))
+    return [(rank, ref) for rank, ref in enumerate(refs) if ref in waiting]
+
+
+def answered(ref: Any) -> bool:
+    """Whether a value is there."""
+    if unfinished([ref]):
+        return False
+    try:
+        ray.get(ref)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,144 @@
+"""What the first word of ``python -m trainers`` stands for: a trainer of a folder here, or anybody's, by its class.
+
+    grpo                                                  trainers/grpo/config.py, and the trainer in trainer.py
+    my_package.raft:RaftTrainer, path/to/raft.py:RaftTrainer    the class, and the type of its parameter ``config``
+
+A trainer is a class with ``@RayHelper.worker``, ``__init__(self, config: ItsConfig)`` and ``train()``, which returns
+the last metrics. ``ItsConfig`` is a dataclass that extends ``RunConfig`` or ``TrainConfig``. A static method
+``check(config, groups)``, if there is one, is called before anything starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from rayhelper import ConfigError
+from rayhelper.named_class import class_named
+from rayhelper.planning.role_kinds import configuration_of
+from rayhelper.text import nearest
+from trainers.configuration.folders import configuration_named, configurations, rlhf_types
+from trainers.configuration.others.translations import rlhf_problem
+from trainers.configuration.roles import Role
+from trainers.configuration.shared import RunConfig
+
+RLHF = "rlhf"  # the command whose trainer the key rlhf_type chooses
+EXTENDS = "a dataclass that extends TrainConfig (or RunConfig) of trainers.configuration.shared"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A trainer that the command line was told to run."""
+
+    config_type: type[RunConfig]
+    named: type | None = None
+
+    @property
+    def trainer(self) -> Any:
+        """The trainer's class. That of a folder here is imported now, with torch."""
+        return self.named or trainer_of(self.config_type)
+
+
+def commands() -> list[str]:
+    """All names of trainers that lie here, and ``rlhf``."""
+    return [*configurations(), RLHF]
+
+
+def command_named(name: str, rlhf_type: Any = None) -> Command:
+    """What ``name`` stands for; ``rlhf_type`` chooses for the name ``rlhf``.
+
+    Raises:
+        ConfigError: there is no such trainer, or the class that is named is none.
+    """
+    if ":" in name:
+        trainer = class_named(name)
+        return Command(checked_configuration(trainer, name), trainer)
+    if name == RLHF:
+        known = rlhf_types()
+        if rlhf_type is None:
+            raise ConfigError(f"rlhf_type must be given, in the file or as --rlhf_type: one of {', '.join(known)}")
+        if problem := rlhf_problem(rlhf_type, known):
+            raise ConfigError(problem)
+        return Command(known[rlhf_type])
+    found = configuration_named(name)
+    if found is None:
+        raise ConfigError(
+            f"there is no trainer {name!r}{nearest(name, commands())}. Your own is named by its class: "
+            "my_package.my_module:MyTrainer, or path/to/file.py:MyTrainer."
+        )
+    return Command(found)
+
+
+def roles_named(name: str, keys: Mapping[str, Any]) -> Mapping[str, Role] | None:
+    """The roles of the trainer that the command ``name`` runs with such a file; None if there is no such command.
+
+    What ``python -m rayhelper plan --trainer NAME`` asks.
+    """
+    known = name == RLHF or configuration_named(name) is not None
+    return command_named(name, keys.get("rlhf_type")).config_type.ROLES if known else None
+
+
+def trainer_of(config_type: type[RunConfig]) -> type[Any]:
+    """The class in ``trainer.py``, beside the ``config.py`` of a configuration, that takes it."""
+    module = import_module(f"{config_type.__module__.rpartition('.')[0]}.trainer")
+    classes = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
+    fitting = [kind for kind in classes if _is_trainer(kind) and issubclass(config_type, configuration_of(kind) or ())]
+    if len(fitting) != 1:
+        names = ", ".join(kind.__name__ for kind in fitting) or "none"
+        raise ConfigError(
+            f"{module.__name__} must have one class with @RayHelper.worker, train() and the parameter config: "
+            f"{config_type.__name__}; it has {names}."
+        )
+    return fitting[0]
+
+
+def _is_trainer(kind: type) -> bool:
+    return hasattr(kind, "__rayhelper_roles__") and callable(getattr(kind, "train", None))
+
+
+def checked_configuration(trainer: type, name: str) -> type[RunConfig]:
+    """The class of the configuration that a trainer takes. Raises ConfigError for what is no trainer."""
+    if not hasattr(trainer, "__rayhelper_roles__"):
+        raise ConfigError(
+            f"{name} has no roles. Write @RayHelper.worker(group=[...]) above the class, with the roles of its methods "
+            "and parts."
+        )
+    if not callable(getattr(trainer, "train", None)):
+        raise ConfigError(f"{name} has no method train(self), which trains and returns the last metrics. Add one.")
+    config_type = configuration_of(trainer)
+    if config_type is None:
+        raise ConfigError(
+            f"{name} does not say what its keys are. Write def __init__(self, config: MyConfig) -> None, with "
+            f"{EXTENDS} that is known where the class is defined."
+        )
+    if not dataclasses.is_dataclass(config_type) or not issubclass(config_type, RunConfig):
+        raise ConfigError(f"the config of {name} is a {config_type.__name__}, which must be {EXTENDS}.")
+    hints = vars(config_type).get("__annotations__", {})
+    keys = [key for key, hint in hints.items() if "ClassVar" not in str(hint)]
+    if keys and "__dataclass_params__" not in vars(config_type):  # only a base of it is one
+        raise ConfigError(
+            f"{config_type.__name__} says {', '.join(keys)}, which nobody would read. Write @dataclass(frozen=True, "
+            "kw_only=True) above the class."
+        )
+    check_declared(config_type.ROLES, trainer)
+    return config_type
+
+
+def check_declared(declared: Mapping[str, Role], trainer: Any) -> None:
+    """Raises ConfigError for a declared role whose name is misspelt: that of the role, or of the one it lives with."""
+    roles = trainer.__rayhelper_roles__
+    for name, role in declared.items():
+        if role.host is not None and role.host not in declared:
+            raise ConfigError(
+                f"ROLES lets role {name!r} live with {role.host!r}, which it does not declare (declared: "
+                f"{', '.join(declared)}){nearest(role.host, declared)}. Correct the host."
+            )
+    unused = [name for name in declared if name not in roles]
+    for role in roles:
+        if role not in declared and (near := nearest(role, unused, "{!r}")):
+            raise ConfigError(
+                f"{trainer.__name__} has role {role!r}, and ROLES of its configuration {near}. Write one name in both."
+            )

@@ -1,0 +1,152 @@
+"""What is wrong with a run beyond the values of single keys, found before any process starts."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from rayhelper import ConfigError, DeviceGroups
+from trainers.backends.device import default_device
+from trainers.configuration.completion import CompletionConfig, said_model_len
+from trainers.configuration.megatron_checks import check_megatron
+from trainers.configuration.mistakes import mistakes_of
+from trainers.configuration.shared import TrainConfig
+from trainers.data.rows import tokenize_prompts
+from trainers.parts.engine import sampling_of
+from trainers.parts.models import lora_settings
+from trainers.plugins import load_plugins
+from trainers.rollout.hf import check_generation_kwargs
+from trainers.run.run import resumed_state
+
+logger = logging.getLogger(__name__)
+
+TEMPLATE_TOKENS = 1024  # no chat template adds more to a prompt
+TOKENIZED_AT_ONCE = 1024  # prompts
+
+
+def check_before_start(config: TrainConfig, groups: DeviceGroups | None) -> None:
+    """Raises ConfigError for plugins that are not there, a checkpoint that is none, and what megatron cannot do."""
+    with mistakes_of("external_plugins"):
+        load_plugins(config.external_plugins)
+    if config.backend == "megatron":
+        check_megatron(config, groups, lora_settings(config))
+    resumed_state(config)
+
+
+def num_train_shards(config: TrainConfig, groups: DeviceGroups | None, role: str = "train") -> int:
+    """Data-parallel shards of the role's workers that ``groups`` will start; None: this process is the only worker."""
+    num_workers = 1 if groups is None else groups.group_of(role).num_workers
+    return num_workers // config.workers_per_shard
+
+
+def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> None:
+    """Raises ConfigError for an engine that is not there, a field it lacks, or a placement it cannot work in.
+
+    Warns of keys that have no effect where role rollout has devices of its own.
+    """
+    if config.rollout_engine == "vllm":
+        from trainers.rollout.vllm.settings import check_sampling_kwargs, checked_engine_kwargs
+
+        checked_engine_kwargs(config.vllm_engine_kwargs)
+        check_sampling_kwargs(sampling_of(config))
+        if config.eval_dataset and (temperature := getattr(config, "eval_temperature", None)) is not None:
+            check_sampling_kwargs(sampling_of(config, temperature))
+    else:
+        check_generation_kwargs(config.generation_kwargs)
+    shares_devices = groups is None or groups.share_devices("rollout", "train")
+    idle = [name for name in ("sleep_level", "offload_model", "offload_optimizer") if getattr(config, name)]
+    if idle and not shares_devices:
+        logger.warning(
+            "without effect: %s. Room is made where one device trains and generates by turns, but role rollout has a "
+            "device group of its own",
+            ", ".join(idle),
+        )
+    if config.rollout_engine == "vllm" and shares_devices:
+        check_can_sleep(config, groups, "rollout")
+    size = config.vllm_tensor_parallel_size
+    shares_processes = groups is None or groups.group_of("rollout") == groups.group_of("train")
+    if size > 1 and shares_processes:
+        raise ConfigError(
+            f"vllm_tensor_parallel_size={size}: workers that also train have a slice each. Give role rollout a group "
+            "of its own; with shares_devices_with it may be on the same devices."
+        )
+    if config.rollout_engine == "vllm":
+        check_model_fits(f"vllm_tensor_parallel_size={size}", size, groups, "rollout")
+
+
+def check_model_fits(told: str, size: int, groups: DeviceGroups | None, role: str) -> None:
+    """Raises ConfigError unless a role's workers, or the GPUs of each, can hold a model ``size`` at a time."""
+    group = None if groups is None else groups.group_of(role)
+    num_workers = 1 if group is None else group.num_workers
+    if group is not None and group.gpus_per_worker > 1:
+        if size != group.gpus_per_worker:
+            raise ConfigError(
+                f"{told}, but a worker of role {role} has {group.gpus_per_worker} GPUs (gpus_per_worker), and vLLM "
+                f"holds a model with all of them. Make the two equal, or remove gpus_per_worker: then workers with a "
+                "GPU each hold one together."
+            )
+    elif num_workers % size:
+        raise ConfigError(f"{told} does not divide the {num_workers} workers of role {role}")
+
+
+def check_can_sleep(config: CompletionConfig, groups: DeviceGroups | None, role: str) -> None:
+    """Raises ConfigError if the role's vLLM shall make room on a CPU."""
+    on_cpu = default_device().type == "cpu" if groups is None else groups.group_of(role).device == "CPU"
+    if config.sleep_level and on_cpu:
+        raise ConfigError(
+            f"sleep_level={config.sleep_level}: vLLM frees memory of GPUs alone, and role {role} is on a CPU. Set it "
+            "to 0."
+        )
+
+
+def check_prompts_fit(config: CompletionConfig, datasets: Mapping[str, Any], tokenizer: Any, model: str) -> None:
+    """Raises ConfigError naming the first row whose prompt leaves vLLM no room for a completion.
+
+    ``datasets``: rows by the key that names them; None: they are not completed. With ``max_prompt_length`` there is
+    room always. Rows with fewer bytes of text than there is room for tokens, by ``TEMPLATE_TOKENS``, are not tokenized.
+    """
+    if config.rollout_engine != "vllm" or config.max_prompt_length is not None:
+        return
+    told, length = said_model_len(config)
+    if length is None and not config.vllm_engine_kwargs.keys() & {"hf_overrides", "hf_config_path"}:
+        length = model_length(model, trust_remote_code=config.trust_remote_code)
+        told = f"the model's {length} positions"
+    if not isinstance(length, int) or length < 0:
+        return  # vLLM finds one itself
+    room = length - config.max_completion_length
+    for key, rows in datasets.items():
+        long = ((k, row) for k, row in enumerate(rows or ()) if len(str(row).encode()) + TEMPLATE_TOKENS > room)
+        while some := list(itertools.islice(long, TOKENIZED_AT_ONCE)):
+            places, texts = zip(*some, strict=True)
+            found = tokenize_prompts(texts, tokenizer, chat_template_kwargs=config.chat_template_kwargs)
+            for place, prompt_ids in zip(places, found, strict=True):
+                if len(prompt_ids) > room:
+                    raise ConfigError(
+                        f"{key}: the prompt of row {place} (from 0, of {len(rows)}) has {len(prompt_ids)} tokens, and "
+                        f"with a completion of {config.max_completion_length} (max_completion_length) that is more "
+                        f"than {told}. Set max_prompt_length, {room} at most, which takes the beginning away from "
+                        "longer prompts, change one of the lengths, or take the row out."
+                    )
+
+
+def model_length(model: str, *, trust_remote_code: bool) -> int | None:
+    """Positions that the model knows; None: it does not say, or vLLM takes another number."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind != "llama3" and ("factor" in rope or kind in ("longrope", "su")):
+        return None
+    return getattr(config, "max_position_embeddings", None)
+
+
+def check_staleness(max_staleness: int, groups: DeviceGroups | None) -> None:
+    """Raises ConfigError for completions begun ahead where there is nothing that could run beside training."""
+    if max_staleness and (groups is None or groups.share_devices("rollout", "train")):
+        raise ConfigError(
+            f"max_staleness={max_staleness} generates while the policy is trained, but both are on the same "
+            "devices. Give role rollout a group with devices of its own, or remove it."
+        )

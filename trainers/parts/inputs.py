@@ -1,0 +1,64 @@
+"""What every trainer reads: the rows of its data, its model's path, and the tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rayhelper import ConfigError, RayHelper
+from trainers.configuration.mistakes import mistakes_of
+from trainers.configuration.shared import RunConfig
+from trainers.data.rows import load_rows
+from trainers.plugins import load_plugins, resolve_model
+
+
+def read_rows(config: RunConfig, source: Any, split: str) -> Any:
+    """The rows of ``dataset`` or ``eval_dataset``. Raises ConfigError if there are none of the kind."""
+    with mistakes_of("dataset"):
+        return load_rows(
+            source,
+            split=split,
+            columns=config.columns,
+            prompt_template=config.prompt_template,
+            system=config.system,
+        )
+
+
+def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:
+    """The folder or hub name of the model, built first if a plugin builds it, and its tokenizer.
+
+    Raises:
+        ConfigError: a tokenizer that cannot be loaded, or that has no end-of-sequence token.
+    """
+    with mistakes_of("external_plugins"):
+        load_plugins(config.external_plugins)
+    model = model_path(config)
+    return model, load_tokenizer(config, model)
+
+
+@RayHelper.function(group="driver", execute="first")
+def model_path(config: RunConfig) -> str:
+    """The folder or hub name of the model. One that a plugin builds is built once, and needs a folder that all see."""
+    return resolve_model(config.model, output_dir=config.output_dir, seed=config.seed)
+
+
+def load_tokenizer(config: RunConfig, model: str) -> Any:
+    """The tokenizer of the run, with a padding token and the configured chat template."""
+    from transformers import AutoTokenizer
+
+    name = config.tokenizer or model
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no tokenizer could be loaded from {name!r}: {error}. Give a folder or a hub name as model or tokenizer."
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"the tokenizer of {name!r} has no eos_token, so that no sequence could end. Set one.")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if config.chat_template is not None:
+        file = Path(config.chat_template)
+        is_file = len(config.chat_template) < 1024 and file.is_file()
+        tokenizer.chat_template = file.read_text(encoding="utf-8") if is_file else config.chat_template
+    return tokenizer

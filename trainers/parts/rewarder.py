@@ -1,0 +1,156 @@
+"""Rewards of completions: by functions on the driver or in processes beside the engines, by models of role reward.
+
+    rewarder = Rewarder(config, ["exact_answer"], models=["path/to/judge"])
+    rewarder.prepare(tokenizer)                    # on the driver: finds the functions
+    rewarder.build(["path/to/judge"])              # loads the models where role reward runs
+    rewards_BK = rewarder(rows, rollouts)          # (B, K) float32, NaN where a reward has nothing to say
+    rewarder.names, rewarder.weights               # K each: the functions, then the models, then the others
+
+Which functions there are is ``rewards/functions.py``; processes are ``rewards/pool.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rayhelper import RayHelper
+from trainers.batch import Rollouts
+from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.mistakes import mistakes_of
+from trainers.data.rows import prompt_of
+from trainers.metrics import Metrics
+from trainers.parts.models import resolve_dtype
+from trainers.rewards.advantages import add_reward_metrics, group_advantages
+from trainers.rewards.functions import chat_completions, numbered, resolve_rewards, score
+from trainers.rewards.models import RewardModel, model_name
+from trainers.rewards.pool import RewardPool
+
+
+@RayHelper.worker(group="reward")
+class Rewarder:
+    """K rewards per completion: of ``functions``, of ``models`` and, if ``has_environment``, of the environment.
+
+    ``functions`` and ``models`` are as a configuration names them. ``weights`` None: 1 for each. ``num_processes``:
+    beside every rollout worker, for the functions; 0: the driver runs them.
+    """
+
+    def __init__(
+        self,
+        config: CompletionConfig,
+        functions: Sequence[Any],
+        *,
+        models: Sequence[str] = (),
+        has_environment: bool = False,
+        weights: Sequence[float] | None = None,
+        num_processes: int = 0,
+    ) -> None:
+        self.config, self.num_processes = config, num_processes
+        self.named_functions, self.named_models, self.has_environment = functions, models, has_environment
+        self.named_weights = weights
+        self.models: list[RewardModel] = []
+
+    # The driver's part
+
+    def prepare(self, tokenizer: Any) -> None:
+        """Finds the functions; ``tokenizer`` decodes completions. Raises ConfigError for one that is not there."""
+        self.tokenizer = tokenizer
+        with mistakes_of("reward_funcs"):
+            self.functions, _ = resolve_rewards(self.named_functions)
+        names = [name for _, name in self.functions] + list(map(model_name, self.named_models))
+        self.names = numbered([*names, *(["environment"] if self.has_environment else [])])
+        self.weights = np.array(self.named_weights or [1.0] * len(self.names), np.float32)
+        self.async_runner = asyncio.Runner()  # one event loop for all calls: clients may hold connections
+
+    def __call__(self, rows: Any, rollouts: Rollouts) -> np.ndarray:
+        """(B, K) float32, NaN where a reward has nothing to say; ``rows`` of the dataset, one per completion."""
+        modelled, scored = None, rollouts.function_rewards
+        if self.named_models:
+            modelled = self.judge.defer(list(map(prompt_of, rows)), self.completions(rows, rollouts))
+        columns = [self.run_functions(rows, rollouts) if scored is None else scored]
+        if modelled is not None:
+            columns.append(modelled.result())
+        if rollouts.environment_rewards is not None:
+            columns.append(rollouts.environment_rewards[:, None])
+        return np.concatenate(columns, axis=1)
+
+    @RayHelper.function(group="driver", execute="first")
+    def run_functions(self, rows: Any, rollouts: Rollouts) -> np.ndarray:
+        """(B, functions) float32."""
+        prompts, completions = list(map(prompt_of, rows)), self.completions(rows, rollouts)
+        ids = rollouts.completion_ids
+        return score(self.functions, prompts, completions, ids, rows[:], runner=self.async_runner)
+
+    def completions(self, rows: Any, rollouts: Rollouts) -> list[Any]:
+        """As texts or messages, in the form of the prompts."""
+        if rollouts.transcripts is not None:
+            return rollouts.transcripts
+        return chat_completions(list(map(prompt_of, rows)), self.texts(rollouts))
+
+    def texts(self, rollouts: Rollouts) -> list[str]:
+        """What the model wrote, without special tokens."""
+        texts: list[str] = self.tokenizer.batch_decode(list(rollouts.completion_ids), skip_special_tokens=True)
+        return texts
+
+    def shown(self, prompts: list[Any], rollouts: Rollouts, rewards_BK: np.ndarray) -> dict[str, Any]:
+        """Prompts, completions and rewards as the columns of a table."""
+        rewards = {name: rewards_BK[:, k] for k, name in enumerate(self.names)}
+        return {"prompt": prompts, "completion": self.texts(rollouts), **rewards}
+
+    def metrics(self, rewards_BK: np.ndarray, num_generations: int = 1) -> Metrics:
+        """Means and standard deviations of the rewards, under TRL's names; ``num_generations`` per prompt."""
+        metrics = Metrics()
+        _, statistics = group_advantages(
+            rewards_BK, num_generations=num_generations, weights_K=self.weights, scale_rewards="none"
+        )
+        add_reward_metrics(metrics, statistics, self.names)
+        return metrics
+
+    # Beside an engine, on a worker of role rollout
+
+    def new_pool(self) -> RewardPool | None:
+        """Processes for the functions. None: the driver runs them, or another worker gives this one's completions out.
+
+        Raises ConfigError for functions that other processes cannot be sent.
+        """
+        if not self.num_processes or not RayHelper.current().shard.leader:
+            return None
+        return pool_of(self.config, self.named_functions, self.num_processes)
+
+    # Role reward
+
+    @RayHelper.function(group="reward")
+    def build(self, models: list[str]) -> None:
+        """Loads the models, folders or hub names."""
+        config = self.config
+        self.models = [
+            RewardModel(
+                model,
+                dtype=resolve_dtype(config),
+                batch_size=config.per_device_train_batch_size,
+                chat_template_kwargs=config.chat_template_kwargs,
+                trust_remote_code=config.trust_remote_code,
+            )
+            for model in models
+        ]
+
+    @RayHelper.function(group="reward", dispatch="slice", collect="flatten")
+    def judge(self, prompts: list[Any], completions: list[Any]) -> np.ndarray:
+        """(B, models) float32."""
+        scores = [model.score(prompts, completions) for model in self.models]
+        return np.array(scores, np.float32).reshape(len(scores), len(prompts)).T
+
+
+def pool_of(config: CompletionConfig, functions: Sequence[Any], num_processes: int) -> RewardPool:
+    return RewardPool(functions, num_processes=num_processes, external_plugins=config.external_plugins)
+
+
+def check_rewards(config: CompletionConfig, functions: Sequence[Any], num_processes: int) -> None:
+    """Raises ConfigError for functions that are not there, or that other processes cannot be sent."""
+    with mistakes_of("reward_funcs"):
+        resolve_rewards(functions)
+    if num_processes:
+        pool_of(config, functions, num_processes)

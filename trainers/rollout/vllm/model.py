@@ -1,0 +1,53 @@
+"""What is asked of a model inside vLLM, in whichever process it lies: its ``apply_model`` calls these there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from trainers.parts.fingerprints import added_up, fingerprint, fingerprints
+
+
+def load(named_weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> None:
+    model.load_weights(iter(named_weights))
+
+
+def scale_logits(scale: float, model: Any) -> None:
+    model.logits_processor.scale = scale
+
+
+def model_fingerprints(model: Any) -> dict[str, int]:
+    """Of the whole model; each worker of a tensor-parallel group adds what its part has. Empty: it cannot be told."""
+    from vllm.distributed import parallel_state
+
+    size, rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    if size == 1:
+        return fingerprints(model.named_parameters())
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    prints, seen = [], set()
+    for module_name, module in model.named_modules():
+        for name, weight in module.named_parameters(recurse=False):
+            if id(weight) in seen:  # tied
+                continue
+            seen.add(id(weight))
+            if isinstance(module, RowParallelLinear) and name == "weight":
+                width = weight.shape[1]
+                found = fingerprint(weight, first_column=rank * width, num_columns=size * width)
+            elif isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)):
+                if getattr(module, "num_kv_head_replicas", 1) > 1:
+                    return {}
+                found = fingerprint(weight)
+            elif weight.dim() > 2:  # experts
+                return {}
+            else:  # every worker has it
+                found = fingerprint(weight) * (rank == 0)
+            prints.append((f"{module_name}.{name}", found))
+    group = parallel_state.get_tp_group().device_group
+    return added_up(prints, lambda totals: torch.distributed.all_reduce(totals, group=group))

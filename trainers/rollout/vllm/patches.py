@@ -1,0 +1,276 @@
+"""Changes to vLLM that have no public switch. One function a patch; delete when vLLM has the switch.
+
+The first three make decoding quicker and nothing else; ``vllm_patches: false`` leaves them out. They replace functions
+of vLLM that were compared in 0.26 and 0.32. Where a function differs, it stays vLLM's own, and one line of log says so.
+The engine needs the other patches. Each looks for what it changes by its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib
+import inspect
+import logging
+import operator
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from trainers.rollout.vllm import decoding
+
+logger = logging.getLogger(__name__)
+
+# The functions that each patch replaces or does the work of, and the first 16 digits of the sha256 of their source in
+# vLLM 0.32. 0.26 was compared on GPUs without taking these digits: there the version alone decides
+SOURCES = {
+    "small_blocks_decode": {
+        "vllm.v1.attention.ops.triton_unified_attention:unified_attention": "7f622e55ccdbcee8",
+    },
+    "quick_allocation": {
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": "8c60d937fd9eb0c8",
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks": "62ae87327fd28249",
+        "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks": "8a801b2adf06ab1a",
+        "vllm.v1.core.single_type_kv_cache_manager:FullAttentionManager.cache_blocks": "981125e4caafbec8",
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.cache_blocks": "973ea9fec0745c95",
+    },
+    "quick_update": {
+        "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": "85b29db96051135c",
+        "vllm.v1.core.sched.scheduler:Scheduler._update_request_with_output": "ff6e3f664c996a8f",
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_request_with_output": "c4c4ccac872af040",
+        "vllm.v1.core.sched.utils:check_stop": "5149b60c92d21064",
+    },
+}
+
+# Quicker steps
+
+
+def small_blocks_decode(is_on: bool = True) -> None:
+    """Decoding steps of vLLM's Triton attention start the kernel in blocks of two warps, with two stages.
+
+    vLLM (0.26) starts it in blocks of four warps with three stages for prompts and decoding alike
+    (vllm/v1/attention/ops/triton_unified_attention.py, ``launch_kwargs``). A decoding step has one query a sequence, so
+    that the few heads of a group are all that a block multiplies: ``python -m benchmarks.gpu.attention`` compares the
+    two. The numbers are the same but for the order of a product's sums. Where a version has no such kernel nothing
+    changes. The kernel is the process's: ``is_on`` False gives engines that start from now on vLLM's own again.
+    """
+    from vllm.v1.attention.ops import triton_unified_attention as attention
+
+    kernel = getattr(attention, "kernel_unified_attention", None)
+    if isinstance(kernel, decoding.DecodingKernel):
+        if not is_on:
+            attention.kernel_unified_attention = kernel.kernel
+    elif is_on and kernel is not None and _is_hopper() and _is_compared("small_blocks_decode"):
+        attention.kernel_unified_attention = decoding.DecodingKernel(kernel)
+
+
+def quick_allocation(scheduler: Any) -> None:
+    """A request whose last page has room for the next token is asked for no more: nearly all, in a step that decodes.
+
+    vLLM (0.26, 0.32) goes through allocation and caching of each request in each step, to find that there is nothing to
+    do (vllm/v1/core/kv_cache_manager.py, ``allocate_slots`` and ``cache_blocks``). With hundreds of requests of a small
+    model the step waits for that. What is skipped would change nothing; where the cache is of another kind (sliding
+    windows, state spaces, several groups of layers), and in other versions, all stays as it is.
+    """
+    cache = scheduler.kv_cache_manager
+    managers = cache.coordinator.single_type_managers
+    if [type(manager).__name__ for manager in managers] != ["FullAttentionManager"]:
+        return
+    pages = managers[0]
+    has_whole_pages = pages.block_size == pages.block_pool.hash_block_size  # otherwise parts of pages are cached too
+    if has_whole_pages and _is_compared("quick_allocation"):
+        cache.allocate_slots = partial(decoding.allocate, cache, pages, cache.allocate_slots)
+        cache.cache_blocks = partial(decoding.cache, cache, pages, cache.cache_blocks)
+
+
+def quick_update(scheduler: Any) -> list[decoding.DecodedTokens]:
+    """Tokens that end nothing go to the list that is returned, and not into the outputs of vLLM's step.
+
+    vLLM (0.26, 0.32) makes an output of each token, with a dozen fields that say nothing in a step that decodes
+    (vllm/v1/core/sched/scheduler.py, ``update_from_output``); hundreds of them take longer than a small model's step.
+    What else happens to such a request happens here as there. Prompts, tokens that may end a request, requests that
+    lost their pages and all that is unusual stay vLLM's, as does everything in other versions.
+    """
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    decoded: list[decoding.DecodedTokens] = []
+    unusual = ("connector", "log_stats", "enable_return_routed_experts", "aux_output_connector", "return_sampling_mask")
+    if type(scheduler) not in (AsyncScheduler, Scheduler) or any(getattr(scheduler, name, None) for name in unusual):
+        return decoded
+    if _is_compared("quick_update"):
+        scheduler.update_from_output = partial(decoding.update, scheduler, decoded, scheduler.update_from_output)
+    return decoded
+
+
+def _is_compared(patch: str) -> bool:
+    """Whether this vLLM's functions are those that the patch was compared with; otherwise a line of log says so."""
+    import vllm
+
+    version = str(vllm.__version__)
+    if version.startswith("0.26."):
+        return True
+    others = [place.partition(":")[2] for place, digest in SOURCES[patch].items() if _digest(place) != digest]
+    if version.startswith("0.32.") and not others:
+        return True
+    _tell(patch, version, f"its {', '.join(others)}" if others else "this version")
+    return False
+
+
+def _digest(place: str) -> str | None:
+    """sha256 of a function's source; None: there is none to read."""
+    module, _, name = place.partition(":")
+    try:
+        source = inspect.getsource(operator.attrgetter(name)(importlib.import_module(module)))
+    except (ImportError, AttributeError, OSError, TypeError):
+        return None
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _tell(patch: str, version: str, others: str) -> None:
+    """Once for a process."""
+    logger.warning(
+        "vLLM %s: %s stays off, as it was not compared with %s. The numbers are the same; a step takes longer.",
+        *(version, patch, others),
+    )
+
+
+def _is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+# What the engine cannot do without
+
+
+def pack_weights(packs: bool) -> bool:
+    """Lets vLLM's linear layers on a CPU pack their weights for oneDNN, or not; returns whether they did until now.
+
+    vLLM (0.26, 0.32) packs weights as it loads a model and drops them, so that no others could be loaded into their
+    place (vllm/model_executor/layers/utils.py, ``dispatch_cpu_unquantized_gemm``; vllm/_custom_ops.py,
+    ``_supports_onednn``). Where a version has no such flag nothing changes. Delete when an engine argument says it.
+    """
+    from vllm import _custom_ops
+
+    did = getattr(_custom_ops, "_supports_onednn", None)
+    if did is None:
+        return False
+    _custom_ops._supports_onednn = packs
+    return bool(did)
+
+
+@contextlib.contextmanager
+def keep_threads() -> Iterator[None]:
+    """Afterwards torch has as many threads as before, and again a way to set them.
+
+    vLLM's worker on a CPU (0.26, 0.32) puts a function that does nothing in the place of ``torch.set_num_threads``
+    (vllm/v1/worker/cpu_worker.py, ``skip_set_num_threads``). Where a version leaves it alone, so does this. Delete when
+    all versions do.
+    """
+    set_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        if torch.set_num_threads is not set_threads:
+            torch.set_num_threads = set_threads
+        torch.set_num_threads(num_threads)
+
+
+@contextlib.contextmanager
+def changed_variables() -> Iterator[Callable[[], dict[str, str | None]]]:
+    """What environment variables were before that this thread has set or taken away inside; None: there was none.
+
+    vLLM (0.26, 0.32) sets variables of other libraries as it starts (``os.environ`` in vllm/platforms/cpu.py,
+    vllm/v1/worker/gpu_worker.py and a dozen further files), and other threads may set theirs meanwhile. CPython's
+    ``os.environ`` encodes names and values by functions that it keeps as attributes; inside, these take notes of what
+    this thread does. Where there are none, it is all variables that changed. Delete when vLLM leaves them alone.
+    """
+    environ: Any = os.environ
+    before = {name: environ.get(name) for name in environ}
+    encode_name: Any = getattr(environ, "encodekey", None)
+    encode_value: Any = getattr(environ, "encodevalue", None)
+    is_known = encode_name is not None and encode_value is not None
+    thread, last = threading.get_ident(), ""
+    touched: set[str] = set()  # looked for, set or taken away
+    written: set[str] = set()
+
+    def noting_name(name: Any) -> Any:
+        nonlocal last
+        encoded = encode_name(name)  # which raises for what is no name
+        if threading.get_ident() == thread:
+            touched.add(last := name)
+        return encoded
+
+    def noting_value(value: Any) -> Any:
+        if threading.get_ident() == thread:
+            written.add(last)  # the name is encoded just before
+        return encode_value(value)
+
+    def changed() -> dict[str, str | None]:
+        names = written | {name for name in list(touched) if name not in environ} if is_known else {*before, *environ}
+        return {name: before.get(name) for name in names if before.get(name) != environ.get(name)}
+
+    if is_known:
+        environ.encodekey, environ.encodevalue = noting_name, noting_value
+    try:
+        yield changed
+    finally:
+        if is_known:
+            environ.encodekey, environ.encodevalue = encode_name, encode_value
+
+
+SALTED = ("num_computed_tokens", "cache_salt", "block_hashes", "update_block_hashes")  # what is read and written
+
+
+def salt_again(scheduler: Any, salt: str) -> None:
+    """Requests that have computed nothing find in the prefix cache what has this salt, and nothing else.
+
+    vLLM (0.26, 0.32) takes a request's salt as it comes (vllm/v1/request.py, ``cache_salt``) and clears the cache while
+    nothing runs only. One that waits, or gave up what it had computed, would otherwise find what older weights left.
+    Delete when the cache can be cleared while others run.
+
+    Raises:
+        RuntimeError: this version keeps it elsewhere. Without prefix caching there is nothing to find.
+    """
+    for request in scheduler.requests.values():
+        if missing := [name for name in SALTED if not hasattr(request, name)]:
+            if not scheduler.kv_cache_manager.enable_caching:
+                return
+            raise RuntimeError(
+                f"this version of vLLM has no {missing[0]} of requests, so that those that wait could begin with what "
+                "older weights computed. Set vllm_enable_prefix_caching: false."
+            )
+        if not request.num_computed_tokens:
+            request.cache_salt = salt
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+
+def end_with_process(engine: Any) -> None:
+    """The engine's memory goes with the process: nothing is left to be done as Python ends.
+
+    vLLM (0.32) would shut the engine down then (vllm/v1/engine/core_client.py, ``_finalizer``), and by then its process
+    group is left. Where a version has no such finalizer nothing changes. Delete when it can be left out.
+    """
+    if finalizer := getattr(engine.engine_core, "_finalizer", None):
+        finalizer.atexit = False
+
+
+def leave_group() -> None:
+    """vLLM forgets the group of all its processes, after ``destroy_model_parallel``; torch's own group stays.
+
+    vLLM's ``destroy_distributed_environment`` (0.26, 0.32; vllm/distributed/parallel_state.py, ``_WORLD``) ends both,
+    and torch's is of whoever joined it. Where a version keeps its group elsewhere nothing changes: the next engine of
+    the process finds it there. Delete when vLLM ends only what it began.
+    """
+    from vllm.distributed import parallel_state
+
+    world = getattr(parallel_state, "_WORLD", None)
+    if world is not None:
+        world.destroy()
+        parallel_state._WORLD = None

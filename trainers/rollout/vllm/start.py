@@ -1,0 +1,144 @@
+"""How vLLM's engine is built in this process, and what it finds in the environment as it starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rayhelper import RayHelper
+from trainers.rollout.vllm.decoding import DecodedTokens
+from trainers.rollout.vllm.patches import (
+    changed_variables,
+    end_with_process,
+    keep_threads,
+    pack_weights,
+    quick_allocation,
+    quick_update,
+    small_blocks_decode,
+)
+
+
+def start(
+    fields: Mapping[str, Any], *, on_cpu: bool, alone: bool, has_processes: bool, is_patched: bool
+) -> tuple[Any, list[DecodedTokens]]:
+    """vLLM's LLMEngine of these fields of EngineArgs, and where its steps put tokens that end nothing.
+
+    ``alone``, ``has_processes``: as ``VllmEngine`` has it. ``is_patched``: with what makes its steps quicker.
+    """
+    with starting(on_cpu, alone=alone, joins=not has_processes):
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        small_blocks_decode(is_patched)
+        engine: Any = LLMEngine.from_engine_args(EngineArgs(**fields))
+        decoded: list[DecodedTokens] = []
+        if is_patched:
+            scheduler = engine.engine_core.engine_core.scheduler
+            quick_allocation(scheduler)
+            decoded = quick_update(scheduler)
+    if not has_processes:
+        end_with_process(engine)
+    if on_cpu and fields["tensor_parallel_size"] > 1:
+        _forget_shared_memory()
+    return engine, decoded
+
+
+@contextlib.contextmanager
+def starting(on_cpu: bool, *, alone: bool, joins: bool) -> Iterator[None]:
+    """Inside, vLLM finds what it reads as it starts; ``joins``: this process is in a process group.
+
+    It takes its place in the group for that of a launcher's process. Generators of random numbers and torch's threads,
+    which it sets for the whole process, are left as they were.
+    """
+    if joins:
+        _join_process_group(on_cpu, alone=alone)
+    device = 0 if on_cpu else torch.cuda.current_device()
+    with (
+        tempfile.TemporaryDirectory() as sockets,  # workers of a tensor-parallel group have met when this ends
+        variables(_place(device, on_cpu=on_cpu, joins=joins) | {"VLLM_RPC_BASE_PATH": sockets}),
+        keep_threads(),
+        torch.random.fork_rng([] if on_cpu else [device]),
+        _plain_weights(on_cpu),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def variables(ours: Mapping[str, str]) -> Iterator[None]:
+    """Inside, the process has these environment variables; afterwards they are as before, and so is what vLLM changed.
+
+    But for vLLM's own, which are named VLLM_*: those stay. Each name is put back on its own, so that other threads of
+    the process miss none of theirs at any moment, and keep what they set.
+    """
+    with changed_variables() as changed:
+        os.environ.update(ours)
+        try:
+            yield
+        finally:
+            for name, value in changed().items():
+                if name not in ours and name.startswith("VLLM_"):
+                    continue
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+def _place(device: int, *, on_cpu: bool, joins: bool) -> dict[str, str]:
+    """The variables that say which of a launcher's processes this is, and where vLLM's own things are."""
+    place = {
+        "RANK": torch.distributed.get_rank() if joins else 0,
+        "WORLD_SIZE": torch.distributed.get_world_size() if joins else 1,
+        "LOCAL_RANK": device,
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        "MASTER_PORT": os.environ.get("MASTER_PORT", _free_port()),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": 0,
+    }
+    if device:  # compiled code names its device, and vLLM's cache of it does not tell devices apart
+        from vllm import envs
+
+        place |= {"VLLM_CACHE_ROOT": os.path.join(envs.VLLM_CACHE_ROOT, f"device_{device}")}
+    if on_cpu:
+        place |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
+        place |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return {name: str(value) for name, value in place.items()}
+
+
+def _join_process_group(on_cpu: bool, *, alone: bool) -> None:
+    """vLLM wants a group. ``alone``: one of this process only, so that other workers are not lost with this one."""
+    if not alone:
+        RayHelper.init_process_group()
+    elif not torch.distributed.is_initialized():
+        if not on_cpu:
+            torch.cuda.set_device(RayHelper.current().local_rank % torch.cuda.device_count())  # simulated ones are more
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+        torch.distributed.init_process_group("gloo" if on_cpu else "nccl", store=store, rank=0, world_size=1)
+
+
+@contextlib.contextmanager
+def _plain_weights(on_cpu: bool) -> Iterator[None]:
+    """Inside, a model on a CPU gets weights into whose place others can be loaded."""
+    packed = pack_weights(False) if on_cpu else False
+    try:
+        yield
+    finally:
+        if packed:
+            pack_weights(True)
+
+
+def _forget_shared_memory() -> None:
+    """All workers have it open; on a CPU its names are the same each time, and one left behind would stop the next."""
+    for file in Path("/dev/shm").glob("*-tp:*-cpushm_*"):
+        file.unlink(missing_ok=True)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

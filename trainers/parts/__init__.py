@@ -1,0 +1,35 @@
+"""The parts of trainers: what your own trainer is built of. ``docs/own_trainer.md`` has a table of their methods.
+
+    from trainers.parts import Generator, Policy, Rewarder
+
+Nothing is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainers import from_folder
+
+if TYPE_CHECKING:
+    from trainers.parts.engine import check_completions, rollout_metrics
+    from trainers.parts.frozen import Reference, Teacher
+    from trainers.parts.generator import Generator
+    from trainers.parts.policy import Critic, DefaultPolicy, Model, Policy, Trained
+    from trainers.parts.rewarder import Rewarder, check_rewards
+
+__all__ = [
+    "Critic",
+    "DefaultPolicy",
+    "Generator",
+    "Model",
+    "Policy",
+    "Reference",
+    "Rewarder",
+    "Teacher",
+    "Trained",
+    "check_completions",
+    "check_rewards",
+    "rollout_metrics",
+]
+__getattr__ = from_folder(__name__, ("policy", "frozen", "generator", "rewarder", "engine"))

@@ -20,12 +20,12 @@ from typing import Any
 SUFFIX = "_config"
 
 
-def from_folder(package: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a trainer's folder: what its ``config.py`` has, or else its ``trainer.py``."""
+def from_folder(package: str, modules: Sequence[str] = ("config", "trainer")) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a folder: what its first module has, or else the next one; imported when asked for."""
 
     def found(name: str) -> Any:
         if not name.startswith("__") and find_spec(f"{package}.{name}") is None:
-            for module in (import_module(f"{package}.{part}") for part in ("config", "trainer")):
+            for module in (import_module(f"{package}.{one}") for one in modules):
                 if hasattr(module, name):
                     return getattr(module, name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -245,6 +245,26 @@ class Rollouts(Batch):
     num_tool_calls: np.ndarray | None = None  # int64
     num_tool_failures: np.ndarray | None = None  # int64
 
+    def samples(self, mask_truncated: bool = False) -> Samples:
+        """Prompt and completion as one sequence each; targets are the tokens that the model itself wrote.
+
+        ``mask_truncated``: the loss counts no token of truncated completions.
+        """
+        pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
+        lengths_B = self.completion_ids.lengths
+        is_sampled = self.is_sampled
+        if is_sampled is None:
+            is_sampled = Ragged.split(np.ones(lengths_B.sum(), bool), lengths_B)
+        num_sampled_B = np.array([int(row.sum()) for row in is_sampled], np.int64)
+        kept_B = ~self.truncated if mask_truncated else np.ones(len(self), bool)
+        masks = zip(self.prompt_ids.lengths, is_sampled, strict=True)
+        return Samples(
+            input_ids=Ragged.of([np.concatenate(pair) for pair in pairs], np.int64),
+            target_mask=Ragged.of([np.append(np.zeros(length, bool), mask) for length, mask in masks], bool),
+            loss_mask=Ragged.split(np.repeat(kept_B, num_sampled_B), num_sampled_B),
+            rollout_logps=Ragged.split(self.rollout_logps.values[is_sampled.values], num_sampled_B),
+        )
+
 
 @dataclass(eq=False)
 class Sequences(Batch):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -187,6 +189,15 @@ def evenness(completion_ids: Sequence[Any], **_: Any) -> list[float]:
 def shortness(completion_ids: Sequence[Any], **_: Any) -> list[float | None]:
     """Fewer tokens are better; what is a single token is not scored."""
     return [None if len(ids) == 1 else -float(len(ids)) for ids in completion_ids]
+
+
+def begin_torchrun_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is as the one that ``torchrun --nproc-per-node 1`` would start."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
 
 
 @contextmanager

@@ -33,6 +33,7 @@ EXAMPLES = {
 SAMPLING = [f"sampling/{name}.yaml" for name in ("quickstart", "device_groups", "distill")]  # test_sampling.py
 PAIRS = [f"{trainer}/{name}.yaml" for trainer in ("dpo", "reward") for name in ("quickstart", "device_groups")]
 GKD = [f"gkd/{name}.yaml" for name in ("quickstart", "separate", "vllm_teacher")]  # test_gkd.py, test_gkd_vllm.py
+OWN = ["own_trainer/raft.yaml", "own_trainer/online_dpo.yaml"]  # test_own_trainer.py
 PPO = ["ppo/quickstart.yaml", "ppo/quickstart_ray.yaml"]  # test_ppo.py
 
 
@@ -54,7 +55,7 @@ def test_every_example_is_known_here() -> None:
     found = {str(path.relative_to(ROOT / "examples")) for path in (ROOT / "examples").rglob("*.yaml")}
     elsewhere = ("ms_swift/", "megatron/")  # test_ms_swift.py, test_megatron_examples.py
     found = {name for name in found if not name.startswith(elsewhere)}
-    assert found == {*EXAMPLES, *SAMPLING, *PPO, *PAIRS, *GKD}
+    assert found == {*EXAMPLES, *SAMPLING, *PPO, *PAIRS, *GKD, *OWN}
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "grpo/quickstart.yaml"])

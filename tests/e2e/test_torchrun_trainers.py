@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from rayhelper import ConfigError, RayHelper
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import (
+    begin_torchrun_of_one,
     dpo_config,
     final_bytes,
     final_weights,
@@ -262,11 +262,7 @@ def test_a_worker_that_fails_or_is_killed_while_saving_leaves_the_checkpoint_bef
 def test_one_process_of_torchrun_equals_off_bit_for_bit(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
-        monkeypatch.setenv(name, str(value))
+    begin_torchrun_of_one(monkeypatch)
     groups = {"cpus": {"device": "CPU", "ranks": 1, "workers": ROLES}}
     with without_runtime():
         GRPOTrainer(grpo_config(model, tmp_path / "off", max_steps=3)).train()

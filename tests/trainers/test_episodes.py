@@ -11,7 +11,6 @@ import pytest
 
 from tests.golden.tiny import tiny_tokenizer
 from trainers.batch import Prompts, Ragged, Rollouts
-from trainers.grpo.samples import to_samples
 from trainers.parts.completion_metrics import rollout_metrics
 from trainers.plugins import ENVIRONMENTS, TOOLS
 from trainers.rollout.base import Completion, Sampling
@@ -215,7 +214,7 @@ def test_a_completion_holds_the_turns_and_the_answers_between_them() -> None:
 def test_only_what_the_model_wrote_is_learned() -> None:
     rollouts = play(Countdown, [{"prompt": "3?"}, {"prompt": "1?"}])
     assert rollouts.transcripts == ["32?21?1", "1"]
-    samples = to_samples(rollouts, mask_truncated=False)
+    samples = rollouts.samples()
     targets = samples.input_ids.values[samples.target_mask.values]
     assert TOKENIZER.decode(targets) == "3<|im_end|>2<|im_end|>1<|im_end|>1<|im_end|>"
     assert samples.rollout_logps is not None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
@@ -39,6 +39,24 @@ class Preferences(Batch):
     margins: np.ndarray | None = None  # float32, one a pair: how much better the chosen one was judged
     ref_chosen_logps: Ragged | None = None  # float32, one a target: the reference policy
     ref_rejected_logps: Ragged | None = None
+
+    @classmethod
+    def of(
+        cls, sequences: Sequences, chosen: np.ndarray, rejected: np.ndarray, ref_logps: Ragged | None = None
+    ) -> Preferences:
+        """Pair k of rows ``chosen[k]`` and ``rejected[k]``; ``ref_logps``: the reference's of all rows."""
+        ids, mask = sequences.input_ids, sequences.target_mask
+        pairs = cls(ids[chosen], mask[chosen], ids[rejected], mask[rejected])
+        if ref_logps is None:
+            return pairs
+        return replace(pairs, ref_chosen_logps=ref_logps[chosen], ref_rejected_logps=ref_logps[rejected])
+
+    @property
+    def ref_logps(self) -> Ragged | None:
+        """The reference's, in the order of ``as_sequences``; None without a reference."""
+        if self.ref_chosen_logps is None or self.ref_rejected_logps is None:
+            return None
+        return Ragged.concat([self.ref_chosen_logps, self.ref_rejected_logps])
 
     def as_sequences(self) -> Sequences:
         """Twice as many rows: all chosen, then all rejected."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from trainers.batch import Ragged
 from trainers.data.preferences import Preferences
 from trainers.dpo.config import DPOConfig, weighted_losses
 from trainers.losses.preference import Completions, add_preference_metrics, preference_loss
@@ -39,9 +38,8 @@ def dpo_loss(
 
     B are its sequences, twice as many: all chosen, then all rejected.
     """
-    ref_logps_BT = None
-    if micro.ref_chosen_logps is not None and micro.ref_rejected_logps is not None:
-        ref_logps_BT = Ragged.concat([micro.ref_chosen_logps, micro.ref_rejected_logps]).padded(0, logps_BT.device)
+    ref_logps = micro.ref_logps
+    ref_logps_BT = None if ref_logps is None else ref_logps.padded(0, logps_BT.device)
 
     def completions(half: slice) -> Completions:
         tensors = (logps_BT, mask_BT, ref_logps_BT, log_sum_sq_probs_BT)

@@ -64,24 +64,6 @@ def fullest(explored: Rewarded, differs_P: np.ndarray, num_prompts: int, num_gen
     return explored[rows]
 
 
-def to_samples(rollouts: Rollouts, mask_truncated: bool) -> Samples:
-    """Prompt and completion as one sequence each; targets are the tokens that the model itself wrote."""
-    pairs = zip(rollouts.prompt_ids, rollouts.completion_ids, strict=True)
-    lengths_B = rollouts.completion_ids.lengths
-    is_sampled, rollout_logps = rollouts.is_sampled, rollouts.rollout_logps
-    if is_sampled is None:
-        is_sampled = Ragged.split(np.ones(lengths_B.sum(), bool), lengths_B)
-    num_sampled_B = np.array([int(row.sum()) for row in is_sampled], np.int64)
-    kept_B = ~rollouts.truncated if mask_truncated else np.ones(len(rollouts), bool)
-    masks = zip(rollouts.prompt_ids.lengths, is_sampled, strict=True)
-    return Samples(
-        input_ids=Ragged.of([np.concatenate(pair) for pair in pairs], np.int64),
-        target_mask=Ragged.of([np.append(np.zeros(length, bool), mask) for length, mask in masks], bool),
-        loss_mask=Ragged.split(np.repeat(kept_B, num_sampled_B), num_sampled_B),
-        rollout_logps=Ragged.split(rollout_logps.values[is_sampled.values], num_sampled_B),
-    )
-
-
 def credit(
     config: GRPOConfig, samples: Samples, rewards_BK: np.ndarray | None, weights_K: np.ndarray, names: list[str]
 ) -> tuple[Samples, Metrics]:

@@ -47,7 +47,7 @@ from trainers.grpo.config import GRPOConfig
 from trainers.grpo.entropy_coefficient import EntropyCoefficient
 from trainers.grpo.loss import grpo_loss, step_numbers
 from trainers.grpo.plan import RowStream, StepPlan
-from trainers.grpo.samples import Rewarded, credit, differing_groups, fullest, to_samples
+from trainers.grpo.samples import Rewarded, credit, differing_groups, fullest
 from trainers.metrics import Metrics
 from trainers.parts.checks import (
     check_before_start,
@@ -176,7 +176,7 @@ class GRPOTrainer:
             for _ in run.rounds(self, self.state):
                 generation = plan.generation(run.step)
                 explored, metrics = self.explore(plan, run)
-                samples = to_samples(explored, config.mask_truncated_completions)
+                samples = explored.samples(config.mask_truncated_completions)
                 with run.phase("logps"):
                     samples = self.with_logps(samples, off_policy=plan.num_updates(plan.num_prompts) > 1)
                 samples, seen = credit(config, samples, explored.rewards, self.rewarder.weights, self.rewarder.names)

@@ -91,6 +91,7 @@ class Generator:
         self.phase: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.channel: Channel | None = None
         self.receiving: list[Any] = []  # futures of the calls of ``receive`` behind generations
+        self.run: Run | None = None  # that ``following`` was given
         self.version = 0  # optimizer steps that the policy has made
         self.is_due = True  # engines have older weights than the policy, or rest
 
@@ -105,18 +106,19 @@ class Generator:
     @contextlib.contextmanager
     def following(self, run: Run) -> Iterator[None]:
         """Inside, seconds count in the run's phases; afterwards connections and reward processes are closed."""
-        self.version, self.phase = run.step, run.phase
+        self.run, self.version, self.phase = run, run.step, run.phase
         try:
             yield
             self.close()
         finally:
             self.close_own_pool()
 
-    def starts(self, rows: Any, tokenizer: Any, groups: np.ndarray) -> Prompts | Tasks:
+    def starts(self, rows: Any, tokenizer: Any, groups: np.ndarray | None = None) -> Prompts | Tasks:
         """What ``begin`` takes: the rows' prompts as token ids, or whole rows where an environment plays them.
 
-        Completions of one number in ``groups`` are rewarded together.
+        Completions of one number in ``groups`` are rewarded together; None: each by itself.
         """
+        groups = np.arange(len(rows)) if groups is None else groups
         if self.environment is not None:
             return Tasks(list(rows), groups)
         prompts = prompts_of(self.config, rows, tokenizer)
@@ -188,6 +190,11 @@ class Generator:
 
     def update(self) -> None:
         """Engines hold the policy's weights, and all that they need to generate. Raises as ``begin`` does."""
+        if self.run is not None and self.run.step > self.version:
+            raise RuntimeError(
+                f"the run has made {self.run.step} optimizer steps, but generator.learned() was called after "
+                f"{self.version}: engines would continue with old weights. Call it after every policy.step."
+            )
         if not self.is_due:
             return
         with self.phase("sync"):

@@ -4,6 +4,7 @@
     rewarder.prepare(tokenizer)                    # on the driver: finds the functions
     rewarder.build(["path/to/judge"])              # loads the models where role reward runs
     rewards_BK = rewarder(rows, rollouts)          # (B, K) float32, NaN where a reward has nothing to say
+    totals_B = rewarder.totals(rewards_BK)         # (B,) their weighted sums
     rewarder.names, rewarder.weights               # K each: the functions, then the models, then the others
 
 Which functions there are is ``rewards/functions.py``; processes are ``rewards/pool.py``.
@@ -17,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from rayhelper import RayHelper
+from rayhelper import ConfigError, RayHelper
 from trainers.batch import Rollouts
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.mistakes import mistakes_of
 from trainers.data.rows import prompt_of
 from trainers.metrics import Metrics
 from trainers.parts.models import resolve_dtype
-from trainers.rewards.advantages import add_reward_metrics, group_advantages
+from trainers.rewards.advantages import add_reward_metrics, group_advantages, total_rewards
 from trainers.rewards.functions import chat_completions, numbered, resolve_rewards, score
 from trainers.rewards.models import RewardModel, model_name
 from trainers.rewards.pool import RewardPool
@@ -56,12 +57,17 @@ class Rewarder:
     # The driver's part
 
     def prepare(self, tokenizer: Any) -> None:
-        """Finds the functions; ``tokenizer`` decodes completions. Raises ConfigError for one that is not there."""
+        """Finds the functions; ``tokenizer`` decodes completions.
+
+        Raises ConfigError for a function that is not there, or if nothing rewards completions.
+        """
         self.tokenizer = tokenizer
         with mistakes_of("reward_funcs"):
             self.functions, _ = resolve_rewards(self.named_functions)
         names = [name for _, name in self.functions] + list(map(model_name, self.named_models))
         self.names = numbered([*names, *(["environment"] if self.has_environment else [])])
+        if not self.names:
+            raise ConfigError("nothing rewards completions. Name a function in reward_funcs, such as exact_answer.")
         self.weights = np.array(self.named_weights or [1.0] * len(self.names), np.float32)
         self.async_runner = asyncio.Runner()  # one event loop for all calls: clients may hold connections
 
@@ -99,6 +105,10 @@ class Rewarder:
         """Prompts, completions and rewards as the columns of a table."""
         rewards = {name: rewards_BK[:, k] for k, name in enumerate(self.names)}
         return {"prompt": prompts, "completion": self.texts(rollouts), **rewards}
+
+    def totals(self, rewards_BK: np.ndarray) -> np.ndarray:
+        """(B,) float64, the weighted sum of each completion's rewards; NaN where no reward has anything to say."""
+        return total_rewards(rewards_BK, self.weights)
 
     def metrics(self, rewards_BK: np.ndarray, num_generations: int = 1) -> Metrics:
         """Means and standard deviations of the rewards, under TRL's names; ``num_generations`` per prompt."""
@@ -148,7 +158,7 @@ def pool_of(config: CompletionConfig, functions: Sequence[Any], num_processes: i
     return RewardPool(functions, num_processes=num_processes, external_plugins=config.external_plugins)
 
 
-def check_rewards(config: CompletionConfig, functions: Sequence[Any], num_processes: int) -> None:
+def check_rewards(config: CompletionConfig, functions: Sequence[Any], num_processes: int = 0) -> None:
     """Raises ConfigError for functions that are not there, or that other processes cannot be sent."""
     with mistakes_of("reward_funcs"):
         resolve_rewards(functions)

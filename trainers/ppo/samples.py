@@ -10,6 +10,7 @@ import numpy as np
 from trainers.batch import Ragged, Rollouts, Sequences
 from trainers.metrics import Metrics
 from trainers.rewards import gae
+from trainers.rewards.advantages import total_rewards
 
 
 @dataclass(eq=False)
@@ -59,8 +60,7 @@ def value_samples(rollouts: Rollouts, num_places_B: np.ndarray, end_token_id: in
 
 def total_scores(rewards_BK: np.ndarray, weights_K: np.ndarray) -> np.ndarray:
     """(B,) float64 weighted sums of what rewards there are; NaN where there are none."""
-    sums_B: np.ndarray = np.nansum(rewards_BK * weights_K.astype(np.float64), axis=1)
-    return np.where(np.isnan(rewards_BK).all(axis=1), np.nan, sums_B)
+    return total_rewards(rewards_BK, weights_K)
 
 
 def credit(

@@ -217,6 +217,12 @@ def add_reward_metrics(metrics: Metrics, statistics: RewardStatistics, names: Se
         metrics.mean(f"rewards/{name}/std", std, 1.0)
 
 
+def total_rewards(rewards_BK: np.ndarray, weights_K: Sequence[float] | np.ndarray) -> np.ndarray:
+    """(B,) float64 weighted sums of what rewards there are; NaN where there are none."""
+    rewards_BK = np.asarray(rewards_BK, np.float64)
+    return _weighted_sum(rewards_BK, np.asarray(weights_K, np.float64), np.isnan(rewards_BK).all(axis=1))
+
+
 def _scale(scale_rewards: Scale | bool) -> Scale:
     if isinstance(scale_rewards, bool):
         return "group" if scale_rewards else "none"

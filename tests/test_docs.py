@@ -163,3 +163,12 @@ def test_the_plugins_of_the_pages_are_found_by_their_names(monkeypatch: pytest.M
     guess.reset({"number": "7"})
     assert (guess.step("6").done, guess.step("7").reward) == (False, 1.0)
     assert resolve_tools(["add"])["add"](1, 2) == 3
+
+
+def test_the_page_of_your_own_trainer_shows_the_lines_of_the_example() -> None:
+    page = (ROOT / "docs" / "own_trainer.md").read_text(encoding="utf-8")
+    example = (ROOT / "examples" / "own_trainer" / "raft.py").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)\n```", page, re.DOTALL)
+    shown = [block for block in blocks if block in example]
+    assert len(shown) >= 8, "the keys, the parts, the loop and the loss"
+    assert all("RayHelper.session" in block for block in blocks if block not in shown)

@@ -125,12 +125,14 @@ def _check_run(trainer: Any, config: Any, groups: DeviceGroups | None) -> None:
     if hasattr(trainer, "check"):
         trainer.check(config, groups)
         return
-    from trainers.parts.checks import check_before_start, check_completions
+    from trainers.parts import check_before_start, check_completions, check_rewards
 
     if isinstance(config, TrainConfig):
         check_before_start(config, groups)
     if isinstance(config, CompletionConfig) and {"train", "rollout"} <= set(trainer.__rayhelper_roles__):
         check_completions(config, groups)
+        if functions := getattr(config, "reward_funcs", None):
+            check_rewards(config, functions)
 
 
 def placement(trainer: Any, config: Any, num_processes: int = 1) -> DeviceGroups:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.nn.functional import logsigmoid
 
-from rayhelper import DeviceGroups, RayHelper
+from rayhelper import RayHelper
 from trainers.batch import Ragged, Samples
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.roles import REFERENCE, REWARD, ROLLOUT, TRAIN
@@ -30,18 +30,7 @@ from trainers.data.preferences import Preferences
 from trainers.data.rows import Batches, prompt_of
 from trainers.losses.tokens import masked
 from trainers.metrics import Metrics
-from trainers.parts import (
-    Generator,
-    Policy,
-    Reference,
-    Rewarder,
-    check_before_start,
-    check_completions,
-    check_rewards,
-    load_model_and_tokenizer,
-    read_rows,
-    rollout_metrics,
-)
+from trainers.parts import Generator, Policy, Reference, Rewarder, load_model_and_tokenizer, read_rows, rollout_metrics
 from trainers.run.run import Run, saved_order
 
 
@@ -69,13 +58,6 @@ class OnlineDPOTrainer:
         self.generator = Generator(config, self.policy)
         self.rewarder = Rewarder(config, config.reward_funcs)
         self.prepare()
-
-    @staticmethod
-    def check(config: OnlineDPOConfig, groups: DeviceGroups | None) -> None:
-        """Raises ConfigError for what cannot work. The command line calls it before anything starts."""
-        check_before_start(config, groups)
-        check_completions(config, groups)
-        check_rewards(config, config.reward_funcs)
 
     @RayHelper.function(group="driver")
     def prepare(self) -> None:

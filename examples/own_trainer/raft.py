@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from rayhelper import ConfigError, DeviceGroups, RayHelper
+from rayhelper import ConfigError, RayHelper
 from trainers.batch import Samples
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.roles import REWARD, ROLLOUT, TRAIN
@@ -27,17 +27,7 @@ from trainers.configuration.shared import SEQUENCES_PER_STEP, at_least, sequence
 from trainers.data.rows import Batches, prompt_of
 from trainers.losses.tokens import sft_loss
 from trainers.metrics import Metrics
-from trainers.parts import (
-    Generator,
-    Policy,
-    Rewarder,
-    check_before_start,
-    check_completions,
-    check_rewards,
-    load_model_and_tokenizer,
-    read_rows,
-    rollout_metrics,
-)
+from trainers.parts import Generator, Policy, Rewarder, load_model_and_tokenizer, read_rows, rollout_metrics
 from trainers.run.run import Run, saved_order
 
 
@@ -72,13 +62,6 @@ class RaftTrainer:
         self.generator = Generator(config, self.policy)
         self.rewarder = Rewarder(config, config.reward_funcs)
         self.prepare()
-
-    @staticmethod
-    def check(config: RaftConfig, groups: DeviceGroups | None) -> None:
-        """Raises ConfigError for what cannot work. The command line calls it before anything starts."""
-        check_before_start(config, groups)
-        check_completions(config, groups)
-        check_rewards(config, config.reward_funcs)
 
     @RayHelper.function(group="driver")
     def prepare(self) -> None:

@@ -121,10 +121,15 @@ class RaftTrainer:
 
 
 def best_of(totals_B: np.ndarray, num_generations: int, num_kept: int) -> np.ndarray:
-    """(P x num_kept,) places of the best completions of each of the P prompts; of equal ones the earlier."""
+    """Places of the best completions of each prompt; of equal ones the earlier.
+
+    Prompts whose completions are all rewarded alike have no best one and are left out, unless there are no others.
+    """
     totals_PG = np.nan_to_num(totals_B, nan=-np.inf).reshape(-1, num_generations)
-    places_PK = np.argsort(-totals_PG, axis=1, kind="stable")[:, :num_kept]
-    return (places_PK + num_generations * np.arange(len(totals_PG))[:, None]).reshape(-1)
+    differ_P = totals_PG.max(1) > totals_PG.min(1)
+    chosen_P = np.flatnonzero(differ_P if differ_P.any() else ~differ_P)
+    places_PK = np.argsort(-totals_PG[chosen_P], axis=1, kind="stable")[:, :num_kept]
+    return (places_PK + num_generations * chosen_P[:, None]).reshape(-1)
 
 
 def raft_loss(

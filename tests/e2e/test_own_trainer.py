@@ -27,7 +27,7 @@ from trainers.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "examples/own_trainer"
-TRAINERS = {"raft": f"{FOLDER}/raft.py:RaftTrainer", "online_dpo": f"{FOLDER}/online_dpo.py:OnlineDPOTrainer"}
+EXAMPLES = {"raft": f"{FOLDER}/raft.py:RaftTrainer", "online_dpo": f"{FOLDER}/online_dpo.py:OnlineDPOTrainer"}
 SMALL: dict[str, Any] = {
     "dataset": [{"prompt": text} for text in TEXTS[:6]],
     "eval_dataset": [{"prompt": text} for text in TEXTS[6:8]],
@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def trainer_of(name: str) -> Any:
-    return class_named(str(ROOT / TRAINERS[name]))
+    return class_named(str(ROOT / EXAMPLES[name]))
 
 
 def file_of(name: str) -> Any:
@@ -65,12 +65,12 @@ def file_of(name: str) -> Any:
 
 def configured(name: str, model: str, folder: Path, **keys: Any) -> Any:
     """The example's configuration file, made small."""
-    config_type = command_named(TRAINERS[name]).config_type
+    config_type = command_named(EXAMPLES[name]).config_type
     config = load_config(config_type, ["--config", f"{FOLDER}/{name}.yaml"])
     return dataclasses.replace(config, **{**SMALL, "model": model, "output_dir": str(folder), **keys})
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_the_losses_are_the_same_off_in_process_under_torchrun_and_on_ray(
     name: str, model: str, tmp_path: Path, ray_session: RaySession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +101,7 @@ def test_two_processes_of_torchrun_equal_two_ray_workers_by_the_command_line(
     config = configured("raft", model, tmp_path / "torchrun", num_kept=2)
     file = tmp_path / "raft.yaml"
     file.write_text(json.dumps(dataclasses.asdict(config)))
-    done = torchrun(2, "-m", "trainers", TRAINERS["raft"], "--config", str(file), "--report_to", "[none]", cwd=ROOT)
+    done = torchrun(2, "-m", "trainers", EXAMPLES["raft"], "--config", str(file), "--report_to", "[none]", cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     with ray_session(together(2)):
         trainer_of("raft")(dataclasses.replace(config, output_dir=str(tmp_path / "ray"))).train()
@@ -122,7 +122,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(model: str, tmp_path: Path)
     assert list((tmp_path / "whole" / "completions").glob("*.parquet"))
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_what_needs_no_device_group_lives_with_train(name: str, model: str, tmp_path: Path) -> None:
     named = {
         "policy": {"device": "CPU", "ranks": 1, "workers": ["train"]},

@@ -3,8 +3,8 @@
     module:Class  ->  Lineage  ->  Objects  ->  Flow  ->  rules  ->  file:line: rule: message
 
 What is found works with Ray off and is an error, a loss or another number on device groups. A rule that cannot be sure
-says nothing. A class that cannot be defined at all is checked as far as its own file goes. What is not seen of an
-object that has other names, or is handed on, stands in ``accesses.py``.
+says nothing. A class that cannot be defined at all is checked as far as its own file goes. What is not seen of
+objects stands in ``objects.py`` and ``accesses.py``.
 """
 
 from __future__ import annotations

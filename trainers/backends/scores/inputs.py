@@ -62,7 +62,7 @@ def model_inputs(
 ) -> Inputs:
     """What a model is called with. ``padding_free``: all rows one after the other, as documents of one row.
 
-    ``read_at``: the numbers of a target are read off at the token before it, which predicts it, or at the target itself.
+    ``read_at``: the numbers of a target are read off at the token before it, which predicts it, or at the target.
 
     Raises:
         ValueError: a predicted target that is the first token of its document, or documents that do not add up to

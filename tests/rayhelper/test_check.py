@@ -13,6 +13,7 @@ import pytest
 
 from rayhelper import DeviceGroups, RayHelper, RayHelperError
 from rayhelper.check import Finding, check, findings
+from rayhelper.planning.role_kinds import default_hosts
 from tests.rayhelper import check_fixture, check_fixture_parts, check_fixture_parts_right, check_fixture_right
 
 FOLDER = Path(__file__).parent
@@ -76,8 +77,15 @@ def test_our_trainers_have_no_finding(target: str, capsys: pytest.CaptureFixture
 def test_every_trainer_has_no_finding_together_or_apart(folder: str) -> None:
     for cls in classes_of(importlib.import_module(f"trainers.{folder}.trainer")):
         roles = getattr(cls, "__rayhelper_roles__", ())
-        hosted = [[role] for role in roles if role not in getattr(cls, "default_hosts", {})]
-        assert not roles or findings(cls, groups_of(list(roles))) == findings(cls, groups_of(*hosted)) == []
+        apart = [[role] for role in roles if role not in default_hosts(cls)]
+        for groups in (None, groups_of([*roles]), groups_of(*apart)) if roles else ():
+            assert findings(cls, groups) == []
+
+
+def test_the_documentation_names_every_rule_that_is_seeded() -> None:
+    page = (ROOT / "docs" / "core.md").read_text(encoding="utf-8")
+    seeded = {rule for file in FOLDER.glob("check_fixture*.py") for _, rule in marked(file)}
+    assert {rule for rule in seeded if f"`{rule}`" not in page} == set()
 
 
 def test_the_deliberate_mistakes_of_the_tests_are_the_only_ones_there() -> None:

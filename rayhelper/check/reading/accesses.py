@@ -2,8 +2,8 @@
 
     self.x    me = self; me.x    getattr(self, "x")    helper(self), a function of the same module that takes it
 
-Not seen: an object that a helper hands on in turn or takes as ``*args``, helpers in other modules and classes, an alias
-that is given another value too or lies in a container, and reads under a name that is no constant.
+What lies in a container, or is handed on further, and what other objects hold, is seen by ``reaches.py``. Not seen:
+helpers in other modules, and reads under a name that is no constant.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     class  ->  Lineage (the class and its bases)  ->  ClassSource  ->  Method  ->  Access
 
-Facts only, with the node of the syntax tree that each comes from. Where a method runs is ``flow.py``, what is
-wrong with it ``decorators.py``, ``calls.py`` and ``state.py``.
+Facts only, with the node of the syntax tree that each comes from. Which objects a class builds is ``objects.py``,
+where a method runs ``flow.py``. What is wrong with it are the rules: ``decorators.py``, ``calls.py`` and others.
 """
 
 from __future__ import annotations

@@ -66,9 +66,9 @@ class OnlineDPOTrainer:
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
         self.rewarder.prepare(self.tokenizer)
         self.rows = read_rows(config, config.dataset, config.dataset_split)
-        self.eval_rows = (
-            read_rows(config, config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
-        )
+        self.eval_rows: Any = None
+        if config.eval_dataset:
+            self.eval_rows = read_rows(config, config.eval_dataset, config.eval_dataset_split)
 
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""

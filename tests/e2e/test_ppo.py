@@ -31,9 +31,10 @@ from trainers.batch import Ragged, Rollouts
 from trainers.cli import load_config, placement, run
 from trainers.ppo.config import PPOConfig
 from trainers.ppo.plan import StepPlan
-from trainers.ppo.samples import credit, policy_samples, total_scores, value_samples
+from trainers.ppo.samples import credit, policy_samples, value_samples
 from trainers.ppo.trainer import PPOTrainer
 from trainers.rewards import gae
+from trainers.rewards.advantages import total_rewards
 from trainers.rewards.models import RewardModel
 
 ROLES = ["train", "critic", "reference", "reward", "rollout"]
@@ -216,7 +217,7 @@ def test_a_reward_model_scores_beside_the_functions(
     assert rewards_BK == pytest.approx(np.array(columns).T, rel=1e-5, nan_ok=True)
     assert np.std(judged) > 0.1
     assert trainer.rewarder.names == ["evenness", "shortness", Path(reward_model).name]
-    total = total_scores(rewards_BK, trainer.rewarder.weights)
+    total = total_rewards(rewards_BK, trainer.rewarder.weights)
     wanted = np.nansum(rewards_BK * np.array([1, 0.1, 0.3]), axis=1)
     assert total == pytest.approx(wanted)
     judge = load_file(Path(reward_model) / "model.safetensors")["score.weight"]

@@ -18,8 +18,9 @@ from trainers.losses.ppo import (
     with_ratio_variance,
 )
 from trainers.metrics import Metrics
-from trainers.ppo.samples import credit, num_counted, policy_samples, total_scores, value_samples
+from trainers.ppo.samples import credit, num_counted, policy_samples, value_samples
 from trainers.rewards import gae
+from trainers.rewards.advantages import total_rewards
 
 RANDOM = np.random.default_rng(3)
 LENGTHS = [3, 5, 1, 4]  # of completions; the limit is 5, so the second has no place behind its end
@@ -133,7 +134,7 @@ def test_other_rows_are_refused() -> None:
 
 def test_rewards_are_weighed_and_a_completion_without_any_has_none() -> None:
     rewards_BK = np.array([[1, 2], [np.nan, 3], [np.nan, np.nan]], np.float32)
-    found = total_scores(rewards_BK, np.array([1.0, 0.5], np.float32))
+    found = total_rewards(rewards_BK, np.array([1.0, 0.5], np.float32))
     assert found[:2].tolist() == [2.0, 1.5]
     assert np.isnan(found[2])
 

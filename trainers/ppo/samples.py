@@ -10,7 +10,6 @@ import numpy as np
 from trainers.batch import Ragged, Rollouts, Sequences
 from trainers.metrics import Metrics
 from trainers.rewards import gae
-from trainers.rewards.advantages import total_rewards
 
 
 @dataclass(eq=False)
@@ -56,11 +55,6 @@ def value_samples(rollouts: Rollouts, num_places_B: np.ndarray, end_token_id: in
         ),
         target_mask=_targets(rollouts.prompt_ids.lengths, num_places_B),
     )
-
-
-def total_scores(rewards_BK: np.ndarray, weights_K: np.ndarray) -> np.ndarray:
-    """(B,) float64 weighted sums of what rewards there are; NaN where there are none."""
-    return total_rewards(rewards_BK, weights_K)
 
 
 def credit(

@@ -52,7 +52,6 @@ from trainers.ppo.samples import (
     credit,
     num_counted,
     policy_samples,
-    total_scores,
     value_samples,
 )
 from trainers.rewards import gae
@@ -158,7 +157,7 @@ class PPOTrainer:
             starts = self.generator.starts(rows, self.tokenizer, np.arange(len(rows)))
         rollouts = self.generator.complete(starts, batch)
         samples, states, ref_logps, rewards_BK = self.judged(rows, rollouts, run)
-        scores_B = total_scores(rewards_BK, self.rewarder.weights)
+        scores_B = self.rewarder.totals(rewards_BK)
         scores_B -= rollouts.truncated * (config.missing_eos_penalty or 0.0)
         samples, states, metrics = credit(
             samples,

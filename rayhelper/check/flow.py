@@ -118,6 +118,8 @@ class Flow:
         """The groups whose workers have an object: those of the outermost whole's roles. None: they are not known."""
         while instance in self.parts and instance.builder is not None:
             instance = instance.builder
+        if instance.frame is None and instance is not self.root:
+            return None
         groups = [self.group(role) for role in instance.lineage.roles or ()]
         names = {group.name for group in groups if group is not None}
         return names if names and None not in groups else None

@@ -22,7 +22,7 @@ from rayhelper.device_groups.slots import Demand, demands, workers_by_node
 from rayhelper.errors import ConfigError, PlacementError
 from rayhelper.planning.memory import GIB, RUNTIME_BYTES, peak_bytes
 from rayhelper.planning.model_shape import SHAPE_REMEDY, ModelShape
-from rayhelper.planning.plan_roles import LEARNS, Findings, Place, RolePlan, Run, plan_role, read_shape
+from rayhelper.planning.plan_roles import LEARNS, Findings, Place, PlannedRun, RolePlan, plan_role, read_shape
 from rayhelper.planning.role_kinds import kind_of, roles_named
 from rayhelper.ranks import runs
 from rayhelper.text import parse_text
@@ -125,7 +125,7 @@ def make_plan(
     trained = [group.num_workers for group in groups.groups if any(kinds[role].does in LEARNS for role in group.roles)]
     gpu_bytes = int(gpu_memory_gib * GIB)
     num_trainers = max(trained, default=1)
-    run = Run(shared, num_trainers, kinds, gpu_bytes, nproc_per_node, findings, shape, unknown)
+    run = PlannedRun(shared, num_trainers, kinds, gpu_bytes, nproc_per_node, findings, shape, unknown)
     roles = {
         group.name: tuple(plan_role(Place(role, group, groups.role_settings[role], run)) for role in group.roles)
         for group in groups.groups
@@ -230,7 +230,7 @@ def _plan_group(
     workers: Counter[int],
     neighbours: Sequence[DeviceGroup],
     roles: Mapping[str, tuple[RolePlan, ...]],
-    run: Run,
+    run: PlannedRun,
 ) -> GroupPlan:
     own, beside = roles[group.name], [roles[other.name] for other in neighbours]
     processes = [[role.memory for role in process if role.memory is not None] for process in (own, *beside)]

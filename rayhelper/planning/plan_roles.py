@@ -63,7 +63,7 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Run:
+class PlannedRun:
     """What holds for all roles."""
 
     shared: Mapping[str, Any]  # the keys beside the device groups
@@ -83,7 +83,7 @@ class Place:
     role: str
     group: DeviceGroup
     section: Mapping[str, Any]
-    run: Run
+    run: PlannedRun
 
     @property
     def settings(self) -> dict[str, Any]:

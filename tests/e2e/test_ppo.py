@@ -30,7 +30,7 @@ from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.batch import Ragged, Rollouts
 from trainers.cli import load_config, placement, run
 from trainers.ppo.config import PPOConfig
-from trainers.ppo.plan import StepPlan
+from trainers.ppo.plan import BatchPlan
 from trainers.ppo.samples import credit, policy_samples, value_samples
 from trainers.ppo.trainer import PPOTrainer
 from trainers.rewards import gae
@@ -305,7 +305,7 @@ def test_a_plan_goes_through_every_completion_once_an_epoch() -> None:
         num_ppo_epochs=3,
         num_train_epochs=2,
     )
-    plan = StepPlan.of(config, num_rows=21, num_workers=1, saved_order={})
+    plan = BatchPlan.of(config, num_rows=21, num_workers=1, saved_order={})
     assert (plan.batch_size, plan.steps_per_epoch, plan.num_steps) == (8, 6 + 6 + 6, 36)
     assert [plan.batch(step) for step in (0, 5, 6, 12, 17, 18)] == [0, 0, 1, 2, 2, 3]
     assert [plan.num_episodes(batch) for batch in range(7)] == [0, 8, 16, 21, 29, 37, 42]

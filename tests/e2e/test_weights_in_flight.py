@@ -26,7 +26,7 @@ from tests.golden.tiny import save_tiny
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Ragged, Rollouts, Samples, Sequences, Tasks
 from trainers.grpo.config import GRPOConfig
-from trainers.grpo.plan import StepPlan
+from trainers.grpo.plan import GenerationPlan
 from trainers.grpo.samples import Rewarded
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.metrics import Metrics
@@ -118,7 +118,7 @@ class InFlightTrainer(GRPOTrainer):
         self.ledger: list[list[list[int]]] = []
         self.explored: list[Rewarded] = []
 
-    def explore(self, plan: StepPlan, run: Run) -> tuple[Rewarded, Metrics]:
+    def explore(self, plan: GenerationPlan, run: Run) -> tuple[Rewarded, Metrics]:
         explored, metrics = super().explore(plan, run)
         self.explored.append(explored)
         return explored, metrics

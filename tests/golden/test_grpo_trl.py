@@ -28,7 +28,7 @@ from tests.golden.training import (
     recorded,
 )
 from trainers.batch import Ragged, Rollouts, Samples
-from trainers.grpo.plan import StepPlan
+from trainers.grpo.plan import GenerationPlan
 from trainers.grpo.trainer import GRPOConfig, GRPOTrainer
 from trainers.parts.generator import Generator
 from trainers.rewards.functions import completion_text
@@ -184,7 +184,7 @@ def train_trls(model: str, case: Case, folder: Path) -> Training:
 
 def shuffle_of_ours(config: GRPOConfig, num_rows: int) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
     """Puts each generation of TRL's into the order in which ours goes to the optimizer steps."""
-    plan = StepPlan.of(config, num_rows, num_workers=1, saved_order={})
+    plan = GenerationPlan.of(config, num_rows, num_workers=1, saved_order={})
     generations = itertools.count()
 
     def shuffle(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

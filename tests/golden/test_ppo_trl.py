@@ -25,7 +25,7 @@ from tests.golden.training import OUR_ARGUMENTS, Steps, Training, logged_steps, 
 from trainers.batch import Ragged, Rollouts
 from trainers.parts.generator import Generator
 from trainers.ppo.config import PPOConfig
-from trainers.ppo.plan import StepPlan
+from trainers.ppo.plan import BatchPlan
 from trainers.ppo.samples import PolicySamples, ValueSamples
 from trainers.ppo.trainer import PPOTrainer
 from trainers.rewards import gae
@@ -187,7 +187,7 @@ def train_by_loop(models: tuple[str, str, str], config: PPOConfig) -> tuple[Trai
     )
     steps: Steps = []
     gradients: tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]] = ([], [])
-    plan = StepPlan.of(config, len(PROMPTS), 1, {})
+    plan = BatchPlan.of(config, len(PROMPTS), 1, {})
     prompts = [tiny_tokenizer()(prompt)["input_ids"] for prompt in PROMPTS]
     for batch in range(NUM_BATCHES):
         completions = injected_completions(batch, len(prompts))
@@ -347,7 +347,7 @@ class Watched(PPOTrainer):
         super().__init__(config)
         self.generator = TrlsGenerator(config, self.policy)
 
-    def explore(self, rows: Any, plan: StepPlan, run: Any) -> Any:
+    def explore(self, rows: Any, plan: BatchPlan, run: Any) -> Any:
         samples, states, metrics = super().explore(rows, plan, run)
         self.explored = samples, states
         return samples, states, metrics
@@ -435,7 +435,7 @@ def test_a_batch_equals_one_of_trl_itself(
     """On the mini-batches that TRL drew: the losses, gradient norms and weights that TRL had."""
     theirs = frozen[name]
     padding, behind = theirs["padding_mask"], theirs["padding_mask_p1"]
-    monkeypatch.setattr(StepPlan, "mini_batches", lambda *_, **__: iter(theirs["mini_batch_inds"]))
+    monkeypatch.setattr(BatchPlan, "mini_batches", lambda *_, **__: iter(theirs["mini_batch_inds"]))
     trainer, norms = watched_training(frozen_models, tmp_path, ppo_fixture.CASES[name])
     samples, states = trainer.explored
     assert_rows(Ragged.of(ppo_fixture.completions(), np.int64), theirs["responses"], padding, "responses")

@@ -321,6 +321,26 @@ def test_an_object_lives_where_the_roles_of_its_outermost_whole_do() -> None:
     assert "Given.policy is an argument of Generator, which is constructed on groups g2 as well" in told[-1]
 
 
+def test_where_an_object_that_was_built_elsewhere_lives_is_not_known() -> None:
+    assert said(Apart, "object-not-hosted", groups_of(["train"], ["rollout"])) == []
+
+
+@RayHelper.worker(group="rollout")
+class Apart:
+    """A part that is checked alone: its sibling may be a part of the same whole."""
+
+    def __init__(self, policy: check_fixture_parts.Policy) -> None:
+        self.policy = policy
+
+    @RayHelper.function(group="driver", execute="first")
+    def refresh(self) -> None:
+        self.take(self.policy)
+
+    @RayHelper.function(group="rollout")
+    def take(self, policy: check_fixture_parts.Policy) -> None:
+        assert policy
+
+
 @RayHelper.worker(group="train")
 class Given:
     """Hands objects to groups that may not have them."""

@@ -18,7 +18,7 @@ from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.checkpoint import Writing, checkpoints, read_state, resolve_resume
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig, sequences_per_step
-from trainers.grpo.plan import StepPlan
+from trainers.grpo.plan import GenerationPlan
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.metrics import Metrics
 from trainers.parts.checks import num_train_shards
@@ -264,9 +264,9 @@ def test_a_resumed_run_keeps_its_batch_unless_the_configuration_says_another(tmp
 def test_a_generation_of_a_resumed_run_keeps_its_size_too(model: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"global_batch_size": None, "generation_batch_size": None, "steps_per_generation": 4}
     config = grpo_config(model, tmp_path, **sizes, per_device_train_batch_size=2)
-    four = StepPlan.of(config, 6, 4, {})
+    four = GenerationPlan.of(config, 6, 4, {})
     assert (four.step_size, four.num_prompts) == (8, 8)
-    assert StepPlan.of(config, 6, 1, four.order()) == four
+    assert GenerationPlan.of(config, 6, 1, four.order()) == four
 
 
 def test_a_resumed_run_may_be_longer(tmp_path: Path) -> None:

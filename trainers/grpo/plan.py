@@ -20,7 +20,7 @@ from trainers.grpo.config import GRPOConfig
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class GenerationPlan:
     """How rows become generations and generations become optimizer steps. Sizes are sequences over all workers.
 
     The last generation of an epoch holds what is left of the rows; it has fewer optimizer steps, none of them empty.
@@ -38,7 +38,7 @@ class StepPlan:
     is_dynamic: bool = False
 
     @classmethod
-    def of(cls, config: GRPOConfig, num_rows: int, num_workers: int, saved_order: Mapping[str, Any]) -> StepPlan:
+    def of(cls, config: GRPOConfig, num_rows: int, num_workers: int, saved_order: Mapping[str, Any]) -> GenerationPlan:
         """A resumed run keeps the sizes it began with, which stand in ``saved_order``.
 
         Raises ConfigError if groups, generations and steps do not fit into each other.

@@ -46,7 +46,7 @@ from trainers.data.rows import Batches, prompt_of
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.entropy_coefficient import EntropyCoefficient
 from trainers.grpo.loss import grpo_loss, step_numbers
-from trainers.grpo.plan import RowStream, StepPlan
+from trainers.grpo.plan import GenerationPlan, RowStream
 from trainers.grpo.samples import Rewarded, credit, differing_groups, fullest
 from trainers.metrics import Metrics
 from trainers.parts.checks import (
@@ -117,7 +117,7 @@ class GRPOTrainer:
             environment_of(config)
         check_staleness(config.max_staleness, groups)
         check_used(config, groups)
-        StepPlan.of(config, 1, num_train_shards(config, groups), saved_order(config))
+        GenerationPlan.of(config, 1, num_train_shards(config, groups), saved_order(config))
 
     @RayHelper.function(group="driver")
     def prepare(self) -> None:
@@ -168,7 +168,7 @@ class GRPOTrainer:
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
-        plan = StepPlan.of(config, len(self.rows), self.policy.num_shards(), saved_order(config))
+        plan = GenerationPlan.of(config, len(self.rows), self.policy.num_shards(), saved_order(config))
         plan.check_rows()
         self.build(plan.num_steps)
         with Run(config, plan.num_steps, headline=HEADLINE, order=plan.order()) as run, self.generator.following(run):
@@ -206,7 +206,7 @@ class GRPOTrainer:
         self.policy.build(self.model_path, num_steps)
         self.generator.build(self.model_path)
 
-    def explore(self, plan: StepPlan, run: Run) -> tuple[Rewarded, Metrics]:
+    def explore(self, plan: GenerationPlan, run: Run) -> tuple[Rewarded, Metrics]:
         """G completions of each of the generation's prompts, rewarded, and what was seen of all that were drawn."""
         config = self.config
         explored, metrics = self.redrawn(plan, run) if plan.is_dynamic else self.next_generation(plan, run)
@@ -218,7 +218,7 @@ class GRPOTrainer:
             run.log_completions(self.rewarder.shown(explored.prompts, explored, explored.rewards))
         return explored, metrics
 
-    def next_generation(self, plan: StepPlan, run: Run) -> tuple[Rewarded, Metrics]:
+    def next_generation(self, plan: GenerationPlan, run: Run) -> tuple[Rewarded, Metrics]:
         """The completions of the next rows; up to ``max_staleness`` further generations are begun, and go on meanwhile.
 
         Weights that do not come in flight wait for all that was begun: then nothing begins before it is needed.
@@ -238,7 +238,7 @@ class GRPOTrainer:
             add_token_staleness(metrics, explored, run.step)
         return explored, metrics
 
-    def redrawn(self, plan: StepPlan, run: Run) -> tuple[Rewarded, Metrics]:
+    def redrawn(self, plan: GenerationPlan, run: Run) -> tuple[Rewarded, Metrics]:
         """The completions of the next rows, and of as many further ones as there are prompts rewarded alike."""
         config, generation = self.config, plan.generation(run.step)
         drawn = self.stream.take(plan.num_prompts)

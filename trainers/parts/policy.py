@@ -6,9 +6,10 @@
     metrics = policy.step(samples, numbers)       # one optimizer step over all workers
     policy.save(folder), policy.export(folder)    # a checkpoint; a Hugging Face folder
 
-``Model`` scores, ``Trained`` learns too; their doors belong to the one role of the class that inherits them. Models
-that do not learn are ``frozen.py``. A loss is a function ``loss(config, numbers, ...)`` of what ``LossFunction``
-(``backends/base.py``) is given; ``numbers`` are counted over the whole optimizer step: a number, or a frozen dataclass.
+``Model`` scores, ``Trained`` learns too; their role methods belong to the one role of the class that inherits them.
+Models that do not learn are ``frozen.py``. A loss is a function ``loss(config, numbers, ...)`` of what
+``LossFunction`` (``backends/base.py``) is given; ``numbers`` are counted over the whole optimizer step: a number, or a
+frozen dataclass.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from trainers.ppo.config import PPOConfig
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class BatchPlan:
     """How rows become batches and batches become optimizer steps. Sizes are completions over all workers.
 
     The last batch of an epoch holds what is left of the rows; it has fewer optimizer steps, none of them empty.
@@ -27,7 +27,7 @@ class StepPlan:
     num_train_epochs: float
 
     @classmethod
-    def of(cls, config: PPOConfig, num_rows: int, num_workers: int, saved_order: Mapping[str, Any]) -> StepPlan:
+    def of(cls, config: PPOConfig, num_rows: int, num_workers: int, saved_order: Mapping[str, Any]) -> BatchPlan:
         """A resumed run keeps the sizes it began with, which stand in ``saved_order``."""
         step_size = sequences_per_step(config, num_workers, saved_order)
         batch_size = step_size * config.num_mini_batches

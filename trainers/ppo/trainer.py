@@ -45,7 +45,7 @@ from trainers.parts.policy import Critic, Policy
 from trainers.parts.rewarder import Rewarder, check_rewards
 from trainers.ppo.config import PPOConfig
 from trainers.ppo.loss import policy_loss, value_loss
-from trainers.ppo.plan import StepPlan
+from trainers.ppo.plan import BatchPlan
 from trainers.ppo.samples import (
     PolicySamples,
     ValueSamples,
@@ -122,7 +122,7 @@ class PPOTrainer:
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
-        plan = StepPlan.of(config, len(self.rows), self.policy.num_shards(), saved_order(config))
+        plan = BatchPlan.of(config, len(self.rows), self.policy.num_shards(), saved_order(config))
         batches = Batches(len(self.rows), plan.batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
         self.build(plan.num_steps)
         with Run(config, plan.num_steps, headline=HEADLINE, order=plan.order()) as run, self.generator.following(run):
@@ -150,7 +150,7 @@ class PPOTrainer:
             self.rewarder.build([models["reward_model"]])
         self.generator.build(self.model_path)
 
-    def explore(self, rows: Any, plan: StepPlan, run: Run) -> tuple[PolicySamples, ValueSamples, Metrics]:
+    def explore(self, rows: Any, plan: BatchPlan, run: Run) -> tuple[PolicySamples, ValueSamples, Metrics]:
         """A completion of every row: what policy and critic learn from it, and what was seen."""
         config, batch = self.config, plan.batch(run.step)
         with run.phase("data"):

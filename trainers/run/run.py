@@ -1,7 +1,7 @@
 """One training run as its driver sees it: the step it has reached, what it logs, and the checkpoints it leaves.
 
 Under torchrun every process runs the driver's code and so has a ``Run``. They count alike; process 0 alone reads and
-writes the disk (its doors: role driver, ``execute='first'``), as another node may see late what was written.
+writes the disk (its role methods: role driver, ``execute='first'``), as another node may see late what was written.
 """
 
 from __future__ import annotations

@@ -10,10 +10,11 @@ is an error here: values that do not pickle, arguments changed in place, writes 
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from rayhelper.device_groups import DeviceGroup, DeviceGroups, all_roles
@@ -26,6 +27,7 @@ from rayhelper.timeline.recording import Recording
 from rayhelper.values.calls import collector, divide, layout_of, unsendable, where_of
 from rayhelper.values.packing import Ledger, Packed, pack, unpack
 from rayhelper.values.shards import ShardTable
+from rayhelper.worker.ambient import Ambient, RandomState
 from rayhelper.worker.failures import add_note
 from rayhelper.worker.runtime import WorkerRuntime
 
@@ -54,9 +56,9 @@ class InprocessCluster:
         for name in names:
             check_hosts((args, kwargs), name)
         if not self.strict:
-            return cls, args, kwargs
+            return cls, args, kwargs, Ambient.here()
         try:
-            return pack((cls, args, kwargs))
+            return pack((cls, args, kwargs, Ambient.here()))
         except Exception as error:
             raise DispatchError(f"an argument of {cls.__name__}(...) cannot be sent to a worker: {error}") from error
 
@@ -76,6 +78,19 @@ class SimulatedWorker(WorkerRuntime):
     def __init__(self, info: WorkerInfo) -> None:
         super().__init__(info, "this process")
         self.ledger = Ledger()
+        self.random_state: RandomState | None = None  # between its calls; None: as that of this process
+
+    @contextlib.contextmanager
+    def own_random(self) -> Iterator[None]:
+        """Inside, the random generators of this process are those of the worker."""
+        driver = RandomState.here()
+        if self.random_state is not None:
+            self.random_state.restore()
+        try:
+            yield
+        finally:
+            self.random_state = RandomState.here()
+            driver.restore()
 
     def init_process_group(self, backend: str | None, timeout_s: float) -> None:
         if self.info.world_size > 1:
@@ -109,11 +124,14 @@ class InprocessGroup:
     def construct(self, address: str, construction: Any) -> dict[str, Sequence[Record]]:
         built: dict[str, Sequence[Record]] = {}
         for worker in self.workers:
-            with self.cluster.lock, acting_as(worker):
-                packed = isinstance(construction, Packed)
-                cls, args, kwargs = unpack(construction) if packed else own_objects(construction)
+            with self.cluster.lock, acting_as(worker), worker.own_random():
+                if isinstance(construction, Packed):
+                    cls, args, kwargs, ambient = unpack(construction)
+                else:
+                    cls, args, kwargs = own_objects(construction[:3])
+                    ambient = construction[3]
                 with _noted(f"{cls.__name__}.__init__", worker):
-                    built[worker.describe()] = worker.build(address, cls, args, kwargs)
+                    built[worker.describe()] = worker.build(address, cls, args, kwargs, ambient)
             self.shards.note(worker.info.rank, worker.take_reports())
         return built
 
@@ -160,7 +178,7 @@ class InprocessGroup:
         with self.cluster.lock, acting_as(worker):
             args, kwargs = _sent(call, worker.ledger, where) if self.cluster.strict else own_objects(call)
             before = _pickles(args, kwargs) if self.cluster.strict else {}
-            with _noted(title, worker), worker.inside(instance._rayhelper, method.role):
+            with _noted(title, worker), worker.own_random(), worker.inside(instance._rayhelper, method.role):
                 try:
                     value = method.finished_call(instance, args, kwargs)
                 except BaseException:

@@ -1,7 +1,7 @@
 """The body of a worker process: the trainers placed on it, and the calls made to them.
 
-    driver: host.construct(address, (class, args, kwargs)) -> the same __init__ runs here
-    driver: host.call(location, arguments, *parts)         -> value, Packed, Reported(value, shards) or Failure
+    driver: host.construct(address, (class, args, kwargs, ambient)) -> the same __init__ runs here
+    driver: host.call(location, arguments, *parts)                  -> value, Packed, Reported(value, shards) or Failure
 
 A host knows nothing of Ray: ``runtimes/ray/group.py`` makes an actor of it. While a call runs in the main thread, the
 driver reaches the process through its ``Door``.
@@ -31,6 +31,7 @@ from rayhelper.timeline.trace import Span, Tracer
 from rayhelper.values.packing import Ledger, Packed, pack, unpack, worth_packing
 from rayhelper.values.reply import Reported
 from rayhelper.values.shards import is_within
+from rayhelper.worker.ambient import Mode
 from rayhelper.worker.failures import Failure
 from rayhelper.worker.process_group import leave_process_group, let_go
 from rayhelper.worker.runtime import WorkerRuntime
@@ -41,6 +42,8 @@ from rayhelper.worker.side_door import Door
 NUM_SLOTS = 64
 
 _IMPORTING_S = 0.1  # after this time it is looked again whether an import has ended that was not to be interrupted
+
+_AS_AT_FIRST = contextlib.nullcontext()  # the mode of a call whose driver has set none
 
 _HELD_PORTS: list[socket.socket] = []  # until this process ends, or the port is used
 
@@ -112,7 +115,7 @@ class Host:
         return missing_modules(names)
 
     def construct(self, address: str, payload: bytes) -> Any:
-        """Constructs (class, args, kwargs) here; the reply is its parts, with the shards they reported."""
+        """Constructs (class, args, kwargs, ambient) here; the reply is its parts, with the shards they reported."""
         return self._unstoppable("__init__", self._constructed, address, payload)
 
     def _constructed(self, address: str, payload: bytes) -> Any:
@@ -120,9 +123,10 @@ class Host:
         self.running, started = self.task_id(), time.time_ns()
         where = "__init__"
         try:
-            cls, args, kwargs = pickle.loads(payload)
+            cls, args, kwargs, ambient = pickle.loads(payload)
             where = f"{cls.__name__}.__init__"
-            return self._reply(runtime.build(address, cls, args, kwargs))
+            ambient.apply()
+            return self._reply(runtime.build(address, cls, args, kwargs, ambient))
         except BaseException as error:
             return self._failure(error, where)
         finally:
@@ -138,7 +142,10 @@ class Host:
         self.methods = kept
 
     def call(self, location: str, arguments: Any = ((), {}), *parts: Any) -> Any:
-        """The value of one call, wrapped only if there is more to say than the value."""
+        """The value of one call, wrapped only if there is more to say than the value.
+
+        ``parts``: the driver's ``Mode``, if it has set one, and the replies of the calls whose futures are arguments.
+        """
         return self._unstoppable(location, self._called, location, arguments, parts)
 
     def _unstoppable(self, what: str, body: Callable[..., Any], *args: Any) -> Any:
@@ -151,6 +158,8 @@ class Host:
 
     def _called(self, location: str, arguments: Any, parts: tuple[Any, ...]) -> Any:
         method, identity = None, None
+        mode = parts[0] if parts and type(parts[0]) is Mode else None
+        parts = parts if mode is None else parts[1:]
         self.running = self.task_id()
         started = time.time_ns() if self.tracer is not None else 0
         try:
@@ -170,7 +179,7 @@ class Host:
             if parts:
                 arguments = divide_late(method, arguments, parts, self.ledger)
             args, kwargs = arguments
-            with placement.runtime.inside(placement, method.role):
+            with placement.runtime.inside(placement, method.role), _AS_AT_FIRST if mode is None else mode.applied():
                 value = method.finished_call(instance, args, kwargs)
             ended = time.time_ns() if self.tracer is not None else 0
             if self.ledger.lent:

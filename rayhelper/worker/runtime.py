@@ -17,6 +17,7 @@ from rayhelper.roles.methods import RoleMethod, find_method, not_constructed
 from rayhelper.roles.parts import Identity, Record, address_within, placement_of, refuse_to_travel
 from rayhelper.roles.runtime import Route, Shard, WorkerInfo
 from rayhelper.values.shards import is_within
+from rayhelper.worker.ambient import Ambient, RandomStream
 from rayhelper.worker.process_group import Joined, join_process_group, leave_process_group
 
 
@@ -81,15 +82,19 @@ class WorkerRuntime:
         self.node = node
         self.context: list[tuple[HostedPlacement, str | None]] = []
         self.joined: Joined | None = None
+        self.random = RandomStream()
         self.instances: dict[str, Any] = {}  # by address
         self.awaited: str | None = None  # the address of the whole that is about to be constructed
         self.unreported: dict[tuple[str, str], Shard] = {}  # by address and role
 
-    def build(self, address: str, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Record, ...]:
-        """Constructs the object that the driver knows by ``address``; its parts."""
+    def build(
+        self, address: str, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: Ambient
+    ) -> tuple[Record, ...]:
+        """Constructs the object that the driver knows by ``address``; its parts. Random numbers are the driver's."""
         self.awaited = address
         try:
-            instance = cls(*args, **kwargs)
+            with self.random.constructing(ambient.random):
+                instance = cls(*args, **kwargs)
         except BaseException:
             self.drop(address)
             raise

@@ -20,6 +20,7 @@ from rayhelper.values.calls import collect, unsendable
 from rayhelper.values.dispatch import Balanced, Whole, bare, whole
 from rayhelper.values.reply import opened
 from rayhelper.values.shards import Layout
+from rayhelper.worker.ambient import Mode
 
 
 class GroupCall:
@@ -37,6 +38,7 @@ class GroupCall:
         layout: Layout,
         order: list[int] | None,
         sent: list[tuple[Any, ...]],
+        mode: Mode | None,
         sources: tuple[GroupCall, ...],
         number: int,
     ) -> None:
@@ -49,6 +51,7 @@ class GroupCall:
         self.layout = layout
         self.order = order
         self.sent = sent  # by shard, or one for all
+        self.mode = mode  # of the driver when it made the call
         self.sources = sources  # the calls whose values are arguments
         self.number = number  # in the recording
         self.refs: list[Any] = [None] * len(layout.shard_of)
@@ -58,11 +61,15 @@ class GroupCall:
         """Calls these ranks: for the first time, or again on workers that were replaced."""
         calls = self.calls.crew.calls(self.location)
         parts = [ref for source in self.sources for ref in source.refs]
+        if self.mode is not None:
+            parts.insert(0, self.mode)
         shared = len(self.sent) == 1
         recording = self.calls.recording
         try:
             for rank in ranks:
                 sent = self.sent[0 if shared else self.layout.shard_of[rank]]
+                if parts and not sent:
+                    sent = (((), {}),)
                 sent_ns = time.time_ns() if recording else 0
                 self.refs[rank] = calls[rank](*sent, *parts)
                 if recording:

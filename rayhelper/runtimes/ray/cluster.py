@@ -18,6 +18,7 @@ from rayhelper.runtimes.ray.group import WorkerGroup
 from rayhelper.runtimes.ray.modules import user_modules
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.packing import dumps
+from rayhelper.worker.ambient import Ambient
 
 _LOCAL_WAIT_S = 0.0  # a cluster of this machine alone will not grow
 _CLUSTER_WAIT_S = 120.0  # unless RAYHELPER_WAIT_S says otherwise
@@ -67,7 +68,7 @@ class RayCluster:
         names: Collection[str],
         groups: Sequence[WorkerGroup],
     ) -> Any:
-        """(class, args, kwargs) pickled once; modules that the nodes lack travel by value."""
+        """(class, args, kwargs, ambient) pickled once; modules that the nodes lack travel by value."""
         candidates = user_modules()
         lacking = set().union(*(group.missing_modules(candidates) for group in groups)) if candidates else set()
         for name in lacking:
@@ -97,7 +98,7 @@ class RayCluster:
 def _pickled(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """A class and the arguments of its constructor. Raises DispatchError that says which of them does not pickle."""
     try:
-        return dumps((cls, args, kwargs))
+        return dumps((cls, args, kwargs, Ambient.here()))
     except RoleError:
         raise
     except Exception as error:

@@ -32,6 +32,7 @@ from rayhelper.runtimes.ray.recovery import Recovery
 from rayhelper.runtimes.ray.transport import sendable
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.calls import divide, layout_of, unsendable
+from rayhelper.worker.ambient import DriverMode
 
 
 class WorkerGroup:
@@ -52,6 +53,7 @@ class WorkerGroup:
         self.crew = Crew(group, slots, reserved, neighbours=neighbours, inherits=inherits, trace=recording is not None)
         self.calls = CallsUnderWay(group, self.crew, recording)
         self.recovery = Recovery(self.calls)
+        self.mode = DriverMode()
 
     def prepare(self) -> None:
         """Gives every process its rank and environment; the group is usable afterwards."""
@@ -70,6 +72,7 @@ class WorkerGroup:
         self.recovery.finish()
         self.calls.check_usable("__init__")
         construction = Construction(self.recovery, address, payload)
+        self.mode.constructing()
         self.calls.begin_construction(address, payload, construction)
         return construction
 
@@ -106,7 +109,8 @@ class WorkerGroup:
         sent, num_bytes = self._payloads(calls, layout.shard_of, where) if args or kwargs else ([()], 0)
         if self.recording:
             self.recording.span("serialise", name, started_ns, number, num_bytes)
-        call = GroupCall(self.recovery, method, title, name, location, layout, order, sent, sources, number)
+        mode = self.mode.of_call()
+        call = GroupCall(self.recovery, method, title, name, location, layout, order, sent, mode, sources, number)
         self.calls.begin(call)
         return Future(call)
 

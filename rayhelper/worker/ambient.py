@@ -1,0 +1,304 @@
+"""What the driver's process has set beside its variables, which a worker's code must find as with Ray off.
+
+    with the construction of an object     Ambient     seeds, torch's defaults, levels and format of logging
+    with a call                            Mode        grad mode, autocast; new seeds, if the driver has set some since
+
+No library is imported for it: what a process has not loaded has its defaults there. A worker that loads torch later
+than it is told sets torch up at that moment (``when_loaded``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.util
+import logging
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rayhelper.runtimes.ray.modules import installed_modules
+
+_DEVICE_TYPES = ("cpu", "cuda")  # of which autocast is asked
+_OWN_LOGGERS = ("ray", "rayhelper.worker")  # which Ray sets up on its workers itself
+
+
+class RandomState(NamedTuple):
+    """Where the random generators of a process are: of Python, NumPy and torch (None: not loaded)."""
+
+    python: Any
+    numpy: Any
+    torch: Any
+    seed: int | None  # of torch
+
+    @classmethod
+    def here(cls) -> RandomState:
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return cls(random.getstate(), np.random.get_state(), None, None)
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state().numpy(), torch.initial_seed())
+
+    def restore(self) -> None:
+        """This process's generators go on from here. CUDA's begin anew, with torch's seed."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        if self.torch is not None:
+            when_loaded("torch", self._restore_torch)
+
+    def _restore_torch(self, torch: Any) -> None:
+        if torch.initial_seed() != self.seed:
+            torch.cuda.manual_seed_all(self.seed)  # waits for CUDA to be used, and does nothing without it
+        torch.set_rng_state(torch.from_numpy(self.torch.copy()))
+
+
+@dataclass(frozen=True)
+class LoggerState:
+    """How a logger is set: its level (0: not set), and the format of its handler (None: it has none)."""
+
+    name: str  # "": the root logger
+    level: int
+    propagate: bool
+    format: tuple[str, str | None, str] | None  # fmt, datefmt, style
+    handler_level: int
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """What the driver's process has set when it constructs an object."""
+
+    random: RandomState
+    torch: dict[str, Any] | None  # by name in ``_TORCH``; None: torch is not loaded
+    loggers: tuple[LoggerState, ...]
+    disabled_below: int  # as ``logging.disable`` was told
+
+    @classmethod
+    def here(cls) -> Ambient:
+        torch = sys.modules.get("torch")
+        flags = None if torch is None else {name: get(torch) for name, (get, _) in _TORCH.items()}
+        return cls(RandomState.here(), flags, tuple(_loggers()), logging.root.manager.disable)
+
+    def apply(self) -> None:
+        """Sets this process up in the same way, but for its random generators."""
+        if self.torch is not None:
+            when_loaded("torch", self._set_torch)
+        logging.disable(self.disabled_below)
+        for state in self.loggers:
+            _set_logger(state)
+
+    def _set_torch(self, torch: Any) -> None:
+        assert self.torch is not None, "torch is loaded on the driver"
+        for name, value in self.torch.items():
+            get, put = _TORCH[name]
+            if get(torch) != value:
+                put(torch, value)
+
+
+def _dtype(torch: Any, name: str) -> Any:
+    return getattr(torch, name.removeprefix("torch."))
+
+
+def _set_cudnn(cudnn: Any, deterministic: bool, benchmark: bool) -> None:
+    cudnn.deterministic, cudnn.benchmark = deterministic, benchmark
+
+
+_TORCH: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
+    "default dtype": (
+        lambda torch: str(torch.get_default_dtype()),
+        lambda torch, name: torch.set_default_dtype(_dtype(torch, name)),
+    ),
+    "default device": (
+        lambda torch: torch.get_default_device().type,
+        lambda torch, name: torch.set_default_device(None if name == "cpu" else name),
+    ),
+    "matmul precision": (
+        lambda torch: torch.get_float32_matmul_precision(),
+        lambda torch, value: torch.set_float32_matmul_precision(value),
+    ),
+    "deterministic algorithms": (
+        lambda torch: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        lambda torch, value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
+    "cudnn": (
+        lambda torch: (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+        lambda torch, value: _set_cudnn(torch.backends.cudnn, *value),
+    ),
+}
+
+
+class Mode(NamedTuple):
+    """What the driver's process has set when it makes a call."""
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, str], ...]  # device types for which it is on, with the dtype
+    autocast_cache: bool
+    random: RandomState | None  # new seeds
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, this thread is in the same mode."""
+        import torch
+
+        if self.random is not None:
+            self.random.restore()
+        with contextlib.ExitStack() as modes:
+            if self.inference:
+                modes.enter_context(torch.inference_mode())
+            modes.enter_context(torch.set_grad_enabled(self.grad))
+            for device_type, dtype in self.autocast:
+                modes.enter_context(
+                    torch.autocast(device_type, _dtype(torch, dtype), cache_enabled=self.autocast_cache)
+                )
+            yield
+
+
+class DriverMode:
+    """What changes in the driver's process between calls to one group."""
+
+    def __init__(self) -> None:
+        self.seed: int | None = None  # of torch, as the workers were told
+
+    def constructing(self) -> None:
+        """The workers are told all seeds now."""
+        torch = sys.modules.get("torch")
+        self.seed = None if torch is None else torch.initial_seed()
+
+    def of_call(self) -> Mode | None:
+        """The mode in which a call is made; None: as a process is at first."""
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return None
+        seed, new_seeds = torch.initial_seed(), None
+        if seed != self.seed:
+            if self.seed is not None:
+                new_seeds = RandomState.here()
+            self.seed = seed
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        on = [device for device in _DEVICE_TYPES if torch.is_autocast_enabled(device)]
+        if grad and not inference and not on and new_seeds is None:
+            return None
+        autocast = tuple((device, str(torch.get_autocast_dtype(device))) for device in on)
+        return Mode(grad, inference, autocast, torch.is_autocast_cache_enabled(), new_seeds)
+
+
+class RandomStream:
+    """A worker's random generators: they begin as the driver's were when the first object was constructed here.
+
+    Later constructions see the driver's as they are then; the calls in between go on where they were, unless the driver
+    was given new seeds.
+    """
+
+    def __init__(self) -> None:
+        self.begun_with: RandomState | None = None
+
+    @contextlib.contextmanager
+    def constructing(self, driver: RandomState) -> Iterator[None]:
+        """Inside, the generators are as the driver's."""
+        goes_on = self.begun_with is not None and self.begun_with.seed == driver.seed
+        earlier = RandomState.here() if goes_on else None
+        self.begun_with = driver
+        driver.restore()
+        try:
+            yield
+        finally:
+            if earlier is not None:
+                earlier.restore()
+
+
+# Logging
+
+
+def _loggers() -> Iterator[LoggerState]:
+    yield _state_of("", logging.getLogger())
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if isinstance(logger, logging.Logger) and not name.startswith(_OWN_LOGGERS):
+            state = _state_of(name, logger)
+            if state.level or not state.propagate or (state.format is not None):
+                yield state
+
+
+def _state_of(name: str, logger: logging.Logger) -> LoggerState:
+    handlers = logger.handlers
+    to_console = [one for one in handlers if getattr(one, "stream", None) in (sys.stderr, sys.stdout)]
+    chosen = next(iter([*to_console, *handlers]), None)
+    if chosen is None:
+        return LoggerState(name, logger.level, logger.propagate, None, 0)
+    formatter = chosen.formatter
+    written = ("%(message)s", None, "%")  # what a handler without a formatter writes
+    if formatter is not None and isinstance(formatter._fmt, str):
+        styles = {logging.StrFormatStyle: "{", logging.StringTemplateStyle: "$"}
+        written = (formatter._fmt, formatter.datefmt, styles.get(type(formatter._style), "%"))  # type: ignore[assignment]
+    return LoggerState(name, logger.level, logger.propagate, written, chosen.level)
+
+
+def _set_logger(state: LoggerState) -> None:
+    """Levels are the driver's. A handler is added where the worker has none: it writes to stderr, which Ray shows."""
+    logger = logging.getLogger(state.name or None)
+    logger.setLevel(state.level)
+    own = [handler for handler in logger.handlers if getattr(handler, "of_the_driver", False)]
+    if state.format is None or len(own) < len(logger.handlers) or _comes_with_a_package(state.name):
+        return
+    fmt, datefmt, style = state.format
+    for handler in own:
+        logger.removeHandler(handler)
+    handler = logging.StreamHandler()
+    handler.of_the_driver = True  # type: ignore[attr-defined]
+    handler.setLevel(state.handler_level)
+    handler.setFormatter(logging.Formatter(fmt, datefmt, style))  # type: ignore[arg-type]
+    logger.addHandler(handler)
+    logger.propagate = state.propagate
+
+
+def _comes_with_a_package(name: str) -> bool:
+    """Whether a logger is that of an installed package, which gives it handlers when it is imported."""
+    return name.partition(".")[0] in installed_modules()
+
+
+# What is to be set once a module is there
+
+
+def when_loaded(name: str, then: Callable[[Any], None]) -> None:
+    """Calls ``then`` with a module: now, if it is loaded, otherwise as soon as it has been."""
+    module = sys.modules.get(name)
+    if module is not None:
+        then(module)
+        return
+    finder = next((one for one in sys.meta_path if isinstance(one, _Waiting) and one.name == name), None)
+    if finder is None:
+        finder = _Waiting(name)
+        sys.meta_path.insert(0, finder)
+    finder.then.append(then)
+
+
+class _Waiting(importlib.abc.MetaPathFinder):
+    """Notices that a module is imported."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.then: list[Callable[[Any], None]] = []
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        loader, then = spec.loader, self.then
+        execute = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            for one in then:
+                one(module)
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,203 @@
+"""What the driver's process has set holds in the code of its workers: seeds, torch's defaults, modes, logging."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rayhelper import RayHelper
+from tests.conftest import RaySession, without_runtime
+
+TWO = {"g": {"device": "CPU", "ranks": 2, "workers": ["net"]}}
+FORMAT = "%(levelname)s|%(message)s"
+
+
+@RayHelper.worker(group="net")
+class Net:
+    """Draws when it is built and when it is called."""
+
+    def __init__(self) -> None:
+        self.drawn = self.draw()
+        self.weight = torch.nn.Linear(3, 3).weight.detach()
+
+    def draw(self) -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    @RayHelper.function(group="net")
+    def built_with(self) -> list[Any]:
+        return [*self.drawn, self.weight.tolist()]
+
+    @RayHelper.function(group="net")
+    def drawn_now(self) -> list[float]:
+        return self.draw()
+
+    @RayHelper.function(group="net")
+    def defaults(self) -> list[Any]:
+        cudnn = torch.backends.cudnn
+        return [
+            str(torch.get_default_dtype()),
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            (cudnn.deterministic, cudnn.benchmark),
+        ]
+
+    @RayHelper.function(group="net")
+    def modes(self, _: int = 0) -> list[Any]:
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+        weight = torch.ones(2, requires_grad=True)
+        return [str(product.dtype), (weight * 2).requires_grad, torch.is_inference_mode_enabled()]
+
+    @RayHelper.function(group="net")
+    def logging_of(self, name: str) -> list[Any]:
+        root = logging.getLogger()
+        formats = [handler.formatter._fmt for handler in root.handlers if handler.formatter]
+        return [root.level, logging.getLogger(name).getEffectiveLevel(), formats]
+
+
+@pytest.fixture(params=["inprocess", "strict", "ray"])
+def session(request: pytest.FixtureRequest) -> Any:
+    """Opens two workers."""
+    if request.param == "ray":
+        ray_session: RaySession = request.getfixturevalue("ray_session")
+        return lambda: ray_session(TWO)
+    return lambda: RayHelper.session(TWO, runtime="inprocess", strict=request.param == "strict")
+
+
+@pytest.fixture
+def on_ray(ray_session: RaySession) -> Iterator[None]:
+    with ray_session(TWO):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    """Tests set what holds for the whole process."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def test_seeds_of_the_driver_hold_on_every_worker_and_repeat(session: Any) -> None:
+    with without_runtime():
+        seed_all(5)
+        off = Net().built_with()
+    with session():
+        for _ in range(2):
+            seed_all(5)
+            net = Net()
+            assert net.built_with() == [off] * 2
+            assert net.drawn == off[:3]  # the driver's own object is built with them too
+        seed_all(6)
+        assert Net().built_with()[0] != off
+
+
+def test_workers_go_on_from_the_seeds_whatever_the_driver_draws(session: Any) -> None:
+    with without_runtime():
+        seed_all(7)
+        off = Net()
+        expected = [off.drawn_now(), off.drawn_now()]
+    with session():
+        seed_all(7)
+        net = Net()
+        first = net.drawn_now()
+        torch.rand(5), random.random(), np.random.rand()
+        assert [first, net.drawn_now()] == [[one, one] for one in expected]
+
+
+def test_an_object_built_later_does_not_wind_back_the_generators(session: Any) -> None:
+    with session():
+        seed_all(8)
+        net = Net()
+        drawn = []
+        for _ in range(3):
+            drawn += [net.drawn_now()[0]]
+            Net()
+        assert len({tuple(one) for one in drawn}) == 3
+
+
+def test_unseeded_replicas_are_alike(session: Any) -> None:
+    with session():
+        one, other = Net().built_with()
+        assert one == other
+
+
+def test_seeds_that_are_set_after_the_construction_reach_the_workers(on_ray: None) -> None:
+    net = Net()
+    drawn = []
+    for _ in range(2):
+        seed_all(9)
+        drawn.append(net.drawn_now())
+        seed_all(10)
+        drawn.append(net.drawn_now())
+    assert drawn[0] == drawn[2]
+    assert drawn[1] == drawn[3] != drawn[0]
+    seed_all(9)
+    assert drawn[0] == [Net.draw(net)] * 2
+
+
+def test_defaults_of_torch_hold_on_workers(on_ray: None) -> None:
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_float32_matmul_precision("high")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.deterministic = True
+        seen = Net().defaults()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
+    assert seen == [["torch.float64", "high", True, True, (True, False)]] * 2
+    assert Net().defaults() == [["torch.float32", "highest", False, False, (False, False)]] * 2
+
+
+def test_the_mode_of_a_call_holds_on_workers(on_ray: None) -> None:
+    net = Net()
+    assert net.modes() == [["torch.float32", True, False]] * 2
+    with torch.no_grad():
+        assert net.modes() == [["torch.float32", False, False]] * 2
+        later = net.modes.defer(1)
+    assert later.result() == [["torch.float32", False, False]] * 2
+    with torch.inference_mode():
+        assert net.modes() == [["torch.float32", False, True]] * 2
+    with torch.autocast("cpu", torch.bfloat16):
+        assert net.modes(1) == [["torch.bfloat16", True, False]] * 2
+    assert net.modes() == [["torch.float32", True, False]] * 2
+
+
+def test_a_future_among_the_arguments_keeps_its_mode(on_ray: None) -> None:
+    net = Net()
+    given = net.drawn_now.defer()
+    with torch.no_grad():
+        assert net.modes(given) == [["torch.float32", False, False]] * 2
+
+
+def test_levels_and_format_of_logging_hold_on_workers(on_ray: None) -> None:
+    root = logging.getLogger()
+    level, handler = root.level, logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(FORMAT))
+    root.handlers.insert(0, handler)
+    try:
+        root.setLevel(logging.INFO)
+        logging.getLogger("mine.here").setLevel(logging.DEBUG)
+        seen = Net().logging_of("mine.here")
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+        logging.getLogger("mine.here").setLevel(logging.NOTSET)
+    assert seen == [[logging.INFO, logging.DEBUG, [FORMAT]]] * 2

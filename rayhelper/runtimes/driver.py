@@ -103,6 +103,8 @@ class DriverRuntime:
         if whole is not None:
             self._construct_part(init, instance, args, kwargs, whole._rayhelper)
             return
+        if os.getpid() != self.pid:
+            raise forked(f"{type(instance).__name__}(...)")
         groups = self._groups_of(type(instance))
         hosting = list(dict.fromkeys(groups.values()))
         while self.unused:
@@ -222,6 +224,8 @@ class DriverPlacement:
     def route(self, method: RoleMethod[..., Any]) -> Route:
         if method.role == DRIVER:
             return "here"
+        if os.getpid() != self.runtime.pid:
+            raise forked(self.identity.title(method))
         if self.runtime.stopped:
             raise RoleError(
                 f"{self.identity.title(method)}: the workers of this {self.identity.cls.__name__} were stopped by "
@@ -243,6 +247,14 @@ class DriverPlacement:
         return group.submit(identity, method, location, args, kwargs)
 
     __reduce__ = refuse_to_travel
+
+
+def forked(what: str) -> RoleError:
+    """The error for a call from a child process of the driver, which has no connection to the workers."""
+    return RoleError(
+        f"{what} was called in a process that was forked from the driver (a DataLoader worker, a Process of "
+        "multiprocessing). Only the driver itself reaches the workers: call it there, and hand the child the value."
+    )
 
 
 def undeclared(method: RoleMethod[..., Any], cls: type) -> RoleError:

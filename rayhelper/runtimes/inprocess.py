@@ -25,6 +25,7 @@ from rayhelper.roles.parts import Identity, Record, check_hosts, own_objects
 from rayhelper.roles.runtime import Shard, WorkerInfo, acting_as
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.calls import collector, divide, layout_of, unsendable, where_of
+from rayhelper.values.graphs import check_value
 from rayhelper.values.packing import Ledger, Packed, pack, unpack
 from rayhelper.values.shards import ShardTable
 from rayhelper.worker.ambient import Ambient, RandomState
@@ -185,6 +186,7 @@ class InprocessGroup:
                     worker.ledger.forget_changed()  # or the next call would be blamed
                     raise
         self.shards.note(worker.info.rank, worker.take_reports())
+        check_value(value, on_worker)
         if not self.cluster.strict:
             return own_objects(value)
         worker.ledger.check(on_worker)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rayhelper.errors import DispatchError
 from rayhelper.values.collect import join, join_first
 from rayhelper.values.dispatch import Division, split_call, unwrap
+from rayhelper.values.graphs import check_arguments
 from rayhelper.values.shards import FIRST, Layout, ShardTable
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def divide(
     method: RoleMethod[..., Any], num_shards: int, args: tuple[Any, ...], kwargs: dict[str, Any], where: str
 ) -> Division:
     """The call of each shard. Those that get the same share one object. Raises DispatchError."""
+    check_arguments(args, kwargs, parameter_names(method), where)
     if method.execute == "first" or method.dispatch == "all":
         return Division([unwrap(args, kwargs)] * num_shards)
     return split_call(method.dispatch, num_shards, args, kwargs, names=parameter_names(method), where=where)

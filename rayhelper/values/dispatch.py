@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayhelper.errors import DecorationError, DispatchError
-from rayhelper.values.slicing import Positions, describe, item_at, num_items, take
+from rayhelper.roles.parts import placement_of
+from rayhelper.values.slicing import Positions, describe, instance_of, item_at, num_items, take
 
 T = TypeVar("T")
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -128,6 +129,9 @@ def _divided(
     labels += [f"argument {name!r}" for name in kwargs]
     counts = [num_items(value, prefix + label) for value, label in zip(values, labels, strict=True)]
     first = _first_sliceable(values, labels, counts, prefix)
+    for value, label, own_count in zip(values, labels, counts, strict=True):
+        if own_count is None:
+            _check_no_batch(value, prefix + label, labels[first])
     count = cast(int, counts[first])
     order = None
     shards: Sequence[Positions]
@@ -144,6 +148,21 @@ def _divided(
         ]
         calls.append((tuple(parts[: len(args)]), dict(zip(kwargs, parts[len(args) :], strict=True))))
     return Division(calls, order)
+
+
+def _check_no_batch(value: Any, label: str, cut: str) -> None:
+    """Raises DispatchError if a value that nothing says how to cut holds arrays, as a batch of a class of its own does:
+    every worker would get all of it beside its share of the rest."""
+    if isinstance(value, Whole) or placement_of(value) is not None or instance_of(value, "torch.nn", "Module"):
+        return
+    for name, held in getattr(value, "__dict__", {}).items() if not isinstance(value, type) else ():
+        if (isinstance(held, np.ndarray) or instance_of(held, "torch", "Tensor")) and held.ndim > 0:
+            kind = type(value).__name__
+            raise DispatchError(
+                f"{label} is {describe(value)} that holds arrays ({name!r}), and nothing says how to cut it, while "
+                f"{cut} is cut. Give {kind} __len__ and a __getitem__ that takes a slice, pass its columns as a dict, "
+                "or send it uncut to every worker: RayHelper.whole(value)."
+            )
 
 
 def _first_sliceable(values: list[Any], labels: list[str], counts: list[int | None], prefix: str) -> int:

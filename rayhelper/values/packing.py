@@ -205,6 +205,8 @@ def _reduced(value: Any) -> tuple[Any, ...] | None:
         split = _split_tensors if value.of_tensors else _split_arrays
         contents = _bytes_of(value.joined) if value.of_tensors else _flat(value.joined)
         return split, (pickle.PickleBuffer(contents), value.dtype, value.shapes, value.kind)
+    if instance_of(value, "torch", "Tensor") and value.grad_fn is not None:
+        raise DispatchError(f"it holds a tensor with a grad_fn ({value.grad_fn.name()}), whose gradient would be cut")
     if _is_plain_tensor(value):
         plain = value.detach().resolve_conj().resolve_neg()
         return _tensor, (

@@ -28,6 +28,7 @@ from rayhelper.runtimes.ray.late_call import divide_late
 from rayhelper.runtimes.ray.modules import missing_modules
 from rayhelper.timeline.recording import task_number
 from rayhelper.timeline.trace import Span, Tracer
+from rayhelper.values.graphs import check_value
 from rayhelper.values.packing import Ledger, Packed, pack, unpack, worth_packing
 from rayhelper.values.reply import Reported
 from rayhelper.values.shards import is_within
@@ -182,6 +183,7 @@ class Host:
             with placement.runtime.inside(placement, method.role), _AS_AT_FIRST if mode is None else mode.applied():
                 value = method.finished_call(instance, args, kwargs)
             ended = time.time_ns() if self.tracer is not None else 0
+            check_value(value, f"{identity.title(method)} on {placement.runtime.describe()}")
             if self.ledger.lent:
                 arguments = args = kwargs = None
                 self.ledger.check(f"{identity.title(method)} on {placement.runtime.describe()}")

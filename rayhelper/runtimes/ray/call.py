@@ -16,8 +16,9 @@ from rayhelper.runtimes.ray.calls_under_way import unfinished, unfinished_ranks
 from rayhelper.runtimes.ray.late_call import FuturePart, LateCall
 from rayhelper.runtimes.ray.recovery import Recovery
 from rayhelper.runtimes.ray.waiting import STEP_S, replies_as_they_come, replies_of
-from rayhelper.values.calls import collect, unsendable
+from rayhelper.values.calls import collect, parameter_names, unsendable
 from rayhelper.values.dispatch import Balanced, Whole, bare, whole
+from rayhelper.values.graphs import check_arguments
 from rayhelper.values.reply import opened
 from rayhelper.values.shards import Layout
 from rayhelper.worker.ambient import Mode
@@ -202,6 +203,7 @@ def late_calls(
         raise DispatchError(
             f"{where}: a balanced dispatch needs to see the values, and an argument is a Future. Pass its .result()."
         )
+    check_arguments(args, kwargs, parameter_names(method), where)
     start = 0
     replaced = []
     for given in (*args, *kwargs.values()):

@@ -9,6 +9,7 @@ from typing import Any
 from rayhelper.errors import DeadlineError, RoleError
 from rayhelper.roles.parts import Record
 from rayhelper.runtimes.torchrun.exchange import Watch
+from rayhelper.values.contents import Contents
 from rayhelper.values.shards import Reports
 from rayhelper.worker.failures import Failure
 
@@ -23,6 +24,7 @@ class Outcome:
     shards: Reports = field(default_factory=dict)  # that the process reported since the last call
     parts: tuple[Record, ...] = ()  # of the object that was constructed
     given: str = ""  # how many arguments and items
+    contents: Contents | None = None  # of the arguments; None: they are not compared in this call
     left: bool = False  # it left its process group, to free those that waited for it
     depth: int = 0  # the constructors within which the call was made
 
@@ -45,12 +47,23 @@ def check_same_call(outcomes: list[Outcome]) -> None:
 
 
 def check_same_arguments(outcomes: list[Outcome]) -> None:
-    """Raises RoleError if they pass it different numbers of arguments or items."""
+    """Raises RoleError if they pass it different numbers of arguments or items, or others."""
     if len({other.given for other in outcomes}) > 1:
         told = ", ".join(f"rank {rank} {other.given}" for rank, other in enumerate(outcomes[:8]))
         raise RoleError(
             f"{outcomes[0].call}: {told}: under torchrun every process must call with the same arguments, of which "
             "each takes its own slice. Look for data that is read, shuffled or divided differently on each process."
+        )
+    here = outcomes[0].contents
+    for rank, other in enumerate(outcomes):
+        if here is None or other.contents is None or here.equals(other.contents):
+            continue
+        what = "the same items in another order" if here.is_reordered(other.contents) else "other contents"
+        raise RoleError(
+            f"{outcomes[0].call}: rank {rank} passes {what} than rank 0: under torchrun every process must call with "
+            "the same arguments, of which each takes its own slice; some rows would be seen twice, and others never. "
+            "Look for a DataLoader or a shuffle without a seed: call torch.manual_seed(...) in main, or give it "
+            "generator=torch.Generator().manual_seed(...). Do not give it a DistributedSampler."
         )
 
 

@@ -25,7 +25,9 @@ from rayhelper.runtimes.torchrun.exchange import Exchange, Watch
 from rayhelper.runtimes.torchrun.outcome import Outcome, deadline_error, in_collective
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.calls import collector, divide, layout_of, where_of
-from rayhelper.values.dispatch import Balanced, unwrap
+from rayhelper.values.contents import Contents, contents_of
+from rayhelper.values.dispatch import Balanced, bare, unwrap
+from rayhelper.values.graphs import check_value
 from rayhelper.values.shards import Reports, ShardTable
 from rayhelper.values.slicing import num_items
 from rayhelper.worker.failures import Failure, add_note
@@ -67,6 +69,7 @@ class SpmdPlacement:
         self.groups = {role: config.group_of(role) for role in roles}
         names = tuple(dict.fromkeys(group.name for group in self.groups.values()))
         self.hosts = names if hosts is None else hosts
+        self.compared: dict[str, int] = {}  # by name of a method: the calls that came before the last one
         self.hosted = {
             name: HostedPlacement(runtime.workers[name], identity) for name in names if name in runtime.workers
         }
@@ -118,6 +121,7 @@ class SpmdPlacement:
         check_hosts((args, kwargs), group.name)
         division = divide(method, layout.num_shards, args, kwargs, where)
         given = _given(method, args, kwargs)
+        contents = self._contents(method, args, kwargs)
         recording = self.runtime.recording
         call = recording.dispatched(name, started_ns) if recording else 0
         members = self.runtime.members[group.name][: len(layout.shard_of)]
@@ -131,6 +135,7 @@ class SpmdPlacement:
             own_args, own_kwargs = division.calls[layout.shard_of[rank]]
             with acting_as(hosted.runtime), hosted.runtime.inside(hosted, method.role):
                 value = method.finished_call(target, own_args, own_kwargs)
+            check_value(value, f"{title} on {hosted.runtime.describe()}")
             if recording:
                 recording.ran(name, method.role, rank, begun_ns, call)
             return value if rank in layout.leaders else None
@@ -142,7 +147,7 @@ class SpmdPlacement:
             if rank is not None:
                 self.runtime.settle_owed()
             begun_ns = time.time_ns()
-            values = self.runtime.settle(replace(outcome, given=given), error, watch)
+            values = self.runtime.settle(replace(outcome, given=given, contents=contents), error, watch)
             if recording:
                 recording.span("wait", name, begun_ns, call, self.runtime.exchange.received_bytes)
             return [values[members[leader]] for leader in layout.leaders]
@@ -153,6 +158,14 @@ class SpmdPlacement:
         self.runtime.settle_owed()  # whoever is one call behind holds nobody up, who is two behind might
         self.runtime.owed = OwedCall(leaders_values, collect)
         return Future(self.runtime.owed)
+
+    def _contents(self, method: RoleMethod[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Contents | None:
+        """What the arguments hold, in the first calls of a method and now and then later; None: it is not compared."""
+        count = self.compared[method.__name__] = self.compared.get(method.__name__, -1) + 1
+        if count >= _COMPARED and count % _COMPARED_AGAIN:
+            return None
+        values = map(bare, (*args, *kwargs.values()))
+        return contents_of(values, of_arrays_alone=method.dispatch == "all")
 
     def _made_by_first(
         self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -168,9 +181,11 @@ class SpmdPlacement:
                 return None
             runtime.alone = title
             try:
-                return method.finished_call(target, args, kwargs)
+                value = method.finished_call(target, args, kwargs)
             finally:
                 runtime.alone = ""
+            check_value(value, f"{title} on process 0")
+            return value
 
         def first_value() -> Any:
             with Watch(runtime.exchange, None) as watch:
@@ -248,8 +263,12 @@ class OwedCall:
         return self.settle().wait_any(others)
 
 
+_COMPARED = 8  # calls of a method whose arguments are compared in full
+_COMPARED_AGAIN = 64  # and every so many calls after that
+
+
 def _given(method: RoleMethod[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """How many arguments the call has and how many items are divided, as text. Their contents are not compared."""
+    """How many arguments the call has and how many items are divided, as text."""
     values = (*args, *kwargs.values())
     counts: list[int] = []
     if method.dispatch == "slice" or isinstance(method.dispatch, Balanced):

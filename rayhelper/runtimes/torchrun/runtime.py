@@ -33,6 +33,7 @@ from rayhelper.roles.classes import build
 from rayhelper.roles.methods import RoleMethod, not_constructed
 from rayhelper.roles.parts import NO_INSTANCE, Identity, address_within, check_hosts, check_same_parts
 from rayhelper.roles.runtime import Shard, WorkerInfo, state
+from rayhelper.runtimes.driver import forked
 from rayhelper.runtimes.torchrun.exchange import Exchange, Watch
 from rayhelper.runtimes.torchrun.outcome import (
     Outcome,
@@ -60,6 +61,7 @@ class TorchrunRuntime:
     def __init__(self, config: DeviceGroups, recording: Recording | None) -> None:
         rank, size = torchrun_rank()
         self.config = config
+        self.pid = os.getpid()
         self.rank = rank
         self.members = {group.name: members_of(group, size) for group in config.groups}
         self.recording = recording
@@ -259,9 +261,11 @@ class TorchrunRuntime:
         """Raises if no call can be made here and now.
 
         Raises:
-            RoleError: process 0 is running a method that the others do not run.
+            RoleError: process 0 is running a method that the others do not run, or this is a forked child.
             DeadlineError: an earlier call was given up.
         """
+        if os.getpid() != self.pid:
+            raise forked(what)
         if self.alone:
             raise RoleError(
                 f"{what} cannot be made by {self.alone}, which process 0 alone runs under torchrun: the others would "
@@ -313,7 +317,7 @@ class TorchrunRuntime:
         if state.active is self:
             state.active = None
         atexit.unregister(self.teardown)
-        if self.exchange.closed:
+        if self.exchange.closed or os.getpid() != self.pid:  # a forked child has none of it
             return
         self.settle_owed()
         if self.rank > 0:

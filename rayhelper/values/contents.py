@@ -1,0 +1,143 @@
+"""What a value holds, in a few bytes that processes can compare: equal values have equal ``Contents``.
+
+Whole numbers, texts and bytes are hashed. Real numbers, whose last bits may differ from machine to machine, are summed
+with weights by position and compared within a tolerance. Of what is large, a sample is looked at. Objects of other
+classes count as equal to any object of their class: nothing is known of what they hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayhelper.values.slicing import instance_of
+
+_MOST_ITEMS = 256  # of a container
+_MOST_NUMBERS = 65536  # of an array
+_DEPTH = 8
+_TOLERANCE = 1e-3  # of the sum of a real array, relative to the sum of its absolute values
+
+
+class Contents(NamedTuple):
+    """A hash of what is exact, one of the same items in any order, and sums of real numbers: (weighted, absolute)."""
+
+    exact: bytes
+    unordered: bytes
+    sums: tuple[tuple[float, float], ...]
+
+    def equals(self, other: Contents) -> bool:
+        if self.exact != other.exact or len(self.sums) != len(other.sums):
+            return False
+        return all(map(_near, self.sums, other.sums))
+
+    def is_reordered(self, other: Contents) -> bool:
+        """Whether the same items lie in another order, as far as they are exact."""
+        return self.exact != other.exact and self.unordered == other.unordered
+
+
+def _near(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    within = _TOLERANCE * max(one[1], other[1])
+    return all(a == b or (a != a and b != b) or abs(a - b) <= within for a, b in zip(one, other, strict=True))
+
+
+def contents_of(values: Iterable[Any], *, of_arrays_alone: bool = False) -> Contents:
+    """What the values hold, one after the other; ``of_arrays_alone``: what their arrays and tensors do."""
+    reading = _Reading(of_arrays_alone)
+    rows = 0
+    for value in values:
+        reading.read(value, 0)
+        rows ^= _sum_of_rows(value)
+    return Contents(reading.digest.digest(), rows.to_bytes(8, "little"), tuple(reading.sums))
+
+
+class _Reading:
+    def __init__(self, of_arrays_alone: bool = False) -> None:
+        self.of_arrays_alone = of_arrays_alone
+        self.digest = hashlib.blake2b(digest_size=8)
+        self.sums: list[tuple[float, float]] = []
+
+    def note(self, *words: Any) -> None:
+        self.digest.update(repr(words).encode())
+
+    def read(self, value: Any, depth: int) -> None:
+        kind = type(value)
+        if isinstance(value, (bool, int, str, bytes, float, type(None))):
+            if not self.of_arrays_alone:
+                self.plain(value)
+        elif instance_of(value, "torch", "Tensor"):
+            self.note(str(value.dtype), tuple(value.shape))
+            self.array(_as_array(value))
+        elif isinstance(value, np.ndarray):
+            self.array(value)
+        elif depth > _DEPTH:
+            self.note(kind.__name__)
+        elif isinstance(value, Mapping):
+            self.note(kind.__name__, len(value))
+            for key, item in list(value.items())[:_MOST_ITEMS]:
+                self.read(key, depth + 1)
+                self.read(item, depth + 1)
+        elif isinstance(value, (list, tuple, range)):
+            self.note(kind.__name__, len(value))
+            for item in _sample(value):
+                self.read(item, depth + 1)
+        elif is_dataclass(value) and not isinstance(value, type):
+            self.note(kind.__name__)
+            for field in fields(value):
+                self.read(getattr(value, field.name, None), depth + 1)
+        else:
+            self.note(kind.__name__)
+
+    def plain(self, value: Any) -> None:
+        if isinstance(value, float):
+            self.sums.append((value, abs(value)))
+        else:
+            self.note(type(value).__name__, value[:4096] if isinstance(value, (str, bytes)) else value)
+
+    def array(self, array: NDArray[Any]) -> None:
+        self.note(str(array.dtype), array.shape)
+        if array.dtype.hasobject:
+            return
+        step = max(1, array.size // _MOST_NUMBERS)
+        sample = np.ascontiguousarray(array.reshape(-1)[::step])
+        if array.dtype.kind in "fc":
+            numbers = np.abs(sample) if array.dtype.kind == "c" else sample.astype(np.float64)
+            weights = np.cos(np.arange(numbers.size, dtype=np.float64))
+            self.sums.append((float(numbers @ weights), float(np.abs(numbers).sum())))
+        else:
+            self.digest.update(sample.tobytes())
+
+
+def _as_array(tensor: Any) -> NDArray[Any]:
+    """A tensor's numbers; bfloat16 and the like as float32."""
+    plain = tensor.detach()
+    if plain.is_quantized or str(plain.layout) != "torch.strided" or plain.device.type == "meta":
+        return np.zeros(0)
+    flat = plain.reshape(-1)
+    flat = flat[:: max(1, flat.numel() // _MOST_NUMBERS)].cpu().resolve_conj().resolve_neg()
+    return (flat.float() if flat.is_floating_point() else flat).numpy()  # type: ignore[no-any-return]
+
+
+def _sample(items: Any) -> Any:
+    step = max(1, len(items) // _MOST_ITEMS)
+    return items[::step]
+
+
+def _sum_of_rows(value: Any) -> int:
+    """The hashes of a value's items added up, whatever their order; 0 if it has none."""
+    if not isinstance(value, (list, tuple)) and not hasattr(type(value), "shape"):
+        return 0
+    if getattr(value, "ndim", 1) == 0:
+        return 0
+    total = 0
+    for item in value if len(value) <= _MOST_ITEMS else ():
+        reading = _Reading()
+        reading.read(item, 1)
+        numbers = struct.pack(f"{2 * len(reading.sums)}d", *(round(x, 6) for pair in reading.sums for x in pair))
+        total += int.from_bytes(hashlib.blake2b(reading.digest.digest() + numbers, digest_size=8).digest(), "little")
+    return total % 2**64

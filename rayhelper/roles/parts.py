@@ -85,6 +85,11 @@ class Identity:
         """All parts, and their parts, in the order in which they were built."""
         return tuple(part.record() for part in self._family())
 
+    def instances(self) -> Iterator[Any]:
+        """The object and its parts, and theirs, as far as they still exist."""
+        found = (identity.reference() for identity in (self, *self._family()))
+        yield from (instance for instance in found if instance is not None)
+
     def record(self) -> Record:
         return Record(str(self.address), self.cls.__qualname__, self.name)
 

@@ -26,6 +26,7 @@ from rayhelper.roles.futures import Future
 from rayhelper.roles.methods import RoleMethod, find_method, not_constructed
 from rayhelper.roles.parts import NO_INSTANCE, Identity, Record, address_within, check_same_parts, refuse_to_travel
 from rayhelper.roles.runtime import Route, Shard, WorkerInfo, state
+from rayhelper.roles.stale import Snapshot
 from rayhelper.worker.process_group import join_process_group
 
 
@@ -120,6 +121,8 @@ class DriverRuntime:
                 built |= group.constructed(tenancy.address, waiting)
             identity = placement.identity
             check_same_parts(identity.name, "the driver", identity.records(), built)
+            for built_here in identity.instances():
+                built_here._rayhelper.snapshot = Snapshot(built_here)
         except BaseException:
             placement.identity.is_built = True
             tenancy.drop()
@@ -220,6 +223,7 @@ class DriverPlacement:
         self.groups = groups  # by role
         self.anchor = anchor
         self.hosts = hosts
+        self.snapshot: Snapshot | None = None  # None: it is being constructed
 
     def route(self, method: RoleMethod[..., Any]) -> Route:
         if method.role == DRIVER:
@@ -243,6 +247,8 @@ class DriverPlacement:
         group = self.groups.get(method.role)
         if group is None:
             raise undeclared(method, identity.cls)
+        if self.snapshot is not None:
+            self.snapshot.check(method, target, identity.title(method))
         location = location_of(str(identity.address), identity.cls, method)  # type: ignore[arg-type]
         return group.submit(identity, method, location, args, kwargs)
 

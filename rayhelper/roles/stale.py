@@ -1,0 +1,172 @@
+"""What a worker cannot know: attributes and globals that the driver's process has set since an object was constructed.
+
+    trainer.temperature = 0.5        the workers still have what __init__ set
+    sampling.TOP_P = 0.9             and what the module had when it was imported there
+
+A call of a role's method that reads such a name is refused. What a role's method sets itself is the role's own, and may
+differ. Values that are changed in place (``self.options["top_p"] = 0.9``) are not seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+from rayhelper.device_groups import DRIVER
+from rayhelper.errors import RoleError
+from rayhelper.roles.methods import RoleMethod, find_method
+
+_PLAIN = (bool, int, float, str, type(None))  # globals that are compared: by value
+_MISSING = object()
+
+
+@dataclass
+class Names:
+    """What a function does with its object's attributes and its module's globals."""
+
+    reads: set[str] = field(default_factory=set)
+    writes: set[str] = field(default_factory=set)
+    globals: set[tuple[int, str]] = field(default_factory=set)  # by the id of the namespace
+    namespaces: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, other: Names) -> None:
+        self.reads |= other.reads
+        self.writes |= other.writes
+        self.globals |= other.globals
+        self.namespaces |= other.namespaces
+
+
+class Snapshot:
+    """What an object's attributes, and the globals that its roles' methods read, were when it was constructed."""
+
+    def __init__(self, instance: Any) -> None:
+        self.attributes = {name: _kept(value) for name, value in vars(instance).items()}
+        cls: Any = type(instance)
+        found = _of_class(cls)
+        self.globals = {key: found.namespaces[key[0]].get(key[1], _MISSING) for key in found.globals}
+
+    def check(self, method: RoleMethod[..., Any], target: Any, title: str) -> None:
+        """Raises RoleError if the method reads what was set since."""
+        cls: Any = type(target)
+        names = _of_method(cls, method)
+        for name in names.reads:
+            value = vars(target).get(name, _MISSING)
+            if not _is_kept(self.attributes.get(name, _MISSING), value):
+                raise RoleError(
+                    f"{title} reads self.{name}, which was set on the driver after the object was constructed. The "
+                    f"workers of role {method.role!r} still have what __init__ set. Pass the value as an argument, or "
+                    f"set it in a method of role {method.role!r}."
+                )
+        for key in names.globals:
+            value = names.namespaces[key[0]].get(key[1], _MISSING)
+            before = self.globals.get(key, value)
+            if isinstance(value, _PLAIN) and isinstance(before, _PLAIN) and before != value:
+                raise RoleError(
+                    f"{title} reads the global {key[1]!r}, which was set to {value!r} on the driver after the object "
+                    f"was constructed. The workers of role {method.role!r} still have {before!r}. Pass the value as an "
+                    "argument."
+                )
+
+
+def _kept(value: Any) -> Any:
+    """What tells later whether an attribute is still the same: plain values themselves, of others who they are."""
+    return (type(value), value) if isinstance(value, _PLAIN) else id(value)
+
+
+def _is_kept(kept: Any, value: Any) -> bool:
+    if value is _MISSING or kept is _MISSING:
+        return value is kept
+    now = _kept(value)
+    return bool(now == kept) or now != now
+
+
+@functools.lru_cache(4096)
+def _of_method(cls: Any, method: RoleMethod[..., Any]) -> Names:
+    """What a role's method reads that no method of a role sets."""
+    found = Names()
+    if method.kind == "method":
+        found.add(_of_function(cls, method.function, set()))
+    found.reads -= _of_class(cls).writes
+    return found
+
+
+@functools.lru_cache(1024)
+def _of_class(cls: Any) -> Names:
+    """What the methods of a class's roles do."""
+    found = Names()
+    for name in dir(cls):
+        entry = inspect.getattr_static(cls, name, None)
+        if isinstance(entry, RoleMethod) and entry.role != DRIVER:
+            found.add(_of_function(cls, entry.function, set()))
+    return found
+
+
+def _of_function(cls: type, function: Callable[..., Any], seen: set[Any]) -> Names:
+    """What a method does, and the methods of the same object that it calls."""
+    found, plain = Names(), inspect.unwrap(function)
+    if plain in seen or not isinstance(plain, FunctionType) or not plain.__code__.co_argcount:
+        return found
+    seen.add(plain)
+    own, tree = plain.__code__.co_varnames[0], _tree(plain)
+    namespace = plain.__globals__
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own:
+            called = _function_of(cls, node.attr)
+            if called is not None:
+                found.add(_of_function(cls, called, seen))
+            elif isinstance(node.ctx, ast.Load):
+                found.reads.add(node.attr)
+            else:
+                found.writes.add(node.attr)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "vars"):
+            found.writes |= set(_constants(node))
+        elif _is_plain_global(node, plain):
+            assert isinstance(node, ast.Name), "globals are names"
+            found.globals.add((id(namespace), node.id))
+            found.namespaces[id(namespace)] = namespace
+    return found
+
+
+def _is_plain_global(node: ast.AST, function: FunctionType) -> bool:
+    """Whether a node reads a global that holds a plain value."""
+    if not isinstance(node, ast.Name) or not isinstance(node.ctx, ast.Load):
+        return False
+    return node.id not in function.__code__.co_varnames and isinstance(
+        function.__globals__.get(node.id, _MISSING), _PLAIN
+    )
+
+
+def _constants(node: ast.Call) -> Iterator[str]:
+    for argument in node.args:
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+            yield argument.value
+
+
+def _function_of(cls: type, name: str) -> Callable[..., Any] | None:
+    """The function behind a method or property of a class; None: the name is no such thing."""
+    entry = inspect.getattr_static(cls, name, None)
+    if entry is None:
+        return None
+    if isinstance(entry, FunctionType):
+        return entry
+    try:
+        decorated: Callable[..., Any] = find_method(entry).function  # or what wraps a decorated method
+        return decorated
+    except RoleError:
+        inner = getattr(entry, "fget", None) or getattr(entry, "func", None) or getattr(entry, "__func__", None)
+        return inner if isinstance(inner, FunctionType) else None
+
+
+@functools.lru_cache(4096)
+def _tree(function: FunctionType) -> ast.AST | None:
+    """The function's source; None: there is none."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None

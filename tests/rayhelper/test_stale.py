@@ -1,0 +1,107 @@
+"""What the driver has set since an object was constructed, and a role's method reads, is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rayhelper import RayHelper, RoleError
+from tests.conftest import RaySession
+
+SCALE = 2.0
+GROUPS = {"g": {"device": "CPU", "ranks": 2, "workers": ["train"]}}
+
+
+@RayHelper.worker(group="train")
+class Base:
+    def __init__(self) -> None:
+        self.offset = 1.0
+        self.count = 0
+        self.model: Any = None
+        self.step = 0
+
+    def shifted(self, x: float) -> float:
+        return x + self.offset
+
+    @RayHelper.function(group="train")
+    def build(self) -> None:
+        self.model = "built"
+
+    @RayHelper.function(group="train")
+    def has_model(self) -> bool:
+        return self.model == "built"
+
+    @RayHelper.function(group="train")
+    def score(self, x: float) -> float:
+        return self.shifted(x)
+
+    @RayHelper.function(group="train")
+    def scaled(self, x: float) -> float:
+        return x * SCALE
+
+    @RayHelper.function(group="train")
+    def counted(self) -> int:
+        self.count += 1
+        return self.count
+
+
+@RayHelper.worker(group="train")
+class Whole(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Base()
+        self.part.offset = 10.0  # every process runs this
+
+    def loop(self) -> None:
+        self.step += 1
+        self.model = "the driver's own"
+        self.count = 5
+
+
+@pytest.fixture(params=["inprocess", "ray"], autouse=True)
+def _session(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param == "ray":
+        ray_session: RaySession = request.getfixturevalue("ray_session")
+        with ray_session(GROUPS):
+            yield
+    else:
+        with RayHelper.session(GROUPS, runtime="inprocess"):
+            yield
+
+
+def test_an_attribute_that_was_set_from_outside_is_named() -> None:
+    whole = Whole()
+    assert whole.score(1.0) == [2.0, 2.0]
+    whole.offset = 5.0
+    with pytest.raises(RoleError, match=r"Base\.score .* reads self\.offset, which was set on the driver"):
+        whole.score(1.0)
+    assert whole.counted() == [1, 1]  # a method that does not read it
+    whole.offset = 1.0
+    assert whole.score(1.0) == [2.0, 2.0]
+
+
+def test_so_is_one_of_a_part_that_its_whole_had_set_in_time() -> None:
+    whole = Whole()
+    assert whole.part.score(1.0) == [11.0, 11.0]
+    whole.part.offset = 5.0
+    with pytest.raises(RoleError, match=r"Whole\.part\.score \(role 'train'\) reads self\.offset"):
+        whole.part.score(1.0)
+
+
+def test_what_roles_set_themselves_is_their_own() -> None:
+    whole = Whole()
+    whole.build()
+    whole.loop()
+    assert whole.has_model() == [True, True]
+    assert whole.counted() == [1, 1]
+
+
+def test_a_global_that_was_set_since_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Whole()
+    assert whole.scaled(3.0) == [6.0, 6.0]
+    monkeypatch.setattr(f"{__name__}.SCALE", 7.0)
+    with pytest.raises(RoleError, match=r"reads the global 'SCALE', which was set to 7\.0 .* still have 2\.0"):
+        whole.scaled(3.0)
+    assert whole.score(1.0) == [2.0, 2.0]

@@ -25,7 +25,7 @@ from rayhelper.errors import CallCancelledError, WorkerError
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.runtime import WorkerInfo, state
 from rayhelper.runtimes.ray.late_call import divide_late
-from rayhelper.runtimes.ray.modules import missing_modules
+from rayhelper.runtimes.ray.modules import unlike_modules
 from rayhelper.timeline.recording import task_number
 from rayhelper.timeline.trace import Span, Tracer
 from rayhelper.values.graphs import check_value
@@ -111,9 +111,9 @@ class Host:
         """Changes the environment, after another worker of the group was replaced."""
         os.environ.update(env)
 
-    def missing_modules(self, names: Sequence[str]) -> list[str]:
-        """Those of the modules that this process could not import."""
-        return missing_modules(names)
+    def unlike_modules(self, sources: dict[str, str]) -> list[str]:
+        """Those of the driver's modules that this process could not import, or not with the same source."""
+        return unlike_modules(sources)
 
     def construct(self, address: str, payload: bytes) -> Any:
         """Constructs (class, args, kwargs, ambient) here; the reply is its parts, with the shards they reported."""

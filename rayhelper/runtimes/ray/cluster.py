@@ -15,7 +15,7 @@ from rayhelper.errors import ConfigError, DispatchError, RoleError
 from rayhelper.roles.parts import bound_for
 from rayhelper.runtimes.ray import placement as placing
 from rayhelper.runtimes.ray.group import WorkerGroup
-from rayhelper.runtimes.ray.modules import user_modules
+from rayhelper.runtimes.ray.modules import sources_of, user_modules
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.packing import dumps
 from rayhelper.worker.ambient import Ambient
@@ -68,10 +68,10 @@ class RayCluster:
         names: Collection[str],
         groups: Sequence[WorkerGroup],
     ) -> Any:
-        """(class, args, kwargs, ambient) pickled once; modules that the nodes lack travel by value."""
-        candidates = user_modules()
-        lacking = set().union(*(group.missing_modules(candidates) for group in groups)) if candidates else set()
-        for name in lacking:
+        """(class, args, kwargs, ambient) pickled once; modules that workers lack, or have otherwise, go by value."""
+        sources = sources_of(user_modules())
+        unlike = set().union(*(group.unlike_modules(sources) for group in groups)) if sources else set()
+        for name in unlike:
             cloudpickle.register_pickle_by_value(sys.modules[name])
         with bound_for(*names):
             return ray.put(_pickled(cls, args, kwargs))

@@ -192,10 +192,10 @@ class Crew:
                 return rank
         return None
 
-    def missing_modules(self, names: list[str]) -> set[str]:
-        """Those of the modules that some node of the group could not import."""
+    def unlike_modules(self, sources: dict[str, str]) -> set[str]:
+        """Those of the modules that some worker of the group could not import, or not with the same source."""
         first_ranks = {slot.node_id: slot.rank for slot in reversed(self.slots)}.values()
-        replies = ray.get([self.actors[rank].missing_modules.remote(names) for rank in first_ranks])
+        replies = ray.get([self.actors[rank].unlike_modules.remote(sources) for rank in first_ranks])
         return {name for reply in replies for name in reply}
 
     def end(self) -> None:

@@ -59,12 +59,12 @@ class WorkerGroup:
         """Gives every process its rank and environment; the group is usable afterwards."""
         self.crew.prepare()
 
-    def missing_modules(self, names: list[str]) -> set[str]:
-        """Those of the modules that some node of the group could not import. Raises WorkerDiedError."""
+    def unlike_modules(self, sources: dict[str, str]) -> set[str]:
+        """Those of the modules that some worker could not import, or not the same. Raises WorkerDiedError."""
         while True:
             self.calls.check_usable("__init__")
             try:
-                return self.crew.missing_modules(names)
+                return self.crew.unlike_modules(sources)
             except RayActorError as error:
                 self.recovery.died(error, "__init__", None, 0)
 

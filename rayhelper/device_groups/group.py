@@ -10,6 +10,8 @@ Device = Literal["GPU", "NPU", "CPU"]
 DRIVER = "driver"  # reserved: the role of methods that only the driver runs
 OWN = "own"  # reserved: the one role of the class that inherits a method
 MAX_IN_FLIGHT = 64
+CALL_S = 7200.0  # that a call may take where the group does not say: longer than any call of a run that works
+CONSTRUCTION_S = 900.0  # and a construction, unless the group's timeout_s is longer
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class DeviceGroup:
     ranks: tuple[int, ...] | None  # rising global accelerator indices, num_workers * gpus_per_worker; None on CPU
     num_workers: int
     gpus_per_worker: int = 1  # accelerators of one worker, whatever their make; 0 on CPU
-    timeout_s: float | None = None  # that a call may take
+    timeout_s: float | None = None  # that a call may take; None: CALL_S
     restarts: int = 0  # how many workers that died are replaced, in all
     max_in_flight: int = MAX_IN_FLIGHT  # deferred calls whose workers have not answered; the next one waits
     env: tuple[tuple[str, str], ...] = ()  # pairs, as dict() takes them

@@ -52,6 +52,10 @@ class Group(Protocol):
         """One call on every worker (or worker 0 alone), not waited for. ``location``: of the method, as text."""
         ...
 
+    def abandon(self, address: str) -> None:
+        """Notes that an object is used no more. May be called at any moment, as garbage is collected."""
+        ...
+
     def drop(self, address: str) -> None:
         """Frees an object and its parts on every worker."""
         ...
@@ -127,7 +131,7 @@ class DriverRuntime:
             placement.identity.is_built = True
             tenancy.drop()
             raise
-        weakref.finalize(placement.anchor, self.unused.append, tenancy).atexit = False
+        weakref.finalize(placement.anchor, tenancy.abandon).atexit = False
 
     def _construct_part(
         self,
@@ -198,6 +202,12 @@ class Tenancy:
         self.runtime = runtime
         self.address = address
         self.groups = groups
+
+    def abandon(self) -> None:
+        """The driver has it no more; it is dropped when the next one is constructed."""
+        self.runtime.unused.append(self)
+        for group in self.groups:
+            group.abandon(self.address)
 
     def drop(self) -> None:
         """Frees the whole and its parts on the workers."""

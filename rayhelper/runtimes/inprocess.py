@@ -139,6 +139,9 @@ class InprocessGroup:
     def constructed(self, address: str, started: dict[str, Sequence[Record]]) -> dict[str, Sequence[Record]]:
         return started
 
+    def abandon(self, address: str) -> None:
+        pass  # no worker is replaced here
+
     def drop(self, address: str) -> None:
         self.shards.drop(address)
         for worker in self.workers:

@@ -172,6 +172,13 @@ def test_a_deadline_shows_where_every_rank_is_even_inside_a_collective(troubled:
     assert troubled.reduced() == [float(WORKERS)] * WORKERS
 
 
+def test_a_group_without_a_deadline_has_the_default_one(troubled: Troubled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayhelper.runtimes.ray.waiting.CALL_S", 1.0)
+    with pytest.raises(DeadlineError, match=r"did not finish within 1 s"):
+        troubled.sleep(60)
+    assert troubled.squares([1, 2]) == [1, 4]
+
+
 def test_the_deadline_of_a_group_gives_the_call_up(ray_cluster: None) -> None:
     groups = {"crew": {"device": "CPU", "ranks": 2, "workers": ["work"], "timeout_s": 8}}
     with without_runtime(), RayHelper.session(groups):

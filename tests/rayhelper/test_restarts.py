@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -155,6 +156,33 @@ def test_all_workers_of_a_group_may_die_at_once(mortal: Mortal) -> None:
         os.kill(pid, signal.SIGKILL)
     in_flight = [mortal.scaled.defer([call, call + 1]) for call in range(3)]
     assert [future.result() for future in in_flight] == [[0, 10], [10, 20], [20, 30]]
+
+
+@RayHelper.worker(group="score")
+class Heavy:
+    """Leaves a word wherever it is built."""
+
+    def __init__(self, words: str) -> None:
+        with Path(words).open("a") as file:
+            file.write(f"{RayHelper.current().group}\n")
+
+    @RayHelper.function(group="score", execute="first")
+    def here(self) -> bool:
+        return True
+
+
+def test_what_the_driver_has_no_more_is_not_built_again(mortal: Mortal, tmp_path: Path) -> None:
+    freed, kept = tmp_path / "freed", tmp_path / "kept"
+    heavies = [Heavy(str(freed)), Heavy(str(kept))]
+    before = [path.read_text().split().count("scorers") for path in (freed, kept)]
+    del heavies[0]
+    gc.collect()
+    os.kill(mortal.pid()[0], signal.SIGKILL)
+    assert mortal.scaled([1, 2, 3]) == [10, 20, 30]
+    after = [path.read_text().split().count("scorers") for path in (freed, kept)]
+    assert before == [2, 2]
+    assert after == [2, 3]
+    assert heavies[0].here()
 
 
 def test_a_constructor_that_fails_on_a_replacement_ends_the_group(ray_cluster: None, tmp_path: Path) -> None:

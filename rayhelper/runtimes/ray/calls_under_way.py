@@ -22,8 +22,6 @@ from rayhelper.values.calls import where_of
 from rayhelper.values.reply import Reported
 from rayhelper.values.shards import ShardTable
 
-CONSTRUCTION_S = 3600.0  # loading a model takes longer than a call
-
 
 class Sent(Protocol):
     """What was sent to the workers of a group: a call, or the construction of an object."""
@@ -57,6 +55,7 @@ class CallsUnderWay:
         self.shards = ShardTable(len(crew.slots), group.name)
         self.constructions: dict[str, Any] = {}  # payloads by address, for workers that are replaced
         self.constructing: dict[str, Sent] = {}  # by address
+        self.abandoned: list[str] = []  # addresses that the driver uses no more, to be freed
         self.open: dict[int, Sent] = {}  # in order
         self.lock = threading.RLock()
         self.stopped = False
@@ -98,6 +97,8 @@ class CallsUnderWay:
         """Frees an object and its parts on every worker."""
         self.constructions.pop(address, None)
         self.constructing.pop(address, None)
+        if address in self.abandoned:
+            self.abandoned.remove(address)
         self.shards.drop(address)
         self.crew.forget(address)
 

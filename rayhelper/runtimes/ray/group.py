@@ -20,13 +20,14 @@ from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup
 
 from rayhelper.device_groups import DeviceGroup
+from rayhelper.device_groups.group import CONSTRUCTION_S
 from rayhelper.device_groups.slots import Slot
 from rayhelper.errors import RoleError
 from rayhelper.roles.futures import Future
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.parts import Identity, Record, bound_for
 from rayhelper.runtimes.ray.call import Construction, GroupCall, late_calls, sources_of
-from rayhelper.runtimes.ray.calls_under_way import CONSTRUCTION_S, CallsUnderWay
+from rayhelper.runtimes.ray.calls_under_way import CallsUnderWay
 from rayhelper.runtimes.ray.crew import Crew
 from rayhelper.runtimes.ray.recovery import Recovery
 from rayhelper.runtimes.ray.transport import sendable
@@ -80,6 +81,9 @@ class WorkerGroup:
         built = started.built(max(CONSTRUCTION_S, self.group.timeout_s or 0.0))
         del self.calls.constructing[address]
         return built
+
+    def abandon(self, address: str) -> None:
+        self.calls.abandoned.append(address)
 
     def drop(self, address: str) -> None:
         self.calls.forget(address)

@@ -17,9 +17,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from rayhelper.device_groups.group import CONSTRUCTION_S
 from rayhelper.errors import WorkerDiedError
 from rayhelper.runtimes.ray.calls_under_way import (
-    CONSTRUCTION_S,
     CallsUnderWay,
     Sent,
     answered,
@@ -124,11 +124,12 @@ class Recovery:
     def _construct_anew(self, ranks: list[int]) -> None:
         crew = self.crew
         crew.replace(ranks)
+        limit_s = max(CONSTRUCTION_S, crew.group.timeout_s or 0.0)
         for address, payload in self.calls.constructions.items():
-            if address in self.calls.constructing:
+            if address in self.calls.constructing or address in self.calls.abandoned:
                 continue
             started = [crew.actors[rank].construct.remote(address, payload) for rank in ranks]
-            replies = ray.get(started, timeout=CONSTRUCTION_S)
+            replies = ray.get(started, timeout=limit_s)
             raise_failures(replies)
             for rank, reply in zip(ranks, replies, strict=True):
                 self.calls.note_shards(rank, reply)

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from rayhelper.device_groups.group import CALL_S
 from rayhelper.errors import DeadlineError, WorkerError
 from rayhelper.ranks import runs
 from rayhelper.runtimes.ray.calls_under_way import Sent, unfinished_ranks
@@ -26,7 +27,7 @@ def replies_of(recovery: Recovery, what: str, call: Sent, timeout_s: float | Non
 
     Args:
         what: The call, for messages.
-        timeout_s: Seconds; None: the group's own.
+        timeout_s: Seconds; None: the group's own, or CALL_S.
 
     Raises:
         What a worker raised, as soon as one did; the others are stopped.
@@ -34,10 +35,10 @@ def replies_of(recovery: Recovery, what: str, call: Sent, timeout_s: float | Non
         DeadlineError: with the Python stacks of all ranks.
     """
     recovery.calls.check_usable(what)
-    limit_s = recovery.calls.group.timeout_s if timeout_s is None else timeout_s
-    deadline = None if limit_s is None else time.monotonic() + limit_s
+    limit_s = (recovery.calls.group.timeout_s or CALL_S) if timeout_s is None else timeout_s
+    deadline = time.monotonic() + limit_s
     try:
-        replies = ray.get(call.refs, timeout=_FAST_S if limit_s is None else min(_FAST_S, limit_s))
+        replies = ray.get(call.refs, timeout=min(_FAST_S, limit_s))
     except (GetTimeoutError, RayActorError, RayTaskError):
         replies = _one_by_one(recovery, what, call, deadline, limit_s, timeout_s is None)
     raise_failures(replies)
@@ -46,15 +47,15 @@ def replies_of(recovery: Recovery, what: str, call: Sent, timeout_s: float | Non
 
 def replies_as_they_come(recovery: Recovery, call: Sent, ranks: Iterable[int]) -> Iterator[tuple[int, Any]]:
     """(rank, reply) of these ranks of a call, in the order in which they finish. Raises as ``replies_of`` does."""
-    what, limit_s = call.title, recovery.calls.group.timeout_s
+    what, limit_s = call.title, recovery.calls.group.timeout_s or CALL_S
     left = set(ranks)
     while left:
         recovery.calls.check_usable(what)
         rank_of = {call.refs[rank]: rank for rank in left}
-        deadline = None if limit_s is None else time.monotonic() + limit_s
+        deadline = time.monotonic() + limit_s
         while not (ready := ray.wait(list(rank_of), num_returns=1, timeout=STEP_S)[0]):
             recovery.calls.check_usable(what)
-            if deadline is not None and time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
                 raise _late(recovery, call.refs, what, limit_s, True)
         try:
             reply = ray.get(ready[0])
@@ -80,8 +81,8 @@ def _one_by_one(
     recovery: Recovery,
     what: str,
     call: Sent,
-    deadline: float | None,
-    limit_s: float | None,
+    deadline: float,
+    limit_s: float,
     is_groups_limit: bool,
 ) -> list[Any]:
     refs = call.refs  # which change when workers are replaced
@@ -89,7 +90,7 @@ def _one_by_one(
     while any(ref not in replies for ref in refs):
         recovery.calls.check_usable(what)
         waiting = [ref for ref in refs if ref not in replies]
-        left_s = STEP_S if deadline is None else min(STEP_S, deadline - time.monotonic())
+        left_s = min(STEP_S, deadline - time.monotonic())
         ready = ray.wait(waiting, num_returns=1, timeout=max(0.0, left_s))[0]
         if ready and len(waiting) > 1:
             ready = ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
@@ -103,7 +104,7 @@ def _one_by_one(
                 raise _not_sent(recovery, refs.index(ref), what, error) from None
         if any(isinstance(reply, Failure) for reply in replies.values()):
             return _with_failures(recovery, refs, replies)
-        if not ready and deadline is not None and time.monotonic() >= deadline:
+        if not ready and time.monotonic() >= deadline:
             raise _late(recovery, refs, what, limit_s, is_groups_limit)
     return [replies[ref] for ref in refs]
 
@@ -123,9 +124,7 @@ def _with_failures(recovery: Recovery, refs: list[Any], replies: dict[Any, Any])
     return list(replies.values())
 
 
-def _late(
-    recovery: Recovery, refs: list[Any], what: str, limit_s: float | None, is_groups_limit: bool
-) -> DeadlineError:
+def _late(recovery: Recovery, refs: list[Any], what: str, limit_s: float, is_groups_limit: bool) -> DeadlineError:
     """The error for a call that is late; if the deadline was the group's, the call is given up."""
     late = unfinished_ranks(refs)
     told = told_stacks(recovery.crew.ask("stacks"), range(len(recovery.crew.actors)))

@@ -1,6 +1,6 @@
-"""``python -m rayhelper plan | check | timeline``: what can be known of a run before it, and after it.
+"""``python -m rayhelper plan | check | prove | timeline``: what can be known of a run before it, and after it.
 
-argparse rather than jsonargparse: the three read their configuration themselves, and answer in a fraction of a second.
+argparse rather than jsonargparse: these read their configuration themselves, and answer in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from rayhelper.check import check
 
         return check(**options)
+    if subcommand == "prove":
+        from rayhelper.prove.command import prove
+
+        return prove(**options)
     from rayhelper.timeline import timeline
 
     return timeline(**options)
@@ -42,6 +46,14 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("target", metavar="module:Class")
     check.add_argument("--device-groups", "--device_groups", help="as JSON or YAML text")
     check.add_argument("--config", help="a file with device_groups")
+    prove = subcommands.add_parser(
+        "prove", help="whether a class gives the same numbers in every runtime, call by call"
+    )
+    prove.add_argument("target", metavar="module:Class", help="or path/to/file.py:Class")
+    prove.add_argument("--config", help="a YAML or JSON file: what the constructor takes")
+    prove.add_argument("--entry", default="", help="the method that does the work (default: train, run, fit or main)")
+    prove.add_argument("--steps", type=int, default=3, help="max_steps of the configuration (default: 3)")
+    prove.add_argument("--no-ray", "--no_ray", dest="ray", action="store_false", help="leave out the run on Ray")
     timeline = subcommands.add_parser("timeline", help="where the time of a traced run went")
     timeline.add_argument("file", help="the file that trace=... named")
     timeline.add_argument("--html", help="write a picture that a browser opens")

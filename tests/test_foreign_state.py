@@ -19,6 +19,7 @@ READ = {
     *("_C", "_cdata", "_version"),  # of torch: whether somebody holds a storage, and how often a tensor was changed
     *("_attn_implementation", "_did_swap_in_out_features"),  # of transformers' configurations and peft's layers
     *("_get_model_param_range_map", "_replace_state_dict_keys_with_sharded_keys"),  # of megatron-core, one version
+    *("_fmt", "_style"),  # of logging's formatters
     "_bootstrap",
 }
 IN_PLACE = "decoding.py"  # what a patch puts in the place of vLLM's functions does their work

@@ -86,6 +86,12 @@ def _is_kept(kept: Any, value: Any) -> bool:
     return bool(now == kept) or now != now
 
 
+def names_of_roles(cls: Any) -> frozenset[str]:
+    """The attributes that the methods of a class's roles read or set."""
+    found = _of_class(cls)
+    return frozenset(found.reads | found.writes)
+
+
 @functools.lru_cache(4096)
 def _of_method(cls: Any, method: RoleMethod[..., Any]) -> Names:
     """What a role's method reads that no method of a role sets."""

@@ -19,10 +19,10 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
-from rayhelper.device_groups import DRIVER, DeviceGroups
+from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
 from rayhelper.errors import RoleError
 from rayhelper.roles.classes import build
-from rayhelper.roles.futures import Future
+from rayhelper.roles.futures import Future, finished
 from rayhelper.roles.methods import RoleMethod, find_method, not_constructed
 from rayhelper.roles.parts import NO_INSTANCE, Identity, Record, address_within, check_same_parts, refuse_to_travel
 from rayhelper.roles.runtime import Route, Shard, WorkerInfo, state
@@ -32,6 +32,8 @@ from rayhelper.worker.process_group import join_process_group
 
 class Group(Protocol):
     """The workers of one device group."""
+
+    group: DeviceGroup
 
     def construct(self, address: str, construction: Any) -> Any:
         """Starts the construction of an object on every worker; what ``constructed`` waits for."""
@@ -50,6 +52,10 @@ class Group(Protocol):
         kwargs: dict[str, Any],
     ) -> Future[Any]:
         """One call on every worker (or worker 0 alone), not waited for. ``location``: of the method, as text."""
+        ...
+
+    def states(self, address: str) -> list[Any]:
+        """By worker, what an object and its parts hold (``prove/watching.py``)."""
         ...
 
     def abandon(self, address: str) -> None:
@@ -94,6 +100,7 @@ class DriverRuntime:
         self.stopped = False
         self.pid = os.getpid()
         self.instances: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by address
+        self.watcher: Any = None  # of what calls come to, while ``prove`` compares runtimes
         self.unused: list[Tenancy] = []  # of objects that are gone; freed when the next one is constructed
         atexit.register(self.teardown)
         try:
@@ -131,6 +138,8 @@ class DriverRuntime:
             placement.identity.is_built = True
             tenancy.drop()
             raise
+        if self.watcher is not None:
+            self.watcher.constructed(identity.name, placement.states())
         weakref.finalize(placement.anchor, tenancy.abandon).atexit = False
 
     def _construct_part(
@@ -260,7 +269,21 @@ class DriverPlacement:
         if self.snapshot is not None:
             self.snapshot.check(method, target, identity.title(method))
         location = location_of(str(identity.address), identity.cls, method)  # type: ignore[arg-type]
-        return group.submit(identity, method, location, args, kwargs)
+        watcher = self.runtime.watcher
+        if watcher is None:
+            return group.submit(identity, method, location, args, kwargs)
+
+        def run() -> Any:
+            return group.submit(identity, method, location, args, kwargs).result()
+
+        title = identity.title(method)
+        return finished(lambda: watcher.call(method, title, args, kwargs, run, self.states))
+
+    def states(self) -> list[Any]:
+        """By worker, what the outermost whole of this object and its parts hold there."""
+        address = str(self.identity.address).partition(".")[0]
+        groups = [group for group in self.runtime.groups.values() if group.group.name in self.hosts]
+        return [state for group in groups for state in group.states(address)]
 
     __reduce__ = refuse_to_travel
 

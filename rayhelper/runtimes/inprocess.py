@@ -73,6 +73,10 @@ class InprocessCluster:
             self.recording.write()
 
 
+class ProcessesNeededError(RoleError):
+    """Workers want to meet in a collective, and run one after the other."""
+
+
 class SimulatedWorker(WorkerRuntime):
     """What this process is while it runs a simulated worker's method."""
 
@@ -95,7 +99,7 @@ class SimulatedWorker(WorkerRuntime):
 
     def init_process_group(self, backend: str | None, timeout_s: float) -> None:
         if self.info.world_size > 1:
-            raise RoleError(
+            raise ProcessesNeededError(
                 f"RayHelper.init_process_group was called on {self.describe()}: the {self.info.world_size} workers of "
                 "runtime='inprocess' run one after the other, and a collective needs them at once. Use torchrun or "
                 "Ray, or one worker a group."
@@ -138,6 +142,9 @@ class InprocessGroup:
 
     def constructed(self, address: str, started: dict[str, Sequence[Record]]) -> dict[str, Sequence[Record]]:
         return started
+
+    def states(self, address: str) -> list[Any]:
+        return [worker.state(address) for worker in self.workers]
 
     def abandon(self, address: str) -> None:
         pass  # no worker is replaced here

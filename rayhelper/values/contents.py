@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from rayhelper.values.slicing import instance_of
 
-_MOST_ITEMS = 256  # of a container
+_MOST_ITEMS = 256  # of a list
+_MOST_KEYS = 10_000  # of a mapping
 _MOST_NUMBERS = 65536  # of an array
 _DEPTH = 8
 _TOLERANCE = 1e-3  # of the sum of a real array, relative to the sum of its absolute values
@@ -31,18 +32,19 @@ class Contents(NamedTuple):
     unordered: bytes
     sums: tuple[tuple[float, float], ...]
 
-    def equals(self, other: Contents) -> bool:
+    def equals(self, other: Contents, tolerance: float = _TOLERANCE) -> bool:
+        """``tolerance``: of real numbers, relative to the sum of their absolute values; 0: to the last bit."""
         if self.exact != other.exact or len(self.sums) != len(other.sums):
             return False
-        return all(map(_near, self.sums, other.sums))
+        return all(_near(one, another, tolerance) for one, another in zip(self.sums, other.sums, strict=True))
 
     def is_reordered(self, other: Contents) -> bool:
         """Whether the same items lie in another order, as far as they are exact."""
         return self.exact != other.exact and self.unordered == other.unordered
 
 
-def _near(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    within = _TOLERANCE * max(one[1], other[1])
+def _near(one: tuple[float, float], other: tuple[float, float], tolerance: float) -> bool:
+    within = tolerance * max(one[1], other[1])
     return all(a == b or (a != a and b != b) or abs(a - b) <= within for a, b in zip(one, other, strict=True))
 
 
@@ -79,13 +81,16 @@ class _Reading:
             self.note(kind.__name__)
         elif isinstance(value, Mapping):
             self.note(kind.__name__, len(value))
-            for key, item in list(value.items())[:_MOST_ITEMS]:
+            for key, item in list(value.items())[:_MOST_KEYS]:
                 self.read(key, depth + 1)
                 self.read(item, depth + 1)
         elif isinstance(value, (list, tuple, range)):
             self.note(kind.__name__, len(value))
             for item in _sample(value):
                 self.read(item, depth + 1)
+        elif (state := _state_of(value)) is not None:
+            self.note(sorted(state))
+            _Reading.read(self, state, depth + 1)
         elif is_dataclass(value) and not isinstance(value, type):
             self.note(kind.__name__)
             for field in fields(value):
@@ -113,9 +118,20 @@ class _Reading:
             self.digest.update(sample.tobytes())
 
 
+def _state_of(value: Any) -> Mapping[str, Any] | None:
+    """The weights of a module, or what an optimizer remembers; None: it is none."""
+    if instance_of(value, "torch.nn", "Module"):
+        return {**dict(value.named_parameters()), **dict(value.named_buffers())}
+    if instance_of(value, "torch.optim", "Optimizer"):
+        params = [param for group in value.param_groups for param in group["params"]]
+        return {f"{k}.{name}": item for k, param in enumerate(params) for name, item in value.state[param].items()}
+    return None
+
+
 def _as_array(tensor: Any) -> NDArray[Any]:
     """A tensor's numbers; bfloat16 and the like as float32."""
     plain = tensor.detach()
+    plain = plain.to_local() if hasattr(plain, "to_local") else plain  # what lies here of a tensor in shards
     if plain.is_quantized or str(plain.layout) != "torch.strided" or plain.device.type == "meta":
         return np.zeros(0)
     flat = plain.reshape(-1)

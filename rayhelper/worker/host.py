@@ -134,6 +134,10 @@ class Host:
             self._record("construct", runtime.info.roles[0], where, started)
             self.running = None
 
+    def state(self, address: str) -> Any:
+        """What an object and its parts hold here."""
+        return _runtime().state(address)
+
     def drop(self, address: str) -> None:
         """Forgets an object and its parts; their memory is freed."""
         _runtime().drop(address)

@@ -124,6 +124,12 @@ class WorkerRuntime:
         for known in [known for known in self.instances if is_within(known, address)]:
             del self.instances[known]
 
+    def state(self, address: str) -> Any:
+        """What an object and its parts hold here (``prove/watching.py``)."""
+        from rayhelper.prove.watching import state_of
+
+        return state_of(placement_of(self.instances[address]).identity)
+
     def take_reports(self) -> dict[tuple[str, str], Shard]:
         """The shards that were reported since the last time, by address and role."""
         reported, self.unreported = self.unreported, {}

@@ -82,6 +82,10 @@ class WorkerGroup:
         del self.calls.constructing[address]
         return built
 
+    def states(self, address: str) -> list[Any]:
+        states: list[Any] = ray.get([actor.state.remote(address) for actor in self.crew.actors])
+        return states
+
     def abandon(self, address: str) -> None:
         self.calls.abandoned.append(address)
 

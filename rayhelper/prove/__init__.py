@@ -1,0 +1,5 @@
+"""The same program in several runtimes, call by call: ``rayhelper prove``."""
+
+from rayhelper.prove.runs import Difference, prove, prove_class
+
+__all__ = ["Difference", "prove", "prove_class"]

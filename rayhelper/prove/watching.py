@@ -1,0 +1,188 @@
+"""A run that is watched: of every call that leaves the driver, what went in, what came out, and what it left behind.
+
+Watcher            what one run came to, a ``Seen`` a call
+WatchedOff         a runtime in which everything runs here, as with Ray off, and is watched
+watch(runtime)     from now on the calls of a driver's runtime are watched
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayhelper.device_groups import DRIVER
+from rayhelper.roles.classes import build
+from rayhelper.roles.futures import Future, finished
+from rayhelper.roles.methods import RoleMethod
+from rayhelper.roles.parts import Identity, placement_of
+from rayhelper.roles.runtime import OFF, Route, Shard, WorkerInfo, state
+from rayhelper.roles.stale import names_of_roles
+from rayhelper.values.calls import parameter_names
+from rayhelper.values.contents import Contents, contents_of
+from rayhelper.values.dispatch import bare
+from rayhelper.worker.process_group import join_process_group
+
+State = dict[str, dict[str, Contents]]  # of an object and its parts, by name: what each attribute holds
+
+
+@dataclass
+class Seen:
+    """One call, or the construction of an object."""
+
+    title: str
+    arguments: dict[str, Contents] = field(default_factory=dict)
+    value: Contents | None = None  # None: it raised
+    raised: str = ""
+    relative: dict[str, Contents] = field(default_factory=dict)  # arguments and "value", numbers of workers put as such
+    is_collected: bool = True  # the value is one however many workers there are
+    states: list[State] = field(default_factory=list)  # by worker
+
+
+class Watcher:
+    """What one run of so many workers came to."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.seen: list[Seen] = []
+
+    def constructed(self, name: str, states: list[State]) -> None:
+        self.seen.append(Seen(f"{name}.__init__", states=states))
+
+    def call(
+        self,
+        method: RoleMethod[..., Any],
+        title: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        run: Callable[[], Any],
+        states: Callable[[], list[State]],
+        *,
+        is_off: bool = False,
+    ) -> Any:
+        """The value of the call, which is made now. With Ray off it is what one worker gives, not in a list of one."""
+        names = parameter_names(method)
+        labels = [names[k] if k < len(names) else str(k + 1) for k in range(len(args))]
+        given = {name: _given(value) for name, value in (*zip(labels, args, strict=True), *kwargs.items())}
+        seen = Seen(title, {name: contents_of([value]) for name, value in given.items()})
+        seen.relative = {name: contents_of([self._relative(value)]) for name, value in given.items()}
+        seen.is_collected = method.execute == "first" or method.collect != "none"
+        self.seen.append(seen)
+        try:
+            value = run()
+        except BaseException as error:
+            seen.raised = f"{type(error).__name__}: {error}"
+            raise
+        seen.value = contents_of([[value] if is_off and not seen.is_collected else value])
+        seen.relative["value"] = contents_of([self._relative(value)])
+        seen.states = states()
+        return value
+
+    def _relative(self, value: Any) -> Any:
+        """The value, with words in place of whole numbers that are the number of workers."""
+        if type(value) is tuple:
+            return tuple(map(self._relative, value))
+        return "the number of workers" if type(value) is int and value == self.num_workers else value
+
+
+def _given(value: Any) -> Any:
+    plain = bare(value)
+    return plain.result() if isinstance(plain, Future) else plain
+
+
+def state_of(identity: Identity) -> State:
+    """What an object of this process and its parts hold, in the attributes that methods of roles read or set."""
+    found: State = {}
+    for instance in identity.instances():
+        known = names_of_roles(type(instance))
+        name = instance._rayhelper.identity.name
+        found[name] = {
+            attribute: contents_of([value], of_arrays_alone=not _is_plain(value))
+            for attribute, value in vars(instance).items()
+            if attribute in known and placement_of(value) is None
+        }
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str, bytes, list, tuple, dict, type(None)))
+
+
+class WatchedOff:
+    """What this process is: the one process, whose calls of roles are watched."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self.watcher = watcher
+
+    def construct(
+        self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
+    ) -> None:
+        identity = Identity(instance, None if whole is None else whole._rayhelper.identity, None)
+        object.__setattr__(instance, "_rayhelper", WatchedPlacement(self.watcher, identity))
+        build(init, instance, args, kwargs, identity)
+        if whole is None:
+            self.watcher.constructed(identity.name, [state_of(identity)])
+
+    def instance_at(self, address: str) -> Any:
+        return None  # nothing travels
+
+    def describe(self) -> str:
+        return "this process"
+
+    def placement(self, method: RoleMethod[..., Any], target: Any) -> WatchedPlacement:
+        return WatchedPlacement(self.watcher, Identity(target, None, None))
+
+    def current(self) -> WorkerInfo:
+        return OFF
+
+    def report_shard(self, shard: Shard) -> None:
+        pass  # the one process does everything, whatever its part would be
+
+    def init_process_group(self, backend: str | None, timeout_s: float) -> None:
+        join_process_group(self.current(), backend, timeout_s)
+
+    def teardown(self) -> None:
+        if state.active is self:
+            state.active = None
+
+
+class WatchedPlacement:
+    """Everything runs here. Calls that a role makes of another are part of the call that the driver made."""
+
+    hosts = ()
+    depth = 0  # of the calls of roles that are running
+
+    def __init__(self, watcher: Watcher, identity: Identity) -> None:
+        self.watcher = watcher
+        self.identity = identity
+
+    def route(self, method: RoleMethod[..., Any]) -> Route:
+        crosses = method.role != DRIVER and not self.identity.is_building and not WatchedPlacement.depth
+        return "group" if crosses else "here"
+
+    def run(self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return method.call(target, args, kwargs)
+
+    def submit(
+        self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[Any]:
+        plain = tuple(map(_given, args)), {name: _given(value) for name, value in kwargs.items()}
+
+        def run() -> Any:
+            WatchedPlacement.depth += 1
+            try:
+                return method.finished_call(target, *plain)
+            finally:
+                WatchedPlacement.depth -= 1
+
+        title = self.identity.title(method)
+
+        def states() -> list[State]:
+            return [state_of(outermost(self.identity))]
+
+        return finished(lambda: self.watcher.call(method, title, *plain, run, states, is_off=True))
+
+
+def outermost(identity: Identity) -> Identity:
+    """The whole that an object belongs to, in the end."""
+    return identity if identity.whole is None else outermost(identity.whole)

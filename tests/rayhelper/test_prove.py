@@ -1,0 +1,92 @@
+"""``rayhelper prove`` finds what differs between runtimes, and nothing where nothing does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rayhelper.__main__ import main
+from rayhelper.prove import Difference, prove_class
+from tests.conftest import without_runtime
+from tests.rayhelper import prove_fixture
+from tests.rayhelper.prove_fixture import Trainer
+
+OFF_AND_STRICT = ("off", "one worker, strict")
+TWO = ("one worker, strict", "two workers")
+
+# by planted difference: the runs that differ first, and words of what is told
+PLANTED = {
+    "unseeded in __init__": (OFF_AND_STRICT, "Trainer.__init__", "Trainer.noise", "random numbers without a seed"),
+    "mean of a shard": (TWO, "Trainer.score", "its value", "how the rows are divided"),
+    "rank": (TWO, "Trainer.score", "its value", "how the rows are divided"),
+    "another worker's rows": (TWO, "Trainer.score", "its value", "how the rows are divided"),
+    "changed in place": (OFF_AND_STRICT, "Trainer.score", "DispatchError", "changed its"),
+    "time": (OFF_AND_STRICT, "Trainer.score", "its value", "state outside of the object"),
+    "driver and role draw": (OFF_AND_STRICT, "Trainer.score", "its value", "random numbers that both"),
+    "draws of the driver": (OFF_AND_STRICT, "Trainer.update", "Trainer.weight", "random numbers that both"),
+    "cut gradient": (OFF_AND_STRICT, "Trainer.gradient", "WorkerError", "grad_fn"),
+    "attribute set from outside": (OFF_AND_STRICT, "Trainer.score", "RoleError", "self.scale"),
+    "global": (OFF_AND_STRICT, "Trainer.update", "RoleError", "the global 'RATE'"),
+    "order of the driver": (OFF_AND_STRICT, "Trainer.score", "argument 'rows'", "the driver's own code"),
+}
+ON_RAY = {
+    "the process in __init__": ("Trainer.__init__", "Trainer.noise", "pid"),
+    "environment": ("Trainer.score", "its value", "environment"),
+    "attribute of the class": ("Trainer.update", "Trainer.weight", "a class's attributes"),
+    "state of the module": ("Trainer.update", "Trainer.weight", "a module's globals"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(prove_fixture, "RATE", 0.5)
+    monkeypatch.setattr(prove_fixture, "COUNTER", [0])
+    monkeypatch.setattr(Trainer, "shared", 1.0)
+    with without_runtime():
+        yield
+    torch.set_default_dtype(torch.float32)
+    os.environ.pop("PROVE_PLANTED", None)
+
+
+def proved(planted: str, *, ray: bool = False) -> list[Difference]:
+    return prove_class(Trainer, {"planted": planted}, ray=ray)
+
+
+def test_a_class_without_a_planted_difference_is_the_same_everywhere(ray_cluster: None) -> None:
+    assert proved("", ray=True) == []
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_what_differs_is_named_with_its_call(planted: str) -> None:
+    first, *_ = proved(planted)
+    runs, *words = PLANTED[planted]
+    assert first.runs == runs
+    for word in words:
+        assert word in str(first), str(first)
+
+
+@pytest.mark.parametrize("planted", ON_RAY)
+def test_what_differs_in_another_process_is_named(ray_cluster: None, planted: str) -> None:
+    found = [str(difference) for difference in proved(planted, ray=True) if "on Ray" in difference.runs[1]]
+    assert found
+    for word in ON_RAY[planted]:
+        assert word in found[0], found[0]
+
+
+def test_the_command_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, config = f"{prove_fixture.__name__}:Trainer", tmp_path / "x.yaml"
+    config.write_text("planted: rank\nuse_ray: true\n")
+    assert main(["prove", target, "--config", str(config), "--no-ray"]) == 1
+    assert "call 2, Trainer.score" in capsys.readouterr().out
+    config.write_text("planted: ''\n")
+    assert main(["prove", target, "--config", str(config), "--no-ray", "--steps", "1"]) == 0
+    assert "the same off, strict and with two workers" in capsys.readouterr().out
+    config.write_text("no_such_key: 1\n")
+    assert main(["prove", target, "--config", str(config), "--no-ray"]) == 2
+    assert "no_such_key" in capsys.readouterr().err
+    assert main(["prove", target, "--no-ray", "--entry", "fly"]) == 2
+    assert "has no method fly()" in capsys.readouterr().err

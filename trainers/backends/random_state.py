@@ -43,7 +43,7 @@ def read_random_state(path: Path) -> dict[str, Any]:
         ConfigError: the file holds anything else; nothing of it was run.
     """
     rebuild: Any = np.zeros(1).__reduce__()[0]
-    of_arrays = [np.ndarray, np.dtype, type(np.dtype(np.uint32))]
+    of_arrays: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.uint32))]
     of_arrays += [(rebuild, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
     with torch.serialization.safe_globals(of_arrays):
         state: dict[str, Any] = read_saved(path)

@@ -66,6 +66,7 @@ class TorchrunRuntime:
         if recording is not None:
             recording.rank = rank
         self.exchange = Exchange(rank, size)
+        self.run_key = self.exchange.key  # of channels, too
         self.workers: dict[str, TorchrunWorker] = {
             group.name: TorchrunWorker(self._info(group), self)
             for group in config.groups
@@ -332,6 +333,7 @@ class TorchrunWorker(WorkerRuntime):
         super().__init__(info, f"{os.environ.get('GROUP_RANK', '0')} (torchrun rank {process.rank})")
         self.process = process
         self.exchange = process.exchange
+        self.run_key = process.run_key
         self.times_joined = 0
 
     def init_process_group(self, backend: str | None, timeout_s: float) -> None:

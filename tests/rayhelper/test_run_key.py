@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import tempfile
 from pathlib import Path
@@ -17,6 +18,12 @@ from tests.backends.ranks import run_ranks
 from tests.rayhelper.strangers import LOOPBACK, Payload, listening
 
 SECRET = "a secret of several nodes"
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 @pytest.fixture(autouse=True)
@@ -130,12 +137,8 @@ def in_exchange(rank: int, folder: Path, made: Path) -> dict[str, Any]:
 
 
 def test_what_is_gathered_in_a_processs_place_is_not_unpickled(tmp_path: Path) -> None:
-    import socket
-
     (tmp_path / "tmp").mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        (tmp_path / "port").write_text(str(free.getsockname()[1]))
+    (tmp_path / "port").write_text(str(free_port()))
     made = tmp_path / "made"
     first, second = run_ranks(2, in_exchange, tmp_path, made, folder=tmp_path, joined=False)
     assert not made.exists()
@@ -170,8 +173,6 @@ def joined(rank: int, port: int) -> tuple[dict[int, str], float, float]:
 
 
 def test_the_store_of_a_roles_process_group_listens_at_one_address() -> None:
-    import socket
-
     with socket.socket() as held, tempfile.TemporaryDirectory() as folder:  # as Host.hold_port holds it
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("", 0))
@@ -179,3 +180,45 @@ def test_the_store_of_a_roles_process_group_listens_at_one_address() -> None:
         first, second = run_ranks(2, joined, port, folder=Path(folder), joined=False)
     assert first == ({port: LOOPBACK}, 2.0, 2.0)
     assert second == ({}, 2.0, 2.0)
+
+
+def on_two_nodes(rank: int, folder: Path) -> dict[str, Any]:
+    """Sessions without a shared key and with one, of two nodes that are one machine."""
+    import logging
+
+    from rayhelper.runtimes.torchrun.exchange import Exchange
+
+    env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": (folder / "port").read_text()}
+    os.environ.update(env | {"TORCHELASTIC_USE_AGENT_STORE": "False", "XDG_RUNTIME_DIR": str(folder)})
+    said: list[str] = []
+    logging.getLogger("rayhelper.runtimes.torchrun.exchange").addFilter(
+        lambda one: said.append(one.getMessage()) or True
+    )
+    seen = {}
+    for name, key in {"without": "", "with": SECRET}.items():
+        os.environ["RAYHELPER_KEY"] = key
+        said.clear()
+        exchange = Exchange(rank, 2)
+        values = [value for value, _ in exchange.gather(rank, lambda: False, 60.0)]
+        seen[name] = (values, sorted(exchange.doors), sorted(exchange._situations()), list(said))
+        exchange.gather(None, lambda: False, 60.0)  # neither leaves while the other asks
+        exchange.close()
+    os.environ["RAYHELPER_KEY"] = f"{SECRET} of rank {rank}"
+    try:
+        Exchange(rank, 2)
+    except ConnectionError as error:
+        seen["differ"] = str(error)
+    return seen
+
+
+def test_between_nodes_without_a_shared_key_doors_stay_shut_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "port").write_text(str(free_port()))
+    ranks = run_ranks(2, on_two_nodes, tmp_path, folder=tmp_path, joined=False)
+    for rank, seen in enumerate(ranks):
+        values, doors, answered, said = seen["without"]
+        assert (values, doors, answered) == ([0, 1], [rank], [rank])
+        assert len(said) == (rank == 0)
+        assert all("several nodes and no RAYHELPER_KEY: doors between nodes stay shut" in line for line in said)
+        assert seen["with"] == ([0, 1], [0, 1], [0, 1], [])
+        assert "Either RAYHELPER_KEY is not the same on all nodes" in seen["differ"]

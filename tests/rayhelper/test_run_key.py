@@ -68,13 +68,31 @@ def test_a_secret_in_the_environment_is_that_of_all_nodes(monkeypatch: pytest.Mo
         RunKey(dist.HashStore())
 
 
-@pytest.mark.parametrize("name", [b"../../../etc/passwd", b"x", b"\xff", b"0" * 16 + b"-" + b"0" * 32])
+@pytest.mark.parametrize("name", [b"../../../etc/passwd", b"x", b"\xff", b"1.2-" + b"0" * 32])
 def test_who_writes_to_the_store_cannot_name_a_file_of_its_own(name: bytes, tmp_path: Path) -> None:
     store = dist.HashStore()
     store.add("key of node 0", 1)
     store.set("file of node 0", name)
     with pytest.raises(ConfigError, match=r"somebody else writes to the store|set RAYHELPER_KEY"):
         RunKey(store)
+
+
+def test_files_of_killed_runs_are_removed_by_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    first = RunKey(dist.HashStore())
+    mine = first.file_for("group")
+    first.first_process = 2**22 + 1  # no process has such a number
+    killed = first.file_for("group")
+    assert mine is not None
+    assert killed is not None
+    for path in (mine, killed, mine.with_name("something else")):
+        path.touch()
+    second = RunKey(dist.HashStore())
+    assert (mine.exists(), killed.exists()) == (True, False)
+    for key in (first, second):
+        key.forget_file()
+        key.close()
+    assert [path.name for path in mine.parent.iterdir()] == ["something else"]
 
 
 @pytest.mark.parametrize("spoil", ["others may look", "a link"])
@@ -100,6 +118,29 @@ def test_codes_are_of_one_process_gathering_body_and_exchange() -> None:
         assert not other.fits(code, 1, 7, body)
 
 
+def joined_over(exchange: Any, rank: int) -> tuple[float, int, int]:
+    """What a role's process group adds up, and the files of the run while it is there and after it."""
+    import torch
+
+    from rayhelper.roles.runtime import Shard, WorkerInfo
+    from rayhelper.worker.process_group import join_process_group, leave_process_group
+
+    def files() -> int:
+        folder = Path(os.environ["XDG_RUNTIME_DIR"]) / f"rayhelper-{os.getuid()}"
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        return len(list(folder.iterdir()))
+
+    info = WorkerInfo(("w",), "g", rank, 2, rank, 2, 0, Shard(rank, 2))
+    join_process_group(info, "gloo", 60.0, exchange.store_of_group("g/1", 2))
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    before = files()
+    exchange.gather(None, lambda: False, 60.0)
+    leave_process_group()
+    exchange.gather(None, lambda: False, 60.0)
+    return value.item(), before, files()
+
+
 def in_exchange(rank: int, folder: Path, made: Path) -> dict[str, Any]:
     """Rank 1 gathers once as it should, then as somebody who took its place without the key."""
     from rayhelper.runtimes.torchrun.exchange import Exchange
@@ -117,6 +158,7 @@ def in_exchange(rank: int, folder: Path, made: Path) -> dict[str, Any]:
         exchange.store_of("key").get("file of node 0"),
         *(exchange.store_of("doors").get(name) for name in ("key",) if exchange.store_of("doors").check([name])),
     ]
+    group = joined_over(exchange, rank)
     told = ""
     if rank == 1:
         exchange.codes = Codes(b"a stranger's", [b""])
@@ -132,6 +174,7 @@ def in_exchange(rank: int, folder: Path, made: Path) -> dict[str, Any]:
         "own": own,
         "told": told,
         "answered": answered,
+        "group": group,
         "secret in store": any(exchange.key.hex().encode() in text or exchange.key in text for text in in_store),
     }
 
@@ -148,7 +191,8 @@ def test_what_is_gathered_in_a_processs_place_is_not_unpickled(tmp_path: Path) -
         assert set(seen["own"].values()) == {LOOPBACK}
         assert seen["answered"] == {0: False, 1: False}
         assert not seen["secret in store"]
-    assert not list((tmp_path / "tmp").rglob("*"))
+        assert seen["group"] == (2.0, 1, 0)
+    assert not [path for path in (tmp_path / "tmp").rglob("*") if path.is_file()]
 
 
 def joined(rank: int, port: int) -> tuple[dict[int, str], float, float]:

@@ -26,7 +26,7 @@ from typing import Any
 from rayhelper.authenticated.sealing import NONCE_BYTES, TAG_BYTES
 from rayhelper.channel.patches import gloo_group
 from rayhelper.ranks import runs
-from rayhelper.runtimes.torchrun.key import VARIABLE, Codes, RunKey, has_several_nodes
+from rayhelper.runtimes.torchrun.key import VARIABLE, Codes, RunKey, is_one_node
 from rayhelper.values.packing import pack, unpack
 from rayhelper.worker.process_group import leave_process_group
 from rayhelper.worker.side_door import Address, Door, ask, stacks, told_stacks
@@ -89,10 +89,11 @@ class Exchange:
         self.codes = Codes(self.key if self.run_key.is_shared else None, nonces)
         place = own_address if self.run_key.is_shared else "127.0.0.1"
         self.door = Door(place, self.key, {"situation": lambda _: asdict(self.situation())})
-        told = self.gather((self.door.address, self.run_key.node), lambda: False, _START_S)
+        told = self.gather((self.door.address, self.run_key.node, os.getpid()), lambda: False, _START_S)
+        self.run_key.first_process = told[0][0][2]
         self.doors = {
             rank: address
-            for rank, ((address, node), _) in enumerate(told)
+            for rank, ((address, node, _), _) in enumerate(told)
             if self.run_key.is_shared or node == self.run_key.node
         }
 
@@ -101,6 +102,18 @@ class Exchange:
         import torch.distributed as dist
 
         return dist.PrefixStore(f"rayhelper/{self.number}/{name}", self.store)  # type: ignore[attr-defined]
+
+    def store_of_group(self, name: str, size: int) -> Any:
+        """Where so many processes meet for a process group: on one node a file of this user's, else torchrun's store.
+
+        Strangers cannot write to the file, and so come into no group, whose members unpickle what they send each other.
+        """
+        import torch.distributed as dist
+
+        path = self.run_key.file_for(f"{self.number}/{name}")
+        if path is None:
+            return self.store_of(name)
+        return dist.FileStore(str(path), size)  # type: ignore[attr-defined]
 
     def gather(self, value: Any, flag: Callable[[], bool], timeout_s: float) -> list[tuple[Any, bool]]:
         """Every process's value, in order of rank, each with its flag, which is read as late as possible.
@@ -221,6 +234,7 @@ class Exchange:
         with contextlib.suppress(Exception):
             self.store_of("doors").set(f"left/{self.rank}", "")
         self.closed = True
+        self.run_key.close()
         self.door.close()
         self.group = None
         self.store = None
@@ -295,7 +309,7 @@ def _wait(start: Callable[[], Any], timeout_s: float) -> None:
 
 def _own_address() -> str:
     """Loopback if all processes are on this node, else its address from which MASTER_ADDR is reached (IPv4)."""
-    if not has_several_nodes():
+    if is_one_node():
         return "127.0.0.1"
     master = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "1"))
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards_master:

@@ -8,7 +8,6 @@ it, the others find its name in the store, and it is removed once all have read 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import os
 import re
@@ -23,7 +22,7 @@ from rayhelper.errors import ConfigError
 VARIABLE = "RAYHELPER_KEY"
 _MIN_LENGTH = 16  # of the variable's value
 _SECRET_BYTES = 32
-_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}")
+_NAME = re.compile(r"(\d+)\.(\d+)-([0-9a-f]{32})")  # process, its space of process ids, what is of no meaning
 
 
 class RunKey:
@@ -36,6 +35,8 @@ class RunKey:
         """Raises ConfigError: the variable is too short, or the file cannot be used."""
         self.node = node_of_run()
         self._file: Path | None = None
+        self.files: list[Path] = []  # of ``file_for``
+        self.first_process = os.getpid()  # of the run; its files are another run's to remove when it has ended
         given = os.environ.get(VARIABLE, "")
         if given and len(given) < _MIN_LENGTH:
             raise ConfigError(f"{VARIABLE} has {len(given)} characters; give it at least {_MIN_LENGTH} random ones.")
@@ -45,16 +46,26 @@ class RunKey:
     def forget_file(self) -> None:
         """To be called when all have read it."""
         if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.unlink()
-            with contextlib.suppress(OSError):  # others of this user may be in it
-                self._file.parent.rmdir()
+            _remove([self._file])
             self._file = None
+
+    def close(self) -> None:
+        """Removes the files of the run."""
+        _remove(self.files)
+
+    def file_for(self, name: str) -> Path | None:
+        """A path in the user's own folder that all processes know; None on several nodes."""
+        if not is_one_node():
+            return None
+        path = _folder() / _name(self.first_process, code(self.secret, b"file", name.encode()).hex()[:32])
+        self.files.append(path)
+        return path
 
     def _of_node(self, store: Any) -> bytes:
         """The secret of this node's processes, which the first of them draws."""
         if store.add(f"key of node {self.node}", 1) == 1:
-            name = f"{hashlib.sha256(_run_id().encode()).hexdigest()[:16]}-{secrets.token_hex(16)}"
+            _remove(_left_over(_folder()))
+            name = _name(os.getpid(), secrets.token_hex(16))
             secret = secrets.token_bytes(_SECRET_BYTES)
             self._file = _written(name, secret)
             store.set(f"file of node {self.node}", name)
@@ -66,6 +77,11 @@ def has_several_nodes() -> bool:
     """Whether torchrun's environment says so; it is no question for the store, to which strangers can write."""
     size = os.environ.get("WORLD_SIZE", "1")
     return os.environ.get("LOCAL_WORLD_SIZE", size) != size
+
+
+def is_one_node() -> bool:
+    """Whether torchrun's environment says so; a launcher that says neither leaves it open."""
+    return os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "1")
 
 
 def node_of_run() -> str:
@@ -90,6 +106,41 @@ def _folder() -> Path:
         raise ConfigError(f"cannot make {folder} ({error}). Set {VARIABLE} to a secret.") from None
     _check(folder, folder.lstat(), stat.S_ISDIR)
     return folder
+
+
+def _name(process: int, text: str) -> str:
+    return f"{process}.{_process_space()}-{text}"
+
+
+def _process_space() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
+
+
+def _left_over(folder: Path) -> list[Path]:
+    """The files of runs that were killed."""
+    found = [(path, _NAME.fullmatch(path.name)) for path in folder.iterdir()]
+    own = [(path, int(name[1])) for path, name in found if name and int(name[2]) == _process_space()]
+    return [path for path, process in own if not _is_alive(process)]
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's: the number was given away again
+        pass
+    return True
+
+
+def _remove(files: list[Path]) -> None:
+    """Removes the files, and their folder if it is empty then: others of this user may be in it."""
+    for path in files:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    for folder in {path.parent for path in files}:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _check(path: Path, seen: os.stat_result, is_kind: Any) -> None:

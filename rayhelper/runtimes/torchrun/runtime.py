@@ -349,7 +349,8 @@ class TorchrunWorker(WorkerRuntime):
             self.joined = self.joined or Joined(dist.get_backend(), timeout_s)
             return
         self.times_joined += 1
-        store = self.exchange.store_of(f"{self.info.group}/{self.times_joined}")
+        name = f"{self.info.group}/{self.times_joined}"
+        store = None if self.info.world_size == 1 else self.exchange.store_of_group(name, self.info.world_size)
         self.joined = join_process_group(self.info, backend, timeout_s, store)
 
 

@@ -17,21 +17,12 @@ from rayhelper import ConfigError
 from tests.backends.ranks import run_ranks
 from tests.backends.test_megatron import TRAINING, save
 from tests.backends.test_megatron_checkpoint import backend_of, steps
+from tests.rayhelper.strangers import Payload
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.random_state import random_state, read_random_state, set_random_state
 from trainers.backends.saved_files import FORMAT, check_distributed
 
 CPU = torch.device("cpu")
-
-
-class Payload:
-    """What makes a file when it is unpickled."""
-
-    def __init__(self, made: Path) -> None:
-        self.made = made
-
-    def __reduce__(self) -> Any:
-        return open, (str(self.made), "w")
 
 
 def drawn() -> list[Any]:

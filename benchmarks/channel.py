@@ -83,9 +83,13 @@ def run(rounds: int, pipe: Any, *functions_and_args: tuple[Any, ...]) -> list[tu
             process.kill()
 
 
-def by_channel(transport: Any, copy: bool, args: argparse.Namespace) -> list[tuple[float, float]]:
+def by_channel(
+    transport: Any, copy: bool, args: argparse.Namespace, *, authenticate_payload: bool = True
+) -> list[tuple[float, float]]:
     ours, theirs = processes.Pipe(duplex=False)
-    with Channel(args.receivers, transport=transport, bucket_mb=args.bucket_mb) as channel:
+    with Channel(
+        args.receivers, transport=transport, bucket_mb=args.bucket_mb, authenticate_payload=authenticate_payload
+    ) as channel:
         receivers = [(channel_receiver, channel, copy, args.rounds)] * args.receivers
         return run(args.rounds, ours, (channel_sender, channel, args.megabytes, args.rounds, theirs), *receivers)
 
@@ -140,6 +144,7 @@ def main() -> None:
         "channel, shared_memory, copy=False": lambda: by_channel("shared_memory", False, args),
         "channel, shared_memory": lambda: by_channel("shared_memory", True, args),
         "channel, gloo": lambda: by_channel("gloo", True, args),
+        "channel, gloo, payload not authenticated": lambda: by_channel("gloo", True, args, authenticate_payload=False),
         "torch.distributed, gloo, a tensor at a time": lambda: by_hand(args),
     }
     result: dict[str, Any] = {**origin(), "megabytes": args.megabytes, "rows": {}}

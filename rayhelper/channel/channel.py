@@ -7,7 +7,8 @@
 Tensors travel bucket by bucket, so neither side holds more than three buckets besides its own model, and nothing goes
 through the driver, which only tells the two sides where to meet. In one process ``send`` hands over the tensors
 themselves. Otherwise the way is chosen from where the two sides are (``transports.py``); the files beside this
-one go from what is said (``lines``) over meeting (``links``) to a round (``rounds``).
+one go from what is said (``lines``) over meeting (``links``) to a round (``rounds``). Nobody takes part who does not
+know the channel's key, which comes with the channel itself.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import contextlib
 import os
 import secrets
 import socket
+import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Self
 from weakref import WeakValueDictionary
 
+from rayhelper.authenticated.meeting import MeetingPoint
 from rayhelper.channel.buckets import BLOCK, checked
 from rayhelper.channel.links import Link, Terms
 from rayhelper.channel.rounds import Receipt, receive, send
@@ -37,7 +40,7 @@ _LINKS: dict[tuple[str, str], Link] = {}
 
 
 class Handover:
-    """What the copies of a channel in one process share: what ``send`` leaves for ``receive``, and the driver's store.
+    """What the copies of a channel in one process share: what ``send`` leaves, and the driver's meeting point.
 
     Under torchrun the driver's channel is a copy of the one that it made.
     """
@@ -45,7 +48,24 @@ class Handover:
     def __init__(self) -> None:
         self.tensors: list[tuple[str, torch.Tensor]] | None = None
         self.num_left = 0  # how many may yet receive it
-        self.store: Any = None  # on the process that made the channel
+        self.meeting: MeetingPoint | None = None  # on the process that made the channel
+
+    def open(self, host: str, terms: Terms) -> tuple[str, int]:
+        """The address of a meeting point that is open until ``close``, or until this is no longer referred to.
+
+        Raises ConfigError for a host that is not this machine, ChannelError.
+        """
+        try:
+            self.meeting = MeetingPoint(host, terms.key(), terms.purpose)
+        except OSError as error:
+            raise ConfigError(f"host={host!r} is not an address of this machine: {error}.") from error
+        weakref.finalize(self, self.meeting.close)
+        return self.meeting.address
+
+    def close(self) -> None:
+        self.tensors = None
+        if self.meeting is not None:
+            self.meeting.close()
 
 
 _HANDOVERS: WeakValueDictionary[str, Handover] = WeakValueDictionary()  # by channel; its copies share one
@@ -63,6 +83,10 @@ class Channel:
     host: under which address the workers reach this process; None: loopback if all of them are on this machine as far
         as one can tell, else the address by which this machine reaches the others.
     name: for messages.
+    authenticate_payload: whether buckets that travel by gloo carry a code that nobody can make who does not know the
+        channel's key. It costs both sides 1 s for 1.5 GB on each core that hashes. False: somebody who can reach the
+        ports of a worker might change weights. Messages are authenticated in either case. nccl's buckets stay on GPUs
+        and carry a checksum only; those of shared_memory and cuda_ipc travel over no port.
 
     After a failure on either side a channel is of no further use; make another.
     """
@@ -76,6 +100,7 @@ class Channel:
         transport: TransportName = "auto",
         host: str | None = None,
         name: str = "weights",
+        authenticate_payload: bool = True,
     ) -> None:
         if num_receivers < 1 or bucket_mb <= 0 or timeout_s <= 0:
             raise ConfigError(
@@ -85,11 +110,15 @@ class Channel:
         if transport not in ("auto", "local", *TRANSPORTS):
             raise ConfigError(f"transport={transport!r} is not one of auto, local, {', '.join(TRANSPORTS)}.")
         nbytes = max(1, round(bucket_mb * 2**20 / BLOCK)) * BLOCK
-        identity, token = secrets.token_hex(8), secrets.token_hex(16)
-        self._terms = Terms(name, identity, token, num_receivers, nbytes, float(timeout_s), transport)
+        identity = secrets.token_hex(8)
+        # under torchrun the run's key is there already, and what processes tell each other is not encrypted
+        secret = None if getattr(state.active, "run_key", None) else secrets.token_bytes(32)
+        self._terms = Terms(
+            name, identity, secret, num_receivers, nbytes, float(timeout_s), transport, authenticate_payload
+        )
         self._host = host
         self._home = this_process()
-        self._driver: tuple[str, int] | None = None  # where the store is, once there is one
+        self._driver: tuple[str, int] | None = None  # where the two sides meet, once they can
         self._handover = _HANDOVERS.setdefault(identity, Handover())
         self._closed = False
 
@@ -158,7 +187,7 @@ class Channel:
     def close(self) -> None:
         """Frees what this process holds of the channel. On the driver it ends the channel for everybody."""
         self._closed = True
-        self._handover.tensors, self._handover.store = None, None
+        self._handover.close()
         for key in [key for key in _LINKS if key[0] == self._terms.id]:
             _LINKS.pop(key).close()
 
@@ -172,7 +201,7 @@ class Channel:
         return f"Channel({self._terms.name!r}, num_receivers={self._terms.num_receivers})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """To leave this process is what makes the driver open the store where the two sides meet.
+        """To leave this process is what makes the driver open the place where the two sides meet.
 
         A closed channel may go, with a call that is made once more say: whoever then uses it is told.
         """
@@ -186,9 +215,9 @@ class Channel:
         self._handover = _HANDOVERS.setdefault(self._terms.id, Handover())
 
     def _reachable(self) -> tuple[str, int]:
-        """The address of the store, which is opened if need be."""
+        """The address of the meeting point, which is opened if need be."""
         if self._driver is None:
-            self._handover.store, self._driver = _open_store(self._host or _own_address())
+            self._driver = self._handover.open(self._host or _own_address(), self._terms)
         return self._driver
 
     def _is_local(self) -> bool:
@@ -255,22 +284,6 @@ class Reception(Iterator[tuple[str, "torch.Tensor"]]):
 
 def _local_receipt(tensors: list[tuple[str, torch.Tensor]]) -> Receipt:
     return Receipt(len(tensors), sum(tensor.nbytes for _, tensor in tensors), None, "local", 0.0)
-
-
-def _open_store(host: str) -> tuple[Any, tuple[str, int]]:
-    """A store that listens at ``host`` alone, for as long as it is referred to; and its address."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, 0), family=family, backlog=1024)
-    except OSError as error:
-        raise ConfigError(f"host={host!r} is not an address of this machine: {error}.") from error
-    port = int(listener.getsockname()[1])
-    store = TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
-    )
-    return store, (host, port)
 
 
 def _own_address() -> str:

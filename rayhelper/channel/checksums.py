@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from rayhelper.authenticated.sealing import code
 from rayhelper.channel.buckets import BLOCK
 
 if TYPE_CHECKING:
     import torch
 
+PART = 4 << 20  # bytes that one thread hashes at a time
 ROW, COLUMN = 0x2545F4914F6CDD1D, 0x5851F42D4C957F2D  # the weight of a word: 2 row ROW + (column COLUMN | 1)
 
 
@@ -24,6 +29,22 @@ def checksum(data: torch.Tensor) -> int:
 
         return xxhash.xxh3_64_intdigest(data.numpy().data)
     return word_checksum(data)
+
+
+def payload_code(key: bytes, data: torch.Tensor) -> str:
+    """What only those who know the key can tell of bytes on the CPU: the HMAC of the SHA-256 digests of their parts.
+
+    1.5 GB/s on one core; up to four read at a time, where the process may use that many.
+    """
+    view = data.numpy().data
+    parts = [view[start : start + PART] for start in range(0, len(view), PART)]
+    num_threads = min(4, len(parts), len(os.sched_getaffinity(0)) // 2)
+    if num_threads < 2:
+        digests = [hashlib.sha256(part).digest() for part in parts]
+    else:
+        with ThreadPoolExecutor(num_threads, "rayhelper-code") as pool:
+            digests = [found.digest() for found in pool.map(hashlib.sha256, parts)]
+    return code(key, b"payload", len(view).to_bytes(8, "big"), *digests).hex()
 
 
 def word_checksum(data: torch.Tensor) -> int:

@@ -1,8 +1,9 @@
 """The TCP connections over which both sides of a channel tell each other what to do next, and notice a death.
 
-Messages are small JSON objects; the tensors' bytes travel elsewhere (``transports.py``). A process that dies,
-however it dies, closes its connections, and whoever waits here is told at once. Every wait also watches a connection
-to the driver, so that a channel that was closed there, or whose driver died, ends too.
+Messages are small JSON objects, each with a code that only those who know the channel's key can make; the tensors'
+bytes travel elsewhere (``transports.py``). A process that dies, however it dies, closes its connections, and whoever
+waits here is told at once. Every wait also watches a connection to the driver, so that a channel that was closed there,
+or whose driver died, ends too.
 """
 
 from __future__ import annotations
@@ -10,51 +11,49 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
+from rayhelper.authenticated.sealing import AuthenticationError, Session
 from rayhelper.errors import ChannelError, DeadlineError
 
 Message = dict[str, Any]
-_LENGTH = struct.Struct("!I")
 _READ_BYTES = 1 << 20
 
 
 class Line:
     """One connection to a peer, and the messages that came over it and were not taken yet."""
 
-    def __init__(self, connection: socket.socket, peer: str) -> None:
+    def __init__(self, connection: socket.socket, session: Session, peer: str) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(False)
         self.connection = connection
+        self.session = session
         self.peer = peer
         self.inbox: deque[Message] = deque()
         self.ended = False  # whether the peer has left when nothing more was asked of it
-        self._unread = bytearray()
 
     def read(self) -> None:
-        """Takes what has arrived into the inbox. Raises ConnectionError at the end of the stream."""
+        """Takes what has arrived into the inbox.
+
+        Raises:
+            AuthenticationError: a message is not what the peer sent.
+            ConnectionError: the stream has ended.
+        """
         with contextlib.suppress(BlockingIOError):
             data = self.connection.recv(_READ_BYTES)
             if not data:
                 raise ConnectionError("end of stream")
-            self._unread += data
-        while len(self._unread) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._unread)[0]
-            if len(self._unread) < end:
-                break
-            self.inbox.append(json.loads(self._unread[_LENGTH.size : end]))
-            del self._unread[:end]
+            self.inbox.extend(map(json.loads, self.session.feed(data)))
 
     def send(self, payload: bytes, timeout_s: float) -> None:
         """Hands one message to the kernel. Raises ConnectionError or TimeoutError."""
         self.connection.settimeout(timeout_s)
         try:
-            self.connection.sendall(_LENGTH.pack(len(payload)) + payload)
+            self.connection.sendall(self.session.seal(payload))
         finally:
             self.connection.setblocking(False)
 
@@ -63,7 +62,7 @@ class Lines:
     """The lines of one side of a channel. ``where`` tells who is waiting, for messages."""
 
     def __init__(self, watch: socket.socket, timeout_s: float, where: Callable[[], str]) -> None:
-        self.watch = watch  # a silent connection to the driver's store: readable once that is gone
+        self.watch = watch  # a silent connection to the driver: readable once the channel is closed there
         self.timeout_s = timeout_s
         self.where = where
         self.peers: list[Line] = []
@@ -145,6 +144,8 @@ class Lines:
     def _read(self, line: Line) -> None:
         try:
             line.read()
+        except AuthenticationError as error:
+            raise ChannelError(f"{self.where()}: what came from {line.peer} is not authentic: {error}.") from None
         finally:
             if line.inbox and line.inbox[-1]["op"] == "error":
                 raise ChannelError(f"{self.where()}: {line.peer} failed: {line.inbox[-1]['text']}")

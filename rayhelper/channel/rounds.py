@@ -9,6 +9,7 @@ wait until bucket 0 is free everywhere, refill it
 
 from __future__ import annotations
 
+import hmac
 import json
 import time
 from collections import deque
@@ -106,6 +107,7 @@ def _send_buckets(link: Link, items: Iterable[tuple[str, torch.Tensor]]) -> Rece
         index, used = num_sent % NUM_BUCKETS, bucket.used
         finish_copies(device)
         message = {"op": "bucket", "index": index, "used": used, "checksum": checksum(bucket.data[:used])}
+        message["code"] = link.payload_code(bucket.data[:used])
         message["pieces"] = bucket.pieces
         lines.send(message)
         transport.publish(index, used)  # second: the first broadcast of nccl waits until the receivers join in
@@ -202,6 +204,10 @@ def _hand_out(
         raise ChannelError(
             f"{link.where()}: the bucket with {names} has checksum {found:#x}, and {message['checksum']:#x} was sent: "
             "its bytes changed on the way. Try another transport=... to find out where."
+        )
+    if not hmac.compare_digest(str(message.get("code")), str(link.payload_code(data))):
+        raise ChannelError(
+            f"{link.where()}: a bucket's bytes are not those that the sender sent. Somebody changed them."
         )
     tally.add(message, pieces)
     for piece in pieces:

@@ -15,7 +15,7 @@ import datetime
 import functools
 import mmap
 import os
-import pickle
+import re
 import socket
 import sys
 import time
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 NUM_BUCKETS = 3  # one is filled, one is on its way, one is being read
 TRANSPORTS = ("cuda_ipc", "nccl", "shared_memory", "gloo")  # the first that fits is taken
-_STORAGE_DEVICE = 6  # the position of the device among the arguments of torch's rebuild_cuda_tensor
+_MEMORY_FILE, _MEMORY_PATH = "rayhelper_channel", re.compile(r"/proc/\d+/fd/\d+")
+# The arguments of torch's rebuild_cuda_tensor that are not the same for every tensor of bytes, by position.
+_HANDLE, _STORAGE_SIZE, _STORAGE_OFFSET = 7, 8, 9
+_COUNTER, _COUNTER_OFFSET, _EVENT, _EVENT_SYNC = 11, 12, 13, 14
 _SPIN_S = 0.002  # how long a receiver asks without pause whether a bucket has arrived
 
 
@@ -135,9 +138,9 @@ def offer(name: str, device: torch.device, nbytes: int, num_receivers: int) -> t
 def accept(name: str, device: torch.device, nbytes: int, setup: Message) -> Transport:
     """A receiver's side of a transport; ``device``: where its tensors shall be."""
     if name == "shared_memory":
-        return Mapped(_open_memory_file(setup["path"]), device, nbytes)
+        return Mapped(_open_memory_file(str(setup["path"]), NUM_BUCKETS * nbytes), device, nbytes)
     if name == "cuda_ipc":
-        return Mapped(_open_handle(setup), device, nbytes)
+        return Mapped(_open_handle(setup, NUM_BUCKETS * nbytes), device, nbytes)
     return Broadcast(name, device, nbytes, setup["rank"], setup["size"])
 
 
@@ -192,17 +195,18 @@ class Broadcast:
         memory = torch.empty(NUM_BUCKETS * nbytes, dtype=torch.uint8, device=place, pin_memory=pin)
         self.buckets = _cut(memory, nbytes)
         self._group: Any = None
+        self._store: Any = None  # torch keeps only its own half of it alive
         self._work: dict[int, Any] = {}
 
     def connect(self, store: Any, address: str, timeout_s: float) -> None:
-
         timeout = datetime.timedelta(seconds=2 * timeout_s)  # the channel's own deadlines come first
+        self._store = store
         try:
             if self._name == "nccl":
                 self._group = nccl_group(store, self._rank, self._size, timeout)
             else:
                 self._group = gloo_group(store, self._rank, self._size, timeout, address)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:  # the store's own errors, too
             raise _failed(self._name, error) from error
 
     def publish(self, index: int, used: int) -> None:
@@ -238,6 +242,7 @@ class Broadcast:
         if self._name == "nccl" and self._group is not None:
             self._group.abort()  # a kernel may still wait for a process that has died
         self._group, self._work, self.buckets = None, {}, []
+        self._store = None
 
 
 def finish_copies(*devices: torch.device) -> None:
@@ -257,18 +262,20 @@ def _memory_file(nbytes: int) -> tuple[int, torch.Tensor]:
     """A file without a name, and its memory. A process of this machine opens it as /proc/PID/fd/N while it is open."""
     import torch
 
-    file = os.memfd_create("rayhelper_channel")
+    file = os.memfd_create(_MEMORY_FILE)
     os.ftruncate(file, NUM_BUCKETS * nbytes)
     return file, torch.frombuffer(mmap.mmap(file, NUM_BUCKETS * nbytes), dtype=torch.uint8)
 
 
-def _open_memory_file(path: str) -> torch.Tensor:
+def _open_memory_file(path: str, nbytes: int) -> torch.Tensor:
     import torch
 
     try:
+        if not _MEMORY_PATH.fullmatch(path) or not os.readlink(path).startswith(f"/memfd:{_MEMORY_FILE}"):
+            raise ChannelError(f"{path!r} is no memory of a sender. Nothing of it was opened.")
         with open(path, "r+b") as file:
-            return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-    except OSError as error:
+            return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+    except (OSError, ValueError) as error:
         raise ChannelError(f"cannot open the sender's memory: {error}. Use transport='gloo'.") from error
 
 
@@ -277,16 +284,25 @@ def _handle(memory: torch.Tensor) -> Message:
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(memory)
-    return {"gpu": _uuid(memory.device.index), "handle": base64.b64encode(pickle.dumps(arguments)).decode()}
+    return {
+        "gpu": _uuid(memory.device.index),
+        "handles": [base64.b64encode(arguments[place]).decode() for place in (_HANDLE, _COUNTER, _EVENT)],
+        "numbers": [arguments[place] for place in (_STORAGE_SIZE, _STORAGE_OFFSET, _COUNTER_OFFSET)],
+        "event_sync": bool(arguments[_EVENT_SYNC]),
+    }
 
 
-def _open_handle(setup: Message) -> torch.Tensor:
+def _open_handle(setup: Message, nbytes: int) -> torch.Tensor:
+    import torch
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    arguments = list(pickle.loads(base64.b64decode(setup["handle"])))
-    arguments[_STORAGE_DEVICE] = _visible_gpus().index(setup["gpu"])  # the sender may number the GPUs differently
+    handle, counter, event = (base64.b64decode(text) for text in setup["handles"])
+    storage_size, storage_offset, counter_offset = map(int, setup["numbers"])
+    device = _visible_gpus().index(setup["gpu"])  # the sender may number the GPUs differently
+    place = (torch.Tensor, (nbytes,), (1,), 0, torch.storage.TypedStorage, torch.uint8, device)
+    counted = (handle, storage_size, storage_offset, False, counter, counter_offset, event, bool(setup["event_sync"]))
     try:
-        memory: torch.Tensor = rebuild_cuda_tensor(*arguments)
+        memory: torch.Tensor = rebuild_cuda_tensor(*place, *counted)
     except RuntimeError as error:
         raise ChannelError(f"cannot open the sender's GPU memory: {error}. Use transport='shared_memory'.") from error
     return memory
@@ -319,5 +335,5 @@ def _machine() -> str:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
 
-def _failed(name: str, error: RuntimeError) -> ChannelError:
+def _failed(name: str, error: Exception) -> ChannelError:
     return ChannelError(f"{name} failed: {str(error).splitlines()[0]}")

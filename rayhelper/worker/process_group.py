@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
+import socket
 import sys
 import traceback
 from dataclasses import dataclass
@@ -25,7 +27,8 @@ class Joined:
 def join_process_group(info: WorkerInfo, backend: str | None, timeout_s: float, store: Any = None) -> Joined:
     """How this process now is in the default group, as ``info.rank``; it may have been in one before.
 
-    ``store``: where the members meet; None: what the environment names, or nowhere for a group of one.
+    ``store``: where the members meet; None: at the address and port that the environment names, or nowhere for a group
+    of one.
     """
     import torch
     import torch.distributed as dist
@@ -36,11 +39,32 @@ def join_process_group(info: WorkerInfo, backend: str | None, timeout_s: float, 
             store = dist.HashStore()  # type: ignore[attr-defined]
         elif backend == "nccl":
             torch.cuda.set_device(info.local_rank if info.gpus_per_worker == 1 else 0)  # with several it sees its own
+        if store is None:
+            store = _store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), info, timeout_s)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
         if info.world_size == 1:
             atexit.register(_leave_alone)  # NCCL warns of a group that is still there at the end
     return Joined(str(dist.get_backend()), timeout_s)
+
+
+def _store(host: str, port: int, info: WorkerInfo, timeout_s: float) -> Any:
+    """The store of a group, which listens at this one address of the first member's node.
+
+    torch's own would listen at all addresses. It has no password: whoever reaches the address can write to it.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    kept: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False, "multi_tenant": True}
+    if info.rank > 0:
+        return TCPStore(host, port, info.world_size, is_master=False, **kept)
+    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        listener = socket.create_server(place[:2], family=family, backlog=1024)
+    except OSError:  # the store of the group that this process has left still listens there
+        return TCPStore(host, port, info.world_size, is_master=True, **kept)
+    descriptor = listener.detach()
+    return TCPStore(host, port, info.world_size, is_master=True, master_listen_fd=descriptor, use_libuv=True, **kept)
 
 
 def _leave_alone() -> None:

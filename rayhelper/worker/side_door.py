@@ -2,7 +2,8 @@
 
 A thread listens on a port of the node; whoever knows the key may ask what the process is doing. Every door tells the
 Python stacks of all threads ("stacks") and whether the process shares a process group ("joined"); what else it answers
-is up to who opens it. Every question is answered at once, unless native code holds the interpreter.
+is up to who opens it. Every question is answered at once, unless native code holds the interpreter. Questions and
+answers are JSON, and each carries a code: ``rayhelper/authenticated``.
 """
 
 from __future__ import annotations
@@ -10,21 +11,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Listener
 from typing import Any
 
+from rayhelper.authenticated.client import Client
+from rayhelper.authenticated.server import Address as Address
+from rayhelper.authenticated.server import Server
 from rayhelper.ranks import runs
 from rayhelper.worker.process_group import in_process_group
 
-Address = tuple[str, int]
-
+_PURPOSE = "door"
 _NOT_OURS_TO_TELL = ("rayhelper-", "PythonGCThread")  # how the names of this library's threads, and of Ray's, begin
 _NUM_FRAMES = 24  # of a stack are told
 _LIBRARY = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -38,38 +38,21 @@ class Door:
     Args:
         node: The address of this node at which the others reach it.
         key: What a visitor must know.
-        answers: What to call, by question, with the argument that comes with it.
+        answers: What to call, by question, with the argument that comes with it: values that JSON has.
     """
 
     def __init__(self, node: str, key: bytes, answers: Mapping[str, Callable[[Any], Any]]) -> None:
         self.answers = {"stacks": lambda _: stacks(), "joined": lambda _: in_process_group(), **answers}
-        self.listener = Listener((node, 0), backlog=16, authkey=key)
-        self.closed = False
-        self.thread = threading.Thread(target=self._serve, name="rayhelper-door", daemon=True)
-        self.thread.start()
+        self.server = Server(node, key, _PURPOSE, lambda asked: self.answers[asked[0]](asked[1]), "rayhelper-door")
 
     @property
     def address(self) -> Address:
         """Where to knock."""
-        host, port = self.listener.address
-        return str(host), int(port)
-
-    def _serve(self) -> None:
-        while not self.closed:
-            try:
-                with self.listener.accept() as visitor:
-                    question, argument = visitor.recv()
-                    visitor.send(self.answers[question](argument))
-            except Exception:  # a visitor that does not know the key, or left: the next one is welcome
-                continue
-        self.listener.close()
+        return self.server.address
 
     def close(self) -> None:
         """Nobody is answered any more. A process that ends need not close its door."""
-        self.closed = True
-        with contextlib.suppress(OSError):
-            socket.create_connection(self.address, timeout=1.0).close()  # whoever waits for a visitor gets one
-        self.thread.join(2.0)
+        self.server.close()
 
 
 def stacks() -> str:
@@ -104,12 +87,11 @@ def ask(doors: Mapping[int, Address], key: bytes, question: str, arguments: Any,
     answers: dict[int, Any] = {}
 
     def knock(rank: int, address: Address) -> None:
-        try:
-            with Client(address, authkey=key) as door:
-                door.send((question, arguments.get(rank) if isinstance(arguments, dict) else arguments))
-                answers[rank] = door.recv()
-        except (OSError, EOFError, AuthenticationError):
-            pass  # the process is gone, and its port may be another's
+        asked = arguments.get(rank) if isinstance(arguments, dict) else arguments
+        with contextlib.suppress(OSError, ValueError):  # the process is gone, and its port may be another's
+            client = Client(address, key, _PURPOSE, timeout_s)
+            with contextlib.closing(client):
+                answers[rank] = client.ask([question, asked], timeout_s)
 
     name = "rayhelper-knock"
     knocking = [threading.Thread(target=knock, args=item, name=name, daemon=True) for item in doors.items()]

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from rayhelper import ConfigError
 from tests.conftest import RaySession
 from tests.e2e.runs import final_bytes, grpo_config, interrupted_after, lines, sft_config, together
 from tests.golden.tiny import save_tiny
+from tests.rayhelper.strangers import Payload
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.sft.trainer import SFTTrainer
 
@@ -59,3 +62,15 @@ def test_two_workers_resume_bit_for_bit(model: str, tmp_path: Path, ray_session:
     }
     assert lines(parted) == lines(whole)
     assert final_bytes(parted) == final_bytes(whole)
+
+
+def test_a_checkpoint_that_asks_for_code_ends_the_run_with_its_name(model: str, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"save_steps": 2, "max_steps": 3}
+    SFTTrainer(sft_config(model, tmp_path / "run", **keys)).train()
+    spoilt = tmp_path / "run" / "checkpoint-2" / "rng_state_0.pth"
+    torch.save({"python": Payload(tmp_path / "made")}, spoilt)
+    config = sft_config(model, tmp_path / "run", **keys, resume_from_checkpoint=str(spoilt.parent))
+    with pytest.raises(ConfigError) as raised:
+        SFTTrainer(config).train()
+    assert str(raised.value).startswith(f"{spoilt} is not read: it asks for ")
+    assert not (tmp_path / "made").exists()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rayhelper import ChannelError
 from rayhelper.channel.buckets import ALIGNMENT, BLOCK, Reader, fill
-from rayhelper.channel.checksums import checksum, word_checksum
+from rayhelper.channel.checksums import PART, checksum, payload_code, word_checksum
 from rayhelper.channel.transports import Endpoint, choose
 
 CPU = torch.device("cpu")
@@ -92,3 +92,19 @@ def test_a_transport_that_cannot_work_is_refused_with_the_reason() -> None:
         choose("nccl", at("A", "gpu0"), [at("A", "gpu0")])
     with pytest.raises(ChannelError, match="does not see the sender's GPU"):
         choose("cuda_ipc", at("A", "gpu0"), [at("A", "gpu1")])
+
+
+def test_the_code_of_a_payload_is_that_of_its_bytes_and_key_on_any_number_of_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = torch.arange(3 * PART // 8 + 512).view(torch.uint8)
+    codes = []
+    for cores in (1, 8):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        codes.append(payload_code(b"key", data))
+    assert codes[0] == codes[1]
+    changed = data.clone()
+    changed[-1] ^= 1
+    moved = torch.cat([data[PART : 2 * PART], data[:PART], data[2 * PART :]])
+    others = [payload_code(b"other", data), *(payload_code(b"key", one) for one in (changed, moved, data[:-8]))]
+    assert len({*codes, *others}) == 5

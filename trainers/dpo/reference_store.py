@@ -36,7 +36,7 @@ def read_reference_logps(folder: Path, parts: Sequence[Preferences], model: str)
     """What ``write_reference_logps`` wrote; None if there is nothing, or if it is of other pairs or another model."""
     if not (folder / FILE).is_file():
         return None
-    with np.load(folder / FILE) as arrays:
+    with np.load(folder / FILE, allow_pickle=False) as arrays:
         if str(arrays["of"]) != _fingerprint(parts, model):
             logger.warning("%s is of other pairs or of another reference: it is computed anew", folder / FILE)
             return None

@@ -4,11 +4,14 @@
     Situation         what a process answers at its door, when the others have waited too long for it or have lost it
 
 A gloo group of its own, over the store that torchrun's environment names, so that the default group stays the user's.
+Strangers can write to this store and so come to stand in a process's place: what is gathered carries a code made with
+the run's key (``key.py``), which is compared before anything is unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import secrets
@@ -16,14 +19,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+from rayhelper.authenticated.sealing import NONCE_BYTES, TAG_BYTES
+from rayhelper.channel.patches import gloo_group
 from rayhelper.ranks import runs
+from rayhelper.runtimes.torchrun.key import VARIABLE, Codes, RunKey, is_one_node
 from rayhelper.values.packing import pack, unpack
 from rayhelper.worker.process_group import leave_process_group
 from rayhelper.worker.side_door import Address, Door, ask, stacks, told_stacks
+
+logger = logging.getLogger(__name__)
 
 _TOGETHER_BYTES = 64 * 1024  # up to here all are gathered at once, above one is sent after the other
 _START_S = 300.0  # for the slowest process to start
@@ -46,6 +54,7 @@ class Exchange:
     """The processes of this run, ``size`` of them, of which this is ``rank``."""
 
     def __init__(self, rank: int, size: int) -> None:
+        import torch
         import torch.distributed as dist
 
         self.rank = rank
@@ -59,12 +68,34 @@ class Exchange:
         rendezvous: Any = vars(dist)["rendezvous"]
         self.store, _, _ = next(iter(rendezvous("env://", rank, size)))
         self.number = dist.PrefixStore("rayhelper", self.store).add(f"exchanges/{rank}", 1)  # type: ignore[attr-defined]
-        gloo: Any = dist.ProcessGroupGloo
-        self.group = gloo(self.store_of("exchange"), rank, size, timedelta(seconds=_START_S))
-        self.key = self._key()
-        self.door = Door(_own_address(), self.key, {"situation": lambda _: self.situation()})
-        addresses = self.gather(self.door.address, lambda: False, _START_S)
-        self.doors = {rank: address for rank, (address, _) in enumerate(addresses)}
+        self.run_key = RunKey(self.store_of("key"))
+        self.key = self.run_key.secret
+        if not self.run_key.is_shared and rank == 0:
+            logger.warning(
+                "this run has several nodes and no %s: doors between nodes stay shut, so that a late call shows the "
+                "stacks of its own node only, and values from other nodes are not authenticated. Set %s to the same "
+                "secret on every node.",
+                VARIABLE,
+                VARIABLE,
+            )
+        own_address = _own_address()
+        start = timedelta(seconds=_START_S)
+        try:
+            self.group = gloo_group(self.store_of("exchange"), rank, size, start, own_address)
+            nonce = torch.frombuffer(bytearray(secrets.token_bytes(NONCE_BYTES)), dtype=torch.uint8)
+            nonces = [bytes(one.numpy()) for one in self._all(nonce, _START_S)]
+        finally:
+            self.run_key.forget_file()  # all have read it by now, or the run ends here
+        self.codes = Codes(self.key if self.run_key.is_shared else None, nonces)
+        place = own_address if self.run_key.is_shared else "127.0.0.1"
+        self.door = Door(place, self.key, {"situation": lambda _: asdict(self.situation())})
+        told = self.gather((self.door.address, self.run_key.node, os.getpid()), lambda: False, _START_S)
+        self.run_key.first_process = told[0][0][2]
+        self.doors = {
+            rank: address
+            for rank, ((address, node, _), _) in enumerate(told)
+            if self.run_key.is_shared or node == self.run_key.node
+        }
 
     def store_of(self, name: str) -> Any:
         """A part of the store with names of its own; a run may have one exchange after the other."""
@@ -72,19 +103,24 @@ class Exchange:
 
         return dist.PrefixStore(f"rayhelper/{self.number}/{name}", self.store)  # type: ignore[attr-defined]
 
-    def _key(self) -> bytes:
-        """What opens the doors of this run: rank 0 draws it."""
-        store = self.store_of("doors")
-        if self.rank == 0:
-            store.set("key", secrets.token_hex(16))
-        return bytes(store.get("key"))
+    def store_of_group(self, name: str, size: int) -> Any:
+        """Where so many processes meet for a process group: on one node a file of this user's, else torchrun's store.
+
+        Strangers cannot write to the file, and so come into no group, whose members unpickle what they send each other.
+        """
+        import torch.distributed as dist
+
+        path = self.run_key.file_for(f"{self.number}/{name}")
+        if path is None:
+            return self.store_of(name)
+        return dist.FileStore(str(path), size)  # type: ignore[attr-defined]
 
     def gather(self, value: Any, flag: Callable[[], bool], timeout_s: float) -> list[tuple[Any, bool]]:
         """Every process's value, in order of rank, each with its flag, which is read as late as possible.
 
         Raises:
             TimeoutError: not every process came within ``timeout_s``, or another gave this up: who, and where all are.
-            ConnectionError: a process is gone: which.
+            ConnectionError: a process is gone, or what came is not from it: which.
         """
         if self.broken:
             raise ConnectionError("an earlier call was given up")
@@ -97,20 +133,32 @@ class Exchange:
             raise TimeoutError(self.late) from None
         except _LostError as lost:
             raise self._explained(str(lost)) from None
+        except _ForgedError as forged:
+            self.broken = True
+            raise ConnectionError(str(forged)) from None
 
     def _gathered(self, value: Any, flag: Callable[[], bool], timeout_s: float) -> list[tuple[Any, bool]]:
         import torch
 
         packed = pickle.dumps(pack(value), protocol=5)
-        sizes = [int(size) for size in self._all(torch.tensor([1 + len(packed)]), timeout_s)]
-        text = torch.frombuffer(bytearray(bytes([flag()]) + packed), dtype=torch.uint8)  # all have come by now
+        length = TAG_BYTES + 1 + len(packed)
+        sizes = [int(size) for size in self._all(torch.tensor([length]), timeout_s)]
+        body = bytes([flag()]) + packed  # all have come by now
+        text = torch.frombuffer(bytearray(self.codes.made(self.rank, self.arrivals, body) + body), dtype=torch.uint8)
         if max(sizes) <= _TOGETHER_BYTES:
             texts = self._all(torch.nn.functional.pad(text, (0, max(sizes) - len(text))), timeout_s)
         else:
             texts = [self._from(source, text, size, timeout_s) for source, size in enumerate(sizes)]
-        received = [text[:size].numpy() for text, size in zip(texts, sizes, strict=True)]
+        received = [memoryview(text[:size].numpy()) for text, size in zip(texts, sizes, strict=True)]
         self.received_bytes = sum(sizes)
-        return [(unpack(pickle.loads(text[1:]), writable=True), bool(text[0])) for text in received]
+        for source, whole in enumerate(received):
+            if not self.codes.fits(bytes(whole[:TAG_BYTES]), source, self.arrivals, whole[TAG_BYTES:]):
+                raise _ForgedError(
+                    f"what came in the place of rank {source} was not made with this run's key, and was not read. "
+                    f"Either {VARIABLE} is not the same on all nodes, or somebody else writes to the run's store"
+                )
+        values = [whole[TAG_BYTES:] for whole in received]
+        return [(unpack(pickle.loads(value[1:]), writable=True), bool(value[0])) for value in values]
 
     def _all(self, tensor: Any, timeout_s: float) -> list[Any]:
         """The tensors of all processes, which have one shape."""
@@ -139,7 +187,8 @@ class Exchange:
         return Situation(self.arrivals, self.late, stacks())
 
     def _situations(self) -> Mapping[int, Situation]:
-        return ask(self.doors, self.key, "situation", None, _ANSWER_S)
+        answers = ask(self.doors, self.key, "situation", None, _ANSWER_S)
+        return {rank: Situation(**answer) for rank, answer in answers.items()}
 
     def where_all_are(self, arrivals: int) -> str:
         """Which ranks have not come to so many gatherings, and the stacks of all, for a message."""
@@ -161,7 +210,7 @@ class Exchange:
         if late := _first_late(situations):
             self.broken, self.late = True, late
             return TimeoutError(late)
-        silent = [rank for rank in range(self.size) if rank not in situations]
+        silent = [rank for rank in self.doors if rank not in situations]
         left = [rank for rank in silent if self._has_left(rank)]
         gone = [rank for rank in silent if rank not in left]
         told = []
@@ -172,7 +221,8 @@ class Exchange:
                 f"{_ranks(left)} left the run by RayHelper.teardown() or the end of the program, without this call: "
                 "every process must make the same calls"
             )
-        return ConnectionError(f"{'; '.join(told) or 'every process still answers'} ({first_line(lost)})")
+        answering = f"every process {'' if self.run_key.is_shared else 'of this node '}still answers"
+        return ConnectionError(f"{'; '.join(told) or answering} ({first_line(lost)})")
 
     def _has_left(self, rank: int) -> bool:
         with contextlib.suppress(Exception):  # the store may have gone with the process that kept it
@@ -184,6 +234,7 @@ class Exchange:
         with contextlib.suppress(Exception):
             self.store_of("doors").set(f"left/{self.rank}", "")
         self.closed = True
+        self.run_key.close()
         self.door.close()
         self.group = None
         self.store = None
@@ -242,6 +293,10 @@ class _LostError(Exception):
     """A connection to another process broke."""
 
 
+class _ForgedError(Exception):
+    """What came is not from a process of this run."""
+
+
 def _wait(start: Callable[[], Any], timeout_s: float) -> None:
     """Nothing, when the operation has ended. Raises _LateError, _LostError."""
     try:
@@ -253,7 +308,9 @@ def _wait(start: Callable[[], Any], timeout_s: float) -> None:
 
 
 def _own_address() -> str:
-    """The address of this node from which MASTER_ADDR is reached: loopback if that is. IPv4, as the doors are."""
+    """Loopback if all processes are on this node, else its address from which MASTER_ADDR is reached (IPv4)."""
+    if is_one_node():
+        return "127.0.0.1"
     master = os.environ.get("MASTER_ADDR", "localhost"), int(os.environ.get("MASTER_PORT", "1"))
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards_master:
         towards_master.connect(master)  # sends nothing

@@ -68,6 +68,7 @@ class TorchrunRuntime:
         if recording is not None:
             recording.rank = rank
         self.exchange = Exchange(rank, size)
+        self.run_key = self.exchange.key  # of channels, too
         self.workers: dict[str, TorchrunWorker] = {
             group.name: TorchrunWorker(self._info(group), self)
             for group in config.groups
@@ -336,6 +337,7 @@ class TorchrunWorker(WorkerRuntime):
         super().__init__(info, f"{os.environ.get('GROUP_RANK', '0')} (torchrun rank {process.rank})")
         self.process = process
         self.exchange = process.exchange
+        self.run_key = process.run_key
         self.times_joined = 0
 
     def init_process_group(self, backend: str | None, timeout_s: float) -> None:
@@ -351,7 +353,8 @@ class TorchrunWorker(WorkerRuntime):
             self.joined = self.joined or Joined(dist.get_backend(), timeout_s)
             return
         self.times_joined += 1
-        store = self.exchange.store_of(f"{self.info.group}/{self.times_joined}")
+        name = f"{self.info.group}/{self.times_joined}"
+        store = None if self.info.world_size == 1 else self.exchange.store_of_group(name, self.info.world_size)
         self.joined = join_process_group(self.info, backend, timeout_s, store)
 
 

@@ -59,7 +59,8 @@ from trainers.backends.fsdp.sharding import (
     whole_weights,
 )
 from trainers.backends.offload import MEMORY, WEIGHTS, Offload
-from trainers.backends.random_state import random_state, set_random_state
+from trainers.backends.random_state import random_state, read_random_state, set_random_state
+from trainers.backends.saved_files import read_saved
 from trainers.backends.scores.head import room_of
 from trainers.backends.scores.inputs import ReadAt, in_order, micro_batches, model_inputs, num_targets
 from trainers.backends.scores.scorer import Scorer, ValueScorer
@@ -532,6 +533,7 @@ class FsdpBackend:
 
         Raises:
             FileNotFoundError: the folder is not one that ``save`` of a training backend wrote.
+            ConfigError: a file of it holds more than tensors, numbers and text; nothing of it was run.
         """
         folder = Path(folder)
         self._settle()
@@ -541,12 +543,12 @@ class FsdpBackend:
         else:
             load_named_weights(self.module, read_weights(folder))
         if self.optimizer is not None:
-            state = torch.load(folder / "optimizer.pt", map_location="cpu")
+            state = read_saved(folder / "optimizer.pt")
             if self.resting is None:
                 load_whole_state(self.optimizer, state)
             else:
                 self.resting.load_whole_state(state)
-            self.scheduler.load_state_dict(torch.load(folder / "scheduler.pt"))
+            self.scheduler.load_state_dict(read_saved(folder / "scheduler.pt"))
         states = folder / f"rng_state_{self.rank}.pth"
         if states.exists():
-            set_random_state(torch.load(states, weights_only=False), self.device)
+            set_random_state(read_random_state(states), self.device)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from trainers.backends.megatron.adapters import MegatronAdapter
 from trainers.backends.megatron.moments import MAIN, Kept, kept
+from trainers.backends.saved_files import read_saved
 
 FILE = "optimizer.pt"
 
@@ -43,7 +44,7 @@ def load_adapter(folder: Path, adapter: MegatronAdapter, optimizer: Any) -> None
     if not (folder / FILE).is_file():
         raise FileNotFoundError(f"{folder} holds no {FILE}, so no training can go on from it")
     optimizer.reload_model_params()
-    state = torch.load(folder / FILE)
+    state = read_saved(folder / FILE)
     step = state.pop("step")
     for one in kept(optimizer):
         one.forget()

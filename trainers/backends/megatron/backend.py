@@ -42,7 +42,8 @@ from trainers.backends.megatron.pipeline import Pipeline
 from trainers.backends.megatron.residence import Residence
 from trainers.backends.megatron.settings import MegatronSettings
 from trainers.backends.megatron.weights import MegatronWeights
-from trainers.backends.random_state import random_state, set_random_state
+from trainers.backends.random_state import random_state, read_random_state, set_random_state
+from trainers.backends.saved_files import read_saved
 from trainers.backends.scores.head import LinearHead, Scores, room_of
 from trainers.backends.scores.inputs import ReadAt, in_order, micro_batches, num_targets
 from trainers.backends.scores.token_loss import token_loss
@@ -554,6 +555,7 @@ class MegatronBackend:
         Raises:
             FileNotFoundError: a model in training finds no checkpoint of one of this backend.
             RuntimeError: the checkpoint is not whole.
+            ConfigError: a file of it holds more than tensors, numbers and text; nothing of it was run.
         """
         folder = Path(folder)
         self.writer.wait()
@@ -570,10 +572,10 @@ class MegatronBackend:
             else:
                 load_adapter(folder, self.adapter, self.optimizer)
         if self.optimizer is not None:
-            self.scheduler.load_state_dict(torch.load(folder / "scheduler.pt"))
+            self.scheduler.load_state_dict(read_saved(folder / "scheduler.pt"))
         states = folder / f"rng_state_{dist.get_rank()}.pth"
         if states.exists():
-            state = torch.load(states, weights_only=False)
+            state = read_random_state(states)
             set_random_state(state, self.device)
             if "megatron" in state:  # another backend may have written what a model that only scores reads
                 get_cuda_rng_tracker().set_states(state["megatron"])

@@ -38,6 +38,7 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from trainers.backends.megatron.moments import MAIN, Kept, kept
+from trainers.backends.saved_files import check_distributed
 from trainers.checkpoint import Writing
 
 FOLDER = "megatron"
@@ -173,7 +174,13 @@ def save_parts(folder: Path, stages: Sequence[Any], optimizer: Any, files: FileS
 
 
 def check_parts(folder: Path, *, dtype: torch.dtype) -> None:
-    """Raises FileNotFoundError if training cannot go on from the folder, ValueError if not in this ``dtype``."""
+    """Returns if training can go on from the folder.
+
+    Raises:
+        FileNotFoundError: it was not written in training.
+        ValueError: it was written in another ``dtype``.
+        ConfigError: it holds more than tensors, numbers and text.
+    """
     if not (folder / FOLDER / "metadata.json").is_file():
         raise FileNotFoundError(
             f"{folder} was not written by backend: megatron in training (there is no {FOLDER}/), so that it does not "
@@ -182,6 +189,7 @@ def check_parts(folder: Path, *, dtype: torch.dtype) -> None:
     saved = json.loads((folder / "config.json").read_text(encoding="utf-8"))["dtype"]
     if getattr(torch, saved) != dtype:
         raise ValueError(f"{folder} is of a run with dtype: {saved}; this one has {dtype}. Change that back.")
+    check_distributed(folder / FOLDER)
 
 
 def load_parts(folder: Path, stages: Sequence[Any], optimizer: Any, *, batch_bytes: int = BATCH_BYTES) -> None:

@@ -1,0 +1,201 @@
+"""The key of a torchrun run: what its processes know and nobody else does.
+
+torchrun's own store has no password, so the key never goes through it. ``RAYHELPER_KEY`` in the environment is the
+secret of all nodes. Without it the processes of one node share a file that this user alone can read: one of them writes
+it, the others find its name in the store, and it is removed once all have read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+from typing import Any
+
+from rayhelper.authenticated.sealing import TAG_BYTES, code
+from rayhelper.errors import ConfigError
+
+VARIABLE = "RAYHELPER_KEY"
+_MIN_LENGTH = 16  # of the variable's value
+_SECRET_BYTES = 32
+_NAME = re.compile(r"(\d+)\.(\d+)-([0-9a-f]{32})")  # process, its space of process ids, what is of no meaning
+
+
+class RunKey:
+    """What a process of the run knows.
+
+    store: that of this exchange; it gets the name of the file, which is no secret.
+    """
+
+    def __init__(self, store: Any) -> None:
+        """Raises ConfigError: the variable is too short, or the file cannot be used."""
+        self.node = node_of_run()
+        self._file: Path | None = None
+        self.files: list[Path] = []  # of ``file_for``
+        self.first_process = os.getpid()  # of the run; its files are another run's to remove when it has ended
+        given = os.environ.get(VARIABLE, "")
+        if given and len(given) < _MIN_LENGTH:
+            raise ConfigError(f"{VARIABLE} has {len(given)} characters; give it at least {_MIN_LENGTH} random ones.")
+        self.is_shared = bool(given) or not has_several_nodes()  # whether all processes of the run have it
+        self.secret = code((given.encode() or self._of_node(store)), b"run", _run_id().encode())
+
+    def forget_file(self) -> None:
+        """To be called when all have read it."""
+        if self._file is not None:
+            _remove([self._file])
+            self._file = None
+
+    def close(self) -> None:
+        """Removes the files of the run."""
+        _remove(self.files)
+
+    def file_for(self, name: str) -> Path | None:
+        """A path in the user's own folder that all processes know; None on several nodes."""
+        if not is_one_node():
+            return None
+        path = _folder() / _name(self.first_process, code(self.secret, b"file", name.encode()).hex()[:32])
+        self.files.append(path)
+        return path
+
+    def _of_node(self, store: Any) -> bytes:
+        """The secret of this node's processes, which the first of them draws."""
+        if store.add(f"key of node {self.node}", 1) == 1:
+            _remove(_left_over(_folder()))
+            name = _name(os.getpid(), secrets.token_hex(16))
+            secret = secrets.token_bytes(_SECRET_BYTES)
+            self._file = _written(name, secret)
+            store.set(f"file of node {self.node}", name)
+            return secret
+        return _read(bytes(store.get(f"file of node {self.node}")).decode("ascii", "replace"))
+
+
+def has_several_nodes() -> bool:
+    """Whether torchrun's environment says so; it is no question for the store, to which strangers can write."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("LOCAL_WORLD_SIZE", size) != size
+
+
+def is_one_node() -> bool:
+    """Whether torchrun's environment says so; a launcher that says neither leaves it open."""
+    return os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE", "1")
+
+
+def node_of_run() -> str:
+    """The number of this node."""
+    return os.environ.get("GROUP_RANK", os.environ.get("NODE_RANK", "0"))
+
+
+def _run_id() -> str:
+    return " ".join(os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def _folder() -> Path:
+    """A folder of this user's alone. Raises ConfigError if somebody else has made it, or it cannot be made.
+
+    Not in TMPDIR, which may be another one for each process.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    folder = Path(runtime if runtime and os.access(runtime, os.W_OK) else "/tmp") / f"rayhelper-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make {folder} ({error}). Set {VARIABLE} to a secret.") from None
+    _check(folder, folder.lstat(), stat.S_ISDIR)
+    return folder
+
+
+def _name(process: int, text: str) -> str:
+    return f"{process}.{_process_space()}-{text}"
+
+
+def _process_space() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
+
+
+def _left_over(folder: Path) -> list[Path]:
+    """The files of runs that were killed."""
+    found = [(path, _NAME.fullmatch(path.name)) for path in folder.iterdir()]
+    own = [(path, int(name[1])) for path, name in found if name and int(name[2]) == _process_space()]
+    return [path for path, process in own if not _is_alive(process)]
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's: the number was given away again
+        pass
+    return True
+
+
+def _remove(files: list[Path]) -> None:
+    """Removes the files, and their folder if it is empty then: others of this user may be in it."""
+    for path in files:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    for folder in {path.parent for path in files}:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _check(path: Path, seen: os.stat_result, is_kind: Any) -> None:
+    if not is_kind(seen.st_mode) or seen.st_uid != os.getuid() or stat.S_IMODE(seen.st_mode) & 0o077:
+        raise ConfigError(
+            f"{path} is not this user's alone, so that no key of the run can lie there. Remove it, or set {VARIABLE} "
+            "to a secret."
+        )
+
+
+def _written(name: str, secret: bytes) -> Path:
+    for _ in range(100):
+        path = _folder() / name
+        with contextlib.suppress(FileNotFoundError):  # another run has just removed the empty folder
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with open(descriptor, "wb") as file:
+                file.write(secret)
+            return path
+    raise ConfigError(f"cannot write {path}. Set {VARIABLE} to a secret.")
+
+
+def _read(name: str) -> bytes:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"the run's store names {name[:80]!r} as its key's file: somebody else writes to the store.")
+    path = _folder() / name
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            _check(path, os.fstat(file.fileno()), stat.S_ISREG)
+            secret = file.read()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the run's key ({error}). Processes of one node must have the same user and /tmp; otherwise "
+            f"set {VARIABLE} to the same secret for all."
+        ) from None
+    if len(secret) != _SECRET_BYTES:
+        raise ConfigError(f"{path} holds no key: somebody else writes to the run's store.")
+    return secret
+
+
+class Codes:
+    """Codes of what processes send each other in collectives, where the other end is not known.
+
+    secret: the run's; None: not all processes have one, and nothing can be checked.
+    nonces: what every process has drawn for this exchange: what was recorded in another is worth nothing here.
+    """
+
+    def __init__(self, secret: bytes | None, nonces: list[bytes]) -> None:
+        self._key = None if secret is None else code(secret, b"gatherings", *nonces)
+
+    def made(self, rank: int, number: int, body: Any) -> bytes:
+        """The code (32 bytes) of what ``rank`` sends in this gathering."""
+        if self._key is None:
+            return bytes(TAG_BYTES)
+        return code(self._key, rank.to_bytes(8, "big"), number.to_bytes(8, "big"), body)
+
+    def fits(self, found: bytes, rank: int, number: int, body: Any) -> bool:
+        """Whether the code is that of this process, gathering and body."""
+        return hmac.compare_digest(found, self.made(rank, number, body))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainers.parts.fingerprints import added_up, fingerprint, fingerprints
+from trainers.parts.fingerprints import added_up, fingerprint, fingerprints, rows_of
 
 
 def load(named_weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> None:
@@ -43,11 +43,11 @@ def model_fingerprints(model: Any) -> dict[str, int]:
             elif isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)):
                 if getattr(module, "num_kv_head_replicas", 1) > 1:
                     return {}
-                found = fingerprint(weight)
+                found = fingerprint(rows_of(name, weight))
             elif weight.dim() > 2:  # experts
                 return {}
             else:  # every worker has it
-                found = fingerprint(weight) * (rank == 0)
+                found = fingerprint(rows_of(name, weight)) * (rank == 0)
             prints.append((f"{module_name}.{name}", found))
     group = parallel_state.get_tp_group().device_group
     return added_up(prints, lambda totals: torch.distributed.all_reduce(totals, group=group))

@@ -39,6 +39,7 @@ class Preferences(Batch):
     margins: np.ndarray | None = None  # float32, one a pair: how much better the chosen one was judged
     ref_chosen_logps: Ragged | None = None  # float32, one a target: the reference policy
     ref_rejected_logps: Ragged | None = None
+    row_ids: np.ndarray | None = None  # int64, one a pair: places in the data, for messages
 
     @classmethod
     def of(

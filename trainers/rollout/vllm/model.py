@@ -14,8 +14,12 @@ def load(named_weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> None:
     model.load_weights(iter(named_weights))
 
 
-def scale_logits(scale: float, model: Any) -> None:
-    model.logits_processor.scale = scale
+def scale_logits(factor: float, model: Any) -> None:
+    """Logits are multiplied by ``factor``, beside the scale that some architectures have there themselves (Granite)."""
+    processor = model.logits_processor
+    if not hasattr(processor, "scale_of_model"):
+        processor.scale_of_model = processor.scale
+    processor.scale = processor.scale_of_model * factor
 
 
 def model_fingerprints(model: Any) -> dict[str, int]:

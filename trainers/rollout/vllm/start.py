@@ -18,6 +18,7 @@ from trainers.rollout.vllm.patches import (
     changed_variables,
     end_with_process,
     keep_threads,
+    own_classes,
     pack_weights,
     quick_allocation,
     quick_update,
@@ -37,7 +38,8 @@ def start(
         from vllm.v1.engine.llm_engine import LLMEngine
 
         small_blocks_decode(is_patched)
-        engine: Any = LLMEngine.from_engine_args(EngineArgs(**fields))
+        with own_classes():
+            engine: Any = LLMEngine.from_engine_args(EngineArgs(**fields))
         decoded: list[DecodedTokens] = []
         if is_patched:
             scheduler = engine.engine_core.engine_core.scheduler

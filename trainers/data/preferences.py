@@ -176,7 +176,9 @@ def _encoded(
         logger.warning("dropped %d of %d pairs %s", dropped, len(rows), why)
     if len(table) == 0:
         raise ValueError(f"none of {len(rows)} pairs is left: all are {why}. Raise max_length.")
-    columns = {name: _ragged(table, name, np.bool_ if name.endswith("mask") else np.int64) for name in names}
+    columns: dict[str, Any] = {
+        name: _ragged(table, name, np.bool_ if name.endswith("mask") else np.int64) for name in names
+    }
     return Preferences(**columns, margins=np.asarray(table["margin"], np.float32) if has_margins else None)
 
 

@@ -300,7 +300,8 @@ class VllmEngine:
         if self.lora_rank:
             return adapter_fingerprints(self.engine, self.lora_rank)
         with uninterrupted():
-            found, *_ = self.engine.apply_model(model_fingerprints)  # all processes find the same
+            fingerprinting = partial(model_fingerprints, self.engine.model_config.dtype)
+            found, *_ = self.engine.apply_model(fingerprinting)  # all processes find the same
         return dict(found)
 
     # Memory

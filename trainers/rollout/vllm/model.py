@@ -22,8 +22,16 @@ def scale_logits(factor: float, model: Any) -> None:
     processor.scale = processor.scale_of_model * factor
 
 
-def model_fingerprints(model: Any) -> dict[str, int]:
-    """Of the whole model; each worker of a tensor-parallel group adds what its part has. Empty: it cannot be told."""
+def _as_sent(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return weight.to(dtype) if weight.dtype == torch.float32 else weight
+
+
+def model_fingerprints(dtype: torch.dtype, model: Any) -> dict[str, int]:
+    """Of the whole model; each worker of a tensor-parallel group adds what its part has. Empty: it cannot be told.
+
+    ``dtype``: in which weights come. Some that vLLM keeps in float32 (biases of routers, decays of states) came in it
+    too, so they are looked at in it.
+    """
     from vllm.distributed import parallel_state
 
     size, rank = (
@@ -31,7 +39,7 @@ def model_fingerprints(model: Any) -> dict[str, int]:
         parallel_state.get_tensor_model_parallel_rank(),
     )
     if size == 1:
-        return fingerprints(model.named_parameters())
+        return fingerprints((name, _as_sent(weight, dtype)) for name, weight in model.named_parameters())
     from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -41,6 +49,7 @@ def model_fingerprints(model: Any) -> dict[str, int]:
             if id(weight) in seen:  # tied
                 continue
             seen.add(id(weight))
+            weight = _as_sent(weight, dtype)
             if isinstance(module, RowParallelLinear) and name == "weight":
                 width = weight.shape[1]
                 found = fingerprint(weight, first_column=rank * width, num_columns=size * width)

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.xdist_group("vllm")
     [
         "granite",  # divides its logits itself, also at another temperature
         "olmo3",  # vLLM runs transformers' class, which is the policy's
+        "qwen3_moe",  # whose experts vLLM packs on a CPU
     ],
 )
 def test_vllm_draws_what_the_policy_would(name: str, tmp_path: Path) -> None:

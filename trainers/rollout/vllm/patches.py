@@ -164,6 +164,38 @@ def pack_weights(packs: bool) -> bool:
     return bool(did)
 
 
+def plain_experts() -> None:
+    """Experts on a CPU stay as they were loaded, and are packed for each call of their kernel.
+
+    vLLM (0.32) packs them once, as it loads a model, in the place of the weights themselves
+    (vllm/model_executor/layers/fused_moe/experts/cpu_moe.py, ``process_weights_after_loading``): weights that are
+    loaded later would be read as packed ones. Where a version has no such functions nothing changes. Delete when
+    weights that come later are packed too.
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    except ImportError:
+        return
+    pack: Any = getattr(cpu_moe, "cpu_prepack_moe_weight", None)
+    run: Any = getattr(cpu_moe, "cpu_fused_moe", None)
+    if pack is None or run is None or isinstance(run, _PackingKernel):
+        return
+    cpu_moe.cpu_fused_moe = _PackingKernel(run, pack)  # type: ignore[assignment]
+    cpu_moe.cpu_prepack_moe_weight = lambda weight, isa: weight
+
+
+class _PackingKernel:
+    """vLLM's ``cpu_fused_moe``, given weights that are not packed."""
+
+    def __init__(self, run: Callable[..., Any], pack: Callable[..., torch.Tensor]) -> None:
+        self.run, self.pack = run, pack
+        self.place = list(inspect.signature(run).parameters).index("isa")
+
+    def __call__(self, output: Any, states: Any, w13: torch.Tensor, w2: torch.Tensor, *args: Any, **named: Any) -> Any:
+        isa = named["isa"] if "isa" in named else args[self.place - 4]
+        return self.run(output, states, self.pack(w13, isa), self.pack(w2, isa), *args, **named)
+
+
 @contextlib.contextmanager
 def keep_threads() -> Iterator[None]:
     """Afterwards torch has as many threads as before, and again a way to set them.

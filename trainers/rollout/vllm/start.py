@@ -20,6 +20,7 @@ from trainers.rollout.vllm.patches import (
     keep_threads,
     own_classes,
     pack_weights,
+    plain_experts,
     quick_allocation,
     quick_update,
     small_blocks_decode,
@@ -128,6 +129,8 @@ def _join_process_group(on_cpu: bool, *, alone: bool) -> None:
 def _plain_weights(on_cpu: bool) -> Iterator[None]:
     """Inside, a model on a CPU gets weights into whose place others can be loaded."""
     packed = pack_weights(False) if on_cpu else False
+    if on_cpu:
+        plain_experts()
     try:
         yield
     finally:

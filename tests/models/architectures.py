@@ -83,9 +83,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral": Architecture("MistralConfig", {"sliding_window": 8}),
     "ministral": Architecture("MinistralConfig", {"sliding_window": 8}),
     "mixtral": Architecture("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "gemma2": Architecture("Gemma2Config", {"query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0}),
-    "gemma3_text": Architecture("Gemma3TextConfig", {"query_pre_attn_scalar": 32, "sliding_window": 8}),
-    "gemma4_text": Architecture("Gemma4TextConfig", {"sliding_window": 8, "hidden_size_per_layer_input": 16}),
+    "gemma2": Architecture(
+        "Gemma2Config", {"query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0, "tie_word_embeddings": True}
+    ),
+    "gemma3_text": Architecture(
+        "Gemma3TextConfig", {"query_pre_attn_scalar": 32, "sliding_window": 8, "tie_word_embeddings": True}
+    ),
+    "gemma4_text": Architecture(
+        "Gemma4TextConfig", {"sliding_window": 8, "hidden_size_per_layer_input": 16, "tie_word_embeddings": True}
+    ),
     "phi3": Architecture("Phi3Config"),
     "glm4": Architecture("Glm4Config"),
     "glm4_moe": Architecture("Glm4MoeConfig", {**ROUTED, **GROUPED}),

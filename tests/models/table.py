@@ -28,6 +28,9 @@ What was tried of each architecture, with a tiny random model of transformers' o
 | GRPO, hf; hf at 0.7 | two steps; what the engine says of its own tokens with the policy's log-probabilities |
 | GRPO, vLLM; vLLM at 0.7 | the same with vLLM in the process that trains, weights copied and their checksums compared |
 
+Gemma 2 is run by eager attention: sdpa drops the cap of its attention scores. Recurrent and convolution layers keep the
+documents of a packed row apart by kernels for GPUs alone (flash-linear-attention, causal-conv1d).
+
 `no`: not equal, or refused in one line before the first step; the number is that of the line below. `-`: not tried.
 """
 

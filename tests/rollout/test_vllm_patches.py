@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+from rayhelper import ConfigError
 from tests.golden.tiny import tiny_tokenizer
 from tests.rollout.prompts import prompts_of, save_decided
 from trainers.parts.fingerprints import fingerprints
 from trainers.rollout.base import Sampling
 from trainers.rollout.vllm import decoding, patches
 from trainers.rollout.vllm.engine import VllmEngine
-from trainers.rollout.vllm.model import model_fingerprints, scale_logits
+from trainers.rollout.vllm.model import check_experts, model_fingerprints, scale_logits
 from trainers.rollout.vllm.start import variables
 
 pytestmark = pytest.mark.xdist_group("vllm")
@@ -638,6 +639,19 @@ def test_weights_that_vllm_keeps_in_float32_have_the_fingerprint_of_the_bfloat16
     assert model_fingerprints(torch.bfloat16, model) == fingerprints(sent.items())
     model.e_score_correction_bias.mul_(1.5)
     assert model_fingerprints(torch.bfloat16, model) != fingerprints(sent.items())
+
+
+@pytest.mark.parametrize(("backend", "is_plain"), [("TRITON", True), ("CPU", True), ("FLASHINFER_CUTLASS", False)])
+def test_experts_in_a_layout_of_their_own_are_refused(backend: str, is_plain: bool) -> None:
+    """New weights would be read in that layout, and their fingerprints would be right."""
+    model, experts = torch.nn.Module(), torch.nn.Module()
+    experts.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name=backend))
+    model.experts = experts
+    if is_plain:
+        check_experts(model)
+        return
+    with pytest.raises(ConfigError, match=r"layout of FLASHINFER_CUTLASS.*moe_backend: triton"):
+        check_experts(model)
 
 
 def test_a_temperature_multiplies_the_scale_that_a_model_has_itself() -> None:

@@ -7,11 +7,26 @@ from typing import Any
 
 import torch
 
+from rayhelper import ConfigError
 from trainers.parts.fingerprints import added_up, fingerprint, fingerprints, rows_of
 
 
 def load(named_weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> None:
     model.load_weights(iter(named_weights))
+
+
+PLAIN = {"CPU", "TRITON", "BATCHED_TRITON"}  # vLLM's kernels for experts that take weights as they come
+
+
+def check_experts(model: Any) -> None:
+    """Raises ConfigError if vLLM keeps experts in a layout in which weights that come later would be read wrongly."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    backends = {backend.name for one in methods if (backend := getattr(one, "unquantized_backend", None)) is not None}
+    if backends - PLAIN:
+        raise ConfigError(
+            f"vLLM keeps the experts of {type(model).__name__} in the layout of {', '.join(sorted(backends - PLAIN))}, "
+            "where new weights cannot be loaded into their place. Set vllm_engine_kwargs: {moe_backend: triton}."
+        )
 
 
 def scale_logits(factor: float, model: Any) -> None:

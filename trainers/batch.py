@@ -277,6 +277,7 @@ class Sequences(Batch):
     input_ids: Ragged  # int64
     target_mask: Ragged  # bool, lengths of input_ids: True on targets
     segment_lengths: Ragged | None = None  # int64: lengths of the documents packed into each row; None: one a row
+    row_ids: np.ndarray | None = None  # int64: places in the data, for messages
 
     def as_sequences(self) -> Sequences:
         """Itself: what a backend asks of every batch that it learns from."""

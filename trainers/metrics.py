@@ -30,6 +30,7 @@ class Metrics:
         self._entries: dict[str, Entry] = {}
         self._unread: list[tuple[str, Reduction, Number, Number]] = []
         self._reductions: dict[str, Reduction] = {}  # of those
+        self.bad_rows: list[int] = []  # places in the data of rows whose loss was not finite
 
     def sum(self, name: str, value: Number) -> None:
         """Parts add up: a loss that is already divided by its global normaliser, a token count."""
@@ -72,11 +73,11 @@ class Metrics:
     def entries(self, entries: dict[str, Entry]) -> None:
         self._entries, self._unread, self._reductions = entries, [], {}
 
-    def __getstate__(self) -> dict[str, Entry]:
-        return self.entries
+    def __getstate__(self) -> tuple[dict[str, Entry], list[int]]:
+        return self.entries, self.bad_rows
 
-    def __setstate__(self, entries: dict[str, Entry]) -> None:
-        self.entries = entries
+    def __setstate__(self, state: tuple[dict[str, Entry], list[int]]) -> None:
+        self.entries, self.bad_rows = state
 
     def _join(self, name: str, reduction: Reduction, value: float, weight: float) -> None:
         if reduction in ("mean", "max", "min") and (math.isnan(value) or not weight):
@@ -100,6 +101,8 @@ class Metrics:
         for part in parts:
             for name, (reduction, value, weight) in part.entries.items():
                 whole._join(name, reduction, value, weight)
+            whole.bad_rows += part.bad_rows
+        whole.bad_rows = sorted(set(whole.bad_rows))
         return whole
 
     def without(self, *names: str) -> Metrics:
@@ -117,7 +120,7 @@ class Metrics:
 
     def _with(self, entries: dict[str, Entry]) -> Metrics:
         metrics = Metrics()
-        metrics.entries = entries
+        metrics.entries, metrics.bad_rows = entries, self.bad_rows
         return metrics
 
     def values(self, prefix: str = "") -> dict[str, float]:

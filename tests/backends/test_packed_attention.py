@@ -196,12 +196,12 @@ def test_a_model_that_would_attend_otherwise_is_refused(model: str, tmp_path: Pa
 def test_a_model_is_given_varlen_if_it_keeps_documents_apart_by_it(model: str, tmp_path: Path) -> None:
     own, _ = OTHERS.get(model, (LlamaConfig(**SIZES, num_hidden_layers=1), ""))
     AutoModelForCausalLM.from_config(own).save_pretrained(tmp_path)
-    chosen = "eager" if model == "was given another" else "sdpa"
-    built = build_model(
-        tmp_path, dtype=torch.float32, device=torch.device("cpu"), model_init_kwargs={"attn_implementation": chosen}
-    )
+    given = {"attn_implementation": "eager"} if model == "was given another" else {}
+    built = build_model(tmp_path, dtype=torch.float32, device=torch.device("cpu"), model_init_kwargs=given)
+    before = built.config._attn_implementation
+    assert before == ("eager" if given or model == "caps its scores" else "sdpa")
     packed_attention.prefer(built)
-    assert built.config._attn_implementation == ("varlen" if model == "takes it" else chosen)
+    assert built.config._attn_implementation == ("varlen" if model == "takes it" else before)
 
 
 def test_rows_of_one_document_are_told_apart_from_others_in_each_thread() -> None:

@@ -20,6 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rayhelper import Channel, ConfigError, RayHelper
 from tests.conftest import RaySession, without_runtime
@@ -255,6 +256,20 @@ def test_vllm_beside_training_equals_hf_and_each_step_has_the_weights_of_the_las
         with closing(fresh):
             assert whole(fresh.generate(prompts, sampling, seed=0)) == whole(last)
             assert fresh.fingerprints() == engine_of(trainer).fingerprints()
+
+
+@in_vllm_process
+def test_a_model_whose_queries_keys_and_values_have_biases_trains_as_with_hf(tmp_path: Path) -> None:
+    """Qwen2, whose biases vLLM keeps in one vector: the checksum of the weights takes each number for itself."""
+    model = save_tiny(tmp_path / "model", family="qwen2", hidden_size=128)
+    with_biases = AutoModelForCausalLM.from_pretrained(model)
+    for name, weight in with_biases.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight, std=0.5, generator=torch.Generator().manual_seed(len(name)))
+    with_biases.save_pretrained(model)
+    for name, engine in (("hf", {}), ("vllm", VLLM)):
+        train_and_close(LedgerTrainer(greedy_config(model, tmp_path / name, max_steps=2, **engine)))
+    assert_same_numbers(tmp_path / "vllm", tmp_path / "hf", 1e-4)
 
 
 @in_vllm_process

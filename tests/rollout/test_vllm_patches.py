@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from rayhelper import ConfigError
 from tests.golden.tiny import tiny_tokenizer
 from tests.rollout.prompts import prompts_of, save_decided
+from trainers.parts.fingerprints import fingerprints
 from trainers.rollout.base import Sampling
 from trainers.rollout.vllm import decoding, patches
 from trainers.rollout.vllm.engine import VllmEngine
+from trainers.rollout.vllm.model import check_experts, model_fingerprints, scale_logits
+from trainers.rollout.vllm.start import variables
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
@@ -592,6 +596,69 @@ def test_a_version_that_was_compared_without_its_source_goes_by_its_number(
 
 
 # --- what an engine cannot do without
+
+
+def test_a_class_of_transformers_that_vllm_ran_is_transformers_own_again() -> None:
+    """A policy of that class in the same process was broken by vLLM's changes to it."""
+    from vllm.compilation.decorators import DynamicArgDims
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.models.transformers.base import Base
+
+    class Part(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return input_ids + 1
+
+    policy, bases, own = Part(), Part.__bases__, dict(vars(Part))
+    ones = torch.ones(2)
+    with variables({}), set_current_vllm_config(VllmConfig()), patches.own_classes():
+        dims = DynamicArgDims(input_ids=0)
+        Base._decorate_cls_for_torch_compile(None, Part, dims, enable_if=lambda _: False, is_encoder=False)
+        built = Part()
+        with pytest.raises(AttributeError, match="do_not_compile"):
+            policy(ones)
+    assert torch.equal(policy(ones), built(ones))
+    assert (Part.__bases__, dict(vars(Part))) == (bases, own)
+    assert isinstance(built, Part)
+    assert built.do_not_compile
+    assert not hasattr(Part(), "do_not_compile")
+
+
+def test_weights_that_vllm_keeps_in_float32_have_the_fingerprint_of_the_bfloat16_that_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Biases of routers (GLM-4.5, DeepSeek-V3), decays of states (Qwen3-Next)."""
+    from vllm.distributed import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    model = torch.nn.Module()
+    sent = {"weight": torch.randn(4, 8).bfloat16(), "e_score_correction_bias": torch.randn(6).bfloat16()}
+    for name, weight in sent.items():
+        kept = weight.float() if name.endswith("bias") else weight
+        model.register_parameter(name, torch.nn.Parameter(kept, requires_grad=False))
+    assert model_fingerprints(torch.bfloat16, model) == fingerprints(sent.items())
+    model.e_score_correction_bias.mul_(1.5)
+    assert model_fingerprints(torch.bfloat16, model) != fingerprints(sent.items())
+
+
+@pytest.mark.parametrize(("backend", "is_plain"), [("TRITON", True), ("CPU", True), ("FLASHINFER_CUTLASS", False)])
+def test_experts_in_a_layout_of_their_own_are_refused(backend: str, is_plain: bool) -> None:
+    """New weights would be read in that layout, and their fingerprints would be right."""
+    model, experts = torch.nn.Module(), torch.nn.Module()
+    experts.quant_method = SimpleNamespace(unquantized_backend=SimpleNamespace(name=backend))
+    model.experts = experts
+    if is_plain:
+        check_experts(model)
+        return
+    with pytest.raises(ConfigError, match=r"layout of FLASHINFER_CUTLASS.*moe_backend: triton"):
+        check_experts(model)
+
+
+def test_a_temperature_multiplies_the_scale_that_a_model_has_itself() -> None:
+    model = SimpleNamespace(logits_processor=SimpleNamespace(scale=0.25))  # Granite
+    for temperature in (0.7, 2.0, 1.0):
+        scale_logits(1 / temperature, model)
+        assert model.logits_processor.scale == 0.25 * (1 / temperature)
 
 
 def test_requests_that_have_computed_nothing_are_salted_again() -> None:

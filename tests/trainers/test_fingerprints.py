@@ -50,6 +50,18 @@ def test_it_does_not_matter_how_rows_are_stacked_nor_where_they_lie() -> None:
     assert int(fingerprint(shifted)) == int(fingerprint(q)) == int(fingerprint(q.T.contiguous().T))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_may_be_stacked_as_the_rows_of_their_weights_are(dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(rows).to(dtype) for rows in (7, 4, 2))
+    apart = {f"model.layers.0.{name}_proj.bias": bias for name, bias in (("q", q), ("k", k), ("v", v))}
+    together = {"model.layers.0.qkv_proj.bias": torch.cat([q, k, v])}
+    assert fingerprints(apart.items()) == fingerprints(together.items())
+    stale = {"model.layers.0.qkv_proj.bias": torch.cat([q, k, v * 1.01])}
+    assert fingerprints(apart.items()) != fingerprints(stale.items())
+    norm = {"model.norm.weight": q}
+    assert fingerprints(norm.items()) != fingerprints({"model.norm.weight": q.flip(0)}.items())
+
+
 def test_any_other_bit_or_order_of_columns_shows() -> None:
     weight = torch.randn(6, 8)
     changed = weight.clone()

@@ -579,3 +579,32 @@ def test_vespo_and_fipo_report_their_mean_weights() -> None:
 def test_mistakes_are_named(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         policy_gradient_loss(**{**batch(), "loss_type": "dapo", "normaliser": 1, **changes})
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("gap", [100.0, -100.0])
+def test_a_log_ratio_that_no_exponential_holds_gives_finite_losses_and_gradients(
+    gap: float, loss_type: PolicyLossType, level: ImportanceLevel
+) -> None:
+    """e^89 is no float32: one such token made every weight NaN."""
+    columns = batch()
+    columns["old_logps_BT"] = columns["logps_BT"] - gap
+    columns["ref_logps_BT"] = columns["logps_BT"] + gap
+    columns["logps_BT"].requires_grad_()
+    loss, seen = policy_gradient_loss(
+        **columns, loss_type=loss_type, normaliser=5.0, importance_sampling_level=level, beta=0.1
+    )
+    loss.backward()
+    assert bool(loss.isfinite())
+    assert bool(columns["logps_BT"].grad.isfinite().all())
+    assert seen.kl is not None
+    assert bool(seen.kl.isfinite())
+
+
+def test_log_ratios_are_held_within_twenty() -> None:
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    logps = torch.tensor([[19.9, 20.1, -20.1, float("nan")]])
+    found = importance_ratios(logps, torch.zeros(1, 4), mask, "token")[0]
+    assert found[:3].tolist() == torch.tensor([19.9, 20.0, -20.0]).exp().tolist()
+    assert bool(found[3].isnan())

@@ -143,6 +143,8 @@ class Backend(Protocol):
     ) -> Metrics:
         """One optimizer step; gradients are summed over micro-batches and ranks.
 
+        A step whose loss or gradient norm is not finite on some rank changes nothing on any (``finite.py``).
+
         Returns what the loss function added, and ``loss`` (sum), ``grad_norm`` before clipping and ``learning_rate``
         that the step used (same), and what ``throughput.add_work`` adds.
         """

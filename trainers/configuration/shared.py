@@ -186,6 +186,8 @@ class TrainConfig(MegatronConfig, RunConfig):
     """Added to the root of that mean."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0: never."""
+    max_bad_steps: int = 3
+    """A step whose loss or gradient norm is not finite changes nothing; so many in a row end the run."""
     lr_scheduler_type: str = "linear"
     """One of transformers' schedules: linear, cosine, constant, constant_with_warmup, ..."""
     lr_scheduler_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -268,7 +270,7 @@ def check_run(config: RunConfig) -> None:
 def check_shared(config: TrainConfig) -> None:
     """Raises ConfigError naming the first key of any training whose value has no meaning."""
     at_least(config, 1, "per_device_train_batch_size", "gradient_accumulation_steps")
-    at_least(config, 1, "global_batch_size", "eval_steps", "save_total_limit")
+    at_least(config, 1, "global_batch_size", "eval_steps", "save_total_limit", "max_bad_steps")
     at_least(config, 0, "learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps", "save_steps")
     at_least(config, 0, "num_train_epochs", "lora_dropout", "logits_memory_gib")
     at_least(config, 1, "lora_rank", "token_budget")

@@ -39,6 +39,7 @@ class Preferences(Batch):
     margins: np.ndarray | None = None  # float32, one a pair: how much better the chosen one was judged
     ref_chosen_logps: Ragged | None = None  # float32, one a target: the reference policy
     ref_rejected_logps: Ragged | None = None
+    row_ids: np.ndarray | None = None  # int64, one a pair: places in the data, for messages
 
     @classmethod
     def of(
@@ -175,7 +176,9 @@ def _encoded(
         logger.warning("dropped %d of %d pairs %s", dropped, len(rows), why)
     if len(table) == 0:
         raise ValueError(f"none of {len(rows)} pairs is left: all are {why}. Raise max_length.")
-    columns = {name: _ragged(table, name, np.bool_ if name.endswith("mask") else np.int64) for name in names}
+    columns: dict[str, Any] = {
+        name: _ragged(table, name, np.bool_ if name.endswith("mask") else np.int64) for name in names
+    }
     return Preferences(**columns, margins=np.asarray(table["margin"], np.float32) if has_margins else None)
 
 

@@ -122,7 +122,7 @@ class DPOTrainer:
         with Run(config, num_steps, headline=HEADLINE, order=order) as run:
             for step in run.rounds(self):
                 with run.phase("data"):
-                    pairs = self.pairs[batches[step]]
+                    pairs = dataclasses.replace(self.pairs[batches[step]], row_ids=batches[step])
                 with run.phase("logps"):
                     pairs = self.with_reference(pairs, config.per_device_train_batch_size)
                 with run.phase("update"):

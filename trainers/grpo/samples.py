@@ -31,6 +31,11 @@ class Rewarded(Rollouts):
 
     prompts: list[Any] | None = None  # texts or conversations
     rewards: np.ndarray | None = None  # float32 (B, K), NaN where a reward had nothing to say
+    row_ids: np.ndarray | None = None  # int64: places in the data
+
+    def samples(self, mask_truncated: bool = False) -> Samples:
+        """As of all rollouts, with the places of their rows in the data."""
+        return dataclasses.replace(super().samples(mask_truncated), row_ids=self.row_ids)
 
 
 def differing_groups(

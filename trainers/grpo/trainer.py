@@ -70,7 +70,7 @@ from trainers.rollout.tools import ToolEnvironment, resolve_tools, schemas
 from trainers.run.run import Run, saved_order
 
 HEADLINE = ("reward", "loss", "completions/mean_length")
-Started = tuple[Any, Pending]  # rows, one per completion, and their completions
+Started = tuple[Any, np.ndarray, Pending]  # rows, one per completion, their places in the data, their completions
 
 
 @RayHelper.worker(group=["train", "rollout", "reference", "teacher", "reward"])
@@ -233,7 +233,7 @@ class GRPOTrainer:
         explored = self.finished(started, run)
         metrics = rollout_metrics(explored)
         if config.max_staleness:
-            _, pending = started
+            *_, pending = started
             metrics.mean("staleness", generation - plan.generation(pending.version), 1)
             add_token_staleness(metrics, explored, run.step)
         return explored, metrics
@@ -268,17 +268,19 @@ class GRPOTrainer:
         """G completions of the rows at ``places`` are begun, by the policy as it is now."""
         num_generations = self.config.num_generations
         with run.phase("data"):
-            rows = self.rows.select(np.repeat(places, num_generations))
+            row_ids = np.repeat(places, num_generations)
+            rows = self.rows.select(row_ids)
             starts = self.generator.starts(rows, self.tokenizer, np.arange(len(rows)) // num_generations)
-        return rows, self.generator.begin(starts, generation, attempt)
+        return rows, row_ids, self.generator.begin(starts, generation, attempt)
 
     def finished(self, started: Started, run: Run) -> Rewarded:
         """The completions, rewarded."""
-        rows, pending = started
+        rows, row_ids, pending = started
         rollouts = self.generator.finished(pending)
         with run.phase("reward"):
             rewards = self.rewarder(rows, rollouts)
-        return Rewarded(**rollouts.columns(), prompts=list(map(prompt_of, rows)), rewards=rewards)
+        prompts = list(map(prompt_of, rows))
+        return Rewarded(**rollouts.columns(), prompts=prompts, rewards=rewards, row_ids=row_ids)
 
     def with_logps(self, samples: Samples, off_policy: bool) -> Samples:
         """The samples with what other policies make of them: the one that generated, the reference, the teacher.

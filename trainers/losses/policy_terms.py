@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from trainers.losses.tokens import check_choice
-from trainers.losses.types import ImportanceLevel
+from trainers.losses.tokens import check_choice, held
+from trainers.losses.types import LARGEST_LOG_RATIO, ImportanceLevel
 
-LARGEST_LOG_RATIO = 20.0  # bounds of log-ratios in vespo, as in the paper's code
-SMALLEST_LOG_RATIO = math.log(1e-8)
+SMALLEST_LOG_RATIO = math.log(1e-8)  # of sequences in vespo, as in the paper's code
 
 
 @dataclass(frozen=True)
@@ -61,18 +60,20 @@ def importance_ratios(
                       there), for advantages that differ within a sequence; where they do not, it equals 'sequence'
     sequence_product  (B, 1), the product over the loss tokens: how TRL's RLOO clips (arXiv 2402.14740)
     ================  ===========================================================================================
+
+    Every exponent is held within [-20, 20] (``tokens.held``).
     """
     check_choice("importance_sampling_level", level, ImportanceLevel)
     log_ratios_BT = logps_BT - old_logps_BT
     if level == "token":
-        return log_ratios_BT.exp()
+        return held(log_ratios_BT).exp()
     log_ratios_B1 = (log_ratios_BT * mask_BT).sum(1, keepdim=True)
     if level == "sequence_product":
-        return log_ratios_B1.exp()
+        return held(log_ratios_B1).exp()
     log_ratios_B1 = log_ratios_B1 / mask_BT.sum(1, keepdim=True).clamp(min=1)
     if level == "sequence":
-        return log_ratios_B1.exp()
-    return (log_ratios_B1.detach() + logps_BT - logps_BT.detach()).exp()
+        return held(log_ratios_B1).exp()
+    return (held(log_ratios_B1).detach() + logps_BT - logps_BT.detach()).exp()
 
 
 def clipped_surrogate(
@@ -104,8 +105,7 @@ def gamma_weights(
     Log-ratios are bounded as in TRL: a token's in [-20, 20], a sequence's and a rollout ratio's in [log 1e-8, 20]; a
     weight too large for float32, which only unusual constants give, becomes 0.
     """
-    bounded_BT = log_ratios_BT.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    log_w_B1 = (bounded_BT * mask_BT).sum(1, keepdim=True)
+    log_w_B1 = (held(log_ratios_BT) * mask_BT).sum(1, keepdim=True)
     if rollout_ratios_BX is not None:
         corrections_BX = rollout_ratios_BX.log().clamp(SMALLEST_LOG_RATIO, LARGEST_LOG_RATIO)
         counted_BX = mask_BT if corrections_BX.shape == mask_BT.shape else mask_BT.any(1, keepdim=True)
@@ -133,7 +133,7 @@ def future_weights(
     """
     if delta is not None:
         log_ratios_BT = log_ratios_BT.masked_fill(ratios_BX > delta, 0.0)
-    weights_BT = discounted_sums(log_ratios_BT, 0.5 ** (1 / shape.decay_rate)).exp()
+    weights_BT = held(discounted_sums(log_ratios_BT, 0.5 ** (1 / shape.decay_rate))).exp()
     if shape.clip_range is not None:
         low = 1.0 if shape.clip_high_only else 1 - shape.clip_range
         weights_BT = weights_BT.clamp(low, 1 + shape.clip_range)
@@ -153,6 +153,9 @@ def discounted_sums(values_BT: torch.Tensor, discount: float) -> torch.Tensor:
 
 
 def k3_divergence(logps: torch.Tensor, ref_logps: torch.Tensor) -> torch.Tensor:
-    """The estimator k3 of KL(policy || reference) at each token: r - log r - 1, r = p_ref / p; never negative."""
-    log_ratios = ref_logps - logps
+    """The estimator k3 of KL(policy || reference) at each token: r - log r - 1, r = p_ref / p; never negative.
+
+    log r is held within [-20, 20] (``tokens.held``).
+    """
+    log_ratios = held(ref_logps - logps)
     return torch.expm1(log_ratios) - log_ratios

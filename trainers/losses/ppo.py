@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainers.losses.tokens import masked, present
+from trainers.losses.tokens import held, masked, present
 from trainers.metrics import Metrics
 
 
@@ -50,6 +50,7 @@ def ppo_policy_loss(
 ) -> tuple[torch.Tensor, PPODiagnostics]:
     """sum max(-A c, -A clip(c, 1 - cliprange, 1 + cliprange)) / normaliser with c = exp(logp - old), and diagnostics.
 
+    logp - old is held within [-20, 20] (``tokens.held``).
     ``normaliser`` counts the loss tokens of the whole optimizer step. ``entropy_BT`` is only reported.
     Departures from TRL: it averages over each micro-batch and then over those; and its approxkl, entropy and ratio
     count padding too.
@@ -57,7 +58,7 @@ def ppo_policy_loss(
     Raises: ValueError for shapes other than the mask's.
     """
     mask = mask_BT.bool()
-    log_ratios_BT = masked(logps_BT, mask, "logps_BT") - masked(old_logps_BT, mask, "old_logps_BT")
+    log_ratios_BT = held(masked(logps_BT, mask, "logps_BT") - masked(old_logps_BT, mask, "old_logps_BT"))
     advantages = masked(advantages_BT, mask, "advantages_BT")
     ratios_BT = log_ratios_BT.exp()
     free_BT = -advantages * ratios_BT

@@ -18,13 +18,13 @@ import torch
 from torch.nn.functional import logsigmoid, relu
 
 from trainers.losses.tokens import check_choice, masked, present
-from trainers.losses.types import FDivergenceType, PreferenceLossType
+from trainers.losses.types import LARGEST_LOG_RATIO, FDivergenceType, PreferenceLossType
 from trainers.metrics import Metrics
 
 DIFFERENCE_LOSSES = frozenset(["sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop"])
 SORTING_LOSSES = frozenset(["aot", "aot_unpaired"])
 SMOOTHED_LOSSES = SORTING_LOSSES | {"exo_pair", "robust"}
-MAX_EXPONENT = 80.0  # e^80 is still a float32
+MAX_EXPONENT = LARGEST_LOG_RATIO
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def pair_losses(
             flipped = label_smoothing * logsigmoid(-m)
             return (flipped - (1 - label_smoothing) * logsigmoid(m)) / (1 - 2 * label_smoothing)
         case "discopop":
-            exponential = (logsigmoid(m / discopop_tau) - m).exp()
+            exponential = (logsigmoid(m / discopop_tau) - m).clamp(max=MAX_EXPONENT).exp()
             return exponential - logsigmoid(m) * (-m / discopop_tau).sigmoid()
         case "nca_pair":
             return -logsigmoid(beta * c) - 0.5 * logsigmoid(-beta * c) - 0.5 * logsigmoid(-beta * r)
@@ -317,7 +317,7 @@ def divergence_scores(
 
     reverse_kl: x (its constant cancels); forward_kl: 1 - exp(-x); js_divergence: log 2 + log sigmoid(x);
     alpha_divergence: (exp((alpha - 1) x) - 1) / (alpha - 1), of which forward_kl is alpha = 0. Exponents are capped at
-    80, where the gradient ends; departure from TRL, which caps those of alpha_divergence only.
+    20, where the gradient ends; departure from TRL, which caps those of alpha_divergence only.
     """
     if f_divergence_type == "js_divergence":
         return math.log(2) + logsigmoid(log_ratios)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trainers.losses.tokens import check_choice, masked, per_token, present
+from trainers.losses.tokens import check_choice, held, masked, per_token, present
 from trainers.losses.types import RolloutCorrection
 from trainers.metrics import Metrics
 
@@ -65,7 +65,8 @@ def rollout_ratios(
     scored_BT = mask & ~differences_BT.isnan()
     differences_BT = differences_BT.masked_fill(~scored_BT, 0.0)
     level, _, bound = mode.partition("_")
-    ratios_BX = (differences_BT if level == "token" else differences_BT.sum(1, keepdim=True)).exp()
+    log_ratios_BX = differences_BT if level == "token" else differences_BT.sum(1, keepdim=True)
+    ratios_BX = held(log_ratios_BX).exp()
     if bound == "truncate":
         ratios_BX = ratios_BX.clamp(low, high)
     else:

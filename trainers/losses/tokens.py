@@ -18,7 +18,7 @@ from typing import get_args
 
 import torch
 
-from trainers.losses.types import SFTLossType
+from trainers.losses.types import LARGEST_LOG_RATIO, SFTLossType
 from trainers.losses.vocabulary import WHOLE, Vocabulary
 
 
@@ -56,6 +56,15 @@ def sft_loss(
 def present(diagnostics: object) -> dict[str, torch.Tensor]:
     """The fields of a dataclass of 0-dim tensors that are not None, by name."""
     return {name: value for name, value in vars(diagnostics).items() if value is not None}
+
+
+def held(log_ratios: torch.Tensor) -> torch.Tensor:
+    """The log-ratios within [-20, 20], without gradient beyond; NaN stays.
+
+    e^20 is 5e8, far outside of any clipping range, and e^89 is no float32 any more. verl holds those of its policy loss
+    and of its KL within the same bounds (verl/trainer/ppo/core_algos.py: ``negative_approx_kl``, ``kl_penalty``).
+    """
+    return log_ratios.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def masked(values_BT: torch.Tensor, mask_BT: torch.Tensor, name: str) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+LARGEST_LOG_RATIO = 20.0  # see ``tokens.held``
 PolicyLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "fipo"]
 ImportanceLevel = Literal["token", "sequence", "sequence_token", "sequence_product"]
 RolloutCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]

@@ -25,11 +25,14 @@ def build_engine(
 
     hf then generates with its very module, if that is of transformers (``gathers`` False: whoever calls it sees to it
     that weights which lie in shards are whole meanwhile); vllm has a model of its own in any case.
+
+    Raises:
+        ConfigError: hf does not decode this architecture as it is trained.
     """
     if config.rollout_engine == "vllm":
         return build_vllm(config, model, tokenizer, shares_devices=backend is not None or is_beside("train"))
     lender = backend if config.backend == "fsdp" else None
-    return HfEngine(
+    engine = HfEngine(
         model if lender is None else lender.module,
         tokenizer,
         batch_size=config.rollout_batch_size,
@@ -38,6 +41,9 @@ def build_engine(
         trust_remote_code=config.trust_remote_code,
         whole_weights=lender.whole_weights if lender is not None and gathers else None,
     )
+    if gathers:
+        engine.check_decoding()
+    return engine
 
 
 def build_vllm(config: CompletionConfig, model: str, tokenizer: Any, *, shares_devices: bool) -> Engine:

@@ -3,7 +3,8 @@
 An inference engine keeps some weights side by side in one tensor (query, key and value; gate and up; experts) and pads
 vocabularies with zeros. A fingerprint is the sum, modulo 2^64, of the bits of every word (64 bits of a row, or what it
 divides into) times a number of its place in the row, over all weights of a layer. It is the same however rows are
-stacked, and another one if a weight is missing, stale, rounded, or has its columns in another order.
+stacked, and another one if a weight is missing, stale, rounded, or has its columns in another order. A bias has one
+number per row of its weight, so engines stack biases as they stack rows: ``rows_of`` makes each number a row.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def fingerprints(named_weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str,
     """By layer (``model.layers.3``), and by name for what stands in none."""
     layers: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for name, weight in named_weights:
-        layers.setdefault(layer_of(name), []).append(_columns(weight))
+        layers.setdefault(layer_of(name), []).append(_columns(rows_of(name, weight)))
     # a layer's weights together: what takes time here is to launch kernels
     prints = ((layer, _added_up(*map(torch.cat, zip(*parts, strict=True)))) for layer, parts in layers.items())
     return added_up(prints)
@@ -47,8 +48,13 @@ def added_up(
     return dict(zip(found, totals.tolist(), strict=True))
 
 
+def rows_of(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """The weight as ``fingerprint`` takes it: a bias (N,) as (N, 1), all others as they are."""
+    return weight.unsqueeze(-1) if weight.dim() == 1 and name.endswith("bias") else weight
+
+
 def fingerprint(weight: torch.Tensor, *, first_column: int = 0, num_columns: int | None = None) -> torch.Tensor:
-    """() int64, on the weight's device.
+    """() int64, on the weight's device; a bias goes through ``rows_of`` first.
 
     ``first_column`` and ``num_columns``: where its rows stand in those of the whole weight, and how long these are.
     """

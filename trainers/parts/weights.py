@@ -24,7 +24,7 @@ import torch
 from rayhelper import Channel, ChannelError, RayHelper, Receipt
 from trainers.backends.base import Backend, SentWeights
 from trainers.configuration.completion import CompletionConfig
-from trainers.parts.fingerprints import added_up, fingerprint
+from trainers.parts.fingerprints import added_up, fingerprint, rows_of
 from trainers.parts.models import resolve_dtype
 from trainers.rollout.base import Engine
 
@@ -218,7 +218,7 @@ def _with_proof(
     ``prints``: of all weights when they were last seen; those of the given ones are put there.
     """
     for name, weight in weights:
-        prints[name] = fingerprint(weight)
+        prints[name] = fingerprint(rows_of(name, weight))
         yield name, weight
     # of one length whatever the numbers are: 64 bits have at most 19 digits and a sign
     text = json.dumps({layer: f"{value:+020d}" for layer, value in added_up(prints.items()).items()}).encode()

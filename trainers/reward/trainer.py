@@ -12,6 +12,7 @@ GRPO and PPO for example (``rewards/models.py``). Names, defaults and metrics ar
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class RewardTrainer:
         with Run(config, num_steps, headline=HEADLINE, order=order) as run:
             for step in run.rounds(self):
                 with run.phase("data"):
-                    pairs = self.pairs[batches[step]]
+                    pairs = dataclasses.replace(self.pairs[batches[step]], row_ids=batches[step])
                 with run.phase("update"):
                     metrics = self.policy.step(pairs, len(pairs))
                 metrics.sum("num_tokens", pairs.num_tokens)

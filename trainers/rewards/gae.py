@@ -18,6 +18,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from trainers.batch import Ragged
+from trainers.losses.types import LARGEST_LOG_RATIO
 
 KLEstimator = Literal["k1", "k3"]
 WHITENING_EPSILON = 1e-8  # added to the variance
@@ -27,7 +28,7 @@ def kl_estimates(logps: Ragged, ref_logps: Ragged, estimator: KLEstimator) -> Ra
     """Estimates of KL(policy || reference), one a token drawn from the policy.
 
     k1 = logp - ref, unbiased; k3 = exp(ref - logp) - 1 - (ref - logp), never negative
-    (http://joschu.net/blog/kl-approx.html).
+    (http://joschu.net/blog/kl-approx.html); there the difference is held within [-20, 20], as in the losses.
 
     Raises: ValueError for an unknown estimator, and for rows of other lengths.
     """
@@ -35,8 +36,10 @@ def kl_estimates(logps: Ragged, ref_logps: Ragged, estimator: KLEstimator) -> Ra
         raise ValueError(f"kl_estimator must be one of {', '.join(get_args(KLEstimator))}, got {estimator!r}")
     _check_rows("ref_logps", ref_logps.lengths, logps.lengths)
     log_ratio = ref_logps.values.astype(np.float64) - logps.values
-    kl = -log_ratio if estimator == "k1" else np.expm1(log_ratio) - log_ratio
-    return Ragged(kl, logps.offsets)
+    if estimator == "k3":
+        held = np.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        return Ragged(np.expm1(held) - held, logps.offsets)
+    return Ragged(-log_ratio, logps.offsets)
 
 
 def num_places(lengths_B: np.ndarray, max_completion_length: int) -> np.ndarray:

@@ -115,6 +115,31 @@ class HfEngine:
                         finished(completion)
         return Rollouts.concat(parts) if parts else no_rollouts()
 
+    def check_decoding(self) -> None:
+        """What the model says of tokens as it draws them, with a cache and padding, is what it says of them at once.
+
+        Every worker of the role calls it.
+
+        Raises:
+            ConfigError: it is not, as with MiniMax in transformers 5.19.
+        """
+        random = np.random.default_rng(0)
+        size = int(self.module.get_input_embeddings().weight.shape[0])
+        prompts = Ragged.of([random.integers(size, size=length) for length in (5, 2)], np.int64)
+        greedy = Sampling(max_completion_length=4, temperature=0.0)
+        with self._generating(), torch.no_grad():
+            drawn = self._complete(prompts, self._generation_config(greedy, [size]), [size], 1.0)
+            for prompt, completion, logps in zip(prompts, drawn.completion_ids, drawn.rollout_logps, strict=True):
+                ids_1T = torch.from_numpy(np.concatenate([prompt, completion]))[None].to(self.module.device)
+                logits_NV = self.module(input_ids=ids_1T, use_cache=False).logits[0, len(prompt) - 1 : -1]
+                expected = token_logps(logits_NV, ids_1T[0, len(prompt) :], 1.0).float().cpu().numpy()
+                if not np.abs(expected - logps).mean() <= (1e-3 if self.dtype == torch.float32 else 0.5):
+                    raise ConfigError(
+                        f"rollout_engine: hf: {type(self.module).__name__} gives other log-probabilities as it "
+                        f"generates, with a cache and behind padding, than in training ({logps.round(3).tolist()} and "
+                        f"{expected.round(3).tolist()}). Take another engine, such as rollout_engine: vllm."
+                    )
+
     def _complete(self, prompt_ids: Ragged, config: Any, stops: list[int], temperature: float) -> Rollouts:
         device = self.module.device
         flipped = Ragged.of([row[::-1] for row in prompt_ids], np.int64)  # padding on the left

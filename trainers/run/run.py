@@ -32,6 +32,7 @@ from trainers.checkpoint import (
 from trainers.configuration.reading.text import save_config
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 from trainers.metrics import Metrics
+from trainers.run.bad_steps import BAD_STEPS, BadSteps
 from trainers.run.throughput import WORK, throughput
 from trainers.run.timing import Stopwatch, step_times
 from trainers.run.trackers import Trackers
@@ -90,6 +91,8 @@ class Run:
         self.first_evaluation: dict[str, float] = state.get("first_evaluation", {})
         self.best_metric: float | None = state.get("best_metric")
         self.best_checkpoint: str | None = state.get("best_model_checkpoint")
+        self.bad_steps = BadSteps(config.max_bad_steps, state.get("bad_steps", 0))
+        self.is_due = False  # a checkpoint, which waits for a step that is not bad
         self.last: dict[str, float] = {}
         self.last_evaluation: dict[str, float] = {}
         self.trackers: Trackers | None = None  # process 0 has them
@@ -141,7 +144,9 @@ class Run:
             yield start
             if self.due(config.eval_steps, self.step - start):
                 self.evaluate(trainer.evaluate)
-            if self.due(config.save_steps, self.step - start):
+            self.is_due |= self.due(config.save_steps, self.step - start)
+            if self.is_due and not self.bad_steps.is_last and not self.is_over:
+                self.is_due = False
                 self.save_checkpoint(trainer.save, trainer.tokenizer, state())
         if config.eval_dataset:
             self.evaluate(trainer.evaluate)
@@ -168,11 +173,18 @@ class Run:
         return self.stopwatch.phase(name)
 
     def log_step(self, metrics: Metrics, *, epoch: float) -> None:
-        """Counts an optimizer step and writes its numbers, under TRL's names, and where its time went."""
+        """Counts an optimizer step and writes its numbers, under TRL's names, and where its time went.
+
+        Raises:
+            BadStepsError: the last ``max_bad_steps`` steps had a loss or gradient norm that is not finite.
+        """
         self.step += 1
         seconds = self.stopwatch.lap()
         times = step_times(seconds)
         numbers = {name: value for name, value in metrics.values().items() if name not in WORK}
+        self.bad_steps.add(self.step, metrics)
+        if self.bad_steps.count:
+            numbers[BAD_STEPS] = self.bad_steps.count
         self.num_tokens += numbers.pop("num_tokens", 0.0)
         numbers |= {"num_tokens": self.num_tokens, "epoch": epoch, "step_time": times["time/step"]}
         numbers |= times | throughput(metrics, seconds)
@@ -180,6 +192,7 @@ class Run:
         if self.trackers is not None:
             self.trackers.log(self.step, numbers)
             self._name_if_written()
+        self.bad_steps.check()
 
     def evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> None:
         """Writes the numbers that ``evaluate`` finds. Its time is of no step, whatever phases it goes through."""
@@ -233,6 +246,7 @@ class Run:
             "num_tokens": self.num_tokens,
             "first_evaluation": self.first_evaluation,
             "best_metric": self.best_metric,
+            "bad_steps": self.bad_steps.count,
             "settings": self.settings,
             "best_model_checkpoint": self.best_checkpoint,
             "order": self.order,

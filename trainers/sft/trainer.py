@@ -11,6 +11,7 @@ micro-batches and slices. Names, defaults and metrics are TRL's.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class SFTTrainer:
         with Run(config, num_steps, headline=HEADLINE, order=order) as run:
             for step in run.rounds(self):
                 with run.phase("data"):
-                    batch = self.sequences[batches[step]]
+                    batch = dataclasses.replace(self.sequences[batches[step]], row_ids=batches[step])
                 with run.phase("update"):
                     metrics = self.policy.step(batch, int(batch.target_mask.values.sum()))
                 metrics.sum("num_tokens", len(batch.input_ids.values))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 
 from trainers.backends.fresh_weights import adapter_a
 from trainers.backends.fsdp.sharding import as_placed, full
+
+logger = logging.getLogger(__name__)
 
 
 def add_adapter(module: Any, settings: Mapping[str, Any], *, value_head: bool, seed: int = 0) -> Any:
@@ -26,6 +29,8 @@ def add_adapter(module: Any, settings: Mapping[str, Any], *, value_head: bool, s
     from peft import LoraConfig, get_peft_model
 
     fields = dict(settings)
+    if fields.get("target_modules") == "all-linear" and (without := _without_adapter(module)):
+        fields.setdefault("exclude_modules", without)
     if value_head:
         fields["modules_to_save"] = ["score"]
     adapted = get_peft_model(module, LoraConfig(task_type="SEQ_CLS" if value_head else "CAUSAL_LM", **fields))
@@ -37,6 +42,22 @@ def add_adapter(module: Any, settings: Mapping[str, Any], *, value_head: bool, s
             for a in part.lora_A.values():
                 a.weight.data.copy_(adapter_a(_a_name(name), a.weight.shape, seed))
     return adapted
+
+
+def _without_adapter(module: Any) -> list[str]:
+    """Linear layers that ``all-linear`` leaves out: routers that give more than a tensor, and what peft refuses.
+
+    peft adds nothing to ``out_proj`` in models with Mamba layers, whose kernels take its weight and not the layer.
+    """
+    mamba = getattr(module.config, "model_type", None) in ("falcon_h1", "nemotron_h")
+    layers = [(name, part) for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)]
+    routers = [name for name, part in layers if type(part).__name__.endswith("Router")]
+    refused = [name for name, _ in layers if mamba and name.rpartition(".")[2] == "out_proj"]
+    if refused:
+        logger.warning(
+            "lora_target_modules: all-linear leaves out %d layers out_proj, which peft refuses", len(refused)
+        )
+    return routers + refused
 
 
 @contextlib.contextmanager

@@ -23,9 +23,11 @@ import torch.distributed as dist
 from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
+from rayhelper import ConfigError
 from trainers.backends.base import SentWeights, TokenFunction
 from trainers.backends.device import default_device
-from trainers.backends.fsdp import packed_attention
+from trainers.backends.finite import FiniteStep
+from trainers.backends.fsdp import documents, packed_attention
 from trainers.backends.fsdp.adapters import (
     adapter_weights,
     add_adapter,
@@ -84,6 +86,7 @@ class FsdpBackend:
 
     ``token_budget`` cuts micro-batches by tokens instead of rows; ``padding_free`` joins the rows of one into a single
     row of documents. ``values_at``: where a value head is read off, at the token that predicts a target or at itself.
+    Raises ConfigError if the model then would not keep the documents apart (``documents.py``).
     ``optimizer_offload``: what the optimizer remembers is in the memory of the host, and comes in pieces to change the
     weights. ``activation_memory_budget``: the share of activations that a compiled layer keeps for its backward pass;
     torch computes the others again, and chooses those that cost least (in one process, what it first compiled for one
@@ -158,11 +161,14 @@ class FsdpBackend:
         )
         if lowers and self.device.type == "cuda":
             packed_attention.prefer(self.module)
+        way = documents.way_of(self.module)
+        if padding_free and way is None:
+            raise ConfigError(documents.refusal(self.module))
         self.config = copy.deepcopy(self.module.config)  # as it is written: with its dropout
         if disable_dropout:
             zero_dropout(self.module)
         room = room_of(logits_memory_gib, recomputes=gradient_checkpointing)
-        self.scorer = Scorer(self.module, room=room) if head == "lm" else ValueScorer(self.module)
+        self.scorer = Scorer(self.module, way=way, room=room) if head == "lm" else ValueScorer(self.module, way=way)
         self.adapted: Any = None
         if lora is not None:
             self.adapted = add_adapter(self.module, lora, value_head=head == "value", seed=seed)
@@ -323,6 +329,7 @@ class FsdpBackend:
             metrics = Metrics()
             rows = self._cut(batch, micro_batch_size)
             num_micro, num_tokens = self._most(max(1, len(rows))), 0
+            finite = FiniteStep(self.device)
             settings: dict[str, Any] = {}
             if isinstance(self.scorer, Scorer):
                 settings = {"entropy_gradient": entropy_gradient, "token_function": token_function}
@@ -339,15 +346,17 @@ class FsdpBackend:
                     (loss * self.world_size).backward()
                     self.is_reducing = False
                 metrics.sum("loss", loss)
+                finite.add(loss, micro)
                 num_tokens += len(sequences.input_ids.values)
             if self.accumulates_whole:
                 take_gradients(self.scorer)
             trained = [weight for weight in self.module.parameters() if weight.requires_grad]
-            grad_norm = torch.nn.utils.clip_grad_norm_(trained, self.max_grad_norm or float("inf"))
-            metrics.same("grad_norm", float(full(grad_norm)))
+            grad_norm = full(torch.nn.utils.clip_grad_norm_(trained, self.max_grad_norm or float("inf")))
+            metrics.same("grad_norm", grad_norm)
             metrics.same("learning_rate", self.scheduler.get_last_lr()[0])
-            (self.resting or self.optimizer).step()
-            self.scheduler.step()
+            if finite.allows(grad_norm, metrics):
+                (self.resting or self.optimizer).step()
+                self.scheduler.step()
             self.optimizer.zero_grad(set_to_none=True)
             add_work(metrics, num_tokens, flops_of(self.module, num_tokens), self.peak_flops)
             return metrics

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
+from rayhelper import ConfigError
 from trainers.backends.fresh_weights import VALUE_HEAD, value_head
 from trainers.backends.fsdp import packed_attention
 from trainers.backends.fsdp.adapters import own_weights, trained_names
@@ -52,7 +53,25 @@ def build_model(
         built = AutoModelForCausalLM.from_pretrained(model, **settings)
     built = built.to(device)
     packed_attention.check_model(built)
+    _cap_scores(built, asked=settings.get("attn_implementation"))
     return built
+
+
+def _cap_scores(model: Any, asked: str | None) -> None:
+    """Gives a model that caps its attention scores (Gemma 2) ``eager`` in place of ``sdpa``, which drops the cap.
+
+    Raises:
+        ConfigError: ``sdpa`` was asked for by name.
+    """
+    config = model.config.get_text_config()
+    if not getattr(config, "attn_logit_softcapping", None) or config._attn_implementation != "sdpa":
+        return
+    if asked is not None:
+        raise ConfigError(
+            f"model_init_kwargs: attn_implementation: sdpa drops the cap of {type(model).__name__}'s attention scores "
+            f"(attn_logit_softcapping {config.attn_logit_softcapping}). Take eager."
+        )
+    model.set_attn_implementation("eager")
 
 
 def zero_dropout(module: torch.nn.Module) -> None:

@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from rayhelper import ConfigError
 from trainers.backends.base import SentWeights, TokenFunction
 from trainers.backends.device import default_device
+from trainers.backends.finite import FiniteStep
 from trainers.backends.fsdp.hf_model import ModelHead
 from trainers.backends.megatron import layout
 from trainers.backends.megatron.adapter_checkpoint import load_adapter, save_adapter
@@ -36,7 +37,7 @@ from trainers.backends.megatron.adapters import MegatronAdapter
 from trainers.backends.megatron.checkpoint import Writer, check_parts, load_parts, save_parts
 from trainers.backends.megatron.fields import check_fields
 from trainers.backends.megatron.model import build_stages
-from trainers.backends.megatron.optimizer import build_optimizer, build_schedule, with_gradients
+from trainers.backends.megatron.optimizer import build_optimizer, build_schedule, gradient_norm, with_gradients
 from trainers.backends.megatron.packing import Packed
 from trainers.backends.megatron.pipeline import Pipeline
 from trainers.backends.megatron.residence import Residence
@@ -343,7 +344,7 @@ class MegatronBackend:
         entropy_gradient: bool,
         token_function: TokenFunction | None,
     ) -> Metrics:
-        metrics = Metrics()
+        metrics, finite = Metrics(), FiniteStep(self.device)
         micros = [batch[part] for part in self._cut(batch, micro_batch_size)]
         settings: dict[str, Any] = {}
         given: list[tuple[torch.Tensor, ...]] = []
@@ -363,6 +364,7 @@ class MegatronBackend:
             names = () if token_function is None else token_function.names
             loss = token_loss(scores, names, loss_function, micro, micro.as_sequences(), metrics)
             metrics.sum("loss", loss)
+            finite.add(loss, micro)
             return loss
 
         self.residence.bring_gradients()
@@ -378,11 +380,13 @@ class MegatronBackend:
             group["lr"] = rate * group.get("lr_mult", 1.0)
         self.pipeline.run([micro.as_sequences() for micro in micros], loss_of, learns=True)
         self.residence.bring_memory()
-        succeeded, grad_norm, _ = self.optimizer.step()
-        assert succeeded, "only float16 skips steps"
+        grad_norm = gradient_norm(self.optimizer)
+        if finite.allows(grad_norm, metrics):
+            succeeded, grad_norm, _ = self.optimizer.step()
+            assert succeeded, "only float16 skips steps"
+            self.scheduler.optimizer.step()
+            self.scheduler.step()
         self.residence.rest()
-        self.scheduler.optimizer.step()
-        self.scheduler.step()
         metrics.same("grad_norm", float(grad_norm))
         metrics.same("learning_rate", rate)
         if balance is not None:

@@ -72,6 +72,12 @@ def build_optimizer(
     return optimizer
 
 
+def gradient_norm(optimizer: Any) -> float:
+    """Of the whole gradient, not clipped yet; every rank calls it. The optimizer's own step may follow."""
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
 def build_schedule(
     name: str, *, learning_rate: float, num_warmup_steps: int, num_training_steps: int, kwargs: Mapping[str, Any]
 ) -> Any:

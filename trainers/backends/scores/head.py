@@ -18,6 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from trainers.backends.base import TokenFunction
+from trainers.backends.fsdp.documents import backbone
 from trainers.backends.fsdp.hf_model import evaluating
 from trainers.backends.scores.linear_scores import LinearScores
 from trainers.losses.tokens import token_entropy, token_logps
@@ -152,7 +153,7 @@ class Head:
     def __init__(self, model: Any, *, room: int = 0) -> None:
         self.room = room
         linear = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        if linear is None or model.base_model is model:
+        if linear is None or backbone(model) is None:
             raise ValueError(
                 f"{type(model).__name__} has no backbone and output embedding that can be called one after the other; "
                 "the fsdp backend trains causal language models (what AutoModelForCausalLM builds)."
@@ -162,6 +163,7 @@ class Head:
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)  # Gemma 2
         self.scale = getattr(config, "logit_scale", None) or 1.0  # Cohere
         self.scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+        self.scale *= getattr(config, "lm_head_multiplier", None) or 1.0  # Falcon-H1
         self.known = self._agrees_with(model)
         if not self.known:
             logger.warning(
@@ -173,7 +175,7 @@ class Head:
     def features(self, model: Any, predicting_N: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """(N, H) hidden states at ``predicting_N``, places of the flattened (B, T); logits if the head is not known."""
         if self.known:
-            outputs_BTX = model.base_model(**inputs, use_cache=False).last_hidden_state
+            outputs_BTX = backbone(model)(**inputs, use_cache=False).last_hidden_state
         else:
             outputs_BTX = model(**inputs, use_cache=False).logits
         features_NX: torch.Tensor = outputs_BTX.flatten(0, 1).index_select(0, predicting_N)
@@ -226,6 +228,6 @@ class Head:
         ids_BT = torch.arange(4, device=self.linear.weight.device)[None] % self.linear.weight.shape[0]
         with evaluating(model):
             wanted = model(input_ids=ids_BT, use_cache=False).logits.float()
-            found = self.logits(model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state)
+            found = self.logits(backbone(model)(input_ids=ids_BT, use_cache=False).last_hidden_state)
         tolerance = 1e-4 if self.linear.weight.dtype == torch.float32 else 2e-2
         return found.shape == wanted.shape and bool((found - wanted).abs().max() <= tolerance * wanted.abs().max())

@@ -7,17 +7,21 @@ from typing import Any
 import torch
 
 from trainers.backends.base import TokenFunction
-from trainers.backends.fsdp.packed_attention import packed_arguments, single_documents
+from trainers.backends.fsdp.documents import Way, model_arguments
+from trainers.backends.fsdp.packed_attention import single_documents
 from trainers.backends.scores.head import Head, Scores
 from trainers.backends.scores.inputs import Inputs
 
 
 class Scorer(torch.nn.Module):
-    """A language model that answers with the scores of target tokens. ``room``: see ``head.LinearHead``."""
+    """A language model that answers with the scores of target tokens. ``room``: see ``head.LinearHead``.
 
-    def __init__(self, model: Any, *, room: int = 0) -> None:
+    ``way``: by which it keeps documents of one row apart, if it does.
+    """
+
+    def __init__(self, model: Any, *, way: Way | None = None, room: int = 0) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.way = model, way
         self.head = Head(model, room=room)
 
     def forward(
@@ -31,7 +35,8 @@ class Scorer(torch.nn.Module):
     ) -> Scores | tuple[torch.Tensor]:
         """``head.Scores`` of each target and what ``token_function`` gives; or the features that the head takes."""
         with single_documents(inputs):
-            features_NX = self.head.features(self.model, inputs.places_N, **_model_arguments(self.model, inputs))
+            given = model_arguments(self.model, inputs, self.way)
+            features_NX = self.head.features(self.model, inputs.places_N, **given)
         if features_only:
             return (features_NX,)
         return self.head.scores(
@@ -51,26 +56,19 @@ class ValueScorer(torch.nn.Module):
         ValueError: the model has no linear ``score`` on top of its backbone.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, way: Way | None = None) -> None:
         super().__init__()
         if not callable(getattr(model, "score", None)) or model.base_model is model:
             raise ValueError(
                 f"{type(model).__name__} has no backbone with a linear layer named score on top of it; a value model "
                 "is what AutoModelForSequenceClassification builds for decoders such as Qwen3 or Llama."
             )
-        self.model = model
+        self.model, self.way = model, way
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor]:
         """(N,) float32 values."""
         with single_documents(inputs):
-            given = _model_arguments(self.model, inputs)
+            given = model_arguments(self.model, inputs, self.way)
             hidden_BTH = self.model.base_model(**given, use_cache=False).last_hidden_state
         hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, inputs.places_N)
         return (self.model.score(hidden_NH).float().squeeze(-1),)
-
-
-def _model_arguments(model: Any, inputs: Inputs) -> dict[str, Any]:
-    arguments = {"input_ids": inputs.input_ids_BT, **packed_arguments(model.config.get_text_config(), inputs)}
-    if inputs.position_ids_BT is not None:
-        arguments["position_ids"] = inputs.position_ids_BT
-    return arguments

@@ -30,7 +30,7 @@ from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.hf import no_rollouts, refuse_empty_prompts
 from trainers.rollout.vllm.adapter import adapter_fingerprints, adapter_settings, put_adapter
 from trainers.rollout.vllm.core import Core, no_garbage_collection
-from trainers.rollout.vllm.model import load, model_fingerprints
+from trainers.rollout.vllm.model import check_experts, load, model_fingerprints
 from trainers.rollout.vllm.patches import leave_group
 from trainers.rollout.vllm.processes import ModelProcesses, uninterrupted
 from trainers.rollout.vllm.running import Running, rollouts_of
@@ -62,7 +62,7 @@ class VllmEngine:
     own, read back from where the engine runs it. ``lora_target_modules``: last parts of the names of adapted layers.
 
     Raises:
-        ConfigError: vLLM is not installed, or has no such field.
+        ConfigError: vLLM is not installed, or has no such field; or new experts could not be loaded into its layout.
     """
 
     shares_weights = False
@@ -108,6 +108,7 @@ class VllmEngine:
             fields, on_cpu=on_cpu, alone=alone, has_processes=has_processes, is_patched=patches
         )
         self.core = Core(self.engine, decoded, on_cpu=on_cpu)
+        self.engine.apply_model(check_experts)
         self.processes = ModelProcesses(self.engine.model_executor, device) if has_processes else None
         most = self.engine.model_config.max_logprobs
         self.max_logprobs = most if most >= 0 else self.engine.model_config.get_vocab_size()
@@ -300,7 +301,8 @@ class VllmEngine:
         if self.lora_rank:
             return adapter_fingerprints(self.engine, self.lora_rank)
         with uninterrupted():
-            found, *_ = self.engine.apply_model(model_fingerprints)  # all processes find the same
+            fingerprinting = partial(model_fingerprints, self.engine.model_config.dtype)
+            found, *_ = self.engine.apply_model(fingerprinting)  # all processes find the same
         return dict(found)
 
     # Memory

@@ -7,19 +7,46 @@ from typing import Any
 
 import torch
 
-from trainers.parts.fingerprints import added_up, fingerprint, fingerprints
+from rayhelper import ConfigError
+from trainers.parts.fingerprints import added_up, fingerprint, fingerprints, rows_of
 
 
 def load(named_weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> None:
     model.load_weights(iter(named_weights))
 
 
-def scale_logits(scale: float, model: Any) -> None:
-    model.logits_processor.scale = scale
+PLAIN = {"CPU", "TRITON", "BATCHED_TRITON"}  # vLLM's kernels for experts that take weights as they come
 
 
-def model_fingerprints(model: Any) -> dict[str, int]:
-    """Of the whole model; each worker of a tensor-parallel group adds what its part has. Empty: it cannot be told."""
+def check_experts(model: Any) -> None:
+    """Raises ConfigError if vLLM keeps experts in a layout in which weights that come later would be read wrongly."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    backends = {backend.name for one in methods if (backend := getattr(one, "unquantized_backend", None)) is not None}
+    if backends - PLAIN:
+        raise ConfigError(
+            f"vLLM keeps the experts of {type(model).__name__} in the layout of {', '.join(sorted(backends - PLAIN))}, "
+            "where new weights cannot be loaded into their place. Set vllm_engine_kwargs: {moe_backend: triton}."
+        )
+
+
+def scale_logits(factor: float, model: Any) -> None:
+    """Logits are multiplied by ``factor``, beside the scale that some architectures have there themselves (Granite)."""
+    processor = model.logits_processor
+    if not hasattr(processor, "scale_of_model"):
+        processor.scale_of_model = processor.scale
+    processor.scale = processor.scale_of_model * factor
+
+
+def _as_sent(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return weight.to(dtype) if weight.dtype == torch.float32 else weight
+
+
+def model_fingerprints(dtype: torch.dtype, model: Any) -> dict[str, int]:
+    """Of the whole model; each worker of a tensor-parallel group adds what its part has. Empty: it cannot be told.
+
+    ``dtype``: in which weights come. Some that vLLM keeps in float32 (biases of routers, decays of states) came in it
+    too, so they are looked at in it.
+    """
     from vllm.distributed import parallel_state
 
     size, rank = (
@@ -27,7 +54,7 @@ def model_fingerprints(model: Any) -> dict[str, int]:
         parallel_state.get_tensor_model_parallel_rank(),
     )
     if size == 1:
-        return fingerprints(model.named_parameters())
+        return fingerprints((name, _as_sent(weight, dtype)) for name, weight in model.named_parameters())
     from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -37,17 +64,18 @@ def model_fingerprints(model: Any) -> dict[str, int]:
             if id(weight) in seen:  # tied
                 continue
             seen.add(id(weight))
+            weight = _as_sent(weight, dtype)
             if isinstance(module, RowParallelLinear) and name == "weight":
                 width = weight.shape[1]
                 found = fingerprint(weight, first_column=rank * width, num_columns=size * width)
             elif isinstance(module, (ColumnParallelLinear, VocabParallelEmbedding)):
                 if getattr(module, "num_kv_head_replicas", 1) > 1:
                     return {}
-                found = fingerprint(weight)
+                found = fingerprint(rows_of(name, weight))
             elif weight.dim() > 2:  # experts
                 return {}
             else:  # every worker has it
-                found = fingerprint(weight) * (rank == 0)
+                found = fingerprint(rows_of(name, weight)) * (rank == 0)
             prints.append((f"{module_name}.{name}", found))
     group = parallel_state.get_tp_group().device_group
     return added_up(prints, lambda totals: torch.distributed.all_reduce(totals, group=group))

@@ -164,6 +164,38 @@ def pack_weights(packs: bool) -> bool:
     return bool(did)
 
 
+def plain_experts() -> None:
+    """Experts on a CPU stay as they were loaded, and are packed for each call of their kernel.
+
+    vLLM (0.32) packs them once, as it loads a model, in the place of the weights themselves
+    (vllm/model_executor/layers/fused_moe/experts/cpu_moe.py, ``process_weights_after_loading``): weights that are
+    loaded later would be read as packed ones. Where a version has no such functions nothing changes. Delete when
+    weights that come later are packed too.
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    except ImportError:
+        return
+    pack: Any = getattr(cpu_moe, "cpu_prepack_moe_weight", None)
+    run: Any = getattr(cpu_moe, "cpu_fused_moe", None)
+    if pack is None or run is None or isinstance(run, _PackingKernel):
+        return
+    cpu_moe.cpu_fused_moe = _PackingKernel(run, pack)  # type: ignore[assignment]
+    cpu_moe.cpu_prepack_moe_weight = lambda weight, isa: weight
+
+
+class _PackingKernel:
+    """vLLM's ``cpu_fused_moe``, given weights that are not packed."""
+
+    def __init__(self, run: Callable[..., Any], pack: Callable[..., torch.Tensor]) -> None:
+        self.run, self.pack = run, pack
+        self.place = list(inspect.signature(run).parameters).index("isa")
+
+    def __call__(self, output: Any, states: Any, w13: torch.Tensor, w2: torch.Tensor, *args: Any, **named: Any) -> Any:
+        isa = named["isa"] if "isa" in named else args[self.place - 4]
+        return self.run(output, states, self.pack(w13, isa), self.pack(w2, isa), *args, **named)
+
+
 @contextlib.contextmanager
 def keep_threads() -> Iterator[None]:
     """Afterwards torch has as many threads as before, and again a way to set them.
@@ -222,6 +254,60 @@ def changed_variables() -> Iterator[Callable[[], dict[str, str | None]]]:
     finally:
         if is_known:
             environ.encodekey, environ.encodevalue = encode_name, encode_value
+
+
+@contextlib.contextmanager
+def own_classes() -> Iterator[None]:
+    """Inside, vLLM may build a model of transformers' classes; afterwards the classes are transformers' own again.
+
+    For architectures without a model of its own vLLM (0.32) runs transformers' one, and changes its class for the whole
+    process: a further base, another ``__init__`` and ``__call__``
+    (vllm/model_executor/models/transformers/base.py, ``_decorate_cls_for_torch_compile``). A policy of that class in
+    the same process would fail at its next call ("no attribute 'do_not_compile'"). So vLLM's instances get a subclass
+    that has the changes. Where a version has no such function nothing changes. Delete when vLLM subclasses by itself.
+    """
+    try:
+        from vllm.model_executor.models.transformers import base
+    except ImportError:
+        base = None
+    model = getattr(base, "Base", None)
+    decorate = getattr(model, "_decorate_cls_for_torch_compile", None)
+    if decorate is None:
+        yield
+        return
+    changed: dict[type, tuple[tuple[type, ...], dict[str, Any]]] = {}
+    built: list[Any] = []
+
+    def decorated(self: Any, cls: Any, *args: Any, **settings: Any) -> Any:
+        changed.setdefault(cls, (cls.__bases__, dict(vars(cls))))
+        found = decorate(self, cls, *args, **settings)
+        initialise = cls.__init__
+
+        def noting(instance: Any, *values: Any, **named: Any) -> None:
+            built.append(instance)
+            initialise(instance, *values, **named)
+
+        cls.__init__ = noting
+        return found
+
+    model._decorate_cls_for_torch_compile = decorated  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        model._decorate_cls_for_torch_compile = decorate  # type: ignore[union-attr]
+        for cls, (bases, own) in changed.items():
+            further = tuple(base for base in cls.__bases__ if base not in bases)
+            added = {name: value for name, value in vars(cls).items() if own.get(name) is not value}
+            for name in added:
+                if name in own:
+                    setattr(cls, name, own[name])
+                else:
+                    delattr(cls, name)
+            cls.__bases__ = bases
+            subclass = type(cls.__name__, (cls, *further), {**added, "__module__": cls.__module__})
+            for instance in built:
+                if type(instance) is cls:
+                    instance.__class__ = subclass
 
 
 SALTED = ("num_computed_tokens", "cache_salt", "block_hashes", "update_block_hashes")  # what is read and written

@@ -18,7 +18,9 @@ from trainers.rollout.vllm.patches import (
     changed_variables,
     end_with_process,
     keep_threads,
+    own_classes,
     pack_weights,
+    plain_experts,
     quick_allocation,
     quick_update,
     small_blocks_decode,
@@ -37,7 +39,8 @@ def start(
         from vllm.v1.engine.llm_engine import LLMEngine
 
         small_blocks_decode(is_patched)
-        engine: Any = LLMEngine.from_engine_args(EngineArgs(**fields))
+        with own_classes():
+            engine: Any = LLMEngine.from_engine_args(EngineArgs(**fields))
         decoded: list[DecodedTokens] = []
         if is_patched:
             scheduler = engine.engine_core.engine_core.scheduler
@@ -126,6 +129,8 @@ def _join_process_group(on_cpu: bool, *, alone: bool) -> None:
 def _plain_weights(on_cpu: bool) -> Iterator[None]:
     """Inside, a model on a CPU gets weights into whose place others can be loaded."""
     packed = pack_weights(False) if on_cpu else False
+    if on_cpu:
+        plain_experts()
     try:
         yield
     finally:

@@ -115,6 +115,7 @@ def test_a_checkpoint_keeps_what_the_driver_knows(tmp_path: Path) -> None:
         "model.bin",
         "tokenizer.json",
         "trainer_state.json",
+        "manifest.json",
     }
 
 
@@ -171,6 +172,32 @@ def test_a_run_killed_while_workers_write_goes_on_from_the_checkpoint_before(tmp
         stepped(run).save_checkpoint(Later().save, Nothing())
     with opened(tmp_path, resume_from_checkpoint=True) as resumed:
         assert resumed.step == 1
+
+
+def test_a_damaged_checkpoint_is_passed_over_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as run:
+        for _ in range(2):
+            stepped(run).save_checkpoint(Nothing().save, Nothing())
+    (tmp_path / "checkpoint-2" / "model.bin").write_text("Weights")  # a bit differs
+    with opened(tmp_path, resume_from_checkpoint="auto") as resumed:
+        assert resumed.step == 1
+    told = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+    assert told == [
+        "resume_from_checkpoint: passed over checkpoint-2 (model.bin differs from what was written (checksum)); goes "
+        "on from checkpoint-1"
+    ]
+
+
+def test_what_workers_wrote_later_is_in_the_manifest(tmp_path: Path) -> None:
+    workers = Later()
+    with opened(tmp_path) as run:
+        stepped(run).save_checkpoint(workers.save, Nothing())
+        (tmp_path / "checkpoint-1.tmp" / "critic" / "shard.distcp").write_text("weights")
+        workers.writing.end()
+        stepped(run)
+    (tmp_path / "checkpoint-1" / "critic" / "shard.distcp").write_text("weight")
+    with pytest.raises(ConfigError, match=r"critic/shard.distcp has 6 bytes, and was written with 7"):
+        resolve_resume(str(tmp_path / "checkpoint-1"), tmp_path)
 
 
 def test_a_failing_worker_leaves_no_checkpoint(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from trainers.checkpoint import (
     STATE_FILE,
     begin,
     checkpoint_folder,
+    chosen,
     complete,
     discard,
     is_written,
@@ -101,6 +102,8 @@ class Run:
     def open_logs(self) -> None:
         """Keeps the configuration, and opens what the run's numbers are written to."""
         config = self.config
+        for note in chosen(config.resume_from_checkpoint, self.output_dir).notes:
+            logger.warning(note)
         save_config(config, self.output_dir)
         self.trackers = Trackers(
             self.output_dir,
@@ -332,7 +335,11 @@ class Run:
 
 @RayHelper.function(group="driver", execute="first")
 def resumed_state(config: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
-    """The checkpoint that a run goes on from, and the state in it; None and nothing for a new run."""
+    """The checkpoint that a run goes on from, and the state in it; None and nothing for a new run.
+
+    Raises:
+        ConfigError: a named folder that is no checkpoint, or a damaged one.
+    """
     checkpoint = resolve_resume(config.resume_from_checkpoint, Path(config.output_dir))
     return checkpoint, read_state(checkpoint) if checkpoint else {}
 

@@ -87,5 +87,4 @@ def _files(folder: Path) -> list[Path]:
 
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).hexdigest()

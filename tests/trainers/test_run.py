@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import threading
@@ -25,6 +26,7 @@ from trainers.parts.checks import num_train_shards
 from trainers.parts.inputs import load_tokenizer
 from trainers.parts.models import resolve_dtype
 from trainers.run.run import Run, saved_order
+from trainers.run.stopping import Stopped
 from trainers.sft.trainer import SFTTrainer
 
 ORDER = {"sequences": 11, "sequences a step": 4}
@@ -211,6 +213,42 @@ def test_a_failing_worker_leaves_no_checkpoint(tmp_path: Path) -> None:
             run.save_checkpoint(save, Nothing())
     assert checkpoints(tmp_path) == []
     assert not list(tmp_path.glob("checkpoint*"))
+
+
+class Loop(Nothing):
+    """A trainer whose steps take ten seconds of the run's clock."""
+
+    tokenizer = Nothing()
+
+    def train(self, run: Run) -> None:
+        assert run.lock is not None
+        for _ in run.rounds(self):  # type: ignore[arg-type]
+            stepped(run)
+            run.lock = dataclasses.replace(run.lock, owner=dataclasses.replace(
+                run.lock.owner, began=run.lock.owner.began - 10
+            ))  # fmt: skip
+
+    def load(self, folder: Path) -> None:
+        pass
+
+
+def test_a_run_saves_and_ends_well_when_its_time_is_over(tmp_path: Path) -> None:
+    with opened(tmp_path, save_before_s=35) as run, pytest.raises(Stopped) as ended:
+        Loop().train(run)
+    assert ended.value.code == 0
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
+    with opened(tmp_path, resume_from_checkpoint="auto", save_before_s=35) as resumed, pytest.raises(Stopped):
+        Loop().train(resumed)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-8"]
+    with opened(tmp_path, resume_from_checkpoint="auto", save_before_s=5) as resumed:
+        Loop().train(resumed)  # no step is left to save for
+    assert resumed.is_over
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, math.inf, math.nan])
+def test_a_limit_of_time_is_a_positive_number(limit: float, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="save_before_s must be a positive number of seconds"):
+        opened(tmp_path, save_before_s=limit)
 
 
 def test_old_checkpoints_go_first(tmp_path: Path) -> None:

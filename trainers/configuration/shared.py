@@ -115,6 +115,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_run(self)
 
+    @property
+    def run_folder(self) -> Path:
+        """The folder that this run writes into, and no other run at the same time."""
+        return Path(self.output_dir)
+
     def __rayhelper_off__(self, trainer: type) -> None:
         """Raises ConfigError, as ``trainer`` is constructed with this outside a session, if it asks for one."""
         if self.use_ray:
@@ -234,7 +239,12 @@ class TrainConfig(MegatronConfig, RunConfig):
     greater_is_better: bool | None = None
     """Whether more of ``metric_for_best_model`` is better; null: unless its name ends in loss."""
     resume_from_checkpoint: bool | str | None = None
-    """A checkpoint folder; true or 'auto': the newest one of output_dir, if there is one."""
+    """A checkpoint folder; true or 'auto': the newest undamaged one of output_dir, if there is one."""
+    save_before_s: float | None = None
+    """Seconds after which the run finishes its step, saves a checkpoint and ends with exit code 0, counted from the
+    start of the command; null: no limit."""
+    save_on_interrupt: bool = False
+    """The first Ctrl-C finishes the step, saves a checkpoint and ends the run; the second one interrupts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -305,6 +315,8 @@ def check_shared(config: TrainConfig) -> None:
         raise ConfigError(f"eval_steps is {config.eval_steps}, but there is no eval_dataset to evaluate on. Add one.")
     if config.val_before_train and not config.eval_dataset:
         raise ConfigError("val_before_train is set, but there is no eval_dataset to evaluate on. Add one.")
+    if config.save_before_s is not None and not 0 < config.save_before_s < math.inf:
+        raise ConfigError(f"save_before_s must be a positive number of seconds, got {config.save_before_s}")
     _check_best(config)
     resume = config.resume_from_checkpoint
     if isinstance(resume, str) and resume != "auto" and not Path(resume).is_dir():

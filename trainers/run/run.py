@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from rayhelper import ConfigError, RayHelper
 from trainers.checkpoint import (
@@ -33,6 +33,8 @@ from trainers.checkpoint import (
 from trainers.configuration.reading.text import save_config
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 from trainers.metrics import Metrics
+from trainers.run.folder_lock import FolderLock, held
+from trainers.run.stopping import Stop, Stopped, StopSignals
 from trainers.run.throughput import WORK, throughput
 from trainers.run.timing import Stopwatch, step_times
 from trainers.run.trackers import Trackers
@@ -95,13 +97,21 @@ class Run:
         self.last_evaluation: dict[str, float] = {}
         self.trackers: Trackers | None = None  # process 0 has them
         self.unnamed: Path | None = None  # a folder that workers still write into
-        self.open_logs()
+        self.lock: FolderLock | None = None  # process 0 has it
+        self.open = contextlib.ExitStack()  # what is given back in the end
+        self.signals = StopSignals(with_interrupt=config.save_on_interrupt)
+        try:
+            self.open_logs()
+        except BaseException:
+            self.open.close()
+            raise
         self.stopwatch = Stopwatch()
 
     @RayHelper.function(group="driver", execute="first")
     def open_logs(self) -> None:
-        """Keeps the configuration, and opens what the run's numbers are written to."""
+        """Takes the folder, keeps the configuration, and opens what the run's numbers are written to."""
         config = self.config
+        self.lock = self.open.enter_context(held(self.output_dir))
         for note in chosen(config.resume_from_checkpoint, self.output_dir).notes:
             logger.warning(note)
         save_config(config, self.output_dir)
@@ -117,13 +127,15 @@ class Run:
         )
 
     def __enter__(self) -> Run:
+        self.open.enter_context(self.signals)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.trackers is not None:
-            with contextlib.suppress(RuntimeError):  # the run has ended or failed before
-                self._name_if_written()
-            self.trackers.close()
+        with self.open:
+            if self.trackers is not None:
+                with contextlib.suppress(RuntimeError):  # the run has ended or failed before
+                    self._name_if_written()
+                self.trackers.close()
 
     @property
     def is_over(self) -> bool:
@@ -134,6 +146,9 @@ class Run:
 
         First the run is resumed; between rounds the trainer is evaluated and saved when that is due, with ``state()``
         as its ``trainer_state``; at the end it is evaluated once more.
+
+        Raises:
+            Stopped: a signal or ``save_before_s`` asked the run to end early; it is saved.
         """
         config = self.config
         self.resume(trainer.load)
@@ -144,10 +159,33 @@ class Run:
             yield start
             if self.due(config.eval_steps, self.step - start):
                 self.evaluate(trainer.evaluate)
-            if self.due(config.save_steps, self.step - start):
+            stop = None if self.is_over else self.stop_reason()
+            if stop is not None or self.due(config.save_steps, self.step - start):
                 self.save_checkpoint(trainer.save, trainer.tokenizer, state())
+            if stop is not None:
+                self.end_early(stop)
         if config.eval_dataset:
             self.evaluate(trainer.evaluate)
+
+    @RayHelper.function(group="driver", execute="first")
+    def stop_reason(self) -> Stop | None:
+        """Why the run ends before its last step, or None: process 0 decides, so that all stop after the same step."""
+        assert self.lock is not None
+        limit_s = self.config.save_before_s
+        if limit_s is not None and self.lock.elapsed_s >= limit_s:
+            return Stop(f"save_before_s ({limit_s:g} s)", 0)
+        return self.signals.stop()
+
+    def end_early(self, stop: Stop) -> NoReturn:
+        """Says how to go on from the checkpoint that has just been saved. Raises Stopped."""
+        self.wait_until_written()
+        if self.trackers is not None:
+            self.trackers.bar.write(
+                f"stopped by {stop.reason} after step {self.step} of {self.num_steps}; saved "
+                f"{checkpoint_folder(self.output_dir, self.step)}. To go on, run the same command with "
+                "--resume_from_checkpoint auto"
+            )
+        raise Stopped(stop.code)
 
     def resume(self, load: SaveFunction) -> None:
         """Restores the workers from the checkpoint that the run goes on from, if there is one."""
@@ -270,7 +308,13 @@ class Run:
 
     @RayHelper.function(group="driver", execute="first")
     def begin(self, folder: Path) -> Path:
-        """The empty folder that all may write into, once this call has ended."""
+        """The empty folder that all may write into, once this call has ended.
+
+        Raises:
+            RuntimeError: another run has taken ``output_dir`` over.
+        """
+        assert self.lock is not None
+        self.lock.check()
         return begin(folder)
 
     @RayHelper.function(group="driver", execute="first")
@@ -338,10 +382,15 @@ def resumed_state(config: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
     """The checkpoint that a run goes on from, and the state in it; None and nothing for a new run.
 
     Raises:
-        ConfigError: a named folder that is no checkpoint, or a damaged one.
+        ConfigError: a named folder that is no checkpoint, or a damaged one; another run has ``output_dir``.
     """
-    checkpoint = resolve_resume(config.resume_from_checkpoint, Path(config.output_dir))
-    return checkpoint, read_state(checkpoint) if checkpoint else {}
+    folder, resume = Path(config.output_dir), config.resume_from_checkpoint
+    if not resume:
+        return None, {}
+    # what another run is writing there must not be put right
+    with held(folder) if folder.exists() else contextlib.nullcontext():
+        checkpoint = resolve_resume(config.resume_from_checkpoint, folder)
+        return checkpoint, read_state(checkpoint) if checkpoint else {}
 
 
 def saved_order(config: TrainConfig) -> Mapping[str, Any]:

@@ -155,6 +155,10 @@ class SamplingConfig(RunConfig):
         shard = "shard-{}-of-{}".format(*self.data_range) if self.data_range else ""
         return Path(self.output_dir) / shard
 
+    @property
+    def run_folder(self) -> Path:
+        return self.log_dir
+
     def deciding(self) -> dict[str, Any]:
         """The values of the keys that decide what a row becomes, as JSON gives them back."""
         values = {name: getattr(self, name) for name in DECIDING} | {"sampler_engine": self.engine}

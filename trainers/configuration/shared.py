@@ -173,6 +173,9 @@ class TrainConfig(MegatronConfig, RunConfig):
     """As ``dataset``; null: no evaluation."""
     eval_dataset_split: str = "test"
     """The split of ``eval_dataset``."""
+    skip_broken_rows: bool = False
+    """Leave out rows that the trainer cannot use (no prompt, null, a number, not UTF-8), and say how many; false: end
+    before the start and name them."""
 
     # Optimization
     learning_rate: float = 2e-5

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError, RayHelper
 from trainers.configuration.mistakes import mistakes_of
-from trainers.configuration.shared import RunConfig
-from trainers.data.rows import load_rows
+from trainers.configuration.shared import RunConfig, TrainConfig
+from trainers.data.broken_rows import prompt_mistake, without_broken
+from trainers.data.rows import load_rows, prompt_of
 from trainers.plugins import load_plugins, resolve_model
 
 
@@ -21,7 +23,27 @@ def read_rows(config: RunConfig, source: Any, split: str) -> Any:
             columns=config.columns,
             prompt_template=config.prompt_template,
             system=config.system,
+            skip_broken=skips_broken(config),
         )
+
+
+def read_prompts(config: RunConfig, source: Any, split: str) -> Any:
+    """As ``read_rows``, of rows that each have a prompt to complete.
+
+    Raises:
+        ConfigError: rows have none, or a broken one, and ``skip_broken_rows`` is false. It names the first few.
+    """
+    rows = read_rows(config, source, split)
+    with mistakes_of("dataset"):
+        if not {"prompt", "messages"} & set(rows.column_names):
+            prompt_of(rows[0])
+        mistake = partial(prompt_mistake, empty=getattr(config, "has_environment", False))
+        return without_broken(rows, mistake, "prompt", "messages", skip=skips_broken(config))
+
+
+def skips_broken(config: RunConfig) -> bool:
+    """Whether rows that cannot be used are left out: ``skip_broken_rows``, which only trainers have."""
+    return isinstance(config, TrainConfig) and config.skip_broken_rows
 
 
 def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:

@@ -32,7 +32,7 @@ from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.reading.text import save_config
 from trainers.configuration.shared import TrainConfig
 from trainers.run.folder_lock import held
-from trainers.run.stopping import ends_by_sigterm, ends_with_parent
+from trainers.run.stopping import Stopped, ends_by_sigterm, ends_with_parent
 
 TOLD_BY_FIRST_S = 10.0  # within which process 0 of torchrun finds a mistake that all of them find
 
@@ -114,7 +114,7 @@ def _run(trainer: Any, config: Any) -> dict[str, float]:
         if config.device_groups is not None:
             logging.getLogger(__name__).info("device_groups is not used, because use_ray is false")
         _check_run(trainer, config, None)
-        return dict(trainer(config).train())
+        return _trained(trainer, config)
     groups = placement(trainer, config, num_processes)
     _check_run(trainer, config, groups)
     if num_processes > 1:
@@ -122,7 +122,17 @@ def _run(trainer: Any, config: Any) -> dict[str, float]:
     else:
         session = RayHelper.session(groups, ray_address=config.ray_address)
     with session, contextlib.nullcontext() if num_processes > 1 else ends_by_sigterm():
+        return _trained(trainer, config)
+
+
+def _trained(trainer: Any, config: Any) -> dict[str, float]:
+    """The trainer's last metrics. Whatever code calls sys.exit() meanwhile, the run has not ended well."""
+    try:
         return dict(trainer(config).train())
+    except Stopped:
+        raise
+    except SystemExit as error:
+        raise RuntimeError(f"something in the run called sys.exit({error.code!r}); see where above") from error
 
 
 def _num_processes() -> int:

@@ -37,6 +37,7 @@ OF_FSDP_INSTEAD = {  # what fsdp does in the place of a key of megatron
         (name for name in OF_MEGATRON if "recompute" in name), " (gradient_checkpointing recomputes layers)"
     ),
 }
+SET_BY_TRAINERS = ("device_map", "output_loading_info", "num_labels", "state_dict", "config")  # of from_pretrained
 REPORTERS = ("tensorboard", "wandb", "none")
 PLAIN_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 # Those of transformers that look at the step alone; some need lr_scheduler_kwargs.
@@ -268,6 +269,7 @@ def check_run(config: RunConfig) -> None:
         _check_file("dataset", source, DATA_SUFFIXES)
     for plugin in config.external_plugins:
         _check_file("external_plugins", plugin, (".py",))
+    check_init_kwargs("model_init_kwargs", config.model_init_kwargs, "trust_remote_code", "dtype", "torch_dtype")
     check_folder("model", config.model)
     check_folder("tokenizer", config.tokenizer)
     if config.chat_template is not None and "{" not in config.chat_template:
@@ -339,6 +341,16 @@ def _check_best(config: TrainConfig) -> None:
             f"metric_for_best_model={config.metric_for_best_model} judges a checkpoint by the evaluation at its step: "
             f"save_steps must be a multiple of eval_steps; got {config.save_steps} and {config.eval_steps}"
         )
+
+
+def check_init_kwargs(name: str, kwargs: Mapping[str, Any], *keys: str) -> None:
+    """Raises ConfigError for an argument of ``from_pretrained`` that is one of our ``keys``, or that trainers set."""
+    for argument in kwargs:
+        if argument in keys:
+            key = argument.removeprefix("torch_")
+            raise ConfigError(f"{name} holds {argument}, which is the key {key}. Write it there, and remove it here.")
+        if argument in SET_BY_TRAINERS:
+            raise ConfigError(f"{name} holds {argument}, which the trainer decides. Remove it.")
 
 
 def check_sections(groups: DeviceGroups) -> None:

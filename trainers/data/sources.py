@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rayhelper.text import DID_YOU_MEAN, nearest
-from trainers.plugins import DATASETS
+from trainers.plugins import DATASETS, exits_are_errors
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -84,7 +84,8 @@ def _read_named(name: str, split: str, skip_broken: bool = False) -> Dataset:
     if name in DATASETS:
         function = DATASETS[name]
         takes_split = "split" in inspect.signature(function).parameters
-        found = function(split=split) if takes_split else function()
+        with exits_are_errors(f"dataset {name!r}"):
+            found = function(split=split) if takes_split else function()
         return read_source(found, split, skip_broken=skip_broken)
     path = Path(name).expanduser()
     if path.is_dir():

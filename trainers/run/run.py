@@ -30,6 +30,7 @@ from trainers.checkpoint import (
     unfinished_folder,
     write_state,
 )
+from trainers.configuration.reading.secrets import masked
 from trainers.configuration.reading.text import save_config
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 from trainers.metrics import Metrics
@@ -123,7 +124,7 @@ class Run:
             first_step=self.step,
             headline=self.headline,
             logging_steps=config.logging_steps,
-            config={field.name: getattr(config, field.name) for field in fields(config)},
+            config=masked({field.name: getattr(config, field.name) for field in fields(config)}),
         )
 
     def __enter__(self) -> Run:

@@ -12,12 +12,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SAME_INTERRUPT_S = 3.0  # a terminal and torchrun's launcher both pass one Ctrl-C on
@@ -26,7 +25,7 @@ LAUNCHER_GRACE_S = 120.0  # for a step and a checkpoint, once the launcher is go
 
 
 class Stopped(SystemExit):
-    """The run saved a checkpoint and ended before its last step. ``code`` is the exit code of the process."""
+    """A run ended before its last step, and saved a checkpoint if it had begun. ``code``: the process's exit code."""
 
 
 @dataclass(frozen=True)
@@ -76,15 +75,19 @@ class StopSignals:
 
 @contextlib.contextmanager
 def ends_by_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM ends the process by SystemExit with 143: Ray's handler exits with 15, after a stack of C++."""
+    """Inside, SIGTERM raises ``Stopped`` with 143: Ray's own handler exits with 15, after a stack of C++."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, _: Any) -> NoReturn:
+    raise Stopped(128 + number)
 
 
 @contextlib.contextmanager

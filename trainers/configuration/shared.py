@@ -21,6 +21,7 @@ from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.backends.megatron.settings import MegatronSettings
 from trainers.configuration.megatron import OF_FSDP, MegatronConfig, key_mistakes, settings_of
 from trainers.configuration.roles import WELL_KNOWN, Role
+from trainers.configuration.values import check_values
 from trainers.run.trackers import check_installed
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -257,6 +258,7 @@ class TrainConfig(MegatronConfig, RunConfig):
 
 def check_run(config: RunConfig) -> None:
     """Raises ConfigError naming the first key of any run whose value has no meaning."""
+    check_values(config)
     at_least(config, 1, "logging_steps")
     at_least(config, 0, "seed")
     check_choices(config)
@@ -416,6 +418,9 @@ def _check_adapter(config: TrainConfig) -> None:
         raise ConfigError(
             "optim: adafactor looks at whole weights, which do not lie in shards: set fsdp_sharding_strategy: no_shard"
         )
+    names_none = not config.lora_target_modules and not config.lora_kwargs.get("target_parameters")
+    if config.tuner_type == "lora" and (names_none or not all(map(str.strip, config.lora_target_modules))):
+        raise ConfigError("lora_target_modules names no layer. Name some, or write all-linear for every linear layer.")
     if config.tuner_type == "full":
         unread(config, "tuner_type is full", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
     if config.fsdp_sharding_strategy == "no_shard":
@@ -446,10 +451,14 @@ def _check_schedule(name: str, kwargs: dict[str, Any]) -> None:
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    settings = {"num_warmup_steps": 1, "num_training_steps": 10, "scheduler_specific_kwargs": dict(kwargs)}
     try:
-        get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=1, scheduler_specific_kwargs=dict(kwargs))
-    except (TypeError, ValueError) as error:
+        schedule: Any = get_scheduler(name, optimizer, **settings)
+        rates = [float(rate(step)) for rate in schedule.lr_lambdas for step in range(11)]
+    except Exception as error:  # whatever transformers' arithmetic makes of them
         raise ConfigError(f"lr_scheduler_kwargs={kwargs} do not fit lr_scheduler_type={name}: {error}") from None
+    if not all(map(math.isfinite, rates)):
+        raise ConfigError(f"lr_scheduler_kwargs={kwargs} of lr_scheduler_type={name} give learning rates like {rates}")
 
 
 def check_choices(config: Any) -> None:

@@ -11,6 +11,7 @@ A key that is none of the configuration's after that is told with the nearest on
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -132,8 +133,11 @@ def given_keys(
 def export_env(argv: Sequence[str]) -> None:
     """Exports ``env``, which wins over the shell's, before torch and others are imported."""
     env = bracketed(given_keys(argv, [])[0].values.get("env"))
-    if isinstance(env, Mapping):  # whatever else is wrong with it, load_config says
-        os.environ.update({str(name): str(value) for name, value in unmasked({"env": env})["env"].items()})
+    if not isinstance(env, Mapping):
+        return
+    for name, value in unmasked({"env": env})["env"].items():
+        with contextlib.suppress(ValueError):  # what is wrong with it, load_config says
+            os.environ[str(name)] = str(value)
 
 
 # What was written

@@ -7,6 +7,7 @@ the command line is ``reading/command_line.py``.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -21,7 +22,7 @@ from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.backends.megatron.settings import MegatronSettings
 from trainers.configuration.megatron import OF_FSDP, MegatronConfig, key_mistakes, settings_of
 from trainers.configuration.roles import WELL_KNOWN, Role
-from trainers.configuration.values import check_values
+from trainers.configuration.values import check_values, is_there
 from trainers.run.trackers import check_installed
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -326,7 +327,7 @@ def check_shared(config: TrainConfig) -> None:
         raise ConfigError(f"save_before_s must be a positive number of seconds, got {config.save_before_s}")
     _check_best(config)
     resume = config.resume_from_checkpoint
-    if isinstance(resume, str) and resume != "auto" and not Path(resume).is_dir():
+    if isinstance(resume, str) and resume != "auto" and not is_there(resume, Path.is_dir):
         raise ConfigError(
             f"resume_from_checkpoint: there is no folder {resume!r}. Give a checkpoint-N folder, or 'auto' for the "
             "newest of output_dir."
@@ -483,8 +484,9 @@ def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
     """Raises ConfigError if the value is not among the allowed ones, with the nearest of them."""
     allowed = list(allowed)
     if value not in allowed:
-        hint = nearest(value, allowed, DID_YOU_MEAN)
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.{hint}")
+        options = list(map(str, allowed))
+        hint = nearest(value, options, DID_YOU_MEAN)
+        raise ConfigError(f"{name} must be one of {', '.join(options)}; got {value!r}.{hint}")
 
 
 def sequences_per_step(config: TrainConfig, num_shards: int, saved_order: Mapping[str, Any] | None = None) -> int:
@@ -512,7 +514,7 @@ def _listed(source: Any) -> list[Any]:
 
 
 def check_folder(name: str, folder: str | None) -> None:
-    if folder is not None and folder.startswith(("/", "./", "../")) and not Path(folder).exists():
+    if folder is not None and str(folder).startswith(("/", "./", "../")) and not is_there(folder):
         raise ConfigError(f"{name}: there is no folder {folder!r} (looked from {Path.cwd()}). Give a folder or a name.")
 
 
@@ -521,9 +523,9 @@ def _check_file(name: str, source: Any, suffixes: tuple[str, ...]) -> None:
         source = re.sub(r"#\d+$", "", source)  # so many of its rows
     if not isinstance(source, str) or not source.endswith(suffixes) or any(mark in source for mark in "*?["):
         return
-    path = Path(source).expanduser()
-    if not path.is_file():
-        beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    path = Path(os.path.expanduser(source))
+    if not is_there(source, Path.is_file):
+        beside = [other.name for other in path.parent.iterdir()] if is_there(path.parent, Path.is_dir) else []
         close = nearest(path.name, beside, "{}")
         hint = DID_YOU_MEAN.format(str(path.parent / close)) if close else f" It was looked for from {Path.cwd()}."
         raise ConfigError(f"{name}: there is no file {source!r}.{hint}")

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 import numbers
-import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path, PurePath
 from types import NoneType, UnionType
@@ -136,17 +135,16 @@ def _check_texts(config: Any) -> None:
             )
         if "{" in str(template):
             check_template(str(template))
-        elif is_file(template):
+        elif is_there(template, Path.is_file):
             check_template(read_template(template), f"chat_template: {template}")
 
 
-def is_file(name: str | Path) -> bool:
-    """Whether a text names a file; a long template names none."""
-    return (
-        len(os.fsencode(str(name))) < 4096
-        and all(len(os.fsencode(part)) < 256 for part in Path(name).parts)
-        and (Path(name).expanduser().is_file())
-    )
+def is_there(name: str | Path, look: Callable[[Path], bool] = Path.exists) -> bool:
+    """Whether a text names something on the disk, ``look`` what; one that no path can be names nothing."""
+    try:
+        return look(Path(name).expanduser())
+    except (OSError, ValueError, RuntimeError):  # too long; a character of code 0; no such user
+        return False
 
 
 def read_template(file: str | Path) -> str:

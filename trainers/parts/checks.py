@@ -28,8 +28,8 @@ TOKENIZED_AT_ONCE = 1024  # prompts
 
 
 def check_before_start(config: TrainConfig, groups: DeviceGroups | None) -> None:
-    """Raises ConfigError for what is not there or damaged, for what megatron cannot do, and for a model, a tokenizer and
-    arguments that do not go together."""
+    """Raises ConfigError for what is not there or damaged, for what megatron cannot do, and for a model, a tokenizer
+    and arguments that do not go together."""
     with mistakes_of("external_plugins"):
         load_plugins(config.external_plugins)
     if config.backend == "megatron":

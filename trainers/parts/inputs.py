@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError, RayHelper
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import RunConfig, TrainConfig
-from trainers.configuration.values import is_file, read_template
+from trainers.configuration.values import is_there, read_template
 from trainers.data.broken_rows import prompt_mistake, without_broken
 from trainers.data.rows import load_rows, prompt_of
 from trainers.parts.model_checks import check_vocabulary, configuration_of
@@ -85,5 +86,5 @@ def load_tokenizer(config: RunConfig, model: str) -> Any:
         tokenizer.pad_token = tokenizer.eos_token
     if config.chat_template is not None:
         template = config.chat_template
-        tokenizer.chat_template = read_template(template) if is_file(template) else template
+        tokenizer.chat_template = read_template(template) if is_there(template, Path.is_file) else template
     return tokenizer

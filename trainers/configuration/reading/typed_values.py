@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from rayhelper import ConfigError
 from rayhelper.text import nearest, parse_text
 from trainers.configuration.reading.given_keys import NUMBER
-from trainers.configuration.values import expected
+from trainers.configuration.values import expected, is_there
 from trainers.losses.types import NOT_BUILT
 
 
@@ -28,7 +27,7 @@ def typed(name: str, hint: Any, value: Any) -> Any:
     kinds = {get_origin(member) or member for member in members}
     if list in kinds and not {str, Any} & kinds and isinstance(value, (str, int, float, Mapping)):
         value = bracketed(value)
-        if isinstance(value, str) and not Path(value).expanduser().exists():  # names of files may hold spaces
+        if isinstance(value, str) and not is_there(value):  # names of files may hold spaces
             value = value.split() or [value]
         value = value if value is None or isinstance(value, list) else [value]
     if dict in kinds and isinstance(value, str) and value.lstrip().startswith("{"):

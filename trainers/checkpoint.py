@@ -1,6 +1,7 @@
 """Checkpoint folders that are either whole or not there.
 
 output_dir/checkpoint-40/        model, optimizer, schedule, rng_state_*.pth (backend), trainer_state.json (here)
+    manifest.json                every file with its checksum, written last (manifest.py)
 output_dir/checkpoint-60.tmp/    being written; of what a killed run left the next one names what is whole, and removes
     rank_3.writing               a worker that goes on writing while training does, until it has written all
     rank_3.failed                or why it could not
@@ -18,10 +19,12 @@ import re
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError
+from trainers.manifest import MANIFEST_FILE, damage, has_manifest, write_manifest
 
 STATE_FILE = "trainer_state.json"
 WRITING, FAILED = ".writing", ".failed"
@@ -37,8 +40,13 @@ def begin(folder: Path) -> Path:
 
 
 def complete(folder: Path) -> None:
-    """Gives what was written since ``begin`` the name ``folder``, in place of what had it."""
+    """Gives what was written since ``begin`` the name ``folder``, in place of what had it.
+
+    A checkpoint gets its manifest first. No worker may write there any more.
+    """
     unfinished = unfinished_folder(folder)
+    if (unfinished / STATE_FILE).is_file():
+        write_manifest(unfinished)
     _flush(unfinished)
     old = folder.with_name(folder.name + ".old")
     _restore(old)
@@ -97,18 +105,59 @@ def checkpoint_folder(output_dir: Path, step: int) -> Path:
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
-    """The whole checkpoints in a folder, in the order in which they were written.
+    """The whole checkpoints in a folder, in the order in which they were written; their files are not checked.
 
-    That is the order of their steps within a run, and tells apart what an earlier, longer run left in the folder.
+    ``save_count`` of their states is that order, whatever the clock said. It tells apart what an earlier, longer run
+    left in the folder, and what a run wrote that was resumed from an older checkpoint. Checkpoints of versions that did
+    not count are older than all others, and in the order of ``saved_at``.
     """
-    ages = {path: _age(path) for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name)}
+    ages = {path: _age(path) for path in _named(output_dir)}
     return [path for path, age in sorted(ages.items(), key=lambda item: item[1] or ()) if age is not None]
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint that a run goes on from, and what there is to tell of it; None for a new run."""
+
+    folder: Path | None
+    notes: tuple[str, ...] = ()
+
+
 def latest(output_dir: Path) -> Path | None:
-    """The checkpoint that was written last, or None. What a killed run left unfinished is put right first."""
+    """The undamaged checkpoint that was written last, or None."""
+    return newest(output_dir).folder
+
+
+def newest(output_dir: Path) -> Choice:
+    """As ``latest``, with a line that says what was passed over and why.
+
+    What a killed run left unfinished is put right first.
+    """
     _put_right(output_dir)
-    return next(reversed(checkpoints(output_dir)), None)
+    whole = checkpoints(output_dir)
+    passed_over = {path: _why_unread(path) for path in sorted(_named(output_dir)) if path not in whole}
+    for folder in reversed(whole):
+        told = damage(folder)
+        if told is None:
+            return Choice(folder, _notes(folder, passed_over))
+        passed_over[folder] = told
+    return Choice(None, _notes(None, passed_over))
+
+
+def _notes(folder: Path | None, passed_over: Mapping[Path, str]) -> tuple[str, ...]:
+    notes = []
+    if passed_over:
+        told = ", ".join(f"{path.name} ({why})" for path, why in passed_over.items())
+        goes_on = "no checkpoint is left, and the run starts anew" if folder is None else f"goes on from {folder.name}"
+        notes.append(f"resume_from_checkpoint: passed over {told}; {goes_on}")
+    return (*notes, *_unchecked(folder))
+
+
+def _unchecked(folder: Path | None) -> tuple[str, ...]:
+    if folder is None or has_manifest(folder):
+        return ()
+    told = f"{folder.name} has no {MANIFEST_FILE}, as an earlier version wrote it: its files were not checked"
+    return (f"resume_from_checkpoint: {told}",)
 
 
 def rotate(output_dir: Path, save_total_limit: int | None, best: str | None = None) -> None:
@@ -131,27 +180,39 @@ def resolve_resume(value: str | bool | None, output_dir: Path) -> Path | None:
     """The checkpoint that ``resume_from_checkpoint`` means, or None to start anew.
 
     Raises:
-        ConfigError: a folder that is no whole checkpoint.
+        ConfigError: a folder that is no whole checkpoint, or a damaged one.
     """
+    return chosen(value, output_dir).folder
+
+
+def chosen(value: str | bool | None, output_dir: Path) -> Choice:
+    """As ``resolve_resume``, with what there is to tell of the choice."""
     if value is None or value is False:
-        return None
+        return Choice(None)
     if value is True or value == "auto":
-        return latest(output_dir)
+        return newest(output_dir)
     folder = Path(value)
     if not _is_whole(folder):
         known = ", ".join(str(path) for path in checkpoints(folder)) or "none there"
         lacks = "a worker had not written all" if (folder / STATE_FILE).is_file() else f"it has no {STATE_FILE}"
         raise ConfigError(f"resume_from_checkpoint: {value!r} is no checkpoint ({lacks}); checkpoints: {known}")
-    return folder
+    if told := damage(folder):
+        raise ConfigError(
+            f"resume_from_checkpoint: {value!r} is damaged: {told}. Name another checkpoint, or 'auto' for the newest "
+            f"whole one of output_dir. If you changed the file yourself, remove {MANIFEST_FILE}."
+        )
+    return Choice(folder, _unchecked(folder))
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
-    """Writes ``trainer_state.json``: ``state``, and ``saved_at``, in seconds since 1970.
+    """Writes ``trainer_state.json``: ``state``, ``save_count``, and ``saved_at``, in seconds since 1970.
 
-    It comes last: with it, and without marks of workers that write, a folder is whole.
+    ``save_count`` is one more than that of any checkpoint beside it, so that the newest is known without a clock.
+    But for what workers go on writing, the file comes last: with it, and without their marks, a folder is whole.
     """
     _flush(folder)
-    text = json.dumps({**state, "saved_at": time.time()}, indent=2)
+    counts = [age[0] for path in folder.parent.glob("checkpoint-*") if path != folder and (age := _age(path))]
+    text = json.dumps({**state, "save_count": 1 + max(counts, default=0), "saved_at": time.time()}, indent=2)
     (folder / STATE_FILE).write_text(text, encoding="utf-8")
 
 
@@ -161,12 +222,31 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _age(folder: Path) -> tuple[float, int] | None:
-    """When a checkpoint was written, and its step; None if it is not whole."""
+def _saved(folder: Path) -> dict[str, Any]:
+    """The state in a folder; nothing if there is none, or a torn copy of one."""
     try:
-        return read_state(folder).get("saved_at", 0.0), int(folder.name.rpartition("-")[2])
-    except (OSError, ValueError):  # no trainer_state.json, or a torn copy of one
+        state = read_state(folder)
+    except (OSError, ValueError):
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def _age(folder: Path) -> tuple[int, float, int] | None:
+    """Which checkpoints are older than this one, as a number to compare; None if it is not whole."""
+    state = _saved(folder)
+    count, saved_at, step = state.get("save_count", 0), state.get("saved_at", 0.0), state.get("step")
+    if not isinstance(step, int) or not isinstance(count, int) or not isinstance(saved_at, (int, float)):
         return None
+    return count, 0.0 if count else saved_at, step
+
+
+def _why_unread(folder: Path) -> str:
+    return f"{STATE_FILE} cannot be read" if (folder / STATE_FILE).is_file() else f"{STATE_FILE} is not there"
+
+
+def _named(output_dir: Path) -> list[Path]:
+    """The folders that have the name of a checkpoint."""
+    return [path for path in output_dir.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
 
 
 def _left_over(output_dir: Path, suffix: str) -> list[Path]:
@@ -182,6 +262,8 @@ def _put_right(output_dir: Path) -> None:
     for unfinished in _left_over(output_dir, ".tmp"):
         folder = unfinished.with_suffix("")
         if _is_whole(unfinished) and not folder.exists():
+            if not has_manifest(unfinished):
+                write_manifest(unfinished)
             with contextlib.suppress(FileNotFoundError):  # another process of the run did it at the same time
                 unfinished.rename(folder)
 

@@ -11,6 +11,7 @@ Which trainer a name stands for is ``commands.py``. Reading the configuration is
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -30,13 +31,20 @@ from trainers.configuration.reading.command_line import export_env, given_keys, 
 from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.reading.text import save_config
 from trainers.configuration.shared import TrainConfig
+from trainers.run.folder_lock import held
+from trainers.run.stopping import Stopped, ends_by_sigterm, ends_with_parent
 
 TOLD_BY_FIRST_S = 10.0  # within which process 0 of torchrun finds a mistake that all of them find
 
 
 def main(name: str, argv: Sequence[str] | None = None) -> None:
     """Runs the trainer that ``name`` stands for; exits with 2 and one line on a mistake in name or configuration, with
-    130 on Ctrl-C."""
+    130 on Ctrl-C, and as ``Stopped`` says where a signal or a limit of time ended the run early."""
+    with ends_with_parent() if _num_processes() > 1 else contextlib.nullcontext():
+        _main(name, argv)
+
+
+def _main(name: str, argv: Sequence[str] | None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     for noisy in ("httpx", "httpx2", "datasets", "absl", "torch"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
@@ -86,8 +94,15 @@ def run(trainer: Any, config: Any) -> dict[str, float]:
     workers are started, and stopped in the end. With ``use_ray=False`` it is ``GRPOTrainer(config).train()``, checked.
 
     Raises:
-        ConfigError: a mistake in the configuration, found before anything starts.
+        ConfigError: a mistake in the configuration, or another run in its ``output_dir``, found before anything starts.
+        Stopped: a signal or ``save_before_s`` ended the run early; it is saved.
     """
+    folder = getattr(config, "run_folder", None)
+    with contextlib.nullcontext() if folder is None or _is_other_process() else held(folder):
+        return _run(trainer, config)
+
+
+def _run(trainer: Any, config: Any) -> dict[str, float]:
     os.environ.update({name: str(value) for name, value in config.env.items()})
     num_processes = _num_processes()
     if config.use_ray and num_processes > 1:
@@ -99,15 +114,25 @@ def run(trainer: Any, config: Any) -> dict[str, float]:
         if config.device_groups is not None:
             logging.getLogger(__name__).info("device_groups is not used, because use_ray is false")
         _check_run(trainer, config, None)
-        return dict(trainer(config).train())
+        return _trained(trainer, config)
     groups = placement(trainer, config, num_processes)
     _check_run(trainer, config, groups)
     if num_processes > 1:
         session = RayHelper.session(groups, runtime="torchrun")
     else:
         session = RayHelper.session(groups, ray_address=config.ray_address)
-    with session:
+    with session, contextlib.nullcontext() if num_processes > 1 else ends_by_sigterm():
+        return _trained(trainer, config)
+
+
+def _trained(trainer: Any, config: Any) -> dict[str, float]:
+    """The trainer's last metrics. Whatever code calls sys.exit() meanwhile, the run has not ended well."""
+    try:
         return dict(trainer(config).train())
+    except Stopped:
+        raise
+    except SystemExit as error:
+        raise RuntimeError(f"something in the run called sys.exit({error.code!r}); see where above") from error
 
 
 def _num_processes() -> int:

@@ -26,6 +26,7 @@ Every process of a run imports the plugins, so a plugin should do nothing but de
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -110,6 +111,15 @@ register_environment = ENVIRONMENTS.register
 register_tool = TOOLS.register
 
 
+@contextlib.contextmanager
+def exits_are_errors(what: str) -> Iterator[None]:
+    """Inside, code that a user wrote cannot end the process as if the run had ended well: exiting is a RuntimeError."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"{what} called sys.exit({error.code!r}). Let it raise an error, or return.") from error
+
+
 def load_plugins(external_plugins: Iterable[str | Path]) -> list[ModuleType]:
     """The modules behind files (``path/to/plugin.py``) and module names (``package.plugin``), each imported once.
 
@@ -123,7 +133,8 @@ def load_plugins(external_plugins: Iterable[str | Path]) -> list[ModuleType]:
 def _load(plugin: str | Path) -> ModuleType:
     is_file = isinstance(plugin, Path) or plugin.endswith(".py") or "/" in plugin
     try:
-        return _load_file(Path(plugin).expanduser().resolve()) if is_file else importlib.import_module(str(plugin))
+        with exits_are_errors("it"):
+            return _load_file(Path(plugin).expanduser().resolve()) if is_file else importlib.import_module(str(plugin))
     except FileNotFoundError:
         raise
     except Exception as error:
@@ -161,7 +172,8 @@ def resolve_model(model: str, *, output_dir: str | Path, seed: int) -> str:
     """The folder or hub name of ``model``: a registered model is built under ``output_dir``, any other name is kept."""
     if model not in MODELS:
         return model
-    folder = Path(MODELS[model](Path(output_dir), seed))
+    with exits_are_errors(f"model {model!r}"):
+        folder = Path(MODELS[model](Path(output_dir), seed))
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"model {model!r} returned {folder}, which has no config.json. A registered model saves model and "

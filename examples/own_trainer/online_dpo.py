@@ -30,7 +30,15 @@ from trainers.data.preferences import Preferences
 from trainers.data.rows import Batches, prompt_of
 from trainers.losses.tokens import masked
 from trainers.metrics import Metrics
-from trainers.parts import Generator, Policy, Reference, Rewarder, load_model_and_tokenizer, read_rows, rollout_metrics
+from trainers.parts import (
+    Generator,
+    Policy,
+    Reference,
+    Rewarder,
+    load_model_and_tokenizer,
+    read_prompts,
+    rollout_metrics,
+)
 from trainers.run.run import Run, saved_order
 
 
@@ -65,10 +73,10 @@ class OnlineDPOTrainer:
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
         self.rewarder.prepare(self.tokenizer)
-        self.rows = read_rows(config, config.dataset, config.dataset_split)
+        self.rows = read_prompts(config, config.dataset, config.dataset_split)
         self.eval_rows: Any = None
         if config.eval_dataset:
-            self.eval_rows = read_rows(config, config.eval_dataset, config.eval_dataset_split)
+            self.eval_rows = read_prompts(config, config.eval_dataset, config.eval_dataset_split)
 
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""

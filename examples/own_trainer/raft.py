@@ -27,7 +27,7 @@ from trainers.configuration.shared import SEQUENCES_PER_STEP, at_least, sequence
 from trainers.data.rows import Batches, prompt_of
 from trainers.losses.tokens import sft_loss
 from trainers.metrics import Metrics
-from trainers.parts import Generator, Policy, Rewarder, load_model_and_tokenizer, read_rows, rollout_metrics
+from trainers.parts import Generator, Policy, Rewarder, load_model_and_tokenizer, read_prompts, rollout_metrics
 from trainers.run.run import Run, saved_order
 
 
@@ -69,10 +69,10 @@ class RaftTrainer:
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
         self.rewarder.prepare(self.tokenizer)
-        self.rows = read_rows(config, config.dataset, config.dataset_split)
+        self.rows = read_prompts(config, config.dataset, config.dataset_split)
         self.eval_rows: Any = None
         if config.eval_dataset:
-            self.eval_rows = read_rows(config, config.eval_dataset, config.eval_dataset_split)
+            self.eval_rows = read_prompts(config, config.eval_dataset, config.eval_dataset_split)
 
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""

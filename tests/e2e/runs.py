@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -211,6 +212,20 @@ def interrupted_after(step: int) -> Iterator[None]:
             raise KeyboardInterrupt
 
     with patch.object(Run, "log_step", log_and_stop):
+        yield
+
+
+@contextmanager
+def signalled_in(step: int, number: int) -> Iterator[None]:
+    """Inside, the process is sent a signal while the optimizer makes ``step``, counted from 1."""
+    phase = Run.phase
+
+    def phase_and_signal(run: Run, name: str) -> Any:
+        if name == "update" and run.step == step - 1:
+            os.kill(os.getpid(), number)
+        return phase(run, name)
+
+    with patch.object(Run, "phase", phase_and_signal):
         yield
 
 

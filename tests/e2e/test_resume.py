@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 
 from rayhelper import ConfigError
 from tests.conftest import RaySession
-from tests.e2e.runs import final_bytes, grpo_config, interrupted_after, lines, sft_config, together
+from tests.e2e.runs import final_bytes, grpo_config, interrupted_after, lines, sft_config, signalled_in, together
 from tests.golden.tiny import save_tiny
 from tests.rayhelper.strangers import Payload
+from trainers.checkpoint import resolve_resume
 from trainers.grpo.trainer import GRPOTrainer
+from trainers.run.stopping import Stopped
 from trainers.sft.trainer import SFTTrainer
 
 CASES: dict[str, tuple[Any, Any, int, int, dict[str, Any]]] = {  # trainer, config, steps, interrupted after, keys
@@ -74,3 +77,43 @@ def test_a_checkpoint_that_asks_for_code_ends_the_run_with_its_name(model: str, 
         SFTTrainer(config).train()
     assert str(raised.value).startswith(f"{spoilt} is not read: it asks for ")
     assert not (tmp_path / "made").exists()
+
+
+SIGNALLED: dict[str, tuple[str, int, int, int]] = {  # signal, exit code, sent in step, stopped after step
+    "sft": ("SIGTERM", 143, 4, 4),
+    "sft with dropout": ("SIGHUP", 129, 4, 4),  # which a checkpoint was due at
+    "grpo": ("SIGUSR1", 138, 5, 6),  # a generation is learned from to its end
+}
+
+
+@pytest.mark.parametrize("name", SIGNALLED)
+def test_a_signal_saves_after_the_step_and_a_resumed_run_equals_one_that_never_stopped(
+    name: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, config, _, _, keys = CASES[name]
+    sent, code, during, stop = SIGNALLED[name]
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    keys = keys | {"save_steps": 4 if name == "sft with dropout" else 0}
+    trainer(config(model, whole, **keys)).train()
+    with signalled_in(during, getattr(signal, sent)), pytest.raises(Stopped) as ended:
+        trainer(config(model, parted, **keys)).train()
+    assert ended.value.code == code
+    assert {path.name for path in parted.iterdir()} == {"config.yaml", "metrics.jsonl", f"checkpoint-{stop}"}
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if "stopped by" in line]
+    assert f"stopped by {sent} after step {stop} of" in told
+    assert told.endswith("--resume_from_checkpoint auto")
+
+    trainer(config(model, parted, **keys, resume_from_checkpoint="auto")).train()
+
+    assert lines(parted) == lines(whole)
+    assert final_bytes(parted) == final_bytes(whole)
+
+
+def test_a_signal_to_the_driver_saves_on_ray_too(model: str, tmp_path: Path, ray_session: RaySession) -> None:
+    with ray_session(together(2)):
+        with signalled_in(3, signal.SIGTERM), pytest.raises(Stopped) as ended:
+            SFTTrainer(sft_config(model, tmp_path)).train()
+        assert ended.value.code == 143
+        found = resolve_resume("auto", tmp_path)
+        assert found == tmp_path / "checkpoint-3"
+        assert {path.name for path in found.glob("rng_state_*")} == {"rng_state_0.pth", "rng_state_1.pth"}

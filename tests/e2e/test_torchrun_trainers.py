@@ -6,10 +6,14 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -34,6 +38,7 @@ from tests.rayhelper.test_torchrun import torchrun
 from trainers.batch import Sequences
 from trainers.checkpoint import checkpoints, latest, read_state
 from trainers.cli import run
+from trainers.configuration.reading.text import save_config
 from trainers.dpo.trainer import DPOTrainer
 from trainers.gkd.trainer import GKDTrainer
 from trainers.grpo.config import GRPOConfig
@@ -276,6 +281,43 @@ def test_a_mistake_is_told_once(tmp_path: Path) -> None:
     done = torchrun(2, "-m", "trainers.sft", "--model", "m", "--dataset", "d", "--sead", "7", cwd=ROOT)
     assert done.stderr.count("error: command line: unknown key sead (did you mean seed?)") == 1
     assert "exitcode  : 2 " in done.stderr
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_whose_launcher_is_stopped_or_killed_save_and_end(
+    sent: signal.Signals, model: str, tmp_path: Path
+) -> None:
+    """Both after the same step, without which neither could write its part of the checkpoint."""
+    config = sft_config(model, tmp_path / "run", max_steps=100_000)
+    save_config(config, tmp_path / "keys")
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    line = [*start, "--log-dir", str(tmp_path), "-m", "trainers.sft", "--config", str(tmp_path / "keys/config.yaml")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with (tmp_path / "out").open("w") as out:
+        launcher = subprocess.Popen(line, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(lines(tmp_path / "run")) > 2)
+        processes = psutil.Process(launcher.pid).children()
+        assert len(processes) == 2
+        launcher.send_signal(sent)
+        launcher.wait()
+        wait_for(lambda: not any(process.is_running() for process in processes))
+    finally:
+        launcher.kill()
+    told = (tmp_path / "out").read_text()
+    step = len(lines(tmp_path / "run"))
+    assert f"stopped by SIGTERM after step {step} of 100000" in told, told[-3000:]
+    assert latest(tmp_path / "run") == tmp_path / "run" / f"checkpoint-{step}"
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "config.yaml", "metrics.jsonl", f"checkpoint-{step}",
+    }  # fmt: skip
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":

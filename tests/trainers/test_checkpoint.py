@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,23 @@ from typing import Any
 import pytest
 
 from rayhelper import ConfigError
-from trainers import checkpoint
+from trainers import checkpoint, manifest
 from trainers.checkpoint import (
+    Choice,
     Writing,
     begin,
     checkpoint_folder,
     checkpoints,
+    chosen,
     complete,
     latest,
+    newest,
     read_state,
     resolve_resume,
     rotate,
     write_state,
 )
+from trainers.manifest import damage
 
 
 @contextmanager
@@ -167,7 +171,8 @@ def test_a_kill_at_any_moment_of_saving_leaves_a_whole_newest_checkpoint(tmp_pat
         assert found is not None, moment
         assert found.name in ("checkpoint-20", "checkpoint-30"), moment
         for path in checkpoints(output_dir):
-            assert set(names(path)) == {"model.bin", "trainer_state.json"}, moment
+            assert set(names(path)) == {"model.bin", "trainer_state.json", "manifest.json"}, moment
+            assert damage(path) is None
             assert (path / "model.bin").read_text() in ("old", "new")
             assert read_state(path)["step"] == int(path.name.removeprefix("checkpoint-"))
         save(output_dir, 40)
@@ -230,11 +235,108 @@ def test_what_an_earlier_longer_run_left_is_older_than_a_new_runs_first_checkpoi
     assert names(tmp_path) == ["checkpoint-10"]
 
 
-def test_checkpoints_of_one_instant_are_ordered_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("times", [[3000.0, 2000.0, 1000.0], [3000.0, 3000.0, 3000.0]], ids=["set back", "stopped"])
+def test_a_clock_that_is_set_back_neither_destroys_nor_hides_checkpoints(
+    times: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step, now in zip((10, 20, 30), times, strict=True):
+        monkeypatch.setattr(checkpoint.time, "time", lambda now=now: now)
+        save(tmp_path, step)
+        rotate(tmp_path, 1)
+        assert names(tmp_path) == [f"checkpoint-{step}"]
+        assert resolve_resume("auto", tmp_path) == tmp_path / f"checkpoint-{step}"
+
+
+def test_a_run_resumed_from_an_older_checkpoint_writes_newer_ones_of_lower_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step)
     monkeypatch.setattr(checkpoint.time, "time", lambda: 1.0)
-    save(tmp_path, 20)
+    save(tmp_path, 15)
+    assert latest(tmp_path) == tmp_path / "checkpoint-15"
+    rotate(tmp_path, 2)
+    assert names(tmp_path) == ["checkpoint-15", "checkpoint-30"]
+
+
+def test_checkpoints_of_a_version_that_did_not_count_are_older(tmp_path: Path) -> None:
+    for step, saved_at in ((10, 2.0), (20, 1.0)):
+        folder = checkpoint_folder(tmp_path, step)
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text(json.dumps({"step": step, "saved_at": saved_at}))
+    assert latest(tmp_path) == tmp_path / "checkpoint-10"
+    save(tmp_path, 5)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-20", "checkpoint-10", "checkpoint-5"]
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "a flipped bit": (flip_a_bit, "part/model.bin", "part/model.bin differs from what was written"),
+    "a file cut off": (cut, "part/model.bin", "part/model.bin has 6 bytes, and was written with 7"),
+    "a file taken away": (Path.unlink, "part/model.bin", "part/model.bin is not there"),
+    "a state cut off": (cut, "trainer_state.json", "trainer_state.json cannot be read"),
+    "a manifest cut off": (cut, "manifest.json", "manifest.json cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_and_refused_where_it_is_named(name: str, tmp_path: Path) -> None:
+    harm, file, told = DAMAGES[name]
     save(tmp_path, 10)
-    assert latest(tmp_path) == tmp_path / "checkpoint-20"
+    with writing(checkpoint_folder(tmp_path, 20)) as folder:
+        (folder / "part").mkdir()
+        (folder / "part" / "model.bin").write_text("weights")
+        write_state(folder, {"step": 20})
+    assert newest(tmp_path) == Choice(tmp_path / "checkpoint-20")
+    harm(tmp_path / "checkpoint-20" / file)
+    choice = newest(tmp_path)
+    assert choice.folder == tmp_path / "checkpoint-10"
+    (note,) = choice.notes
+    assert "passed over checkpoint-20" in note
+    assert told in note
+    assert "goes on from checkpoint-10" in note
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint: .*checkpoint-20.*") as refused:
+        resolve_resume(str(tmp_path / "checkpoint-20"), tmp_path)
+    assert "\n" not in str(refused.value)
+    assert file in str(refused.value) or "worker had not written" in str(refused.value)
+
+
+def test_where_no_checkpoint_is_left_whole_the_run_starts_anew_and_says_so(tmp_path: Path) -> None:
+    flip_a_bit(save(tmp_path, 10) / "model.bin")
+    choice = newest(tmp_path)
+    assert choice.folder is None
+    assert "starts anew" in choice.notes[0]
+
+
+def test_a_checkpoint_of_a_version_without_manifests_is_taken_with_a_note(tmp_path: Path) -> None:
+    (save(tmp_path, 10) / "manifest.json").unlink()
+    for value in ("auto", str(tmp_path / "checkpoint-10")):
+        choice = chosen(value, tmp_path)
+        assert choice.folder == tmp_path / "checkpoint-10"
+        assert choice.notes == (
+            "resume_from_checkpoint: checkpoint-10 has no manifest.json, as an earlier version wrote it: its files "
+            "were not checked",
+        )
+
+
+def test_what_does_not_change_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    real = manifest._digest
+    monkeypatch.setattr(manifest, "_digest", lambda path: (read.append(path.name), real(path))[1])
+    save(tmp_path, 10)
+    read.clear()
+    for _ in range(3):
+        assert latest(tmp_path) == tmp_path / "checkpoint-10"
+    assert sorted(read) == ["model.bin", "trainer_state.json"]
 
 
 def test_rotating_keeps_the_newest_and_touches_nothing_else(tmp_path: Path) -> None:
@@ -285,8 +387,8 @@ def test_everything_is_on_disk_before_the_name_is_there(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "fsync", lambda descriptor: (events.append("sync"), real_sync(descriptor))[1])
     monkeypatch.setattr(Path, "rename", rename)
     save(tmp_path, 10)
-    # model.bin and its folder; these and trainer_state.json; the name; the folder that holds the name
-    assert events == [*["sync"] * 2, *["sync"] * 3, "rename", "sync"]
+    # model.bin and its folder; these, trainer_state.json and manifest.json; the name; the folder that holds the name
+    assert events == [*["sync"] * 2, *["sync"] * 4, "rename", "sync"]
 
 
 def test_the_state_is_read_back_and_says_when_it_was_saved(tmp_path: Path) -> None:
@@ -294,6 +396,7 @@ def test_the_state_is_read_back_and_says_when_it_was_saved(tmp_path: Path) -> No
     write_state(tmp_path, state)
     found = read_state(tmp_path)
     assert found.pop("saved_at") > 1.6e9
+    assert found.pop("save_count") == 1
     assert found == state
     assert json.loads((tmp_path / "trainer_state.json").read_text())["step"] == 7
 

@@ -766,3 +766,57 @@ def test_a_mistake_is_told_without_importing_torch(name: str, tmp_path: Path) ->
     assert done.returncode == 2
     assert "did you mean learning_rate?" in done.stderr
     assert not [line for line in done.stderr.splitlines() if line.endswith((" torch", " transformers", " ray"))]
+
+
+SECRET = "hunter2"
+
+
+def test_secrets_are_written_nowhere_and_come_from_the_shell_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "APIKEY")
+    open_names = ("TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "PWD", "MONITOR")
+    env: dict[str, str | int | float] = dict.fromkeys(names, SECRET) | dict.fromkeys(open_names, "8")
+    groups = {"all": {"device": "CPU", "ranks": 1, "workers": ["train"], "env": {"GROUP_TOKEN": SECRET}}}
+    config = Config(model="m", dataset="d", env=env, device_groups=groups)
+    save_config(config, tmp_path)
+    text = (tmp_path / "config.yaml").read_text()
+    assert SECRET not in text
+    assert yaml.safe_load(text)["env"] == dict.fromkeys(names, "***") | dict.fromkeys(open_names, "8")
+    arguments = ["--config", str(tmp_path / "config.yaml")]
+    with pytest.raises(ConfigError, match=r"env: HF_TOKEN, .* was masked as the file was written. Set it in the shell"):
+        load_config(Config, arguments)
+    for name in (*names, "GROUP_TOKEN"):
+        monkeypatch.setenv(name, SECRET)
+    assert load_config(Config, arguments) == config
+    with pytest.raises(SystemExit):
+        load_config(Config, [*NEEDED, "--env.HF_TOKEN", SECRET, "--print_config"])
+    assert SECRET not in capsys.readouterr().out
+
+
+class LeavingTrainer:
+    """As one whose plugin, or a library that it calls, ends the process."""
+
+    __rayhelper_roles__: ClassVar = ("train",)
+
+    def __init__(self, config: TrainConfig) -> None:
+        sys.exit(0)
+
+
+def test_a_run_that_something_ends_by_sys_exit_has_not_ended_well(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"called sys.exit\(0\)"):
+        run(LeavingTrainer, Config(model="m", dataset="d", output_dir=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "told"),
+    [
+        ({"trust_remote_code": True}, "model_init_kwargs holds trust_remote_code, which is the key trust_remote_code"),
+        ({"torch_dtype": "float16"}, "model_init_kwargs holds torch_dtype, which is the key dtype"),
+        ({"device_map": "auto"}, "model_init_kwargs holds device_map, which the trainer decides"),
+    ],
+)
+def test_arguments_of_a_model_do_not_overrule_keys(kwargs: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Config(model="m", dataset="d", model_init_kwargs=kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from trainers.plugins import ENVIRONMENTS, TOOLS
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.environments import Reply, resolve_environment
 from trainers.rollout.episodes import Stage, reply_ids
-from trainers.rollout.tools import ToolEnvironment, resolve_tools
+from trainers.rollout.tools import ToolEnvironment, calls_in, resolve_tools
 
 TOKENIZER = tiny_tokenizer()
 END = TOKENIZER.eos_token_id
@@ -288,6 +289,20 @@ def test_an_error_of_an_environment_rises() -> None:
         play(lambda: type("Wrong", (Countdown,), {"step": lambda self, text: "2"})(), [{"prompt": "1?"}])
 
 
+@pytest.mark.parametrize("where", ["__init__", "reset", "step"])
+def test_an_environment_cannot_end_the_run_as_if_it_had_ended_well(where: str) -> None:
+    def leave(self: Any, *_: Any) -> None:
+        sys.exit(0)
+
+    async def leave_later(self: Any, *_: Any) -> None:
+        leave(self)
+
+    leaving = leave_later if where == "step" else leave
+    leaves = type("Leaves", (), {"reset": lambda self, row: None, "step": None, where: leaving})
+    with pytest.raises(RuntimeError, match=r"called sys.exit\(0\)"):
+        play(leaves, [{"prompt": "1?"}])
+
+
 def test_no_rows_are_no_episodes() -> None:
     assert len(play(Countdown, [])) == 0
 
@@ -331,9 +346,14 @@ async def slow_echo(text: str) -> str:
     return text
 
 
+def leave() -> None:
+    """Ends the process."""
+    sys.exit(3)
+
+
 def called(*calls: str) -> Reply:
     text = "hm" + "".join(f"<tool_call>{call}</tool_call>" for call in calls)
-    return asyncio.run(ToolEnvironment(resolve_tools([add, slow_echo])).step(text))
+    return asyncio.run(ToolEnvironment(resolve_tools([add, slow_echo, leave])).step(text))
 
 
 def test_tools_answer_the_calls_of_a_turn() -> None:
@@ -348,16 +368,43 @@ def test_tools_answer_the_calls_of_a_turn() -> None:
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        ('{"name": "subtract"}', "there is no tool 'subtract'; there are add, slow_echo"),
+        ('{"name": "subtract"}', "there is no tool 'subtract'; there are add, slow_echo, leave"),
         ('{"name": "add", "arguments": {"a": 1}}', "missing 1 required positional argument: 'b'"),
         ("no json", "JSONDecodeError"),
         ("[1]", "TypeError"),
+        ('{"name": "leave", "arguments": {}}', "SystemExit: 3"),
     ],
 )
 def test_what_goes_wrong_in_a_tool_is_told_to_the_model(call: str, told: str) -> None:
     reply = called(call)
     assert told in reply.messages[0]["content"]  # type: ignore[index]
     assert (reply.num_tool_calls, reply.num_tool_failures, reply.done) == (1, 1, False)
+
+
+class Counted(str):
+    """A text that counts the characters that ``find`` looks at."""
+
+    looked_at = 0
+
+    def find(self, sought: str, start: int = 0) -> int:  # type: ignore[override]
+        found = super().find(sought, start)
+        Counted.looked_at += (len(self) if found < 0 else found + len(sought)) - start
+        return found
+
+
+@pytest.mark.parametrize(
+    ("text", "num_calls"),
+    [
+        ("<tool_call>" * 3000, 0),
+        ("<tool_call>" * 3000 + "</tool_call>" * 3000, 1),
+        ("<tool_call>{}</tool_call>" * 3000, 3000),
+        ("</tool_call>" * 3000 + "<tool_call>", 0),
+    ],
+)
+def test_calls_are_found_in_one_pass_however_often_a_model_begins_one(text: str, num_calls: int) -> None:
+    Counted.looked_at = 0
+    assert len(list(calls_in(Counted(text)))) == num_calls
+    assert Counted.looked_at <= 2 * len(text)
 
 
 def test_environments_and_tools_have_names(monkeypatch: pytest.MonkeyPatch) -> None:

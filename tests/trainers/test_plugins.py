@@ -133,3 +133,9 @@ def test_a_registered_model_is_built_and_any_other_name_is_kept(plugin: Path, tm
     assert resolve_model("org/model", output_dir=tmp_path, seed=7) == "org/model"
     with pytest.raises(FileNotFoundError, match=r"model 'nothing' returned .* no config\.json"):
         resolve_model("nothing", output_dir=tmp_path / "x", seed=7)
+
+
+def test_a_plugin_that_exits_as_it_is_imported_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ImportError, match=r"leaves.py.* cannot be imported: RuntimeError: it called sys.exit\(0\)"):
+        load_plugins([tmp_path / "leaves.py"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import threading
@@ -25,6 +26,7 @@ from trainers.parts.checks import num_train_shards
 from trainers.parts.inputs import load_tokenizer
 from trainers.parts.models import resolve_dtype
 from trainers.run.run import Run, saved_order
+from trainers.run.stopping import Stopped
 from trainers.sft.trainer import SFTTrainer
 
 ORDER = {"sequences": 11, "sequences a step": 4}
@@ -115,6 +117,7 @@ def test_a_checkpoint_keeps_what_the_driver_knows(tmp_path: Path) -> None:
         "model.bin",
         "tokenizer.json",
         "trainer_state.json",
+        "manifest.json",
     }
 
 
@@ -173,6 +176,32 @@ def test_a_run_killed_while_workers_write_goes_on_from_the_checkpoint_before(tmp
         assert resumed.step == 1
 
 
+def test_a_damaged_checkpoint_is_passed_over_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as run:
+        for _ in range(2):
+            stepped(run).save_checkpoint(Nothing().save, Nothing())
+    (tmp_path / "checkpoint-2" / "model.bin").write_text("Weights")  # a bit differs
+    with opened(tmp_path, resume_from_checkpoint="auto") as resumed:
+        assert resumed.step == 1
+    told = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+    assert told == [
+        "resume_from_checkpoint: passed over checkpoint-2 (model.bin differs from what was written (checksum)); goes "
+        "on from checkpoint-1"
+    ]
+
+
+def test_what_workers_wrote_later_is_in_the_manifest(tmp_path: Path) -> None:
+    workers = Later()
+    with opened(tmp_path) as run:
+        stepped(run).save_checkpoint(workers.save, Nothing())
+        (tmp_path / "checkpoint-1.tmp" / "critic" / "shard.distcp").write_text("weights")
+        workers.writing.end()
+        stepped(run)
+    (tmp_path / "checkpoint-1" / "critic" / "shard.distcp").write_text("weight")
+    with pytest.raises(ConfigError, match=r"critic/shard.distcp has 6 bytes, and was written with 7"):
+        resolve_resume(str(tmp_path / "checkpoint-1"), tmp_path)
+
+
 def test_a_failing_worker_leaves_no_checkpoint(tmp_path: Path) -> None:
     def save(folder: Path) -> None:
         (folder / "model.bin").write_text("half")
@@ -184,6 +213,42 @@ def test_a_failing_worker_leaves_no_checkpoint(tmp_path: Path) -> None:
             run.save_checkpoint(save, Nothing())
     assert checkpoints(tmp_path) == []
     assert not list(tmp_path.glob("checkpoint*"))
+
+
+class Loop(Nothing):
+    """A trainer whose steps take ten seconds of the run's clock."""
+
+    tokenizer = Nothing()
+
+    def train(self, run: Run) -> None:
+        assert run.lock is not None
+        for _ in run.rounds(self):  # type: ignore[arg-type]
+            stepped(run)
+            run.lock = dataclasses.replace(run.lock, owner=dataclasses.replace(
+                run.lock.owner, began=run.lock.owner.began - 10
+            ))  # fmt: skip
+
+    def load(self, folder: Path) -> None:
+        pass
+
+
+def test_a_run_saves_and_ends_well_when_its_time_is_over(tmp_path: Path) -> None:
+    with opened(tmp_path, save_before_s=35) as run, pytest.raises(Stopped) as ended:
+        Loop().train(run)
+    assert ended.value.code == 0
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4"]
+    with opened(tmp_path, resume_from_checkpoint="auto", save_before_s=35) as resumed, pytest.raises(Stopped):
+        Loop().train(resumed)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-8"]
+    with opened(tmp_path, resume_from_checkpoint="auto", save_before_s=5) as resumed:
+        Loop().train(resumed)  # no step is left to save for
+    assert resumed.is_over
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, math.inf, math.nan])
+def test_a_limit_of_time_is_a_positive_number(limit: float, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="save_before_s must be a positive number of seconds"):
+        opened(tmp_path, save_before_s=limit)
 
 
 def test_old_checkpoints_go_first(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ the command line is ``reading/command_line.py``.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -21,6 +22,7 @@ from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.backends.megatron.settings import MegatronSettings
 from trainers.configuration.megatron import OF_FSDP, MegatronConfig, key_mistakes, settings_of
 from trainers.configuration.roles import WELL_KNOWN, Role
+from trainers.configuration.values import check_values, is_there
 from trainers.run.trackers import check_installed
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -37,6 +39,7 @@ OF_FSDP_INSTEAD = {  # what fsdp does in the place of a key of megatron
         (name for name in OF_MEGATRON if "recompute" in name), " (gradient_checkpointing recomputes layers)"
     ),
 }
+SET_BY_TRAINERS = ("device_map", "output_loading_info", "num_labels", "state_dict", "config")  # of from_pretrained
 REPORTERS = ("tensorboard", "wandb", "none")
 PLAIN_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 # Those of transformers that look at the step alone; some need lr_scheduler_kwargs.
@@ -115,6 +118,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         check_run(self)
 
+    @property
+    def run_folder(self) -> Path:
+        """The folder that this run writes into, and no other run at the same time."""
+        return Path(self.output_dir)
+
     def __rayhelper_off__(self, trainer: type) -> None:
         """Raises ConfigError, as ``trainer`` is constructed with this outside a session, if it asks for one."""
         if self.use_ray:
@@ -168,6 +176,9 @@ class TrainConfig(MegatronConfig, RunConfig):
     """As ``dataset``; null: no evaluation."""
     eval_dataset_split: str = "test"
     """The split of ``eval_dataset``."""
+    skip_broken_rows: bool = False
+    """Leave out rows that the trainer cannot use (no prompt, null, a number, not UTF-8), and say how many; false: end
+    before the start and name them."""
 
     # Optimization
     learning_rate: float = 2e-5
@@ -236,7 +247,12 @@ class TrainConfig(MegatronConfig, RunConfig):
     greater_is_better: bool | None = None
     """Whether more of ``metric_for_best_model`` is better; null: unless its name ends in loss."""
     resume_from_checkpoint: bool | str | None = None
-    """A checkpoint folder; true or 'auto': the newest one of output_dir, if there is one."""
+    """A checkpoint folder; true or 'auto': the newest undamaged one of output_dir, if there is one."""
+    save_before_s: float | None = None
+    """Seconds after which the run finishes its step, saves a checkpoint and ends with exit code 0, counted from the
+    start of the command; null: no limit."""
+    save_on_interrupt: bool = False
+    """The first Ctrl-C finishes the step, saves a checkpoint and ends the run; the second one interrupts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -245,6 +261,7 @@ class TrainConfig(MegatronConfig, RunConfig):
 
 def check_run(config: RunConfig) -> None:
     """Raises ConfigError naming the first key of any run whose value has no meaning."""
+    check_values(config)
     at_least(config, 1, "logging_steps")
     at_least(config, 0, "seed")
     check_choices(config)
@@ -257,6 +274,7 @@ def check_run(config: RunConfig) -> None:
         _check_file("dataset", source, DATA_SUFFIXES)
     for plugin in config.external_plugins:
         _check_file("external_plugins", plugin, (".py",))
+    check_init_kwargs("model_init_kwargs", config.model_init_kwargs, "trust_remote_code", "dtype", "torch_dtype")
     check_folder("model", config.model)
     check_folder("tokenizer", config.tokenizer)
     if config.chat_template is not None and "{" not in config.chat_template:
@@ -307,9 +325,11 @@ def check_shared(config: TrainConfig) -> None:
         raise ConfigError(f"eval_steps is {config.eval_steps}, but there is no eval_dataset to evaluate on. Add one.")
     if config.val_before_train and not config.eval_dataset:
         raise ConfigError("val_before_train is set, but there is no eval_dataset to evaluate on. Add one.")
+    if config.save_before_s is not None and not 0 < config.save_before_s < math.inf:
+        raise ConfigError(f"save_before_s must be a positive number of seconds, got {config.save_before_s}")
     _check_best(config)
     resume = config.resume_from_checkpoint
-    if isinstance(resume, str) and resume != "auto" and not Path(resume).is_dir():
+    if isinstance(resume, str) and resume != "auto" and not is_there(resume, Path.is_dir):
         raise ConfigError(
             f"resume_from_checkpoint: there is no folder {resume!r}. Give a checkpoint-N folder, or 'auto' for the "
             "newest of output_dir."
@@ -326,6 +346,16 @@ def _check_best(config: TrainConfig) -> None:
             f"metric_for_best_model={config.metric_for_best_model} judges a checkpoint by the evaluation at its step: "
             f"save_steps must be a multiple of eval_steps; got {config.save_steps} and {config.eval_steps}"
         )
+
+
+def check_init_kwargs(name: str, kwargs: Mapping[str, Any], *keys: str) -> None:
+    """Raises ConfigError for an argument of ``from_pretrained`` that is one of our ``keys``, or that trainers set."""
+    for argument in kwargs:
+        if argument in keys:
+            key = argument.removeprefix("torch_")
+            raise ConfigError(f"{name} holds {argument}, which is the key {key}. Write it there, and remove it here.")
+        if argument in SET_BY_TRAINERS:
+            raise ConfigError(f"{name} holds {argument}, which the trainer decides. Remove it.")
 
 
 def check_sections(groups: DeviceGroups) -> None:
@@ -391,6 +421,9 @@ def _check_adapter(config: TrainConfig) -> None:
         raise ConfigError(
             "optim: adafactor looks at whole weights, which do not lie in shards: set fsdp_sharding_strategy: no_shard"
         )
+    names_none = not config.lora_target_modules and not config.lora_kwargs.get("target_parameters")
+    if config.tuner_type == "lora" and (names_none or not all(map(str.strip, config.lora_target_modules))):
+        raise ConfigError("lora_target_modules names no layer. Name some, or write all-linear for every linear layer.")
     if config.tuner_type == "full":
         unread(config, "tuner_type is full", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
     if config.fsdp_sharding_strategy == "no_shard":
@@ -421,10 +454,18 @@ def _check_schedule(name: str, kwargs: dict[str, Any]) -> None:
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    settings: dict[str, Any] = {
+        "num_warmup_steps": 1,
+        "num_training_steps": 10,
+        "scheduler_specific_kwargs": dict(kwargs),
+    }
     try:
-        get_scheduler(name, optimizer, num_warmup_steps=0, num_training_steps=1, scheduler_specific_kwargs=dict(kwargs))
-    except (TypeError, ValueError) as error:
+        schedule: Any = get_scheduler(name, optimizer, **settings)
+        rates = [float(rate(step)) for rate in schedule.lr_lambdas for step in range(11)]
+    except Exception as error:  # whatever transformers' arithmetic makes of them
         raise ConfigError(f"lr_scheduler_kwargs={kwargs} do not fit lr_scheduler_type={name}: {error}") from None
+    if not all(map(math.isfinite, rates)):
+        raise ConfigError(f"lr_scheduler_kwargs={kwargs} of lr_scheduler_type={name} give learning rates like {rates}")
 
 
 def check_choices(config: Any) -> None:
@@ -449,8 +490,9 @@ def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
     """Raises ConfigError if the value is not among the allowed ones, with the nearest of them."""
     allowed = list(allowed)
     if value not in allowed:
-        hint = nearest(value, allowed, DID_YOU_MEAN)
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.{hint}")
+        options = list(map(str, allowed))
+        hint = nearest(value, options, DID_YOU_MEAN)
+        raise ConfigError(f"{name} must be one of {', '.join(options)}; got {value!r}.{hint}")
 
 
 def sequences_per_step(config: TrainConfig, num_shards: int, saved_order: Mapping[str, Any] | None = None) -> int:
@@ -478,7 +520,7 @@ def _listed(source: Any) -> list[Any]:
 
 
 def check_folder(name: str, folder: str | None) -> None:
-    if folder is not None and folder.startswith(("/", "./", "../")) and not Path(folder).exists():
+    if folder is not None and str(folder).startswith(("/", "./", "../")) and not is_there(folder):
         raise ConfigError(f"{name}: there is no folder {folder!r} (looked from {Path.cwd()}). Give a folder or a name.")
 
 
@@ -487,9 +529,9 @@ def _check_file(name: str, source: Any, suffixes: tuple[str, ...]) -> None:
         source = re.sub(r"#\d+$", "", source)  # so many of its rows
     if not isinstance(source, str) or not source.endswith(suffixes) or any(mark in source for mark in "*?["):
         return
-    path = Path(source).expanduser()
-    if not path.is_file():
-        beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    path = Path(os.path.expanduser(source))
+    if not is_there(source, Path.is_file):
+        beside = [other.name for other in path.parent.iterdir()] if is_there(path.parent, Path.is_dir) else []
         close = nearest(path.name, beside, "{}")
         hint = DID_YOU_MEAN.format(str(path.parent / close)) if close else f" It was looked for from {Path.cwd()}."
         raise ConfigError(f"{name}: there is no file {source!r}.{hint}")

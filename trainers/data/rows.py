@@ -17,6 +17,8 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import re
+import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -49,6 +51,7 @@ def load_rows(
     columns: Mapping[str, str] | None = None,
     prompt_template: str | None = None,
     system: str | None = None,
+    skip_broken: bool = False,
 ) -> Dataset:
     """The rows of ``source`` as one ``datasets.Dataset`` in one of TRL's formats.
 
@@ -56,11 +59,12 @@ def load_rows(
     ``columns`` renames columns, from the source's name to ours. ``prompt_template`` writes ``prompt`` from the other
     columns, under their old or new names: ``"Question: {question}\\nAnswer:"``. ``system`` is put before every
     conversation that has no system message; texts become conversations by it, and ``system=""`` does only that.
-    ShareGPT ``conversations`` become ``messages``.
+    ShareGPT ``conversations`` become ``messages``. What was to be changed in a broken row is null afterwards, or as it
+    was: ``broken_rows.py`` finds them. ``skip_broken``: as ``read_source``.
 
     Raises FileNotFoundError or ValueError saying what is wrong with the source and what there is instead.
     """
-    rows = read_source(source, split)
+    rows = read_source(source, split, skip_broken=skip_broken)
     if len(rows) == 0:
         raise ValueError(f"dataset {shown(source)} is empty (split {split!r}): it has no rows")
     if max_rows is not None:
@@ -99,6 +103,10 @@ def _sharegpt_converted(rows: Dataset) -> Dataset:
 def _from_sharegpt(row: dict[str, Any], keys: list[str]) -> dict[str, Any]:
     from trl import maybe_convert_to_chatml  # type: ignore[attr-defined]
 
+    for key in keys:
+        is_listed = row[key] is None or isinstance(row[key], list)
+        if not is_listed or not all(isinstance(message, Mapping) for message in row[key] or []):
+            return dict.fromkeys(["messages" if key == "conversations" else key for key in keys])
     converted = maybe_convert_to_chatml({key: [dict(message) for message in row[key] or []] for key in keys})
     for messages in converted.values():
         for message in messages:
@@ -108,9 +116,12 @@ def _from_sharegpt(row: dict[str, Any], keys: list[str]) -> dict[str, Any]:
 
 def _with_prompt(rows: Dataset, template: str, columns: Mapping[str, str]) -> Dataset:
     def prompt(row: dict[str, Any]) -> dict[str, Any]:
-        return {"prompt": template.format_map(row | {old: row[new] for old, new in columns.items()})}
+        values = row | {old: row[new] for old, new in columns.items()}
+        lacks_one = any(values.get(name, "") is None for name in used)
+        return {"prompt": None if lacks_one else template.format_map(values)}
 
     try:
+        used = [re.split(r"[.\[]", name)[0] for _, name, _, _ in string.Formatter().parse(template) if name]
         prompt(rows[0])
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError(
@@ -127,9 +138,11 @@ def _with_system(row: dict[str, Any], system: str) -> dict[str, Any]:
             changed[key] = [{"role": role, "content": row[key]}]
     key = "prompt" if "prompt" in row else "messages"
     messages = changed.get(key, row.get(key))
-    if not isinstance(messages, list):
+    if not {"prompt", "messages"} & row.keys():
         raise ValueError(f"system: needs rows with 'prompt' or 'messages', got columns {', '.join(row)}")
-    if system and not (messages and messages[0]["role"] == "system"):
+    if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
+        return changed
+    if system and messages and messages[0].get("role") != "system":
         changed[key] = [{"role": "system", "content": system}, *messages]
     return changed
 

@@ -8,28 +8,31 @@ from __future__ import annotations
 import glob
 import inspect
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rayhelper.text import DID_YOU_MEAN, nearest
-from trainers.plugins import DATASETS
+from trainers.plugins import DATASETS, exits_are_errors
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+logger = logging.getLogger(__name__)
 FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
-def read_source(source: Any, split: str = "train") -> Dataset:
+def read_source(source: Any, split: str = "train", *, skip_broken: bool = False) -> Dataset:
     """The rows of a source, as they are.
 
     A source is a file or a list of them (.jsonl, .json, .parquet, .csv; patterns with ``*`` too), a folder of files or
     of ``save_to_disk``, a registered dataset, a hub name (``name`` or ``name:configuration``), a Dataset, or a list of
     mappings. ``split`` chooses among the splits of folders, hub and registered datasets. ``name#500`` are 500 rows of a
     named source, drawn without repetition, the same in every run; of one that has fewer, some come again.
+    ``skip_broken`` leaves out lines of a .jsonl file that are no JSON objects in UTF-8, and rows whose text is none.
 
     Raises FileNotFoundError or ValueError saying what is wrong and what there is instead.
     """
@@ -42,43 +45,60 @@ def read_source(source: Any, split: str = "train") -> Dataset:
             raise ValueError(
                 f"there is no split {split!r}.{nearest(split, source, DID_YOU_MEAN)} Splits: {', '.join(source)}."
             )
-        return read_source(source[split], split)
+        return read_source(source[split], split, skip_broken=skip_broken)
     if isinstance(source, (str, Path)):
-        return _read_named(str(source), split)
+        return _read_named(str(source), split, skip_broken)
     items = list(source)
     if items and all(isinstance(item, (str, Path)) for item in items):
-        return _joined([read_source(item, split) for item in items])
+        return _joined([read_source(item, split, skip_broken=skip_broken) for item in items])
     for index, item in enumerate(items):
         if not isinstance(item, Mapping):
             raise ValueError(f"row {index} of the dataset is a {type(item).__name__}: rows are mappings of columns")
+    if broken := [index for index, item in enumerate(items) if not _is_unicode(item)]:
+        told = f"{len(broken)} of {len(items)} rows are broken: row {broken[0]} holds text that is not Unicode"
+        if not skip_broken:
+            raise ValueError(f"{told} (half a surrogate pair). Correct it, or set skip_broken_rows: true.")
+        logger.warning("skip_broken_rows: %s. They are left out.", told)
+        items = [item for index, item in enumerate(items) if index not in set(broken)]
     names = list(dict.fromkeys(name for item in items for name in item))
     rows = [{name: item.get(name) for name in names} for item in items]
     return datasets.Dataset.from_list(rows, on_mixed_types="use_json")
 
 
-def _read_named(name: str, split: str) -> Dataset:
+def _is_unicode(value: Any) -> bool:
+    """Whether all texts in a value can be written as UTF-8."""
+    if isinstance(value, str):
+        return not any("\ud800" <= char <= "\udfff" for char in value) if not value.isascii() else True
+    if isinstance(value, Mapping):
+        return all(_is_unicode(item) for pair in value.items() for item in pair)
+    return all(map(_is_unicode, value)) if isinstance(value, (list, tuple)) else True
+
+
+def _read_named(name: str, split: str, skip_broken: bool = False) -> Dataset:
     """The dataset behind a name: registered, a pattern, a folder, a file, or on the hub."""
     import datasets
 
     whole, _, count = name.rpartition("#")
     if whole and count.isdigit():
-        return _drawn(_read_named(whole, split), int(count))
+        return _drawn(_read_named(whole, split, skip_broken), int(count))
     if name in DATASETS:
         function = DATASETS[name]
         takes_split = "split" in inspect.signature(function).parameters
-        return read_source(function(split=split) if takes_split else function(), split)
+        with exits_are_errors(f"dataset {name!r}"):
+            found = function(split=split) if takes_split else function()
+        return read_source(found, split, skip_broken=skip_broken)
     path = Path(name).expanduser()
     if path.is_dir():
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
             return read_source(datasets.load_from_disk(str(path)), split)
         return datasets.load_dataset(str(path), split=split)
     if path.is_file():
-        return _read_files([path])
+        return _read_files([path], skip_broken)
     if glob.has_magic(name):
         files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True))]
         if not files:
             raise FileNotFoundError(f"no file matches {name!r}. {_beside(path)}")
-        return _read_files(files)
+        return _read_files(files, skip_broken)
     if path.suffix in FILE_TYPES or name.startswith(("/", "./", "../", "~")):
         raise FileNotFoundError(f"dataset file {name!r} does not exist. {_beside(path)}")
     return _read_hub(name, split)
@@ -90,23 +110,30 @@ def _drawn(rows: Dataset, count: int) -> Dataset:
     return rows.select(np.concatenate([np.array([], np.int64), *orders])[:count])
 
 
-def _read_files(files: list[Path]) -> Dataset:
+def _read_files(files: list[Path], skip_broken: bool = False) -> Dataset:
     import datasets
 
     types = {file.suffix for file in files}
     if unknown := types - FILE_TYPES.keys():
         raise ValueError(f"{files[0]}: cannot read files of type {sorted(unknown)}; known: {', '.join(FILE_TYPES)}")
     if len({FILE_TYPES[suffix] for suffix in types}) > 1:
-        return _joined([_read_files([file]) for file in files])
+        return _joined([_read_files([file], skip_broken) for file in files])
     for file in files:
         if not file.stat().st_size:
             raise ValueError(f"dataset file {file} is empty: it has no rows")
     try:
-        return datasets.load_dataset(FILE_TYPES[types.pop()], data_files=[str(file) for file in files], split="train")
+        rows = datasets.load_dataset(FILE_TYPES[types.pop()], data_files=[str(file) for file in files], split="train")
+        rows.data.validate(full=True)  # bytes that are not UTF-8 are read as text unseen
+        return rows
     except Exception as error:
-        for file in files:
-            _check_lines(file)
-        raise ValueError(f"cannot read {', '.join(map(str, files))}: {type(error).__name__}: {error}") from error
+        told = [mistake for file in files if file.suffix == ".jsonl" for mistake in _line_mistakes(file)]
+        if not told:
+            raise ValueError(f"cannot read {', '.join(map(str, files))}: {type(error).__name__}: {error}") from error
+        if not skip_broken:
+            more = f" ({len(told) - 1} further lines are broken too)" if len(told) > 1 else ""
+            raise ValueError(f"{told[0]}{more}. Correct it, or set skip_broken_rows: true.") from error
+        logger.warning("skip_broken_rows: %d lines are broken and left out; the first: %s", len(told), told[0])
+        return read_source([row for file in files for row in _unbroken_rows(file)])
 
 
 def _joined(parts: list[Dataset]) -> Dataset:
@@ -123,18 +150,40 @@ def _joined(parts: list[Dataset]) -> Dataset:
         raise ValueError(f"the files of the dataset hold columns of different types: {error}") from error
 
 
-def _check_lines(file: Path) -> None:
-    """Raises ValueError for the first line of a .jsonl file that is not one JSON object."""
-    if file.suffix != ".jsonl":
-        return
-    with file.open(encoding="utf-8") as lines:
+def _line_mistakes(file: Path) -> Iterator[str]:
+    """What is wrong with each line of a .jsonl file that is not one JSON object."""
+    for number, found in _parsed_lines(file):
+        if isinstance(found, str):
+            yield f"{file}:{number} {found}"
+
+
+def _unbroken_rows(file: Path) -> Iterator[dict[str, Any]]:
+    for _, found in _parsed_lines(file):
+        if not isinstance(found, str):
+            yield found
+
+
+def _parsed_lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Every line that is not blank with its number, from 1: its row, or what is wrong with it."""
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
             try:
-                row = json.loads(line) if line.strip() else {}
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{file}:{number} is not JSON: {error}. The line: {line.strip()[:80]!r}") from error
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError as error:
+                yield number, f"is not UTF-8: {error.reason} at byte {error.start}"
+                continue
+            except (ValueError, RecursionError) as error:
+                shown = line.decode("utf-8", errors="replace").strip()[:80]
+                yield number, f"is not JSON: {error}. The line: {shown!r}"
+                continue
             if not isinstance(row, dict):
-                raise ValueError(f"{file}:{number} is not a JSON object of columns: {line.strip()[:80]!r}")
+                yield number, f"is not a JSON object of columns: {line.strip()[:80].decode(errors='replace')!r}"
+            elif not _is_unicode(row):
+                yield number, "holds text that is not Unicode (half a surrogate pair)"
+            else:
+                yield number, row
 
 
 def _read_hub(name: str, split: str) -> Dataset:

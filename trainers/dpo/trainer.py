@@ -25,6 +25,7 @@ from trainers.backends.base import Backend
 from trainers.batch import Ragged
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, total_steps
+from trainers.data.broken_rows import pair_mistake, without_broken
 from trainers.data.preferences import Preferences, tokenize_preferences
 from trainers.data.rows import Batches
 from trainers.dpo.config import DPOConfig, weighted_losses
@@ -102,6 +103,8 @@ class DPOTrainer:
         config = self.config
         rows = read_rows(config, source, split)
         with mistakes_of("dataset"):
+            columns = ("chosen", "rejected", "prompt", "margin")
+            rows = without_broken(rows, pair_mistake, *columns, skip=config.skip_broken_rows)
             return tokenize_preferences(
                 rows,
                 self.tokenizer,

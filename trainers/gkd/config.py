@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.roles import ROLLOUT, TEACHER, TRAIN
-from trainers.configuration.shared import at_least
+from trainers.configuration.shared import at_least, check_init_kwargs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +105,7 @@ def check_gkd(config: GKDConfig) -> None:
 
 
 def _check_teacher_engine(config: GKDConfig) -> None:
+    check_init_kwargs("teacher_model_init_kwargs", config.teacher_model_init_kwargs, "trust_remote_code")
     if config.teacher_engine == "hf":
         if config.teacher_engine_kwargs:
             raise ConfigError("teacher_engine_kwargs is for teacher_engine: vllm; set that, or remove it")

@@ -52,7 +52,7 @@ from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start, check_completions, check_prompts_fit, check_staleness
 from trainers.parts.completion_metrics import rollout_metrics
 from trainers.parts.generator import Generator, Pending
-from trainers.parts.inputs import load_model_and_tokenizer, load_tokenizer, read_rows
+from trainers.parts.inputs import load_model_and_tokenizer, load_tokenizer, read_prompts
 from trainers.parts.models import resolved_models
 from trainers.plugins import MODELS
 from trainers.rollout.hf import check_stop_tokens
@@ -109,7 +109,7 @@ class GKDTrainer:
             found = resolved_models(config, self.model_path, [config.teacher_model])
             self.teacher_path = found[config.teacher_model]
         self.vocab_size = common_vocab_size(config, self.model_path, self.teacher_path, self.tokenizer)
-        self.rows: Any = read_rows(config, config.dataset, config.dataset_split)
+        self.rows: Any = read_prompts(config, config.dataset, config.dataset_split)
         self.check_rows(self.rows)
         if config.uses_responses and not has_response(self.rows[0]):
             raise ConfigError(
@@ -121,7 +121,7 @@ class GKDTrainer:
         self.eval_rows: Any = None
         self.eval_samples: DistillationSamples | None = None
         if config.eval_dataset:
-            self.eval_rows = read_rows(config, config.eval_dataset, config.eval_dataset_split)
+            self.eval_rows = read_prompts(config, config.eval_dataset, config.eval_dataset_split)
             self.check_rows(self.eval_rows)
             self.eval_samples = self.tokenize(self.eval_rows) if has_response(self.eval_rows[0]) else None
         completed = {
@@ -132,9 +132,7 @@ class GKDTrainer:
         self.ahead: dict[int, Started] = {}  # the student's completions of this step and of steps to come
 
     def check_rows(self, rows: Any) -> None:
-        """Raises ConfigError for rows without a prompt, or without one of the teacher's own where it needs one."""
-        with mistakes_of("dataset"):
-            prompt_of(rows[0])
+        """Raises ConfigError for rows without a prompt of the teacher's own where it needs one."""
         if self.config.has_live_teacher and not all(has_teacher_prompt(row) for row in rows):
             raise ConfigError(
                 "teacher_model is null, so that the student is its own teacher: it can learn only what another prompt "

@@ -186,7 +186,7 @@ class GRPOConfig(CompletionConfig):
     """0: greedy; null: ``temperature``."""
 
     def __post_init__(self) -> None:
-        if self.loss_type in NOT_BUILT:
+        if isinstance(self.loss_type, str) and self.loss_type in NOT_BUILT:
             raise ConfigError(NOT_BUILT[self.loss_type])
         super().__post_init__()
         check_grpo(self)
@@ -397,6 +397,11 @@ def check_loss(config: GRPOConfig) -> None:
     for name in ("sapo_temperature_pos", "sapo_temperature_neg", "fipo_decay_rate"):
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigError(f"{name} must be positive, got {getattr(config, name)}")
+    if config.loss_type != "cispo" and config.epsilon_high is not None and config.epsilon_high < config.epsilon:
+        raise ConfigError(
+            f"epsilon_high={config.epsilon_high} is below epsilon={config.epsilon}: ratios are clipped to "
+            "[1 - epsilon, 1 + epsilon_high], and clip-higher wants more room above. Raise it, or lower epsilon."
+        )
     low, high = config.rollout_importance_sampling_clip_min, config.rollout_importance_sampling_clip_max
     if low is not None and high is not None and low > high:
         raise ConfigError(f"rollout_importance_sampling_clip_min={low} is above ..._clip_max={high}")

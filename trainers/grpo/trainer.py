@@ -59,7 +59,7 @@ from trainers.parts.checks import (
 from trainers.parts.completion_metrics import add_token_staleness, rollout_metrics
 from trainers.parts.frozen import Reference, Teacher
 from trainers.parts.generator import Generator, Pending
-from trainers.parts.inputs import load_model_and_tokenizer, read_rows
+from trainers.parts.inputs import load_model_and_tokenizer, read_prompts
 from trainers.parts.models import check_same_tokens, resolved_models
 from trainers.parts.policy import Policy
 from trainers.parts.rewarder import Rewarder, check_rewards
@@ -153,7 +153,7 @@ class GRPOTrainer:
 
     def read(self, source: Any, split: str) -> Any:
         """The rows of a dataset, each with a prompt."""
-        rows = read_rows(self.config, source, split)
+        rows = read_prompts(self.config, source, split)
         with mistakes_of("dataset"):
             is_text = isinstance(prompt_of(rows[0]), str)
         if not self.config.tools:

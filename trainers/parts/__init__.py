@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trainers.parts.completion_metrics import rollout_metrics
     from trainers.parts.frozen import Reference, Teacher
     from trainers.parts.generator import Generator
-    from trainers.parts.inputs import load_model_and_tokenizer, read_rows
+    from trainers.parts.inputs import load_model_and_tokenizer, read_prompts, read_rows
     from trainers.parts.policy import Critic, DefaultPolicy, Model, Policy, Trained
     from trainers.parts.rewarder import Rewarder, check_rewards
 
@@ -34,6 +34,7 @@ __all__ = [
     "check_completions",
     "check_rewards",
     "load_model_and_tokenizer",
+    "read_prompts",
     "read_rows",
     "rollout_metrics",
 ]

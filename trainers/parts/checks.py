@@ -15,6 +15,7 @@ from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import TrainConfig
 from trainers.data.rows import tokenize_prompts
 from trainers.parts.engine import sampling_of
+from trainers.parts.model_checks import check_model_folder, check_optimizer
 from trainers.parts.models import lora_settings
 from trainers.plugins import load_plugins
 from trainers.rollout.hf import check_generation_kwargs
@@ -27,11 +28,14 @@ TOKENIZED_AT_ONCE = 1024  # prompts
 
 
 def check_before_start(config: TrainConfig, groups: DeviceGroups | None) -> None:
-    """Raises ConfigError for plugins that are not there, a checkpoint that is none, and what megatron cannot do."""
+    """Raises ConfigError for what is not there or damaged, for what megatron cannot do, and for a model, a tokenizer
+    and arguments that do not go together."""
     with mistakes_of("external_plugins"):
         load_plugins(config.external_plugins)
     if config.backend == "megatron":
         check_megatron(config, groups, lora_settings(config))
+    check_optimizer(config)
+    check_model_folder(config)
     resumed_state(config)
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError, RayHelper
 from trainers.configuration.mistakes import mistakes_of
-from trainers.configuration.shared import RunConfig
-from trainers.data.rows import load_rows
+from trainers.configuration.shared import RunConfig, TrainConfig
+from trainers.configuration.values import is_there, read_template
+from trainers.data.broken_rows import prompt_mistake, without_broken
+from trainers.data.rows import load_rows, prompt_of
+from trainers.parts.model_checks import check_vocabulary, configuration_of
 from trainers.plugins import load_plugins, resolve_model
 
 
@@ -21,19 +25,42 @@ def read_rows(config: RunConfig, source: Any, split: str) -> Any:
             columns=config.columns,
             prompt_template=config.prompt_template,
             system=config.system,
+            skip_broken=skips_broken(config),
         )
+
+
+def read_prompts(config: RunConfig, source: Any, split: str) -> Any:
+    """As ``read_rows``, of rows that each have a prompt to complete.
+
+    Raises:
+        ConfigError: rows have none, or a broken one, and ``skip_broken_rows`` is false. It names the first few.
+    """
+    rows = read_rows(config, source, split)
+    with mistakes_of("dataset"):
+        if not {"prompt", "messages"} & set(rows.column_names):
+            prompt_of(rows[0])
+        mistake = partial(prompt_mistake, empty=getattr(config, "has_environment", False))
+        return without_broken(rows, mistake, "prompt", "messages", skip=skips_broken(config))
+
+
+def skips_broken(config: RunConfig) -> bool:
+    """Whether rows that cannot be used are left out: ``skip_broken_rows``, which only trainers have."""
+    return isinstance(config, TrainConfig) and config.skip_broken_rows
 
 
 def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:
     """The folder or hub name of the model, built first if a plugin builds it, and its tokenizer.
 
     Raises:
-        ConfigError: a tokenizer that cannot be loaded, or that has no end-of-sequence token.
+        ConfigError: a tokenizer that cannot be loaded, has no end-of-sequence token, or has more tokens than the model.
     """
     with mistakes_of("external_plugins"):
         load_plugins(config.external_plugins)
     model = model_path(config)
-    return model, load_tokenizer(config, model)
+    tokenizer = load_tokenizer(config, model)
+    found = configuration_of(model, config.trust_remote_code)
+    check_vocabulary(tokenizer, found, config.tokenizer or model, model)
+    return model, tokenizer
 
 
 @RayHelper.function(group="driver", execute="first")
@@ -58,7 +85,6 @@ def load_tokenizer(config: RunConfig, model: str) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config.chat_template is not None:
-        file = Path(config.chat_template)
-        is_file = len(config.chat_template) < 1024 and file.is_file()
-        tokenizer.chat_template = file.read_text(encoding="utf-8") if is_file else config.chat_template
+        template = config.chat_template
+        tokenizer.chat_template = read_template(template) if is_there(template, Path.is_file) else template
     return tokenizer

@@ -31,7 +31,6 @@ import numpy as np
 
 from rayhelper import DeviceGroups, RayHelper
 from trainers.batch import Ragged, Rollouts
-from trainers.configuration.mistakes import mistakes_of
 from trainers.data.rows import Batches, prompt_of
 from trainers.losses.ppo import with_ratio_variance
 from trainers.metrics import Metrics
@@ -39,7 +38,7 @@ from trainers.parts.checks import check_before_start, check_completions, check_p
 from trainers.parts.completion_metrics import rollout_metrics
 from trainers.parts.frozen import Reference
 from trainers.parts.generator import Generator
-from trainers.parts.inputs import load_model_and_tokenizer, read_rows
+from trainers.parts.inputs import load_model_and_tokenizer, read_prompts
 from trainers.parts.models import check_same_tokens, resolved_models
 from trainers.parts.policy import Critic, Policy
 from trainers.parts.rewarder import Rewarder, check_rewards
@@ -114,10 +113,7 @@ class PPOTrainer:
 
     def read(self, source: Any, split: str) -> Any:
         """The rows of a dataset, each with a prompt."""
-        rows = read_rows(self.config, source, split)
-        with mistakes_of("dataset"):
-            prompt_of(rows[0])
-        return rows
+        return read_prompts(self.config, source, split)
 
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""

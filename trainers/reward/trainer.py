@@ -20,6 +20,7 @@ from rayhelper import DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, total_steps
+from trainers.data.broken_rows import pair_mistake, without_broken
 from trainers.data.preferences import Preferences, tokenize_comparisons
 from trainers.data.rows import Batches
 from trainers.metrics import Metrics
@@ -60,6 +61,8 @@ class RewardTrainer:
         config = self.config
         rows = read_rows(config, source, split)
         with mistakes_of("dataset"):
+            columns = ("chosen", "rejected", "prompt", "margin")
+            rows = without_broken(rows, pair_mistake, *columns, skip=config.skip_broken_rows)
             return tokenize_comparisons(
                 rows, self.tokenizer, max_length=config.max_length, num_proc=config.dataset_num_proc
             )

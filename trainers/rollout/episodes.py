@@ -27,6 +27,7 @@ import torch
 
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.data.rows import prompt_of, tokenize_prompts
+from trainers.plugins import exits_are_errors
 from trainers.rollout.base import Completion, ContinuousEngine, Engine, Sampling
 from trainers.rollout.environments import Environment, Message, Reply, answered
 
@@ -285,8 +286,12 @@ class Stage:
         return [task.result() for task in tasks]
 
     async def _play(self, server: TurnServer | TurnStream, number: int, row: Mapping[str, Any]) -> Episode:
-        environment = self.environment()
-        row = _opened(row, await answered(environment.reset(row)))
+        with exits_are_errors("an environment"):
+            environment = self.environment()
+        name = type(environment).__name__
+        with exits_are_errors(f"{name}.reset"):
+            opening = await answered(environment.reset(row))
+        row = _opened(row, opening)
         (prompt_ids,) = tokenize_prompts(
             [row],
             self.tokenizer,
@@ -298,9 +303,10 @@ class Stage:
             turn = await server.complete(number, episode.prompt_ids + episode.ids, limit - len(episode.ids))
             text = self.tokenizer.decode(turn.ids, skip_special_tokens=True)
             episode.add_turn(turn, text)
-            reply = await answered(environment.step(text))
+            with exits_are_errors(f"{name}.step"):
+                reply = await answered(environment.step(text))
             if not isinstance(reply, Reply):
-                raise TypeError(f"{type(environment).__name__}.step must return a Reply, got {type(reply).__name__}")
+                raise TypeError(f"{name}.step must return a Reply, got {type(reply).__name__}")
             episode.note(reply)
             episode.truncated = turn.truncated
             if turn.truncated or reply.done or not reply.messages or episode.num_turns == self.turn_limit:

@@ -9,14 +9,13 @@ last. What a tool raises is its answer, ``{"error": ...}``, and counts as a fail
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from trainers.plugins import TOOLS
 from trainers.rollout.environments import Message, Reply, answered, imported
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_BEGIN, _END = "<tool_call>", "</tool_call>"
 
 
 class ToolEnvironment:
@@ -29,7 +28,7 @@ class ToolEnvironment:
         """Nothing: the tools are in the prompt."""
 
     async def step(self, text: str) -> Reply:
-        results = [await self._call(call) for call in _CALL.findall(text)]
+        results = [await self._call(call) for call in calls_in(text)]
         return Reply(
             [message for message, _ in results],
             done=not results,
@@ -46,10 +45,24 @@ class ToolEnvironment:
             if name not in self.tools:
                 raise ValueError(f"there is no tool {name!r}; there are {', '.join(self.tools)}")
             result, failed = await answered(self.tools[name](**asked.get("arguments", {}))), False
-        except Exception as error:  # whatever it is, the model is told
+        except (Exception, SystemExit) as error:  # whatever it is, the model is told
             result, failed = {"error": f"{type(error).__name__}: {error}"}, True
         content = result if isinstance(result, str) else json.dumps(result, default=str)
         return {"role": "tool", "content": content, **({"name": str(name)} if name else {})}, failed
+
+
+def calls_in(text: str) -> Iterator[str]:
+    """What stands between each ``<tool_call>`` and the next ``</tool_call>``, in one pass over the text.
+
+    A regular expression would look for the end again from every beginning: minutes where a model repeats it.
+    """
+    begin = text.find(_BEGIN)
+    while begin >= 0:
+        end = text.find(_END, begin + len(_BEGIN))
+        if end < 0:
+            return
+        yield text[begin + len(_BEGIN) : end]
+        begin = text.find(_BEGIN, end + len(_END))
 
 
 def resolve_tools(specs: Sequence[Any]) -> dict[str, Callable[..., Any]]:

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from rayhelper import ConfigError, RayHelper
 from trainers.checkpoint import (
     STATE_FILE,
     begin,
     checkpoint_folder,
+    chosen,
     complete,
     discard,
     is_written,
@@ -29,10 +30,13 @@ from trainers.checkpoint import (
     unfinished_folder,
     write_state,
 )
+from trainers.configuration.reading.secrets import masked
 from trainers.configuration.reading.text import save_config
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 from trainers.metrics import Metrics
 from trainers.run.bad_steps import BAD_STEPS, BadSteps
+from trainers.run.folder_lock import FolderLock, held
+from trainers.run.stopping import Stop, Stopped, StopSignals
 from trainers.run.throughput import WORK, throughput
 from trainers.run.timing import Stopwatch, step_times
 from trainers.run.trackers import Trackers
@@ -97,13 +101,23 @@ class Run:
         self.last_evaluation: dict[str, float] = {}
         self.trackers: Trackers | None = None  # process 0 has them
         self.unnamed: Path | None = None  # a folder that workers still write into
-        self.open_logs()
+        self.lock: FolderLock | None = None  # process 0 has it
+        self.open = contextlib.ExitStack()  # what is given back in the end
+        self.signals = StopSignals(with_interrupt=config.save_on_interrupt)
+        try:
+            self.open_logs()
+        except BaseException:
+            self.open.close()
+            raise
         self.stopwatch = Stopwatch()
 
     @RayHelper.function(group="driver", execute="first")
     def open_logs(self) -> None:
-        """Keeps the configuration, and opens what the run's numbers are written to."""
+        """Takes the folder, keeps the configuration, and opens what the run's numbers are written to."""
         config = self.config
+        self.lock = self.open.enter_context(held(self.output_dir))
+        for note in chosen(config.resume_from_checkpoint, self.output_dir).notes:
+            logger.warning(note)
         save_config(config, self.output_dir)
         self.trackers = Trackers(
             self.output_dir,
@@ -113,17 +127,19 @@ class Run:
             first_step=self.step,
             headline=self.headline,
             logging_steps=config.logging_steps,
-            config={field.name: getattr(config, field.name) for field in fields(config)},
+            config=masked({field.name: getattr(config, field.name) for field in fields(config)}),
         )
 
     def __enter__(self) -> Run:
+        self.open.enter_context(self.signals)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.trackers is not None:
-            with contextlib.suppress(RuntimeError):  # the run has ended or failed before
-                self._name_if_written()
-            self.trackers.close()
+        with self.open:
+            if self.trackers is not None:
+                with contextlib.suppress(RuntimeError):  # the run has ended or failed before
+                    self._name_if_written()
+                self.trackers.close()
 
     @property
     def is_over(self) -> bool:
@@ -134,6 +150,9 @@ class Run:
 
         First the run is resumed; between rounds the trainer is evaluated and saved when that is due, with ``state()``
         as its ``trainer_state``; at the end it is evaluated once more.
+
+        Raises:
+            Stopped: a signal or ``save_before_s`` asked the run to end early; it is saved.
         """
         config = self.config
         self.resume(trainer.load)
@@ -145,11 +164,35 @@ class Run:
             if self.due(config.eval_steps, self.step - start):
                 self.evaluate(trainer.evaluate)
             self.is_due |= self.due(config.save_steps, self.step - start)
-            if self.is_due and not self.bad_steps.is_last and not self.is_over:
+            may_save = not self.is_over and not self.bad_steps.is_last  # after the next step that is not bad
+            stop = self.stop_reason() if may_save else None
+            if may_save and (self.is_due or stop is not None):
                 self.is_due = False
                 self.save_checkpoint(trainer.save, trainer.tokenizer, state())
+            if stop is not None:
+                self.end_early(stop)
         if config.eval_dataset:
             self.evaluate(trainer.evaluate)
+
+    @RayHelper.function(group="driver", execute="first")
+    def stop_reason(self) -> Stop | None:
+        """Why the run ends before its last step, or None: process 0 decides, so that all stop after the same step."""
+        assert self.lock is not None
+        limit_s = self.config.save_before_s
+        if limit_s is not None and self.lock.elapsed_s >= limit_s:
+            return Stop(f"save_before_s ({limit_s:g} s)", 0)
+        return self.signals.stop()
+
+    def end_early(self, stop: Stop) -> NoReturn:
+        """Says how to go on from the checkpoint that has just been saved. Raises Stopped."""
+        self.wait_until_written()
+        if self.trackers is not None:
+            self.trackers.bar.write(
+                f"stopped by {stop.reason} after step {self.step} of {self.num_steps}; saved "
+                f"{checkpoint_folder(self.output_dir, self.step)}. To go on, run the same command with "
+                "--resume_from_checkpoint auto"
+            )
+        raise Stopped(stop.code)
 
     def resume(self, load: SaveFunction) -> None:
         """Restores the workers from the checkpoint that the run goes on from, if there is one."""
@@ -281,7 +324,13 @@ class Run:
 
     @RayHelper.function(group="driver", execute="first")
     def begin(self, folder: Path) -> Path:
-        """The empty folder that all may write into, once this call has ended."""
+        """The empty folder that all may write into, once this call has ended.
+
+        Raises:
+            RuntimeError: another run has taken ``output_dir`` over.
+        """
+        assert self.lock is not None
+        self.lock.check()
         return begin(folder)
 
     @RayHelper.function(group="driver", execute="first")
@@ -346,9 +395,18 @@ class Run:
 
 @RayHelper.function(group="driver", execute="first")
 def resumed_state(config: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
-    """The checkpoint that a run goes on from, and the state in it; None and nothing for a new run."""
-    checkpoint = resolve_resume(config.resume_from_checkpoint, Path(config.output_dir))
-    return checkpoint, read_state(checkpoint) if checkpoint else {}
+    """The checkpoint that a run goes on from, and the state in it; None and nothing for a new run.
+
+    Raises:
+        ConfigError: a named folder that is no checkpoint, or a damaged one; another run has ``output_dir``.
+    """
+    folder, resume = Path(config.output_dir), config.resume_from_checkpoint
+    if not resume:
+        return None, {}
+    # what another run is writing there must not be put right
+    with held(folder) if folder.exists() else contextlib.nullcontext():
+        checkpoint = resolve_resume(config.resume_from_checkpoint, folder)
+        return checkpoint, read_state(checkpoint) if checkpoint else {}
 
 
 def saved_order(config: TrainConfig) -> Mapping[str, Any]:

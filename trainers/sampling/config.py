@@ -12,6 +12,7 @@ from rayhelper import ConfigError
 from trainers.configuration.completion import check_stop_token_ids
 from trainers.configuration.roles import Role
 from trainers.configuration.shared import RunConfig, at_least
+from trainers.configuration.values import is_there
 
 OUTPUT_TYPES = (".jsonl", ".parquet")
 ROUNDS_OF_REQUESTS = 4  # in a batch of rows that a server answers, so that its slowest request holds up little
@@ -155,6 +156,10 @@ class SamplingConfig(RunConfig):
         shard = "shard-{}-of-{}".format(*self.data_range) if self.data_range else ""
         return Path(self.output_dir) / shard
 
+    @property
+    def run_folder(self) -> Path:
+        return self.log_dir
+
     def deciding(self) -> dict[str, Any]:
         """The values of the keys that decide what a row becomes, as JSON gives them back."""
         values = {name: getattr(self, name) for name in DECIDING} | {"sampler_engine": self.engine}
@@ -225,7 +230,7 @@ def _check_engine(config: SamplingConfig) -> None:
             "num_return_sequences: 1"
         )
     for file in config.cache_files:
-        if not any(mark in file for mark in "*?[") and not Path(file).expanduser().is_file():
+        if not any(mark in file for mark in "*?[") and not is_there(file, Path.is_file):
             raise ConfigError(f"cache_files: there is no file {file!r} (looked from {Path.cwd()})")
 
 

@@ -32,6 +32,7 @@ import numpy as np
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from rayhelper.roles.futures import Future
 from trainers.configuration.mistakes import mistakes_of
+from trainers.configuration.reading.secrets import masked
 from trainers.configuration.reading.text import save_config
 from trainers.data.rows import prompt_of
 from trainers.parts.inputs import read_rows
@@ -236,7 +237,7 @@ class SamplingTrainer:
                 first_step=len(batches) - len(left),
                 headline=("rows", "kept", "acceptance", "tokens_per_second"),
                 logging_steps=config.logging_steps,
-                config={field.name: getattr(shown, field.name) for field in dataclasses.fields(shown)},
+                config=masked({field.name: getattr(shown, field.name) for field in dataclasses.fields(shown)}),
             )
         )
         self.step = len(batches) - len(left)

@@ -12,6 +12,7 @@ micro-batches and slices. Names, defaults and metrics are TRL's.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainers.backends.base import Backend
 from trainers.batch import Sequences
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, total_steps
+from trainers.data.broken_rows import supervised_mistake, without_broken
 from trainers.data.rows import Batches, pack, tokenize_sft
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
@@ -60,6 +62,10 @@ class SFTTrainer:
         rows = read_rows(config, source, split)
         cuts_rows = config.packing and config.packing_strategy != "bfd"
         with mistakes_of("dataset"):
+            field = config.dataset_text_field
+            is_broken = partial(supervised_mistake, text_field=field)
+            columns = ("prompt", "completion", "messages", field)
+            rows = without_broken(rows, is_broken, *columns, skip=config.skip_broken_rows)
             sequences = tokenize_sft(
                 rows,
                 self.tokenizer,
@@ -67,7 +73,7 @@ class SFTTrainer:
                 truncation_mode=config.truncation_mode,
                 completion_only_loss=config.completion_only_loss,
                 assistant_only_loss=config.assistant_only_loss,
-                text_field=config.dataset_text_field,
+                text_field=field,
                 eos=config.eos_token,
                 num_proc=config.dataset_num_proc,
             )

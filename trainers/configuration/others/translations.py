@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+from rayhelper import ConfigError
 from trainers.configuration.megatron import MegatronConfig
 from trainers.configuration.others.engine_names import translate_engine
 from trainers.configuration.others.other_names import HINTS, REFUSED_RLHF_TYPES, is_neutral
 from trainers.configuration.reading.given_keys import GivenKeys, plain
+from trainers.configuration.reading.typed_values import typed
 
 ATTENTION = {  # ms-swift's attn_impl and Megatron's attention_backend, in transformers' words
     "flash_attn": "flash_attention_2",
@@ -214,13 +216,18 @@ def _megatron(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     if "megatron" not in given.known:
         return
     if given.get("backend") != "megatron":
+        hints = get_type_hints(MegatronConfig)
         for name in [name for name in own if name in given.values]:
             value = given.get(name)
             if is_neutral(name, value) or (type(value), value) == (type(defaults[name]), defaults[name]):
                 del given.values[name]
             elif name in HINTS:
+                try:
+                    typed(name, hints[name], given.values[name])
+                    given.notes[name] = HINTS[name]
+                except ConfigError as error:
+                    given.refuse(name, str(error))
                 del given.values[name]
-                given.notes[name] = HINTS[name]
         return
     if given.get("sequence_parallel") is True and given.get("tensor_model_parallel_size", 1) == 1:
         del given.values["sequence_parallel"]

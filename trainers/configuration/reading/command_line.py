@@ -11,6 +11,7 @@ A key that is none of the configuration's after that is told with the nearest on
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -38,6 +39,7 @@ from trainers.configuration.others.strategies import open_strategies
 from trainers.configuration.others.translations import translate
 from trainers.configuration.reading.given_keys import COMMAND_LINE, GivenKeys, plain
 from trainers.configuration.reading.role_sections import is_placement, lift_sections, our_name
+from trainers.configuration.reading.secrets import masked, unmasked
 from trainers.configuration.reading.text import as_yaml, default_of, print_help
 from trainers.configuration.reading.typed_values import admits_bool, bracketed, typed
 from trainers.configuration.roles import Role
@@ -80,11 +82,10 @@ def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | Non
     if mistakes:
         raise ConfigError(mistakes[0] if len(mistakes) == 1 else "\n  - ".join(["several mistakes", *mistakes]))
     if wants_print:
-        print(
-            as_yaml({name: None if name in missing else value for name, value in (defaults | values).items()}), end=""
-        )
+        shown = {name: None if name in missing else value for name, value in (defaults | values).items()}
+        print(as_yaml(masked(shown)), end="")
         sys.exit(0)
-    config = config_type(**values)
+    config = config_type(**unmasked(values))
     if given.notes:
         told = {
             reason: [name for name in given.notes if given.notes[name] == reason] for reason in given.notes.values()
@@ -132,8 +133,11 @@ def given_keys(
 def export_env(argv: Sequence[str]) -> None:
     """Exports ``env``, which wins over the shell's, before torch and others are imported."""
     env = bracketed(given_keys(argv, [])[0].values.get("env"))
-    if isinstance(env, Mapping):  # whatever else is wrong with it, load_config says
-        os.environ.update({str(name): str(value) for name, value in env.items()})
+    if not isinstance(env, Mapping):
+        return
+    for name, value in unmasked({"env": env})["env"].items():
+        with contextlib.suppress(ValueError):  # what is wrong with it, load_config says
+            os.environ[str(name)] = str(value)
 
 
 # What was written

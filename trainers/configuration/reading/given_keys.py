@@ -15,7 +15,7 @@ from rayhelper.text import parse_text
 from trainers.configuration.roles import Role
 
 COMMAND_LINE = "command line"
-NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
 
 @dataclass

@@ -13,6 +13,7 @@ import yaml
 
 from rayhelper.text import Loader
 from trainers.configuration.others.other_names import ALIASES
+from trainers.configuration.reading.secrets import masked
 
 MAX_SAVED_ROWS = 1000  # YAML takes milliseconds a row
 
@@ -20,7 +21,8 @@ MAX_SAVED_ROWS = 1000  # YAML takes milliseconds a row
 def save_config(config: Any, folder: Path) -> None:
     """Writes ``config.yaml``, which ``--config`` reads back to an equal configuration.
 
-    Data and functions that were passed in Python, not by name, are written as a description.
+    Data and functions that were passed in Python, not by name, are written as a description; secrets in ``env`` as
+    ``***``, which stands for what the shell has there as the file is read.
     """
     folder.mkdir(parents=True, exist_ok=True)
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
@@ -28,7 +30,7 @@ def save_config(config: Any, folder: Path) -> None:
         if isinstance(value, list) and len(value) > MAX_SAVED_ROWS:
             values[name] = f"{len(value)} rows passed in Python, from {value[0]!r} on"
     unfinished = folder / "config.yaml.tmp"
-    unfinished.write_text(as_yaml(values), encoding="utf-8")
+    unfinished.write_text(as_yaml(masked(values)), encoding="utf-8")
     unfinished.replace(folder / "config.yaml")
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from rayhelper import ConfigError
 from rayhelper.text import nearest, parse_text
+from trainers.configuration.reading.given_keys import NUMBER
+from trainers.configuration.values import expected, is_there
 from trainers.losses.types import NOT_BUILT
 
 
@@ -25,7 +27,7 @@ def typed(name: str, hint: Any, value: Any) -> Any:
     kinds = {get_origin(member) or member for member in members}
     if list in kinds and not {str, Any} & kinds and isinstance(value, (str, int, float, Mapping)):
         value = bracketed(value)
-        if isinstance(value, str) and not Path(value).expanduser().exists():  # names of files may hold spaces
+        if isinstance(value, str) and not is_there(value):  # names of files may hold spaces
             value = value.split() or [value]
         value = value if value is None or isinstance(value, list) else [value]
     if dict in kinds and isinstance(value, str) and value.lstrip().startswith("{"):
@@ -42,6 +44,8 @@ def typed(name: str, hint: Any, value: Any) -> Any:
             if dict in kinds:  # a key with nothing below it
                 return {}
             raise TypeError
+        if not _in_digits(value, kinds):
+            raise TypeError
         return parser.parse_object({"value": value}, defaults=False).value
     except (jsonargparse.ArgumentError, TypeError):
         if name == "loss_type" and value in NOT_BUILT:
@@ -51,8 +55,27 @@ def typed(name: str, hint: Any, value: Any) -> Any:
         got = repr(value) if quoted else json.dumps(value, default=str)
         hint_of_quotes = " Put it in quotes." if str in kinds and not quoted else ""
         raise ConfigError(
-            f"{name} must be {_expected(hint)}, got {got}{nearest(str(value), legal)}.{hint_of_quotes}"
+            f"{name} must be {expected(hint)}, got {got}{nearest(str(value), legal)}.{hint_of_quotes}"
         ) from None
+
+
+def _in_digits(value: Any, kinds: set[Any]) -> bool:
+    """Whether text that must say a number does so in ASCII digits: not as 1_000 or 0x10, which Python reads too."""
+    if {str, Any} & kinds or not ({int, float} & kinds or list in kinds):
+        return True
+    texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+    words = {"true", "false", "null", "none"} if {bool, NoneType} & kinds else set()
+    if list in kinds:
+        return not any(_is_number_to_python(text) and not NUMBER.fullmatch(text) for text in texts)
+    return all(NUMBER.fullmatch(text) or text.lower() in words for text in texts)
+
+
+def _is_number_to_python(text: str) -> bool:
+    for kind in (float, lambda digits: int(digits, 0)):
+        with contextlib.suppress(ValueError):
+            kind(text)
+            return True
+    return False
 
 
 def admits_bool(hint: Any) -> bool:
@@ -67,17 +90,3 @@ def bracketed(value: Any) -> Any:
         return parse_text(value, "text")
     except ConfigError:
         return value
-
-
-def _expected(hint: Any) -> str:
-    """A type in words."""
-    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
-    if get_origin(hint) in (Union, UnionType):
-        return " or ".join(_expected(member) for member in get_args(hint))
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(map(str, get_args(hint)))
-    if get_origin(hint) in (list, tuple):
-        return f"a list (each item {_expected(get_args(hint)[0])})"
-    if get_origin(hint) is dict:
-        return f"a mapping (each value {_expected(get_args(hint)[1])})"
-    return words.get(hint, "anything" if hint is Any else str(hint))

@@ -1,0 +1,135 @@
+"""One run per output_dir."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayhelper import ConfigError
+from tests.golden.tiny import save_tiny
+from trainers import cli
+from trainers.run import folder_lock
+from trainers.run.folder_lock import LOCK_FILE, Owner, held
+
+OTHER = "somewhere else"
+
+
+def left(folder: Path, silent_s: float = 0.0, **changes: Any) -> Owner:
+    """The lock of another process."""
+    folder.mkdir(exist_ok=True)
+    owner = dataclasses.replace(Owner.here(), **changes)
+    (folder / LOCK_FILE).write_text(json.dumps(dataclasses.asdict(owner)))
+    then = time.time() - silent_s
+    os.utime(folder / LOCK_FILE, (then, then))
+    return owner
+
+
+def test_a_folder_is_held_inside_and_left_as_it_was(tmp_path: Path) -> None:
+    with held(tmp_path / "run") as lock:
+        assert json.loads((tmp_path / "run" / LOCK_FILE).read_text())["pid"] == os.getpid()
+        with held(tmp_path / "run") as inner:  # the same process
+            assert inner.owner == lock.owner
+        assert (tmp_path / "run" / LOCK_FILE).exists()
+        lock.check()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "silent_s"),
+    [({"pid": os.getppid(), "started": folder_lock._started(os.getppid())}, 1e6), ({"machine": OTHER}, 100.0)],
+    ids=["alive here, however long silent", "elsewhere, heard of lately"],
+)
+def test_the_second_run_is_refused_by_a_line_that_names_the_first(
+    changes: dict[str, Any], silent_s: float, tmp_path: Path
+) -> None:
+    owner = left(tmp_path, silent_s, **changes, host="node7")
+    with (
+        pytest.raises(ConfigError, match=rf"in use by another run: process {owner.pid} on node7") as told,
+        held(tmp_path),
+    ):
+        pass
+    assert "\n" not in str(told.value)
+    assert os.listdir(tmp_path) == [LOCK_FILE]
+
+
+@pytest.mark.parametrize(
+    ("changes", "silent_s"),
+    [({"pid": 2**22 + 1}, 0.0), ({"started": "1"}, 0.0), ({"machine": OTHER}, 200.0)],
+    ids=["no such process", "its pid was given to another", "elsewhere, long silent"],
+)
+def test_the_lock_of_a_process_that_is_gone_is_taken_over(
+    changes: dict[str, Any], silent_s: float, tmp_path: Path
+) -> None:
+    left(tmp_path, silent_s, **changes)
+    with held(tmp_path) as lock:
+        assert lock.owner.is_this_process
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_run_whose_folder_was_taken_over_stops_writing_and_leaves_the_lock(tmp_path: Path) -> None:
+    with held(tmp_path) as lock:
+        left(tmp_path, machine=OTHER, token="other")
+        with pytest.raises(RuntimeError, match="was taken over by process"):
+            lock.check()
+    assert (tmp_path / LOCK_FILE).exists()
+
+
+def test_the_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "HEARTBEAT_S", 0.01)
+    with held(tmp_path):
+        os.utime(tmp_path / LOCK_FILE, (1.0, 1.0))
+        deadline = time.monotonic() + 20
+        while (tmp_path / LOCK_FILE).stat().st_mtime == 1.0:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("spoil", [lambda path: path.write_text("a file"), lambda path: path.symlink_to("/proc/1")])
+def test_a_folder_where_nothing_can_be_written_is_named(spoil: Callable[[Path], Any], tmp_path: Path) -> None:
+    spoil(tmp_path / "place")
+    with (
+        pytest.raises(ConfigError, match=r"output_dir: nothing can be written into .*place/run"),
+        held(tmp_path / "place" / "run"),
+    ):
+        pass
+
+
+def test_a_second_command_ends_with_one_line_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_tiny(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a bee"}\n')
+    run = tmp_path / "run"
+    first = subprocess.Popen(
+        [sys.executable, "-c", f"""
+from pathlib import Path
+from trainers.run.folder_lock import held
+with held(Path({str(run)!r})):
+    print("held", flush=True)
+    input()
+"""],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert first.stdout is not None
+    assert first.stdout.readline() == "held\n"
+    arguments = ["--model", model, "--dataset", str(tmp_path / "rows.jsonl"), "--output_dir", str(run)]
+    with pytest.raises(SystemExit) as ended:
+        cli.main("sft", arguments)
+    assert ended.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "output_dir" in line]
+    assert re.search(rf"in use by another run: process {first.pid} on ", line)
+    assert os.listdir(run) == [LOCK_FILE]
+    first.kill()
+    first.communicate()
+    with held(run):
+        pass

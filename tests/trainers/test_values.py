@@ -1,0 +1,249 @@
+"""Values that mean nothing end with one line before anything starts, whatever the key, the trainer and the backend."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from rayhelper import ConfigError
+from tests.golden.tiny import save_tiny
+from trainers.cli import load_config, main
+from trainers.configuration.folders import configurations
+from trainers.configuration.shared import RunConfig, TrainConfig
+from trainers.dpo.config import DPOConfig
+from trainers.grpo.config import GRPOConfig
+from trainers.parts.model_checks import check_model_folder, check_optimizer, check_vocabulary, configuration_of
+from trainers.sft.config import SFTConfig
+
+NEEDED: dict[str, Any] = {"model": "m", "dataset": "d"}
+GRPO: dict[str, Any] = {"reward_funcs": ["format"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "told"),
+    [
+        (SFTConfig, {"overlap_param_gather": -math.inf}, "overlap_param_gather must be true or false, got -inf"),
+        (SFTConfig, {"sequence_parallel": "xxxx"}, "sequence_parallel must be true or false or null, got 'xxxx'"),
+        (SFTConfig, {"overlap_grad_reduce": "1e-3"}, "overlap_grad_reduce must be true or false, got '1e-3'"),
+        (GRPOConfig, GRPO | {"reward_weights": [math.nan]}, "reward_weights must hold finite numbers"),
+        (GRPOConfig, GRPO | {"temperature": 1e30}, "temperature must be at most 100, got 1e+30"),
+        (GRPOConfig, GRPO | {"epsilon_high": 0.1}, "epsilon_high=0.1 is below epsilon=0.2"),
+        (GRPOConfig, GRPO | {"vespo_k_pos": math.nan, "loss_type": "vespo"}, "vespo_k_pos must be a finite number"),
+        (GRPOConfig, GRPO | {"loss_type": ["grpo"]}, "loss_type must be one of"),
+        (SFTConfig, {"chat_template": "{{ x"}, "chat_template is no Jinja template (line 1): "),
+        (SFTConfig, {"chat_template": " "}, "chat_template is empty"),
+        (SFTConfig, {"run_name": "../../../etc/passwd"}, "run_name must be a name, without .."),
+        (SFTConfig, {"output_dir": ""}, "output_dir is empty"),
+        (SFTConfig, {"output_dir": "a\0b"}, "output_dir holds a character of code 0"),
+        (SFTConfig, {"env": {"A=B": 1}}, "env: 'A=B' is no name of an environment variable"),
+        (SFTConfig, {"env": {"": 1}}, "env: '' is no name of an environment variable"),
+        (SFTConfig, {"seed": 2**32}, "seed must be at most 4294967295, got 4294967296"),
+        (SFTConfig, {"seed": True}, "seed must be a whole number, got True"),
+        (SFTConfig, {"tuner_type": "lora", "lora_target_modules": []}, "lora_target_modules names no layer"),
+        (SFTConfig, {"learning_rate": "1"}, "learning_rate must be a number, got '1'"),
+        (SFTConfig, {"save_steps": 10**30}, "save_steps must be a finite number of at most 1e+12"),
+        (SFTConfig, {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": "x"}},
+         "lr_scheduler_kwargs={'min_lr': 'x'} do not fit lr_scheduler_type=cosine_with_min_lr"),
+        (SFTConfig, {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"powr": 1}},
+         "lr_scheduler_kwargs={'powr': 1} do not fit lr_scheduler_type=polynomial"),
+        (DPOConfig, {"loss_weights": [math.inf]}, "loss_weights must hold finite numbers"),
+    ],
+)  # fmt: skip
+def test_a_value_without_a_meaning_is_refused_by_its_key(kind: type, keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        kind(**NEEDED | keys)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["1_000", "0x10", "٣", "1e", "inf", "nan", "\uff11\uff12", "0b1"])
+@pytest.mark.parametrize("key", ["max_steps", "learning_rate", "overlap_grad_reduce", "global_batch_size"])
+def test_numbers_are_written_in_plain_digits(key: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} must be "):
+        load_config(SFTConfig, ["--model", "m", "--dataset", "d", f"--{key}", text])
+    arguments = ["--model", "m", "--dataset", "d", "--reward_funcs", "format", "--reward_weights", text]
+    with pytest.raises(ConfigError, match="reward_weights must "):
+        load_config(GRPOConfig, arguments)
+
+
+@pytest.mark.parametrize("name", ["exp-1", "llama/lr 1e-5", "a..b", "日本"])
+def test_names_of_runs_are_left_alone(name: str) -> None:
+    assert SFTConfig(**NEEDED, run_name=name).run_name == name
+
+
+def test_templates_of_transformers_are_templates(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'x' %}{% continue %}{% endif %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{% endfor %}"
+    )
+    assert SFTConfig(**NEEDED, chat_template=template)
+    (tmp_path / "good.jinja").write_text(template)
+    assert SFTConfig(**NEEDED, chat_template=str(tmp_path / "good.jinja"))
+    (tmp_path / "bad.jinja").write_text(template + "\n{% endfor %}")
+    with pytest.raises(ConfigError, match=r"chat_template: .*bad.jinja is no Jinja template \(line 2\)"):
+        SFTConfig(**NEEDED, chat_template=str(tmp_path / "bad.jinja"))
+
+
+# Models, tokenizers, and arguments of theirs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "told"),
+    [
+        ({"atn_implementation": "sdpa"}, "model_init_kwargs holds atn_implementation, which is neither an argument"),
+        ({"attn_implementation": "flash"}, "attn_implementation must be one of eager, "),
+        ({"attn_implementation": 3}, "attn_implementation must be a name, got 3"),
+        ({"attention_dropout": 0.5, "attn_implementation": "sdpa", "revision": "main"}, ""),
+    ],
+)
+def test_arguments_that_a_model_does_not_take_are_named(kwargs: dict[str, Any], told: str, model: str) -> None:
+    config = SFTConfig(model=model, dataset="d", model_init_kwargs=kwargs)
+    if not told:
+        check_model_folder(config)
+        return
+    with pytest.raises(ConfigError, match=told):
+        check_model_folder(config)
+
+
+@pytest.mark.parametrize(
+    ("optim", "kwargs", "fits"),
+    [
+        ("sgd", {"momentum": 0.9}, True),
+        ("sgd", {"momentun": 0.9}, False),
+        ("sgd", {"momentum": -1}, False),
+        ("adamw_torch", {"amsgrad": True}, True),
+        ("adamw_torch", {"lr": 1.0}, False),
+        ("rmsprop", {"alpha": "x"}, False),
+    ],
+)
+def test_arguments_that_an_optimizer_does_not_take_are_named(optim: Any, kwargs: dict[str, Any], fits: bool) -> None:
+    config = SFTConfig(**NEEDED, optim=optim, optim_kwargs=kwargs)
+    if fits:
+        check_optimizer(config)
+        return
+    with pytest.raises(ConfigError, match=f"do not fit optim={optim}"):
+        check_optimizer(config)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model: str, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    check_vocabulary(tokenizer, configuration_of(model, False), model, model)
+    tokenizer.add_tokens([f"<new {k}>" for k in range(1000)])
+    tokenizer.save_pretrained(tmp_path / "larger")
+    config = SFTConfig(model=model, dataset="d", tokenizer=str(tmp_path / "larger"))
+    with pytest.raises(ConfigError, match=r"tokenizer: .*larger' has token ids up to \d+, but the model"):
+        check_model_folder(config)
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model: .* has no configuration that can be read"):
+        check_model_folder(SFTConfig(model=str(tmp_path), dataset="d"))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["--optim_kwargs", "{lr: 1}"],
+        ["--model_init_kwargs", "{x: 1}"],
+        ["--output_dir", "/proc/1/x"],
+        ["--env.A=B", "1"],
+    ],
+)
+def test_a_command_with_one_ends_with_one_line_and_exit_code_2(
+    keys: list[str], model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    arguments = ["--model", model, "--dataset", str(tmp_path / "rows.jsonl"), "--output_dir", str(tmp_path / "run")]
+    arguments = [*arguments[: 4 if "--output_dir" in keys else 6], *keys]
+    if keys[0].startswith("--env"):
+        (tmp_path / "x.yaml").write_text("env: {'A=B': 1}\n")
+        arguments = [*arguments[:6], "--config", str(tmp_path / "x.yaml")]
+    with pytest.raises(SystemExit) as ended:
+        main("sft", arguments)
+    assert ended.value.code == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert [line for line in errors if line.startswith("error: ")] == errors[-1:]
+    assert not (tmp_path / "run").exists()
+
+
+# Anything at all
+
+KINDS = sorted({kind.__name__: kind for kind in configurations().values()}.items())
+MALFORMED = st.one_of(
+    st.sampled_from(
+        [None, True, False, "", " ", "null", "true", "x", "1_000", "0x10", "٣", "1e-3", "inf", "-inf", "nan", "{", "[",
+         "{{ x", "../../etc/passwd", "a\0b", "\ud800", "é" * 5000, "#5", "*", "~", "/", ":", "a:b", "a.b", "1" * 5000]
+    ),
+    st.sampled_from([math.nan, math.inf, -math.inf, 0, -1, 2**32, 2**63, 10**30, 1e30, -1e30, 5e-324, 0.5]),
+    st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(-3, 3), st.text(max_size=4), st.just(math.nan)),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+        max_leaves=6,
+    ),
+    st.builds(object),
+)  # fmt: skip
+
+
+@st.composite
+def malformed(draw: st.DrawFn) -> tuple[type[RunConfig], dict[str, Any]]:
+    """A configuration with one to four of its keys, each with a value that may be anything."""
+    _, kind = draw(st.sampled_from(KINDS))
+    names = [one.name for one in dataclasses.fields(kind) if one.init]
+    chosen = draw(st.lists(st.sampled_from(names), min_size=1, max_size=4, unique=True))
+    return kind, {name: draw(MALFORMED) for name in chosen}
+
+
+def right(kind: type[RunConfig]) -> dict[str, Any]:
+    """The keys that a configuration needs."""
+    needed: dict[str, dict[str, Any]] = {"GKDConfig": {"teacher_model": "t"}, "RewardConfig": {}}
+    rewarded = {"GRPOConfig", "PPOConfig"}
+    return NEEDED | needed.get(kind.__name__, {}) | (GRPO if kind.__name__ in rewarded else {})
+
+
+@settings(max_examples=1500, suppress_health_check=list(HealthCheck))
+@given(malformed())
+def test_whatever_is_written_in_python_is_accepted_or_refused_in_one_line(case: tuple[type, dict[str, Any]]) -> None:
+    kind, keys = case
+    try:
+        config = kind(**right(kind) | keys)
+    except ConfigError:
+        return
+    hints = get_type_hints(kind)
+    for name in keys:  # what was accepted is of the key's type
+        kept = getattr(config, name)
+        if hints[name] is bool:
+            assert isinstance(kept, bool), name
+        if hints[name] is float:
+            assert math.isfinite(kept) or name == "prm_threshold", name
+
+
+@settings(max_examples=700, suppress_health_check=list(HealthCheck))
+@given(malformed(), st.booleans())
+def test_whatever_is_written_in_a_file_or_on_the_command_line_is_too(
+    tmp_path_factory: pytest.TempPathFactory, case: tuple[type[TrainConfig], dict[str, Any]], in_file: bool
+) -> None:
+    kind, keys = case
+    keys = {name: value for name, value in keys.items() if type(value) is not object}
+    arguments = [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in keys.items()]
+    given = {name: value for name, value in right(kind).items() if name not in keys}
+    arguments += [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in given.items()]
+    if in_file:
+        file = tmp_path_factory.getbasetemp() / "fuzzed.yaml"
+        file.write_text(json.dumps(given | keys))
+        arguments = ["--config", str(file)]
+    with contextlib.suppress(ConfigError):
+        load_config(kind, arguments)

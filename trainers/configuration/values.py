@@ -1,0 +1,168 @@
+"""What values of keys may be at all, whatever the backend and the trainer: types, finite numbers, names, templates.
+
+Called first of all checks, of configurations made in Python too, so that all others compare what can be compared. The
+ranges that have a meaning of their own stand beside the keys. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path, PurePath
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from rayhelper import ConfigError
+
+MOST = 1e12  # no number of a configuration is larger: steps, tokens, bytes in MiB
+MAX_SEED = 2**32 - 1  # of NumPy
+MAY_BE_INFINITE = ("prm_threshold",)  # where everything passes, or nothing does
+AT_MOST = {  # numbers beyond them are accepted by every formula, and mean nothing
+    **dict.fromkeys(("temperature", "eval_temperature", "repetition_penalty"), 100.0),
+    **dict.fromkeys(("learning_rate", "value_learning_rate"), 100.0),
+    **dict.fromkeys(("seed", "dataset_seed"), MAX_SEED),
+}
+SAID_BETTER = ("stop_token_ids",)  # keys whose own check says more than their type
+VARIABLE = re.compile(r"[^=\0\s]+")
+
+
+def check_values(config: Any) -> None:
+    """Raises ConfigError naming the first key whose value has another type than the key, or is no sensible number."""
+    hints = get_type_hints(type(config))
+    for one in fields(config):
+        value = getattr(config, one.name)
+        if one.name not in SAID_BETTER and not _fits(value, hints[one.name]):
+            raise ConfigError(f"{one.name} must be {expected(hints[one.name])}, got {_shown(value)}")
+        _check_numbers(one.name, value)
+    _check_texts(config)
+    _check_env(config.env)
+
+
+def expected(hint: Any) -> str:
+    """A type in words."""
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "null"}
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(expected(member) for member in get_args(hint))
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
+    if get_origin(hint) in (list, tuple):
+        return f"a list (each item {expected(get_args(hint)[0])})"
+    if get_origin(hint) is dict:
+        return f"a mapping (each value {expected(get_args(hint)[1])})"
+    return words.get(hint, "anything" if hint is Any else str(hint))
+
+
+def check_template(text: str, name: str = "chat_template") -> None:
+    """Raises ConfigError for a Jinja template with a mistake in its syntax, and the line of it."""
+    from jinja2 import Environment, TemplateSyntaxError
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        """``{% generation %}`` ... ``{% endgeneration %}``, which transformers adds."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols", Generation], autoescape=False).parse(text)
+    except (TemplateSyntaxError, RecursionError) as error:
+        line = f" (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else ""
+        raise ConfigError(f"{name} is no Jinja template{line}: {error or type(error).__name__}") from None
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of the type of a key; whole numbers are numbers, paths are text, tuples are lists.
+
+    What a key with a choice may be, ``check_choices`` says, with the nearest of its values.
+    """
+    origin, members = get_origin(hint), get_args(hint)
+    if hint is Any or origin is Literal:
+        return True
+    if origin in (Union, UnionType):
+        return any(_fits(value, member) for member in members)
+    if origin in (list, tuple):
+        return isinstance(value, (list, tuple)) and all(_fits(item, members[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, Mapping) and all(
+            isinstance(key, str) and _fits(item, members[1]) for key, item in value.items()
+        )
+    if hint is str:
+        return isinstance(value, (str, PurePath))
+    if hint in (int, float):
+        kind = numbers.Integral if hint is int else numbers.Real
+        return isinstance(value, kind) and not isinstance(value, bool)
+    return hint is NoneType and value is None if not isinstance(hint, type) else isinstance(value, hint)
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    """Raises ConfigError unless numbers are finite and not absurdly large; what else they must be, the key's own check
+    says."""
+    for number in value if isinstance(value, (list, tuple)) else [value]:
+        if not isinstance(number, (int, float)) or isinstance(number, bool):
+            continue
+        if name in AT_MOST:
+            if number > AT_MOST[name]:
+                raise ConfigError(f"{name} must be at most {AT_MOST[name]:.10g}, got {_shown(value)}")
+        elif isinstance(value, (list, tuple)) and not math.isfinite(number):
+            raise ConfigError(f"{name} must hold finite numbers, got {_shown(value)}")
+        elif not abs(number) <= MOST and not (math.isinf(number) and name in MAY_BE_INFINITE):
+            raise ConfigError(f"{name} must be a finite number of at most {MOST:g}, got {_shown(value)}")
+
+
+def _check_texts(config: Any) -> None:
+    for one in fields(config):
+        value = getattr(config, one.name)
+        if isinstance(value, str) and "\0" in value:
+            raise ConfigError(f"{one.name} holds a character of code 0, as no text may")
+    if not str(config.output_dir).strip():
+        raise ConfigError("output_dir is empty. Name a folder.")
+    name = config.run_name
+    if name is not None and (
+        not name.strip() or not name.isprintable() or ".." in PurePath(name).parts or name.startswith("/")
+    ):
+        raise ConfigError(f"run_name must be a name, without .. and control characters; got {name!r}")
+    template = config.chat_template
+    if template is not None:
+        if not str(template).strip():
+            raise ConfigError(
+                "chat_template is empty. Write a template, a file's name, or null for the tokenizer's own."
+            )
+        if "{" in str(template):
+            check_template(str(template))
+        elif is_there(template, Path.is_file):
+            check_template(read_template(template), f"chat_template: {template}")
+
+
+def is_there(name: str | Path, look: Callable[[Path], bool] = Path.exists) -> bool:
+    """Whether a text names something on the disk, ``look`` what; one that no path can be names nothing."""
+    try:
+        return look(Path(name).expanduser())
+    except (OSError, ValueError, RuntimeError):  # too long; a character of code 0; no such user
+        return False
+
+
+def read_template(file: str | Path) -> str:
+    """The template in a file. Raises ConfigError if it holds no text."""
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template: {str(file)!r} cannot be read: {error}") from None
+
+
+def _check_env(env: Mapping[str, Any]) -> None:
+    for name, value in env.items():
+        if not VARIABLE.fullmatch(name):
+            raise ConfigError(f"env: {name!r} is no name of an environment variable (no '=', no space)")
+        if "\0" in str(value):
+            raise ConfigError(f"env: {name} holds a character of code 0, as no environment variable may")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,120 @@
+"""Rows that no trainer can use: found as the data is read, before any step, all in one error.
+
+    rows = without_broken(rows, prompt_mistake, skip=False)      # ValueError, or the rows without the broken ones
+
+A *mistake* of a row is (column, what is wrong), or None. Whether a chat template takes a row is not asked here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+NUM_TOLD = 5
+Mistake = tuple[str, str]
+logger = logging.getLogger(__name__)
+
+
+def without_broken(
+    rows: Dataset, mistake_of: Callable[[Mapping[str, Any]], Mistake | None], *columns: str, skip: bool
+) -> Dataset:
+    """The rows that have no mistake in ``columns``. A dataset that has none of the columns is left as it is.
+
+    Raises:
+        ValueError: there are broken rows and ``skip`` is false, or all rows are broken. It names the first few.
+    """
+    present = [name for name in columns if name in rows.column_names]
+    if not present:
+        return rows
+    found = {number: mistake_of(row) for number, row in enumerate(rows.select_columns(present))}
+    broken = {number: mistake for number, mistake in found.items() if mistake is not None}
+    if not broken:
+        return rows
+    first = [f"row {number} ({column}: {what})" for number, (column, what) in list(broken.items())[:NUM_TOLD]]
+    told = f"{len(broken)} of {len(rows)} rows are broken: {', '.join(first)}{', ...' * (len(broken) > NUM_TOLD)}"
+    if not skip:
+        raise ValueError(f"{told}. Rows count from 0. Correct them, or leave them out with skip_broken_rows: true.")
+    if len(broken) == len(rows):
+        raise ValueError(f"{told}. No row is left.")
+    logger.warning("skip_broken_rows: %s. They are left out.", told)
+    return rows.select([number for number in range(len(rows)) if number not in broken])
+
+
+def prompt_mistake(row: Mapping[str, Any], empty: bool = False) -> Mistake | None:
+    """Of a row to complete: its ``prompt``, or its ``messages`` without a last turn of the assistant.
+
+    ``empty``: a text may be empty, as an environment makes a prompt of the row.
+    """
+    if row.get("prompt") is not None:
+        return in_column(row, "prompt", empty=empty)
+    if row.get("messages") is None:
+        return ("prompt" if "prompt" in row else "messages"), "null"
+    if mistake := in_column(row, "messages", text=False):
+        return mistake
+    messages = row["messages"]
+    if len(messages) == 1 and messages[0]["role"] == "assistant":
+        return "messages", "no turn to answer"
+    return None
+
+
+def supervised_mistake(row: Mapping[str, Any], text_field: str = "text") -> Mistake | None:
+    """Of a row to learn from: ``prompt`` and ``completion``, ``messages``, or a text."""
+    if row.get("prompt") is not None and row.get("completion") is not None:
+        return in_column(row, "prompt", empty=True) or in_column(row, "completion", empty=True) or _alike(row)
+    if row.get("messages") is not None:
+        return in_column(row, "messages", text=False)
+    if row.get(text_field) is not None:
+        return None if isinstance(row[text_field], str) else (text_field, f"{_called(row[text_field])}, not text")
+    return next((name for name in (text_field, "messages", "completion", "prompt") if row.get(name, 0) is None), ""), (
+        "null"
+    )
+
+
+def pair_mistake(row: Mapping[str, Any]) -> Mistake | None:
+    """Of a row that compares ``chosen`` and ``rejected``, with or without a ``prompt`` and a ``margin``."""
+    for name in ("chosen", "rejected"):
+        if mistake := in_column(row, name, empty=True):
+            return mistake
+    if row.get("prompt") is not None and (mistake := in_column(row, "prompt", empty=True)):
+        return mistake
+    if "margin" in row and (isinstance(row["margin"], bool) or not isinstance(row["margin"], (int, float))):
+        return "margin", f"{_called(row['margin'])}, not a number"
+    return None
+
+
+def in_column(row: Mapping[str, Any], name: str, *, text: bool = True, empty: bool = False) -> Mistake | None:
+    """What is wrong with a column that holds a conversation, or (``text``) a text, which ``empty`` may be empty."""
+    value = row.get(name)
+    if isinstance(value, str) and text:
+        return None if value or empty else (name, "empty")
+    if not isinstance(value, list):
+        return name, "null" if value is None else f"{_called(value)}, not {'text or ' * text}a conversation"
+    if not value:
+        return name, "a conversation without messages"
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            return name, f"message {number} is {_called(message)}"
+        if not isinstance(message.get("role"), str):
+            return name, f"message {number} has no role"
+        if not isinstance(message.get("content"), (str, list)) and not message.get("tool_calls"):
+            return name, f"message {number} has no content"
+    return None
+
+
+def _alike(row: Mapping[str, Any]) -> Mistake | None:
+    if isinstance(row["prompt"], str) == isinstance(row["completion"], str):
+        return None
+    return "completion", f"{_called(row['completion'])}, and prompt is {_called(row['prompt'])}"
+
+
+def _called(value: Any) -> str:
+    if isinstance(value, str):
+        return f"the text {value[:20]!r}"
+    if isinstance(value, (bool, int, float)):
+        return f"the number {value}"
+    names = {bytes: "bytes", list: "a list", dict: "a mapping", type(None): "null"}
+    return names.get(type(value), type(value).__name__)

@@ -1,0 +1,90 @@
+"""The manifest of a checkpoint: every file with its size and checksum, written when all else is on the disk.
+
+    write_manifest(folder)      manifest.json: {"algorithm": "blake2b", "files": {"model.safetensors": [size, digest]}}
+    damage(folder)              what the folder lacks of its manifest, in words; None if it is whole
+
+Process 0 writes and reads it; the workers write the files that it lists. Several files are read at once, in threads:
+hashing lets other threads run.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+MANIFEST_FILE = "manifest.json"
+ALGORITHM = "blake2b"
+DIGEST_BYTES = 32
+NUM_THREADS = 8
+
+
+def write_manifest(folder: Path) -> None:
+    """Lists every file below ``folder``. Nobody may write there any more."""
+    unfinished = folder / f"{MANIFEST_FILE}.tmp"
+    paths = [path for path in _files(folder) if path not in (folder / MANIFEST_FILE, unfinished)]
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        digests = list(pool.map(_digest, paths))
+    listed = {
+        path.relative_to(folder).as_posix(): [path.stat().st_size, digest]
+        for path, digest in zip(paths, digests, strict=True)
+    }
+    text = json.dumps({"algorithm": ALGORITHM, "files": listed}, indent=1)
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, folder / MANIFEST_FILE)  # a kill leaves no torn one
+
+
+def has_manifest(folder: Path) -> bool:
+    return (folder / MANIFEST_FILE).is_file()
+
+
+def damage(folder: Path) -> str | None:
+    """What differs from the manifest, naming the file; None if nothing does, or if there is no manifest.
+
+    Files that no manifest lists are not looked at. A folder that has not changed since is not read twice.
+    """
+    if not has_manifest(folder):
+        return None
+    stamps = []
+    for path in _files(folder):
+        stat = path.stat()
+        stamps.append((str(path), stat.st_size, stat.st_ctime_ns, stat.st_ino))
+    return _damage(folder, tuple(stamps))
+
+
+@functools.lru_cache(maxsize=32)
+def _damage(folder: Path, stamps: tuple[Any, ...]) -> str | None:
+    """``stamps`` say what the answer holds for: names, sizes, times and numbers of the files."""
+    try:
+        found = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+        algorithm = found["algorithm"]
+        listed = {str(name): (int(size), str(digest)) for name, (size, digest) in found["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST_FILE} cannot be read"
+    if algorithm != ALGORITHM:
+        return f"{MANIFEST_FILE} has checksums of {algorithm!r}, and only {ALGORITHM} is known"
+    for name, (size, _) in listed.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is not there"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, and was written with {size}"
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        digests = pool.map(_digest, [folder / name for name in listed])
+        for (name, (_, digest)), seen in zip(listed.items(), digests, strict=True):
+            if seen != digest:
+                return f"{name} differs from what was written (checksum)"
+    return None
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES)).hexdigest()

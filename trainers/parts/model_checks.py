@@ -1,0 +1,108 @@
+"""Whether a model, its tokenizer and the arguments of both and of the optimizer go together, before a worker starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rayhelper import ConfigError
+from trainers.configuration.shared import TrainConfig
+
+# Arguments of from_pretrained that are no fields of a model's configuration
+OF_FROM_PRETRAINED = (
+    *("attn_implementation", "experts_implementation", "cache_dir", "force_download", "proxies", "local_files_only"),
+    *("token", "revision", "code_revision", "subfolder", "use_safetensors", "weights_only", "variant", "key_mapping"),
+    *("low_cpu_mem_usage", "quantization_config", "ignore_mismatched_sizes", "generation_config", "gguf_file"),
+    *("max_memory", "offload_folder", "offload_buffers", "use_kernels", "kernel_config", "strict", "adapter_kwargs"),
+    *("tp_plan", "tp_size", "device_mesh", "distributed_config", "dtype", "torch_dtype", "fusion_config"),
+)
+
+
+def check_optimizer(config: TrainConfig) -> None:
+    """Raises ConfigError for ``optim_kwargs`` that the optimizer does not take: one makes a step on a few weights."""
+    if config.backend != "fsdp" or not config.optim_kwargs:
+        return
+    import torch
+
+    from trainers.backends.fsdp.optimizer import build_optimizer
+
+    layer = torch.nn.Linear(2, 2)
+    for weight in layer.parameters():
+        weight.grad = torch.ones_like(weight)
+    try:
+        build_optimizer(
+            config.optim,
+            layer,
+            learning_rate=config.learning_rate,
+            weight_decay=config.weight_decay,
+            adam_betas=(config.adam_beta1, config.adam_beta2),
+            adam_epsilon=config.adam_epsilon,
+            kwargs=config.optim_kwargs,
+        ).step()
+    except Exception as error:  # of any kind, by what is given
+        raise ConfigError(f"optim_kwargs={config.optim_kwargs} do not fit optim={config.optim}: {error}") from None
+
+
+def check_model_folder(config: TrainConfig) -> None:
+    """Raises ConfigError for a folder that is no model, arguments it does not take, and a tokenizer of another model.
+
+    A model by a hub name, or of a plugin, is not there yet.
+    """
+    if not Path(config.model).is_dir():
+        return
+    found = configuration_of(config.model, config.trust_remote_code)
+    if config.backend == "fsdp":
+        check_arguments("model_init_kwargs", config.model_init_kwargs, config.model, config.trust_remote_code)
+    if config.tokenizer is None or Path(config.tokenizer).is_dir():
+        from trainers.parts.inputs import load_tokenizer
+
+        check_vocabulary(load_tokenizer(config, config.model), found, config.tokenizer or config.model, config.model)
+
+
+def configuration_of(model: str, trust_remote_code: bool, **kwargs: Any) -> Any:
+    """The model's configuration; with ``return_unused_kwargs`` the arguments that are none of its fields too.
+
+    Raises ConfigError.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **kwargs)
+    except Exception as error:  # of any kind, by what the folder holds
+        told = " ".join(str(error).split())
+        raise ConfigError(f"model: {model!r} has no configuration that can be read: {told}") from None
+
+
+def check_arguments(name: str, kwargs: Mapping[str, Any], model: str, trust_remote_code: bool) -> None:
+    """Raises ConfigError for arguments that are neither of ``from_pretrained`` nor fields of the configuration."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from trainers.backends.fsdp import packed_attention
+
+    fields = {key: value for key, value in kwargs.items() if key not in OF_FROM_PRETRAINED}
+    if fields:
+        _, unused = configuration_of(model, trust_remote_code, return_unused_kwargs=True, **fields)
+        if unused:
+            raise ConfigError(
+                f"{name} holds {', '.join(unused)}, which is neither an argument of from_pretrained nor a field of the "
+                "model's configuration. Remove it."
+            )
+    packed_attention.register()
+    attention = kwargs.get("attn_implementation")
+    known = ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
+    if isinstance(attention, str) and attention not in known and "/" not in attention:
+        raise ConfigError(f"{name}: attn_implementation must be one of {', '.join(known)}; got {attention!r}")
+    if attention is not None and not isinstance(attention, (str, Mapping)):
+        raise ConfigError(f"{name}: attn_implementation must be a name, got {attention!r}")
+
+
+def check_vocabulary(tokenizer: Any, configuration: Any, tokenizer_name: str, model: str) -> None:
+    """Raises ConfigError if the tokenizer has ids that the model has no embeddings of."""
+    size = getattr(configuration.get_text_config(), "vocab_size", None)
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    if isinstance(size, int) and highest >= size:
+        raise ConfigError(
+            f"tokenizer: {tokenizer_name!r} has token ids up to {highest}, but the model {model!r} has embeddings of "
+            f"{size} tokens. Name the model's own tokenizer, or give the model larger embeddings."
+        )

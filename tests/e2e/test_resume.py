@@ -16,6 +16,7 @@ from tests.golden.tiny import save_tiny
 from tests.rayhelper.strangers import Payload
 from trainers.checkpoint import resolve_resume
 from trainers.grpo.trainer import GRPOTrainer
+from trainers.manifest import write_manifest
 from trainers.run.stopping import Stopped
 from trainers.sft.trainer import SFTTrainer
 
@@ -72,6 +73,7 @@ def test_a_checkpoint_that_asks_for_code_ends_the_run_with_its_name(model: str, 
     SFTTrainer(sft_config(model, tmp_path / "run", **keys)).train()
     spoilt = tmp_path / "run" / "checkpoint-2" / "rng_state_0.pth"
     torch.save({"python": Payload(tmp_path / "made")}, spoilt)
+    write_manifest(spoilt.parent)  # as a stranger would who wants it to be taken
     config = sft_config(model, tmp_path / "run", **keys, resume_from_checkpoint=str(spoilt.parent))
     with pytest.raises(ConfigError) as raised:
         SFTTrainer(config).train()

@@ -20,6 +20,7 @@ from rayhelper.authenticated.sealing import Handshake, Session
 HANDSHAKE_S = 5.0  # how long a visitor may take to prove that it knows the key
 MAX_STRANGERS = 64  # visitors that have yet to prove it
 _SEND_S = 2.0  # how long a visitor may take to take an answer
+_PAUSE_S = 0.01
 _READ_BYTES = 1 << 16
 
 Address = tuple[str, int]
@@ -86,7 +87,8 @@ class Server:
     def _let_in(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it has left already
+        except OSError:  # it has left already, or this process has no descriptor left, and should not ask without pause
+            time.sleep(_PAUSE_S)
             return
         strangers = self._strangers()
         if len(strangers) >= MAX_STRANGERS:

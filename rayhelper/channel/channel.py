@@ -84,9 +84,9 @@ class Channel:
         as one can tell, else the address by which this machine reaches the others.
     name: for messages.
     authenticate_payload: whether buckets that travel by gloo carry a code that nobody can make who does not know the
-        channel's key. It costs both sides 1 s for 1.5 GB on each core that hashes. False: somebody who can reach the
-        ports of a worker might change weights. Messages are authenticated in either case. nccl's buckets stay on GPUs
-        and carry a checksum only; those of shared_memory and cuda_ipc travel over no port.
+        channel's key. It costs both sides 1 s for 1.2 GB on each core that hashes, of up to four. False: somebody who
+        can reach the ports of a worker might change weights. Messages are authenticated in either case. nccl's buckets
+        stay on GPUs and carry a checksum only; those of shared_memory and cuda_ipc travel over no port.
 
     After a failure on either side a channel is of no further use; make another.
     """

@@ -86,8 +86,11 @@ class Link:
         self.broken: str | None = None
         self.store: Any = None  # where a transport's process group meets
         try:
-            watch, _ = dial(driver, self.key, terms.purpose, terms.timeout_s)
             self.meeting = Client(driver, self.key, terms.purpose, terms.timeout_s)
+            with contextlib.ExitStack() as failing:
+                failing.callback(self.meeting.close)
+                watch, _ = dial(driver, self.key, terms.purpose, terms.timeout_s)
+                failing.pop_all()
         except AuthenticationError as error:
             raise ChannelError(
                 f"{self.where()}: who listens at {driver[0]}:{driver[1]} is not this channel's driver: {error}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import socket
 import sys
@@ -61,7 +62,10 @@ def _store(host: str, port: int, info: WorkerInfo, timeout_s: float) -> Any:
     family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     try:
         listener = socket.create_server(place[:2], family=family, backlog=1024)
-    except OSError:  # the store of the group that this process has left still listens there
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:  # above all: this node does not have the address
+            raise
+        # the store of the group that this process has left still listens there, and is what torch returns
         return TCPStore(host, port, info.world_size, is_master=True, **kept)
     descriptor = listener.detach()
     return TCPStore(host, port, info.world_size, is_master=True, master_listen_fd=descriptor, use_libuv=True, **kept)

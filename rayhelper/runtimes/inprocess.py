@@ -59,7 +59,7 @@ class InprocessCluster:
         if not self.strict:
             return cls, args, kwargs, Ambient.here()
         try:
-            return pack((cls, args, kwargs, Ambient.here()))
+            return pack((cls, args, kwargs, Ambient.here()), stays_here=True)
         except Exception as error:
             raise DispatchError(f"an argument of {cls.__name__}(...) cannot be sent to a worker: {error}") from error
 
@@ -232,7 +232,7 @@ def _sent(call: Any, ledger: Ledger, where: str) -> Any:
 
 def _carried(value: Any) -> Packed:
     """The packed value as the other side has it: in memory of its own."""
-    packed: Packed = pickle.loads(pickle.dumps(pack(value)))
+    packed: Packed = pickle.loads(pickle.dumps(pack(value, stays_here=True)))
     return packed
 
 
@@ -248,7 +248,7 @@ def _pickles(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, tuple[A
     """What each argument looks like pickled, by the name it has in messages."""
     named = {f"positional argument {i + 1}": value for i, value in enumerate(args)}
     named |= {f"argument {name!r}": value for name, value in kwargs.items()}
-    packed = {name: pack(value) for name, value in named.items()}
+    packed = {name: pack(value, stays_here=True) for name, value in named.items()}
     return {
         name: (one.head, one.small.tobytes(), *(content.tobytes() for content in one.large))
         for name, one in packed.items()

@@ -22,6 +22,7 @@ import sys
 import threading
 import warnings
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -56,11 +57,15 @@ class Packed:
         return len(self.head) + int(self.small.nbytes) + sum(int(content.nbytes) for content in self.large)
 
 
-def pack(value: Any) -> Packed:
-    """The value, ready to travel. Raises what pickling raises."""
+def pack(value: Any, *, stays_here: bool = False) -> Packed:
+    """The value, ready to travel. Raises what pickling raises.
+
+    ``stays_here``: it is unpacked in this process, whose classes and functions it refers to.
+    """
     contents: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
-    _pickler()(stream, protocol=5, buffer_callback=contents.append).dump(_joined_lists(value, {}))
+    pickler = _local_pickler() if stays_here else _pickler()
+    pickler(stream, protocol=5, buffer_callback=contents.append).dump(_joined_lists(value, {}))
     table = np.empty((len(contents), 2), np.int64)
     parts: list[Any] = []
     large: list[Any] = []
@@ -180,6 +185,30 @@ def _pickler() -> type[Any]:
             return _reduced(value) or super().reducer_override(value)  # type: ignore[no-untyped-call]
 
     return Pickler
+
+
+@functools.cache
+def _local_pickler() -> type[Any]:
+    """As ``_pickler``, but that a class or function which has a name is that name.
+
+    One that another session sends by value would be rebuilt in place, without what its module holds.
+    """
+
+    class Pickler(_pickler()):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, (type, FunctionType)) and _is_named(value):
+                return value.__qualname__
+            return super().reducer_override(value)
+
+    return Pickler
+
+
+def _is_named(value: Any) -> bool:
+    """Whether a class or function is what its module has under its name."""
+    found: Any = sys.modules.get(value.__module__)
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is value
 
 
 @functools.cache

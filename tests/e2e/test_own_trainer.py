@@ -1,9 +1,8 @@
-"""The trainers of examples/own_trainer: by the command line and from Python, equal on every runtime, resumed."""
+"""The trainers of examples/own_trainer: equal on every runtime, resumed. Two processes: test_torchrun_trainers.py."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from rayhelper.named_class import class_named
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import TEXTS, begin_torchrun_of_one, final_bytes, interrupted_after, lines, separate, together
 from tests.golden.tiny import save_tiny
-from tests.rayhelper.test_torchrun import torchrun
 from trainers.batch import Ragged, Sequences
 from trainers.cli import load_config, placement, run
 from trainers.commands import command_named
@@ -66,7 +64,7 @@ def file_of(name: str) -> Any:
 def configured(name: str, model: str, folder: Path, **keys: Any) -> Any:
     """The example's configuration file, made small."""
     config_type = command_named(EXAMPLES[name]).config_type
-    config = load_config(config_type, ["--config", f"{FOLDER}/{name}.yaml"])
+    config = load_config(config_type, ["--config", str(ROOT / FOLDER / f"{name}.yaml")])
     return dataclasses.replace(config, **{**SMALL, "model": model, "output_dir": str(folder), **keys})
 
 
@@ -93,21 +91,6 @@ def test_the_losses_are_the_same_off_in_process_under_torchrun_and_on_ray(
     for kind in ("in process", "torchrun", "one worker", "roles apart"):
         assert lines(tmp_path / kind) == expected, kind
         assert final_bytes(tmp_path / kind) == final_bytes(tmp_path / "off"), kind
-
-
-def test_two_processes_of_torchrun_equal_two_ray_workers_by_the_command_line(
-    model: str, tmp_path: Path, ray_session: RaySession
-) -> None:
-    config = configured("raft", model, tmp_path / "torchrun", num_kept=2)
-    file = tmp_path / "raft.yaml"
-    file.write_text(json.dumps(dataclasses.asdict(config)))
-    done = torchrun(2, "-m", "trainers", EXAMPLES["raft"], "--config", str(file), "--report_to", "[none]", cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-4000:]
-    with ray_session(together(2)):
-        trainer_of("raft")(dataclasses.replace(config, output_dir=str(tmp_path / "ray"))).train()
-    assert len(lines(tmp_path / "ray")) == 3
-    assert lines(tmp_path / "torchrun") == lines(tmp_path / "ray")
-    assert final_bytes(tmp_path / "torchrun") == final_bytes(tmp_path / "ray")
 
 
 def test_a_resumed_run_equals_one_that_never_stopped(model: str, tmp_path: Path) -> None:

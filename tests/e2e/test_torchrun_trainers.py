@@ -33,6 +33,7 @@ from tests.e2e.runs import (
     sft_config,
     together,
 )
+from tests.e2e.test_own_trainer import configured, trainer_of
 from tests.golden.tiny import save_tiny
 from tests.rayhelper.test_torchrun import torchrun
 from trainers.batch import Sequences
@@ -54,7 +55,10 @@ from trainers.sft.trainer import SFTTrainer
 pytestmark = pytest.mark.xdist_group("ray_trainers")  # all look at what one start of torchrun left behind
 
 ROOT = Path(__file__).resolve().parents[2]
-OTHERS: dict[str, Any] = {"dpo": DPOTrainer, "reward": RewardTrainer, "gkd": GKDTrainer, "ppo": PPOTrainer}
+OTHERS: dict[str, Any] = {
+    **{"dpo": DPOTrainer, "reward": RewardTrainer, "gkd": GKDTrainer, "ppo": PPOTrainer},
+    "raft": trainer_of("raft"),  # written outside of the package
+}
 ROLES = sorted({role for cls in (GRPOTrainer, *OTHERS.values()) for role in cls.__rayhelper_roles__})
 PLUGIN = """
 import os
@@ -148,6 +152,8 @@ def whole_runs(model: str, folder: Path) -> None:
 def other_config(name: str, model: str, folder: Path) -> Any:
     """Three steps and a checkpoint of a trainer of ``OTHERS``."""
     keys: dict[str, Any] = {"max_steps": 3, "save_steps": 2}
+    if name == "raft":
+        return configured(name, model, folder, num_kept=2, report_to=["none"], **keys)
     if name == "gkd":
         return gkd_config(model, folder, teacher_model=model, lmbda=1.0, sft_alpha=0.0, **keys)
     return {"dpo": dpo_config, "reward": reward_config, "ppo": ppo_config}[name](model, folder, **keys)

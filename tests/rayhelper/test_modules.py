@@ -12,10 +12,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from ray import cloudpickle
 
 from rayhelper import RayHelper
 from rayhelper.runtimes.ray.modules import sources_of, unlike_modules
-from tests.conftest import RaySession
+from tests.conftest import RaySession, without_runtime
 
 ONE = {"g": {"device": "CPU", "ranks": 1, "workers": ["train"]}}
 SOURCE = """
@@ -108,3 +109,15 @@ def test_workers_that_have_imported_it_before_it_was_edited_get_the_new_one(
         importlib.reload(module)
         assert module.Edited().answer() == [7, 8]
         assert Importer().load(str(path.parent), module.__name__) == 2  # the worker's own import is what it was
+
+
+def test_strict_leaves_a_class_as_it_is_that_goes_to_ray_by_value(module: Any) -> None:
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        init, answer = module.Edited.__init__, module.Edited.answer
+        with without_runtime(), RayHelper.session(ONE, runtime="inprocess", strict=True):
+            assert module.Edited().answer() == [2, 3]
+        assert module.Edited.__init__ is init
+        assert module.Edited.answer is answer
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)

@@ -452,7 +452,11 @@ def _check_schedule(name: str, kwargs: dict[str, Any]) -> None:
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    settings = {"num_warmup_steps": 1, "num_training_steps": 10, "scheduler_specific_kwargs": dict(kwargs)}
+    settings: dict[str, Any] = {
+        "num_warmup_steps": 1,
+        "num_training_steps": 10,
+        "scheduler_specific_kwargs": dict(kwargs),
+    }
     try:
         schedule: Any = get_scheduler(name, optimizer, **settings)
         rates = [float(rate(step)) for rate in schedule.lr_lambdas for step in range(11)]

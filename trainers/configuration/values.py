@@ -103,16 +103,16 @@ def _fits(value: Any, hint: Any) -> bool:
 def _check_numbers(name: str, value: Any) -> None:
     """Raises ConfigError unless numbers are finite and not absurdly large; what else they must be, the key's own check
     says."""
-    for number in value if isinstance(value, (list, tuple)) else [value]:
-        if not isinstance(number, numbers.Real) or isinstance(number, bool):
-            continue
+    is_list = isinstance(value, (list, tuple))
+    found: list[Any] = [one for one in (value if is_list else [value]) if isinstance(one, numbers.Real)]
+    for number in found:
+        is_sensible = abs(number) <= MOST  # false of NaN; a whole number may be too large for math.isfinite
         if name in AT_MOST:
             if number > AT_MOST[name]:
                 raise ConfigError(f"{name} must be at most {AT_MOST[name]:.10g}, got {_shown(value)}")
-        elif isinstance(value, (list, tuple)) and not math.isfinite(number):
-            raise ConfigError(f"{name} must hold finite numbers, got {_shown(value)}")
-        elif not abs(number) <= MOST and not (math.isinf(number) and name in MAY_BE_INFINITE):
-            raise ConfigError(f"{name} must be a finite number of at most {MOST:g}, got {_shown(value)}")
+        elif not is_sensible and not (name in MAY_BE_INFINITE and abs(number) == math.inf):
+            what = "hold finite numbers" if is_list else "be a finite number"
+            raise ConfigError(f"{name} must {what} of at most {MOST:g}, got {_shown(value)}")
 
 
 def _check_texts(config: Any) -> None:

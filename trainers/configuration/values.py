@@ -122,6 +122,9 @@ def _check_texts(config: Any) -> None:
             raise ConfigError(f"{one.name} holds a character of code 0, as no text may")
     if not str(config.output_dir).strip():
         raise ConfigError("output_dir is empty. Name a folder.")
+    for key in ("tokenizer", "ref_model", "teacher_model", "sft_model", "value_model", "prompt_template"):
+        if isinstance(text := getattr(config, key, None), str) and not text.strip():
+            raise ConfigError(f"{key} is empty. Name something, or write null.")
     name = config.run_name
     if name is not None and (
         not name.strip() or not name.isprintable() or ".." in PurePath(name).parts or name.startswith("/")

@@ -93,6 +93,18 @@ def test_a_run_that_was_moved_to_another_machine_waits_until_its_old_lock_is_sta
     assert len(waits) == 2
 
 
+def test_the_first_process_of_torchrun_has_the_folder_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others check their configuration at the same time, and read checkpoints in a folder that is held."""
+    left(tmp_path, pid=os.getppid(), started=folder_lock._started(os.getppid()))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    monkeypatch.setenv("RANK", "1")
+    with held(tmp_path):
+        assert os.listdir(tmp_path) == [LOCK_FILE]
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="in use by another run"), held(tmp_path):
+        pass
+
+
 def test_a_run_whose_folder_was_taken_over_stops_writing_and_leaves_the_lock(tmp_path: Path) -> None:
     with held(tmp_path) as lock:
         left(tmp_path, machine=OTHER, token="other")

@@ -95,9 +95,14 @@ class FolderLock:
 def held(folder: Path) -> Iterator[FolderLock]:
     """Inside, no other run writes into the folder. It is made if it is not there, and goes again if it stays empty.
 
+    Of the processes of torchrun the first has it for all; the others neither look nor write.
+
     Raises:
         ConfigError: another run has it, or nothing can be written there.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("RANK", "0")) > 0:
+        yield FolderLock(folder, Owner.here())
+        return
     is_made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)

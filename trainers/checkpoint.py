@@ -262,9 +262,9 @@ def _put_right(output_dir: Path) -> None:
     for unfinished in _left_over(output_dir, ".tmp"):
         folder = unfinished.with_suffix("")
         if _is_whole(unfinished) and not folder.exists():
-            if not has_manifest(unfinished):
-                write_manifest(unfinished)
             with contextlib.suppress(FileNotFoundError):  # another process of the run did it at the same time
+                if not has_manifest(unfinished):
+                    write_manifest(unfinished)
                 unfinished.rename(folder)
 
 

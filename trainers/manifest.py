@@ -25,8 +25,8 @@ NUM_THREADS = 8
 
 def write_manifest(folder: Path) -> None:
     """Lists every file below ``folder``. Nobody may write there any more."""
-    unfinished = folder / f"{MANIFEST_FILE}.tmp"
-    paths = [path for path in _files(folder) if path not in (folder / MANIFEST_FILE, unfinished)]
+    unfinished = folder / f"{MANIFEST_FILE}.{os.getpid()}"
+    paths = [path for path in _files(folder) if path.parent != folder or not path.name.startswith(MANIFEST_FILE)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         digests = list(pool.map(_digest, paths))
     listed = {

@@ -133,8 +133,7 @@ def load_plugins(external_plugins: Iterable[str | Path]) -> list[ModuleType]:
 def _load(plugin: str | Path) -> ModuleType:
     is_file = isinstance(plugin, Path) or plugin.endswith(".py") or "/" in plugin
     try:
-        with exits_are_errors("it"):
-            return _load_file(Path(plugin).expanduser().resolve()) if is_file else importlib.import_module(str(plugin))
+        return _load_file(Path(plugin).expanduser().resolve()) if is_file else importlib.import_module(str(plugin))
     except FileNotFoundError:
         raise
     except Exception as error:

@@ -44,15 +44,16 @@ def test_a_folder_is_held_inside_and_left_as_it_was(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "silent_s"),
-    [({"pid": os.getppid(), "started": folder_lock._started(os.getppid())}, 1e6), ({"machine": OTHER}, 100.0)],
-    ids=["alive here, however long silent", "elsewhere, heard of lately"],
-)
+@pytest.mark.parametrize("where", ["here, however long silent", "elsewhere, heard of again"])
 def test_the_second_run_is_refused_by_a_line_that_names_the_first(
-    changes: dict[str, Any], silent_s: float, tmp_path: Path
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner = left(tmp_path, silent_s, **changes, host="node7")
+    if where.startswith("here"):
+        parent = os.getppid()
+        owner = left(tmp_path, 1e6, pid=parent, started=folder_lock._started(parent), host="node7")
+    else:
+        owner = left(tmp_path, 100.0, machine=OTHER, host="node7")
+        monkeypatch.setattr(folder_lock.time, "sleep", lambda _: os.utime(tmp_path / LOCK_FILE))
     with (
         pytest.raises(ConfigError, match=rf"in use by another run: process {owner.pid} on node7") as told,
         held(tmp_path),
@@ -74,6 +75,34 @@ def test_the_lock_of_a_process_that_is_gone_is_taken_over(
     with held(tmp_path) as lock:
         assert lock.owner.is_this_process
     assert os.listdir(tmp_path) == []
+
+
+def test_a_run_that_was_moved_to_another_machine_waits_until_its_old_lock_is_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left(tmp_path, 100.0, machine=OTHER)
+    waits: list[float] = []
+
+    def pass_time(wait_s: float) -> None:
+        waits.append(wait_s)
+        monkeypatch.setattr(folder_lock, "GONE_AFTER_S", 180.0 - 40 * len(waits))
+
+    monkeypatch.setattr(folder_lock.time, "sleep", pass_time)
+    with held(tmp_path) as lock:
+        assert lock.owner.is_this_process
+    assert len(waits) == 2
+
+
+def test_the_first_process_of_torchrun_has_the_folder_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others check their configuration at the same time, and read checkpoints in a folder that is held."""
+    left(tmp_path, pid=os.getppid(), started=folder_lock._started(os.getppid()))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    monkeypatch.setenv("RANK", "1")
+    with held(tmp_path):
+        assert os.listdir(tmp_path) == [LOCK_FILE]
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="in use by another run"), held(tmp_path):
+        pass
 
 
 def test_a_run_whose_folder_was_taken_over_stops_writing_and_leaves_the_lock(tmp_path: Path) -> None:

@@ -113,7 +113,8 @@ class RunConfig:
     timeout_s: float | None = None
     """Seconds that a call to a role may take, in groups that do not say it themselves; null: no limit."""
     env: dict[str, str | int | float] = field(default_factory=dict)
-    """Environment variables of every process; they win over the shell's, and a group's own ``env`` over them."""
+    """Environment variables of every process; they win over the shell's, and a group's own ``env`` over them. Files and
+    trackers show secrets, by names such as HF_TOKEN, as ***; a file that is read with *** takes the shell's value."""
 
     def __post_init__(self) -> None:
         check_run(self)
@@ -293,6 +294,8 @@ def check_shared(config: TrainConfig) -> None:
     at_least(config, 0, "num_train_epochs", "lora_dropout", "logits_memory_gib")
     at_least(config, 1, "lora_rank", "token_budget")
     at_least(config, 1, "recompute_num_layers", "infer_batch_size", *PARALLEL_KEYS)
+    if not str(config.model).strip():
+        raise ConfigError("model is empty. Give a folder, a hub name, or the name of a plugin's model.")
     _check_backend(config)
     _check_adapter(config)
     for source in _listed(config.eval_dataset):

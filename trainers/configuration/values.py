@@ -25,7 +25,8 @@ AT_MOST = {  # numbers beyond them are accepted by every formula, and mean nothi
     **dict.fromkeys(("learning_rate", "value_learning_rate"), 100.0),
     **dict.fromkeys(("seed", "dataset_seed"), MAX_SEED),
 }
-SAID_BETTER = ("stop_token_ids",)  # keys whose own check says more than their type
+TYPES_SAID_BETTER = ("stop_token_ids",)  # keys whose own check says more than their type
+NUMBERS_SAID_BETTER = ("peak_tflops", "timeout_s", "request_timeout_s", "save_before_s")  # or than that it is finite
 VARIABLE = re.compile(r"[^=\0\s]+")
 
 
@@ -34,9 +35,10 @@ def check_values(config: Any) -> None:
     hints = get_type_hints(type(config))
     for one in fields(config):
         value = getattr(config, one.name)
-        if one.name not in SAID_BETTER and not _fits(value, hints[one.name]):
+        if one.name not in TYPES_SAID_BETTER and not _fits(value, hints[one.name]):
             raise ConfigError(f"{one.name} must be {expected(hints[one.name])}, got {_shown(value)}")
-        _check_numbers(one.name, value)
+        if one.name not in NUMBERS_SAID_BETTER:
+            _check_numbers(one.name, value)
     _check_texts(config)
     _check_env(config.env)
 
@@ -103,16 +105,16 @@ def _fits(value: Any, hint: Any) -> bool:
 def _check_numbers(name: str, value: Any) -> None:
     """Raises ConfigError unless numbers are finite and not absurdly large; what else they must be, the key's own check
     says."""
-    for number in value if isinstance(value, (list, tuple)) else [value]:
-        if not isinstance(number, (int, float)) or isinstance(number, bool):
-            continue
+    is_list = isinstance(value, (list, tuple))
+    found: list[Any] = [one for one in (value if is_list else [value]) if isinstance(one, numbers.Real)]
+    for number in found:
+        is_sensible = abs(number) <= MOST  # false of NaN; a whole number may be too large for math.isfinite
         if name in AT_MOST:
             if number > AT_MOST[name]:
                 raise ConfigError(f"{name} must be at most {AT_MOST[name]:.10g}, got {_shown(value)}")
-        elif isinstance(value, (list, tuple)) and not math.isfinite(number):
-            raise ConfigError(f"{name} must hold finite numbers, got {_shown(value)}")
-        elif not abs(number) <= MOST and not (math.isinf(number) and name in MAY_BE_INFINITE):
-            raise ConfigError(f"{name} must be a finite number of at most {MOST:g}, got {_shown(value)}")
+        elif not is_sensible and not (name in MAY_BE_INFINITE and abs(number) == math.inf):
+            what = "hold finite numbers" if is_list else "be a finite number"
+            raise ConfigError(f"{name} must {what} of at most {MOST:g}, got {_shown(value)}")
 
 
 def _check_texts(config: Any) -> None:
@@ -122,6 +124,9 @@ def _check_texts(config: Any) -> None:
             raise ConfigError(f"{one.name} holds a character of code 0, as no text may")
     if not str(config.output_dir).strip():
         raise ConfigError("output_dir is empty. Name a folder.")
+    for key in ("tokenizer", "ref_model", "teacher_model", "sft_model", "value_model", "prompt_template"):
+        if isinstance(text := getattr(config, key, None), str) and not text.strip():
+            raise ConfigError(f"{key} is empty. Name something, or write null.")
     name = config.run_name
     if name is not None and (
         not name.strip() or not name.isprintable() or ".." in PurePath(name).parts or name.startswith("/")

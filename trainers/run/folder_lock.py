@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import secrets
 import socket
@@ -30,6 +31,8 @@ from rayhelper import ConfigError
 LOCK_FILE = "run.lock"
 HEARTBEAT_S = 10.0
 GONE_AFTER_S = 180.0  # without a heartbeat
+LOOK_S = 2.0  # between two looks at the heartbeat of another machine's process
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,14 @@ class Owner:
         pid = os.getpid()
         return (self.machine, self.pid, self.started) == (_machine(), pid, _started(pid))
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is, or was, in this machine's table of processes."""
+        return self.machine == _machine()
+
     def is_alive(self, silent_s: float) -> bool:
         """``silent_s``: the age of its last heartbeat."""
-        if self.machine == _machine():
+        if self.is_here:
             return _started(self.pid) == self.started
         return silent_s < GONE_AFTER_S
 
@@ -87,9 +95,14 @@ class FolderLock:
 def held(folder: Path) -> Iterator[FolderLock]:
     """Inside, no other run writes into the folder. It is made if it is not there, and goes again if it stays empty.
 
+    Of the processes of torchrun the first has it for all; the others neither look nor write.
+
     Raises:
         ConfigError: another run has it, or nothing can be written there.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("RANK", "0")) > 0:
+        yield FolderLock(folder, Owner.here())
+        return
     is_made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,25 +131,39 @@ def held(folder: Path) -> Iterator[FolderLock]:
 
 
 def _taken(folder: Path) -> tuple[Owner, bool]:
-    """The owner, who is this process, and whether it was not before. Raises ConfigError, OSError."""
-    with _one_at_a_time(folder):
-        file = folder / LOCK_FILE
-        owner = _owner(folder)
-        if owner is not None:
+    """The owner, who is this process, and whether it was not before. Raises ConfigError, OSError.
+
+    An owner elsewhere that was heard of lately may be gone all the same, as a job that was moved to another node is: it
+    has the folder if it is heard of again before ``GONE_AFTER_S`` is over.
+    """
+    file, heard = folder / LOCK_FILE, 0.0
+    while True:
+        with _one_at_a_time(folder):
+            owner = _owner(folder)
+            if owner is None or (not owner.is_this_process and not owner.is_alive(_silent_s(file))):
+                return _written(file), True
             if owner.is_this_process:
                 return owner, False
-            silent_s = _silent_s(file)
-            if owner.is_alive(silent_s):
+            beat = file.stat().st_mtime
+            if owner.is_here or beat != heard > 0:
                 raise ConfigError(
                     f"output_dir: {str(folder)!r} is in use by another run: process {owner.pid} on {owner.host}, since "
-                    f"{owner.since}, last seen {silent_s:.0f} s ago. Name another output_dir, or end that run (if you "
-                    f"know that it is gone, remove {file})."
+                    f"{owner.since}, last seen {_silent_s(file):.0f} s ago. Name another output_dir, or end that run "
+                    f"(if you know that it is gone, remove {file})."
                 )
-        owner = Owner.here()
-        unfinished = folder / f"{LOCK_FILE}.{owner.token}"
-        unfinished.write_text(json.dumps(asdict(owner)), encoding="utf-8")
-        unfinished.replace(file)
-        return owner, True
+        if not heard:
+            logger.info("waiting for a sign of process %d on %s, which has %s", owner.pid, owner.host, folder)
+        heard = beat
+        time.sleep(LOOK_S)
+
+
+def _written(file: Path) -> Owner:
+    """This process, as the new owner of a folder."""
+    owner = Owner.here()
+    unfinished = file.with_name(f"{LOCK_FILE}.{owner.token}")
+    unfinished.write_text(json.dumps(asdict(owner)), encoding="utf-8")
+    unfinished.replace(file)
+    return owner
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ def typed(name: str, hint: Any, value: Any) -> Any:
             raise TypeError
         return parser.parse_object({"value": value}, defaults=False).value
     except (jsonargparse.ArgumentError, TypeError):
-        if name == "loss_type" and value in NOT_BUILT:
+        if name == "loss_type" and isinstance(value, str) and value in NOT_BUILT:
             raise ConfigError(NOT_BUILT[value]) from None
         legal = [str(option) for member in members if get_origin(member) is Literal for option in get_args(member)]
         quoted = isinstance(value, (str, list, Mapping))

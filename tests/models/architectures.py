@@ -96,7 +96,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4": Architecture("Glm4Config"),
     "glm4_moe": Architecture("Glm4MoeConfig", {**ROUTED, **GROUPED}),
     "deepseek_v2": Architecture("DeepseekV2Config", {**LATENT, **ROUTED, **GROUPED}, ("head_dim",)),
-    "deepseek_v3": Architecture("DeepseekV3Config", {**LATENT, **ROUTED, **GROUPED}, ("head_dim",)),
+    "deepseek_v3": Architecture(
+        "DeepseekV3Config",
+        {**LATENT, **ROUTED, **GROUPED, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        ("head_dim",),
+    ),
     "gpt_oss": Architecture("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
     "olmo3": Architecture("Olmo3Config", {"sliding_window": 8}),
     "smollm3": Architecture("SmolLM3Config"),

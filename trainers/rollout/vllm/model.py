@@ -15,6 +15,8 @@ def load(named_weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> None:
     model.load_weights(iter(named_weights))
 
 
+# Models of vLLM that keep weights under other names, the other way round, or as another function of them
+UNLIKE = {"FalconH1ForCausalLM", "GptOssForCausalLM", "NemotronHForCausalLM"}
 PLAIN = {"CPU", "TRITON", "BATCHED_TRITON"}  # vLLM's kernels for experts that take weights as they come
 
 
@@ -47,6 +49,8 @@ def model_fingerprints(dtype: torch.dtype, model: Any) -> dict[str, int]:
     ``dtype``: in which weights come. Some that vLLM keeps in float32 (biases of routers, decays of states) came in it
     too, so they are looked at in it.
     """
+    if type(model).__name__ in UNLIKE:
+        return {}
     from vllm.distributed import parallel_state
 
     size, rank = (

@@ -67,8 +67,11 @@ def _refusals() -> Iterator[None]:
 
     try:
         yield
-    except ValidationError as error:
-        said = " ".join(str(error.errors()[0]["msg"]).split())
+    except ConfigError:
+        raise
+    except (ValueError, NotImplementedError) as error:
+        said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        said = " ".join(said.split())
         raise ConfigError(f"vLLM refuses the model or its settings: {said}") from error
 
 

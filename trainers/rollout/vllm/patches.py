@@ -180,7 +180,7 @@ def plain_experts() -> None:
     run: Any = getattr(cpu_moe, "cpu_fused_moe", None)
     if pack is None or run is None or isinstance(run, _PackingKernel):
         return
-    cpu_moe.cpu_fused_moe = _PackingKernel(run, pack)  # type: ignore[assignment]
+    cpu_moe.cpu_fused_moe = _PackingKernel(run, pack)
     cpu_moe.cpu_prepack_moe_weight = lambda weight, isa: weight
 
 

@@ -144,7 +144,16 @@ ARCHITECTURES: dict[str, Architecture] = {
             "layer_types": ["linear_attention", "full_attention"],
         },
     ),
-    "minimax_m2": Architecture("MiniMaxM2Config", {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 32}),
+    "minimax_m2": Architecture(
+        "MiniMaxM2Config",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 32,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+        },
+    ),
     "cohere": Architecture("CohereConfig", {"logit_scale": 0.25, "tie_word_embeddings": True}),
 }
 

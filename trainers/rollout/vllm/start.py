@@ -69,7 +69,7 @@ def _refusals() -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, AssertionError) as error:
         said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         said = " ".join(said.split())
         raise ConfigError(f"vLLM refuses the model or its settings: {said}") from error

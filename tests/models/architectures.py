@@ -33,9 +33,9 @@ SIZES: dict[str, Any] = {
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 2,
     "q_lora_rank": 32,
-    "kv_lora_rank": 32,
+    "kv_lora_rank": 512,  # the only size that vLLM's attention takes
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
+    "qk_rope_head_dim": 64,
     "v_head_dim": 32,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -96,7 +96,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4": Architecture("Glm4Config"),
     "glm4_moe": Architecture("Glm4MoeConfig", {**ROUTED, **GROUPED}),
     "deepseek_v2": Architecture("DeepseekV2Config", {**LATENT, **ROUTED, **GROUPED}, ("head_dim",)),
-    "deepseek_v3": Architecture("DeepseekV3Config", {**LATENT, **ROUTED, **GROUPED}, ("head_dim",)),
+    "deepseek_v3": Architecture(
+        "DeepseekV3Config",
+        {**LATENT, **ROUTED, **GROUPED, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+        ("head_dim",),
+    ),
     "gpt_oss": Architecture("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
     "olmo3": Architecture("Olmo3Config", {"sliding_window": 8}),
     "smollm3": Architecture("SmolLM3Config"),
@@ -140,7 +144,16 @@ ARCHITECTURES: dict[str, Architecture] = {
             "layer_types": ["linear_attention", "full_attention"],
         },
     ),
-    "minimax_m2": Architecture("MiniMaxM2Config", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "minimax_m2": Architecture(
+        "MiniMaxM2Config",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rotary_dim": 32,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+        },
+    ),
     "cohere": Architecture("CohereConfig", {"logit_scale": 0.25, "tie_word_embeddings": True}),
 }
 

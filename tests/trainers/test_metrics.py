@@ -153,3 +153,13 @@ def test_metrics_are_taken_away_renamed_and_chosen_by_name_and_the_first_ones_st
     assert renamed.values()["critic/loss"] == 3.0
     assert metrics.only("objective/").values("eval_") == {"eval_objective/kl": 0.5}
     assert metrics.values() == {"loss": 2.0, "num_tokens": 5.0, "objective/kl": 0.5}
+
+
+def test_rows_that_were_bad_are_those_of_all_parts_and_go_through_pickle() -> None:
+    parts = [Metrics(), Metrics(), Metrics()]
+    parts[0].bad_rows, parts[2].bad_rows = [7, 3], [3, 4]
+    parts[0].max("bad_steps", 1.0)
+    whole = Metrics.merge([pickle.loads(pickle.dumps(part)) for part in parts])
+    assert whole.bad_rows == [3, 4, 7]
+    assert whole.without("loss").bad_rows == [3, 4, 7]
+    assert whole.values() == {"bad_steps": 1.0}

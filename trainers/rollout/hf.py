@@ -133,11 +133,12 @@ class HfEngine:
                 ids_1T = torch.from_numpy(np.concatenate([prompt, completion]))[None].to(self.module.device)
                 logits_NV = self.module(input_ids=ids_1T, use_cache=False).logits[0, len(prompt) - 1 : -1]
                 expected = token_logps(logits_NV, ids_1T[0, len(prompt) :], 1.0).float().cpu().numpy()
-                if not np.abs(expected - logps).mean() <= (1e-3 if self.dtype == torch.float32 else 0.5):
+                gap = np.abs(expected - logps).mean()  # nats
+                if not gap <= (1e-3 if self.dtype == torch.float32 else 0.5):
                     raise ConfigError(
                         f"rollout_engine: hf: {type(self.module).__name__} gives other log-probabilities as it "
-                        f"generates, with a cache and behind padding, than in training ({logps.round(3).tolist()} and "
-                        f"{expected.round(3).tolist()}). Take another engine, such as rollout_engine: vllm."
+                        f"generates, with a cache and behind padding, than in training ({gap:.1f} nats "
+                        f"per token). Take another engine, such as rollout_engine: vllm."
                     )
 
     def _complete(self, prompt_ids: Ragged, config: Any, stops: list[int], temperature: float) -> Rollouts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,11 +10,20 @@ import torch
 from rayhelper import ConfigError
 from trainers.parts.fingerprints import added_up, fingerprint, fingerprints, rows_of
 
+DERIVED = ("W_UK_T", "W_UV")  # parameters that vLLM computes from others: of latent attention (DeepSeek)
+COPIED = ("layer_scalar",)  # buffers of vLLM's that are weights of transformers' models (Gemma 4)
+
 
 def load(named_weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> None:
+    """Takes the weights in place, and computes anew what vLLM has derived from those before."""
     model.load_weights(iter(named_weights))
+    for module in model.modules():
+        if hasattr(module, "kv_b_proj") and hasattr(module, DERIVED[0]):
+            module.process_weights_after_loading(module.kv_b_proj.weight.dtype)
 
 
+# Models of vLLM that keep weights under other names, the other way round, or as another function of them
+UNLIKE = {"FalconH1ForCausalLM", "GptOssForCausalLM", "NemotronHForCausalLM"}
 PLAIN = {"CPU", "TRITON", "BATCHED_TRITON"}  # vLLM's kernels for experts that take weights as they come
 
 
@@ -37,6 +46,15 @@ def scale_logits(factor: float, model: Any) -> None:
     processor.scale = processor.scale_of_model * factor
 
 
+def _weights(module: Any, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, weight in module.named_parameters(recurse=recurse):
+        if name.rpartition(".")[2] not in DERIVED:
+            yield name, weight
+    for name, weight in module.named_buffers(recurse=recurse):
+        if name.rpartition(".")[2] in COPIED:
+            yield name, weight
+
+
 def _as_sent(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return weight.to(dtype) if weight.dtype == torch.float32 else weight
 
@@ -47,6 +65,8 @@ def model_fingerprints(dtype: torch.dtype, model: Any) -> dict[str, int]:
     ``dtype``: in which weights come. Some that vLLM keeps in float32 (biases of routers, decays of states) came in it
     too, so they are looked at in it.
     """
+    if type(model).__name__ in UNLIKE:
+        return {}
     from vllm.distributed import parallel_state
 
     size, rank = (
@@ -54,13 +74,13 @@ def model_fingerprints(dtype: torch.dtype, model: Any) -> dict[str, int]:
         parallel_state.get_tensor_model_parallel_rank(),
     )
     if size == 1:
-        return fingerprints((name, _as_sent(weight, dtype)) for name, weight in model.named_parameters())
+        return fingerprints((name, _as_sent(weight, dtype)) for name, weight in _weights(model))
     from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     prints, seen = [], set()
     for module_name, module in model.named_modules():
-        for name, weight in module.named_parameters(recurse=False):
+        for name, weight in _weights(module, recurse=False):
             if id(weight) in seen:  # tied
                 continue
             seen.add(id(weight))

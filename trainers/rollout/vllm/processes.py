@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from rayhelper import Channel, ChannelError
+from trainers.rollout.vllm.model import load
 
 BUCKET_MB = 64
 TIMEOUT_S = 1800.0  # the weights may be on their way from another node meanwhile
@@ -79,7 +80,7 @@ def _end_worker() -> None:
 def _load(channel: Channel, model: Any) -> str:
     """What went wrong as a process loads its part. It is no exception: of those vLLM would lose the others' answers."""
     try:
-        model.load_weights(channel.receive(copy=False))
+        load(channel.receive(copy=False), model)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

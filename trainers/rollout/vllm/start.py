@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import tempfile
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rayhelper import RayHelper
+from rayhelper import ConfigError, RayHelper
 from trainers.rollout.vllm.decoding import DecodedTokens
 from trainers.rollout.vllm.patches import (
     changed_variables,
@@ -25,6 +26,8 @@ from trainers.rollout.vllm.patches import (
     quick_update,
     small_blocks_decode,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def start(
@@ -39,8 +42,12 @@ def start(
         from vllm.v1.engine.llm_engine import LLMEngine
 
         small_blocks_decode(is_patched)
-        with own_classes():
-            engine: Any = LLMEngine.from_engine_args(EngineArgs(**fields))
+        with own_classes(), _refusals():
+            arguments = EngineArgs(**fields)
+            if on_cpu and arguments.enable_prefix_caching and arguments.create_model_config().is_hybrid:
+                logger.warning("without effect on a CPU: enable_prefix_caching, as the model's layers have states")
+                arguments.enable_prefix_caching = False  # vLLM caches states in chunks alone, which seeds do not stand
+            engine: Any = LLMEngine.from_engine_args(arguments)
         decoded: list[DecodedTokens] = []
         if is_patched:
             scheduler = engine.engine_core.engine_core.scheduler
@@ -51,6 +58,21 @@ def start(
     if on_cpu and fields["tensor_parallel_size"] > 1:
         _forget_shared_memory()
     return engine, decoded
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What vLLM says of a model or settings that it does not take is a ConfigError, in one line."""
+    from pydantic import ValidationError
+
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        said = " ".join(said.split())
+        raise ConfigError(f"vLLM refuses the model or its settings: {said}") from error
 
 
 @contextlib.contextmanager

@@ -110,7 +110,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "seed_oss": Architecture("SeedOssConfig"),
     "ernie4_5": Architecture("Ernie4_5Config"),
     "hunyuan_v1_dense": Architecture("HunYuanDenseV1Config"),
-    "lfm2": Architecture("Lfm2Config", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}),
+    "lfm2": Architecture("Lfm2Config", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "conv_dim": 64}),
     "falcon_h1": Architecture(
         "FalconH1Config",
         {

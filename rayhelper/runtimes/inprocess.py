@@ -10,11 +10,10 @@ is an error here: values that do not pickle, arguments changed in place, writes 
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from rayhelper.device_groups import DeviceGroup, DeviceGroups, all_roles
@@ -85,17 +84,9 @@ class SimulatedWorker(WorkerRuntime):
         self.ledger = Ledger()
         self.random_state: RandomState | None = None  # between its calls; None: as that of this process
 
-    @contextlib.contextmanager
-    def own_random(self) -> Iterator[None]:
+    def own_random(self) -> OwnRandom:
         """Inside, the random generators of this process are those of the worker."""
-        driver = RandomState.here()
-        if self.random_state is not None:
-            self.random_state.restore()
-        try:
-            yield
-        finally:
-            self.random_state = RandomState.here()
-            driver.restore()
+        return OwnRandom(self)
 
     def init_process_group(self, backend: str | None, timeout_s: float) -> None:
         if self.info.world_size > 1:
@@ -105,6 +96,22 @@ class SimulatedWorker(WorkerRuntime):
                 "Ray, or one worker a group."
             )
         super().init_process_group(backend, timeout_s)
+
+
+class OwnRandom:
+    """Inside, the random generators are those of a worker. No generator: see ``acting_as``."""
+
+    def __init__(self, worker: SimulatedWorker) -> None:
+        self.worker = worker
+
+    def __enter__(self) -> None:
+        self.driver = RandomState.here()
+        if self.worker.random_state is not None:
+            self.worker.random_state.restore()
+
+    def __exit__(self, *_: object) -> None:
+        self.worker.random_state = RandomState.here()
+        self.driver.restore()
 
 
 class InprocessGroup:

@@ -16,7 +16,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple
 
@@ -142,22 +142,19 @@ class Mode(NamedTuple):
     autocast_cache: bool
     random: RandomState | None  # new seeds
 
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, this thread is in the same mode."""
         import torch
 
         if self.random is not None:
             self.random.restore()
-        with contextlib.ExitStack() as modes:
-            if self.inference:
-                modes.enter_context(torch.inference_mode())
-            modes.enter_context(torch.set_grad_enabled(self.grad))
-            for device_type, dtype in self.autocast:
-                modes.enter_context(
-                    torch.autocast(device_type, _dtype(torch, dtype), cache_enabled=self.autocast_cache)
-                )
-            yield
+        inference = [torch.inference_mode()] if self.inference else []
+        grad = torch.enable_grad() if self.grad else torch.no_grad()
+        autocast = [
+            torch.autocast(device, _dtype(torch, dtype), cache_enabled=self.autocast_cache)
+            for device, dtype in self.autocast
+        ]
+        return Inside([*inference, grad, *autocast])
 
 
 class DriverMode:
@@ -199,18 +196,42 @@ class RandomStream:
     def __init__(self) -> None:
         self.begun_with: RandomState | None = None
 
-    @contextlib.contextmanager
-    def constructing(self, driver: RandomState) -> Iterator[None]:
+    def constructing(self, driver: RandomState) -> DrawingFrom:
         """Inside, the generators are as the driver's."""
         goes_on = self.begun_with is not None and self.begun_with.seed == driver.seed
-        earlier = RandomState.here() if goes_on else None
         self.begun_with = driver
-        driver.restore()
-        try:
-            yield
-        finally:
-            if earlier is not None:
-                earlier.restore()
+        return DrawingFrom(driver, then_as_before=goes_on)
+
+
+class DrawingFrom:
+    """Inside, the generators of this process go on from a state. No generator: see ``acting_as``."""
+
+    def __init__(self, random: RandomState, *, then_as_before: bool) -> None:
+        self.random = random
+        self.then_as_before = then_as_before
+
+    def __enter__(self) -> None:
+        self.before = RandomState.here() if self.then_as_before else None
+        self.random.restore()
+
+    def __exit__(self, *_: object) -> None:
+        if self.before is not None:
+            self.before.restore()
+
+
+class Inside:
+    """Inside, all of several contexts hold. No generator, nor an ``ExitStack``: see ``acting_as``."""
+
+    def __init__(self, contexts: Sequence[contextlib.AbstractContextManager[Any]]) -> None:
+        self.contexts = contexts
+
+    def __enter__(self) -> None:
+        for context in self.contexts:
+            context.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        for context in reversed(self.contexts):
+            context.__exit__(*raised)
 
 
 # Logging
@@ -221,7 +242,9 @@ def _loggers() -> Iterator[LoggerState]:
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if isinstance(logger, logging.Logger) and not name.startswith(_OWN_LOGGERS):
             state = _state_of(name, logger)
-            if state.level or not state.propagate or (state.format is not None):
+            if state.format is not None and name.partition(".")[0] in installed_modules():
+                state = replace(state, format=None)  # the package gives its logger handlers when it is imported
+            if state.level or not state.propagate or state.format is not None:
                 yield state
 
 
@@ -244,7 +267,7 @@ def _set_logger(state: LoggerState) -> None:
     logger = logging.getLogger(state.name or None)
     logger.setLevel(state.level)
     own = [handler for handler in logger.handlers if getattr(handler, "of_the_driver", False)]
-    if state.format is None or len(own) < len(logger.handlers) or _comes_with_a_package(state.name):
+    if state.format is None or len(own) < len(logger.handlers):
         return
     fmt, datefmt, style = state.format
     for handler in own:
@@ -255,11 +278,6 @@ def _set_logger(state: LoggerState) -> None:
     handler.setFormatter(logging.Formatter(fmt, datefmt, style))  # type: ignore[arg-type]
     logger.addHandler(handler)
     logger.propagate = state.propagate
-
-
-def _comes_with_a_package(name: str) -> bool:
-    """Whether a logger is that of an installed package, which gives it handlers when it is imported."""
-    return name.partition(".")[0] in installed_modules()
 
 
 # What is to be set once a module is there

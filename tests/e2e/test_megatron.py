@@ -227,14 +227,15 @@ class Runs:
         return CASES[case][0]
 
     def _run(self, wanted: Wanted) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         jobs = [
             (CASES[case][0], config_of(case, self._models, self._folder / name, keys))
             for name, (case, keys) in wanted.items()
         ]
-        run_ranks(self._num_processes, process, self._num_processes, port, jobs, folder=self._folder, joined=False)
+        with socket.socket() as held:  # nobody else is given the port, and a listener that may share it takes it
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("", 0))
+            port = held.getsockname()[1]
+            run_ranks(self._num_processes, process, self._num_processes, port, jobs, folder=self._folder, joined=False)
 
 
 def process(rank: int, num_processes: int, port: int, jobs: list[tuple[str, Any]]) -> None:

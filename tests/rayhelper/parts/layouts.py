@@ -83,11 +83,11 @@ LAYOUTS = {
         Layout("overlapping", {"learners": Group((0, 1), ("train",)), "others": Group((0,), ("rollout", "judge"))}),
     )
 }
-LAUNCHES = {3: ("one", "two", "three"), 2: ("pair", "overlapping")}  # torchrun: processes, and the layouts they play
+LAUNCHES = {3: ("two", "three"), 2: ("pair", "overlapping")}  # torchrun: processes, and the layouts they play
 LAYOUTS_OF = {
     "off": (),
     "inprocess": ("one", "pair", "two", "three", "shared"),
     "strict": ("one", "pair", "two", "three", "shared"),
-    "torchrun": ("one", "pair", "two", "three", "overlapping"),
+    "torchrun": ("pair", "two", "three", "overlapping"),  # of one worker, whole runs of trainers
     "ray": ("one", "pair", "two", "three", "shared"),
 }

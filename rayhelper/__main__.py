@@ -1,4 +1,4 @@
-"""``python -m rayhelper plan | check | prove | timeline``: what can be known of a run before it, and after it.
+"""``python -m rayhelper plan | check | prove | stacks | timeline``: what is known of a run before, during and after it.
 
 argparse rather than jsonargparse: these read their configuration themselves, and answer in a fraction of a second.
 """
@@ -26,6 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from rayhelper.prove.command import prove
 
         return prove(**options)
+    if subcommand == "stacks":
+        from rayhelper.runtimes.announced import stacks
+
+        return stacks(**options)
     from rayhelper.timeline import timeline
 
     return timeline(**options)
@@ -54,6 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     prove.add_argument("--entry", default="", help="the method that does the work (default: train, run, fit or main)")
     prove.add_argument("--steps", type=int, default=3, help="max_steps of the configuration (default: 3)")
     prove.add_argument("--no-ray", "--no_ray", dest="ray", action="store_false", help="leave out the run on Ray")
+    stacks = subcommands.add_parser(
+        "stacks", help="where every rank of a run on this machine is, while it runs or hangs"
+    )
+    stacks.add_argument("process", nargs="?", type=int, help="its driver's process id (default: the only one there is)")
     timeline = subcommands.add_parser("timeline", help="where the time of a traced run went")
     timeline.add_argument("file", help="the file that trace=... named")
     timeline.add_argument("--html", help="write a picture that a browser opens")

@@ -13,12 +13,14 @@ from ray import cloudpickle
 from rayhelper.device_groups import DeviceGroups
 from rayhelper.errors import ConfigError, DispatchError, RoleError
 from rayhelper.roles.parts import bound_for
+from rayhelper.runtimes.announced import Announced
 from rayhelper.runtimes.ray import placement as placing
 from rayhelper.runtimes.ray.group import WorkerGroup
 from rayhelper.runtimes.ray.modules import sources_of, user_modules
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.packing import dumps
 from rayhelper.worker.ambient import Ambient
+from rayhelper.worker.side_door import stacks, told_stacks
 
 _LOCAL_WAIT_S = 0.0  # a cluster of this machine alone will not grow
 _CLUSTER_WAIT_S = 120.0  # unless RAYHELPER_WAIT_S says otherwise
@@ -43,6 +45,7 @@ class RayCluster:
         self.recording = recording
         self.groups: dict[str, WorkerGroup] = {}
         self.is_ours = False
+        self.announced: Announced | None = None
 
     def start(self, config: DeviceGroups) -> dict[str, WorkerGroup]:
         self.is_ours = placing.connect(self.address)
@@ -58,7 +61,16 @@ class RayCluster:
             )
         for started in self.groups.values():
             started.prepare()
+        self.announced = Announced(self.where_all_are)
         return self.groups
+
+    def where_all_are(self) -> str:
+        """The stacks of the driver and of all workers, as text."""
+        told = [f"driver, process {os.getpid()}\n{stacks()}"]
+        for name, group in self.groups.items():
+            answers = group.crew.ask("stacks")
+            told.append(f"group {name!r}\n{told_stacks(answers, range(len(group.crew.actors)))}")
+        return "\n".join(told)
 
     def construction(
         self,
@@ -81,6 +93,8 @@ class RayCluster:
 
     def stop(self) -> None:
         """Ends every worker; a cluster that was started for this run is stopped too."""
+        if self.announced is not None:
+            self.announced.close()
         if not ray.is_initialized():
             return
         try:

@@ -25,6 +25,7 @@ from typing import Any
 
 from rayhelper.authenticated.sealing import NONCE_BYTES, TAG_BYTES
 from rayhelper.channel.patches import gloo_group
+from rayhelper.device_groups.group import CALL_S
 from rayhelper.ranks import runs
 from rayhelper.runtimes.torchrun.key import VARIABLE, Codes, RunKey, is_one_node
 from rayhelper.values.packing import pack, unpack
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 _TOGETHER_BYTES = 64 * 1024  # up to here all are gathered at once, above one is sent after the other
 _START_S = 300.0  # for the slowest process to start
-_PATIENCE_S = 3600.0  # for the slowest process of a call without a deadline
 _ANSWER_S = 2.0  # for the slowest answer at a door
 _SKEW_S = 0.5  # between the deadlines of one call: all ask where all are before any is freed
 _AFTER_S = 1.0  # so much longer gloo waits than we do: who gives up says so before the others lose it
@@ -182,6 +182,10 @@ class Exchange:
         _wait(lambda: self.group.broadcast([text], options), timeout_s)
         return text
 
+    def where_each_is(self) -> str:
+        """The stacks of all processes, as text."""
+        return told_stacks(ask(self.doors, self.key, "stacks", None, _ANSWER_S), range(self.size))
+
     def situation(self) -> Situation:
         """What this process is doing."""
         return Situation(self.arrivals, self.late, stacks())
@@ -249,7 +253,7 @@ class Watch:
 
     def __init__(self, exchange: Exchange, timeout_s: float | None) -> None:
         self.exchange = exchange
-        self.limit_s = timeout_s or _PATIENCE_S
+        self.limit_s = timeout_s or CALL_S
         self.end_s = None if timeout_s is None else time.monotonic() + timeout_s
         self.late = ""
         self.left = False  # the process group

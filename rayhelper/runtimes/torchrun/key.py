@@ -12,10 +12,11 @@ import hmac
 import os
 import re
 import secrets
-import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rayhelper.authenticated.own_files import is_alive, own_folder, process_space, read_own, remove_own, write_own
 from rayhelper.authenticated.sealing import TAG_BYTES, code
 from rayhelper.errors import ConfigError
 
@@ -46,28 +47,29 @@ class RunKey:
     def forget_file(self) -> None:
         """To be called when all have read it."""
         if self._file is not None:
-            _remove([self._file])
+            remove_own([self._file])
             self._file = None
 
     def close(self) -> None:
         """Removes the files of the run."""
-        _remove(self.files)
+        remove_own(self.files)
 
     def file_for(self, name: str) -> Path | None:
         """A path in the user's own folder that all processes know; None on several nodes."""
         if not is_one_node():
             return None
-        path = _folder() / _name(self.first_process, code(self.secret, b"file", name.encode()).hex()[:32])
+        path = own_folder() / _name(self.first_process, code(self.secret, b"file", name.encode()).hex()[:32])
         self.files.append(path)
         return path
 
     def _of_node(self, store: Any) -> bytes:
         """The secret of this node's processes, which the first of them draws."""
         if store.add(f"key of node {self.node}", 1) == 1:
-            _remove(_left_over(_folder()))
             name = _name(os.getpid(), secrets.token_hex(16))
             secret = secrets.token_bytes(_SECRET_BYTES)
-            self._file = _written(name, secret)
+            with _with_remedy():
+                remove_own(_left_over(own_folder()))
+                self._file = write_own(name, secret)
             store.set(f"file of node {self.node}", name)
             return secret
         return _read(bytes(store.get(f"file of node {self.node}")).decode("ascii", "replace"))
@@ -93,83 +95,32 @@ def _run_id() -> str:
     return " ".join(os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"))
 
 
-def _folder() -> Path:
-    """A folder of this user's alone. Raises ConfigError if somebody else has made it, or it cannot be made.
-
-    Not in TMPDIR, which may be another one for each process.
-    """
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    folder = Path(runtime if runtime and os.access(runtime, os.W_OK) else "/tmp") / f"rayhelper-{os.getuid()}"
+@contextlib.contextmanager
+def _with_remedy() -> Iterator[None]:
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make {folder} ({error}). Set {VARIABLE} to a secret.") from None
-    _check(folder, folder.lstat(), stat.S_ISDIR)
-    return folder
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{error} Or set {VARIABLE} to a secret.") from None
 
 
 def _name(process: int, text: str) -> str:
-    return f"{process}.{_process_space()}-{text}"
-
-
-def _process_space() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
+    return f"{process}.{process_space()}-{text}"
 
 
 def _left_over(folder: Path) -> list[Path]:
     """The files of runs that were killed."""
     found = [(path, _NAME.fullmatch(path.name)) for path in folder.iterdir()]
-    own = [(path, int(name[1])) for path, name in found if name and int(name[2]) == _process_space()]
-    return [path for path, process in own if not _is_alive(process)]
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's: the number was given away again
-        pass
-    return True
-
-
-def _remove(files: list[Path]) -> None:
-    """Removes the files, and their folder if it is empty then: others of this user may be in it."""
-    for path in files:
-        with contextlib.suppress(OSError):
-            path.unlink()
-    for folder in {path.parent for path in files}:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-
-
-def _check(path: Path, seen: os.stat_result, is_kind: Any) -> None:
-    if not is_kind(seen.st_mode) or seen.st_uid != os.getuid() or stat.S_IMODE(seen.st_mode) & 0o077:
-        raise ConfigError(
-            f"{path} is not this user's alone, so that no key of the run can lie there. Remove it, or set {VARIABLE} "
-            "to a secret."
-        )
-
-
-def _written(name: str, secret: bytes) -> Path:
-    for _ in range(100):
-        path = _folder() / name
-        with contextlib.suppress(FileNotFoundError):  # another run has just removed the empty folder
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with open(descriptor, "wb") as file:
-                file.write(secret)
-            return path
-    raise ConfigError(f"cannot write {path}. Set {VARIABLE} to a secret.")
+    own = [(path, int(name[1])) for path, name in found if name and int(name[2]) == process_space()]
+    return [path for path, process in own if not is_alive(process)]
 
 
 def _read(name: str) -> bytes:
     if not _NAME.fullmatch(name):
         raise ConfigError(f"the run's store names {name[:80]!r} as its key's file: somebody else writes to the store.")
-    path = _folder() / name
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            _check(path, os.fstat(file.fileno()), stat.S_ISREG)
-            secret = file.read()
+        with _with_remedy():
+            path = own_folder() / name
+            secret = read_own(path)
     except OSError as error:
         raise ConfigError(
             f"cannot read the run's key ({error}). Processes of one node must have the same user and /tmp; otherwise "

@@ -33,6 +33,7 @@ from rayhelper.roles.classes import build
 from rayhelper.roles.methods import RoleMethod, not_constructed
 from rayhelper.roles.parts import NO_INSTANCE, Identity, address_within, check_hosts, check_same_parts
 from rayhelper.roles.runtime import Shard, WorkerInfo, state
+from rayhelper.runtimes.announced import Announced
 from rayhelper.runtimes.driver import forked
 from rayhelper.runtimes.torchrun.exchange import Exchange, Watch
 from rayhelper.runtimes.torchrun.outcome import (
@@ -68,6 +69,7 @@ class TorchrunRuntime:
         if recording is not None:
             recording.rank = rank
         self.exchange = Exchange(rank, size)
+        self.announced = Announced(self.exchange.where_each_is) if rank == 0 else None
         self.run_key = self.exchange.key  # of channels, too
         self.workers: dict[str, TorchrunWorker] = {
             group.name: TorchrunWorker(self._info(group), self)
@@ -321,6 +323,8 @@ class TorchrunRuntime:
         if self.exchange.closed or os.getpid() != self.pid:  # a forked child has none of it
             return
         self.settle_owed()
+        if self.announced is not None:
+            self.announced.close()
         if self.rank > 0:
             logging.disable(logging.NOTSET)
         if self.recording is not None:

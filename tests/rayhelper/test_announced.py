@@ -1,0 +1,77 @@
+"""``rayhelper stacks`` asks a run where its ranks are, from another process, while it hangs."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rayhelper import RayHelper
+from rayhelper.__main__ import main
+from rayhelper.runtimes.announced import Announced, running
+from tests.conftest import RaySession
+
+
+@RayHelper.worker(group="slow")
+class Slow:
+    @RayHelper.function(group="slow")
+    def hang(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return os.getpid()
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of keys, which no other run uses."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / f"rayhelper-{os.getuid()}"
+
+
+def told(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-m", "rayhelper", "stacks", *arguments], capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_run_is_announced_until_it_ends(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    announced = Announced(lambda: "here they are")
+    try:
+        (file,) = own.iterdir()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert list(running()) == [os.getpid()]
+        assert told() == (0, "here they are\n")
+        assert told("1")[0] == 2
+    finally:
+        announced.close()
+    assert not own.exists()
+    assert main(["stacks"]) == 2
+    assert "no runs of this user" in capsys.readouterr().out
+
+
+def test_a_file_of_a_run_that_is_gone_is_removed(own: Path) -> None:
+    announced = Announced(lambda: "")
+    try:
+        (file,) = own.iterdir()
+        gone = file.with_name(file.name.replace(str(os.getpid()), "4194999"))
+        gone.write_text("{}")
+        assert list(running()) == [os.getpid()]
+        assert not gone.exists()
+    finally:
+        announced.close()
+
+
+def test_a_hanging_call_is_seen_from_outside(ray_session: RaySession) -> None:
+    with ray_session({"crew": {"device": "CPU", "ranks": 2, "workers": ["slow"]}}):
+        call = Slow().hang.defer(30)
+        try:
+            deadline = time.monotonic() + 20
+            while "time.sleep(seconds)" not in (said := told(str(os.getpid()))[1]):
+                assert time.monotonic() < deadline, said
+        finally:
+            call.cancel()
+    assert "group 'crew'\n--- ranks 0-1\n" in said
+    assert f"driver, process {os.getpid()}\n" in said

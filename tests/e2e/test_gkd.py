@@ -33,7 +33,7 @@ from trainers.gkd.vocabularies import common_vocab_size
 from trainers.losses.distillation import generalized_jsd, topk_jsd, topk_logps
 from trainers.metrics import Metrics
 from trainers.parts.engine import sampling_of
-from trainers.parts.inputs import load_tokenizer
+from trainers.parts.tokenizer import load_tokenizer
 from trainers.plugins import load_plugins, resolve_model
 
 ROOT = Path(__file__).resolve().parents[2]

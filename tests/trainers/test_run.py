@@ -23,8 +23,8 @@ from trainers.grpo.plan import GenerationPlan
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.metrics import Metrics
 from trainers.parts.checks import num_train_shards
-from trainers.parts.inputs import load_tokenizer
 from trainers.parts.models import resolve_dtype
+from trainers.parts.tokenizer import load_tokenizer
 from trainers.run.run import Run, saved_order
 from trainers.run.stopping import Stopped
 from trainers.sft.trainer import SFTTrainer

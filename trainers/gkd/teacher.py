@@ -24,9 +24,9 @@ from trainers.gkd.config import GKDConfig
 from trainers.parts.checks import check_can_sleep, check_model_fits
 from trainers.parts.engine import build_engine, sampling_of, seed_of, share_model
 from trainers.parts.frozen import Teacher
-from trainers.parts.inputs import load_tokenizer
 from trainers.parts.models import resolve_dtype
 from trainers.parts.policy import Model
+from trainers.parts.tokenizer import load_tokenizer
 from trainers.rollout.base import Engine
 
 # Scores of a prompt are whole rows of the vocabulary, which vLLM does not count among the memory that it needs: this

@@ -52,8 +52,9 @@ from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start, check_completions, check_prompts_fit, check_staleness
 from trainers.parts.completion_metrics import rollout_metrics
 from trainers.parts.generator import Generator, Pending
-from trainers.parts.inputs import load_model_and_tokenizer, load_tokenizer, read_prompts
+from trainers.parts.inputs import load_model_and_tokenizer, read_prompts
 from trainers.parts.models import resolved_models
+from trainers.parts.tokenizer import load_tokenizer
 from trainers.plugins import MODELS
 from trainers.rollout.hf import check_stop_tokens
 from trainers.run.run import Run, saved_order

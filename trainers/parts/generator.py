@@ -33,9 +33,9 @@ from trainers.batch import Prompts, Rollouts, Tasks
 from trainers.configuration.completion import CompletionConfig
 from trainers.data.rows import prompt_of
 from trainers.parts.engine import build_engine, prompts_of, sampling_of, seed_of
-from trainers.parts.inputs import load_tokenizer
 from trainers.parts.policy import Policy
 from trainers.parts.rewarder import Rewarder
+from trainers.parts.tokenizer import load_tokenizer
 from trainers.parts.weights import EngineLostError, Way, arrivals, copy, first_of, receive, rest, way_of
 from trainers.plugins import load_plugins
 from trainers.rewards.functions import chat_completions

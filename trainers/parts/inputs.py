@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from rayhelper import ConfigError, RayHelper
+from rayhelper import RayHelper
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import RunConfig, TrainConfig
-from trainers.configuration.values import is_there, read_template
 from trainers.data.broken_rows import prompt_mistake, without_broken
 from trainers.data.rows import load_rows, prompt_of
 from trainers.parts.model_checks import check_vocabulary, configuration_of
+from trainers.parts.tokenizer import load_tokenizer
 from trainers.plugins import load_plugins, resolve_model
 
 
@@ -67,24 +66,3 @@ def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:
 def model_path(config: RunConfig) -> str:
     """The folder or hub name of the model. One that a plugin builds is built once, and needs a folder that all see."""
     return resolve_model(config.model, output_dir=config.output_dir, seed=config.seed)
-
-
-def load_tokenizer(config: RunConfig, model: str) -> Any:
-    """The tokenizer of the run, with a padding token and the configured chat template."""
-    from transformers import AutoTokenizer
-
-    name = config.tokenizer or model
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no tokenizer could be loaded from {name!r}: {error}. Give a folder or a hub name as model or tokenizer."
-        ) from error
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer of {name!r} has no eos_token, so that no sequence could end. Set one.")
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if config.chat_template is not None:
-        template = config.chat_template
-        tokenizer.chat_template = read_template(template) if is_there(template, Path.is_file) else template
-    return tokenizer

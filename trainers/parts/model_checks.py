@@ -8,6 +8,7 @@ from typing import Any
 
 from rayhelper import ConfigError
 from trainers.configuration.shared import TrainConfig
+from trainers.parts.tokenizer import load_tokenizer
 
 # Arguments of from_pretrained that are no fields of a model's configuration
 OF_FROM_PRETRAINED = (
@@ -55,8 +56,6 @@ def check_model_folder(config: TrainConfig) -> None:
     if config.backend == "fsdp":
         check_arguments("model_init_kwargs", config.model_init_kwargs, config.model, config.trust_remote_code)
     if config.tokenizer is None or Path(config.tokenizer).is_dir():
-        from trainers.parts.inputs import load_tokenizer
-
         check_vocabulary(load_tokenizer(config, config.model), found, config.tokenizer or config.model, config.model)
 
 

@@ -18,8 +18,8 @@ from jinja2.exceptions import TemplateError
 from rayhelper import ConfigError, RayHelper
 from trainers.batch import Prompts, Ragged
 from trainers.data.rows import prompt_of, tokenize_prompts
-from trainers.parts.inputs import load_tokenizer
 from trainers.parts.models import resolve_dtype
+from trainers.parts.tokenizer import load_tokenizer
 from trainers.rollout.base import Engine, Sampling
 from trainers.rollout.hf import HfEngine, check_stop_tokens
 from trainers.sampling.candidates import Candidates, Questions

@@ -292,7 +292,7 @@ def forked(what: str) -> RoleError:
     """The error for a call from a child process of the driver, which has no connection to the workers."""
     return RoleError(
         f"{what} was called in a process that was forked from the driver (a DataLoader worker, a Process of "
-        "multiprocessing). Only the driver itself reaches the workers: call it there, and hand the child the value."
+        "multiprocessing). Only the driver itself reaches the workers: call it there, on what the child gives it."
     )
 
 

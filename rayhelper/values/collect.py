@@ -31,9 +31,10 @@ Places = NDArray[np.int64] | None  # for each of the caller's items, where it li
 def validate_collect(collect: Any) -> None:
     """Nothing, if ``collect`` can be used. Raises DecorationError otherwise."""
     if not (callable(collect) or collect in ("none", "flatten")):
+        told = " (it is a value of execute)" if collect in ("first", "all") else ""
         raise DecorationError(
-            f"collect={collect!r} is unknown. Use 'none' (the list of values), 'flatten' (the values laid end to end), "
-            "or a callable f(values)."
+            f"collect={collect!r} is unknown{told}. Use 'none' (the list of values), 'flatten' (the values laid end to "
+            "end), or a callable f(values)."
         )
     if callable(collect) and not accepts(collect, []):
         raise DecorationError(

@@ -77,8 +77,10 @@ def take(value: Any, positions: Positions, label: str = "value") -> Any:
         picked = [value[position] for position in positions.tolist()]
         return tuple(picked) if isinstance(value, tuple) else picked
     index = slice(positions.start, positions.stop) if isinstance(positions, range) else positions
+    is_leaf = instance_of(value, "torch", "Tensor") and value.requires_grad  # one with a graph was refused before
     try:
-        piece = (value.iloc if hasattr(type(value), "iloc") else value)[index]
+        piece = (value.iloc if hasattr(type(value), "iloc") else value.detach() if is_leaf else value)[index]
+        piece = piece.requires_grad_() if is_leaf else piece  # as the whole of it would arrive
         count = len(piece)
     except Exception as error:  # a user's type answers an index it does not know in its own way
         how = "a slice" if isinstance(index, slice) else "an array of positions"

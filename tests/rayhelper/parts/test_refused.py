@@ -67,17 +67,19 @@ def cut_arguments() -> Any:
         raised(lambda: model.learn([1, 2, 3], RayHelper.whole([scored()]))),
         raised(lambda: model.backward(1, scored().detach())),
         raised(lambda: model.backward(1, torch.nn.Parameter(torch.ones(1)))),
+        raised(lambda: len(model.learn(torch.ones(3, requires_grad=True), RayHelper.whole(Batch([1]))))),
     )
 
 
 @only(runs(*WITH_WORKERS))
 def test_an_argument_whose_gradient_would_be_cut_is_refused_by_name(run: Run) -> None:
-    positional, nested, uncut, detached, leaf = run(cut_arguments)
+    positional, nested, uncut, detached, leaf, cut_leaf = run(cut_arguments)
     assert says(positional, "DispatchError", "Model.backward", "argument 'scored'", "grad_fn", "detach()")
     assert says(nested, "DispatchError", "Model.backward", "argument 'scored'['of'][0]")
     assert says(uncut, "DispatchError", "Model.learn", "argument 'batch'[0]")
     assert "returned" in detached
     assert "returned" in leaf
+    assert says(cut_leaf, "WorkerError", "the value[0] of Model.learn")  # it was sent, and came to a sum with a graph
 
 
 @only(runs("off"))

@@ -26,6 +26,8 @@ _of_the_cluster: list[Snapshot] = []  # what it brought along, and may keep unti
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's jobs in the background are born deaf to Ctrl-C
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup's are to a hangup
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _temporary.enter_context(own_temporary_folder())
 
 

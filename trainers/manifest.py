@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rayhelper.authenticated.own_files import is_alive
+
 MANIFEST_FILE = "manifest.json"
 ALGORITHM = "blake2b"
 DIGEST_BYTES = 32
@@ -24,7 +26,7 @@ NUM_THREADS = 8
 
 
 def write_manifest(folder: Path) -> None:
-    """Lists every file below ``folder``. Nobody may write there any more."""
+    """Lists every file below ``folder``. Nobody may write there any more. What killed writers left is removed."""
     unfinished = folder / f"{MANIFEST_FILE}.{os.getpid()}"
     paths = [path for path in _files(folder) if path.parent != folder or not path.name.startswith(MANIFEST_FILE)]
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -36,6 +38,10 @@ def write_manifest(folder: Path) -> None:
     text = json.dumps({"algorithm": ALGORITHM, "files": listed}, indent=1)
     unfinished.write_text(text, encoding="utf-8")
     os.replace(unfinished, folder / MANIFEST_FILE)  # a kill leaves no torn one
+    for left_over in folder.glob(f"{MANIFEST_FILE}.*"):
+        writer = left_over.suffix.removeprefix(".")
+        if writer.isdigit() and not is_alive(int(writer)):
+            left_over.unlink(missing_ok=True)
 
 
 def has_manifest(folder: Path) -> bool:

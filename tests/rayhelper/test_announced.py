@@ -68,9 +68,9 @@ def test_a_hanging_call_is_seen_from_outside(ray_session: RaySession) -> None:
     with ray_session({"crew": {"device": "CPU", "ranks": 2, "workers": ["slow"]}}):
         call = Slow().hang.defer(30)
         try:
-            deadline = time.monotonic() + 20
-            while "time.sleep(seconds)" not in (said := told(str(os.getpid()))[1]):
-                assert time.monotonic() < deadline, said
+            deadline = time.monotonic() + 25
+            while "time.sleep(seconds)" not in (said := told(str(os.getpid()))[1]).partition("--- ranks 0-1\n")[2]:
+                assert time.monotonic() < deadline, said  # a worker may not have begun
         finally:
             call.cancel()
     assert "group 'crew'\n--- ranks 0-1\n" in said

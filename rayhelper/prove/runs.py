@@ -1,4 +1,4 @@
-"""One program, run four times, and the first thing in which the runs differ.
+"""One program in several runtimes, and the first thing in which the runs differ.
 
     off                     as a script of one process
     one worker, strict      what crosses a role's border is packed, and has no memory in common
@@ -6,9 +6,8 @@
     two workers on Ray      in processes of their own
 
 Where workers meet in collectives, which takes processes, one worker on Ray stands in for two in this process. Runs of
-equally many workers must agree to the last bit. One worker and two sum real numbers in
-another order, so that their values agree within a tolerance. A whole number that is the number of workers in both runs
-counts as the same.
+equally many workers must agree to the last bit. One worker and two sum real numbers in another order, so that their
+values agree within a tolerance. A whole number that is the number of workers in both runs counts as the same.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Difference:
     """The first thing in which two runs of a program differ."""
 
     runs: tuple[str, str]
-    call: int  # the how manieth that leaves the driver, from 1
+    call: int  # the number of the call, or of the construction, from 1
     title: str
     what: str
     cause: str
@@ -166,7 +165,7 @@ def _differences(here: Seen, there: Seen, tolerance: float) -> Iterator[tuple[st
         if name in there.arguments and not here.arguments[name].equals(there.arguments[name], tolerance):
             how = _how(here.arguments[name], there.arguments[name])
             yield f"argument {name!r} {how}", _OF_THE_DRIVER
-    if here.raised != there.raised and bool(here.raised) != bool(there.raised):
+    if bool(here.raised) != bool(there.raised):
         yield f"only one of the runs raises {here.raised or there.raised}", "what the error says"
     is_constructor = here.title.endswith(".__init__")
     elsewhere = _OF_SEEDS if is_constructor else _OF_WORKERS if tolerance else _OF_THE_ROLE

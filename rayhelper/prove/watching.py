@@ -2,7 +2,6 @@
 
 Watcher            what one run came to, a ``Seen`` a call
 WatchedOff         a runtime in which everything runs here, as with Ray off, and is watched
-watch(runtime)     from now on the calls of a driver's runtime are watched
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from rayhelper.roles.classes import build
 from rayhelper.roles.futures import Future, finished
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.parts import Identity, placement_of
-from rayhelper.roles.runtime import OFF, Route, Shard, WorkerInfo, state
+from rayhelper.roles.runtime import Route, state
 from rayhelper.roles.stale import names_of_roles
+from rayhelper.runtimes.off import OneProcess
 from rayhelper.values.calls import parameter_names
 from rayhelper.values.contents import Contents, contents_of
 from rayhelper.values.dispatch import bare
-from rayhelper.worker.process_group import join_process_group
 
 State = dict[str, dict[str, Contents]]  # of an object and its parts, by name: what each attribute holds
 
@@ -108,7 +107,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (bool, int, float, str, bytes, list, tuple, dict, type(None)))
 
 
-class WatchedOff:
+class WatchedOff(OneProcess):
     """What this process is: the one process, whose calls of roles are watched."""
 
     def __init__(self, watcher: Watcher) -> None:
@@ -123,23 +122,8 @@ class WatchedOff:
         if whole is None:
             self.watcher.constructed(identity.name, [state_of(identity)])
 
-    def instance_at(self, address: str) -> Any:
-        return None  # nothing travels
-
-    def describe(self) -> str:
-        return "this process"
-
     def placement(self, method: RoleMethod[..., Any], target: Any) -> WatchedPlacement:
         return WatchedPlacement(self.watcher, Identity(target, None, None))
-
-    def current(self) -> WorkerInfo:
-        return OFF
-
-    def report_shard(self, shard: Shard) -> None:
-        pass  # the one process does everything, whatever its part would be
-
-    def init_process_group(self, backend: str | None, timeout_s: float) -> None:
-        join_process_group(self.current(), backend, timeout_s)
 
     def teardown(self) -> None:
         if state.active is self:
@@ -178,11 +162,6 @@ class WatchedPlacement:
         title = self.identity.title(method)
 
         def states() -> list[State]:
-            return [state_of(outermost(self.identity))]
+            return [state_of(self.identity.outermost)]
 
         return finished(lambda: self.watcher.call(method, title, *plain, run, states, is_off=True))
-
-
-def outermost(identity: Identity) -> Identity:
-    """The whole that an object belongs to, in the end."""
-    return identity if identity.whole is None else outermost(identity.whole)

@@ -57,6 +57,11 @@ class Identity:
             whole.parts.append(self)
 
     @property
+    def outermost(self) -> Identity:
+        """The whole that the object belongs to, in the end."""
+        return self if self.whole is None else self.whole.outermost
+
+    @property
     def is_building(self) -> bool:
         """Whether the ``__init__`` of the outermost whole still runs."""
         return not self.is_built if self.whole is None else self.whole.is_building

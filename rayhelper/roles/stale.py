@@ -20,6 +20,7 @@ from typing import Any
 
 from rayhelper.device_groups import DRIVER
 from rayhelper.errors import RoleError
+from rayhelper.roles.classes import role_methods
 from rayhelper.roles.methods import RoleMethod, find_method
 
 _PLAIN = (bool, int, float, str, type(None))  # globals that are compared: by value
@@ -106,10 +107,9 @@ def _of_method(cls: Any, method: RoleMethod[..., Any]) -> Names:
 def _of_class(cls: Any) -> Names:
     """What the methods of a class's roles do."""
     found = Names()
-    for name in dir(cls):
-        entry = inspect.getattr_static(cls, name, None)
-        if isinstance(entry, RoleMethod) and entry.role != DRIVER:
-            found.add(_of_function(cls, entry.function, set()))
+    for method in role_methods(cls).values():
+        if method.role != DRIVER:
+            found.add(_of_function(cls, method.function, set()))
     return found
 
 

@@ -281,7 +281,7 @@ class DriverPlacement:
 
     def states(self) -> list[Any]:
         """By worker, what the outermost whole of this object and its parts hold there."""
-        address = str(self.identity.address).partition(".")[0]
+        address = str(self.identity.outermost.address)
         groups = [group for group in self.runtime.groups.values() if group.group.name in self.hosts]
         return [state for group in groups for state in group.states(address)]
 

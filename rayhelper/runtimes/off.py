@@ -1,4 +1,4 @@
-"""Ray off, with a timeline: calls are the methods themselves, and when each ran is recorded."""
+"""Ray off, with something that looks on: calls are the methods themselves; ``RecordedOff`` notes when each ran."""
 
 from __future__ import annotations
 
@@ -16,7 +16,26 @@ from rayhelper.timeline.recording import Recording
 from rayhelper.worker.process_group import join_process_group
 
 
-class RecordedOff:
+class OneProcess:
+    """What this process is: the one worker of everything."""
+
+    def instance_at(self, address: str) -> Any:
+        return None  # nothing travels
+
+    def describe(self) -> str:
+        return "this process"
+
+    def current(self) -> WorkerInfo:
+        return OFF
+
+    def report_shard(self, shard: Shard) -> None:
+        pass  # the one process does everything, whatever its part would be
+
+    def init_process_group(self, backend: str | None, timeout_s: float) -> None:
+        join_process_group(self.current(), backend, timeout_s)
+
+
+class RecordedOff(OneProcess):
     """What this process is: the one process, which keeps a record."""
 
     def __init__(self, recording: Recording) -> None:
@@ -30,23 +49,8 @@ class RecordedOff:
         object.__setattr__(instance, "_rayhelper", RecordedPlacement(self.recording, identity))
         build(init, instance, args, kwargs, identity)
 
-    def instance_at(self, address: str) -> Any:
-        return None  # nothing travels
-
-    def describe(self) -> str:
-        return "this process"
-
     def placement(self, method: RoleMethod[..., Any], target: Any) -> RecordedPlacement:
         return RecordedPlacement(self.recording, Identity(target, None, None))
-
-    def current(self) -> WorkerInfo:
-        return OFF
-
-    def report_shard(self, shard: Shard) -> None:
-        pass  # the one process does everything, whatever its part would be
-
-    def init_process_group(self, backend: str | None, timeout_s: float) -> None:
-        join_process_group(self.current(), backend, timeout_s)
 
     def teardown(self) -> None:
         """The file is written."""

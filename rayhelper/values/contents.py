@@ -90,7 +90,7 @@ class _Reading:
                 self.read(item, depth + 1)
         elif (state := _state_of(value)) is not None:
             self.note(sorted(state))
-            _Reading.read(self, state, depth + 1)
+            self.read(state, depth + 1)
         elif is_dataclass(value) and not isinstance(value, type):
             self.note(kind.__name__)
             for field in fields(value):

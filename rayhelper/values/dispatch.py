@@ -125,8 +125,7 @@ def _divided(
     dispatch: Any, num_shards: int, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str], prefix: str
 ) -> Division:
     values = [*args, *kwargs.values()]
-    labels = [f"argument {names[i]!r}" if i < len(names) else f"positional argument {i + 1}" for i in range(len(args))]
-    labels += [f"argument {name!r}" for name in kwargs]
+    labels = [label_of(place, names) for place in (*range(len(args)), *kwargs)]
     counts = [num_items(value, prefix + label) for value, label in zip(values, labels, strict=True)]
     first = _first_sliceable(values, labels, counts, prefix)
     for value, label, own_count in zip(values, labels, counts, strict=True):
@@ -148,6 +147,15 @@ def _divided(
         ]
         calls.append((tuple(parts[: len(args)]), dict(zip(kwargs, parts[len(args) :], strict=True))))
     return Division(calls, order)
+
+
+def label_of(place: int | str, names: Sequence[str]) -> str:
+    """How messages call an argument, given by position or by name; ``names``: of the parameters, as far as known."""
+    if isinstance(place, int):
+        if place >= len(names):
+            return f"positional argument {place + 1}"
+        place = names[place]
+    return f"argument {place!r}"
 
 
 def _check_no_batch(value: Any, label: str, cut: str) -> None:

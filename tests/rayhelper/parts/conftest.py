@@ -21,6 +21,7 @@ MOST_LAUNCHES = 4  # of one kind
 OWN_PROCESS = {"torchrun": "parts under torchrun", "ray": "ray"}  # xdist: one launch, one cluster
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})

@@ -53,7 +53,8 @@ class Announced:
 
 
 def running() -> dict[int, dict[str, Any]]:
-    """By process: what the files of this user's runs on this machine say. Files of runs that are gone are removed.
+    """By process: what the file of its newest run says, of this user on this machine. Files of runs that are gone are
+    removed.
 
     Raises ConfigError if the folder is not this user's alone.
     """
@@ -66,7 +67,9 @@ def running() -> dict[int, dict[str, Any]]:
             remove_own([path])
             continue
         with contextlib.suppress(OSError, ValueError):
-            found[int(process)] = json.loads(read_own(path))
+            said = json.loads(read_own(path))
+            if said["since"] >= found.get(int(process), said)["since"]:
+                found[int(process)] = said
     return found
 
 

@@ -64,6 +64,15 @@ def test_a_file_of_a_run_that_is_gone_is_removed(own: Path) -> None:
         announced.close()
 
 
+def test_of_several_runs_of_a_process_the_newest_answers(own: Path) -> None:
+    runs = [Announced(lambda number=number: f"run {number}") for number in range(6)]  # type: ignore[misc]
+    try:
+        assert told() == (0, "run 5\n")
+    finally:
+        for run in runs:
+            run.close()
+
+
 def test_a_hanging_call_is_seen_from_outside(ray_session: RaySession) -> None:
     with ray_session({"crew": {"device": "CPU", "ranks": 2, "workers": ["slow"]}}):
         call = Slow().hang.defer(30)

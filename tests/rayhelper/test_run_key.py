@@ -21,10 +21,10 @@ from tests.rayhelper.strangers import LOOPBACK, Payload, listening
 SECRET = "a secret of several nodes"
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+@pytest.fixture
+def agent_store() -> dist.TCPStore:
+    """Of a store such as torchrun's agent holds; whoever looks for a free port may find it taken a moment later."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @pytest.fixture(autouse=True)
@@ -142,13 +142,13 @@ def joined_over(exchange: Any, rank: int) -> tuple[float, int, int]:
     return value.item(), before, files()
 
 
-def in_exchange(rank: int, folder: Path, made: Path) -> dict[str, Any]:
+def in_exchange(rank: int, folder: Path, port: int, made: Path) -> dict[str, Any]:
     """Rank 1 gathers once as it should, then as somebody who took its place without the key."""
     from rayhelper.runtimes.torchrun.exchange import Exchange
     from rayhelper.worker.side_door import ask
 
-    env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    os.environ.update(env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": (folder / "port").read_text()})
+    env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update(env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     os.environ["XDG_RUNTIME_DIR"] = str(folder / "tmp")
     exchange = Exchange(rank, 2)
     left = list((folder / "tmp").rglob("*"))
@@ -178,11 +178,10 @@ def in_exchange(rank: int, folder: Path, made: Path) -> dict[str, Any]:
     }
 
 
-def test_what_is_gathered_in_a_processs_place_is_not_unpickled(tmp_path: Path) -> None:
+def test_what_is_gathered_in_a_processs_place_is_not_unpickled(tmp_path: Path, agent_store: dist.TCPStore) -> None:
     (tmp_path / "tmp").mkdir()
-    (tmp_path / "port").write_text(str(free_port()))
     made = tmp_path / "made"
-    first, second = run_ranks(2, in_exchange, tmp_path, made, folder=tmp_path, joined=False)
+    first, second = run_ranks(2, in_exchange, tmp_path, agent_store.port, made, folder=tmp_path, joined=False)
     assert not made.exists()
     assert "in the place of rank 1 was not made with this run's key" in first["told"]
     for seen in (first, second):
@@ -226,15 +225,15 @@ def test_the_store_of_a_roles_process_group_listens_at_one_address() -> None:
     assert second == ({}, 2.0, 2.0)
 
 
-def on_two_nodes(rank: int, folder: Path) -> dict[str, Any]:
+def on_two_nodes(rank: int, folder: Path, port: int) -> dict[str, Any]:
     """Sessions without a shared key and with one, of two nodes that are one machine."""
     import logging
 
     from rayhelper.runtimes.torchrun.exchange import Exchange
 
     env = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": (folder / "port").read_text()}
-    os.environ.update(env | {"TORCHELASTIC_USE_AGENT_STORE": "False", "XDG_RUNTIME_DIR": str(folder)})
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(env | {"TORCHELASTIC_USE_AGENT_STORE": "True", "XDG_RUNTIME_DIR": str(folder)})
     said: list[str] = []
     logging.getLogger("rayhelper.runtimes.torchrun.exchange").addFilter(
         lambda one: said.append(one.getMessage()) or True
@@ -256,9 +255,10 @@ def on_two_nodes(rank: int, folder: Path) -> dict[str, Any]:
     return seen
 
 
-def test_between_nodes_without_a_shared_key_doors_stay_shut_with_one_line(tmp_path: Path) -> None:
-    (tmp_path / "port").write_text(str(free_port()))
-    ranks = run_ranks(2, on_two_nodes, tmp_path, folder=tmp_path, joined=False)
+def test_between_nodes_without_a_shared_key_doors_stay_shut_with_one_line(
+    tmp_path: Path, agent_store: dist.TCPStore
+) -> None:
+    ranks = run_ranks(2, on_two_nodes, tmp_path, agent_store.port, folder=tmp_path, joined=False)
     for rank, seen in enumerate(ranks):
         values, doors, answered, said = seen["without"]
         assert (values, doors, answered) == ([0, 1], [rank], [rank])

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.roles import REFERENCE, REWARD, ROLLOUT, TEACHER, TRAIN
 from trainers.configuration.shared import at_least, check_folder
-from trainers.losses.types import NOT_BUILT, ImportanceLevel, PolicyLossType, RolloutCorrection
+from trainers.grpo.choices import REGISTRIES, check_plugged, check_read, is_known
+from trainers.losses.types import NOT_BUILT, ImportanceLevel, RolloutCorrection
+from trainers.plugins import ADVANTAGES, named, parameters
 from trainers.rewards.advantages import Aggregation, Scale
+from trainers.rewards.types import AdvantageEstimator
 
-Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "reinforce_plus_plus_token"]
 logger = logging.getLogger(__name__)
 
 
@@ -87,12 +89,13 @@ class GRPOConfig(CompletionConfig):
     """Divide advantages by the standard deviation of rewards in the group or batch; none (or false): do not."""
 
     # Advantages
-    advantage_estimator: Estimator = "grpo"
-    """What rewards are compared with; the formulas stand in rewards/advantages.py. grpo: the group. rloo: the others of
+    advantage_estimator: str | dict[str, Any] = "grpo"
+    """What rewards are compared with; the formulas stand in rewards/estimators.py. grpo: the group. rloo: the others of
     the group. reinforce_plus_plus (or reinforce_plus_plus_baseline): the group, then all differences of the batch, as
-    in ms-swift. reinforce_plus_plus_token: all tokens of the batch, the paper's form without groups."""
+    in ms-swift. reinforce_plus_plus_token: all tokens of the batch, the paper's form without groups. Or the name of an
+    estimator that a plugin registered, or {name: ..., argument: value}."""
     kl_in_reward: bool | None = None
-    """Subtract beta x KL from the reward, and not from the loss; null: with every estimator but grpo."""
+    """Subtract beta x KL from the reward, and not from the loss; null: with rloo, reinforce_plus_plus and its forms."""
     reward_clip_range: list[float] | None = None
     """Lowest and highest weighted reward, of rloo."""
     normalize_advantages: bool = False
@@ -113,8 +116,10 @@ class GRPOConfig(CompletionConfig):
     """Optimizer steps between mixing the policy into the reference."""
 
     # Loss
-    loss_type: PolicyLossType = "dapo"
-    """How token losses are averaged; the formulas and papers stand in losses/policy.py."""
+    loss_type: str | dict[str, Any] = "dapo"
+    """The loss of a token and how it is averaged: grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo or fipo, whose
+    formulas and papers stand in losses/surrogates.py; or the name of a loss that a plugin registered, or {name: ...,
+    argument: value}."""
     importance_sampling_level: ImportanceLevel = "token"
     """token, sequence (GSPO), sequence_token (GSPO-token), or sequence_product (of the tokens' ratios, RLOO)."""
     beta: float = 0.0
@@ -192,6 +197,18 @@ class GRPOConfig(CompletionConfig):
         check_grpo(self)
 
     @property
+    def loss_name(self) -> str:
+        """The loss that ``loss_type`` names."""
+        name: str = named(self.loss_type)[0]
+        return name
+
+    @property
+    def estimator(self) -> AdvantageEstimator:
+        """The estimator that ``advantage_estimator`` names; its plugin must have been imported."""
+        found: AdvantageEstimator = ADVANTAGES[named(self.advantage_estimator)[0]]
+        return found
+
+    @property
     def rollout_correction(self) -> RolloutCorrection | None:
         """How log-probabilities of the engine are corrected for; None: not at all."""
         if self.rollout_importance_sampling_correction is None:
@@ -202,8 +219,8 @@ class GRPOConfig(CompletionConfig):
     @property
     def has_kl_in_reward(self) -> bool:
         """Whether beta weighs a KL in the reward, and not in the loss."""
-        wanted = self.advantage_estimator != "grpo" if self.kl_in_reward is None else self.kl_in_reward
-        return wanted and self.beta > 0
+        wanted = self.estimator.kl_in_reward if self.kl_in_reward is None else self.kl_in_reward
+        return bool(wanted) and self.beta > 0
 
     @property
     def old_is_rollouts(self) -> bool:
@@ -221,7 +238,7 @@ class GRPOConfig(CompletionConfig):
         needs_old = (
             off_policy
             or self.has_kl_in_reward
-            or self.advantage_estimator == "reinforce_plus_plus_token"
+            or self.estimator.needs_logps
             or self.teacher_model is not None
             or self.rollout_correction is not None
         )
@@ -248,47 +265,25 @@ class GRPOConfig(CompletionConfig):
         return len(self.reward_funcs) + len(self.reward_model) + self.has_environment
 
 
-# Keys that only some values of another key look at, and are refused with any other
-READ_BY: dict[str, tuple[str, tuple[str, ...]]] = {
-    "epsilon": ("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "fipo")),
-    "epsilon_high": ("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "fipo", "cispo")),
-    "delta": ("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "fipo")),
-    "sapo_temperature_pos": ("loss_type", ("sapo",)),
-    "sapo_temperature_neg": ("loss_type", ("sapo",)),
-    **{f"vespo_{name}": ("loss_type", ("vespo",)) for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
-    **{
-        f"fipo_{name}": ("loss_type", ("fipo",))
-        for name in ("decay_rate", "clip_range", "clip_high_only", "safety_threshold")
-    },
-    "reward_clip_range": ("advantage_estimator", ("rloo",)),
-    "normalize_advantages": ("advantage_estimator", ("rloo",)),
-    "multi_objective_aggregation": ("advantage_estimator", ("grpo",)),
-    **{f"entropy_coef_{name}": ("use_adaptive_entropy", ("True",)) for name in ("min", "max", "delta")},
-    "entropy_target": ("use_adaptive_entropy", ("True",)),
-    "max_resample_times": ("dynamic_sample", ("True",)),
-    **{f"ref_model_{name}": ("sync_ref_model", ("True",)) for name in ("mixup_alpha", "sync_steps")},
-}
-
-
 def check_grpo(config: GRPOConfig) -> None:
-    """Raises ConfigError naming the first key whose value has no meaning."""
+    """Raises ConfigError naming the first key whose value has no meaning.
+
+    What depends on a loss or an estimator of a plugin that is not imported yet, ``check_chosen`` says later.
+    """
+    plugged = [is_known(config, key, plugins_imported=False) for key in REGISTRIES]
     check_read(config)
+    check_correction(config)
     check_rewards(config)
     check_sampling(config)
-    check_advantages(config)
+    if all(plugged):
+        check_advantages(config)
     check_loss(config)
     check_turns(config)
 
 
-def check_read(config: GRPOConfig) -> None:
-    """Raises ConfigError for a key that is set and that nothing would look at."""
+def check_correction(config: GRPOConfig) -> None:
+    """Raises ConfigError for bounds of a correction that is not there."""
     defaults = {one.name: one.default for one in fields(GRPOConfig)}
-    for name, (key, readers) in READ_BY.items():
-        if getattr(config, name) != defaults[name] and str(getattr(config, key)) not in readers:
-            raise ConfigError(
-                f"{name} is {getattr(config, name)}, which nothing looks at with {key}={getattr(config, key)} (it is "
-                f"read with {', '.join(readers).lower()}). Remove it, or set {key}."
-            )
     if config.rollout_correction is None:
         for name in ("mode", "clip_max", "clip_min"):
             name = f"rollout_importance_sampling_{name}"
@@ -317,10 +312,6 @@ def check_rewards(config: GRPOConfig) -> None:
 
 def check_sampling(config: GRPOConfig) -> None:
     """Raises ConfigError for sizes and ways of drawing completions."""
-    if config.num_generations < 2 and config.advantage_estimator != "reinforce_plus_plus_token":
-        raise ConfigError(
-            f"num_generations must be at least 2, to have a group to compare with; got {config.num_generations}"
-        )
     if config.generation_batch_size is not None and config.steps_per_generation is not None:
         raise ConfigError("generation_batch_size and steps_per_generation say the same thing; set one of them")
     if not 0 < config.temperature < math.inf:
@@ -349,13 +340,21 @@ def check_sampling(config: GRPOConfig) -> None:
 
 def check_advantages(config: GRPOConfig) -> None:
     """Raises ConfigError for estimators, KL and the models that are asked for log-probabilities."""
-    estimator = config.advantage_estimator
+    name, estimator = named(config.advantage_estimator)[0], config.estimator
+    if config.num_generations < 2 and estimator.needs_group:
+        raise ConfigError(
+            f"num_generations must be at least 2, to have a group to compare with; got {config.num_generations}"
+        )
     at_least(config, 0, "beta", "teacher_kl_coef", "ref_model_mixup_alpha")
     at_least(config, 1, "ref_model_sync_steps")
-    scales = {"rloo": ("group", True, "none", False), "reinforce_plus_plus_token": ("group", True)}
-    if estimator != "grpo" and config.scale_rewards not in scales.get(estimator, ("group", True, "batch")):
+    batch_wide, own = ("group", True, "batch"), ("group", True)
+    scales = {
+        "rloo": (*own, "none", False),
+        **dict.fromkeys(("reinforce_plus_plus", "reinforce_plus_plus_baseline"), batch_wide),
+    }
+    if "scale_rewards" not in parameters(estimator.function) and config.scale_rewards not in scales.get(name, own):
         raise ConfigError(
-            f"scale_rewards={config.scale_rewards} is for advantage_estimator=grpo: {estimator} divides as its formula "
+            f"scale_rewards={config.scale_rewards} is for advantage_estimator=grpo: {name} divides as its formula "
             "says (advantages.py). Remove it."
         )
     if config.reward_clip_range is not None and (
@@ -368,8 +367,13 @@ def check_advantages(config: GRPOConfig) -> None:
         raise ConfigError("kl_in_reward needs one sum of rewards to be subtracted from: not with normalize_then_sum")
     if config.has_kl_in_reward and not config.use_bias_correction_kl:
         raise ConfigError("use_bias_correction_kl is of the KL in the loss, and here it is in the reward. Remove it.")
-    if estimator == "reinforce_plus_plus_token" and config.beta and not config.has_kl_in_reward:
+    if name == "reinforce_plus_plus_token" and config.beta and not config.has_kl_in_reward:
         raise ConfigError("advantage_estimator=reinforce_plus_plus_token has its KL in the reward; remove kl_in_reward")
+    if estimator.kl_in_reward is None and config.kl_in_reward:
+        raise ConfigError(
+            f"advantage_estimator={name} counts rewards of 0 and 1, to which no KL can be added. Remove kl_in_reward: "
+            "beta then weighs the KL in the loss."
+        )
     for name in ("teacher_model", "ref_model"):
         check_folder(name, getattr(config, name))
     if config.teacher_kl_coef != 1.0 and config.teacher_model is None:
@@ -397,7 +401,7 @@ def check_loss(config: GRPOConfig) -> None:
     for name in ("sapo_temperature_pos", "sapo_temperature_neg", "fipo_decay_rate"):
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigError(f"{name} must be positive, got {getattr(config, name)}")
-    if config.loss_type != "cispo" and config.epsilon_high is not None and config.epsilon_high < config.epsilon:
+    if config.loss_name != "cispo" and config.epsilon_high is not None and config.epsilon_high < config.epsilon:
         raise ConfigError(
             f"epsilon_high={config.epsilon_high} is below epsilon={config.epsilon}: ratios are clipped to "
             "[1 - epsilon, 1 + epsilon_high], and clip-higher wants more room above. Raise it, or lower epsilon."
@@ -411,16 +415,16 @@ def check_loss(config: GRPOConfig) -> None:
         raise ConfigError(
             f"entropy_coef_min={config.entropy_coef_min} is above entropy_coef_max={config.entropy_coef_max}"
         )
-    if config.loss_type == "cispo" and (config.epsilon_high is None or config.epsilon_high < 1):
+    if config.loss_name == "cispo" and (config.epsilon_high is None or config.epsilon_high < 1):
         raise ConfigError(
             f"loss_type=cispo caps the importance ratio itself at epsilon_high, got {config.epsilon_high}: every token "
             "would be weighed below 1. Set epsilon_high to 5.0, as the paper does."
         )
-    meant = {"luspo": "sequence", "vespo": "token"}.get(config.loss_type, config.importance_sampling_level)
+    meant = {"luspo": "sequence", "vespo": "token"}.get(config.loss_name, config.importance_sampling_level)
     if config.importance_sampling_level != meant:
         logger.warning(
             "loss_type=%s is meant with importance_sampling_level=%s, not %s",
-            config.loss_type,
+            config.loss_name,
             meant,
             config.importance_sampling_level,
         )
@@ -435,3 +439,12 @@ def check_turns(config: GRPOConfig) -> None:
         raise ConfigError("max_turns is set, but there is no environment (or tools) to answer a turn. Set one.")
     at_least(config, 1, "max_turns")
     at_least(config, 0, "max_tool_calling_iterations")
+
+
+def check_chosen(config: GRPOConfig) -> None:
+    """Raises ConfigError for a loss or an estimator of a plugin that is not there, or that does not fit other keys.
+
+    Called before any process starts, when the plugins are imported.
+    """
+    check_plugged(config)
+    check_advantages(config)

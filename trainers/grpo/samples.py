@@ -14,15 +14,11 @@ from trainers.losses.entropy import entropy_threshold
 from trainers.metrics import Metrics
 from trainers.rewards.advantages import (
     Aggregation,
-    RewardStatistics,
     add_reward_metrics,
     add_teacher,
-    batch_advantages,
-    group_advantages,
-    leave_one_out_advantages,
     sequence_kl,
-    token_advantages,
 )
+from trainers.rewards.estimators import RewardBatch, estimated
 
 
 @dataclass(eq=False)
@@ -80,7 +76,17 @@ def credit(
         kl_B = sequence_kl(asked(samples.old_logps), asked(samples.ref_logps), samples.loss_mask)
         metrics.mean("kl", float(kl_B.sum()), samples.num_loss_tokens)
         kl = config.beta * kl_B
-    advantages, statistics = _advantages(config, samples, rewards_BK, weights_K, kl)
+    batch = RewardBatch(
+        rewards_BK,
+        weights_K,
+        config.num_generations,
+        num_loss_tokens(samples),
+        penalties_B=kl,
+        old_logps=samples.old_logps,
+        ref_logps=samples.ref_logps,
+        loss_mask=samples.loss_mask,
+    )
+    advantages, statistics = estimated(config.advantage_estimator, config, batch)
     add_reward_metrics(metrics, statistics, names)
     if config.teacher_model is not None:
         teacher_logps, old_logps = asked(samples.teacher_logps), asked(samples.old_logps)
@@ -98,40 +104,6 @@ def credit(
     return credited, metrics
 
 
-def _advantages(
-    config: GRPOConfig, samples: Samples, rewards_BK: np.ndarray, weights_K: np.ndarray, penalties_B: np.ndarray | None
-) -> tuple[np.ndarray | Ragged, RewardStatistics]:
-    groups: dict[str, Any] = {"num_generations": config.num_generations, "weights_K": weights_K}
-    estimator = config.advantage_estimator
-    if estimator == "reinforce_plus_plus_token":
-        return token_advantages(
-            rewards_BK,
-            asked(samples.old_logps),
-            samples.ref_logps,
-            beta=config.beta,
-            loss_mask=samples.loss_mask,
-            weights_K=weights_K,
-        )
-    if estimator == "rloo":
-        clip = None if config.reward_clip_range is None else (config.reward_clip_range[0], config.reward_clip_range[1])
-        return leave_one_out_advantages(
-            rewards_BK,
-            **groups,
-            reward_clip_range=clip,
-            penalties_B=penalties_B,
-            normalize_advantages=config.normalize_advantages,
-        )
-    if estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
-        return batch_advantages(rewards_BK, **groups, penalties_B=penalties_B)
-    return group_advantages(
-        rewards_BK,
-        **groups,
-        scale_rewards=config.scale_rewards,
-        multi_objective_aggregation=config.multi_objective_aggregation,
-        penalties_B=penalties_B,
-    )
-
-
 def with_policy_mask(chunk: Samples, top_entropy_quantile: float) -> Samples:
     """The samples of one optimizer step, the share of their loss tokens with the highest entropy marked.
 
@@ -142,6 +114,12 @@ def with_policy_mask(chunk: Samples, top_entropy_quantile: float) -> Samples:
     threshold = entropy_threshold(entropies.values[counted], top_entropy_quantile)
     chosen = Ragged(counted & (entropies.values >= threshold), entropies.offsets)
     return dataclasses.replace(chunk, policy_mask=chosen, entropies=None)
+
+
+def num_loss_tokens(samples: Samples) -> np.ndarray:
+    """(B,) loss tokens of each completion."""
+    counted = asked(samples.loss_mask)
+    return np.array([int(row.sum()) for row in counted], np.int64)
 
 
 def asked(column: Ragged | None) -> Ragged:

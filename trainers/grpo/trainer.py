@@ -43,7 +43,7 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.batch import Samples
 from trainers.configuration.mistakes import mistakes_of
 from trainers.data.rows import Batches, prompt_of
-from trainers.grpo.config import GRPOConfig
+from trainers.grpo.config import GRPOConfig, check_chosen
 from trainers.grpo.entropy_coefficient import EntropyCoefficient
 from trainers.grpo.loss import grpo_loss, step_numbers
 from trainers.grpo.plan import GenerationPlan, RowStream
@@ -111,6 +111,7 @@ class GRPOTrainer:
     def check(config: GRPOConfig, groups: DeviceGroups | None) -> None:
         """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
         check_before_start(config, groups)
+        check_chosen(config)
         check_rewards(config, config.reward_funcs, config.reward_processes)
         check_completions(config, groups)
         if config.has_environment:

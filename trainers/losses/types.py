@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 LARGEST_LOG_RATIO = 20.0  # see ``tokens.held``
-PolicyLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "fipo"]
+PolicyLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "fipo"]  # bundled ones
+Average = Literal["tokens", "step_tokens", "sequence_means", "sequence_sums", "max_length"]
 ImportanceLevel = Literal["token", "sequence", "sequence_token", "sequence_product"]
 RolloutCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 NOT_BUILT = {  # loss types of other systems, and what is near to them
@@ -31,3 +34,19 @@ PreferenceLossType = Literal[
     "sigmoid_norm",
 ]
 FDivergenceType = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """What is registered as a loss: ``function`` turns a micro-batch into terms (``surrogates.py``), and the terms of
+    an optimizer step are averaged as ``average`` says (``policy.grpo_normaliser``)."""
+
+    function: Callable[..., Any]
+    average: Average = "tokens"
+    corrects_rollouts: bool = False  # reads the rollout ratios itself; False: its terms are multiplied by them
+    reads_level: bool = True  # reads the ratios of importance_sampling_level
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The function, as ``functools`` names it."""
+        return self.function

@@ -1,0 +1,70 @@
+"""A run with a loss and an advantage estimator of a plugin, by name: off, in process and on Ray the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayhelper import ConfigError, RayHelper
+from tests.conftest import RaySession, without_runtime
+from tests.e2e.runs import final_bytes, grpo_config, lines, together
+from tests.golden.tiny import save_tiny
+from trainers.grpo.trainer import GRPOTrainer
+
+PLUGIN = """
+from trainers.plugins import register_advantage, register_loss
+
+@register_loss("capped", average="step_tokens")
+def capped(batch, *, epsilon_high, cap):
+    weights = batch.ratios_BX.detach().clamp(max=min(cap, 1 + epsilon_high))
+    return -weights * batch.advantages_BX * batch.logps_BT
+
+@register_advantage("above_worst")
+def above_worst(batch):
+    return batch.sums_PG - batch.sums_PG.min(axis=1, keepdims=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    file = tmp_path_factory.mktemp("plugin") / "methods.py"
+    file.write_text(PLUGIN)
+    return {
+        "external_plugins": [str(file)],
+        "loss_type": {"name": "capped", "cap": 1.5},
+        "advantage_estimator": "above_worst",
+        "epsilon_high": 0.4,
+        "num_train_epochs": 1,
+    }
+
+
+@pytest.mark.xdist_group("ray_trainers")
+def test_a_plugins_loss_and_estimator_learn_the_same_off_in_process_and_on_ray(
+    model: str, tmp_path: Path, keys: dict[str, Any], ray_session: RaySession
+) -> None:
+    GRPOTrainer(grpo_config(model, tmp_path / "off", **keys)).train()
+    with without_runtime(), RayHelper.session(together(1), runtime="inprocess", strict=True):
+        GRPOTrainer(grpo_config(model, tmp_path / "inprocess", **keys)).train()
+    with ray_session(together(1)):
+        GRPOTrainer(grpo_config(model, tmp_path / "ray", **keys)).train()
+    GRPOTrainer(grpo_config(model, tmp_path / "bundled", num_train_epochs=1)).train()
+    for runtime in ("inprocess", "ray"):
+        assert lines(tmp_path / runtime) == lines(tmp_path / "off")
+        assert final_bytes(tmp_path / runtime) == final_bytes(tmp_path / "off")
+    assert final_bytes(tmp_path / "off") != final_bytes(tmp_path / "bundled")
+    assert "clip_ratio/low_mean" not in lines(tmp_path / "off")[0]
+
+
+def test_an_unknown_name_is_refused_before_anything_starts(model: str, tmp_path: Path, keys: dict[str, Any]) -> None:
+    for key, name, near in (("loss_type", "caped", "capped"), ("advantage_estimator", "above_wurst", "above_worst")):
+        config = grpo_config(model, tmp_path / "out", **keys | {"epsilon_high": None, key: name})
+        with pytest.raises(ConfigError, match=rf"{key} must be one of grpo, .*{near}.*, got '{name}'. Did you mean"):
+            GRPOTrainer.check(config, None)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,112 @@
+"""The policy losses that ``loss_type`` names, each a function of a micro-batch: bundled ones, and the form of yours.
+
+    @register_loss("reinforce", average="tokens")
+    def reinforce(batch: PolicyBatch, *, scale: float = 1.0) -> torch.Tensor:
+        return -scale * batch.advantages_BX * batch.logps_BT
+
+A loss returns the terms that are minimised, (B, T), or (B, 1) where a sequence has one, which then stands for each of
+its tokens. Or it returns ``PolicyTerms``, to log something beside. ``policy.py`` multiplies them by weights, adds the
+KL, clears them outside the mask, and sums them divided by what ``average`` counts over the whole optimizer step. So a
+loss reads one sequence at a time: what compares sequences or tokens of a step is decided before (``selected_BT``).
+Sizes and masks as in ``policy.py``; the formulas that several losses share are in ``policy_terms.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from trainers.losses.policy_terms import (
+    FIPO,
+    SAPO,
+    VESPO,
+    FipoWeight,
+    SapoGate,
+    VespoWeight,
+    clipped_surrogate,
+    future_weights,
+    gamma_weights,
+    gated_surrogate,
+)
+from trainers.plugins import register_loss
+
+
+@dataclass(frozen=True)
+class PolicyBatch:
+    """One micro-batch as a policy loss sees it; everything is 0 outside the mask, ratios there are 1."""
+
+    logps_BT: torch.Tensor  # float32, with gradient
+    old_logps_BT: torch.Tensor  # of the policy that generated; on policy, ``logps_BT`` without gradient
+    ratios_BX: torch.Tensor  # exp of their difference, with gradient, as importance_sampling_level says
+    advantages_BX: torch.Tensor
+    mask_BT: torch.Tensor  # bool: loss tokens
+    rollout_ratios_BX: torch.Tensor | None = None  # of the correction for the engine; None: there is none
+    selected_BT: torch.Tensor | None = None  # bool: tokens that clip_cov and kl_cov treat otherwise; None: none
+
+
+@dataclass(frozen=True)
+class PolicyTerms:
+    """What a policy loss makes of a micro-batch."""
+
+    loss_BX: torch.Tensor
+    clipped_BX: tuple[torch.Tensor, torch.Tensor] | None = None  # bool: cut from below, from above; for clip_ratio/*
+    # Further metrics by name: (B, T) is averaged over loss tokens, (B, 1) over sequences that have any
+    means: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def clipped(batch: PolicyBatch, *, epsilon: float, epsilon_high: float, delta: float | None = None) -> PolicyTerms:
+    """The clipped surrogate of PPO (arXiv 1707.06347, equation 7): see ``clipped_surrogate``."""
+    loss_BX = clipped_surrogate(batch.ratios_BX, batch.advantages_BX, epsilon, epsilon_high, delta)
+    return PolicyTerms(loss_BX, ratio_clipping(batch, epsilon, epsilon_high))
+
+
+register_loss("grpo", average="sequence_means")(clipped)  # arXiv 2402.03300
+register_loss("bnpo", average="step_tokens")(clipped)
+register_loss("dr_grpo", average="max_length")(clipped)  # arXiv 2503.20783
+register_loss("dapo", average="tokens")(clipped)  # arXiv 2503.14476
+
+
+@register_loss("cispo", average="tokens")
+def cispo(batch: PolicyBatch, *, epsilon_high: float) -> PolicyTerms:
+    """-sg(min(ratio, epsilon_high)) A logp (arXiv 2506.13585); ``epsilon_high`` caps the ratio itself."""
+    ratios_BX, advantages_BX = batch.ratios_BX, batch.advantages_BX
+    loss_BX = -ratios_BX.clamp(max=epsilon_high).detach() * advantages_BX * batch.logps_BT
+    return PolicyTerms(loss_BX, means={"cispo_clip_ratio": (ratios_BX > epsilon_high) & (advantages_BX > 0)})
+
+
+@register_loss("sapo", average="sequence_means")
+def sapo(batch: PolicyBatch, *, sapo: SapoGate = SAPO) -> torch.Tensor:
+    """A soft gate in place of the clip (arXiv 2511.20347)."""
+    return gated_surrogate(batch.ratios_BX, batch.advantages_BX, sapo)
+
+
+register_loss("luspo", average="sequence_sums")(clipped)  # arXiv 2602.05261
+
+
+@register_loss("vespo", average="tokens", corrects_rollouts=True)
+def vespo(batch: PolicyBatch, *, vespo: VespoWeight = VESPO) -> PolicyTerms:
+    """-sg(phi(w)) A logp, w the ratio of the whole completion to what the engine drew (arXiv 2602.10693)."""
+    log_ratios_BT, mask_BT = batch.logps_BT - batch.old_logps_BT, batch.mask_BT
+    weights_BX = gamma_weights(log_ratios_BT, batch.advantages_BX, mask_BT, batch.rollout_ratios_BX, vespo)
+    phi_B1 = (weights_BX * mask_BT / mask_BT.sum(1, keepdim=True).clamp(min=1)).sum(1, keepdim=True)
+    return PolicyTerms(-weights_BX * batch.advantages_BX * batch.logps_BT, means={"vespo/phi_seq_mean": phi_B1})
+
+
+@register_loss("fipo", average="tokens")
+def fipo(
+    batch: PolicyBatch, *, epsilon: float, epsilon_high: float, delta: float | None = None, fipo: FipoWeight = FIPO
+) -> PolicyTerms:
+    """The clipped surrogate, A weighed by what became of the tokens after it (arXiv 2603.19835)."""
+    ratios_BX, advantages_BX = batch.ratios_BX, batch.advantages_BX
+    weights_BT = future_weights(batch.logps_BT - batch.old_logps_BT, ratios_BX, advantages_BX, delta, fipo)
+    loss_BX = clipped_surrogate(ratios_BX, advantages_BX * weights_BT, epsilon, epsilon_high, delta)
+    clipping = ratio_clipping(batch, epsilon, epsilon_high)
+    return PolicyTerms(loss_BX, clipping, {"fipo/weight_mean": weights_BT})
+
+
+def ratio_clipping(batch: PolicyBatch, epsilon: float, epsilon_high: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the ratio is below 1 - epsilon and A negative, and where it is above 1 + epsilon_high and A positive."""
+    low_BX = (batch.ratios_BX < 1 - epsilon) & (batch.advantages_BX < 0)
+    return low_BX, (batch.ratios_BX > 1 + epsilon_high) & (batch.advantages_BX > 0)

@@ -126,19 +126,17 @@ register_tool = TOOLS.register
 
 
 def register_loss(
-    name: str, *, average: Average = "tokens", corrects_rollouts: bool = False, reads_level: bool = True
+    name: str, *, average: Average = "tokens", corrects_rollouts: bool = False
 ) -> Callable[[ObjectT], ObjectT]:
     """A decorator for a policy loss of GRPO, which ``loss_type`` then names.
 
     The function is given a ``PolicyBatch`` (``losses/surrogates.py``, which says what it returns) and, by the names of
     its keyword-only parameters, keys of the configuration, or arguments of ``loss_type: {name: ..., argument: value}``.
-    ``average``, ``corrects_rollouts`` and ``reads_level``: see ``PolicyLoss``.
+    ``average`` and ``corrects_rollouts``: see ``PolicyLoss``.
 
     Raises: ValueError if the name is taken by another function.
     """
-    return _wrapped(
-        LOSSES, name, PolicyLoss, average=average, corrects_rollouts=corrects_rollouts, reads_level=reads_level
-    )
+    return _wrapped(LOSSES, name, PolicyLoss, average=average, corrects_rollouts=corrects_rollouts)
 
 
 def register_advantage(

@@ -14,7 +14,7 @@ import torch
 
 from rayhelper import ConfigError
 from trainers.batch import Ragged
-from trainers.grpo.choices import READ_BY, REGISTRIES, check_plugged, keys_of
+from trainers.grpo.choices import GIVEN, READ_BY, REGISTRIES, check_plugged, keys_of
 from trainers.grpo.config import GRPOConfig, check_chosen
 from trainers.losses.policy import add_policy_metrics, grpo_normaliser, policy_gradient_loss
 from trainers.losses.surrogates import PolicyTerms
@@ -73,18 +73,14 @@ def test_the_bundled_ones_are_in_the_registries_of_plugins() -> None:
 
 
 def test_the_keys_that_are_refused_elsewhere_are_the_parameters_of_what_is_bundled() -> None:
-    every_loss_reads = {"scale_rewards", "beta", "kl_cov_coef"}
+    every_key = set(GRPOConfig.__dataclass_fields__) - {"scale_rewards", "beta"}  # which have checks of their own
     for key, (registry, bundled) in REGISTRIES.items():
         found: dict[str, set[str]] = {}
         for name in bundled:
-            for one in keys_of(registry[name].function) & set(GRPOConfig.__dataclass_fields__) - {
-                "scale_rewards",
-                "beta",
-            }:
+            for one in keys_of(registry[name].function) & every_key:
                 found.setdefault(one, set()).add(name)
         stated = {name: set(readers) for name, (reader, readers) in READ_BY.items() if reader == key}
-        assert {name: found.get(name) for name in stated} == stated
-        assert found.keys() <= stated.keys() | every_loss_reads
+        assert found == {name: readers for name, readers in stated.items() if name not in GIVEN}
 
 
 def test_names_of_a_plugin_are_accepted_with_the_keys_that_they_take(plugin: str) -> None:
@@ -191,3 +187,27 @@ def test_advantages_of_an_own_estimator_may_be_of_completions_or_of_tokens() -> 
     with pytest.raises(ValueError, match=r"'short' gave advantages of shape \(1, 1\); it must be \(1, 2\)"):
         estimated("short", SimpleNamespace(), batch)
     assert check_plugged(config(advantage_estimator="flat")) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"advantage_estimator": "pass_at_k", "pass_k": 3}, "pass_k=3 completions cannot be drawn from"),
+        ({"advantage_estimator": "pass_at_k", "pass_k": 0}, "pass_k must be at least 1"),
+        ({"pass_k": 2}, "pass_k is 2, which nothing looks at with advantage_estimator=grpo"),
+        ({"advantage_estimator": "maxrl", "beta": 0.1, "kl_in_reward": True}, "maxrl counts rewards of 0 and 1"),
+        ({"advantage_estimator": "remax", "max_staleness": 1}, "remax compares with a greedy completion"),
+        ({"advantage_estimator": "opo", "num_generations": 1}, "num_generations must be at least 2"),
+        ({"loss_type": "gpg", "epsilon": 0.1}, "epsilon is 0.1, which nothing looks at with loss_type=gpg"),
+        ({"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "importance_sampling_level is sequence"),
+        ({"loss_type": "gmpo", "top_entropy_quantile": 0.2}, "gmpo multiplies the ratios of all tokens"),
+    ],
+)
+def test_keys_that_do_not_go_with_a_method_are_refused(keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        config(**keys)
+
+
+def test_remax_needs_no_group_and_has_its_kl_in_the_reward() -> None:
+    assert config(advantage_estimator="remax", num_generations=1, beta=0.1).has_kl_in_reward
+    assert not config(advantage_estimator="maxrl", beta=0.1).has_kl_in_reward

@@ -73,6 +73,11 @@ def loss_by_hand(
         ratios = [math.exp(x) for x in log_ratios]
         w = math.exp(sum(raw)) * math.prod(row["rollout_ratios"][:length])
         k, lam = (vespo.k_pos, vespo.lambda_pos) if advantage >= 0 else (vespo.k_neg, vespo.lambda_neg)
+        geometric = 1.0  # mean of the clipped ratios and of the engine's
+        for t in range(length):
+            bounded = min(max(raw[t], -epsilon), epsilon_high)
+            kept = min(raw[t], bounded) if advantage > 0 else max(raw[t], bounded)
+            geometric *= (math.exp(kept) * row["rollout_ratios"][t]) ** (1 / length)
         row_total = 0.0
         for t, ratio in enumerate(ratios):
             clipped = min(max(ratio, 1 - epsilon), 1 + epsilon_high)
@@ -93,12 +98,17 @@ def loss_by_hand(
                 if fipo.safety_threshold is not None and advantage < 0 and ratio > fipo.safety_threshold:
                     weight = min(max(weight, 0.8), 1.0)
                 loss *= weight
-            loss *= row["token_weights"][t] * (1.0 if loss_type == "vespo" else row["rollout_ratios"][t])
+            if loss_type == "gmpo":
+                loss = -advantage * geometric
+            if loss_type == "gpg":
+                loss = -advantage * row["logps_BT"][t]
+            corrected = loss_type in ("vespo", "gmpo")
+            loss *= row["token_weights"][t] * (1.0 if corrected else row["rollout_ratios"][t])
             to_reference = row["ref_logps_BT"][t] - row["logps_BT"][t]
             kl = math.exp(to_reference) - to_reference - 1
             row_total += loss + beta * kl * (ratio if use_bias_correction_kl else 1)
-        total += row_total / max(length, 1) if loss_type in ("grpo", "sapo") else row_total
-    divisors = {"grpo": 5, "sapo": 5, "luspo": 5, "dr_grpo": 5 * MAX_COMPLETION_LENGTH}
+        total += row_total / max(length, 1) if loss_type in ("grpo", "sapo", "gmpo") else row_total
+    divisors = {"grpo": 5, "sapo": 5, "luspo": 5, "gmpo": 5, "dr_grpo": 5 * MAX_COMPLETION_LENGTH}
     return total / divisors.get(loss_type, sum(LENGTHS))
 
 
@@ -320,8 +330,8 @@ def test_token_advantages_equal_to_the_sequences_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("loss_type", "expected"),
     [
-        *((name, 6) for name in ("grpo", "sapo", "luspo")),
-        *((name, 100) for name in ("bnpo", "dapo", "cispo", "vespo", "fipo")),
+        *((name, 6) for name in ("grpo", "sapo", "luspo", "gmpo")),
+        *((name, 100) for name in ("bnpo", "dapo", "cispo", "vespo", "fipo", "gpg")),
         ("dr_grpo", 6 * 512),
     ],
 )
@@ -482,6 +492,26 @@ def test_sapo_weighs_a_token_most_on_policy_and_never_stops_it(advantage: float,
         _, gradient = loss_and_gradient(columns, loss_type="sapo", normaliser=1)
         slope = 1 / math.cosh(temperature * (ratio - 1) / 2) ** 2
         assert gradient.item() == pytest.approx(-slope * ratio * advantage)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_gmpo_has_the_gradient_of_its_geometric_mean_by_finite_differences(advantage: float) -> None:
+    """And none at tokens that are clipped: their log-ratio has left the range the way that the advantage asks for."""
+    logps = torch.tensor([[-1.0, -2.0, -0.5]], dtype=torch.float64)
+    columns = {
+        "old_logps_BT": torch.tensor([[-1.1, -2.9, -1.0]], dtype=torch.float64),
+        "advantages": torch.tensor([advantage], dtype=torch.float64),
+        "mask_BT": torch.ones(1, 3, dtype=torch.bool),
+    }
+    options = {"loss_type": "gmpo", "normaliser": 1, "epsilon": 0.4}
+    _, gradient = loss_and_gradient(columns | {"logps_BT": logps}, **options)
+    for t in range(3):
+        step = torch.zeros(1, 3, dtype=torch.float64)
+        step[0, t] = 1e-6
+        higher, _ = policy_gradient_loss(logps + step, **columns, **options)
+        lower, _ = policy_gradient_loss(logps - step, **columns, **options)
+        assert gradient[0, t].item() == pytest.approx(((higher - lower) / 2e-6).item(), abs=1e-8)
+    assert (gradient[0] == 0).tolist() == ([False, True, True] if advantage > 0 else [False, False, False])
 
 
 def test_luspo_sums_where_grpo_averages() -> None:

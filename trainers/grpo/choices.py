@@ -25,8 +25,9 @@ CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "fipo")
 # Keys that only some values of another key look at, and are refused with any other. Those of the keys above are the
 # keyword-only parameters of what is bundled, as ``plugins.constants`` reads them.
 READ_BY: dict[str, tuple[str, tuple[str, ...]]] = {
-    "epsilon": ("loss_type", CLIPPED),
-    "epsilon_high": ("loss_type", (*CLIPPED, "cispo")),
+    "importance_sampling_level": ("loss_type", (*CLIPPED, "cispo", "sapo", "vespo")),
+    "epsilon": ("loss_type", (*CLIPPED, "gmpo")),
+    "epsilon_high": ("loss_type", (*CLIPPED, "cispo", "gmpo")),
     "delta": ("loss_type", CLIPPED),
     "sapo_temperature_pos": ("loss_type", ("sapo",)),
     "sapo_temperature_neg": ("loss_type", ("sapo",)),
@@ -38,11 +39,17 @@ READ_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "reward_clip_range": ("advantage_estimator", ("rloo",)),
     "normalize_advantages": ("advantage_estimator", ("rloo",)),
     "multi_objective_aggregation": ("advantage_estimator", ("grpo",)),
+    "pass_k": ("advantage_estimator", ("pass_at_k",)),
+    "pass_threshold": ("advantage_estimator", ("pass_at_k",)),
     **{f"entropy_coef_{name}": ("use_adaptive_entropy", ("True",)) for name in ("min", "max", "delta")},
     "entropy_target": ("use_adaptive_entropy", ("True",)),
     "max_resample_times": ("dynamic_sample", ("True",)),
     **{f"ref_model_{name}": ("sync_ref_model", ("True",)) for name in ("mixup_alpha", "sync_steps")},
 }
+
+GIVEN = (
+    "importance_sampling_level",
+)  # keys that a loss reads without a parameter: the ratios of its batch are made so
 
 
 def is_known(config: Any, key: str, *, plugins_imported: bool) -> bool:
@@ -117,7 +124,7 @@ def check_plugged(config: Any) -> None:
                 f"configuration or from {{name: {name}, argument: value}}."
             ) from None
         for unread, (reader, _) in READ_BY.items():
-            if reader == key and unread not in taken:
+            if reader == key and unread not in taken and unread not in GIVEN:
                 check_unset(config, unread, f"{key}={name}", "", key)
 
 

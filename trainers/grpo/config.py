@@ -92,10 +92,16 @@ class GRPOConfig(CompletionConfig):
     advantage_estimator: str | dict[str, Any] = "grpo"
     """What rewards are compared with; the formulas stand in rewards/estimators.py. grpo: the group. rloo: the others of
     the group. reinforce_plus_plus (or reinforce_plus_plus_baseline): the group, then all differences of the batch, as
-    in ms-swift. reinforce_plus_plus_token: all tokens of the batch, the paper's form without groups. Or the name of an
+    in ms-swift. reinforce_plus_plus_token: all tokens of the batch, the paper's form without groups. gpg, opo, remax
+    (a greedy completion), maxrl (rewards of 0 and 1), pass_at_k and grpo_passk: of these papers. Or the name of an
     estimator that a plugin registered, or {name: ..., argument: value}."""
+    pass_k: int = 4
+    """k of pass_at_k: completions of which one must be right."""
+    pass_threshold: float = 0.5
+    """Weighted reward from which pass_at_k takes a completion for right."""
     kl_in_reward: bool | None = None
-    """Subtract beta x KL from the reward, and not from the loss; null: with rloo, reinforce_plus_plus and its forms."""
+    """Subtract beta x KL from the reward, and not from the loss; null: with rloo, remax, reinforce_plus_plus and its
+    forms."""
     reward_clip_range: list[float] | None = None
     """Lowest and highest weighted reward, of rloo."""
     normalize_advantages: bool = False
@@ -117,15 +123,16 @@ class GRPOConfig(CompletionConfig):
 
     # Loss
     loss_type: str | dict[str, Any] = "dapo"
-    """The loss of a token and how it is averaged: grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo or fipo, whose
-    formulas and papers stand in losses/surrogates.py; or the name of a loss that a plugin registered, or {name: ...,
-    argument: value}."""
+    """The loss of a token and how it is averaged: grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, fipo, gmpo or
+    gpg, whose formulas and papers stand in losses/surrogates.py; or the name of a loss that a plugin registered, or
+    {name: ..., argument: value}."""
     importance_sampling_level: ImportanceLevel = "token"
     """token, sequence (GSPO), sequence_token (GSPO-token), or sequence_product (of the tokens' ratios, RLOO)."""
     beta: float = 0.0
     """Weight of the KL to the reference model; 0: no reference model is loaded."""
     epsilon: float = 0.2
-    """The ratio to the old policy is clipped to 1 - epsilon, 1 + epsilon."""
+    """The ratio to the old policy is clipped to 1 - epsilon, 1 + epsilon. Of gmpo, whose paper has 0.4, the log-ratio
+    is clipped to -epsilon, epsilon."""
     epsilon_high: float | None = None
     """Upper clip range; null: ``epsilon``. For cispo the cap of the ratio itself."""
     delta: float | None = None
@@ -357,6 +364,17 @@ def check_advantages(config: GRPOConfig) -> None:
             f"scale_rewards={config.scale_rewards} is for advantage_estimator=grpo: {name} divides as its formula "
             "says (advantages.py). Remove it."
         )
+    at_least(config, 1, "pass_k")
+    if name == "pass_at_k" and config.pass_k > config.num_generations:
+        raise ConfigError(
+            f"pass_k={config.pass_k} completions cannot be drawn from num_generations={config.num_generations}; lower "
+            "pass_k, or raise num_generations"
+        )
+    if estimator.needs_greedy and config.max_staleness:
+        raise ConfigError(
+            f"advantage_estimator={name} compares with a greedy completion of the policy that generated: not with "
+            "max_staleness"
+        )
     if config.reward_clip_range is not None and (
         len(config.reward_clip_range) != 2 or config.reward_clip_range[0] > config.reward_clip_range[1]
     ):
@@ -419,6 +437,11 @@ def check_loss(config: GRPOConfig) -> None:
         raise ConfigError(
             f"loss_type=cispo caps the importance ratio itself at epsilon_high, got {config.epsilon_high}: every token "
             "would be weighed below 1. Set epsilon_high to 5.0, as the paper does."
+        )
+    if config.loss_name == "gmpo" and config.top_entropy_quantile < 1:
+        raise ConfigError(
+            "loss_type=gmpo multiplies the ratios of all tokens of a completion, so that no share of them can be left "
+            "out: remove top_entropy_quantile"
         )
     meant = {"luspo": "sequence", "vespo": "token"}.get(config.loss_name, config.importance_sampling_level)
     if config.importance_sampling_level != meant:

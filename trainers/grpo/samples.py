@@ -17,6 +17,7 @@ from trainers.rewards.advantages import (
     add_reward_metrics,
     add_teacher,
     sequence_kl,
+    total_rewards,
 )
 from trainers.rewards.estimators import RewardBatch, estimated
 
@@ -28,6 +29,7 @@ class Rewarded(Rollouts):
     prompts: list[Any] | None = None  # texts or conversations
     rewards: np.ndarray | None = None  # float32 (B, K), NaN where a reward had nothing to say
     row_ids: np.ndarray | None = None  # int64: places in the data
+    greedy_rewards: np.ndarray | None = None  # float32 (B, K): of a greedy completion of the same prompt
 
     def samples(self, mask_truncated: bool = False) -> Samples:
         """As of all rollouts, with the places of their rows in the data."""
@@ -66,7 +68,12 @@ def fullest(explored: Rewarded, differs_P: np.ndarray, num_prompts: int, num_gen
 
 
 def credit(
-    config: GRPOConfig, samples: Samples, rewards_BK: np.ndarray | None, weights_K: np.ndarray, names: list[str]
+    config: GRPOConfig,
+    samples: Samples,
+    rewards_BK: np.ndarray | None,
+    weights_K: np.ndarray,
+    names: list[str],
+    greedy_rewards_BK: np.ndarray | None = None,
 ) -> tuple[Samples, Metrics]:
     """The samples of a generation with their advantages, without what no loss looks at, and what was seen."""
     assert rewards_BK is not None, "completions are rewarded first"
@@ -85,7 +92,11 @@ def credit(
         old_logps=samples.old_logps,
         ref_logps=samples.ref_logps,
         loss_mask=samples.loss_mask,
+        greedy_rewards_BK=greedy_rewards_BK,
     )
+    if greedy_rewards_BK is not None:
+        greedy_B = total_rewards(greedy_rewards_BK, weights_K)
+        metrics.mean("greedy_reward", float(np.nansum(greedy_B)), float((~np.isnan(greedy_B)).sum()))
     advantages, statistics = estimated(config.advantage_estimator, config, batch)
     add_reward_metrics(metrics, statistics, names)
     if config.teacher_model is not None:

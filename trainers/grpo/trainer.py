@@ -180,7 +180,8 @@ class GRPOTrainer:
                 samples = explored.samples(config.mask_truncated_completions)
                 with run.phase("logps"):
                     samples = self.with_logps(samples, off_policy=plan.num_updates(plan.num_prompts) > 1)
-                samples, seen = credit(config, samples, explored.rewards, self.rewarder.weights, self.rewarder.names)
+                rewards, greedy = explored.rewards, explored.greedy_rewards
+                samples, seen = credit(config, samples, rewards, self.rewarder.weights, self.rewarder.names, greedy)
                 metrics = Metrics.merge([metrics, seen])
                 for chunk in plan.chunks(samples, seed=(config.seed, generation)):
                     with run.phase("update"):
@@ -281,7 +282,18 @@ class GRPOTrainer:
         with run.phase("reward"):
             rewards = self.rewarder(rows, rollouts)
         prompts = list(map(prompt_of, rows))
-        return Rewarded(**rollouts.columns(), prompts=prompts, rewards=rewards, row_ids=row_ids)
+        greedy = self.greedy_rewards(rows, run) if self.config.estimator.needs_greedy else None
+        return Rewarded(**rollouts.columns(), prompts=prompts, rewards=rewards, row_ids=row_ids, greedy_rewards=greedy)
+
+    def greedy_rewards(self, rows: Any, run: Run) -> np.ndarray:
+        """(B, K) float32: the rewards of a greedy completion of each prompt, G times; of the policy as it is now."""
+        num_generations = self.config.num_generations
+        with run.phase("data"):
+            asked_once = rows.select(np.arange(0, len(rows), num_generations))
+            starts = self.generator.starts(asked_once, self.tokenizer, np.arange(len(asked_once)))
+        rollouts = self.generator.finished(self.generator.begin(starts, run.step, temperature=0.0))
+        with run.phase("reward"):
+            return self.rewarder(asked_once, rollouts).repeat(num_generations, axis=0)
 
     def with_logps(self, samples: Samples, off_policy: bool) -> Samples:
         """The samples with what other policies make of them: the one that generated, the reference, the teacher.

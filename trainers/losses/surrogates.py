@@ -30,7 +30,10 @@ from trainers.losses.policy_terms import (
     gamma_weights,
     gated_surrogate,
 )
+from trainers.losses.tokens import held
 from trainers.plugins import register_loss
+
+SMALLEST_WEIGHT = 1e-10  # of a rollout ratio whose logarithm is taken, as in verl
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,36 @@ def fipo(
     loss_BX = clipped_surrogate(ratios_BX, advantages_BX * weights_BT, epsilon, epsilon_high, delta)
     clipping = ratio_clipping(batch, epsilon, epsilon_high)
     return PolicyTerms(loss_BX, clipping, {"fipo/weight_mean": weights_BT})
+
+
+@register_loss("gmpo", average="sequence_means", corrects_rollouts=True)
+def gmpo(batch: PolicyBatch, *, epsilon: float, epsilon_high: float) -> PolicyTerms:
+    """-A times the geometric mean of a completion's clipped ratios: GMPO (arXiv 2507.20673, section 3, Algorithm 1).
+
+    Clipped is the log-ratio of each token, to [-epsilon, epsilon_high], where that lowers what A asks for; the paper's
+    range is 0.4 on both sides. Rollout ratios enter by their geometric mean over the completion, as in verl.
+    Departure from verl: the gradient of a sequence whose advantages differ by token (a teacher's) has the sign of each
+    token's own advantage in the clip.
+    """
+    log_ratios_BT, advantages_BX = held(batch.logps_BT - batch.old_logps_BT), batch.advantages_BX
+    signs_BX = advantages_BX.sign()
+    bounded_BT = log_ratios_BT.clamp(-epsilon, epsilon_high)
+    chosen_BT = signs_BX * torch.min(signs_BX * log_ratios_BT, signs_BX * bounded_BT)
+    if batch.rollout_ratios_BX is not None:
+        chosen_BT = chosen_BT + batch.rollout_ratios_BX.clamp(min=SMALLEST_WEIGHT).log()
+    lengths_B1 = batch.mask_BT.sum(1, keepdim=True).clamp(min=1)
+    ratios_B1 = ((chosen_BT * batch.mask_BT).sum(1, keepdim=True) / lengths_B1).exp()
+    low_BT = (log_ratios_BT < -epsilon) & (advantages_BX < 0)
+    return PolicyTerms(-advantages_BX * ratios_B1, (low_BT, (log_ratios_BT > epsilon_high) & (advantages_BX > 0)))
+
+
+@register_loss("gpg", average="tokens")
+def gpg(batch: PolicyBatch) -> torch.Tensor:
+    """-A logp, the plain policy gradient: no ratio, no clip (GPG, arXiv 2504.02546, section 3).
+
+    Meant with ``advantage_estimator: gpg``, one optimizer step per generation, and no reference.
+    """
+    return -batch.advantages_BX * batch.logps_BT
 
 
 def ratio_clipping(batch: PolicyBatch, epsilon: float, epsilon_high: float) -> tuple[torch.Tensor, torch.Tensor]:

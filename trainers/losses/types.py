@@ -7,7 +7,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 LARGEST_LOG_RATIO = 20.0  # see ``tokens.held``
-PolicyLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "fipo"]  # bundled ones
+PolicyLossType = Literal[  # bundled ones
+    "grpo",
+    "bnpo",
+    "dr_grpo",
+    "dapo",
+    "cispo",
+    "sapo",
+    "luspo",
+    "vespo",
+    "fipo",
+    "gmpo",
+    "gpg",
+]
 Average = Literal["tokens", "step_tokens", "sequence_means", "sequence_sums", "max_length"]
 ImportanceLevel = Literal["token", "sequence", "sequence_token", "sequence_product"]
 RolloutCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -44,7 +56,6 @@ class PolicyLoss:
     function: Callable[..., Any]
     average: Average = "tokens"
     corrects_rollouts: bool = False  # reads the rollout ratios itself; False: its terms are multiplied by them
-    reads_level: bool = True  # reads the ratios of importance_sampling_level
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

@@ -68,3 +68,22 @@ def test_an_unknown_name_is_refused_before_anything_starts(model: str, tmp_path:
         with pytest.raises(ConfigError, match=rf"{key} must be one of grpo, .*{near}.*, got '{name}'. Did you mean"):
             GRPOTrainer.check(config, None)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("loss_type", ["clip_cov", "kl_cov", "dppo_tv", "dppo_kl"])
+def test_losses_that_watch_tokens_learn_the_same_however_a_step_is_cut(
+    loss_type: str, model: str, tmp_path: Path
+) -> None:
+    """The tokens of a step are chosen over all its micro-batches; half of them, so that it shows."""
+    keys: dict[str, Any] = {"loss_type": loss_type, "num_train_epochs": 1}
+    keys |= {"clip_cov": {"clip_cov_ratio": 0.5, "clip_cov_lb": -1.0}, "kl_cov": {"kl_cov_ratio": 0.5}}.get(
+        loss_type, {}
+    )
+    for size in (3, 8):
+        GRPOTrainer(grpo_config(model, tmp_path / str(size), **keys, per_device_train_batch_size=size)).train()
+    three, eight = ([line for line in lines(tmp_path / str(size)) if "loss" in line] for size in (3, 8))
+    first = [[line["loss"] for line in run[:2]] for run in (three, eight)]  # later, rounding may choose another token
+    assert first[0] == pytest.approx(first[1], rel=1e-3, abs=1e-5)
+    if loss_type.endswith("cov"):
+        assert 0.05 < three[0]["cov/selected"] <= 0.5
+        assert three[0]["cov/selected"] == eight[0]["cov/selected"]

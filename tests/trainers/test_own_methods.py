@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from rayhelper import ConfigError
-from trainers.batch import Ragged
+from trainers.batch import Ragged, Samples
 from trainers.grpo.choices import GIVEN, READ_BY, REGISTRIES, check_plugged, keys_of
 from trainers.grpo.config import GRPOConfig, check_chosen
+from trainers.grpo.samples import with_selection
 from trainers.losses.policy import add_policy_metrics, grpo_normaliser, policy_gradient_loss
 from trainers.losses.surrogates import PolicyTerms
 from trainers.metrics import Metrics
@@ -200,6 +201,11 @@ def test_advantages_of_an_own_estimator_may_be_of_completions_or_of_tokens() -> 
         ({"advantage_estimator": "opo", "num_generations": 1}, "num_generations must be at least 2"),
         ({"loss_type": "gpg", "epsilon": 0.1}, "epsilon is 0.1, which nothing looks at with loss_type=gpg"),
         ({"loss_type": "gmpo", "importance_sampling_level": "sequence"}, "importance_sampling_level is sequence"),
+        ({"loss_type": "clip_cov", "clip_cov_ratio": 0.0}, r"clip_cov_ratio must lie in \(0, 1\]"),
+        ({"loss_type": "clip_cov", "clip_cov_lb": 6.0}, "clip_cov_lb=6.0 is not below clip_cov_ub=5.0"),
+        ({"loss_type": "kl_cov", "kl_cov_coef": -1.0}, "kl_cov_coef must be at least 0"),
+        ({"loss_type": "kl_cov", "clip_cov_lb": 0.5}, "clip_cov_lb is 0.5, which nothing looks at"),
+        ({"loss_type": "dppo_tv", "dppo_ratio_cap": 0.5}, "dppo_ratio_cap must be at least 1"),
         ({"loss_type": "gmpo", "top_entropy_quantile": 0.2}, "gmpo multiplies the ratios of all tokens"),
     ],
 )
@@ -211,3 +217,27 @@ def test_keys_that_do_not_go_with_a_method_are_refused(keys: dict[str, Any], tol
 def test_remax_needs_no_group_and_has_its_kl_in_the_reward() -> None:
     assert config(advantage_estimator="remax", num_generations=1, beta=0.1).has_kl_in_reward
     assert not config(advantage_estimator="maxrl", beta=0.1).has_kl_in_reward
+
+
+def test_tokens_are_selected_among_all_loss_tokens_of_a_step() -> None:
+    """Those that are clipped already are left out by clip_cov; what the loss does not count is never selected."""
+    lengths = [3, 2]
+    logps = Ragged.split(np.log(np.array([0.9, 0.8, 0.1, 0.7, 0.2], np.float32)), lengths)
+    samples = Samples(
+        input_ids=Ragged.split(np.arange(7), [4, 3]),
+        target_mask=Ragged.of([[False, True, True, True], [False, True, True]], bool),
+        advantages=np.array([1.0, -1.0], np.float32),
+        loss_mask=Ragged.of([[True, True, True], [True, False]], bool),
+        old_logps=Ragged.split(np.log(np.array([0.5, 0.8, 0.1, 0.7, 0.2], np.float32)), lengths),
+    )
+    counted_logps, advantages = logps.values[:4], np.array([1.0, 1.0, 1.0, -1.0])
+    covariance = (advantages - advantages.mean()) * (counted_logps - counted_logps.mean())
+    assert np.argsort(-covariance).tolist()[:2] == [0, 1]
+
+    chosen = with_selection(config(loss_type="kl_cov", kl_cov_ratio=0.25), samples, logps, seed=(0,)).selected
+    assert chosen is not None
+    assert [row.tolist() for row in chosen] == [[True, False, False], [False, False]]
+    keys: dict[str, Any] = {"clip_cov_lb": 0.0, "clip_cov_ratio": 0.25}
+    chosen = with_selection(config(loss_type="clip_cov", **keys), samples, logps, seed=(0,)).selected
+    assert chosen is not None
+    assert [row.tolist() for row in chosen] == [[False, True, False], [False, False]]  # the first is clipped

@@ -102,6 +102,18 @@ def loss_by_hand(
                 loss = -advantage * geometric
             if loss_type == "gpg":
                 loss = -advantage * row["logps_BT"][t]
+            if loss_type == "kl_cov":
+                loss = -ratio * advantage
+            if loss_type.startswith("dppo"):
+                p, old_p = math.exp(row["logps_BT"][t]), math.exp(row["old_logps_BT"][t])
+                gone = abs(p - old_p)
+                if loss_type == "dppo_kl":
+                    rest, old_rest = max(1 - p, 0.0), max(1 - old_p, 0.0)
+                    others = math.log((old_rest + 1e-8) / (rest + 1e-8))
+                    gone = old_p * math.log(old_p / p) + old_rest * others
+                too_far = gone > epsilon_high if advantage > 0 and p > old_p else gone > epsilon
+                asked = (p > old_p) == (advantage > 0)
+                loss = 0.0 if too_far and asked else -math.exp(raw[t]) * advantage * row["logps_BT"][t]
             corrected = loss_type in ("vespo", "gmpo")
             loss *= row["token_weights"][t] * (1.0 if corrected else row["rollout_ratios"][t])
             to_reference = row["ref_logps_BT"][t] - row["logps_BT"][t]
@@ -331,7 +343,10 @@ def test_token_advantages_equal_to_the_sequences_change_nothing() -> None:
     ("loss_type", "expected"),
     [
         *((name, 6) for name in ("grpo", "sapo", "luspo", "gmpo")),
-        *((name, 100) for name in ("bnpo", "dapo", "cispo", "vespo", "fipo", "gpg")),
+        *(
+            (name, 100)
+            for name in ("bnpo", "dapo", "cispo", "vespo", "fipo", "gpg", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
+        ),
         ("dr_grpo", 6 * 512),
     ],
 )
@@ -512,6 +527,37 @@ def test_gmpo_has_the_gradient_of_its_geometric_mean_by_finite_differences(advan
         lower, _ = policy_gradient_loss(logps - step, **columns, **options)
         assert gradient[0, t].item() == pytest.approx(((higher - lower) / 2e-6).item(), abs=1e-8)
     assert (gradient[0] == 0).tolist() == ([False, True, True] if advantage > 0 else [False, False, False])
+
+
+def test_selected_tokens_lose_their_gradient_or_are_drawn_back() -> None:
+    """Clip-Cov: as if the token were not there; KL-Cov: its gradient gets the coefficient, by the sign of its move."""
+    selected = torch.zeros(5, 4, dtype=torch.bool)
+    selected[0, 1] = selected[3, 2] = selected[2, 0] = True  # the last one has no loss token in its row
+    columns = batch() | {"rollout_ratios": None, "token_weights": None}
+    options = {"normaliser": 10}
+    _, plain = loss_and_gradient(columns, loss_type="dapo", **options)
+    _, clipped = loss_and_gradient(columns | {"selected_BT": selected}, loss_type="clip_cov", **options)
+    assert torch.equal(clipped, plain.masked_fill(selected, 0.0))
+    _, free = loss_and_gradient(columns, loss_type="kl_cov", **options)
+    _, drawn = loss_and_gradient(columns | {"selected_BT": selected}, loss_type="kl_cov", kl_cov_coef=0.7, **options)
+    moves = (columns["logps_BT"] - columns["old_logps_BT"]).sign()
+    torch.testing.assert_close(drawn - free, 0.07 * moves * (selected & columns["mask_BT"]))
+
+
+def test_dppo_lets_unlikely_tokens_go_far_and_holds_likely_ones() -> None:
+    """A ratio of 10 at a probability of 0.001 stays in reach, one of 1.5 at 0.5 does not; PPO has it the other way."""
+    columns = {
+        "logps_BT": torch.tensor([[0.01, 0.75]]).log(),
+        "old_logps_BT": torch.tensor([[0.001, 0.5]]).log(),
+        "advantages": torch.tensor([1.0]),
+        "mask_BT": torch.ones(1, 2, dtype=torch.bool),
+    }
+    _, tv = loss_and_gradient(columns, loss_type="dppo_tv", normaliser=1, epsilon=0.2)
+    assert tv.tolist() == [pytest.approx([-10.0, 0.0])]
+    _, kl = loss_and_gradient(columns, loss_type="dppo_kl", normaliser=1, epsilon=0.05, dppo_ratio_cap=4.0)
+    assert kl.tolist() == [pytest.approx([-4.0, 0.0])]
+    _, ppo = loss_and_gradient(columns, loss_type="dapo", normaliser=1, epsilon=0.6)
+    assert ppo.tolist() == [pytest.approx([0.0, -1.5])]
 
 
 def test_luspo_sums_where_grpo_averages() -> None:

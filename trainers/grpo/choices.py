@@ -21,14 +21,18 @@ REGISTRIES: dict[str, tuple[Registry, tuple[str, ...]]] = {
     "advantage_estimator": (ADVANTAGES, estimators.BUNDLED),
 }
 
+DPPO = ("dppo_tv", "dppo_kl")
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "fipo")
 # Keys that only some values of another key look at, and are refused with any other. Those of the keys above are the
 # keyword-only parameters of what is bundled, as ``plugins.constants`` reads them.
 READ_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     "importance_sampling_level": ("loss_type", (*CLIPPED, "cispo", "sapo", "vespo")),
-    "epsilon": ("loss_type", (*CLIPPED, "gmpo")),
-    "epsilon_high": ("loss_type", (*CLIPPED, "cispo", "gmpo")),
-    "delta": ("loss_type", CLIPPED),
+    "epsilon": ("loss_type", (*CLIPPED, "gmpo", "clip_cov", *DPPO)),
+    "epsilon_high": ("loss_type", (*CLIPPED, "cispo", "gmpo", "clip_cov", *DPPO)),
+    "delta": ("loss_type", (*CLIPPED, "clip_cov")),
+    "dppo_ratio_cap": ("loss_type", DPPO),
+    **{f"clip_cov_{name}": ("loss_type", ("clip_cov",)) for name in ("ratio", "lb", "ub")},
+    **{f"kl_cov_{name}": ("loss_type", ("kl_cov",)) for name in ("ratio", "coef")},
     "sapo_temperature_pos": ("loss_type", ("sapo",)),
     "sapo_temperature_neg": ("loss_type", ("sapo",)),
     **{f"vespo_{name}": ("loss_type", ("vespo",)) for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
@@ -47,9 +51,8 @@ READ_BY: dict[str, tuple[str, tuple[str, ...]]] = {
     **{f"ref_model_{name}": ("sync_ref_model", ("True",)) for name in ("mixup_alpha", "sync_steps")},
 }
 
-GIVEN = (
-    "importance_sampling_level",
-)  # keys that a loss reads without a parameter: the ratios of its batch are made so
+# Keys that are read for a loss before it is called: the ratios of its batch, and its selected tokens, are made so
+GIVEN = ("importance_sampling_level", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio")
 
 
 def is_known(config: Any, key: str, *, plugins_imported: bool) -> bool:
@@ -124,7 +127,7 @@ def check_plugged(config: Any) -> None:
                 f"configuration or from {{name: {name}, argument: value}}."
             ) from None
         for unread, (reader, _) in READ_BY.items():
-            if reader == key and unread not in taken and unread not in GIVEN:
+            if reader == key and unread not in taken and unread != "importance_sampling_level":
                 check_unset(config, unread, f"{key}={name}", "", key)
 
 

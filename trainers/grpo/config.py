@@ -123,16 +123,16 @@ class GRPOConfig(CompletionConfig):
 
     # Loss
     loss_type: str | dict[str, Any] = "dapo"
-    """The loss of a token and how it is averaged: grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, fipo, gmpo or
-    gpg, whose formulas and papers stand in losses/surrogates.py; or the name of a loss that a plugin registered, or
-    {name: ..., argument: value}."""
+    """The loss of a token and how it is averaged: grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, fipo, gmpo,
+    gpg, clip_cov, kl_cov, dppo_tv or dppo_kl, whose formulas and papers stand in losses/surrogates.py; or the name of a
+    loss that a plugin registered, or {name: ..., argument: value}."""
     importance_sampling_level: ImportanceLevel = "token"
     """token, sequence (GSPO), sequence_token (GSPO-token), or sequence_product (of the tokens' ratios, RLOO)."""
     beta: float = 0.0
     """Weight of the KL to the reference model; 0: no reference model is loaded."""
     epsilon: float = 0.2
     """The ratio to the old policy is clipped to 1 - epsilon, 1 + epsilon. Of gmpo, whose paper has 0.4, the log-ratio
-    is clipped to -epsilon, epsilon."""
+    is clipped to -epsilon, epsilon. Of dppo_tv and dppo_kl it is the distance that a token may go."""
     epsilon_high: float | None = None
     """Upper clip range; null: ``epsilon``. For cispo the cap of the ratio itself."""
     delta: float | None = None
@@ -161,6 +161,18 @@ class GRPOConfig(CompletionConfig):
     """It lies in 1, 1 + range instead."""
     fipo_safety_threshold: float | None = 4.0
     """Ratio above which a negative advantage is weighed in 0.8, 1; null: none."""
+    clip_cov_ratio: float = 2e-4
+    """Share of a step's tokens, one at least, that clip_cov takes the gradient from."""
+    clip_cov_lb: float = 1.0
+    """They are drawn from those whose covariance of advantage and log-probability is above this."""
+    clip_cov_ub: float = 5.0
+    """And below this."""
+    kl_cov_ratio: float = 2e-4
+    """Share of a step's tokens, those of highest covariance, one at least, that kl_cov keeps near the old policy."""
+    kl_cov_coef: float = 1.0
+    """Weight of their distance to it, |log ratio|."""
+    dppo_ratio_cap: float | None = 20.0
+    """Cap of the ratio that weighs a token in dppo_tv and dppo_kl; null: none."""
 
     # Completions of another policy
     rollout_importance_sampling_correction: bool | None = None
@@ -250,6 +262,11 @@ class GRPOConfig(CompletionConfig):
             or self.rollout_correction is not None
         )
         return (needs_old and not self.old_is_rollouts) or self.top_entropy_quantile < 1
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether the loss treats some tokens otherwise, which are chosen among all of a step before it."""
+        return self.loss_name in ("clip_cov", "kl_cov")
 
     @property
     def is_own_reference(self) -> bool:
@@ -415,7 +432,15 @@ def check_loss(config: GRPOConfig) -> None:
     at_least(
         config, 0, "rollout_importance_sampling_clip_min", "rollout_importance_sampling_clip_max", "fipo_clip_range"
     )
-    at_least(config, 1, "delta", "fipo_safety_threshold")
+    at_least(config, 0, "kl_cov_coef")
+    at_least(config, 1, "delta", "fipo_safety_threshold", "dppo_ratio_cap")
+    for name in ("clip_cov_ratio", "kl_cov_ratio"):
+        if not 0 < getattr(config, name) <= 1:
+            raise ConfigError(f"{name} must lie in (0, 1], got {getattr(config, name)}")
+    if config.clip_cov_lb >= config.clip_cov_ub:
+        raise ConfigError(
+            f"clip_cov_lb={config.clip_cov_lb} is not below clip_cov_ub={config.clip_cov_ub}: no token lies between"
+        )
     for name in ("sapo_temperature_pos", "sapo_temperature_neg", "fipo_decay_rate"):
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigError(f"{name} must be positive, got {getattr(config, name)}")

@@ -103,6 +103,7 @@ def grpo_loss(
         rollout_ratios=ratios_BX,
         token_weights=None if token_weights is None else token_weights.to(logps_BT),
         entropy_BT=entropy_BT.detach(),
+        selected_BT=padded(micro.selected, False),
         **chosen,
     )
     policy_losses.add_policy_metrics(metrics, diagnostics)

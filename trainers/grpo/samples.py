@@ -10,7 +10,8 @@ import numpy as np
 
 from trainers.batch import Ragged, Rollouts, Samples
 from trainers.grpo.config import GRPOConfig
-from trainers.losses.entropy import entropy_threshold
+from trainers.losses.entropy import clip_cov_selection, covariances, entropy_threshold, kl_cov_selection
+from trainers.losses.types import LARGEST_LOG_RATIO
 from trainers.metrics import Metrics
 from trainers.rewards.advantages import (
     Aggregation,
@@ -125,6 +126,34 @@ def with_policy_mask(chunk: Samples, top_entropy_quantile: float) -> Samples:
     threshold = entropy_threshold(entropies.values[counted], top_entropy_quantile)
     chosen = Ragged(counted & (entropies.values >= threshold), entropies.offsets)
     return dataclasses.replace(chunk, policy_mask=chosen, entropies=None)
+
+
+def with_selection(config: GRPOConfig, chunk: Samples, logps: Ragged, seed: tuple[int, ...]) -> Samples:
+    """The samples of one optimizer step, tokens marked that clip_cov and kl_cov treat otherwise.
+
+    ``logps``: of the policy as it is before the step.
+    """
+    counted, advantages = asked(chunk.loss_mask).values, chunk.advantages
+    assert advantages is not None, "credit comes first"
+    by_token = advantages.values if isinstance(advantages, Ragged) else np.repeat(advantages, logps.lengths)
+    covariance = covariances(by_token[counted], logps.values[counted])
+    if config.loss_name == "kl_cov":
+        chosen = kl_cov_selection(covariance, ratio=config.kl_cov_ratio)
+    else:
+        ratios = np.ones(len(covariance))
+        if chunk.old_logps is not None:
+            ratios = np.exp(np.clip(logps.values - chunk.old_logps.values, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))[
+                counted
+            ]
+        high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+        is_clipped = np.where(
+            by_token[counted] > 0, ratios > 1 + high, (by_token[counted] < 0) & (ratios < 1 - config.epsilon)
+        )
+        bounds = {"lower": config.clip_cov_lb, "upper": config.clip_cov_ub}
+        chosen = clip_cov_selection(covariance, ~is_clipped, ratio=config.clip_cov_ratio, **bounds, seed=seed)
+    selected = np.zeros(len(counted), bool)
+    selected[counted] = chosen
+    return dataclasses.replace(chunk, selected=Ragged(selected, logps.offsets))
 
 
 def num_loss_tokens(samples: Samples) -> np.ndarray:

@@ -47,7 +47,7 @@ from trainers.grpo.config import GRPOConfig, check_chosen
 from trainers.grpo.entropy_coefficient import EntropyCoefficient
 from trainers.grpo.loss import grpo_loss, step_numbers
 from trainers.grpo.plan import GenerationPlan, RowStream
-from trainers.grpo.samples import Rewarded, credit, differing_groups, fullest
+from trainers.grpo.samples import Rewarded, credit, differing_groups, fullest, with_selection
 from trainers.metrics import Metrics
 from trainers.parts.checks import (
     check_before_start,
@@ -185,7 +185,7 @@ class GRPOTrainer:
                 metrics = Metrics.merge([metrics, seen])
                 for chunk in plan.chunks(samples, seed=(config.seed, generation)):
                     with run.phase("update"):
-                        learned = self.learn(chunk, samples)
+                        learned = self.learn(chunk, samples, run.step)
                     self.generator.learned()
                     epoch = self.stream.epoch if plan.is_dynamic else (run.step + 1) / plan.steps_per_epoch
                     run.log_step(Metrics.merge([metrics, learned]), epoch=epoch)
@@ -319,8 +319,10 @@ class GRPOTrainer:
             columns["old_logps"] = samples.rollout_logps
         return dataclasses.replace(samples, **columns)
 
-    def learn(self, chunk: Samples, generation: Samples) -> Metrics:
-        """One optimizer step on a chunk of a generation."""
+    def learn(self, chunk: Samples, generation: Samples, step: int = 0) -> Metrics:
+        """One optimizer step, number ``step``, on a chunk of a generation."""
+        if self.config.selects_tokens:
+            chunk = with_selection(self.config, chunk, self.policy.logps(chunk), seed=(self.config.seed, step))
         chunk, numbers = step_numbers(self.config, chunk, generation, self.entropy_coef.applied)
         metrics = self.policy.step(chunk, numbers, entropy_gradient=numbers.entropy_coef > 0)
         self.entropy_coef = self.entropy_coef.after(metrics)

@@ -33,6 +33,7 @@ from trainers.losses.policy_terms import (
 from trainers.losses.tokens import held
 from trainers.plugins import register_loss
 
+BINARY_FLOOR = 1e-8  # of the probability of all other tokens
 SMALLEST_WEIGHT = 1e-10  # of a rollout ratio whose logarithm is taken, as in verl
 
 
@@ -137,6 +138,75 @@ def gpg(batch: PolicyBatch) -> torch.Tensor:
     Meant with ``advantage_estimator: gpg``, one optimizer step per generation, and no reference.
     """
     return -batch.advantages_BX * batch.logps_BT
+
+
+@register_loss("clip_cov", average="tokens")
+def clip_cov(batch: PolicyBatch, *, epsilon: float, epsilon_high: float, delta: float | None = None) -> PolicyTerms:
+    """The clipped surrogate, without gradient at the selected tokens: Clip-Cov (arXiv 2505.22617, section 4.2).
+
+    Selected are a few tokens of high covariance, by ``entropy.clip_cov_selection``.
+    """
+    terms = clipped(batch, epsilon=epsilon, epsilon_high=epsilon_high, delta=delta)
+    if batch.selected_BT is None:
+        return terms
+    loss_BT = (terms.loss_BX * batch.mask_BT).masked_fill(batch.selected_BT, 0.0)
+    return PolicyTerms(loss_BT, terms.clipped_BX, {"cov/selected": batch.selected_BT})
+
+
+@register_loss("kl_cov", average="tokens")
+def kl_cov(batch: PolicyBatch, *, kl_cov_coef: float = 1.0) -> PolicyTerms:
+    """-ratio A, + kl_cov_coef |logp - old| at the selected tokens: KL-Cov (arXiv 2505.22617, section 4.2).
+
+    There is no clip. Selected are the tokens of highest covariance, by ``entropy.kl_cov_selection``.
+    """
+    loss_BX = -batch.ratios_BX * batch.advantages_BX
+    if batch.selected_BT is None:
+        return PolicyTerms(loss_BX)
+    distances_BT = held(batch.logps_BT - batch.old_logps_BT).abs()
+    loss_BT = loss_BX + kl_cov_coef * distances_BT * batch.selected_BT
+    return PolicyTerms(loss_BT, means={"cov/selected": batch.selected_BT})
+
+
+@register_loss("dppo_tv", average="tokens")
+def dppo_tv(
+    batch: PolicyBatch, *, epsilon: float, epsilon_high: float, dppo_ratio_cap: float | None = 20.0
+) -> PolicyTerms:
+    """-sg(min(ratio, cap)) A logp where the token's probability stays in reach: DPPO, binary TV (arXiv 2602.04879).
+
+    Of reach is a token with p - p_old > epsilon_high and A > 0, or p_old - p > epsilon and A < 0: |p - p_old| is the
+    total variation between "this token" and "another one" (section 4 there). Departure from the paper, whose p_old is
+    the engine's: it is the training code's, the engine's with ``max_staleness``; ``rollout_importance_sampling_mode``
+    corrects for the difference.
+    """
+    moved_BT = batch.logps_BT.detach().exp() - batch.old_logps_BT.exp()
+    return within_reach(batch, moved_BT < -epsilon, moved_BT > epsilon_high, dppo_ratio_cap)
+
+
+@register_loss("dppo_kl", average="tokens")
+def dppo_kl(
+    batch: PolicyBatch, *, epsilon: float, epsilon_high: float, dppo_ratio_cap: float | None = 20.0
+) -> PolicyTerms:
+    """As ``dppo_tv``, with KL(p_old || p) between "this token" and "another one": DPPO, binary KL (arXiv 2602.04879).
+
+    p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)); 1e-8 is added to 1 - p, as in verl.
+    """
+    logps_BT, old_logps_BT = batch.logps_BT.detach(), batch.old_logps_BT
+    p_BT, old_p_BT = logps_BT.exp(), old_logps_BT.exp()
+    rest_BT, old_rest_BT = (1 - p_BT).clamp(min=0), (1 - old_p_BT).clamp(min=0)  # rounding may put p above 1
+    others_BT = ((old_rest_BT + BINARY_FLOOR) / (rest_BT + BINARY_FLOOR)).log()
+    divergence_BT = old_p_BT * held(old_logps_BT - logps_BT) + old_rest_BT * others_BT
+    below_BT = (divergence_BT > epsilon) & (p_BT < old_p_BT)
+    return within_reach(batch, below_BT, (divergence_BT > epsilon_high) & (p_BT > old_p_BT), dppo_ratio_cap)
+
+
+def within_reach(
+    batch: PolicyBatch, below_BT: torch.Tensor, above_BT: torch.Tensor, ratio_cap: float | None
+) -> PolicyTerms:
+    """-sg(min(ratio, cap)) A logp, 0 where A asks for more of a move that has gone too far, down or up."""
+    low_BT, high_BT = below_BT & (batch.advantages_BX < 0), above_BT & (batch.advantages_BX > 0)
+    weights_BT = held(batch.logps_BT.detach() - batch.old_logps_BT).exp().clamp(max=ratio_cap)
+    loss_BT = -weights_BT * batch.advantages_BX * batch.logps_BT
+    return PolicyTerms(loss_BT.masked_fill(low_BT | high_BT, 0.0), (low_BT, high_BT))
 
 
 def ratio_clipping(batch: PolicyBatch, epsilon: float, epsilon_high: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,10 @@ PolicyLossType = Literal[  # bundled ones
     "fipo",
     "gmpo",
     "gpg",
+    "clip_cov",
+    "kl_cov",
+    "dppo_tv",
+    "dppo_kl",
 ]
 Average = Literal["tokens", "step_tokens", "sequence_means", "sequence_sums", "max_length"]
 ImportanceLevel = Literal["token", "sequence", "sequence_token", "sequence_product"]

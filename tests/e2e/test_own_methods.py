@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from rayhelper import ConfigError, RayHelper
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import final_bytes, grpo_config, lines, together
 from tests.golden.tiny import save_tiny
+from trainers.batch import Ragged, Rollouts
 from trainers.grpo.trainer import GRPOTrainer
+from trainers.parts.generator import Generator
 
 PLUGIN = """
 from trainers.plugins import register_advantage, register_loss
@@ -87,3 +92,26 @@ def test_losses_that_watch_tokens_learn_the_same_however_a_step_is_cut(
     if loss_type.endswith("cov"):
         assert 0.05 < three[0]["cov/selected"] <= 0.5
         assert three[0]["cov/selected"] == eight[0]["cov/selected"]
+
+
+def test_what_another_engine_drew_is_rejected_where_it_is_too_far(model: str, tmp_path: Path) -> None:
+    """The engine's numbers are a nat off at every token whose id is a multiple of three, and exact at the others."""
+
+    def finished(self: Generator, pending: Any) -> Rollouts:
+        rollouts = exact(self, pending)
+        moved = rollouts.rollout_logps.values - (rollouts.completion_ids.values % 3 == 0).astype(np.float32)
+        return dataclasses.replace(rollouts, rollout_logps=Ragged(moved, rollouts.rollout_logps.offsets))
+
+    exact = Generator.finished
+    keys: dict[str, Any] = {"num_train_epochs": 1, "beta": 0.0}
+    runs = {"token_k1": 1.5, "sequence_mean_k1": 1.5, "token_k2": 0.1}
+    with patch.object(Generator, "finished", finished):
+        for kind, high in runs.items():
+            keys |= {"rollout_rejection": kind, "rollout_rejection_max": high}
+            GRPOTrainer(grpo_config(model, tmp_path / kind, **keys)).train()
+    first = {kind: lines(tmp_path / kind)[0] for kind in runs}
+    assert 0.1 < first["token_k1"]["sampling/rejected_tokens"] < 0.9
+    assert first["token_k1"]["sampling/rejected_sequences"] > first["token_k1"]["sampling/rejected_tokens"]
+    assert 0 < first["sequence_mean_k1"]["sampling/rejected_sequences"] < 1
+    assert first["token_k1"]["loss"] != first["sequence_mean_k1"]["loss"]
+    assert first["token_k2"]["loss"] == first["token_k1"]["loss"]  # the same tokens: e > 1.5 and 1 / 2 > 0.1

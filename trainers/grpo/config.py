@@ -12,7 +12,7 @@ from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.roles import REFERENCE, REWARD, ROLLOUT, TEACHER, TRAIN
 from trainers.configuration.shared import at_least, check_folder
 from trainers.grpo.choices import REGISTRIES, check_plugged, check_read, is_known
-from trainers.losses.types import NOT_BUILT, ImportanceLevel, RolloutCorrection
+from trainers.losses.types import NOT_BUILT, ImportanceLevel, RolloutCorrection, RolloutRejection
 from trainers.plugins import ADVANTAGES, named, parameters
 from trainers.rewards.advantages import Aggregation, Scale
 from trainers.rewards.types import AdvantageEstimator
@@ -179,12 +179,20 @@ class GRPOConfig(CompletionConfig):
     """Weigh tokens by how likely the training code finds them against the engine that drew them; null: if a mode is
     set. Not needed with the hf engine, which computes the same numbers as the training code in float32."""
     rollout_importance_sampling_mode: RolloutCorrection | None = None
-    """token or sequence, whose ratios are cut to the bounds (truncate) or set to 0 beyond them (mask); null:
-    sequence_mask."""
+    """token, sequence, or geometric (mean over the sequence), whose ratios are cut to the bounds (truncate) or set to 0
+    beyond them (mask); null: sequence_mask. Geometric ratios lie near 1: give bounds such as 0.99 and 1.01."""
     rollout_importance_sampling_clip_max: float | None = 3.0
     """Upper bound of the ratio; null: none."""
     rollout_importance_sampling_clip_min: float | None = None
     """Lower bound of the ratio; null: none."""
+    rollout_rejection: RolloutRejection | None = None
+    """Leave tokens, or completions, out of the loss where engine and training code are too far apart: the estimator k1,
+    k2 or k3 of the KL, of a token, or its sum, mean or maximum over the sequence; sequence_mean_k1 is the geometric
+    mean of the ratios. null: nothing is left out."""
+    rollout_rejection_max: float | None = None
+    """Largest value that stays: of k1 the ratio, such as 2.0 (token) or 1.01 (sequence_mean); else the estimate."""
+    rollout_rejection_min: float | None = None
+    """Smallest ratio that stays, of k1; null: 1 / rollout_rejection_max."""
     off_policy_mask_threshold: float | None = None
     """Leave out completions of negative advantage from which the policy has moved further than this, in nats a token
     (arXiv 2512.02556); null: none."""
@@ -247,7 +255,7 @@ class GRPOConfig(CompletionConfig):
 
         Begun ahead, the clipped ratio is to the policy that drew the tokens, whose numbers the engine has given.
         """
-        return self.max_staleness > 0 and self.rollout_correction is None
+        return self.max_staleness > 0 and self.rollout_correction is None and self.rollout_rejection is None
 
     def asks_policy(self, off_policy: bool) -> bool:
         """Whether the policy scores the samples of a generation before it learns from them.
@@ -260,6 +268,7 @@ class GRPOConfig(CompletionConfig):
             or self.estimator.needs_logps
             or self.teacher_model is not None
             or self.rollout_correction is not None
+            or self.rollout_rejection is not None
         )
         return (needs_old and not self.old_is_rollouts) or self.top_entropy_quantile < 1
 
@@ -297,6 +306,7 @@ def check_grpo(config: GRPOConfig) -> None:
     plugged = [is_known(config, key, plugins_imported=False) for key in REGISTRIES]
     check_read(config)
     check_correction(config)
+    check_rejection(config)
     check_rewards(config)
     check_sampling(config)
     if all(plugged):
@@ -313,6 +323,30 @@ def check_correction(config: GRPOConfig) -> None:
             name = f"rollout_importance_sampling_{name}"
             if getattr(config, name) != defaults[name]:
                 raise ConfigError(f"{name} is set, but rollout_importance_sampling_correction is not. Set both.")
+
+
+def check_rejection(config: GRPOConfig) -> None:
+    """Raises ConfigError for bounds that are missing, that nothing reads, or that nothing lies between."""
+    kind, low, high = config.rollout_rejection, config.rollout_rejection_min, config.rollout_rejection_max
+    if kind is None:
+        if low is not None or high is not None:
+            raise ConfigError(
+                "rollout_rejection_min and _max are bounds of rollout_rejection, which is not set. Set it."
+            )
+        return
+    if high is None:
+        raise ConfigError(
+            f"rollout_rejection={kind} needs rollout_rejection_max, the largest value that stays. Set it."
+        )
+    if not kind.endswith("_k1") and low is not None:
+        raise ConfigError(f"rollout_rejection_min is of k1 alone; {kind} is never negative. Remove it.")
+    if high <= 0 or (low is not None and low <= 0):
+        raise ConfigError("rollout_rejection_min and rollout_rejection_max must be positive")
+    if kind.endswith("_k1") and (1 / high if low is None else low) > high:
+        raise ConfigError(
+            f"rollout_rejection_max={high} leaves nothing above rollout_rejection_min="
+            f"{'1 / rollout_rejection_max' if low is None else low}: ratios of an engine that is right are 1"
+        )
 
 
 def check_rewards(config: GRPOConfig) -> None:

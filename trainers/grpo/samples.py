@@ -11,6 +11,7 @@ import numpy as np
 from trainers.batch import Ragged, Rollouts, Samples
 from trainers.grpo.config import GRPOConfig
 from trainers.losses.entropy import clip_cov_selection, covariances, entropy_threshold, kl_cov_selection
+from trainers.losses.rollout_correction import accepted_tokens
 from trainers.losses.types import LARGEST_LOG_RATIO
 from trainers.metrics import Metrics
 from trainers.rewards.advantages import (
@@ -105,6 +106,8 @@ def credit(
         advantages = add_teacher(advantages, teacher_logps, old_logps, teacher_kl_coef=config.teacher_kl_coef)
         log_ratios = (teacher_logps.values - old_logps.values)[asked(samples.loss_mask).values].astype(np.float64)
         metrics.mean("teacher_kl", float((np.expm1(log_ratios) - log_ratios).sum()), len(log_ratios))  # k3
+    if config.rollout_rejection is not None:
+        samples = with_accepted(config, samples, metrics)
     needs_engine = config.rollout_correction is not None or config.off_policy_mask_threshold is not None
     credited = dataclasses.replace(
         samples,
@@ -126,6 +129,27 @@ def with_policy_mask(chunk: Samples, top_entropy_quantile: float) -> Samples:
     threshold = entropy_threshold(entropies.values[counted], top_entropy_quantile)
     chosen = Ragged(counted & (entropies.values >= threshold), entropies.offsets)
     return dataclasses.replace(chunk, policy_mask=chosen, entropies=None)
+
+
+def with_accepted(config: GRPOConfig, samples: Samples, metrics: Metrics) -> Samples:
+    """The samples without the loss tokens that are rejected, and their shares in the metrics."""
+    assert config.rollout_rejection is not None
+    assert config.rollout_rejection_max is not None
+    before = asked(samples.loss_mask)
+    accepted = accepted_tokens(
+        asked(samples.old_logps),
+        asked(samples.rollout_logps),
+        before,
+        statistic=config.rollout_rejection,
+        high=config.rollout_rejection_max,
+        low=config.rollout_rejection_min,
+    )
+    counts_B = num_loss_tokens(samples)
+    samples = dataclasses.replace(samples, loss_mask=accepted)
+    rejected_B = counts_B - num_loss_tokens(samples)
+    metrics.mean("sampling/rejected_tokens", float(rejected_B.sum()), float(counts_B.sum()))
+    metrics.mean("sampling/rejected_sequences", float((rejected_B > 0).sum()), float((counts_B > 0).sum()))
+    return samples
 
 
 def with_selection(config: GRPOConfig, chunk: Samples, logps: Ragged, seed: tuple[int, ...]) -> Samples:

@@ -26,7 +26,27 @@ PolicyLossType = Literal[  # bundled ones
 ]
 Average = Literal["tokens", "step_tokens", "sequence_means", "sequence_sums", "max_length"]
 ImportanceLevel = Literal["token", "sequence", "sequence_token", "sequence_product"]
-RolloutCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+RolloutCorrection = Literal[
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_truncate",
+    "geometric_mask",
+]
+RolloutRejection = Literal[  # what is compared with the bounds: of a token, or of its completion
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "sequence_sum_k1",
+    "sequence_sum_k2",
+    "sequence_sum_k3",
+    "sequence_mean_k1",
+    "sequence_mean_k2",
+    "sequence_mean_k3",
+    "sequence_max_k2",
+    "sequence_max_k3",
+]
 NOT_BUILT = {  # loss types of other systems, and what is near to them
     "real": "loss_type 'real' classifies the completions of a prompt against each other, so that no group could be cut "
     "into micro-batches: it is not built. Its nearest relative here is sapo, whose gradients are bounded too."

@@ -248,12 +248,14 @@ def test_tokens_are_selected_among_all_loss_tokens_of_a_step() -> None:
     assert [row.tolist() for row in chosen] == [[False, True, False], [False, False]]  # the first is clipped
 
 
-def test_a_loss_of_the_script_itself_is_refused_where_workers_would_not_have_it() -> None:
+def test_a_method_of_the_script_itself_is_refused_where_workers_would_not_have_it() -> None:
     def local(batch: Any) -> Any:
-        return batch.logps_BT
+        return batch.sums_PG
 
     local.__module__ = "__main__"
     register_loss("local")(local)
-    check_plugged(config(loss_type="local"))
-    with pytest.raises(ConfigError, match="local is registered by the script itself, which Ray's workers do not run"):
-        check_plugged(config(loss_type="local", use_ray=True))
+    register_advantage("local")(local)
+    for key in REGISTRIES:
+        check_plugged(config(**{key: "local"}))
+        with pytest.raises(ConfigError, match=f"{key}: local is registered by the script itself, which Ray's workers"):
+            check_plugged(config(**{key: "local"}, use_ray=True))

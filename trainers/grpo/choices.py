@@ -115,9 +115,9 @@ def check_plugged(config: Any) -> None:
             continue
         function = registry[name].function
         taken = keys_of(function)
-        if key == "loss_type" and config.use_ray and function.__module__ == "__main__":
+        if config.use_ray and function.__module__ == "__main__":
             raise ConfigError(
-                f"loss_type: {name} is registered by the script itself, which Ray's workers do not run. Register it "
+                f"{key}: {name} is registered by the script itself, which Ray's workers do not run. Register it "
                 "in a file of its own, and name that in external_plugins."
             )
         for argument in arguments:

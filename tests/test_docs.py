@@ -9,7 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from mkdocs.commands.build import build
 from mkdocs.config import load_config as load_site
@@ -23,6 +25,8 @@ from trainers.configuration.folders import configurations, names_of
 from trainers.configuration.reading.role_sections import is_placement
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.data.sources import read_source
+from trainers.losses.policy import policy_gradient_loss
+from trainers.rewards.estimators import RewardBatch, estimated
 from trainers.rewards.functions import resolve_rewards
 from trainers.rollout.environments import resolve_environment
 from trainers.rollout.tools import resolve_tools
@@ -153,6 +157,8 @@ def test_the_first_class_of_the_index_gives_what_it_says() -> None:
 def test_the_plugins_of_the_pages_are_found_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for registry in (plugins.REWARDS, plugins.DATASETS, plugins.ENVIRONMENTS, plugins.TOOLS):
         monkeypatch.setattr(registry, "entries", {})
+    for registry in (plugins.ADVANTAGES, plugins.LOSSES):
+        monkeypatch.setattr(registry, "entries", dict(registry.entries))
     for page in ("data", "rewards"):
         for block in blocks(DOCS / f"{page}.md", "python"):
             exec(compile(block, f"docs/{page}.md", "exec"), {"__name__": f"docs_{page}"})
@@ -163,6 +169,16 @@ def test_the_plugins_of_the_pages_are_found_by_their_names(monkeypatch: pytest.M
     guess.reset({"number": "7"})
     assert (guess.step("6").done, guess.step("7").reward) == (False, 1.0)
     assert resolve_tools(["add"])["add"](1, 2) == 3
+    batch = RewardBatch(np.array([[0.0], [4.0], [1.0]]), np.ones(1), 3, np.ones(3, np.int64))
+    advantages, _ = estimated({"name": "above_median", "scale": 0.5}, SimpleNamespace(), batch)
+    assert advantages.tolist() == [-0.5, 1.5, 0.0]
+    logps, old_logps = torch.tensor([[-1.0, -2.0]], requires_grad=True), torch.tensor([[-1.5, -9.0]])
+    loss, _ = policy_gradient_loss(
+        logps, old_logps, torch.ones(1), torch.ones(1, 2), loss_type="truncated", normaliser=2, epsilon_high=2.0
+    )
+    loss.backward()
+    assert logps.grad is not None
+    assert logps.grad.tolist() == [pytest.approx([-np.exp(0.5) / 2, -3 / 2])]
 
 
 def test_the_page_of_your_own_trainer_shows_the_lines_of_the_example() -> None:

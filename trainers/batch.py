@@ -304,6 +304,7 @@ class Samples(Sequences):
     teacher_logps: Ragged | None = None  # float32: the teacher's
     entropies: Ragged | None = None  # float32: of the policy that generated
     policy_mask: Ragged | None = None  # bool: True on targets with a policy gradient; None: all the loss counts
+    selected: Ragged | None = None  # bool: True on targets that loss types clip_cov and kl_cov treat otherwise
 
     @property
     def num_loss_tokens(self) -> int:

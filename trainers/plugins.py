@@ -1,4 +1,4 @@
-"""What users add by name, without touching this library: rewards, datasets, models, environments, tools.
+"""What users add by name, without touching this library: rewards, losses, datasets, models, environments, tools.
 
 A plugin is a Python file, or a module, named under ``external_plugins``; importing it runs its decorators, and from
 then on the configuration may say the names:
@@ -21,15 +21,25 @@ then on the configuration may say the names:
     @register_tool("add")           # a function that the model may call: see tools.py
     def add(a: int, b: int): ...
 
+    @register_loss("reinforce")     # loss_type: reinforce; see losses/surrogates.py
+    def reinforce(batch):
+        return -batch.advantages_BX * batch.logps_BT
+
+    @register_advantage("centred")  # advantage_estimator: centred; see rewards/estimators.py
+    def centred(batch):
+        return batch.sums_PG - batch.sums_PG.mean(axis=1, keepdims=True)
+
 Every process of a run imports the plugins, so a plugin should do nothing but define and register.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,6 +49,8 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from rayhelper.text import DID_YOU_MEAN, nearest
+from trainers.losses.types import Average, PolicyLoss
+from trainers.rewards.types import AdvantageEstimator
 
 ObjectT = TypeVar("ObjectT")
 
@@ -90,9 +102,9 @@ class Registry(Mapping[str, Any]):
 
 
 def _origin(value: Any) -> tuple[str, str]:
-    """The file and the qualified name of a function, class, partial or callable object."""
-    while isinstance(value, functools.partial):
-        value = value.func
+    """The file and the qualified name of a function, class, partial or callable object, or of what it wraps."""
+    while isinstance(value, functools.partial) or hasattr(value, "__wrapped__"):
+        value = value.func if isinstance(value, functools.partial) else value.__wrapped__
     definition = value if hasattr(value, "__qualname__") else type(value)
     module = sys.modules.get(definition.__module__)
     return str(getattr(module, "__file__", None) or definition.__module__), definition.__qualname__
@@ -103,12 +115,92 @@ DATASETS = Registry("dataset")
 MODELS = Registry("model")
 ENVIRONMENTS = Registry("environment")
 TOOLS = Registry("tool")
+LOSSES = Registry("loss")
+ADVANTAGES = Registry("advantage")
 
 register_reward = REWARDS.register
 register_dataset = DATASETS.register
 register_model = MODELS.register
 register_environment = ENVIRONMENTS.register
 register_tool = TOOLS.register
+
+
+def register_loss(
+    name: str, *, average: Average = "tokens", corrects_rollouts: bool = False
+) -> Callable[[ObjectT], ObjectT]:
+    """A decorator for a policy loss of GRPO, which ``loss_type`` then names.
+
+    The function is given a ``PolicyBatch`` (``losses/surrogates.py``, which says what it returns) and, by the names of
+    its keyword-only parameters, keys of the configuration, or arguments of ``loss_type: {name: ..., argument: value}``.
+    ``average`` and ``corrects_rollouts``: see ``PolicyLoss``.
+
+    Raises: ValueError if the name is taken by another function.
+    """
+    return _wrapped(LOSSES, name, PolicyLoss, average=average, corrects_rollouts=corrects_rollouts)
+
+
+def register_advantage(
+    name: str,
+    *,
+    needs_group: bool = True,
+    needs_logps: bool = False,
+    needs_greedy: bool = False,
+    kl_in_reward: bool | None = False,
+) -> Callable[[ObjectT], ObjectT]:
+    """A decorator for an advantage estimator of GRPO, which ``advantage_estimator`` then names.
+
+    The function is given a ``RewardBatch`` (``rewards/estimators.py``, which says what it returns) and, by the names of
+    its keyword-only parameters, keys of the configuration, or arguments that ``advantage_estimator: {name: ...,
+    argument: value}`` holds. The other parameters: see ``AdvantageEstimator``.
+
+    Raises: ValueError if the name is taken by another function.
+    """
+    needs = {"needs_group": needs_group, "needs_logps": needs_logps, "needs_greedy": needs_greedy}
+    return _wrapped(ADVANTAGES, name, AdvantageEstimator, **needs, kl_in_reward=kl_in_reward)
+
+
+def _wrapped(
+    registry: Registry, name: str, wrapper: Callable[..., Any], **options: Any
+) -> Callable[[ObjectT], ObjectT]:
+    """A decorator that registers ``wrapper(function, **options)`` and returns the function."""
+    store: Callable[[Any], Any] = registry.register(name)
+
+    def decorate(function: ObjectT) -> ObjectT:
+        if not callable(function):
+            raise TypeError(f"register_{registry.kind}({name!r}) decorates a function, got {function!r}")
+        store(wrapper(function, **options))
+        return function
+
+    return decorate
+
+
+def named(spec: Any) -> tuple[Any, dict[str, Any]]:
+    """Name and arguments of ``name`` or ``{name: ..., argument: value}``."""
+    arguments = dict(spec) if isinstance(spec, Mapping) else {}
+    return arguments.pop("name", None) if isinstance(spec, Mapping) else spec, arguments
+
+
+def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The keyword-only parameters of a loss or an estimator."""
+    found = inspect.signature(function).parameters
+    return {name: one for name, one in found.items() if one.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def constants(function: Callable[..., Any], config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What a loss or an estimator is called with beside its batch: ``arguments`` first, then keys of the configuration.
+
+    A parameter whose default is a dataclass takes the keys ``<parameter>_<field>``.
+    """
+    given = dict(arguments)
+    for name, parameter in parameters(function).items():
+        if name in given:
+            continue
+        if hasattr(config, name):
+            given[name] = getattr(config, name)
+        elif dataclasses.is_dataclass(shape := parameter.default):
+            keys = {one.name: getattr(config, f"{name}_{one.name}") for one in dataclasses.fields(shape)}
+            given[name] = dataclasses.replace(shape, **keys)  # type: ignore[type-var]
+    return given
 
 
 @contextlib.contextmanager

@@ -295,6 +295,23 @@ def test_it_learns_what_only_the_critic_can_tell(seed: int, model: str, tmp_path
     assert np.mean(rewards[-4:]) > 0.9
 
 
+def test_lambdas_of_vapo_reach_policy_and_critic(model: str, tmp_path: Path) -> None:
+    """The first losses of a batch tell which one had another lambda."""
+    runs: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "critic": {"lam_critic": 1.0},
+        "policy": {"length_adaptive_alpha": 0.5},
+    }
+    for name, keys in runs.items():
+        PPOTrainer(ppo_config(model, tmp_path / name, max_steps=2, lam=0.5, **keys)).train()
+    plain, critic, policy = (lines(tmp_path / name)[0] for name in runs)
+    assert critic["loss/value_avg"] != plain["loss/value_avg"]
+    assert critic["loss/policy_avg"] == plain["loss/policy_avg"]
+    assert policy["loss/value_avg"] == plain["loss/value_avg"]
+    assert 0 <= policy["policy/lam"] < 1
+    assert "policy/lam" not in plain
+
+
 def test_a_plan_goes_through_every_completion_once_an_epoch() -> None:
     config = PPOConfig(
         model="m",

@@ -13,8 +13,10 @@ import pytest
 
 from rayhelper import ConfigError, DeviceGroups
 from trainers.configuration.shared import SCHEDULES, TrainConfig, sequences_per_step, total_steps
+from trainers.grpo.choices import keys_of
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
+from trainers.plugins import ADVANTAGES, LOSSES
 from trainers.sft.config import PretrainConfig, SFTConfig
 from trainers.sft.trainer import SFTTrainer
 
@@ -368,7 +370,8 @@ def keys_that_are_read() -> set[str]:
 
     for tree in trees().values():
         visit(tree)
-    return found
+    registered = [entry.function for registry in (LOSSES, ADVANTAGES) for entry in registry.values()]
+    return found.union(*map(keys_of, registered))  # constants of losses and estimators, by their parameters
 
 
 @pytest.mark.parametrize("config_type", [SFTConfig, PretrainConfig, GRPOConfig])

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 from trainers.losses.entropy import (
     applied_entropy_coefficient,
+    clip_cov_selection,
+    covariances,
     entropy_bonus,
     entropy_threshold,
+    kl_cov_selection,
     next_entropy_coefficient,
 )
 
@@ -83,3 +86,28 @@ def test_coefficient_climbs_while_entropy_is_low_and_falls_after() -> None:
 def test_coefficient_applies_only_at_or_below_the_target() -> None:
     applied = [applied_entropy_coefficient(0.3, entropy, target=0.5) for entropy in (None, 0.4, 0.5, 0.6)]
     assert applied == [0.0, 0.3, 0.3, 0.0]
+
+
+def test_the_mean_covariance_is_that_of_all_loss_tokens() -> None:
+    random = np.random.default_rng(0)
+    advantages, logps = random.normal(size=40).astype(np.float32), random.normal(size=40).astype(np.float32)
+    found = covariances(advantages, logps)
+    assert found.mean() == pytest.approx(np.cov(advantages, logps, ddof=0)[0, 1], rel=1e-6)
+    assert not len(covariances(np.zeros(0), np.zeros(0)))
+
+
+def test_clip_cov_draws_its_share_between_the_bounds_and_kl_cov_takes_the_highest() -> None:
+    covariance = np.array([9.0, 2.0, 1.5, 0.5, 3.0, 4.0, -7.0, 2.5, 1.0, 5.0])
+    eligible = np.arange(10) != 4
+    draws = [
+        clip_cov_selection(covariance, eligible, ratio=0.2, lower=1.0, upper=5.0, seed=(0, step)) for step in range(40)
+    ]
+    assert {int(draw.sum()) for draw in draws} == {2}
+    assert np.flatnonzero(np.any(draws, axis=0)).tolist() == [1, 2, 5, 7]
+    assert np.array_equal(draws[3], clip_cov_selection(covariance, eligible, ratio=0.2, lower=1, upper=5, seed=(0, 3)))
+    one = clip_cov_selection(covariance, eligible, ratio=1e-4, lower=1.0, upper=5.0, seed=(0,))
+    assert one.sum() == 1
+    assert not clip_cov_selection(covariance, eligible, ratio=0.5, lower=10.0, upper=20.0, seed=(0,)).any()
+    assert np.flatnonzero(kl_cov_selection(covariance, ratio=0.3)).tolist() == [0, 5, 9]
+    assert np.flatnonzero(kl_cov_selection(covariance, ratio=1e-4)).tolist() == [0]
+    assert not len(kl_cov_selection(np.zeros(0), ratio=0.5))

@@ -73,6 +73,11 @@ def loss_by_hand(
         ratios = [math.exp(x) for x in log_ratios]
         w = math.exp(sum(raw)) * math.prod(row["rollout_ratios"][:length])
         k, lam = (vespo.k_pos, vespo.lambda_pos) if advantage >= 0 else (vespo.k_neg, vespo.lambda_neg)
+        geometric = 1.0  # mean of the clipped ratios and of the engine's
+        for t in range(length):
+            bounded = min(max(raw[t], -epsilon), epsilon_high)
+            kept = min(raw[t], bounded) if advantage > 0 else max(raw[t], bounded)
+            geometric *= (math.exp(kept) * row["rollout_ratios"][t]) ** (1 / length)
         row_total = 0.0
         for t, ratio in enumerate(ratios):
             clipped = min(max(ratio, 1 - epsilon), 1 + epsilon_high)
@@ -93,12 +98,29 @@ def loss_by_hand(
                 if fipo.safety_threshold is not None and advantage < 0 and ratio > fipo.safety_threshold:
                     weight = min(max(weight, 0.8), 1.0)
                 loss *= weight
-            loss *= row["token_weights"][t] * (1.0 if loss_type == "vespo" else row["rollout_ratios"][t])
+            if loss_type == "gmpo":
+                loss = -advantage * geometric
+            if loss_type == "gpg":
+                loss = -advantage * row["logps_BT"][t]
+            if loss_type == "kl_cov":
+                loss = -ratio * advantage
+            if loss_type.startswith("dppo"):
+                p, old_p = math.exp(row["logps_BT"][t]), math.exp(row["old_logps_BT"][t])
+                gone = abs(p - old_p)
+                if loss_type == "dppo_kl":
+                    rest, old_rest = max(1 - p, 0.0), max(1 - old_p, 0.0)
+                    others = math.log((old_rest + 1e-8) / (rest + 1e-8))
+                    gone = old_p * math.log(old_p / p) + old_rest * others
+                too_far = gone > epsilon_high if advantage > 0 and p > old_p else gone > epsilon
+                asked = (p > old_p) == (advantage > 0)
+                loss = 0.0 if too_far and asked else -math.exp(raw[t]) * advantage * row["logps_BT"][t]
+            corrected = loss_type in ("vespo", "gmpo")
+            loss *= row["token_weights"][t] * (1.0 if corrected else row["rollout_ratios"][t])
             to_reference = row["ref_logps_BT"][t] - row["logps_BT"][t]
             kl = math.exp(to_reference) - to_reference - 1
             row_total += loss + beta * kl * (ratio if use_bias_correction_kl else 1)
-        total += row_total / max(length, 1) if loss_type in ("grpo", "sapo") else row_total
-    divisors = {"grpo": 5, "sapo": 5, "luspo": 5, "dr_grpo": 5 * MAX_COMPLETION_LENGTH}
+        total += row_total / max(length, 1) if loss_type in ("grpo", "sapo", "gmpo") else row_total
+    divisors = {"grpo": 5, "sapo": 5, "luspo": 5, "gmpo": 5, "dr_grpo": 5 * MAX_COMPLETION_LENGTH}
     return total / divisors.get(loss_type, sum(LENGTHS))
 
 
@@ -320,8 +342,11 @@ def test_token_advantages_equal_to_the_sequences_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("loss_type", "expected"),
     [
-        *((name, 6) for name in ("grpo", "sapo", "luspo")),
-        *((name, 100) for name in ("bnpo", "dapo", "cispo", "vespo", "fipo")),
+        *((name, 6) for name in ("grpo", "sapo", "luspo", "gmpo")),
+        *(
+            (name, 100)
+            for name in ("bnpo", "dapo", "cispo", "vespo", "fipo", "gpg", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
+        ),
         ("dr_grpo", 6 * 512),
     ],
 )
@@ -482,6 +507,57 @@ def test_sapo_weighs_a_token_most_on_policy_and_never_stops_it(advantage: float,
         _, gradient = loss_and_gradient(columns, loss_type="sapo", normaliser=1)
         slope = 1 / math.cosh(temperature * (ratio - 1) / 2) ** 2
         assert gradient.item() == pytest.approx(-slope * ratio * advantage)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_gmpo_has_the_gradient_of_its_geometric_mean_by_finite_differences(advantage: float) -> None:
+    """And none at tokens that are clipped: their log-ratio has left the range the way that the advantage asks for."""
+    logps = torch.tensor([[-1.0, -2.0, -0.5]], dtype=torch.float64)
+    columns = {
+        "old_logps_BT": torch.tensor([[-1.1, -2.9, -1.0]], dtype=torch.float64),
+        "advantages": torch.tensor([advantage], dtype=torch.float64),
+        "mask_BT": torch.ones(1, 3, dtype=torch.bool),
+    }
+    options = {"loss_type": "gmpo", "normaliser": 1, "epsilon": 0.4}
+    _, gradient = loss_and_gradient(columns | {"logps_BT": logps}, **options)
+    for t in range(3):
+        step = torch.zeros(1, 3, dtype=torch.float64)
+        step[0, t] = 1e-6
+        higher, _ = policy_gradient_loss(logps + step, **columns, **options)
+        lower, _ = policy_gradient_loss(logps - step, **columns, **options)
+        assert gradient[0, t].item() == pytest.approx(((higher - lower) / 2e-6).item(), abs=1e-8)
+    assert (gradient[0] == 0).tolist() == ([False, True, True] if advantage > 0 else [False, False, False])
+
+
+def test_selected_tokens_lose_their_gradient_or_are_drawn_back() -> None:
+    """Clip-Cov: as if the token were not there; KL-Cov: its gradient gets the coefficient, by the sign of its move."""
+    selected = torch.zeros(5, 4, dtype=torch.bool)
+    selected[0, 1] = selected[3, 2] = selected[2, 0] = True  # the last one has no loss token in its row
+    columns = batch() | {"rollout_ratios": None, "token_weights": None}
+    options = {"normaliser": 10}
+    _, plain = loss_and_gradient(columns, loss_type="dapo", **options)
+    _, clipped = loss_and_gradient(columns | {"selected_BT": selected}, loss_type="clip_cov", **options)
+    assert torch.equal(clipped, plain.masked_fill(selected, 0.0))
+    _, free = loss_and_gradient(columns, loss_type="kl_cov", **options)
+    _, drawn = loss_and_gradient(columns | {"selected_BT": selected}, loss_type="kl_cov", kl_cov_coef=0.7, **options)
+    moves = (columns["logps_BT"] - columns["old_logps_BT"]).sign()
+    torch.testing.assert_close(drawn - free, 0.07 * moves * (selected & columns["mask_BT"]))
+
+
+def test_dppo_lets_unlikely_tokens_go_far_and_holds_likely_ones() -> None:
+    """A ratio of 10 at a probability of 0.001 stays in reach, one of 1.5 at 0.5 does not; PPO has it the other way."""
+    columns = {
+        "logps_BT": torch.tensor([[0.01, 0.75]]).log(),
+        "old_logps_BT": torch.tensor([[0.001, 0.5]]).log(),
+        "advantages": torch.tensor([1.0]),
+        "mask_BT": torch.ones(1, 2, dtype=torch.bool),
+    }
+    _, tv = loss_and_gradient(columns, loss_type="dppo_tv", normaliser=1, epsilon=0.2)
+    assert tv.tolist() == [pytest.approx([-10.0, 0.0])]
+    _, kl = loss_and_gradient(columns, loss_type="dppo_kl", normaliser=1, epsilon=0.05, dppo_ratio_cap=4.0)
+    assert kl.tolist() == [pytest.approx([-4.0, 0.0])]
+    _, ppo = loss_and_gradient(columns, loss_type="dapo", normaliser=1, epsilon=0.6)
+    assert ppo.tolist() == [pytest.approx([0.0, -1.5])]
 
 
 def test_luspo_sums_where_grpo_averages() -> None:

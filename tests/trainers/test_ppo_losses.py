@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rayhelper import ConfigError
 from trainers.batch import Ragged, Rollouts
 from trainers.losses.ppo import (
     add_ppo_metrics,
@@ -18,6 +20,7 @@ from trainers.losses.ppo import (
     with_ratio_variance,
 )
 from trainers.metrics import Metrics
+from trainers.ppo.config import PPOConfig
 from trainers.ppo.samples import credit, num_counted, policy_samples, value_samples
 from trainers.rewards import gae
 from trainers.rewards.advantages import total_rewards
@@ -100,6 +103,56 @@ def test_advantages_equal_the_sum_of_discounted_errors(gamma: float, lam: float)
             wanted = sum((gamma * lam) ** (s - t) * errors[s] for s in range(t, len(value)))
             assert advantages[row][t] == pytest.approx(wanted, rel=1e-9)
             assert returns[row][t] == pytest.approx(wanted + value[t], rel=1e-9)
+
+
+def test_each_completion_may_have_a_lambda_of_its_own() -> None:
+    rewards, values = ragged(PLACES), ragged(PLACES)
+    lams = np.array([0.0, 0.3, 0.9, 1.0])
+    advantages, returns = gae.generalized_advantages(rewards, values, gamma=0.9, lam=lams)
+    for row, lam in enumerate(lams):
+        alone = Ragged.of([rewards[row]], np.float32), Ragged.of([values[row]], np.float32)
+        expected, expected_returns = gae.generalized_advantages(*alone, gamma=0.9, lam=float(lam))
+        assert advantages[row].tolist() == pytest.approx(expected[0].tolist())
+        assert returns[row].tolist() == pytest.approx(expected_returns[0].tolist())
+
+
+def test_the_weights_of_length_adaptive_gae_add_up_to_alpha_times_the_length() -> None:
+    """Equation 8 of VAPO: the sum of lambda^t over all t is alpha l; 0.95 is the lambda of 400 tokens."""
+    lengths = np.array([40, 400, 4000])
+    for length, lam in zip(lengths, gae.adaptive_lam(lengths, 0.05), strict=True):
+        assert sum(lam**t for t in range(100_000)) == pytest.approx(0.05 * length)
+    assert gae.adaptive_lam(np.array([400]), 0.05).tolist() == [pytest.approx(0.95)]
+    assert gae.adaptive_lam(np.array([0, 1, 19, 20]), 0.05).tolist() == [0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "options", [{"lam_critic": 1.0}, {"length_adaptive_alpha": 0.5}, {"lam_critic": 1.0, "length_adaptive_alpha": 0.5}]
+)
+def test_policy_and_critic_learn_with_lambdas_of_their_own(options: dict[str, float]) -> None:
+    """Returns of lambda 1 are the rewards to go, whatever the critic says; advantages follow the policy's lambda."""
+    drawn, scores = rollouts(), np.array([1.0, -0.5, 2.0, 0.0])
+    states = dataclasses.replace(value_samples(drawn, np.array(PLACES), 3), old_values=ragged(PLACES))
+    samples = dataclasses.replace(policy_samples(drawn), old_logps=ragged(LENGTHS))
+    fixed = {"kl_coef": 0.0, "kl_estimator": "k1", "whiten_rewards": False, "gamma": 1.0, "lam": 0.95}
+    plain, plain_states, _ = credit(samples, states, None, scores, **fixed)
+    found, found_states, metrics = credit(samples, states, None, scores, **fixed, **options)
+    if "lam_critic" in options:
+        assert found_states.returns.values.tolist() == pytest.approx(np.repeat(scores, PLACES).tolist(), abs=1e-6)
+    else:
+        assert np.array_equal(found_states.returns.values, plain_states.returns.values)
+    if "length_adaptive_alpha" in options:
+        lams = [max(0.0, 1 - 1 / (0.5 * length)) for length in LENGTHS]
+        assert metrics.values()["policy/lam"] == pytest.approx(np.mean(lams))
+        acted = []
+        for row, (lam, length) in enumerate(zip(lams, LENGTHS, strict=True)):
+            values = [*states.old_values[row].astype(float), 0.0]
+            errors = [values[t + 1] - values[t] for t in range(PLACES[row])]
+            errors[-1] += scores[row]
+            acted += [sum(lam ** (s - t) * errors[s] for s in range(t, PLACES[row])) for t in range(length)]
+        whitened = (np.array(acted) - np.mean(acted)) / np.std(acted, ddof=1)
+        assert found.advantages.values.tolist() == pytest.approx(whitened.tolist(), abs=1e-5)
+    else:
+        assert np.array_equal(found.advantages.values, plain.advantages.values)
 
 
 def test_a_critic_that_knows_the_future_leaves_no_advantage() -> None:
@@ -260,3 +313,20 @@ def test_micro_batches_add_up_and_padding_is_never_looked_at(
     assert not found[~mask].any()
     nothing = term(columns, torch.zeros_like(mask))
     assert nothing.item() == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"lam_critic": 1.5}, r"lam_critic must lie in \[0, 1\], got 1.5"),
+        ({"length_adaptive_alpha": 0.0}, "length_adaptive_alpha must be positive, got 0.0"),
+        (
+            {"length_adaptive_alpha": 0.01},
+            "a lambda of 0 to completions of up to 100 tokens, and max_completion_length is",
+        ),
+        ({"length_adaptive_alpha": 0.05, "lam_critic": 1.0, "lam": 0.9}, "lam is 0.9, which nothing looks at"),
+    ],
+)
+def test_lambdas_without_a_meaning_are_refused(keys: dict[str, float], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        PPOConfig(model="m", dataset="d", reward_funcs=["exact_answer"], **keys)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 
-from trainers.losses.rollout_correction import add_rollout_metrics, off_policy_mask, rollout_ratios
-from trainers.losses.types import RolloutCorrection
+from trainers.batch import Ragged
+from trainers.losses.rollout_correction import accepted_tokens, add_rollout_metrics, off_policy_mask, rollout_ratios
+from trainers.losses.types import RolloutCorrection, RolloutRejection
 from trainers.metrics import Metrics
 
 MODES = list(get_args(RolloutCorrection))
@@ -45,6 +47,9 @@ def test_ratios_and_their_metrics_equal_a_loop(mode: str, clip_min: float | None
     known = [[0.0 if math.isnan(d) else d for d in row] for row in differences(columns)]
     if mode.startswith("sequence"):
         known = [[sum(row)] for row in known]
+    if mode.startswith("geometric"):
+        num_scored = [sum(not math.isnan(d) for d in row) for row in differences(columns)]
+        known = [[sum(row) / max(count, 1)] for row, count in zip(known, num_scored, strict=True)]
     low, high = clip_min or 0.0, clip_max or math.inf
     expected = []
     for row in known:
@@ -105,7 +110,7 @@ def test_same_engine_and_policy_change_nothing() -> None:
 def test_token_that_the_engine_calls_impossible_is_bounded_or_left_out() -> None:
     columns = batch()
     columns["rollout_logps_BT"][1, 0] = -math.inf
-    for mode, expected in zip(MODES, [3.0, 0.0, 3.0, 0.0], strict=True):
+    for mode, expected in zip(MODES, [3.0, 0.0, 3.0, 0.0, 3.0, 0.0], strict=True):
         assert rollout_ratios(**columns, mode=mode)[0][1, 0].item() == expected
 
 
@@ -117,6 +122,8 @@ def test_long_completion_of_small_differences_is_far_off_as_a_sequence() -> None
     by_sequence, _ = rollout_ratios(**columns, mode="sequence_mask")
     torch.testing.assert_close(by_token, torch.full((1, 1000), math.exp(0.01)))
     assert by_sequence.item() == 0.0
+    by_mean, _ = rollout_ratios(**columns, mode="geometric_mask", clip_min=0.98, clip_max=1.02)
+    assert by_mean.item() == pytest.approx(math.exp(0.01))
 
 
 @pytest.mark.parametrize(
@@ -154,3 +161,43 @@ def test_token_advantages_are_judged_one_by_one() -> None:
         threshold=0.5,
     )
     assert kept.tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("statistic", get_args(RolloutRejection))
+def test_what_is_accepted_equals_a_loop(statistic: str) -> None:
+    random = np.random.default_rng(7)
+    lengths = np.array([5, 1, 0, 4, 6, 3])
+    old = Ragged.split(random.normal(-2, 1, lengths.sum()).astype(np.float32), lengths)
+    engine = Ragged.split((old.values + random.normal(0, 0.5, lengths.sum())).astype(np.float32), lengths)
+    engine.values[[2, 5, 12]] = math.nan
+    mask = Ragged.split(random.random(lengths.sum()) < 0.8, lengths)
+    level, _, kind = statistic.rpartition("_")
+    low, high = (0.7, 1.6) if kind == "k1" else (None, 0.1)
+    found = accepted_tokens(old, engine, mask, statistic=statistic, high=high, low=low)
+    share = []
+    for o, e, m, kept in zip(old, engine, mask, found, strict=True):
+        gaps = [float(a) - float(b) for a, b in zip(o, e, strict=True)]
+        numbers = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - 1 - d}
+        values = [numbers[kind](d) for d in gaps]
+        known = [v for v, counted in zip(values, m, strict=True) if counted and not math.isnan(v)]
+        whole = {"sequence_sum": sum(known), "sequence_mean": sum(known) / max(len(known), 1)}
+        whole["sequence_max"] = max(known, default=0.0)
+        for t, value in enumerate(values):
+            number = value if level == "token" else whole[level]
+            bounded = math.isnan(number) or (low <= math.exp(number) <= high if kind == "k1" else number <= high)
+            assert kept[t] == (m[t] and bounded), (statistic, t)
+            share.append(kept[t] != m[t])
+    assert 0 < sum(share) < len(share)
+
+
+def test_the_geometric_mean_rejects_what_drifts_and_not_what_is_long() -> None:
+    """A thousand tokens of a hundredth of a nat stay; three of half a nat go; bounds default to 1 / high."""
+    old = Ragged.split(np.zeros(1003, np.float32), [1000, 3])
+    engine = Ragged.split(np.concatenate([np.full(1000, -0.01), np.full(3, 0.5)]).astype(np.float32), [1000, 3])
+    mask = Ragged.split(np.ones(1003, bool), [1000, 3])
+    mean = accepted_tokens(old, engine, mask, statistic="sequence_mean_k1", high=1.05)
+    assert [bool(row.all()) for row in mean] == [True, False]
+    product = accepted_tokens(old, engine, mask, statistic="sequence_sum_k1", high=5.0)
+    assert [bool(row.any()) for row in product] == [False, True]
+    with pytest.raises(ValueError, match="nothing lies between"):
+        accepted_tokens(old, engine, mask, statistic="token_k1", high=0.5)

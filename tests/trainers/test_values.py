@@ -38,7 +38,7 @@ GRPO: dict[str, Any] = {"reward_funcs": ["format"]}
         (GRPOConfig, GRPO | {"temperature": 1e30}, "temperature must be at most 100, got 1e+30"),
         (GRPOConfig, GRPO | {"epsilon_high": 0.1}, "epsilon_high=0.1 is below epsilon=0.2"),
         (GRPOConfig, GRPO | {"vespo_k_pos": math.nan, "loss_type": "vespo"}, "vespo_k_pos must be a finite number"),
-        (GRPOConfig, GRPO | {"loss_type": ["grpo"]}, "loss_type must be one of"),
+        (GRPOConfig, GRPO | {"loss_type": ["grpo"]}, "loss_type must be text or a mapping"),
         (SFTConfig, {"chat_template": "{{ x"}, "chat_template is no Jinja template (line 1): "),
         (SFTConfig, {"chat_template": " "}, "chat_template is empty"),
         (SFTConfig, {"run_name": "../../../etc/passwd"}, "run_name must be a name, without .."),

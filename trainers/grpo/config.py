@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.roles import REFERENCE, REWARD, ROLLOUT, TEACHER, TRAIN
 from trainers.configuration.shared import at_least, check_folder
-from trainers.losses.types import NOT_BUILT, ImportanceLevel, PolicyLossType, RolloutCorrection
+from trainers.grpo.choices import REGISTRIES, check_plugged, check_read, is_known
+from trainers.losses.types import NOT_BUILT, ImportanceLevel, RolloutCorrection, RolloutRejection
+from trainers.plugins import ADVANTAGES, named, parameters
 from trainers.rewards.advantages import Aggregation, Scale
+from trainers.rewards.types import AdvantageEstimator
 
-Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "reinforce_plus_plus_token"]
 logger = logging.getLogger(__name__)
 
 
@@ -87,12 +89,19 @@ class GRPOConfig(CompletionConfig):
     """Divide advantages by the standard deviation of rewards in the group or batch; none (or false): do not."""
 
     # Advantages
-    advantage_estimator: Estimator = "grpo"
-    """What rewards are compared with; the formulas stand in rewards/advantages.py. grpo: the group. rloo: the others of
+    advantage_estimator: str | dict[str, Any] = "grpo"
+    """What rewards are compared with; the formulas stand in rewards/estimators.py. grpo: the group. rloo: the others of
     the group. reinforce_plus_plus (or reinforce_plus_plus_baseline): the group, then all differences of the batch, as
-    in ms-swift. reinforce_plus_plus_token: all tokens of the batch, the paper's form without groups."""
+    in ms-swift. reinforce_plus_plus_token: all tokens of the batch, the paper's form without groups. gpg, opo, remax
+    (a greedy completion), maxrl (rewards of 0 and 1), pass_at_k and grpo_passk: of these papers. Or the name of an
+    estimator that a plugin registered, or {name: ..., argument: value}."""
+    pass_k: int = 4
+    """k of pass_at_k: completions of which one must be right."""
+    pass_threshold: float = 0.5
+    """Weighted reward from which pass_at_k takes a completion for right."""
     kl_in_reward: bool | None = None
-    """Subtract beta x KL from the reward, and not from the loss; null: with every estimator but grpo."""
+    """Subtract beta x KL from the reward, and not from the loss; null: with rloo, remax, reinforce_plus_plus and its
+    forms."""
     reward_clip_range: list[float] | None = None
     """Lowest and highest weighted reward, of rloo."""
     normalize_advantages: bool = False
@@ -113,14 +122,17 @@ class GRPOConfig(CompletionConfig):
     """Optimizer steps between mixing the policy into the reference."""
 
     # Loss
-    loss_type: PolicyLossType = "dapo"
-    """How token losses are averaged; the formulas and papers stand in losses/policy.py."""
+    loss_type: str | dict[str, Any] = "dapo"
+    """The loss of a token and how it is averaged: grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, fipo, gmpo,
+    gpg, clip_cov, kl_cov, dppo_tv or dppo_kl, whose formulas and papers stand in losses/surrogates.py; or the name of a
+    loss that a plugin registered, or {name: ..., argument: value}."""
     importance_sampling_level: ImportanceLevel = "token"
     """token, sequence (GSPO), sequence_token (GSPO-token), or sequence_product (of the tokens' ratios, RLOO)."""
     beta: float = 0.0
     """Weight of the KL to the reference model; 0: no reference model is loaded."""
     epsilon: float = 0.2
-    """The ratio to the old policy is clipped to 1 - epsilon, 1 + epsilon."""
+    """The ratio to the old policy is clipped to 1 - epsilon, 1 + epsilon. Of gmpo, whose paper has 0.4, the log-ratio
+    is clipped to -epsilon, epsilon. Of dppo_tv and dppo_kl it is the distance that a token may go."""
     epsilon_high: float | None = None
     """Upper clip range; null: ``epsilon``. For cispo the cap of the ratio itself."""
     delta: float | None = None
@@ -149,18 +161,38 @@ class GRPOConfig(CompletionConfig):
     """It lies in 1, 1 + range instead."""
     fipo_safety_threshold: float | None = 4.0
     """Ratio above which a negative advantage is weighed in 0.8, 1; null: none."""
+    clip_cov_ratio: float = 2e-4
+    """Share of a step's tokens, one at least, that clip_cov takes the gradient from."""
+    clip_cov_lb: float = 1.0
+    """They are drawn from those whose covariance of advantage and log-probability is above this."""
+    clip_cov_ub: float = 5.0
+    """And below this."""
+    kl_cov_ratio: float = 2e-4
+    """Share of a step's tokens, those of highest covariance, one at least, that kl_cov keeps near the old policy."""
+    kl_cov_coef: float = 1.0
+    """Weight of their distance to it, |log ratio|."""
+    dppo_ratio_cap: float | None = 20.0
+    """Cap of the ratio that weighs a token in dppo_tv and dppo_kl; null: none."""
 
     # Completions of another policy
     rollout_importance_sampling_correction: bool | None = None
     """Weigh tokens by how likely the training code finds them against the engine that drew them; null: if a mode is
     set. Not needed with the hf engine, which computes the same numbers as the training code in float32."""
     rollout_importance_sampling_mode: RolloutCorrection | None = None
-    """token or sequence, whose ratios are cut to the bounds (truncate) or set to 0 beyond them (mask); null:
-    sequence_mask."""
+    """token, sequence, or geometric (mean over the sequence), whose ratios are cut to the bounds (truncate) or set to 0
+    beyond them (mask); null: sequence_mask. Geometric ratios lie near 1: give bounds such as 0.99 and 1.01."""
     rollout_importance_sampling_clip_max: float | None = 3.0
     """Upper bound of the ratio; null: none."""
     rollout_importance_sampling_clip_min: float | None = None
     """Lower bound of the ratio; null: none."""
+    rollout_rejection: RolloutRejection | None = None
+    """Leave tokens, or completions, out of the loss where engine and training code are too far apart: the estimator k1,
+    k2 or k3 of the KL, of a token, or its sum, mean or maximum over the sequence; sequence_mean_k1 is the geometric
+    mean of the ratios. null: nothing is left out."""
+    rollout_rejection_max: float | None = None
+    """Largest value that stays: of k1 the ratio, such as 2.0 (token) or 1.01 (sequence_mean); else the estimate."""
+    rollout_rejection_min: float | None = None
+    """Smallest ratio that stays, of k1; null: 1 / rollout_rejection_max."""
     off_policy_mask_threshold: float | None = None
     """Leave out completions of negative advantage from which the policy has moved further than this, in nats a token
     (arXiv 2512.02556); null: none."""
@@ -192,6 +224,18 @@ class GRPOConfig(CompletionConfig):
         check_grpo(self)
 
     @property
+    def loss_name(self) -> str:
+        """The loss that ``loss_type`` names."""
+        name: str = named(self.loss_type)[0]
+        return name
+
+    @property
+    def estimator(self) -> AdvantageEstimator:
+        """The estimator that ``advantage_estimator`` names; its plugin must have been imported."""
+        found: AdvantageEstimator = ADVANTAGES[named(self.advantage_estimator)[0]]
+        return found
+
+    @property
     def rollout_correction(self) -> RolloutCorrection | None:
         """How log-probabilities of the engine are corrected for; None: not at all."""
         if self.rollout_importance_sampling_correction is None:
@@ -202,8 +246,8 @@ class GRPOConfig(CompletionConfig):
     @property
     def has_kl_in_reward(self) -> bool:
         """Whether beta weighs a KL in the reward, and not in the loss."""
-        wanted = self.advantage_estimator != "grpo" if self.kl_in_reward is None else self.kl_in_reward
-        return wanted and self.beta > 0
+        wanted = self.estimator.kl_in_reward if self.kl_in_reward is None else self.kl_in_reward
+        return bool(wanted) and self.beta > 0
 
     @property
     def old_is_rollouts(self) -> bool:
@@ -211,7 +255,7 @@ class GRPOConfig(CompletionConfig):
 
         Begun ahead, the clipped ratio is to the policy that drew the tokens, whose numbers the engine has given.
         """
-        return self.max_staleness > 0 and self.rollout_correction is None
+        return self.max_staleness > 0 and self.rollout_correction is None and self.rollout_rejection is None
 
     def asks_policy(self, off_policy: bool) -> bool:
         """Whether the policy scores the samples of a generation before it learns from them.
@@ -221,11 +265,17 @@ class GRPOConfig(CompletionConfig):
         needs_old = (
             off_policy
             or self.has_kl_in_reward
-            or self.advantage_estimator == "reinforce_plus_plus_token"
+            or self.estimator.needs_logps
             or self.teacher_model is not None
             or self.rollout_correction is not None
+            or self.rollout_rejection is not None
         )
         return (needs_old and not self.old_is_rollouts) or self.top_entropy_quantile < 1
+
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether the loss treats some tokens otherwise, which are chosen among all of a step before it."""
+        return self.loss_name in ("clip_cov", "kl_cov")
 
     @property
     def is_own_reference(self) -> bool:
@@ -248,52 +298,55 @@ class GRPOConfig(CompletionConfig):
         return len(self.reward_funcs) + len(self.reward_model) + self.has_environment
 
 
-# Keys that only some values of another key look at, and are refused with any other
-READ_BY: dict[str, tuple[str, tuple[str, ...]]] = {
-    "epsilon": ("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "fipo")),
-    "epsilon_high": ("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "fipo", "cispo")),
-    "delta": ("loss_type", ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "fipo")),
-    "sapo_temperature_pos": ("loss_type", ("sapo",)),
-    "sapo_temperature_neg": ("loss_type", ("sapo",)),
-    **{f"vespo_{name}": ("loss_type", ("vespo",)) for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
-    **{
-        f"fipo_{name}": ("loss_type", ("fipo",))
-        for name in ("decay_rate", "clip_range", "clip_high_only", "safety_threshold")
-    },
-    "reward_clip_range": ("advantage_estimator", ("rloo",)),
-    "normalize_advantages": ("advantage_estimator", ("rloo",)),
-    "multi_objective_aggregation": ("advantage_estimator", ("grpo",)),
-    **{f"entropy_coef_{name}": ("use_adaptive_entropy", ("True",)) for name in ("min", "max", "delta")},
-    "entropy_target": ("use_adaptive_entropy", ("True",)),
-    "max_resample_times": ("dynamic_sample", ("True",)),
-    **{f"ref_model_{name}": ("sync_ref_model", ("True",)) for name in ("mixup_alpha", "sync_steps")},
-}
-
-
 def check_grpo(config: GRPOConfig) -> None:
-    """Raises ConfigError naming the first key whose value has no meaning."""
+    """Raises ConfigError naming the first key whose value has no meaning.
+
+    What depends on a loss or an estimator of a plugin that is not imported yet, ``check_chosen`` says later.
+    """
+    plugged = [is_known(config, key, plugins_imported=False) for key in REGISTRIES]
     check_read(config)
+    check_correction(config)
+    check_rejection(config)
     check_rewards(config)
     check_sampling(config)
-    check_advantages(config)
+    if all(plugged):
+        check_advantages(config)
     check_loss(config)
     check_turns(config)
 
 
-def check_read(config: GRPOConfig) -> None:
-    """Raises ConfigError for a key that is set and that nothing would look at."""
+def check_correction(config: GRPOConfig) -> None:
+    """Raises ConfigError for bounds of a correction that is not there."""
     defaults = {one.name: one.default for one in fields(GRPOConfig)}
-    for name, (key, readers) in READ_BY.items():
-        if getattr(config, name) != defaults[name] and str(getattr(config, key)) not in readers:
-            raise ConfigError(
-                f"{name} is {getattr(config, name)}, which nothing looks at with {key}={getattr(config, key)} (it is "
-                f"read with {', '.join(readers).lower()}). Remove it, or set {key}."
-            )
     if config.rollout_correction is None:
         for name in ("mode", "clip_max", "clip_min"):
             name = f"rollout_importance_sampling_{name}"
             if getattr(config, name) != defaults[name]:
                 raise ConfigError(f"{name} is set, but rollout_importance_sampling_correction is not. Set both.")
+
+
+def check_rejection(config: GRPOConfig) -> None:
+    """Raises ConfigError for bounds that are missing, that nothing reads, or that nothing lies between."""
+    kind, low, high = config.rollout_rejection, config.rollout_rejection_min, config.rollout_rejection_max
+    if kind is None:
+        if low is not None or high is not None:
+            raise ConfigError(
+                "rollout_rejection_min and _max are bounds of rollout_rejection, which is not set. Set it."
+            )
+        return
+    if high is None:
+        raise ConfigError(
+            f"rollout_rejection={kind} needs rollout_rejection_max, the largest value that stays. Set it."
+        )
+    if not kind.endswith("_k1") and low is not None:
+        raise ConfigError(f"rollout_rejection_min is of k1 alone; {kind} is never negative. Remove it.")
+    if high <= 0 or (low is not None and low <= 0):
+        raise ConfigError("rollout_rejection_min and rollout_rejection_max must be positive")
+    if kind.endswith("_k1") and (1 / high if low is None else low) > high:
+        raise ConfigError(
+            f"rollout_rejection_max={high} leaves nothing above rollout_rejection_min="
+            f"{'1 / rollout_rejection_max' if low is None else low}: ratios of an engine that is right are 1"
+        )
 
 
 def check_rewards(config: GRPOConfig) -> None:
@@ -317,10 +370,6 @@ def check_rewards(config: GRPOConfig) -> None:
 
 def check_sampling(config: GRPOConfig) -> None:
     """Raises ConfigError for sizes and ways of drawing completions."""
-    if config.num_generations < 2 and config.advantage_estimator != "reinforce_plus_plus_token":
-        raise ConfigError(
-            f"num_generations must be at least 2, to have a group to compare with; got {config.num_generations}"
-        )
     if config.generation_batch_size is not None and config.steps_per_generation is not None:
         raise ConfigError("generation_batch_size and steps_per_generation say the same thing; set one of them")
     if not 0 < config.temperature < math.inf:
@@ -349,14 +398,33 @@ def check_sampling(config: GRPOConfig) -> None:
 
 def check_advantages(config: GRPOConfig) -> None:
     """Raises ConfigError for estimators, KL and the models that are asked for log-probabilities."""
-    estimator = config.advantage_estimator
+    name, estimator = named(config.advantage_estimator)[0], config.estimator
+    if config.num_generations < 2 and estimator.needs_group:
+        raise ConfigError(
+            f"num_generations must be at least 2, to have a group to compare with; got {config.num_generations}"
+        )
     at_least(config, 0, "beta", "teacher_kl_coef", "ref_model_mixup_alpha")
     at_least(config, 1, "ref_model_sync_steps")
-    scales = {"rloo": ("group", True, "none", False), "reinforce_plus_plus_token": ("group", True)}
-    if estimator != "grpo" and config.scale_rewards not in scales.get(estimator, ("group", True, "batch")):
+    batch_wide, own = ("group", True, "batch"), ("group", True)
+    scales = {
+        "rloo": (*own, "none", False),
+        **dict.fromkeys(("reinforce_plus_plus", "reinforce_plus_plus_baseline"), batch_wide),
+    }
+    if "scale_rewards" not in parameters(estimator.function) and config.scale_rewards not in scales.get(name, own):
         raise ConfigError(
-            f"scale_rewards={config.scale_rewards} is for advantage_estimator=grpo: {estimator} divides as its formula "
+            f"scale_rewards={config.scale_rewards} is for advantage_estimator=grpo: {name} divides as its formula "
             "says (advantages.py). Remove it."
+        )
+    at_least(config, 1, "pass_k")
+    if name == "pass_at_k" and config.pass_k > config.num_generations:
+        raise ConfigError(
+            f"pass_k={config.pass_k} completions cannot be drawn from num_generations={config.num_generations}; lower "
+            "pass_k, or raise num_generations"
+        )
+    if estimator.needs_greedy and config.max_staleness:
+        raise ConfigError(
+            f"advantage_estimator={name} compares with a greedy completion of the policy that generated: not with "
+            "max_staleness"
         )
     if config.reward_clip_range is not None and (
         len(config.reward_clip_range) != 2 or config.reward_clip_range[0] > config.reward_clip_range[1]
@@ -368,8 +436,13 @@ def check_advantages(config: GRPOConfig) -> None:
         raise ConfigError("kl_in_reward needs one sum of rewards to be subtracted from: not with normalize_then_sum")
     if config.has_kl_in_reward and not config.use_bias_correction_kl:
         raise ConfigError("use_bias_correction_kl is of the KL in the loss, and here it is in the reward. Remove it.")
-    if estimator == "reinforce_plus_plus_token" and config.beta and not config.has_kl_in_reward:
+    if name == "reinforce_plus_plus_token" and config.beta and not config.has_kl_in_reward:
         raise ConfigError("advantage_estimator=reinforce_plus_plus_token has its KL in the reward; remove kl_in_reward")
+    if estimator.kl_in_reward is None and config.kl_in_reward:
+        raise ConfigError(
+            f"advantage_estimator={name} counts rewards of 0 and 1, to which no KL can be added. Remove kl_in_reward: "
+            "beta then weighs the KL in the loss."
+        )
     for name in ("teacher_model", "ref_model"):
         check_folder(name, getattr(config, name))
     if config.teacher_kl_coef != 1.0 and config.teacher_model is None:
@@ -393,11 +466,19 @@ def check_loss(config: GRPOConfig) -> None:
     at_least(
         config, 0, "rollout_importance_sampling_clip_min", "rollout_importance_sampling_clip_max", "fipo_clip_range"
     )
-    at_least(config, 1, "delta", "fipo_safety_threshold")
+    at_least(config, 0, "kl_cov_coef")
+    at_least(config, 1, "delta", "fipo_safety_threshold", "dppo_ratio_cap")
+    for name in ("clip_cov_ratio", "kl_cov_ratio"):
+        if not 0 < getattr(config, name) <= 1:
+            raise ConfigError(f"{name} must lie in (0, 1], got {getattr(config, name)}")
+    if config.clip_cov_lb >= config.clip_cov_ub:
+        raise ConfigError(
+            f"clip_cov_lb={config.clip_cov_lb} is not below clip_cov_ub={config.clip_cov_ub}: no token lies between"
+        )
     for name in ("sapo_temperature_pos", "sapo_temperature_neg", "fipo_decay_rate"):
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigError(f"{name} must be positive, got {getattr(config, name)}")
-    if config.loss_type != "cispo" and config.epsilon_high is not None and config.epsilon_high < config.epsilon:
+    if config.loss_name != "cispo" and config.epsilon_high is not None and config.epsilon_high < config.epsilon:
         raise ConfigError(
             f"epsilon_high={config.epsilon_high} is below epsilon={config.epsilon}: ratios are clipped to "
             "[1 - epsilon, 1 + epsilon_high], and clip-higher wants more room above. Raise it, or lower epsilon."
@@ -411,16 +492,21 @@ def check_loss(config: GRPOConfig) -> None:
         raise ConfigError(
             f"entropy_coef_min={config.entropy_coef_min} is above entropy_coef_max={config.entropy_coef_max}"
         )
-    if config.loss_type == "cispo" and (config.epsilon_high is None or config.epsilon_high < 1):
+    if config.loss_name == "cispo" and (config.epsilon_high is None or config.epsilon_high < 1):
         raise ConfigError(
             f"loss_type=cispo caps the importance ratio itself at epsilon_high, got {config.epsilon_high}: every token "
             "would be weighed below 1. Set epsilon_high to 5.0, as the paper does."
         )
-    meant = {"luspo": "sequence", "vespo": "token"}.get(config.loss_type, config.importance_sampling_level)
+    if config.loss_name == "gmpo" and config.top_entropy_quantile < 1:
+        raise ConfigError(
+            "loss_type=gmpo multiplies the ratios of all tokens of a completion, so that no share of them can be left "
+            "out: remove top_entropy_quantile"
+        )
+    meant = {"luspo": "sequence", "vespo": "token"}.get(config.loss_name, config.importance_sampling_level)
     if config.importance_sampling_level != meant:
         logger.warning(
             "loss_type=%s is meant with importance_sampling_level=%s, not %s",
-            config.loss_type,
+            config.loss_name,
             meant,
             config.importance_sampling_level,
         )
@@ -435,3 +521,12 @@ def check_turns(config: GRPOConfig) -> None:
         raise ConfigError("max_turns is set, but there is no environment (or tools) to answer a turn. Set one.")
     at_least(config, 1, "max_turns")
     at_least(config, 0, "max_tool_calling_iterations")
+
+
+def check_chosen(config: GRPOConfig) -> None:
+    """Raises ConfigError for a loss or an estimator of a plugin that is not there, or that does not fit other keys.
+
+    Called before any process starts, when the plugins are imported.
+    """
+    check_plugged(config)
+    check_advantages(config)

@@ -12,10 +12,10 @@ from trainers.grpo.config import GRPOConfig
 from trainers.grpo.samples import asked, with_policy_mask
 from trainers.losses import entropy as entropy_control
 from trainers.losses import policy as policy_losses
-from trainers.losses.policy_terms import FipoWeight, SapoGate, VespoWeight
 from trainers.losses.rollout_correction import add_rollout_metrics, off_policy_mask, rollout_ratios
 from trainers.losses.tokens import masked
 from trainers.metrics import Metrics
+from trainers.plugins import constants, named
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,10 @@ def step_numbers(
 ) -> tuple[Samples, StepNumbers]:
     """The samples of one optimizer step, a chunk of a generation, with what their loss is divided by."""
     share = len(chunk) / len(generation)  # TRL: tokens of the generation, shared out evenly over its steps
-    num_tokens = chunk.num_loss_tokens if config.loss_type == "bnpo" else generation.num_loss_tokens * share
+    per_step = policy_losses.loss_named(config.loss_name).average == "step_tokens"
+    num_tokens = chunk.num_loss_tokens if per_step else generation.num_loss_tokens * share
     normaliser = policy_losses.grpo_normaliser(
-        config.loss_type,
+        config.loss_name,
         num_sequences=len(chunk),
         num_tokens=num_tokens,
         max_completion_length=config.max_completion_length,
@@ -86,16 +87,15 @@ def grpo_loss(
             clip_min=config.rollout_importance_sampling_clip_min,
         )
         add_rollout_metrics(metrics, seen)
+    name, arguments = named(config.loss_type)
+    chosen = constants(policy_losses.loss_named(name).function, config, arguments)
     loss, diagnostics = policy_losses.policy_gradient_loss(
         logps_BT,
         old_logps_BT,
         advantages,
         loss_mask_BT,
-        loss_type=config.loss_type,
+        loss_type=config.loss_name,
         normaliser=step.normaliser,
-        epsilon=config.epsilon,
-        epsilon_high=config.epsilon_high,
-        delta=config.delta,
         importance_sampling_level=config.importance_sampling_level,
         ref_logps_BT=padded(micro.ref_logps),
         beta=0.0 if config.has_kl_in_reward else config.beta,
@@ -103,11 +103,8 @@ def grpo_loss(
         rollout_ratios=ratios_BX,
         token_weights=None if token_weights is None else token_weights.to(logps_BT),
         entropy_BT=entropy_BT.detach(),
-        sapo=SapoGate(config.sapo_temperature_pos, config.sapo_temperature_neg),
-        vespo=VespoWeight(config.vespo_k_pos, config.vespo_lambda_pos, config.vespo_k_neg, config.vespo_lambda_neg),
-        fipo=FipoWeight(
-            config.fipo_decay_rate, config.fipo_clip_range, config.fipo_clip_high_only, config.fipo_safety_threshold
-        ),
+        selected_BT=padded(micro.selected, False),
+        **chosen,
     )
     policy_losses.add_policy_metrics(metrics, diagnostics)
     bonus_mask_BT = loss_mask_BT if policy_mask_BT is None else loss_mask_BT & policy_mask_BT

@@ -10,19 +10,18 @@ import numpy as np
 
 from trainers.batch import Ragged, Rollouts, Samples
 from trainers.grpo.config import GRPOConfig
-from trainers.losses.entropy import entropy_threshold
+from trainers.losses.entropy import clip_cov_selection, covariances, entropy_threshold, kl_cov_selection
+from trainers.losses.rollout_correction import accepted_tokens
+from trainers.losses.types import LARGEST_LOG_RATIO
 from trainers.metrics import Metrics
 from trainers.rewards.advantages import (
     Aggregation,
-    RewardStatistics,
     add_reward_metrics,
     add_teacher,
-    batch_advantages,
-    group_advantages,
-    leave_one_out_advantages,
     sequence_kl,
-    token_advantages,
+    total_rewards,
 )
+from trainers.rewards.estimators import RewardBatch, estimated
 
 
 @dataclass(eq=False)
@@ -32,6 +31,7 @@ class Rewarded(Rollouts):
     prompts: list[Any] | None = None  # texts or conversations
     rewards: np.ndarray | None = None  # float32 (B, K), NaN where a reward had nothing to say
     row_ids: np.ndarray | None = None  # int64: places in the data
+    greedy_rewards: np.ndarray | None = None  # float32 (B, K): of a greedy completion of the same prompt
 
     def samples(self, mask_truncated: bool = False) -> Samples:
         """As of all rollouts, with the places of their rows in the data."""
@@ -70,7 +70,12 @@ def fullest(explored: Rewarded, differs_P: np.ndarray, num_prompts: int, num_gen
 
 
 def credit(
-    config: GRPOConfig, samples: Samples, rewards_BK: np.ndarray | None, weights_K: np.ndarray, names: list[str]
+    config: GRPOConfig,
+    samples: Samples,
+    rewards_BK: np.ndarray | None,
+    weights_K: np.ndarray,
+    names: list[str],
+    greedy_rewards_BK: np.ndarray | None = None,
 ) -> tuple[Samples, Metrics]:
     """The samples of a generation with their advantages, without what no loss looks at, and what was seen."""
     assert rewards_BK is not None, "completions are rewarded first"
@@ -80,13 +85,29 @@ def credit(
         kl_B = sequence_kl(asked(samples.old_logps), asked(samples.ref_logps), samples.loss_mask)
         metrics.mean("kl", float(kl_B.sum()), samples.num_loss_tokens)
         kl = config.beta * kl_B
-    advantages, statistics = _advantages(config, samples, rewards_BK, weights_K, kl)
+    batch = RewardBatch(
+        rewards_BK,
+        weights_K,
+        config.num_generations,
+        num_loss_tokens(samples),
+        penalties_B=kl,
+        old_logps=samples.old_logps,
+        ref_logps=samples.ref_logps,
+        loss_mask=samples.loss_mask,
+        greedy_rewards_BK=greedy_rewards_BK,
+    )
+    if greedy_rewards_BK is not None:
+        greedy_B = total_rewards(greedy_rewards_BK, weights_K)
+        metrics.mean("greedy_reward", float(np.nansum(greedy_B)), float((~np.isnan(greedy_B)).sum()))
+    advantages, statistics = estimated(config.advantage_estimator, config, batch)
     add_reward_metrics(metrics, statistics, names)
     if config.teacher_model is not None:
         teacher_logps, old_logps = asked(samples.teacher_logps), asked(samples.old_logps)
         advantages = add_teacher(advantages, teacher_logps, old_logps, teacher_kl_coef=config.teacher_kl_coef)
         log_ratios = (teacher_logps.values - old_logps.values)[asked(samples.loss_mask).values].astype(np.float64)
         metrics.mean("teacher_kl", float((np.expm1(log_ratios) - log_ratios).sum()), len(log_ratios))  # k3
+    if config.rollout_rejection is not None:
+        samples = with_accepted(config, samples, metrics)
     needs_engine = config.rollout_correction is not None or config.off_policy_mask_threshold is not None
     credited = dataclasses.replace(
         samples,
@@ -96,40 +117,6 @@ def credit(
         teacher_logps=None,
     )
     return credited, metrics
-
-
-def _advantages(
-    config: GRPOConfig, samples: Samples, rewards_BK: np.ndarray, weights_K: np.ndarray, penalties_B: np.ndarray | None
-) -> tuple[np.ndarray | Ragged, RewardStatistics]:
-    groups: dict[str, Any] = {"num_generations": config.num_generations, "weights_K": weights_K}
-    estimator = config.advantage_estimator
-    if estimator == "reinforce_plus_plus_token":
-        return token_advantages(
-            rewards_BK,
-            asked(samples.old_logps),
-            samples.ref_logps,
-            beta=config.beta,
-            loss_mask=samples.loss_mask,
-            weights_K=weights_K,
-        )
-    if estimator == "rloo":
-        clip = None if config.reward_clip_range is None else (config.reward_clip_range[0], config.reward_clip_range[1])
-        return leave_one_out_advantages(
-            rewards_BK,
-            **groups,
-            reward_clip_range=clip,
-            penalties_B=penalties_B,
-            normalize_advantages=config.normalize_advantages,
-        )
-    if estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
-        return batch_advantages(rewards_BK, **groups, penalties_B=penalties_B)
-    return group_advantages(
-        rewards_BK,
-        **groups,
-        scale_rewards=config.scale_rewards,
-        multi_objective_aggregation=config.multi_objective_aggregation,
-        penalties_B=penalties_B,
-    )
 
 
 def with_policy_mask(chunk: Samples, top_entropy_quantile: float) -> Samples:
@@ -142,6 +129,61 @@ def with_policy_mask(chunk: Samples, top_entropy_quantile: float) -> Samples:
     threshold = entropy_threshold(entropies.values[counted], top_entropy_quantile)
     chosen = Ragged(counted & (entropies.values >= threshold), entropies.offsets)
     return dataclasses.replace(chunk, policy_mask=chosen, entropies=None)
+
+
+def with_accepted(config: GRPOConfig, samples: Samples, metrics: Metrics) -> Samples:
+    """The samples without the loss tokens that are rejected, and their shares in the metrics."""
+    assert config.rollout_rejection is not None
+    assert config.rollout_rejection_max is not None
+    before = asked(samples.loss_mask)
+    accepted = accepted_tokens(
+        asked(samples.old_logps),
+        asked(samples.rollout_logps),
+        before,
+        statistic=config.rollout_rejection,
+        high=config.rollout_rejection_max,
+        low=config.rollout_rejection_min,
+    )
+    counts_B = num_loss_tokens(samples)
+    samples = dataclasses.replace(samples, loss_mask=accepted)
+    rejected_B = counts_B - num_loss_tokens(samples)
+    metrics.mean("sampling/rejected_tokens", float(rejected_B.sum()), float(counts_B.sum()))
+    metrics.mean("sampling/rejected_sequences", float((rejected_B > 0).sum()), float((counts_B > 0).sum()))
+    return samples
+
+
+def with_selection(config: GRPOConfig, chunk: Samples, logps: Ragged, seed: tuple[int, ...]) -> Samples:
+    """The samples of one optimizer step, tokens marked that clip_cov and kl_cov treat otherwise.
+
+    ``logps``: of the policy as it is before the step.
+    """
+    counted, advantages = asked(chunk.loss_mask).values, chunk.advantages
+    assert advantages is not None, "credit comes first"
+    by_token = advantages.values if isinstance(advantages, Ragged) else np.repeat(advantages, logps.lengths)
+    covariance = covariances(by_token[counted], logps.values[counted])
+    if config.loss_name == "kl_cov":
+        chosen = kl_cov_selection(covariance, ratio=config.kl_cov_ratio)
+    else:
+        ratios = np.ones(len(covariance))
+        if chunk.old_logps is not None:
+            ratios = np.exp(np.clip(logps.values - chunk.old_logps.values, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))[
+                counted
+            ]
+        high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+        is_clipped = np.where(
+            by_token[counted] > 0, ratios > 1 + high, (by_token[counted] < 0) & (ratios < 1 - config.epsilon)
+        )
+        bounds = {"lower": config.clip_cov_lb, "upper": config.clip_cov_ub}
+        chosen = clip_cov_selection(covariance, ~is_clipped, ratio=config.clip_cov_ratio, **bounds, seed=seed)
+    selected = np.zeros(len(counted), bool)
+    selected[counted] = chosen
+    return dataclasses.replace(chunk, selected=Ragged(selected, logps.offsets))
+
+
+def num_loss_tokens(samples: Samples) -> np.ndarray:
+    """(B,) loss tokens of each completion."""
+    counted = asked(samples.loss_mask)
+    return np.array([int(row.sum()) for row in counted], np.int64)
 
 
 def asked(column: Ragged | None) -> Ragged:

@@ -43,11 +43,11 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.batch import Samples
 from trainers.configuration.mistakes import mistakes_of
 from trainers.data.rows import Batches, prompt_of
-from trainers.grpo.config import GRPOConfig
+from trainers.grpo.config import GRPOConfig, check_chosen
 from trainers.grpo.entropy_coefficient import EntropyCoefficient
 from trainers.grpo.loss import grpo_loss, step_numbers
 from trainers.grpo.plan import GenerationPlan, RowStream
-from trainers.grpo.samples import Rewarded, credit, differing_groups, fullest
+from trainers.grpo.samples import Rewarded, credit, differing_groups, fullest, with_selection
 from trainers.metrics import Metrics
 from trainers.parts.checks import (
     check_before_start,
@@ -111,6 +111,7 @@ class GRPOTrainer:
     def check(config: GRPOConfig, groups: DeviceGroups | None) -> None:
         """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
         check_before_start(config, groups)
+        check_chosen(config)
         check_rewards(config, config.reward_funcs, config.reward_processes)
         check_completions(config, groups)
         if config.has_environment:
@@ -179,11 +180,12 @@ class GRPOTrainer:
                 samples = explored.samples(config.mask_truncated_completions)
                 with run.phase("logps"):
                     samples = self.with_logps(samples, off_policy=plan.num_updates(plan.num_prompts) > 1)
-                samples, seen = credit(config, samples, explored.rewards, self.rewarder.weights, self.rewarder.names)
+                rewards, greedy = explored.rewards, explored.greedy_rewards
+                samples, seen = credit(config, samples, rewards, self.rewarder.weights, self.rewarder.names, greedy)
                 metrics = Metrics.merge([metrics, seen])
                 for chunk in plan.chunks(samples, seed=(config.seed, generation)):
                     with run.phase("update"):
-                        learned = self.learn(chunk, samples)
+                        learned = self.learn(chunk, samples, run.step)
                     self.generator.learned()
                     epoch = self.stream.epoch if plan.is_dynamic else (run.step + 1) / plan.steps_per_epoch
                     run.log_step(Metrics.merge([metrics, learned]), epoch=epoch)
@@ -280,7 +282,18 @@ class GRPOTrainer:
         with run.phase("reward"):
             rewards = self.rewarder(rows, rollouts)
         prompts = list(map(prompt_of, rows))
-        return Rewarded(**rollouts.columns(), prompts=prompts, rewards=rewards, row_ids=row_ids)
+        greedy = self.greedy_rewards(rows, run) if self.config.estimator.needs_greedy else None
+        return Rewarded(**rollouts.columns(), prompts=prompts, rewards=rewards, row_ids=row_ids, greedy_rewards=greedy)
+
+    def greedy_rewards(self, rows: Any, run: Run) -> np.ndarray:
+        """(B, K) float32: the rewards of a greedy completion of each prompt, G times; of the policy as it is now."""
+        num_generations = self.config.num_generations
+        with run.phase("data"):
+            asked_once = rows.select(np.arange(0, len(rows), num_generations))
+            starts = self.generator.starts(asked_once, self.tokenizer, np.arange(len(asked_once)))
+        rollouts = self.generator.finished(self.generator.begin(starts, run.step, temperature=0.0))
+        with run.phase("reward"):
+            return self.rewarder(asked_once, rollouts).repeat(num_generations, axis=0)
 
     def with_logps(self, samples: Samples, off_policy: bool) -> Samples:
         """The samples with what other policies make of them: the one that generated, the reference, the teacher.
@@ -306,8 +319,10 @@ class GRPOTrainer:
             columns["old_logps"] = samples.rollout_logps
         return dataclasses.replace(samples, **columns)
 
-    def learn(self, chunk: Samples, generation: Samples) -> Metrics:
-        """One optimizer step on a chunk of a generation."""
+    def learn(self, chunk: Samples, generation: Samples, step: int = 0) -> Metrics:
+        """One optimizer step, number ``step``, on a chunk of a generation."""
+        if self.config.selects_tokens:
+            chunk = with_selection(self.config, chunk, self.policy.logps(chunk), seed=(self.config.seed, step))
         chunk, numbers = step_numbers(self.config, chunk, generation, self.entropy_coef.applied)
         metrics = self.policy.step(chunk, numbers, entropy_gradient=numbers.entropy_coef > 0)
         self.entropy_coef = self.entropy_coef.after(metrics)

@@ -1,4 +1,5 @@
-"""Keeping a policy exploring: a bonus for entropy, its coefficient, and the tokens worth learning from.
+"""Keeping a policy exploring: a bonus for entropy, its coefficient, the tokens worth learning from, and those that
+would take the entropy away.
 
 Plain functions, no collectives. The numbers of a whole optimizer step (entropies of all its tokens, its mean) are
 gathered by the caller.
@@ -46,6 +47,42 @@ def entropy_threshold(entropies: np.ndarray, top_entropy_quantile: float) -> flo
     ordered = np.partition(known, (below, min(below + 1, known.size - 1)))
     low, high = float(ordered[below]), float(ordered[min(below + 1, known.size - 1)])
     return float(low + (rank - below) * (high - low))
+
+
+def covariances(advantages: np.ndarray, logps: np.ndarray) -> np.ndarray:
+    """float64 (N,): (A - mean A)(logp - mean logp) of each token; high where confidence is rewarded further.
+
+    Their mean is what changes the entropy of the policy in a step (arXiv 2505.22617, sections 3 and 4). Means are over
+    the N loss tokens of the optimizer step, over all workers. Departure from the authors' code and verl, which take
+    those of each micro-batch.
+    """
+    advantages, logps = advantages.astype(np.float64), logps.astype(np.float64)
+    if not len(advantages):
+        return np.zeros(0)
+    centred: np.ndarray = (advantages - advantages.mean()) * (logps - logps.mean())
+    return centred
+
+
+def clip_cov_selection(
+    covariance: np.ndarray, eligible: np.ndarray, *, ratio: float, lower: float, upper: float, seed: tuple[int, ...]
+) -> np.ndarray:
+    """(N,) bool: ``ratio`` x N tokens, one at least, drawn from those of a covariance between the bounds.
+
+    Fewer if there are not so many. ``eligible`` is False at tokens that are clipped already. Equal seeds draw the same.
+    """
+    candidates = np.flatnonzero(eligible & (covariance > lower) & (covariance < upper))
+    count = min(max(int(ratio * len(covariance)), 1), len(candidates))
+    selected = np.zeros(len(covariance), bool)
+    selected[np.random.default_rng(seed).choice(candidates, count, replace=False)] = True
+    return selected
+
+
+def kl_cov_selection(covariance: np.ndarray, *, ratio: float) -> np.ndarray:
+    """(N,) bool: the ``ratio`` x N tokens, one at least, of highest covariance; of equal ones the first."""
+    selected = np.zeros(len(covariance), bool)
+    count = min(max(int(ratio * len(covariance)), 1), len(covariance))
+    selected[np.argsort(-covariance, kind="stable")[:count]] = True
+    return selected
 
 
 def applied_entropy_coefficient(coefficient: float, entropy: float | None, *, target: float) -> float:

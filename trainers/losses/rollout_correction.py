@@ -2,8 +2,8 @@
 
 An inference engine computes other log-probabilities than the training code, even with the same weights, and a policy
 moves while its completions are used. Here are the importance ratios between engine and old policy that go into the
-policy loss as ``rollout_ratios``, and the mask that leaves out what has become too unlikely, one of its
-``token_weights``. Sizes, masks and sums as in ``tokens.py``.
+policy loss as ``rollout_ratios``, the tokens that are left when those too far apart are rejected, and the mask that
+leaves out what has become too unlikely, one of the loss's ``token_weights``. Sizes, masks and sums as in ``tokens.py``.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from trainers.batch import Ragged
 from trainers.losses.tokens import check_choice, held, masked, per_token, present
-from trainers.losses.types import RolloutCorrection
+from trainers.losses.types import LARGEST_LOG_RATIO, RolloutCorrection, RolloutRejection
 from trainers.metrics import Metrics
 
 
@@ -47,7 +49,9 @@ def rollout_ratios(
     """exp(old_logps - rollout_logps), bounded, (B, T) or (B, 1), and its diagnostics; without gradient.
 
     ``old_logps_BT`` are the training code's, ``rollout_logps_BT`` the engine's, both under the same weights and
-    temperature. ``mode`` token_*: of each token; sequence_*: of the whole completion, the product over its loss tokens.
+    temperature. ``mode`` token_*: of each token; sequence_*: of the whole completion, the product over its loss tokens;
+    geometric_*: the geometric mean over those that the engine gave a log-probability of, which does not grow with
+    length and lies near 1 (https://richardli.xyz/rl-collapse; biased, as GSPO's ratio is).
     *_truncate: kept within ``clip_min`` and ``clip_max`` (truncated importance sampling); *_mask: 0 where it lies
     outside (masked importance sampling). None is no bound. A token whose engine log-probability is NaN has the ratio 1.
 
@@ -66,6 +70,8 @@ def rollout_ratios(
     differences_BT = differences_BT.masked_fill(~scored_BT, 0.0)
     level, _, bound = mode.partition("_")
     log_ratios_BX = differences_BT if level == "token" else differences_BT.sum(1, keepdim=True)
+    if level == "geometric":
+        log_ratios_BX = log_ratios_BX / scored_BT.sum(1, keepdim=True).clamp(min=1)
     ratios_BX = held(log_ratios_BX).exp()
     if bound == "truncate":
         ratios_BX = ratios_BX.clamp(low, high)
@@ -83,6 +89,59 @@ def rollout_ratios(
         smallest_ratio=torch.cat([ratios_BX.masked_fill(~units_BX, math.inf).flatten(), none + math.inf]).amin(),
         largest_ratio=torch.cat([ratios_BX.masked_fill(~units_BX, 0.0).flatten(), none]).amax(),
     )
+
+
+def accepted_tokens(
+    old_logps: Ragged,
+    rollout_logps: Ragged,
+    loss_mask: Ragged,
+    *,
+    statistic: RolloutRejection,
+    high: float,
+    low: float | None = None,
+) -> Ragged:
+    """bool, one per target: loss tokens whose statistic lies within the bounds (rejection sampling). In NumPy.
+
+    With d = old_logps - rollout_logps, held within [-20, 20], the estimators of the KL between engine and training code
+    (http://joschu.net/blog/kl-approx.html) are k1 = d, k2 = d^2 / 2 and k3 = e^d - 1 - d. ``statistic`` token_*: of
+    each token; sequence_sum_*, _mean_*, _max_*: over the loss tokens of its completion, which stays or goes as a whole.
+    Of k1 the bounds are those of the ratio: low <= e^k1 <= high, ``low`` None: 1 / high; so that sequence_mean_k1
+    bounds the geometric mean. Of k2 and k3 ``high`` bounds the number itself. Tokens that the engine gave no
+    log-probability of (NaN) are left as they are, and counted in no sum.
+
+    The names and numbers are verl's (``rollout_rs``). Departure: verl bounds e^-k1, the ratio turned around.
+
+    Raises: ValueError for an unknown statistic, rows that do not fit, and bounds that nothing lies between.
+    """
+    check_choice("statistic", statistic, RolloutRejection)
+    for name, column in (("rollout_logps", rollout_logps), ("loss_mask", loss_mask)):
+        if not np.array_equal(column.offsets, old_logps.offsets):
+            raise ValueError(f"{name} must have the rows of old_logps")
+    level, estimator = statistic.rsplit("_", 1)
+    lowest = (1 / high if low is None else low) if estimator == "k1" else 0.0
+    if not 0 <= lowest <= high:
+        raise ValueError(f"low={lowest} is above high={high}: nothing lies between")
+    differences = old_logps.values.astype(np.float64) - rollout_logps.values
+    known = loss_mask.values.astype(bool) & ~np.isnan(differences)
+    d = np.where(known, np.clip(differences, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO), 0.0)
+    values = {"k1": d, "k2": d**2 / 2, "k3": np.expm1(d) - d}[estimator]
+    if level != "token":
+        rows, count = np.repeat(np.arange(len(old_logps)), old_logps.lengths), len(old_logps)
+        if level == "sequence_max":
+            values_B = np.zeros(count)
+            np.maximum.at(values_B, rows, values)
+        else:
+            values_B = np.zeros(count)
+            np.add.at(values_B, rows, values)
+        if level == "sequence_mean":
+            values_B /= np.maximum(np.bincount(rows[known], minlength=count), 1)
+        values = values_B[rows]
+    if estimator == "k1":
+        values = np.exp(np.clip(values, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
+    is_kept = (values >= lowest) & (values <= high)
+    if level == "token":
+        is_kept |= ~known
+    return Ragged(loss_mask.values.astype(bool) & is_kept, old_logps.offsets)
 
 
 @torch.no_grad()

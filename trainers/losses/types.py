@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 LARGEST_LOG_RATIO = 20.0  # see ``tokens.held``
-PolicyLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo", "fipo"]
+PolicyLossType = Literal[  # bundled ones
+    "grpo",
+    "bnpo",
+    "dr_grpo",
+    "dapo",
+    "cispo",
+    "sapo",
+    "luspo",
+    "vespo",
+    "fipo",
+    "gmpo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "dppo_tv",
+    "dppo_kl",
+]
+Average = Literal["tokens", "step_tokens", "sequence_means", "sequence_sums", "max_length"]
 ImportanceLevel = Literal["token", "sequence", "sequence_token", "sequence_product"]
-RolloutCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+RolloutCorrection = Literal[
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_truncate",
+    "geometric_mask",
+]
+RolloutRejection = Literal[  # what is compared with the bounds: of a token, or of its completion
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "sequence_sum_k1",
+    "sequence_sum_k2",
+    "sequence_sum_k3",
+    "sequence_mean_k1",
+    "sequence_mean_k2",
+    "sequence_mean_k3",
+    "sequence_max_k2",
+    "sequence_max_k3",
+]
 NOT_BUILT = {  # loss types of other systems, and what is near to them
     "real": "loss_type 'real' classifies the completions of a prompt against each other, so that no group could be cut "
     "into micro-batches: it is not built. Its nearest relative here is sapo, whose gradients are bounded too."
@@ -31,3 +70,18 @@ PreferenceLossType = Literal[
     "sigmoid_norm",
 ]
 FDivergenceType = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """What is registered as a loss: ``function`` turns a micro-batch into terms (``surrogates.py``), and the terms of
+    an optimizer step are averaged as ``average`` says (``policy.grpo_normaliser``)."""
+
+    function: Callable[..., Any]
+    average: Average = "tokens"
+    corrects_rollouts: bool = False  # reads the rollout ratios itself; False: its terms are multiplied by them
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The function, as ``functools`` names it."""
+        return self.function

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from rayhelper import ConfigError
@@ -74,6 +74,12 @@ class PPOConfig(CompletionConfig):
     """Discount of rewards and values a token later."""
     lam: float = 0.95
     """GAE's lambda: 1 trusts rewards alone, 0 the critic alone."""
+    lam_critic: float | None = None
+    """Lambda of the returns that the critic learns; null: ``lam``. With 1.0, as in VAPO (arXiv 2504.05118), they are
+    the rewards to go, without the critic's own bias."""
+    length_adaptive_alpha: float | None = None
+    """Alpha of the lambda of the policy's advantages, 1 - 1 / (alpha l) for a completion of l tokens (VAPO: 0.05);
+    null: it is ``lam``."""
     cliprange: float = 0.2
     """The ratio to the old policy is clipped to 1 - cliprange, 1 + cliprange."""
     cliprange_value: float = 0.2
@@ -127,6 +133,24 @@ def check_ppo(config: PPOConfig) -> None:
     for name in ("gamma", "lam"):
         if not 0 <= getattr(config, name) <= 1:
             raise ConfigError(f"{name} must lie in [0, 1], got {getattr(config, name)}")
+    if config.lam_critic is not None and not 0 <= config.lam_critic <= 1:
+        raise ConfigError(f"lam_critic must lie in [0, 1], got {config.lam_critic}; null: that of lam")
+    alpha = config.length_adaptive_alpha
+    if alpha is not None and alpha <= 0:
+        raise ConfigError(
+            f"length_adaptive_alpha must be positive, got {alpha}; null: lambda does not depend on lengths"
+        )
+    if alpha is not None and alpha * config.max_completion_length <= 1:
+        raise ConfigError(
+            f"length_adaptive_alpha={alpha} gives a lambda of 0 to completions of up to {1 / alpha:.10g} tokens, and "
+            f"max_completion_length is {config.max_completion_length}. Raise one of them."
+        )
+    default_lam = next(one.default for one in fields(PPOConfig) if one.name == "lam")
+    if alpha is not None and config.lam_critic is not None and config.lam != default_lam:
+        raise ConfigError(
+            f"lam is {config.lam}, which nothing looks at: length_adaptive_alpha gives the policy's lambda, and "
+            "lam_critic the critic's. Remove one of them."
+        )
     at_least(config, 0, "kl_coef", "missing_eos_penalty", "vf_coef", "value_learning_rate", "eval_temperature")
     at_least(config, 0, "cliprange", "cliprange_value")
     at_least(config, 1, "num_ppo_epochs", "num_mini_batches")

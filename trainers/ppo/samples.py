@@ -68,10 +68,14 @@ def credit(
     whiten_rewards: bool,
     gamma: float,
     lam: float,
+    lam_critic: float | None = None,
+    length_adaptive_alpha: float | None = None,
 ) -> tuple[PolicySamples, ValueSamples, Metrics]:
     """Samples with advantages and states with returns, and what TRL logs of the objective.
 
-    Completions whose score is NaN enter no statistic and no loss.
+    ``lam_critic``: of the returns that the critic learns, None: ``lam`` (decoupled GAE, VC-PPO, arXiv 2503.01491, and
+    VAPO, arXiv 2504.05118). ``length_adaptive_alpha``: the policy's lambda follows from the length of each completion
+    (``gae.adaptive_lam``), None: it is ``lam``. Completions whose score is NaN enter no statistic and no loss.
     """
     logps, values = samples.old_logps, states.old_values
     assert logps is not None
@@ -86,7 +90,9 @@ def credit(
     rewards = gae.place_rewards(token_rewards, np.nan_to_num(scores_B), num_places_B)
     if whiten_rewards:
         rewards = Ragged(gae.whiten(rewards.values, counts_places, shift_mean=False), rewards.offsets)
-    advantages, returns = gae.generalized_advantages(rewards, values, gamma=gamma, lam=lam)
+    policy_lam = lam if length_adaptive_alpha is None else gae.adaptive_lam(lengths_B, length_adaptive_alpha)
+    advantages, _ = gae.generalized_advantages(rewards, values, gamma=gamma, lam=policy_lam)
+    _, returns = gae.generalized_advantages(rewards, values, gamma=gamma, lam=lam if lam_critic is None else lam_critic)
     acted = advantages.values[gae.acting_places(num_places_B, lengths_B)]
     metrics = Metrics()
     num_scored = float(scored_B.sum())
@@ -100,6 +106,9 @@ def credit(
         totals["kl"] = kl.values[counts_tokens].sum()
     for name, total in totals.items():
         metrics.mean(f"objective/{name}", total, num_scored)
+    if length_adaptive_alpha is not None:
+        lam_B = gae.adaptive_lam(lengths_B, length_adaptive_alpha)
+        metrics.mean("policy/lam", float(lam_B[scored_B].sum()), num_scored)
     samples = dataclasses.replace(
         samples,
         loss_mask=Ragged(counts_tokens, logps.offsets),

@@ -165,6 +165,8 @@ class PPOTrainer:
             whiten_rewards=config.whiten_rewards,
             gamma=config.gamma,
             lam=config.lam,
+            lam_critic=config.lam_critic,
+            length_adaptive_alpha=config.length_adaptive_alpha,
         )
         if config.log_completions and run.shows_completions(plan.num_updates(len(rows))):
             run.log_completions(self.rewarder.shown(list(map(prompt_of, rows)), rollouts, rewards_BK))

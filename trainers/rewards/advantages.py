@@ -63,28 +63,28 @@ def group_advantages(
     penalties that do not match, for unknown modes, and for penalties with ``normalize_then_sum``, which has no sum.
     """
     scale = _scale(scale_rewards)
-    rewards_BK = _reward_table(rewards_BK, num_generations)
+    rewards_BK = reward_table(rewards_BK, num_generations)
     weights = _weights(weights_K, rewards_BK.shape[1])
     unscored_B = np.isnan(rewards_BK).all(axis=1)
-    sums_B = _weighted_sum(rewards_BK, weights, unscored_B)
+    sums_B = weighted_sum(rewards_BK, weights, unscored_B)
     if multi_objective_aggregation == "sum_then_normalize":
-        penalised_B = _penalised(sums_B, penalties_B)
+        penalised_B = penalised(sums_B, penalties_B)
         sums_PG = penalised_B.reshape(-1, num_generations)
-        deviations_B = (sums_PG - _mean(sums_PG, axis=1)).reshape(-1)
-        std = _std(penalised_B, axis=0) if scale == "batch" else _std(sums_PG, axis=1).repeat(num_generations)
+        deviations_B = (sums_PG - known_mean(sums_PG, axis=1)).reshape(-1)
+        std = known_std(penalised_B, axis=0) if scale == "batch" else known_std(sums_PG, axis=1).repeat(num_generations)
         advantages_B = deviations_B if scale == "none" else deviations_B / (std + STD_FLOOR)
     elif multi_objective_aggregation == "normalize_then_sum":
         if penalties_B is not None:
             raise ValueError("penalties_B need a sum of rewards to be subtracted from: not with normalize_then_sum")
         rewards_PGK = rewards_BK.reshape(-1, num_generations, rewards_BK.shape[1])
-        scores_PGK = (rewards_PGK - _mean(rewards_PGK, axis=1)) / (_std(rewards_PGK, axis=1) + STD_FLOOR)
-        scores_B = _weighted_sum(scores_PGK.reshape(rewards_BK.shape), weights, unscored_B)
-        std = _std(scores_B, axis=0)
+        scores_PGK = (rewards_PGK - known_mean(rewards_PGK, axis=1)) / (known_std(rewards_PGK, axis=1) + STD_FLOOR)
+        scores_B = weighted_sum(scores_PGK.reshape(rewards_BK.shape), weights, unscored_B)
+        std = known_std(scores_B, axis=0)
         advantages_B = scores_B / (std + STD_FLOOR)  # their mean is 0, because it is 0 in every group
     else:
         known = ", ".join(get_args(Aggregation))
         raise ValueError(f"multi_objective_aggregation must be one of {known}, got {multi_objective_aggregation!r}")
-    return _float32(advantages_B), _statistics(rewards_BK, sums_B, std)
+    return compared(advantages_B), reward_statistics(rewards_BK, sums_B, std)
 
 
 def leave_one_out_advantages(
@@ -105,17 +105,17 @@ def leave_one_out_advantages(
 
     Raises: ValueError as ``group_advantages``.
     """
-    rewards_BK = _reward_table(rewards_BK, num_generations)
-    sums_B = _weighted_sum(rewards_BK, _weights(weights_K, rewards_BK.shape[1]), np.isnan(rewards_BK).all(axis=1))
+    rewards_BK = reward_table(rewards_BK, num_generations)
+    sums_B = weighted_sum(rewards_BK, _weights(weights_K, rewards_BK.shape[1]), np.isnan(rewards_BK).all(axis=1))
     clipped_B = sums_B if reward_clip_range is None else np.clip(sums_B, *reward_clip_range)
-    sums_PG = _penalised(clipped_B, penalties_B).reshape(-1, num_generations)
+    sums_PG = penalised(clipped_B, penalties_B).reshape(-1, num_generations)
     num_P1 = (~np.isnan(sums_PG)).sum(axis=1, keepdims=True)
     per_deviation_P1 = np.where(num_P1 > 1, num_P1 / np.maximum(num_P1 - 1, 1), np.nan)
-    advantages_B = ((sums_PG - _mean(sums_PG, axis=1)) * per_deviation_P1).reshape(-1)  # = r - mean of the others
+    advantages_B = ((sums_PG - known_mean(sums_PG, axis=1)) * per_deviation_P1).reshape(-1)  # = r - mean of the others
     if normalize_advantages:
-        advantages_B = (advantages_B - _mean(advantages_B, axis=0)) / (_std(advantages_B, axis=0) + STD_FLOOR)
-    std_B = _std(sums_PG, axis=1).repeat(num_generations)
-    return _float32(advantages_B), _statistics(rewards_BK, sums_B, std_B)
+        advantages_B = (advantages_B - known_mean(advantages_B, axis=0)) / (known_std(advantages_B, axis=0) + STD_FLOOR)
+    std_B = known_std(sums_PG, axis=1).repeat(num_generations)
+    return compared(advantages_B), reward_statistics(rewards_BK, sums_B, std_B)
 
 
 def batch_advantages(
@@ -134,12 +134,12 @@ def batch_advantages(
 
     Raises: ValueError as ``group_advantages``.
     """
-    rewards_BK = _reward_table(rewards_BK, num_generations)
-    sums_B = _weighted_sum(rewards_BK, _weights(weights_K, rewards_BK.shape[1]), np.isnan(rewards_BK).all(axis=1))
-    sums_PG = _penalised(sums_B, penalties_B).reshape(-1, num_generations)
-    deviations_B = (sums_PG - _mean(sums_PG, axis=1)).reshape(-1)
-    std = _std(deviations_B, axis=0)
-    return _float32(deviations_B / (std + STD_FLOOR)), _statistics(rewards_BK, sums_B, std)
+    rewards_BK = reward_table(rewards_BK, num_generations)
+    sums_B = weighted_sum(rewards_BK, _weights(weights_K, rewards_BK.shape[1]), np.isnan(rewards_BK).all(axis=1))
+    sums_PG = penalised(sums_B, penalties_B).reshape(-1, num_generations)
+    deviations_B = (sums_PG - known_mean(sums_PG, axis=1)).reshape(-1)
+    std = known_std(deviations_B, axis=0)
+    return compared(deviations_B / (std + STD_FLOOR)), reward_statistics(rewards_BK, sums_B, std)
 
 
 def token_advantages(
@@ -162,8 +162,8 @@ def token_advantages(
 
     Raises: ValueError as ``group_advantages``, or for log-probabilities that do not fit.
     """
-    rewards_BK = _reward_table(rewards_BK, 1)
-    sums_B = _weighted_sum(rewards_BK, _weights(weights_K, rewards_BK.shape[1]), np.isnan(rewards_BK).all(axis=1))
+    rewards_BK = reward_table(rewards_BK, 1)
+    sums_B = weighted_sum(rewards_BK, _weights(weights_K, rewards_BK.shape[1]), np.isnan(rewards_BK).all(axis=1))
     if len(sums_B) != len(old_logps):
         raise ValueError(f"there are rewards of {len(sums_B)} completions, but log-probabilities of {len(old_logps)}")
     counted = _counted(old_logps, loss_mask)
@@ -172,8 +172,10 @@ def token_advantages(
     for reward, start, stop in zip(sums_B, old_logps.offsets[:-1], old_logps.offsets[1:], strict=True):
         returns[start:stop] = reward - beta * np.cumsum(kl[start:stop][::-1])[::-1]
     returns[~counted] = np.nan
-    advantages = (returns - _mean(returns, axis=0)) / (_std(returns, axis=0) + STD_FLOOR)
-    return Ragged(_float32(advantages), old_logps.offsets), _statistics(rewards_BK, sums_B, _std(sums_B, axis=0))
+    advantages = (returns - known_mean(returns, axis=0)) / (known_std(returns, axis=0) + STD_FLOOR)
+    return Ragged(compared(advantages), old_logps.offsets), reward_statistics(
+        rewards_BK, sums_B, known_std(sums_B, axis=0)
+    )
 
 
 def sequence_kl(old_logps: Ragged, ref_logps: Ragged, loss_mask: Ragged | None = None) -> np.ndarray:
@@ -220,7 +222,7 @@ def add_reward_metrics(metrics: Metrics, statistics: RewardStatistics, names: Se
 def total_rewards(rewards_BK: np.ndarray, weights_K: Sequence[float] | np.ndarray) -> np.ndarray:
     """(B,) float64 weighted sums of what rewards there are; NaN where there are none."""
     rewards_BK = np.asarray(rewards_BK, np.float64)
-    return _weighted_sum(rewards_BK, np.asarray(weights_K, np.float64), np.isnan(rewards_BK).all(axis=1))
+    return weighted_sum(rewards_BK, np.asarray(weights_K, np.float64), np.isnan(rewards_BK).all(axis=1))
 
 
 def _scale(scale_rewards: Scale | bool) -> Scale:
@@ -231,7 +233,7 @@ def _scale(scale_rewards: Scale | bool) -> Scale:
     return scale_rewards
 
 
-def _reward_table(rewards_BK: Any, num_generations: int) -> np.ndarray:
+def reward_table(rewards_BK: Any, num_generations: int) -> np.ndarray:
     """float64 (B, K), None as NaN."""
     table = np.array(rewards_BK, dtype=np.float64)
     if table.ndim != 2:
@@ -261,14 +263,14 @@ def _weights(weights_K: Sequence[float] | np.ndarray | None, num_functions: int)
     return np.asarray(weights_K, dtype=np.float64)
 
 
-def _weighted_sum(values_BK: np.ndarray, weights_K: np.ndarray, unscored_B: np.ndarray) -> np.ndarray:
+def weighted_sum(values_BK: np.ndarray, weights_K: np.ndarray, unscored_B: np.ndarray) -> np.ndarray:
     """(B,): functions without an opinion add nothing; unscored completions are NaN."""
     sums_B: np.ndarray = np.nansum(values_BK * weights_K, axis=1)
     sums_B[unscored_B] = np.nan
     return sums_B
 
 
-def _mean(values: np.ndarray, axis: int) -> np.ndarray:
+def known_mean(values: np.ndarray, axis: int) -> np.ndarray:
     """The mean over an axis, which is kept, of what is not NaN; NaN where nothing is.
 
     Rounding does not put it beyond the values: that of equal ones is theirs.
@@ -280,15 +282,15 @@ def _mean(values: np.ndarray, axis: int) -> np.ndarray:
     return np.where(count > 0, mean, np.nan)
 
 
-def _std(values: np.ndarray, axis: int) -> np.ndarray:
+def known_std(values: np.ndarray, axis: int) -> np.ndarray:
     """The standard deviation (n - 1) over an axis, which is kept, of what is not NaN; NaN for fewer than two values."""
-    mean = _mean(values, axis)
+    mean = known_mean(values, axis)
     count = (~np.isnan(values)).sum(axis, keepdims=True)
     squares = np.nansum((values - mean) ** 2, axis, keepdims=True)
     return np.where(count > 1, np.sqrt(squares / np.maximum(count - 1, 1)), np.nan)
 
 
-def _penalised(sums_B: np.ndarray, penalties_B: np.ndarray | None) -> np.ndarray:
+def penalised(sums_B: np.ndarray, penalties_B: np.ndarray | None) -> np.ndarray:
     if penalties_B is None:
         return sums_B
     if np.shape(penalties_B) != sums_B.shape:
@@ -297,19 +299,19 @@ def _penalised(sums_B: np.ndarray, penalties_B: np.ndarray | None) -> np.ndarray
     return penalised_B
 
 
-def _statistics(rewards_BK: np.ndarray, sums_B: np.ndarray, std: np.ndarray) -> RewardStatistics:
+def reward_statistics(rewards_BK: np.ndarray, sums_B: np.ndarray, std: np.ndarray) -> RewardStatistics:
     """``std``: what each completion's reward is, or would be, scaled by."""
     return RewardStatistics(
-        reward=_mean(sums_B, axis=0).item(),
-        reward_std=_std(sums_B, axis=0).item(),
+        reward=known_mean(sums_B, axis=0).item(),
+        reward_std=known_std(sums_B, axis=0).item(),
         frac_reward_zero_std=float(np.mean(np.isclose(std, 0.0))) if len(sums_B) else np.nan,
-        function_means=_mean(rewards_BK, axis=0)[0],
-        function_stds=_std(rewards_BK, axis=0)[0],
+        function_means=known_mean(rewards_BK, axis=0)[0],
+        function_stds=known_std(rewards_BK, axis=0)[0],
     )
 
 
-def _float32(advantages: np.ndarray) -> np.ndarray:
-    """What is NaN, having been compared with nothing, becomes 0."""
+def compared(advantages: np.ndarray) -> np.ndarray:
+    """float32 advantages; what is NaN, having been compared with nothing, becomes 0."""
     result: np.ndarray = np.where(np.isnan(advantages), 0.0, advantages).astype(np.float32)
     return result
 

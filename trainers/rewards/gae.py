@@ -63,11 +63,24 @@ def acting_places(num_places_B: np.ndarray, lengths_B: np.ndarray) -> np.ndarray
     return acting
 
 
-def generalized_advantages(rewards: Ragged, values: Ragged, *, gamma: float, lam: float) -> tuple[Ragged, Ragged]:
+def adaptive_lam(lengths_B: np.ndarray, alpha: float) -> np.ndarray:
+    """float64 (B,): 1 - 1 / (alpha l) of completions of l tokens: length-adaptive GAE (VAPO, arXiv 2504.05118, 4.2).
+
+    With it the weights of the errors in an advantage, 1 + lam + lam^2 + ..., add up to alpha l, so that a reward at the
+    end of a long completion reaches its beginning. The paper has alpha 0.05. Departure: it does not say what becomes of
+    completions shorter than 1 / alpha; here lam is then 0.
+    """
+    lam_B: np.ndarray = np.maximum(0.0, 1 - 1 / (alpha * np.maximum(lengths_B, 1)))
+    return lam_B
+
+
+def generalized_advantages(
+    rewards: Ragged, values: Ragged, *, gamma: float, lam: float | np.ndarray
+) -> tuple[Ragged, Ragged]:
     """Advantages and returns of all places (GAE, arXiv 1506.02438, equations 11 and 16).
 
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}, return = A + V, with V = A = 0 behind the
-    last place.
+    last place. ``lam``: of all completions, or (B,) one each.
 
     Raises: ValueError for rows of other lengths.
     """

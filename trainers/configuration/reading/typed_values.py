@@ -12,7 +12,6 @@ from rayhelper import ConfigError
 from rayhelper.text import nearest, parse_text
 from trainers.configuration.reading.given_keys import NUMBER
 from trainers.configuration.values import expected, is_there
-from trainers.losses.types import NOT_BUILT
 
 
 def typed(name: str, hint: Any, value: Any) -> Any:
@@ -48,8 +47,6 @@ def typed(name: str, hint: Any, value: Any) -> Any:
             raise TypeError
         return parser.parse_object({"value": value}, defaults=False).value
     except (jsonargparse.ArgumentError, TypeError):
-        if name == "loss_type" and isinstance(value, str) and value in NOT_BUILT:
-            raise ConfigError(NOT_BUILT[value]) from None
         legal = [str(option) for member in members if get_origin(member) is Literal for option in get_args(member)]
         quoted = isinstance(value, (str, list, Mapping))
         got = repr(value) if quoted else json.dumps(value, default=str)

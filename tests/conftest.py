@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests import warm
 from tests.leaks import Snapshot, left_behind, own_temporary_folder
 
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
@@ -32,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    warm.close()
     _temporary.close()
 
 
@@ -60,6 +62,7 @@ def ray_cluster() -> Iterator[None]:
             include_dashboard=False,
             object_store_memory=512 * 1024 * 1024,
             logging_level=logging.WARNING,
+            runtime_env={"py_executable": warm.python()},
         )
     yield
     ray.shutdown()

@@ -26,12 +26,14 @@ from typing import Any
 
 import psutil
 
+from tests import warm
+
 Names = dict[Any, str]  # what identifies a thing, and what a message calls it
 GRACE_S = 20.0  # for what was told to end and is ending
 SHARED_MEMORY = Path("/dev/shm")
 # one of each a process, started at first use and gone with it
 HELPERS = ("multiprocessing.resource_tracker", "multiprocess.resource_tracker", "multiprocessing.forkserver")
-TOOLS_FOLDERS = ("ray", "pymp-", "torchinductor_")
+TOOLS_FOLDERS = ("ray", "warm-", "pymp-", "torchinductor_")
 # set by pytest, by Ray at its first remote call, by torch's compiler, and by what vLLM imports
 NOT_OURS = (
     *("PYTEST_CURRENT_TEST", "RAY_CLIENT_MODE", "LD_LIBRARY_PATH", "PYTORCH_NVML_BASED_CUDA_CHECK"),
@@ -102,7 +104,7 @@ def _processes() -> Names:
             line = " ".join(process.cmdline())
             if process.ppid() in daemons:
                 daemons.add(process.pid)  # a worker, or what a worker started
-            elif _ray_is_on() and _is_ray_daemon(line):
+            elif (_ray_is_on() and _is_ray_daemon(line)) or warm.SERVER in line:  # who asked for a fork leaves with it
                 daemons.add(process.pid)
             elif process.status() != psutil.STATUS_ZOMBIE and not any(helper in line for helper in HELPERS):
                 found[process.pid, process.create_time()] = f"{process.pid} ({line[:120]})"

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from rayhelper import ConfigError, RayHelper, RoleError
 from rayhelper.worker.side_door import Door, ask, told_stacks
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -236,7 +236,8 @@ with session():
 def torchrun(processes: int, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """The finished command, run by ``processes`` processes."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    env["PYTHON_EXEC"] = warm.python()  # what torchrun starts
+    start = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     with tempfile.TemporaryDirectory() as logs:
         line = [*start, "--log-dir", logs, *command]
         return subprocess.run(line, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)

@@ -1,0 +1,186 @@
+"""The process that forks: ``python -m tests.warm.server ADDRESS PROGRAM``, until its input ends."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MODULES = (
+    *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.nn.parallel", "torch._dynamo"),
+    *("torch.testing", "numpy", "transformers", "transformers.models.auto.modeling_auto", "datasets", "peft"),
+    *("transformers.models.qwen3.modeling_qwen3", "transformers.integrations.sdpa_attention", "tokenizers"),
+    *("rayhelper", "rayhelper.worker.host", "rayhelper.runtimes.torchrun.runtime"),  # Ray keeps what it once read
+    *(f"trainers.{name}.trainer" for name in ("sft", "dpo", "reward", "grpo", "gkd", "ppo")),
+    *("trainers.backends.fsdp.backend", "trainers.backends.megatron.backend", "torch.distributed.run", "pytest"),
+)
+SET_BY_IMPORTS: dict[str, str] = {}  # variables
+
+
+@dataclass
+class Asked:
+    """What a program was called with."""
+
+    arguments: list[str]
+    folder: str
+    environ: dict[str, str]
+    streams: list[int]
+
+    @classmethod
+    def receive(cls, client: socket.socket) -> Asked:
+        size, streams, _, _ = socket.recv_fds(client, 4, 3)
+        text = b""
+        while len(text) < int.from_bytes(size, "big"):
+            text += client.recv(1 << 20)
+        return cls(**json.loads(text), streams=streams)
+
+
+@dataclass
+class Server:
+    """Forks for those who ask; what a fork leaves with is told to who asked, and it dies with them."""
+
+    listener: socket.socket
+    forks: dict[int, tuple[int, socket.socket]] = field(default_factory=dict)  # by descriptor of the process
+
+    def serve(self) -> Asked | None:
+        """In the server: None at the end. In a fork: what was asked."""
+        with selectors.DefaultSelector() as events:
+            events.register(self.listener, selectors.EVENT_READ)
+            events.register(0, selectors.EVENT_READ)
+            while True:
+                for event, _ in events.select():
+                    if event.fileobj == 0:
+                        for process, _ in self.forks.values():
+                            os.kill(process, signal.SIGKILL)
+                        return None
+                    if event.fileobj is self.listener:
+                        if (asked := self._fork(events)) is not None:
+                            return asked
+                    elif event.data == "client":
+                        self._client_left(event.fileobj)
+                        events.unregister(event.fileobj)
+                    else:
+                        self._ended(event.fd, events)
+
+    def _fork(self, events: selectors.BaseSelector) -> Asked | None:
+        client, _ = self.listener.accept()
+        asked = Asked.receive(client)
+        process = os.fork()
+        if process == 0:
+            self.listener.close()
+            client.close()
+            for descriptor, (_, other) in self.forks.items():
+                os.close(descriptor)
+                other.close()
+            return asked
+        for stream in asked.streams:
+            os.close(stream)
+        descriptor = os.pidfd_open(process)
+        self.forks[descriptor] = (process, client)
+        client.sendall(process.to_bytes(4, "big"))
+        events.register(descriptor, selectors.EVENT_READ)
+        events.register(client, selectors.EVENT_READ, "client")
+        return None
+
+    def _client_left(self, client: Any) -> None:
+        for process, other in self.forks.values():
+            if other is client:
+                os.kill(process, signal.SIGKILL)
+
+    def _ended(self, descriptor: int, events: selectors.BaseSelector) -> None:
+        process, client = self.forks.pop(descriptor)
+        _, status = os.waitpid(process, 0)
+        events.unregister(descriptor)
+        os.close(descriptor)
+        if client in (key.fileobj for key in events.get_map().values()):
+            events.unregister(client)
+            code = os.waitstatus_to_exitcode(status)
+            client.sendall(code.to_bytes(4, "big", signed=True))
+        client.close()
+
+
+def become(asked: Asked, program: str) -> None:
+    """This process is as a new one that was called so, but for its imports."""
+    import numpy as np
+    import torch
+
+    for number, stream in enumerate(asked.streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(asked.folder)
+    os.environ.clear()
+    os.environ.update(SET_BY_IMPORTS | asked.environ)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    random.seed()
+    np.random.seed()
+    torch.set_num_threads(int(asked.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    script = Path(asked.arguments[0])
+    if "ray" in script.parts and script.name != "default_worker.py":
+        sys.executable = program  # what starts workers starts them as it was started itself
+    sys.argv = asked.arguments
+    folder = asked.folder if asked.arguments[0] == "-m" else str(script.parent)
+    sys.path[:1] = [folder, *filter(None, asked.environ.get("PYTHONPATH", "").split(os.pathsep))]
+
+
+def main() -> None:
+    address, program = sys.argv[1:]
+    before = dict(os.environ)
+    for name in MODULES:
+        importlib.import_module(name)
+    SET_BY_IMPORTS.update(set(os.environ.items()) - set(before.items()))
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    if len(threads) - threads.count("jemalloc_bg_thd") > 1:  # pyarrow's, which a fork starts again
+        raise RuntimeError(f"a fork has one thread, here are {threads}")
+    gc.collect()
+    gc.freeze()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(128)
+        os.write(1, b"ready\n")
+        asked = Server(listener).serve()
+    if asked is None:
+        return
+    become(asked, program)
+    end(run(asked))
+
+
+def run(asked: Asked) -> int:
+    """Runs it as ``__main__``: the exit code. Other errors than SystemExit are the interpreter's to tell."""
+    try:
+        if asked.arguments[0] == "-m":
+            sys.argv = asked.arguments[1:]
+            runpy.run_module(asked.arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(asked.arguments[0], run_name="__main__")
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            print(ended.code, file=sys.stderr)
+            return 1
+        return ended.code or 0
+    return 0
+
+
+def end(code: int) -> None:
+    """As the interpreter ends, but that it does not take every module apart, which costs a third of a second."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -25,6 +25,8 @@ from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.data.sources import read_source
 from trainers.rewards.functions import resolve_rewards
 from trainers.rollout.environments import resolve_environment
+from trainers.rollout.tool_call_forms import ToolCall
+from trainers.rollout.tool_calls import tool_call_parser
 from trainers.rollout.tools import resolve_tools
 from trainers.run.throughput import WORK
 
@@ -151,7 +153,7 @@ def test_the_first_class_of_the_index_gives_what_it_says() -> None:
 
 
 def test_the_plugins_of_the_pages_are_found_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    for registry in (plugins.REWARDS, plugins.DATASETS, plugins.ENVIRONMENTS, plugins.TOOLS):
+    for registry in (plugins.REWARDS, plugins.DATASETS, plugins.ENVIRONMENTS, plugins.TOOLS, plugins.TOOL_CALL_PARSERS):
         monkeypatch.setattr(registry, "entries", {})
     for page in ("data", "rewards"):
         for block in blocks(DOCS / f"{page}.md", "python"):
@@ -163,6 +165,7 @@ def test_the_plugins_of_the_pages_are_found_by_their_names(monkeypatch: pytest.M
     guess.reset({"number": "7"})
     assert (guess.step("6").done, guess.step("7").reward) == (False, 1.0)
     assert resolve_tools(["add"])["add"](1, 2) == 3
+    assert tool_call_parser("shouted", None, [])("add!3", {}) == [ToolCall("add", {"a": 3, "b": 0})]
 
 
 def test_the_page_of_your_own_trainer_shows_the_lines_of_the_example() -> None:

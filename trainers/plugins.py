@@ -21,6 +21,9 @@ then on the configuration may say the names:
     @register_tool("add")           # a function that the model may call: see tools.py
     def add(a: int, b: int): ...
 
+    @register_tool_call_parser("mine")  # what reads the calls that a model wrote: see tool_calls.py
+    def mine(text): ...
+
 Every process of a run imports the plugins, so a plugin should do nothing but define and register.
 """
 
@@ -103,12 +106,14 @@ DATASETS = Registry("dataset")
 MODELS = Registry("model")
 ENVIRONMENTS = Registry("environment")
 TOOLS = Registry("tool")
+TOOL_CALL_PARSERS = Registry("tool_call_parser")
 
 register_reward = REWARDS.register
 register_dataset = DATASETS.register
 register_model = MODELS.register
 register_environment = ENVIRONMENTS.register
 register_tool = TOOLS.register
+register_tool_call_parser = TOOL_CALL_PARSERS.register
 
 
 @contextlib.contextmanager

@@ -17,7 +17,8 @@ from trainers.plugins import ENVIRONMENTS, TOOLS
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.environments import Reply, resolve_environment
 from trainers.rollout.episodes import Stage, reply_ids
-from trainers.rollout.tools import ToolEnvironment, calls_in, resolve_tools
+from trainers.rollout.tool_call_forms import between
+from trainers.rollout.tools import ToolEnvironment, resolve_tools
 
 TOKENIZER = tiny_tokenizer()
 END = TOKENIZER.eos_token_id
@@ -403,7 +404,7 @@ class Counted(str):
 )
 def test_calls_are_found_in_one_pass_however_often_a_model_begins_one(text: str, num_calls: int) -> None:
     Counted.looked_at = 0
-    assert len(list(calls_in(Counted(text)))) == num_calls
+    assert len(list(between(Counted(text), "<tool_call>", "</tool_call>"))) == num_calls
     assert Counted.looked_at <= 2 * len(text)
 
 

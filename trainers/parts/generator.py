@@ -63,7 +63,8 @@ class Generator:
     """Engines that complete prompts, or play episodes if there is an ``environment``, with the weights of ``policy``.
 
     ``rewarder``: where its functions run in processes, those run beside the engines, and rollouts come with rewards.
-    ``environment`` gives, on a worker, what makes the environment of an episode, of ``turn_limit`` turns at most.
+    ``environment`` gives, on a worker and for its tokenizer, what makes the environment of an episode, of
+    ``turn_limit`` turns at most.
     ``sync_interval``: engines look for new weights every so many decoding steps and continue with them; ``learned``
     then sends weights at once. Each engine also finds a call of ``receive`` behind its generations, which does nothing
     if the weights have come. None: new weights wait until all that was begun has ended.
@@ -75,7 +76,7 @@ class Generator:
         policy: Policy,
         rewarder: Rewarder | None = None,
         *,
-        environment: Callable[[], Callable[[], Environment]] | None = None,
+        environment: Callable[[Any], Callable[[], Environment]] | None = None,
         turn_limit: int | None = None,
         sync_interval: int | None = None,
     ) -> None:
@@ -316,7 +317,7 @@ class Generator:
         config, backend = self.config, self.policy.backend
         load_plugins(config.external_plugins)
         self.tokenizer = tokenizer = load_tokenizer(config, path)
-        environment = None if self.environment is None else self.environment()
+        environment = None if self.environment is None else self.environment(tokenizer)
         self.engine = self.new_engine(path, tokenizer, gathers=environment is None)
         self.pool = None if self.rewarder is None else self.rewarder.new_pool()
         if environment is not None:

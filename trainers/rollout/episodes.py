@@ -17,13 +17,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.data.rows import prompt_of, tokenize_prompts
@@ -303,6 +306,8 @@ class Stage:
             turn = await server.complete(number, episode.prompt_ids + episode.ids, limit - len(episode.ids))
             text = self.tokenizer.decode(turn.ids, skip_special_tokens=True)
             episode.add_turn(turn, text)
+            if getattr(environment, "keeps_special_tokens", False):
+                text = self.tokenizer.decode(turn.ids, skip_special_tokens=False)
             with exits_are_errors(f"{name}.step"):
                 reply = await answered(environment.step(text))
             if not isinstance(reply, Reply):
@@ -312,7 +317,7 @@ class Stage:
             if turn.truncated or reply.done or not reply.messages or episode.num_turns == self.turn_limit:
                 return episode
             messages = _messages(reply.messages)
-            ids = reply_ids(row, messages, turn.ids, self.tokenizer, self.chat_template_kwargs)
+            ids = reply_ids(row, messages, turn.ids, self.tokenizer, self.chat_template_kwargs, reply.tool_calls)
             if len(episode.ids) + len(ids) >= limit:
                 episode.truncated = True  # there is no room for a further turn
                 return episode
@@ -325,25 +330,60 @@ def reply_ids(
     turn_ids: Sequence[int],
     tokenizer: Any,
     chat_template_kwargs: Mapping[str, Any],
+    tool_calls: Sequence[Message] = (),
 ) -> list[int]:
     """Token ids of what stands between a turn of the model, which ends as ``turn_ids`` do, and its next one.
 
     Of a conversation: what the template puts behind an assistant's turn with the messages. It is found by rendering two
     that differ in the turn alone, as what they end in alike. Of a text: the messages' contents.
+
+    Some templates show an answer only behind the ``tool_calls`` that it answers; one that refuses these, or answers
+    without calls, gets the messages as the user's.
     """
     if isinstance(prompt_of(row), str):
         text = "".join(str(message["content"]) for message in messages)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    opening = {"role": "user", "content": "?"}
-    one, other = tokenize_prompts(
-        [{**row, "prompt": [opening, {"role": "assistant", "content": turn}, *messages]} for turn in ("a", "b")],
-        tokenizer,
-        chat_template_kwargs=chat_template_kwargs,
-    )
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    length = next(k for k, (a, b) in enumerate(pairs) if a != b)
-    ids = one[len(one) - length :]
+
+    def alike(turns: Sequence[Message], messages: Sequence[Message]) -> list[int]:
+        """What the prompts with each of two turns end in alike."""
+        opening = {"role": "user", "content": "?"}
+        prompts = [{**row, "prompt": [opening, {"role": "assistant", **turn}, *messages]} for turn in turns]
+        one, other = tokenize_prompts(prompts, tokenizer, chat_template_kwargs=chat_template_kwargs)
+        pairs = zip(reversed(one), reversed(other), strict=False)
+        return one[len(one) - next(k for k, (a, b) in enumerate(pairs) if a != b) :]
+
+    for turns in _calling(tool_calls):
+        with contextlib.suppress(TypeError, TemplateError):  # of a template that shows calls otherwise
+            ids = alike(turns, messages)
+            if turn_ids and turn_ids[-1] in ids:  # behind the end of the call that stands in the prompts
+                return ids[ids.index(turn_ids[-1]) + 1 :]
+    plain = [{"content": "a"}, {"content": "b"}]
+    try:
+        ids = alike(plain, messages)
+    except TemplateError:
+        ids = alike(plain, [{**message, "role": "user"} for message in messages])
     return ids[1:] if turn_ids and ids and ids[0] == turn_ids[-1] else ids  # the model wrote the end of its turn itself
+
+
+def _calling(tool_calls: Sequence[Message]) -> Iterator[list[Message]]:
+    """Two turns that make the calls and differ in the last one's arguments; these as an object, then as JSON."""
+    if not tool_calls:
+        return
+    *others, last = tool_calls
+    for written in (dict, json.dumps):
+        yield [
+            {"content": "", "tool_calls": [*map(partial(_with_arguments, written), others), call]}
+            for call in (_with_arguments(written, last, {"a": letter}) for letter in "ab")
+        ]
+
+
+def _with_arguments(
+    written: Callable[[Any], Any], call: Message, arguments: Mapping[str, Any] | None = None
+) -> Message:
+    """The call with its arguments, or the given ones, as ``written`` makes them."""
+    function = call["function"]
+    given = function["arguments"] if arguments is None else arguments
+    return {**call, "function": {**function, "arguments": written(given)}}
 
 
 def rollouts_of(episodes: Sequence[Episode], are_texts: Sequence[bool]) -> Rollouts:

@@ -205,6 +205,16 @@ def test_a_name_that_vllm_has_not_or_whose_tokens_lack_is_refused() -> None:
         tool_call_parser("qwen3_codr", tiny_tokenizer(), SCHEMAS)
 
 
+@needs_vllm
+def test_a_turn_of_markers_alone_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's parsers take minutes for it."""
+    parse = tool_call_parser("kimi_k2", tokenizer_of("kimi", RECORDED["kimi_k2"][2]), SCHEMAS)
+    (call,) = parse("<|tool_call_begin|>" * 2001, {"prompt": [ASKED]})
+    assert call.error == "ValueError: the turn has more than 2000 special tokens"
+    (call,) = parse(RECORDED["kimi_k2"][3] + "<|im_end|>" * 1000, {"prompt": [ASKED]})
+    assert call.arguments == ARGUMENTS
+
+
 def test_a_plugin_reads_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     def shouted(text: str) -> list[dict[str, Any]]:
         return [{"name": "book", "arguments": json.loads(text.partition("!")[2])}]

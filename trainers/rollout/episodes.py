@@ -48,14 +48,14 @@ class Turn:
 class TurnServer:
     """One engine for many episodes. What is waiting when it is free is one call of ``generate``.
 
-    ``seed_of`` gives the seed of the k-th call.
+    ``seed_of`` gives the seed of an episode's k-th turn, whatever is completed beside it.
     """
 
-    def __init__(self, engine: Engine, sampling: Sampling, seed_of: Callable[[int], int], thread: Any) -> None:
+    def __init__(self, engine: Engine, sampling: Sampling, seed_of: Callable[[int, int], int], thread: Any) -> None:
         self.engine, self.sampling, self.seed_of, self.thread = engine, sampling, seed_of, thread
         self.waiting: list[tuple[int, list[int], int, asyncio.Future[Turn]]] = []
         self.serving: asyncio.Task[None] | None = None
-        self.num_calls = 0
+        self.num_turns: dict[int, int] = {}  # of each episode
 
     async def complete(self, episode: int, context: list[int], limit: int) -> Turn:
         """At most ``limit`` tokens behind the ids of ``context``."""
@@ -82,11 +82,16 @@ class TurnServer:
                         future.set_exception(error)
 
     def _generate(self, batch: Sequence[tuple[int, list[int], int, Any]]) -> list[Turn]:
-        prompts = Prompts(Ragged.of([context for _, context, _, _ in batch], np.int64))
+        contexts = Ragged.of([context for _, context, _, _ in batch], np.int64)
+        seeds = []
+        for episode, *_ in batch:
+            turn = self.num_turns.get(episode, 0)
+            self.num_turns[episode] = turn + 1
+            seeds.append(self.seed_of(episode, turn))
         longest = max(limit for _, _, limit, _ in batch)
         sampling = dataclasses.replace(self.sampling, max_completion_length=longest)
-        rollouts = self.engine.generate(prompts, sampling, seed=self.seed_of(self.num_calls))
-        self.num_calls += 1
+        prompts = Prompts(contexts, numbers=np.array(seeds, np.int64))
+        rollouts = self.engine.generate(prompts, sampling, seed=0)
         version = -1 if self.engine.version is None else self.engine.version
         columns = zip(batch, rollouts.completion_ids, rollouts.rollout_logps, rollouts.truncated, strict=True)
         return [
@@ -243,28 +248,34 @@ class Stage:
         engine: Engine,
         rows: Sequence[Mapping[str, Any]],
         sampling: Sampling,
-        seed_of: Callable[..., int],
+        seed_of: Callable[[int, int], int],
         *,
+        numbers: np.ndarray | None = None,
         finished: Callable[[int, Any, list[int]], object] | None = None,
         **between: Any,
     ) -> Rollouts:
-        """One episode a row, in order; ``seed_of`` takes further numbers and gives a seed.
+        """One episode a row, in order; ``seed_of`` takes a row's number and that of the turn, and gives a seed.
 
-        ``finished`` is called for each as soon as it is over, with its row's place, its transcript and its ids.
-        ``between`` and ``interval`` are for continuous engines; see ``TurnStream``.
+        ``numbers``: of the rows; None: their places. ``finished`` is called for each as soon as it is over, with its
+        row's place, its transcript and its ids. ``between`` and ``interval`` are for continuous engines; see
+        ``TurnStream``.
 
-        The same weights, rows and seeds give the same ones: with a ``TurnStream`` always, otherwise as long as
-        environments answer without waiting; what waits comes back when it does, to a call with others beside it.
+        The same weights, row and seeds give the same episode, whatever others are played beside it.
         """
+        places = range(len(rows)) if numbers is None else numbers.tolist()
+
+        def seed(episode: int, turn: int) -> int:
+            return seed_of(places[episode], turn)
+
         kv_cache_usage: np.ndarray | None = None
         gathered = contextlib.nullcontext() if self.whole_weights is None else self.whole_weights()
         with gathered, _one_thread() as thread:
             if isinstance(engine, ContinuousEngine):
-                with TurnStream(engine, sampling, seed_of, thread, **between) as stream:
+                with TurnStream(engine, sampling, seed, thread, **between) as stream:
                     episodes = asyncio.run(self._play_all(stream, rows, finished))
                 kv_cache_usage = np.full(len(rows), stream.most_used, np.float32)
             else:
-                server = TurnServer(engine, sampling, seed_of, thread)
+                server = TurnServer(engine, sampling, seed, thread)
                 episodes = asyncio.run(self._play_all(server, rows, finished))
         rollouts = rollouts_of(episodes, [isinstance(prompt_of(row), str) for row in rows])
         return dataclasses.replace(rollouts, kv_cache_usage=kv_cache_usage)

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 Parser = Callable[[str, Mapping[str, Any]], list[ToolCall]]  # the text of a turn, and the row it belongs to
 
+MOST_MARKERS = 2000  # in one turn: vLLM's parsers copy the rest of the text at every one
 PIECE = 4096  # characters that transformers' parser gets at once: it searches all that it has at every marker
 
 # Markers in a chat template, and the parser of the form they belong to; the first that are all there decide.
@@ -208,7 +211,11 @@ def _by_vllm(name: str, tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) ->
     except Exception as error:  # of any kind: what a parser wants of a tokenizer is its own affair
         raise ValueError(f"vLLM's parser {name!r} does not fit the tokenizer: {error}. Name another one.") from error
 
+    marker = re.compile("|".join(map(re.escape, tokenizer.get_added_vocab())) or r"(?!)")
+
     def parse(text: str, row: Mapping[str, Any]) -> list[ToolCall]:
+        if next(itertools.islice(marker.finditer(text), MOST_MARKERS, None), None) is not None:
+            return [ToolCall(error=f"ValueError: the turn has more than {MOST_MARKERS} special tokens")]
         parser = kind(tokenizer, tools)  # it keeps what it has read
         told = parser.extract_tool_calls(_without_end(text, tokenizer), request)
         return [

@@ -171,7 +171,8 @@ class VllmEngine:
         self.core.set_temperature(sampling.temperature or 1.0, is_running=bool(self._running))
         numbers = range(self._number, self._number + len(prompts))
         self._number = numbers.stop
-        for place, (number, prompt_ids) in enumerate(zip(numbers, prompts.prompt_ids, strict=True)):
+        drawn = range(len(prompts)) if prompts.numbers is None else prompts.numbers.tolist()
+        for place, number, prompt_ids in zip(drawn, numbers, prompts.prompt_ids, strict=True):
             params.seed = int(np.random.SeedSequence([seed, place]).generate_state(1)[0])
             self._running[self.core.add(str(number), prompt_ids, params)] = Running(number, prompt_ids)
         return numbers

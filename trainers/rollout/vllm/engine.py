@@ -38,6 +38,7 @@ from trainers.rollout.vllm.scores import Scores
 from trainers.rollout.vllm.settings import (
     check_device,
     check_fits,
+    check_model_on_cpu,
     checked_engine_kwargs,
     engine_fields,
     sampling_params,
@@ -88,6 +89,8 @@ class VllmEngine:
         device = default_device()
         on_cpu = device.type == "cpu"
         check_device(on_cpu, dtype=dtype, sleep_level=sleep_level, lora_rank=lora_rank)
+        if on_cpu:
+            check_model_on_cpu(model, trust_remote_code=trust_remote_code)
         self.sleep_level, self.version = sleep_level, 0
         self.lora_rank = lora_rank
         self._has_weights, self._is_asleep = True, False

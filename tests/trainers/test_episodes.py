@@ -294,6 +294,16 @@ def test_an_error_of_an_environment_rises() -> None:
         play(lambda: type("Wrong", (Countdown,), {"step": lambda self, text: "2"})(), [{"prompt": "1?"}])
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("-inf")])
+def test_a_reward_that_is_no_number_is_refused_by_environment_and_row(reward: float) -> None:
+    class Dividing(Countdown):
+        def step(self, text: str) -> Reply:
+            return Reply(reward=reward)
+
+    with pytest.raises(ValueError, match=rf"Dividing.step gave the reward {reward} in turn 1 of row 0: .*Give None"):
+        play(Dividing, [{"prompt": "1?"}])
+
+
 @pytest.mark.parametrize("where", ["__init__", "reset", "step"])
 def test_an_environment_cannot_end_the_run_as_if_it_had_ended_well(where: str) -> None:
     def leave(self: Any, *_: Any) -> None:

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -323,6 +324,11 @@ class Stage:
                 reply = await answered(environment.step(text))
             if not isinstance(reply, Reply):
                 raise TypeError(f"{name}.step must return a Reply, got {type(reply).__name__}")
+            if reply.reward is not None and not math.isfinite(reply.reward):
+                raise ValueError(
+                    f"{name}.step gave the reward {reply.reward!r} in turn {episode.num_turns} of row {number}: "
+                    "rewards must be finite. Give None where there is none."
+                )
             episode.note(reply)
             episode.truncated = turn.truncated
             if turn.truncated or reply.done or not reply.messages or episode.num_turns == self.turn_limit:

@@ -1,6 +1,6 @@
 """Text that people write: JSON or YAML to values, and the name that a misspelt one may mean. Pure.
 
-Reading is strict: a key written twice is a mistake, and 1e-6 is a number.
+Reading is strict: a key written twice is a mistake, 1e-6 is a number, and numbers are written in plain decimal digits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ DID_YOU_MEAN = " Did you mean {!r}?"  # as a sentence of its own
 
 
 class Loader(yaml.SafeLoader):
-    """YAML in which a key may be written once, and 1e-6 is a number."""
+    """YAML in which a key may be written once, 1e-6 is a number, and 0x10, 1_000, 010 and 1:30 are mistakes.
+
+    YAML 1.1 reads the last four as 16, 1000, 8 and 90; YAML 1.2, JSON and a command line read them otherwise.
+    """
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -30,7 +33,20 @@ class Loader(yaml.SafeLoader):
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
         return node
 
+    def decimal(self, node: Any) -> Any:
+        """The number of a scalar. Raises MarkedYAMLError unless it is written in plain decimal digits."""
+        is_whole = node.tag.endswith(":int")
+        value = self.construct_yaml_int(node) if is_whole else self.construct_yaml_float(node)
+        if not (_WHOLE if is_whole else _REAL).fullmatch(node.value):
+            problem = f"{node.value} is no number in decimal digits. Write {value}, or put it in quotes if it is text"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return value
 
+
+_WHOLE = re.compile(r"[-+]?(0|[1-9]\d*)", re.ASCII)
+_REAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", re.ASCII)
+for _kind in ("int", "float"):
+    Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", Loader.decimal)
 Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )

@@ -29,6 +29,8 @@ from trainers.losses.policy import policy_gradient_loss
 from trainers.rewards.estimators import RewardBatch, estimated
 from trainers.rewards.functions import resolve_rewards
 from trainers.rollout.environments import resolve_environment
+from trainers.rollout.tool_call_forms import ToolCall
+from trainers.rollout.tool_calls import tool_call_parser
 from trainers.rollout.tools import resolve_tools
 from trainers.run.throughput import WORK
 
@@ -155,7 +157,7 @@ def test_the_first_class_of_the_index_gives_what_it_says() -> None:
 
 
 def test_the_plugins_of_the_pages_are_found_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    for registry in (plugins.REWARDS, plugins.DATASETS, plugins.ENVIRONMENTS, plugins.TOOLS):
+    for registry in (plugins.REWARDS, plugins.DATASETS, plugins.ENVIRONMENTS, plugins.TOOLS, plugins.TOOL_CALL_PARSERS):
         monkeypatch.setattr(registry, "entries", {})
     for registry in (plugins.ADVANTAGES, plugins.LOSSES):
         monkeypatch.setattr(registry, "entries", dict(registry.entries))
@@ -179,6 +181,7 @@ def test_the_plugins_of_the_pages_are_found_by_their_names(monkeypatch: pytest.M
     loss.backward()
     assert logps.grad is not None
     assert logps.grad.tolist() == [pytest.approx([-np.exp(0.5) / 2, -3 / 2])]
+    assert tool_call_parser("shouted", None, [])("add!3", {}) == [ToolCall("add", {"a": 3, "b": 0})]
 
 
 def test_the_page_of_your_own_trainer_shows_the_lines_of_the_example() -> None:

@@ -212,6 +212,7 @@ class Prompts(Batch):
     # What reward functions are told of, where they run beside the engine; else None
     rows: list[Any] | None = None  # of the dataset
     groups: np.ndarray | None = None  # int64: prompts of one number are rewarded together
+    numbers: np.ndarray | None = None  # int64: with the seed, what a prompt's draws depend on; None: its place
 
 
 @dataclass(eq=False)
@@ -220,6 +221,7 @@ class Tasks(Batch):
 
     rows: list[Any]  # of the dataset
     groups: np.ndarray  # as of ``Prompts``
+    numbers: np.ndarray | None = None  # as of ``Prompts``
 
 
 @dataclass(eq=False)

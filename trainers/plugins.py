@@ -29,6 +29,9 @@ then on the configuration may say the names:
     def centred(batch):
         return batch.sums_PG - batch.sums_PG.mean(axis=1, keepdims=True)
 
+    @register_tool_call_parser("mine")  # what reads the calls that a model wrote: see tool_calls.py
+    def mine(text): ...
+
 Every process of a run imports the plugins, so a plugin should do nothing but define and register.
 """
 
@@ -117,12 +120,14 @@ ENVIRONMENTS = Registry("environment")
 TOOLS = Registry("tool")
 LOSSES = Registry("loss")
 ADVANTAGES = Registry("advantage")
+TOOL_CALL_PARSERS = Registry("tool_call_parser")
 
 register_reward = REWARDS.register
 register_dataset = DATASETS.register
 register_model = MODELS.register
 register_environment = ENVIRONMENTS.register
 register_tool = TOOLS.register
+register_tool_call_parser = TOOL_CALL_PARSERS.register
 
 
 def register_loss(

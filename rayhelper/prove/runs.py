@@ -149,8 +149,8 @@ _OF_SEEDS = "random numbers without a seed of main, or what __init__ reads of th
 _OF_THE_ROLE = (
     "random numbers that both the driver and the role draw (dropout and a shuffle share one generator off: give one of "
     "them a torch.Generator of its own), an argument that was changed in place, or state outside of the object: a "
-    "module's globals, a class's attributes, the process (environment, pid, folder, hash() of a text, the order of a "
-    "set)"
+    "module's globals, a class's attributes, the clock, a uuid, a file that is written, the process (environment, pid, "
+    "folder, hash() of a text, the order of a set)"
 )
 _OF_WORKERS = "the result depends on how the rows are divided: a mean over a shard, a random number a worker, a rank"
 

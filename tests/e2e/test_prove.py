@@ -30,10 +30,6 @@ PROVED: dict[str, tuple[Any, Callable[..., Any], dict[str, Any]]] = {
     "ppo": (PPOTrainer, runs.ppo_config, {}),
 }
 ON_RAY = ("sft", "grpo")
-# sampled completions depend on which rows a worker draws together, so that one worker and two draw other ones
-DRAWN = {
-    "grpo": [(("one worker on Ray", "two workers on Ray"), "GRPOTrainer.generator.generate (role 'rollout')")],
-}
 
 
 @pytest.fixture(scope="module")
@@ -58,4 +54,4 @@ def test_a_bundled_trainer_is_the_same_everywhere(
         request.getfixturevalue("ray_cluster")
     with without_runtime():
         found = prove(program, roles_of(trainer), ray=on_ray)
-    assert [(one.runs, one.title) for one in found] == DRAWN.get(name, [])
+    assert [str(one) for one in found] == []

@@ -110,7 +110,16 @@ ARCHITECTURES: dict[str, Architecture] = {
     "seed_oss": Architecture("SeedOssConfig"),
     "ernie4_5": Architecture("Ernie4_5Config"),
     "hunyuan_v1_dense": Architecture("HunYuanDenseV1Config"),
-    "lfm2": Architecture("Lfm2Config", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "conv_dim": 64}),
+    "lfm2": Architecture(
+        "Lfm2Config",
+        {
+            "layer_types": ["conv", "full_attention"],
+            "conv_L_cache": 3,
+            "conv_dim": 64,
+            "block_dim": 64,  # vLLM reads it
+            "tie_word_embeddings": True,  # in vLLM it always is
+        },
+    ),
     "falcon_h1": Architecture(
         "FalconH1Config",
         {
@@ -156,6 +165,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "cohere": Architecture("CohereConfig", {"logit_scale": 0.25, "tie_word_embeddings": True}),
 }
+# Fields beside these where vLLM completes: its blocks of 128 tokens lie in one chunk of Llama 4's attention
+FOR_VLLM: dict[str, dict[str, Any]] = {"llama4_text": {"attention_chunk_size": 128}}
 
 
 def tiny(name: str, seed: int = 0, **fields: Any) -> Any:

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from tests.models import table
-from tests.models.architectures import ARCHITECTURES, save
+from tests.models.architectures import ARCHITECTURES, FOR_VLLM, save
 from tests.models.cells import VLLM_COOL, VLLM_RUN, fast_cells, vllm_cells
 
 TIMEOUT_S = 600  # for the vLLM cells of one model
@@ -31,7 +31,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if given.one:
         with tempfile.TemporaryDirectory() as place:
-            print(json.dumps(vllm_cells(given.one, save(given.one, Path(place) / "model"), Path(place))))
+            folder = save(given.one, Path(place) / "model", **FOR_VLLM.get(given.one, {}))
+            print(json.dumps(vllm_cells(given.one, folder, Path(place))))
         return
     record = table.read()
     for name in given.models:

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from rayhelper import ConfigError
+from tests.e2e.test_vllm_runs import VLLM, greedy_config
 from tests.models import table
 from tests.models.architectures import save
 from tests.models.cells import VLLM_COOL, VLLM_RUN, vllm_cells
+from trainers.grpo.trainer import GRPOTrainer
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
@@ -20,6 +23,7 @@ pytestmark = pytest.mark.xdist_group("vllm")
     "name",
     [
         "granite",  # divides its logits itself, also at another temperature
+        "deepseek_v3",  # whose latent attention vLLM rotates wrongly on a CPU
         "olmo3",  # vLLM runs transformers' class, which is the policy's
         "qwen3_moe",  # whose experts vLLM packs on a CPU
     ],
@@ -27,3 +31,14 @@ pytestmark = pytest.mark.xdist_group("vllm")
 def test_vllm_draws_what_the_policy_would(name: str, tmp_path: Path) -> None:
     found = vllm_cells(name, save(name, tmp_path / "model"), tmp_path)
     assert found == {VLLM_RUN: "ok", VLLM_COOL: "ok"} == {cell: table.read()[name][cell] for cell in found}
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("qwen3_next", "take bfloat16 alone"), ("minimax_m2", "by a softmax alone")]
+)
+def test_a_model_that_vllm_cannot_run_on_a_cpu_is_refused_before_anything_starts(
+    name: str, told: str, tmp_path: Path
+) -> None:
+    config = greedy_config(save(name, tmp_path / "model"), tmp_path / "run", **VLLM)
+    with pytest.raises(ConfigError, match=f"vllm cannot run {name} on a CPU: .*{told}.*Take rollout_engine: hf"):
+        GRPOTrainer.check(config, None)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import time
+import uuid
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,6 +61,18 @@ class Trainer:
             return [one + float(os.environ.get("PROVE_PLANTED", "0")) for one in scores]
         if self.planted == "driver and role draw":
             return [one + random.random() for one in scores]
+        if self.planted == "clock":
+            return [one + time.time_ns() % 1e9 for one in scores]
+        if self.planted == "uuid":
+            return [one + uuid.uuid4().int % 997 for one in scores]
+        if self.planted == "file":
+            with (Path(self.config.output_dir).parent / "calls").open("a+") as calls:
+                calls.write("x")
+                return [one + calls.tell() for one in scores]
+        if self.planted == "order of a set":
+            return [one + int(min(enumerate({f"{k}" for k in range(99)}))[1]) for one in scores]
+        if self.planted == "folder":
+            return [one + len(os.getcwd()) for one in scores]
         if self.planted == "another worker's rows":
             return [one * len(scores) for one in scores]
         return scores
@@ -108,6 +123,8 @@ class Trainer:
                 os.environ["PROVE_PLANTED"] = "7"
             if self.planted == "driver and role draw":
                 random.random()
+            if self.planted == "folder":
+                os.chdir("/")
             targets = torch.tensor(self.score(list(rows), RayHelper.whole(memory)), dtype=torch.float64)
             if self.planted == "changed in place":
                 targets = targets * (1 + len(memory.value))

@@ -31,12 +31,17 @@ PLANTED = {
     "cut gradient": (OFF_AND_STRICT, "Trainer.gradient", "WorkerError", "grad_fn"),
     "attribute set from outside": (OFF_AND_STRICT, "Trainer.score", "RoleError", "self.scale"),
     "global": (OFF_AND_STRICT, "Trainer.update", "RoleError", "the global 'RATE'"),
+    "clock": (OFF_AND_STRICT, "Trainer.score", "its value", "the clock"),
+    "uuid": (OFF_AND_STRICT, "Trainer.score", "its value", "a uuid"),
+    "file": (OFF_AND_STRICT, "Trainer.score", "its value", "a file that is written"),
     "order of the driver": (OFF_AND_STRICT, "Trainer.score", "argument 'rows'", "the driver's own code"),
 }
 ON_RAY = {
     "the process in __init__": ("Trainer.__init__", "Trainer.noise", "pid"),
     "environment": ("Trainer.score", "its value", "environment"),
     "attribute of the class": ("Trainer.update", "Trainer.weight", "a class's attributes"),
+    "order of a set": ("Trainer.score", "its value", "the order of a set"),
+    "folder": ("Trainer.score", "its value", "folder"),
     "state of the module": ("Trainer.update", "Trainer.weight", "a module's globals"),
 }
 
@@ -46,6 +51,7 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(prove_fixture, "RATE", 0.5)
     monkeypatch.setattr(prove_fixture, "COUNTER", [0])
     monkeypatch.setattr(Trainer, "shared", 1.0)
+    monkeypatch.chdir(Path.cwd())
     with without_runtime():
         yield
     torch.set_default_dtype(torch.float32)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from tests.golden.tiny import tiny_tokenizer
+from tests.golden.tiny import tiny_model, tiny_tokenizer
 from tests.rollout.prompts import (
     EOS,
     LENGTHS,
@@ -26,6 +26,7 @@ from tests.rollout.prompts import (
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Ragged
 from trainers.rollout.base import Completion, Sampling
+from trainers.rollout.draws import Draws
 from trainers.rollout.hf import HfEngine
 
 GREEDY = Sampling(max_completion_length=12, temperature=0.0)
@@ -264,6 +265,40 @@ def test_equal_prompts_of_one_batch_draw_each_for_themselves(open_minded: str) -
         engine = HfEngine(open_minded, tiny_tokenizer(), batch_size=batch_size)
         rollouts = engine.generate(same, Sampling(max_completion_length=8), seed=0)
         assert len({tuple(row) for row in completions(rollouts)}) == 6
+
+
+def test_a_completion_depends_on_its_number_not_on_the_rows_beside_it(open_minded: str) -> None:
+    engine = HfEngine(open_minded, tiny_tokenizer())
+    prompts = dataclasses.replace(prompts_of(), numbers=np.arange(len(prompts_of())))
+    sampling = Sampling(max_completion_length=8, top_k=30, temperature=1.2)
+    together = engine.generate(prompts, sampling, seed=5)
+    halves = [engine.generate(prompts[half], sampling, seed=5) for half in (slice(1), slice(1, None))]
+    assert [*completions(halves[0]), *completions(halves[1])] == completions(together)
+    engine.batch_size = 2
+    assert completions(engine.generate(prompts, sampling, seed=5)) == completions(together)
+    longer = Sampling(max_completion_length=12, top_k=30, temperature=1.2)
+    cut = [row[:8] for row in completions(engine.generate(prompts, longer, seed=5))]
+    assert cut == completions(together)
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"typical_p": 0.5}, {"epsilon_cutoff": 0.02}, {"eta_cutoff": 0.02}, {"top_h": 0.4}], ids=str
+)
+def test_draws_are_of_the_distribution_that_transformers_samples_from(kwargs: dict[str, Any]) -> None:
+    """Its own processors for ``do_sample``, over the same logits: what they leave is what is drawn, as often."""
+    sampling = Sampling(1, temperature=0.7, top_k=6, top_p=0.9, min_p=0.05, generation_kwargs=kwargs)
+    scores_V = torch.randn(12, generator=torch.Generator().manual_seed(0)) * 2
+    config = GenerationConfig(do_sample=True, temperature=0.7, top_k=6, top_p=0.9, min_p=0.05, **kwargs)
+    config._eos_token_tensor = None
+    theirs = HfEngine(tiny_model(), tiny_tokenizer()).module._get_logits_processor(config, 3, device="cpu")
+    ids_1T = torch.zeros(1, 3, dtype=torch.long)
+    p_V = theirs(ids_1T, scores_V[None].clone()).softmax(-1)[0].numpy()
+    draws = Draws(sampling, 0, np.arange(4000)).processors(3, torch.device("cpu"))
+    left = draws(ids_1T.expand(4000, 3), scores_V.expand(4000, 12).clone())
+    assert (left.isfinite().sum(1) == 1).all()
+    frequencies_V = np.bincount(left.argmax(1).numpy(), minlength=12) / 4000
+    assert (frequencies_V[p_V == 0] == 0).all()
+    assert np.abs(frequencies_V - p_V).max() < 5 * np.sqrt(0.25 / 4000)
 
 
 # --- settings

@@ -709,3 +709,24 @@ def test_the_group_of_vllms_processes_is_left_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.delattr(parallel_state, "_WORLD")
     patches.leave_group()
     assert not hasattr(parallel_state, "_WORLD")
+
+
+def test_queries_of_several_heads_are_rotated_on_a_cpu_whatever_their_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As DeepSeek's latent attention gives them: a part of each head, in a table of heads."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)  # as it was afterwards
+    for _ in range(2):
+        patches.flat_rotations()
+    torch.manual_seed(0)
+    table, positions = torch.randn(16, 64), torch.tensor([3, 7, 9])
+    heads, key = torch.randn(3, 2, 96), torch.randn(3, 1, 64)
+    fields = {"head_size": 64, "is_neox_style": False, "_match_cos_sin_cache_dtype": lambda query: table}
+    for query in (heads[..., 32:], heads[..., 32:].reshape(3, 128)):
+        expected = RotaryEmbedding.forward_static(positions, query.reshape(3, 2, 64), key, 64, 64, table, False)
+        found = RotaryEmbedding.forward_cpu(SimpleNamespace(**fields), positions, query.clone(), key.clone())
+        assert (found[0].shape, found[1].shape) == (query.shape, key.shape)
+        torch.testing.assert_close(found[0].reshape(3, 2, 64), expected[0])
+        torch.testing.assert_close(found[1], expected[1])

@@ -17,7 +17,8 @@ from trainers.plugins import ENVIRONMENTS, TOOLS
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.environments import Reply, resolve_environment
 from trainers.rollout.episodes import Stage, reply_ids
-from trainers.rollout.tools import ToolEnvironment, calls_in, resolve_tools
+from trainers.rollout.tool_call_forms import between
+from trainers.rollout.tools import ToolEnvironment, resolve_tools
 
 TOKENIZER = tiny_tokenizer()
 END = TOKENIZER.eos_token_id
@@ -45,7 +46,7 @@ class ScriptedEngine:
     def generate(self, prompts: Prompts, sampling: Sampling, *, seed: int) -> Rollouts:
         texts = TOKENIZER.batch_decode(list(prompts.prompt_ids))
         self.calls.append(texts)
-        self.seeds.append(seed)
+        self.seeds += [seed] if prompts.numbers is None else prompts.numbers.tolist()
         limit = sampling.max_completion_length
         whole = [ids(self.answer(text)) + [END] * self.ends for text in texts]
         cut = Ragged.of([row[:limit] for row in whole], np.int64)
@@ -108,7 +109,7 @@ def test_with_a_continuous_engine_no_episode_waits_for_a_long_turn_of_another() 
     rows = [{"prompt": [user("1?")]}, {"prompt": [user("3?")]}]
     engine = SteppingEngine(answer)
     stage = Stage(Countdown, TOKENIZER)
-    rollouts = stage.play(engine, rows, Sampling(200), lambda episode, turn: 10 * episode + turn)
+    rollouts = stage.play(engine, rows, Sampling(200), seed_of)
     assert rollouts.kv_cache_usage is not None
     assert rollouts.kv_cache_usage.tolist() == [0.25, 0.25]
     assert engine.events == [
@@ -185,7 +186,11 @@ def play(
     environment: Any, rows: Sequence[Row], *, engine: Any = None, max_completion_length: int = 200, **keys: Any
 ) -> Rollouts:
     engine = engine or ScriptedEngine(after_the_last_mark)
-    return Stage(environment, TOKENIZER, **keys).play(engine, rows, Sampling(max_completion_length), lambda call: call)
+    return Stage(environment, TOKENIZER, **keys).play(engine, rows, Sampling(max_completion_length), seed_of)
+
+
+def seed_of(episode: int, turn: int) -> int:
+    return 10 * episode + turn
 
 
 def test_a_completion_holds_the_turns_and_the_answers_between_them() -> None:
@@ -200,7 +205,7 @@ def test_a_completion_holds_the_turns_and_the_answers_between_them() -> None:
     assert rollouts.completion_ids[1].tolist() == ids("1<|im_end|>")
     assert [len(call) for call in engine.calls] == [2, 1, 1]
     assert engine.calls[2] == [TOKENIZER.decode([*rollouts.prompt_ids[0], *rollouts.completion_ids[0][:-2]])]
-    assert engine.seeds == [0, 1, 2]
+    assert engine.seeds == [0, 10, 1, 2]  # of episodes and turns, whatever is completed beside them
     assert rollouts.num_turns is not None
     assert rollouts.environment_rewards is not None
     assert rollouts.num_turns.tolist() == [3, 1]
@@ -287,6 +292,16 @@ def test_an_error_of_an_environment_rises() -> None:
         play(Broken, [{"prompt": "1?"}, {"prompt": "2?"}])
     with pytest.raises(TypeError, match="step must return a Reply, got str"):
         play(lambda: type("Wrong", (Countdown,), {"step": lambda self, text: "2"})(), [{"prompt": "1?"}])
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("-inf")])
+def test_a_reward_that_is_no_number_is_refused_by_environment_and_row(reward: float) -> None:
+    class Dividing(Countdown):
+        def step(self, text: str) -> Reply:
+            return Reply(reward=reward)
+
+    with pytest.raises(ValueError, match=rf"Dividing.step gave the reward {reward} in turn 1 of row 0: .*Give None"):
+        play(Dividing, [{"prompt": "1?"}])
 
 
 @pytest.mark.parametrize("where", ["__init__", "reset", "step"])
@@ -403,7 +418,7 @@ class Counted(str):
 )
 def test_calls_are_found_in_one_pass_however_often_a_model_begins_one(text: str, num_calls: int) -> None:
     Counted.looked_at = 0
-    assert len(list(calls_in(Counted(text)))) == num_calls
+    assert len(list(between(Counted(text), "<tool_call>", "</tool_call>"))) == num_calls
     assert Counted.looked_at <= 2 * len(text)
 
 

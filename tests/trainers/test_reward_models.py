@@ -153,3 +153,11 @@ def test_a_model_in_the_working_folder_goes_by_that(tmp_path: Path, monkeypatch:
     (tmp_path / "judge").mkdir()
     monkeypatch.chdir(tmp_path / "judge")
     assert model_name("final") == "judge"
+
+
+def test_a_score_that_is_no_number_is_refused_by_model_and_row(folder: str) -> None:
+    model = RewardModel(folder)
+    with torch.no_grad():
+        model.module.score.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"reward model 'judge' gave nan for row 0, 'a': rewards must be finite"):
+        model.score(PROMPTS, TEXTS)

@@ -125,6 +125,8 @@ def test_a_runner_keeps_one_event_loop_over_batches() -> None:
         ([1.0], ValueError, "'bad' returned 1 rewards for 2 completions"),
         ([1.0, "2"], TypeError, "'bad' returned '2' for row 1"),
         ([1.0, math.inf], ValueError, "'bad' returned inf for row 1"),
+        ([math.nan, 1.0], ValueError, "'bad' returned nan for row 0: rewards must be finite. Return None"),
+        (np.array([1.0, np.nan]), ValueError, "'bad' returned nan for row 1"),
         (1.0, TypeError, "'bad' must return a list of numbers or None, got float"),
         ({"a": 1, "b": 2}, TypeError, "got dict"),
     ],

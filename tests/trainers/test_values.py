@@ -75,6 +75,24 @@ def test_numbers_are_written_in_plain_digits(key: str, text: str) -> None:
         load_config(GRPOConfig, arguments)
 
 
+@pytest.mark.parametrize(("text", "number"), [("0x10", 16), ("1_000", 1000), ("010", 8), ("0b11", 3), ("1:30", 90)])
+@pytest.mark.parametrize("line", ["max_steps: {}", "learning_rate: {}", "optim_kwargs: {{a: {}}}", "data_seed: [{}]"])
+def test_a_file_says_numbers_in_plain_digits_too(line: str, text: str, number: int, tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("model: m\ndataset: d\n" + line.format(text))
+    with pytest.raises(
+        ConfigError, match=f"{text} is no number in decimal digits. Write {number}, or put it in quotes"
+    ):
+        load_config(SFTConfig, ["--config", str(tmp_path / "x.yaml")])
+
+
+def test_numbers_and_quoted_text_of_a_file_are_what_they_say(tmp_path: Path) -> None:
+    lines = ["model: m", "dataset: d", "learning_rate: 1e-3", "run_name: '1_000'", "warmup_steps: 0", "max_steps: +12"]
+    (tmp_path / "x.yaml").write_text("\n".join([*lines, "optim_kwargs: {a: 1e-3, b: .5, c: -2.5E+3, d: '0x10'}"]))
+    config = load_config(SFTConfig, ["--config", str(tmp_path / "x.yaml")])
+    assert (config.learning_rate, config.run_name, config.max_steps) == (1e-3, "1_000", 12)
+    assert config.optim_kwargs == {"a": 1e-3, "b": 0.5, "c": -2500.0, "d": "0x10"}
+
+
 @pytest.mark.parametrize("name", ["exp-1", "llama/lr 1e-5", "a..b", "日本"])
 def test_names_of_runs_are_left_alone(name: str) -> None:
     assert SFTConfig(**NEEDED, run_name=name).run_name == name

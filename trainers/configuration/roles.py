@@ -56,7 +56,8 @@ ROLLOUT = _known(
     names=IN_ROLLOUT,
     keys=(
         *("rollout_engine", "rollout_batch_size", "top_p", "top_k", "min_p", "repetition_penalty"),
-        *("stop_token_ids", "generation_kwargs", "reward_processes", "environment", "tools", "max_turns"),
+        *("stop_token_ids", "generation_kwargs", "reward_processes", "environment", "tools"),
+        *("tool_call_parser", "max_turns"),
         "max_tool_calling_iterations",
     ),
 )

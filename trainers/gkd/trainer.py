@@ -51,6 +51,7 @@ from trainers.gkd.vocabularies import common_vocab_size
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start, check_completions, check_prompts_fit, check_staleness
 from trainers.parts.completion_metrics import rollout_metrics
+from trainers.parts.engine import numbered
 from trainers.parts.generator import Generator, Pending
 from trainers.parts.inputs import load_model_and_tokenizer, read_prompts
 from trainers.parts.models import resolved_models
@@ -281,7 +282,7 @@ class GKDTrainer:
 
 
 def as_prompts(prompts: TokenIds) -> Prompts:
-    return Prompts(Ragged.of(prompts, np.int64))
+    return numbered(Prompts(Ragged.of(prompts, np.int64)))
 
 
 def source_of(config: GKDConfig, step: int) -> Source:

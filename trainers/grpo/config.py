@@ -68,6 +68,9 @@ class GRPOConfig(CompletionConfig):
     writes; see ``rollout/environments.py``. null: a completion is a single turn."""
     tools: list[Any] = field(default_factory=list)
     """Functions that the model may call, registered as tools or dotted paths; they are the environment."""
+    tool_call_parser: str = "auto"
+    """What reads the model's calls of ``tools``: a name of vLLM's tool parsers, hf (the tokenizer's response_template),
+    a registered function or a dotted path. auto: what fits the chat template."""
     max_turns: int | None = None
     """Turns of the model in one completion; null: as many as ``max_completion_length`` has room for."""
     max_tool_calling_iterations: int | None = None
@@ -515,6 +518,8 @@ def check_loss(config: GRPOConfig) -> None:
 def check_turns(config: GRPOConfig) -> None:
     if config.environment is not None and config.tools:
         raise ConfigError("environment and tools both answer what the model writes; set one of them")
+    if config.tool_call_parser != "auto" and not config.tools:
+        raise ConfigError("tool_call_parser reads calls of tools, but there are no tools. Set tools, or remove it.")
     if config.max_turns is not None and config.max_tool_calling_iterations is not None:
         raise ConfigError("max_turns and max_tool_calling_iterations say the same thing; set one of them")
     if config.turn_limit is not None and not config.has_environment:

@@ -63,9 +63,11 @@ from trainers.parts.inputs import load_model_and_tokenizer, read_prompts
 from trainers.parts.models import check_same_tokens, resolved_models
 from trainers.parts.policy import Policy
 from trainers.parts.rewarder import Rewarder, check_rewards
+from trainers.parts.tokenizer import tokenizer_there
 from trainers.plugins import load_plugins
 from trainers.rollout.environments import Environment, resolve_environment
 from trainers.rollout.hf import check_stop_tokens
+from trainers.rollout.tool_calls import tool_call_parser
 from trainers.rollout.tools import ToolEnvironment, resolve_tools, schemas
 from trainers.run.run import Run, saved_order
 
@@ -115,7 +117,7 @@ class GRPOTrainer:
         check_rewards(config, config.reward_funcs, config.reward_processes)
         check_completions(config, groups)
         if config.has_environment:
-            environment_of(config)
+            environment_of(config, tokenizer_there(config))
         check_staleness(config.max_staleness, groups)
         check_used(config, groups)
         GenerationPlan.of(config, 1, num_train_shards(config, groups), saved_order(config))
@@ -126,6 +128,8 @@ class GRPOTrainer:
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
         check_stop_tokens(config.stop_token_ids, self.tokenizer)
+        if config.tools:
+            environment_of(config, self.tokenizer)
         judges = {"ref_model": config.ref_model or config.model, "teacher_model": config.teacher_model}
         named = [name for name in (*judges.values(), *config.reward_model) if name is not None]
         self.models = resolved_models(config, self.model_path, named)
@@ -357,12 +361,19 @@ class GRPOTrainer:
         self.policy.load(folder)
 
 
-def environment_of(config: GRPOConfig) -> Callable[[], Environment]:
-    """What makes the environment of an episode. Raises ConfigError for one that cannot be made."""
+def environment_of(config: GRPOConfig, tokenizer: Any = None) -> Callable[[], Environment]:
+    """What makes the environment of an episode. Raises ConfigError for one that cannot be made.
+
+    ``tokenizer`` None: of a model that is not there yet; whether it fits the tools is not checked.
+    """
     load_plugins(config.external_plugins)
     if config.tools:
         with mistakes_of("tools"):
-            return partial(ToolEnvironment, resolve_tools(config.tools))
+            tools = resolve_tools(config.tools)
+        with mistakes_of("tool_call_parser"):
+            arguments = (config.tool_call_parser, tokenizer, schemas(tools), config.chat_template_kwargs)
+            parse: Any = None if tokenizer is None else tool_call_parser(*arguments)
+            return partial(ToolEnvironment, tools, parse)
     with mistakes_of("environment"):
         return resolve_environment(config.environment)
 

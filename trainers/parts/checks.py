@@ -51,8 +51,10 @@ def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> 
     Warns of keys that have no effect where role rollout has devices of its own.
     """
     if config.rollout_engine == "vllm":
-        from trainers.rollout.vllm.settings import check_sampling_kwargs, checked_engine_kwargs
+        from trainers.rollout.vllm.settings import check_model_on_cpu, check_sampling_kwargs, checked_engine_kwargs
 
+        if is_on_cpu(groups, "rollout"):
+            check_model_on_cpu(config.model, trust_remote_code=config.trust_remote_code)
         checked_engine_kwargs(config.vllm_engine_kwargs)
         check_sampling_kwargs(sampling_of(config))
         if config.eval_dataset and (temperature := getattr(config, "eval_temperature", None)) is not None:
@@ -95,10 +97,14 @@ def check_model_fits(told: str, size: int, groups: DeviceGroups | None, role: st
         raise ConfigError(f"{told} does not divide the {num_workers} workers of role {role}")
 
 
+def is_on_cpu(groups: DeviceGroups | None, role: str) -> bool:
+    """Whether the role's workers have no GPU."""
+    return default_device().type == "cpu" if groups is None else groups.group_of(role).device == "CPU"
+
+
 def check_can_sleep(config: CompletionConfig, groups: DeviceGroups | None, role: str) -> None:
     """Raises ConfigError if the role's vLLM shall make room on a CPU."""
-    on_cpu = default_device().type == "cpu" if groups is None else groups.group_of(role).device == "CPU"
-    if config.sleep_level and on_cpu:
+    if config.sleep_level and is_on_cpu(groups, role):
         raise ConfigError(
             f"sleep_level={config.sleep_level}: vLLM frees memory of GPUs alone, and role {role} is on a CPU. Set it "
             "to 0."

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rayhelper import RayHelper
 from trainers.backends.base import Backend
 from trainers.backends.fsdp.adapters import layer_names
-from trainers.batch import Prompts, Ragged
+from trainers.batch import Prompts, Ragged, Tasks
 from trainers.configuration.completion import CompletionConfig
 from trainers.data.rows import tokenize_prompts
 from trainers.parts.models import resolve_dtype
 from trainers.parts.weights import is_beside
 from trainers.rollout.base import Engine, Sampling
 from trainers.rollout.hf import HfEngine
+
+StartsT = TypeVar("StartsT", bound=Prompts | Tasks)
 
 
 def build_engine(
@@ -129,9 +132,14 @@ def prompts_of(config: CompletionConfig, rows: Any, tokenizer: Any) -> Prompts:
     return Prompts(Ragged.of(prompt_ids, np.int64))
 
 
+def numbered(starts: StartsT) -> StartsT:
+    """The prompts, or tasks, with their places as the numbers by which they draw, wherever they are completed."""
+    return dataclasses.replace(starts, numbers=np.arange(len(starts)))
+
+
 def seed_of(seed: int, step: int, *further: int) -> int:
-    """The seed of this worker's completions; it depends on these and the worker alone, so that a resumed run draws
-    the same. ``seed``: the run's; ``step``: of completing prompts, -1 for evaluation.
+    """The seed of completions; it depends on these alone, so that a resumed run draws the same, and so do any number
+    of workers. ``seed``: the run's; ``step``: of completing prompts, -1 for evaluation.
     """
-    entropy = [seed, step + 1, RayHelper.current().shard.index, *further]
+    entropy = [seed, step + 1, 0, *further]
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])

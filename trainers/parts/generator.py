@@ -32,7 +32,7 @@ from rayhelper import Channel, ChannelError, DeadlineError, RayHelper
 from trainers.batch import Prompts, Rollouts, Tasks
 from trainers.configuration.completion import CompletionConfig
 from trainers.data.rows import prompt_of
-from trainers.parts.engine import build_engine, prompts_of, sampling_of, seed_of
+from trainers.parts.engine import build_engine, numbered, prompts_of, sampling_of, seed_of
 from trainers.parts.policy import Policy
 from trainers.parts.rewarder import Rewarder
 from trainers.parts.tokenizer import load_tokenizer
@@ -63,7 +63,8 @@ class Generator:
     """Engines that complete prompts, or play episodes if there is an ``environment``, with the weights of ``policy``.
 
     ``rewarder``: where its functions run in processes, those run beside the engines, and rollouts come with rewards.
-    ``environment`` gives, on a worker, what makes the environment of an episode, of ``turn_limit`` turns at most.
+    ``environment`` gives, on a worker and for its tokenizer, what makes the environment of an episode, of
+    ``turn_limit`` turns at most.
     ``sync_interval``: engines look for new weights every so many decoding steps and continue with them; ``learned``
     then sends weights at once. Each engine also finds a call of ``receive`` behind its generations, which does nothing
     if the weights have come. None: new weights wait until all that was begun has ended.
@@ -75,7 +76,7 @@ class Generator:
         policy: Policy,
         rewarder: Rewarder | None = None,
         *,
-        environment: Callable[[], Callable[[], Environment]] | None = None,
+        environment: Callable[[Any], Callable[[], Environment]] | None = None,
         turn_limit: int | None = None,
         sync_interval: int | None = None,
     ) -> None:
@@ -135,17 +136,19 @@ class Generator:
     def begin(self, starts: Prompts | Tasks, *numbers: int, temperature: float | None = None) -> Pending:
         """Engines complete the prompts, by the policy as it is now.
 
-        ``numbers`` go into the seed: the step of the run (-1 in evaluation), and what tells calls of a step apart.
+        ``numbers`` go into the seed: the step of the run (-1 in evaluation), and what tells calls of a step apart. What
+        is drawn for a prompt depends on them and its place, not on the number of workers.
         ``temperature`` None: the configuration's.
 
         Raises EngineLostError as ``finished`` does, ChannelError if weights do not arrive at the second try either.
         """
         self.update()
         sampling = sampling_of(self.config, temperature)
+        own = numbered(starts)
 
         def begin() -> Any:
             channel = self.channel if self.in_flight else None  # by which weights may come meanwhile
-            return self.generate.defer(starts, sampling, channel, *numbers)
+            return self.generate.defer(own, sampling, channel, *numbers)
 
         with self.phase("generate"):
             return Pending(begin, begin(), self.version)
@@ -316,7 +319,7 @@ class Generator:
         config, backend = self.config, self.policy.backend
         load_plugins(config.external_plugins)
         self.tokenizer = tokenizer = load_tokenizer(config, path)
-        environment = None if self.environment is None else self.environment()
+        environment = None if self.environment is None else self.environment(tokenizer)
         self.engine = self.new_engine(path, tokenizer, gathers=environment is None)
         self.pool = None if self.rewarder is None else self.rewarder.new_pool()
         if environment is not None:
@@ -353,7 +356,7 @@ class Generator:
             return completed(engine, starts, sampling, self.pool, self.tokenizer, seed=seed, **between)
         assert self.stage is not None, "tasks are for an environment"
         seeds = partial(seed_of, self.config.seed, *numbers)
-        play = partial(self.stage.play, engine, starts.rows, sampling, seeds, **between)
+        play = partial(self.stage.play, engine, starts.rows, sampling, seeds, numbers=starts.numbers, **between)
         if self.pool is None:
             return play()
         with self.pool.scoring(starts.rows, starts.groups) as scoring:

@@ -149,7 +149,7 @@ class Rewarder:
 
     @RayHelper.function(group="reward", dispatch="slice", collect="flatten")
     def judge(self, prompts: list[Any], completions: list[Any]) -> np.ndarray:
-        """(B, models) float32."""
+        """(B, models) float32. Raises ValueError naming a model whose score of a completion is not finite."""
         scores = [model.score(prompts, completions) for model in self.models]
         return np.array(scores, np.float32).reshape(len(scores), len(prompts)).T
 

@@ -29,3 +29,9 @@ def load_tokenizer(config: RunConfig, model: str) -> Any:
         template = config.chat_template
         tokenizer.chat_template = read_template(template) if is_there(template, Path.is_file) else template
     return tokenizer
+
+
+def tokenizer_there(config: RunConfig) -> Any:
+    """The tokenizer of the run, if it is a folder; None where a hub or a plugin is yet to give it."""
+    name = config.tokenizer or config.model
+    return load_tokenizer(config, name) if is_there(name, Path.is_dir) else None

@@ -172,8 +172,11 @@ def _number(value: Any, name: str, row: int) -> float:
         return math.nan
     if not isinstance(value, numbers.Real):
         raise TypeError(f"reward function {name!r} returned {value!r} for row {row}: rewards are numbers or None")
-    if math.isinf(value):
-        raise ValueError(f"reward function {name!r} returned {value!r} for row {row}: rewards must be finite")
+    if not math.isfinite(value):
+        raise ValueError(
+            f"reward function {name!r} returned {value!r} for row {row}: rewards must be finite. Return None where it "
+            "has nothing to say of a completion."
+        )
     return float(value)
 
 

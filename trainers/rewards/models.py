@@ -11,6 +11,7 @@ special tokens and end of sequence, and so at a token at which its RewardTrainer
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -59,6 +60,8 @@ class RewardModel:
 
         Texts end with the end of sequence, written by the model or not. The batch size changes no more than rounding
         does.
+
+        Raises ValueError naming the row whose score is not finite.
         """
         sequences = [
             torch.tensor(completed_ids(prompt, completion, self.tokenizer, self.chat_template_kwargs))
@@ -73,6 +76,12 @@ class RewardModel:
             with torch.inference_mode():
                 logits_B1 = self.module(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device)).logits
             scores += logits_B1[:, 0].float().tolist()
+        for row, value in enumerate(scores):
+            if not math.isfinite(value):
+                raise ValueError(
+                    f"reward model {self.__name__!r} gave {value} for row {row}, {str(completions[row])[:80]!r}: "
+                    "rewards must be finite. Try dtype: float32."
+                )
         return scores
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:

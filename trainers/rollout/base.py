@@ -51,7 +51,7 @@ class Engine(Protocol):
         seed: int,
         finished: Callable[[Completion], object] | None = None,
     ) -> Rollouts:
-        """One completion a prompt, in order. The same weights, prompts and seed give the same completions.
+        """One completion a prompt, in order. A completion depends on weights, its prompt, the seed and its number.
 
         ``finished`` is called for each as soon as it is there; its ``number`` is the prompt's place.
         """

@@ -40,13 +40,14 @@ class Reply:
     reward: float | None = None
     num_tool_calls: int = 0
     num_tool_failures: int = 0
+    tool_calls: Sequence[Message] = ()  # that the turn made, as a chat template shows them in front of ``messages``
 
 
 class Environment(Protocol):
     """One episode. Both methods may be ``async``.
 
     ``step`` is called after every turn, also after one that ran into ``max_completion_length``; what it answers is then
-    not shown to the model.
+    not shown to the model. An environment whose attribute ``keeps_special_tokens`` is true gets the text with them.
     """
 
     def reset(self, row: Mapping[str, Any]) -> Any:
@@ -54,7 +55,7 @@ class Environment(Protocol):
         ...
 
     def step(self, text: str) -> Any:
-        """The ``Reply`` to what the model wrote, special tokens left out."""
+        """The ``Reply`` to what the model wrote, special tokens left out unless it keeps them."""
         ...
 
 

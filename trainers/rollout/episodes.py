@@ -17,13 +17,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.data.rows import prompt_of, tokenize_prompts
@@ -45,14 +49,14 @@ class Turn:
 class TurnServer:
     """One engine for many episodes. What is waiting when it is free is one call of ``generate``.
 
-    ``seed_of`` gives the seed of the k-th call.
+    ``seed_of`` gives the seed of an episode's k-th turn, whatever is completed beside it.
     """
 
-    def __init__(self, engine: Engine, sampling: Sampling, seed_of: Callable[[int], int], thread: Any) -> None:
+    def __init__(self, engine: Engine, sampling: Sampling, seed_of: Callable[[int, int], int], thread: Any) -> None:
         self.engine, self.sampling, self.seed_of, self.thread = engine, sampling, seed_of, thread
         self.waiting: list[tuple[int, list[int], int, asyncio.Future[Turn]]] = []
         self.serving: asyncio.Task[None] | None = None
-        self.num_calls = 0
+        self.num_turns: dict[int, int] = {}  # of each episode
 
     async def complete(self, episode: int, context: list[int], limit: int) -> Turn:
         """At most ``limit`` tokens behind the ids of ``context``."""
@@ -79,11 +83,16 @@ class TurnServer:
                         future.set_exception(error)
 
     def _generate(self, batch: Sequence[tuple[int, list[int], int, Any]]) -> list[Turn]:
-        prompts = Prompts(Ragged.of([context for _, context, _, _ in batch], np.int64))
+        contexts = Ragged.of([context for _, context, _, _ in batch], np.int64)
+        seeds = []
+        for episode, *_ in batch:
+            turn = self.num_turns.get(episode, 0)
+            self.num_turns[episode] = turn + 1
+            seeds.append(self.seed_of(episode, turn))
         longest = max(limit for _, _, limit, _ in batch)
         sampling = dataclasses.replace(self.sampling, max_completion_length=longest)
-        rollouts = self.engine.generate(prompts, sampling, seed=self.seed_of(self.num_calls))
-        self.num_calls += 1
+        prompts = Prompts(contexts, numbers=np.array(seeds, np.int64))
+        rollouts = self.engine.generate(prompts, sampling, seed=0)
         version = -1 if self.engine.version is None else self.engine.version
         columns = zip(batch, rollouts.completion_ids, rollouts.rollout_logps, rollouts.truncated, strict=True)
         return [
@@ -240,28 +249,34 @@ class Stage:
         engine: Engine,
         rows: Sequence[Mapping[str, Any]],
         sampling: Sampling,
-        seed_of: Callable[..., int],
+        seed_of: Callable[[int, int], int],
         *,
+        numbers: np.ndarray | None = None,
         finished: Callable[[int, Any, list[int]], object] | None = None,
         **between: Any,
     ) -> Rollouts:
-        """One episode a row, in order; ``seed_of`` takes further numbers and gives a seed.
+        """One episode a row, in order; ``seed_of`` takes a row's number and that of the turn, and gives a seed.
 
-        ``finished`` is called for each as soon as it is over, with its row's place, its transcript and its ids.
-        ``between`` and ``interval`` are for continuous engines; see ``TurnStream``.
+        ``numbers``: of the rows; None: their places. ``finished`` is called for each as soon as it is over, with its
+        row's place, its transcript and its ids. ``between`` and ``interval`` are for continuous engines; see
+        ``TurnStream``.
 
-        The same weights, rows and seeds give the same ones: with a ``TurnStream`` always, otherwise as long as
-        environments answer without waiting; what waits comes back when it does, to a call with others beside it.
+        The same weights, row and seeds give the same episode, whatever others are played beside it.
         """
+        places = range(len(rows)) if numbers is None else numbers.tolist()
+
+        def seed(episode: int, turn: int) -> int:
+            return seed_of(places[episode], turn)
+
         kv_cache_usage: np.ndarray | None = None
         gathered = contextlib.nullcontext() if self.whole_weights is None else self.whole_weights()
         with gathered, _one_thread() as thread:
             if isinstance(engine, ContinuousEngine):
-                with TurnStream(engine, sampling, seed_of, thread, **between) as stream:
+                with TurnStream(engine, sampling, seed, thread, **between) as stream:
                     episodes = asyncio.run(self._play_all(stream, rows, finished))
                 kv_cache_usage = np.full(len(rows), stream.most_used, np.float32)
             else:
-                server = TurnServer(engine, sampling, seed_of, thread)
+                server = TurnServer(engine, sampling, seed, thread)
                 episodes = asyncio.run(self._play_all(server, rows, finished))
         rollouts = rollouts_of(episodes, [isinstance(prompt_of(row), str) for row in rows])
         return dataclasses.replace(rollouts, kv_cache_usage=kv_cache_usage)
@@ -303,16 +318,23 @@ class Stage:
             turn = await server.complete(number, episode.prompt_ids + episode.ids, limit - len(episode.ids))
             text = self.tokenizer.decode(turn.ids, skip_special_tokens=True)
             episode.add_turn(turn, text)
+            if getattr(environment, "keeps_special_tokens", False):
+                text = self.tokenizer.decode(turn.ids, skip_special_tokens=False)
             with exits_are_errors(f"{name}.step"):
                 reply = await answered(environment.step(text))
             if not isinstance(reply, Reply):
                 raise TypeError(f"{name}.step must return a Reply, got {type(reply).__name__}")
+            if reply.reward is not None and not math.isfinite(reply.reward):
+                raise ValueError(
+                    f"{name}.step gave the reward {reply.reward!r} in turn {episode.num_turns} of row {number}: "
+                    "rewards must be finite. Give None where there is none."
+                )
             episode.note(reply)
             episode.truncated = turn.truncated
             if turn.truncated or reply.done or not reply.messages or episode.num_turns == self.turn_limit:
                 return episode
             messages = _messages(reply.messages)
-            ids = reply_ids(row, messages, turn.ids, self.tokenizer, self.chat_template_kwargs)
+            ids = reply_ids(row, messages, turn.ids, self.tokenizer, self.chat_template_kwargs, reply.tool_calls)
             if len(episode.ids) + len(ids) >= limit:
                 episode.truncated = True  # there is no room for a further turn
                 return episode
@@ -325,25 +347,60 @@ def reply_ids(
     turn_ids: Sequence[int],
     tokenizer: Any,
     chat_template_kwargs: Mapping[str, Any],
+    tool_calls: Sequence[Message] = (),
 ) -> list[int]:
     """Token ids of what stands between a turn of the model, which ends as ``turn_ids`` do, and its next one.
 
     Of a conversation: what the template puts behind an assistant's turn with the messages. It is found by rendering two
     that differ in the turn alone, as what they end in alike. Of a text: the messages' contents.
+
+    Some templates show an answer only behind the ``tool_calls`` that it answers; one that refuses these, or answers
+    without calls, gets the messages as the user's.
     """
     if isinstance(prompt_of(row), str):
         text = "".join(str(message["content"]) for message in messages)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    opening = {"role": "user", "content": "?"}
-    one, other = tokenize_prompts(
-        [{**row, "prompt": [opening, {"role": "assistant", "content": turn}, *messages]} for turn in ("a", "b")],
-        tokenizer,
-        chat_template_kwargs=chat_template_kwargs,
-    )
-    pairs = zip(reversed(one), reversed(other), strict=False)
-    length = next(k for k, (a, b) in enumerate(pairs) if a != b)
-    ids = one[len(one) - length :]
+
+    def alike(turns: Sequence[Message], messages: Sequence[Message]) -> list[int]:
+        """What the prompts with each of two turns end in alike."""
+        opening = {"role": "user", "content": "?"}
+        prompts = [{**row, "prompt": [opening, {"role": "assistant", **turn}, *messages]} for turn in turns]
+        one, other = tokenize_prompts(prompts, tokenizer, chat_template_kwargs=chat_template_kwargs)
+        pairs = zip(reversed(one), reversed(other), strict=False)
+        return one[len(one) - next(k for k, (a, b) in enumerate(pairs) if a != b) :]
+
+    for turns in _calling(tool_calls):
+        with contextlib.suppress(TypeError, TemplateError):  # of a template that shows calls otherwise
+            ids = alike(turns, messages)
+            if turn_ids and turn_ids[-1] in ids:  # behind the end of the call that stands in the prompts
+                return ids[ids.index(turn_ids[-1]) + 1 :]
+    plain = [{"content": "a"}, {"content": "b"}]
+    try:
+        ids = alike(plain, messages)
+    except TemplateError:
+        ids = alike(plain, [{**message, "role": "user"} for message in messages])
     return ids[1:] if turn_ids and ids and ids[0] == turn_ids[-1] else ids  # the model wrote the end of its turn itself
+
+
+def _calling(tool_calls: Sequence[Message]) -> Iterator[list[Message]]:
+    """Two turns that make the calls and differ in the last one's arguments; these as an object, then as JSON."""
+    if not tool_calls:
+        return
+    *others, last = tool_calls
+    for written in (dict, json.dumps):
+        yield [
+            {"content": "", "tool_calls": [*map(partial(_with_arguments, written), others), call]}
+            for call in (_with_arguments(written, last, {"a": letter}) for letter in "ab")
+        ]
+
+
+def _with_arguments(
+    written: Callable[[Any], Any], call: Message, arguments: Mapping[str, Any] | None = None
+) -> Message:
+    """The call with its arguments, or the given ones, as ``written`` makes them."""
+    function = call["function"]
+    given = function["arguments"] if arguments is None else arguments
+    return {**call, "function": {**function, "arguments": written(given)}}
 
 
 def rollouts_of(episodes: Sequence[Episode], are_texts: Sequence[bool]) -> Rollouts:

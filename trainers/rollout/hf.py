@@ -24,6 +24,7 @@ from trainers.configuration.others.engine_names import no_field
 from trainers.losses.tokens import token_logps
 from trainers.parts.fingerprints import fingerprints
 from trainers.rollout.base import Completion, Sampling
+from trainers.rollout.draws import TRUNCATIONS, Draws
 
 # Fields of GenerationConfig that may not be given, and why
 _TAKEN = {
@@ -43,6 +44,9 @@ _TAKEN = {
     ],
     "log-probabilities are taken as the model runs, which must not be compiled": ["disable_compile", "compile_config"],
     "a completion ends with a token: write its id as the key stop_token_ids": ["stop_strings"],
+    "tokens are drawn by the seeds of their prompts, behind which a watermark would do nothing": [
+        "watermarking_config"
+    ],
 }
 
 
@@ -93,7 +97,7 @@ class HfEngine:
         seed: int,
         finished: Callable[[Completion], object] | None = None,
     ) -> Rollouts:
-        """One completion a prompt, in order; the same weights, prompts and seed give the same ones.
+        """One completion a prompt, in order, which depends on weights, its prompt, the seed and its number alone.
 
         ``finished`` is called for each when those that were completed with it have finished too.
 
@@ -104,12 +108,13 @@ class HfEngine:
         size = self.batch_size or max(1, len(prompts))
         stops = sorted(self.stop_token_ids | set(sampling.stop_token_ids))
         config = self._generation_config(sampling, stops)
+        numbers = np.arange(len(prompts)) if prompts.numbers is None else prompts.numbers
         parts = []
         with self._generating():
             for start in range(0, len(prompts), size):
-                self._seed(seed, start)
                 prompt_ids = prompts[start : start + size].prompt_ids
-                parts.append(self._complete(prompt_ids, config, stops, sampling.temperature or 1.0))
+                draws = None if sampling.temperature == 0 else Draws(sampling, seed, numbers[start : start + size])
+                parts.append(self._complete(prompt_ids, config, stops, sampling.temperature or 1.0, draws))
                 if finished is not None:
                     for completion in completions_of(parts[-1], start):
                         finished(completion)
@@ -141,7 +146,9 @@ class HfEngine:
                         f"per token). Take another engine, such as rollout_engine: vllm."
                     )
 
-    def _complete(self, prompt_ids: Ragged, config: Any, stops: list[int], temperature: float) -> Rollouts:
+    def _complete(
+        self, prompt_ids: Ragged, config: Any, stops: list[int], temperature: float, draws: Draws | None = None
+    ) -> Rollouts:
         device = self.module.device
         flipped = Ragged.of([row[::-1] for row in prompt_ids], np.int64)  # padding on the left
         attention_mask_BT = flipped.mask(device).long().flip(1)
@@ -153,6 +160,7 @@ class HfEngine:
                 input_ids=input_ids_BT,
                 attention_mask=attention_mask_BT,
                 generation_config=config,
+                logits_processor=[] if draws is None else draws.processors(input_ids_BT.shape[1], device),
                 synced_gpus=False,  # weights are whole: ranks need not take as many steps, nor calls, as each other
             )
         completions_BT = sequences[:, input_ids_BT.shape[1] :]
@@ -194,27 +202,23 @@ class HfEngine:
         from transformers import GenerationConfig
 
         check_generation_kwargs(sampling.generation_kwargs)
-        greedy = sampling.temperature == 0
+        further = {name: value for name, value in sampling.generation_kwargs.items() if name not in TRUNCATIONS}
         return GenerationConfig(
             **{
                 "max_new_tokens": sampling.max_completion_length,
-                "do_sample": not greedy,
-                "temperature": 1.0 if greedy else sampling.temperature,
-                "top_p": 1.0 if greedy else sampling.top_p,
-                "top_k": 0 if greedy else sampling.top_k,
-                "min_p": None if greedy else sampling.min_p,
+                "do_sample": False,  # ``Draws`` leaves one token to choose
                 "repetition_penalty": sampling.repetition_penalty,
                 "eos_token_id": stops,
                 "pad_token_id": self.pad_token_id,
                 "use_cache": True,
                 "disable_compile": True,
-                **sampling.generation_kwargs,
+                **further,
             }
         )
 
     @contextlib.contextmanager
     def _generating(self) -> Iterator[None]:
-        """Evaluation mode and no defaults of the model's own; model and generators are left as they were found."""
+        """Evaluation mode and no defaults of the model's own; the model is left as it was found."""
         from transformers import GenerationConfig
 
         device, defaults = self.module.device, self.module.generation_config
@@ -225,19 +229,10 @@ class HfEngine:
                 self.whole_weights(),
                 evaluating(self.module),
                 torch.autocast(device.type, self.dtype, enabled=casts),
-                torch.random.fork_rng([device] if device.type == "cuda" else []),
             ):
                 yield
         finally:
             self.module.generation_config = defaults
-
-    def _seed(self, seed: int, start: int) -> None:
-        """Every chunk of prompts has draws of its own, whatever those before it used."""
-        drawn = int(np.random.SeedSequence([seed, start]).generate_state(1)[0])
-        torch.default_generator.manual_seed(drawn)
-        device = self.module.device
-        if device.type == "cuda":
-            torch.cuda.default_generators[device.index].manual_seed(drawn)
 
 
 class _LogpRecorder:

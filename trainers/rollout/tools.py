@@ -1,68 +1,64 @@
 """Functions that a model may call, as an environment.
 
 The model sees them through its chat template, as JSON schemas of their signatures and docstrings (transformers'
-``get_json_schema``), and calls one by writing ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Qwen and
-Hermes templates ask for. Each call of a turn is answered by a message of role ``tool``; a turn without calls is the
-last. What a tool raises is its answer, ``{"error": ...}``, and counts as a failure.
+``get_json_schema``), and calls one in the form that the template shows, which ``tool_calls.py`` reads. Each call of a
+turn is answered by a message of role ``tool``; a turn without calls is the last. What a tool raises is its answer,
+``{"error": ...}``, and counts as a failure; so does a call that cannot be read.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainers.plugins import TOOLS
 from trainers.rollout.environments import Message, Reply, answered, imported
-
-_BEGIN, _END = "<tool_call>", "</tool_call>"
+from trainers.rollout.tool_call_forms import ToolCall
+from trainers.rollout.tool_calls import Parser, read_hermes, shown_calls, with_ids
 
 
 class ToolEnvironment:
-    """Calls the ``tools``, functions by name, that the model asks for."""
+    """Calls the ``tools``, functions by name, that the model asks for in a form that ``parse`` reads."""
 
-    def __init__(self, tools: Mapping[str, Callable[..., Any]]) -> None:
-        self.tools = tools
+    keeps_special_tokens = True  # in many forms they are what marks a call
+
+    def __init__(self, tools: Mapping[str, Callable[..., Any]], parse: Parser = read_hermes) -> None:
+        self.tools, self.parse = tools, parse
+        self.row: Mapping[str, Any] = {}
+        self.num_calls = 0
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Nothing: the tools are in the prompt."""
+        """Nothing to show: the tools are in the prompt."""
+        self.row, self.num_calls = row, 0
 
     async def step(self, text: str) -> Reply:
-        results = [await self._call(call) for call in calls_in(text)]
+        """``text`` has the special tokens that the model wrote."""
+        calls = with_ids(self.parse(text, self.row), self.num_calls)
+        self.num_calls += len(calls)
+        results = [await self._call(call) for call in calls]
         return Reply(
             [message for message, _ in results],
             done=not results,
             num_tool_calls=len(results),
             num_tool_failures=sum(failed for _, failed in results),
+            tool_calls=shown_calls(calls),
         )
 
-    async def _call(self, call: str) -> tuple[Message, bool]:
+    async def _call(self, call: ToolCall) -> tuple[Message, bool]:
         """The message that answers a call, and whether it failed."""
-        name = None
         try:
-            asked = json.loads(call)
-            name = asked["name"]
-            if name not in self.tools:
-                raise ValueError(f"there is no tool {name!r}; there are {', '.join(self.tools)}")
-            result, failed = await answered(self.tools[name](**asked.get("arguments", {}))), False
+            if call.name is not None and call.name not in self.tools:
+                raise ValueError(f"there is no tool {call.name!r}; there are {', '.join(self.tools)}")
+            if call.error is None:
+                result, failed = await answered(self.tools[str(call.name)](**call.arguments)), False
+            else:
+                result, failed = {"error": call.error}, True
         except (Exception, SystemExit) as error:  # whatever it is, the model is told
             result, failed = {"error": f"{type(error).__name__}: {error}"}, True
         content = result if isinstance(result, str) else json.dumps(result, default=str)
-        return {"role": "tool", "content": content, **({"name": str(name)} if name else {})}, failed
-
-
-def calls_in(text: str) -> Iterator[str]:
-    """What stands between each ``<tool_call>`` and the next ``</tool_call>``, in one pass over the text.
-
-    A regular expression would look for the end again from every beginning: minutes where a model repeats it.
-    """
-    begin = text.find(_BEGIN)
-    while begin >= 0:
-        end = text.find(_END, begin + len(_BEGIN))
-        if end < 0:
-            return
-        yield text[begin + len(_BEGIN) : end]
-        begin = text.find(_BEGIN, end + len(_END))
+        name = {} if call.name is None else {"name": call.name}
+        return {"role": "tool", "content": content, "tool_call_id": call.id, **name}, failed
 
 
 def resolve_tools(specs: Sequence[Any]) -> dict[str, Callable[..., Any]]:

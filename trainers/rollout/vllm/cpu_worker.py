@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from trainers.rollout.vllm.patches import pack_weights, plain_experts
+from trainers.rollout.vllm.patches import flat_rotations, pack_weights, plain_experts
 
 
 class CpuWorker(CPUWorker):  # type: ignore[misc]
@@ -19,5 +19,6 @@ class CpuWorker(CPUWorker):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pack_weights(False)
         plain_experts()
+        flat_rotations()
         torch.compiler.set_stance("force_eager")
         super().__init__(*args, **kwargs)

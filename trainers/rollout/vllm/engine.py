@@ -38,6 +38,7 @@ from trainers.rollout.vllm.scores import Scores
 from trainers.rollout.vllm.settings import (
     check_device,
     check_fits,
+    check_model_on_cpu,
     checked_engine_kwargs,
     engine_fields,
     sampling_params,
@@ -88,6 +89,8 @@ class VllmEngine:
         device = default_device()
         on_cpu = device.type == "cpu"
         check_device(on_cpu, dtype=dtype, sleep_level=sleep_level, lora_rank=lora_rank)
+        if on_cpu:
+            check_model_on_cpu(model, trust_remote_code=trust_remote_code)
         self.sleep_level, self.version = sleep_level, 0
         self.lora_rank = lora_rank
         self._has_weights, self._is_asleep = True, False
@@ -171,7 +174,8 @@ class VllmEngine:
         self.core.set_temperature(sampling.temperature or 1.0, is_running=bool(self._running))
         numbers = range(self._number, self._number + len(prompts))
         self._number = numbers.stop
-        for place, (number, prompt_ids) in enumerate(zip(numbers, prompts.prompt_ids, strict=True)):
+        drawn = range(len(prompts)) if prompts.numbers is None else prompts.numbers.tolist()
+        for place, number, prompt_ids in zip(drawn, numbers, prompts.prompt_ids, strict=True):
             params.seed = int(np.random.SeedSequence([seed, place]).generate_state(1)[0])
             self._running[self.core.add(str(number), prompt_ids, params)] = Running(number, prompt_ids)
         return numbers

@@ -23,7 +23,7 @@ def load(named_weights: Iterable[tuple[str, torch.Tensor]], model: Any) -> None:
 
 
 # Models of vLLM that keep weights under other names, the other way round, or as another function of them
-UNLIKE = {"FalconH1ForCausalLM", "GptOssForCausalLM", "NemotronHForCausalLM"}
+UNLIKE = {"FalconH1ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM", "NemotronHForCausalLM"}
 PLAIN = {"CPU", "TRITON", "BATCHED_TRITON"}  # vLLM's kernels for experts that take weights as they come
 
 

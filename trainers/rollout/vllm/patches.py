@@ -196,6 +196,32 @@ class _PackingKernel:
         return self.run(output, states, self.pack(w13, isa), self.pack(w2, isa), *args, **named)
 
 
+def flat_rotations() -> None:
+    """Rotary embeddings on a CPU get the heads of a token in one row.
+
+    The kernel of vLLM (0.32) rotates queries of shape (tokens, heads, size) by the positions of other tokens, or not at
+    all; of shape (tokens, heads x size), as most models give them, it is right. Latent attention (DeepSeek V2 and V3)
+    gives the first (vllm/model_executor/layers/rotary_embedding/base.py, ``forward_cpu``). Where a version has no such
+    function nothing changes. Delete when the kernel takes both.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotate: Any = getattr(RotaryEmbedding, "forward_cpu", None)
+    if rotate is None or hasattr(rotate, "__wrapped__"):
+        return
+
+    @functools.wraps(rotate)
+    def rotated(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        flat = [None if heads is None else heads.reshape(positions.numel(), -1).contiguous() for heads in (query, key)]
+        found = rotate(self, positions, *flat)
+        return tuple(
+            None if given is None else turned.view(given.shape)
+            for given, turned in zip((query, key), found, strict=True)
+        )
+
+    RotaryEmbedding.forward_cpu = rotated
+
+
 @contextlib.contextmanager
 def keep_threads() -> Iterator[None]:
     """Afterwards torch has as many threads as before, and again a way to set them.

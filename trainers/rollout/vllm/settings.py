@@ -108,6 +108,26 @@ def check_device(on_cpu: bool, *, dtype: str, sleep_level: int, lora_rank: int) 
         raise ConfigError("vLLM runs adapters on GPUs in bfloat16 alone: set dtype: bfloat16.")
 
 
+# What vLLM (0.32) lacks on a CPU for models of a type, which would end a run in its first step
+NOT_ON_CPU = {
+    "qwen3_next": "its gated delta layers take bfloat16 alone there, and the engine's weights are float32",
+    "minimax_m2": "its experts are chosen by a softmax alone there, and the model's are by a sigmoid",
+}
+
+
+def check_model_on_cpu(model: str | Path, *, trust_remote_code: bool = False) -> None:
+    """Raises ConfigError for the folder of a model that vLLM loads on a CPU but cannot run."""
+    from transformers import AutoConfig
+
+    if not Path(model).is_dir():
+        return
+    kind = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config().model_type
+    if kind in NOT_ON_CPU:
+        raise ConfigError(
+            f"rollout_engine: vllm cannot run {kind} on a CPU: {NOT_ON_CPU[kind]}. Take rollout_engine: hf, or a GPU."
+        )
+
+
 def engine_fields(given: Mapping[str, Any], *, on_cpu: bool, has_processes: bool) -> dict[str, Any]:
     """Fields of EngineArgs: those that were given, and those of every engine that is stepped here."""
     seeds_hold = {"enforce_eager": True, "enable_chunked_prefill": False}  # seeds need whole prompts

@@ -18,6 +18,7 @@ from trainers.rollout.vllm.decoding import DecodedTokens
 from trainers.rollout.vllm.patches import (
     changed_variables,
     end_with_process,
+    flat_rotations,
     keep_threads,
     own_classes,
     pack_weights,
@@ -149,10 +150,11 @@ def _join_process_group(on_cpu: bool, *, alone: bool) -> None:
 
 @contextlib.contextmanager
 def _plain_weights(on_cpu: bool) -> Iterator[None]:
-    """Inside, a model on a CPU gets weights into whose place others can be loaded."""
+    """Inside, a model on a CPU gets weights into whose place others can be loaded, and rotates what it is given."""
     packed = pack_weights(False) if on_cpu else False
     if on_cpu:
         plain_experts()
+        flat_rotations()
     try:
         yield
     finally:

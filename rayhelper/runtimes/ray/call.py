@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -60,7 +60,7 @@ class GroupCall:
 
     def send(self, ranks: Iterable[int]) -> None:
         """Calls these ranks: for the first time, or again on workers that were replaced."""
-        calls = self.calls.crew.calls(self.location)
+        calls = self._remotes()
         parts = [ref for source in self.sources for ref in source.refs]
         if self.mode is not None:
             parts.insert(0, self.mode)
@@ -77,6 +77,10 @@ class GroupCall:
                     recording.sent(self.refs[rank].task_id(), self.number, sent_ns)
         except TypeError as error:
             raise unsendable(self.calls.where(self.title), error) from error
+
+    def _remotes(self) -> Sequence[Callable[..., Any]]:
+        """What to call, by rank."""
+        return self.calls.crew.calls(self.location)
 
     def done(self) -> bool:
         return self.calls.stopped or self.outcome is not None or not unfinished(self.refs)
@@ -101,7 +105,7 @@ class GroupCall:
                 self._end(Finished.failed(error))
                 raise
             recording, started_ns = self.calls.recording, time.time_ns()
-            self._end(Finished(lambda: self._collect(replies)))
+            self._end(Finished(lambda: self.collected(replies)))
             if recording:
                 recording.span("collect", self.name, started_ns, self.number)
         assert self.outcome is not None, "an outcome was stored above"
@@ -133,7 +137,8 @@ class GroupCall:
             if recording:
                 recording.span("wait", self.name, started_ns, self.number)
 
-    def _collect(self, replies: list[Any]) -> Any:
+    def collected(self, replies: list[Any]) -> Any:
+        """The caller's value, from the replies by rank."""
         for rank, reply in enumerate(replies):
             self.calls.note_shards(rank, reply)
         values = [opened(replies[rank], writable=True) for rank in self.layout.leaders]

@@ -57,6 +57,7 @@ class GroupCall:
         self.number = number  # in the recording
         self.refs: list[Any] = [None] * len(layout.shard_of)
         self.outcome: Finished | None = None
+        self.answers: list[Any] | None = None  # by rank, if they were waited for before they were asked for
 
     def send(self, ranks: Iterable[int]) -> None:
         """Calls these ranks: for the first time, or again on workers that were replaced."""
@@ -87,16 +88,16 @@ class GroupCall:
 
     def wait(self) -> None:
         """Returns when the workers have answered or the call has failed; collects nothing."""
-        if self.outcome is None:
+        if self.outcome is None and self.answers is None:
             try:
-                self._replies(None)
+                self.answers = self._replies(None)
             except Exception as error:
                 self._end(Finished.failed(error))
 
     def result(self, timeout_s: float | None) -> Any:
         if self.outcome is None:
             try:
-                replies = self._replies(timeout_s)
+                replies = self._replies(timeout_s) if self.answers is None else self.answers
             except DeadlineError as error:
                 if timeout_s is None:
                     self._end(Finished.failed(error))
@@ -124,7 +125,7 @@ class GroupCall:
     def _end(self, outcome: Finished) -> None:
         self.outcome = outcome
         self.calls.close(self)
-        self.sent, self.sources = [], ()
+        self.sent, self.sources, self.answers = [], (), None
 
     def _replies(self, timeout_s: float | None) -> list[Any]:
         recording, started_ns = self.calls.recording, time.time_ns()

@@ -197,8 +197,11 @@ def invoke(method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwa
     """The value of a decorated call: the method's own if it stays in this process, else what ``collect`` makes."""
     placement = getattr(target, "_rayhelper", None)
     if placement is None:
-        if state.active is None:
+        if (
+            state.process is None
+        ):  # cheaper than ``active``, of which tasks may have another only where there are workers
             return method.call(target, *_plain(args, kwargs))
+        assert state.active is not None, "a runtime was begun"
         placement = state.active.placement(method, target)
     route = placement.route(method)
     if route == "here":

@@ -165,3 +165,8 @@ class WatchedPlacement:
             return [state_of(self.identity.outermost)]
 
         return finished(lambda: self.watcher.call(method, title, *plain, run, states, is_off=True))
+
+    async def awaited(
+        self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return self.submit(method, target, args, kwargs).result()  # one after the other, to be compared

@@ -59,6 +59,7 @@ class RoleMethod(Generic[P, R_co, S_co]):
         self.function, self.role, self.dispatch, self.execute, self.collect, self.kind = fields
         functools.update_wrapper(self, self.function)
         self.flavour = _flavour(self.function)
+        self.is_async = self.flavour in ("async", "async generator")
         self.wrapper = _WRAPPERS[self.flavour](self)
         self.is_own = self.role == OWN
         self.origin = self  # as it stands in its class
@@ -121,14 +122,15 @@ class RoleMethod(Generic[P, R_co, S_co]):
 
     def finished_call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The value of a whole call: coroutines are awaited and generators drained into a list."""
+        if self.is_async:
+            return _run(self.coroutine(target, args, kwargs))
         value = self.call(target, args, kwargs)
-        if self.flavour == "async":
-            return _run(value)
-        if self.flavour == "generator":
-            return list(value)
-        if self.flavour == "async generator":
-            return _run(_drain(value))
-        return value
+        return list(value) if self.flavour == "generator" else value
+
+    def coroutine(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Coroutine[Any, Any, Any]:
+        """A coroutine of the whole call, of a method that ``is_async``: it gives what ``finished_call`` returns."""
+        value = self.call(target, args, kwargs)
+        return _drain(value) if self.flavour == "async generator" else value
 
 
 class BoundRoleMethod(functools.partial, Generic[P, R_co]):  # type: ignore[type-arg]
@@ -195,8 +197,11 @@ def invoke(method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwa
     """The value of a decorated call: the method's own if it stays in this process, else what ``collect`` makes."""
     placement = getattr(target, "_rayhelper", None)
     if placement is None:
-        if state.active is None:
+        if (
+            state.process is None
+        ):  # cheaper than ``active``, of which tasks may have another only where there are workers
             return method.call(target, *_plain(args, kwargs))
+        assert state.active is not None, "a runtime was begun"
         placement = state.active.placement(method, target)
     route = placement.route(method)
     if route == "here":
@@ -207,13 +212,13 @@ def invoke(method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwa
 
 
 async def invoke_async(method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As ``invoke`` for ``async def`` methods; a call that goes to a group does not block the event loop."""
+    """As ``invoke`` for ``async def`` methods; several that are awaited together are in flight together."""
     route, placement = _route(method, target)
     if route == "here":
         return await method.call(target, *_plain(args, kwargs))
     if route == "skip" or placement is None:
         return None
-    return await asyncio.to_thread(placement.submit(method, target, args, kwargs).result)
+    return await placement.awaited(method, target, args, kwargs)
 
 
 def invoke_generator(
@@ -236,7 +241,7 @@ async def invoke_async_generator(
         async for item in method.call(target, *_plain(args, kwargs)):
             yield item
     elif route == "group" and placement is not None:
-        for item in await asyncio.to_thread(placement.submit(method, target, args, kwargs).result):
+        for item in await placement.awaited(method, target, args, kwargs):
             yield item
 
 
@@ -301,7 +306,8 @@ def _run(coroutine: Any) -> Any:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(coroutine)
+        loop: asyncio.AbstractEventLoop | None = getattr(state.active, "loop", None)
+        return asyncio.run(coroutine) if loop is None else loop.run_until_complete(coroutine)
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, coroutine).result()
 

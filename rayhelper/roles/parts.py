@@ -13,11 +13,13 @@ object that is passed travels as its address, and arrives as the receiving proce
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import fields, is_dataclass
+from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from rayhelper.errors import DecorationError, RoleError
@@ -276,6 +278,8 @@ def own_objects(value: Any, depth: int = _DEPTH) -> Any:
         return own
     if kind in (list, tuple):
         return kind(own.values())
+    if isinstance(value, (MethodType, functools.partial, FunctionType)):
+        return _bound_to(value, list(own.values()))
     copied = copy.copy(value)
     for name, item in own.items():
         object.__setattr__(copied, name, item)  # also of a frozen one
@@ -291,7 +295,36 @@ def _contents(value: Any) -> Mapping[Any, Any]:
         return value if len(value) <= _MANY else {}
     if is_dataclass(kind):
         return {field.name: getattr(value, field.name, None) for field in fields(kind)}
-    return {}
+    return dict(enumerate(bound_values(value)))
+
+
+def bound_values(value: Any) -> list[Any]:
+    """What a bound method, a partial or a function with a closure refers to; nothing of another value."""
+    if isinstance(value, MethodType):
+        return [value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, FunctionType) and value.__closure__:
+        try:
+            return [cell.cell_contents for cell in value.__closure__]
+        except ValueError:  # a variable without a value
+            return []
+    return []
+
+
+def _bound_to(value: Any, values: list[Any]) -> Any:
+    """A method, partial or function as ``value``, that refers to these values in place of its own."""
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, values[0])
+    if isinstance(value, functools.partial):
+        num_args = 1 + len(value.args)
+        keywords = dict(zip(value.keywords, values[num_args:], strict=True))
+        kind: Any = type(value)
+        return kind(*values[:num_args], **keywords)
+    cells = tuple(map(CellType, values))
+    made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+    made.__kwdefaults__ = value.__kwdefaults__
+    return functools.update_wrapper(made, value, updated=("__dict__",))
 
 
 def refuse_to_travel(placement: Any) -> Any:

@@ -1,13 +1,15 @@
 """The one module-level object: what this process is.
 
 ``state.active`` is None while Ray is off, a driver's runtime after ``RayHelper.initialize``, and a worker's runtime in
-a worker process. Everything else that the library knows belongs to an instance of a user's class, through the
+a worker process. A coroutine of a simulated worker is a worker for its own task alone: other code runs in the process
+while it is suspended. Everything else that the library knows belongs to an instance of a user's class, through the
 ``Placement`` that its construction left on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -67,6 +69,10 @@ class Placement(Protocol):
         """The ``Future`` of a call that goes to a group."""
         ...
 
+    async def awaited(self, method: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The collected value of an asynchronous method's call that goes to a group, beside others that are awaited."""
+        ...
+
 
 class Runtime(Protocol):
     """What a process is while Ray is on."""
@@ -103,8 +109,19 @@ class Runtime(Protocol):
     def teardown(self) -> None: ...
 
 
+_of_task: ContextVar[Runtime | None] = ContextVar("rayhelper_of_task", default=None)
+
+
 class _State:
-    active: Runtime | None = None
+    process: Runtime | None = None
+
+    @property
+    def active(self) -> Runtime | None:
+        return _of_task.get() or self.process
+
+    @active.setter
+    def active(self, runtime: Runtime | None) -> None:
+        self.process = runtime
 
 
 state = _State()
@@ -120,7 +137,26 @@ class acting_as:  # noqa: N801
         self.runtime = runtime
 
     def __enter__(self) -> None:
-        self.outer, state.active = state.active, self.runtime
+        self.outer, state.process = state.process, self.runtime
+        self.outer_of_task = _of_task.get()
+        if self.outer_of_task is not None:
+            _of_task.set(self.runtime)
 
     def __exit__(self, *_: object) -> None:
-        state.active = self.outer
+        state.process = self.outer
+        if self.outer_of_task is not None:
+            _of_task.set(self.outer_of_task)
+
+
+class task_acting_as:  # noqa: N801
+    """Inside, this is so for the asyncio task that runs here, and for those that it begins; not for the process."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    def __enter__(self) -> None:
+        self.outer = _of_task.get()
+        _of_task.set(self.runtime)
+
+    def __exit__(self, *_: object) -> None:
+        _of_task.set(self.outer)

@@ -54,6 +54,18 @@ class Group(Protocol):
         """One call on every worker (or worker 0 alone), not waited for. ``location``: of the method, as text."""
         ...
 
+    async def awaited(
+        self,
+        identity: Identity,
+        method: RoleMethod[..., Any],
+        location: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The collected value of a call of an asynchronous method. It has begun when this suspends for the first time,
+        in the order in which calls are made; others run while it is suspended on the workers."""
+        ...
+
     def states(self, address: str) -> list[Any]:
         """By worker, what an object and its parts hold (``prove/watching.py``)."""
         ...
@@ -263,12 +275,7 @@ class DriverPlacement:
         self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
         identity = self.identity
-        group = self.groups.get(method.role)
-        if group is None:
-            raise undeclared(method, identity.cls)
-        if self.snapshot is not None:
-            self.snapshot.check(method, target, identity.title(method))
-        location = location_of(str(identity.address), identity.cls, method)  # type: ignore[arg-type]
+        group, location = self._destination(method, target)
         watcher = self.runtime.watcher
         if watcher is None:
             return group.submit(identity, method, location, args, kwargs)
@@ -278,6 +285,24 @@ class DriverPlacement:
 
         title = identity.title(method)
         return finished(lambda: watcher.call(method, title, args, kwargs, run, self.states))
+
+    async def awaited(
+        self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.runtime.watcher is not None:  # one after the other, to be compared
+            return self.submit(method, target, args, kwargs).result()
+        group, location = self._destination(method, target)
+        return await group.awaited(self.identity, method, location, args, kwargs)
+
+    def _destination(self, method: RoleMethod[..., Any], target: Any) -> tuple[Group, str]:
+        """The group of a method's role, and the method's location. Raises RoleError."""
+        identity = self.identity
+        group = self.groups.get(method.role)
+        if group is None:
+            raise undeclared(method, identity.cls)
+        if self.snapshot is not None:
+            self.snapshot.check(method, target, identity.title(method))
+        return group, location_of(str(identity.address), identity.cls, method)  # type: ignore[arg-type]
 
     def states(self) -> list[Any]:
         """By worker, what the outermost whole of this object and its parts hold there."""

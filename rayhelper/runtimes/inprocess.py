@@ -1,7 +1,8 @@
 """N workers in this process, one after the other: to debug dispatch and collect with an ordinary debugger.
 
 Every worker of a group has an instance of its own and is called in order of rank, in the caller's thread: breakpoints
-stop, tracebacks are unbroken, exceptions are the worker's own. A deferred call is made at once. What needs processes
+stop, tracebacks are unbroken, exceptions are the worker's own. A deferred call is made at once. Coroutines run in the
+caller's event loop, so that calls that are awaited together are in flight together. What needs processes
 (collectives between workers, deadlines, devices of one's own) does not exist here.
 
 ``strict``: arguments and results are packed and unpacked as on their way to a Ray worker, and what would differ there
@@ -13,7 +14,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from rayhelper.device_groups import DeviceGroup, DeviceGroups, all_roles
@@ -21,15 +22,17 @@ from rayhelper.errors import DispatchError, RoleError, WorkerError
 from rayhelper.roles.futures import FinishedCall, Future, values_of
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.parts import Identity, Record, check_hosts, own_objects
-from rayhelper.roles.runtime import Shard, WorkerInfo, acting_as
+from rayhelper.roles.runtime import Shard, WorkerInfo, acting_as, task_acting_as
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.calls import collector, divide, layout_of, unsendable, where_of
+from rayhelper.values.dispatch import Division
 from rayhelper.values.graphs import check_value
 from rayhelper.values.packing import Ledger, Packed, pack, unpack
-from rayhelper.values.shards import ShardTable
-from rayhelper.worker.ambient import Ambient, RandomState
+from rayhelper.values.shards import Layout, ShardTable
+from rayhelper.worker.ambient import Ambient, Inside, RandomState
 from rayhelper.worker.failures import add_note
 from rayhelper.worker.runtime import WorkerRuntime
+from rayhelper.worker.steps import Stepped, Together
 
 
 class InprocessCluster:
@@ -169,6 +172,34 @@ class InprocessGroup:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Future[Any]:
+        call = self._divided(identity, method, args, kwargs)
+
+        def leaders_values() -> list[Any]:
+            values = []
+            for worker, own in call.of(self.workers):
+                begun_ns = time.time_ns()
+                values.append(self._run(worker, call.title, location, own, call.where))
+                call.ran(worker, begun_ns)
+            return [values[rank] for rank in call.layout.leaders]
+
+        return Future(FinishedCall(leaders_values, call.collect))
+
+    async def awaited(
+        self,
+        identity: Identity,
+        method: RoleMethod[..., Any],
+        location: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        call = self._divided(identity, method, args, kwargs)
+        coroutines = [self._awaited(worker, location, own, call) for worker, own in call.of(self.workers)]
+        values = await Together(coroutines)
+        return call.collect([values[rank] for rank in call.layout.leaders])
+
+    def _divided(
+        self, identity: Identity, method: RoleMethod[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> DividedCall:
         name, title = identity.called(method), identity.title(method)
         where = where_of(title, self.group.name)
         layout = layout_of(method, self.shards, str(identity.address))
@@ -177,31 +208,60 @@ class InprocessGroup:
         args, kwargs = values_of(args, kwargs)
         check_hosts((args, kwargs), self.group.name)
         division = divide(method, layout.num_shards, args, kwargs, where)
-        call = recording.dispatched(name, started_ns) if recording else 0
-
-        def leaders_values() -> list[Any]:
-            values = []
-            for worker, shard in zip(self.workers, layout.shard_of, strict=False):
-                begun_ns = time.time_ns()
-                values.append(self._run(worker, title, location, division.calls[shard], where))
-                if recording:
-                    recording.ran(name, method.role, worker.info.rank, begun_ns, call)
-            return [values[rank] for rank in layout.leaders]
-
-        return Future(FinishedCall(leaders_values, collector(method, division.order, where, name, recording, call)))
+        number = recording.dispatched(name, started_ns) if recording else 0
+        return DividedCall(method, name, title, where, layout, division, recording, number)
 
     def _run(self, worker: SimulatedWorker, title: str, location: str, call: Any, where: str) -> Any:
         instance, method = worker.located(location)
         on_worker = f"{title} on {worker.describe()}"
         with self.cluster.lock, acting_as(worker):
-            args, kwargs = _sent(call, worker.ledger, where) if self.cluster.strict else own_objects(call)
-            before = _pickles(args, kwargs) if self.cluster.strict else {}
+            args, kwargs, before = self._given(worker, call, where)
             with _noted(title, worker), worker.own_random(), worker.inside(instance._rayhelper, method.role):
                 try:
                     value = method.finished_call(instance, args, kwargs)
                 except BaseException:
                     worker.ledger.forget_changed()  # or the next call would be blamed
                     raise
+        return self._answer(worker, value, args, kwargs, before, on_worker)
+
+    async def _awaited(self, worker: SimulatedWorker, location: str, own: Any, call: DividedCall) -> Any:
+        """As ``_run``, for a coroutine: other code of the process runs while it is suspended."""
+        instance, method = worker.located(location)
+        on_worker, begun_ns = f"{call.title} on {worker.describe()}", time.time_ns()
+        as_worker: list[Any] = [
+            self.cluster.lock,
+            task_acting_as(worker),
+            worker.task_inside(instance._rayhelper, method.role),
+        ]
+        with _noted(call.title, worker):
+            with Inside(as_worker):
+                args, kwargs, before = self._given(worker, own, call.where)
+                coroutine = method.coroutine(instance, args, kwargs)
+            try:
+                value = await Stepped(coroutine, lambda: Inside([*as_worker, worker.own_random()]))
+            except BaseException:
+                worker.ledger.forget_changed()
+                raise
+        call.ran(worker, begun_ns)
+        return self._answer(worker, value, args, kwargs, before, on_worker)
+
+    def _given(self, worker: SimulatedWorker, call: Any, where: str) -> tuple[Any, Any, dict[str, Any]]:
+        """The worker's arguments; and with ``strict`` what they look like before the call."""
+        if not self.cluster.strict:
+            return *own_objects(call), {}
+        args, kwargs = _sent(call, worker.ledger, where)
+        return args, kwargs, _pickles(args, kwargs)
+
+    def _answer(
+        self,
+        worker: SimulatedWorker,
+        value: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: dict[str, Any],
+        on_worker: str,
+    ) -> Any:
+        """The value as the caller gets it."""
         self.shards.note(worker.info.rank, worker.take_reports())
         check_value(value, on_worker)
         if not self.cluster.strict:
@@ -209,6 +269,36 @@ class InprocessGroup:
         worker.ledger.check(on_worker)
         _check_unchanged(before, _pickles(args, kwargs), on_worker)
         return _returned(value, on_worker)
+
+
+class DividedCall:
+    """A call to a group, divided."""
+
+    def __init__(
+        self,
+        method: RoleMethod[..., Any],
+        name: str,
+        title: str,
+        where: str,
+        layout: Layout,
+        division: Division,
+        recording: Recording | None,
+        number: int,
+    ) -> None:
+        self.method, self.name, self.title, self.where = method, name, title, where
+        self.layout, self.division = layout, division
+        self.recording, self.number = recording, number
+        self.collect = collector(method, division.order, where, name, recording, number)
+
+    def of(self, workers: Sequence[SimulatedWorker]) -> Iterator[tuple[SimulatedWorker, Any]]:
+        """The workers that are called, in order of rank, each with its arguments."""
+        for worker, shard in zip(workers, self.layout.shard_of, strict=False):
+            yield worker, self.division.calls[shard]
+
+    def ran(self, worker: SimulatedWorker, begun_ns: int) -> None:
+        """Notes that a worker has made its part since ``begun_ns``."""
+        if self.recording:
+            self.recording.ran(self.name, self.method.role, worker.info.rank, begun_ns, self.number)
 
 
 class _noted:  # noqa: N801

@@ -83,3 +83,8 @@ class RecordedPlacement:
         self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
         raise AssertionError("nothing leaves the process")
+
+    async def awaited(
+        self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        raise AssertionError("nothing leaves the process")

@@ -22,14 +22,14 @@ import sys
 import threading
 import warnings
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayhelper.errors import DispatchError
-from rayhelper.roles.parts import placement_of, reference_to
+from rayhelper.roles.parts import bound_values, placement_of, reference_to
 from rayhelper.values.slicing import instance_of
 
 LARGE_BYTES = 64 * 1024
@@ -131,6 +131,8 @@ def worth_packing(value: Any, *, arrays: bool = False) -> bool:
                 leaves += len(item)
             else:
                 stack.extend(item)
+        elif isinstance(item, (MethodType, FunctionType, functools.partial)):
+            stack.extend(bound_values(item))  # a decorated object in it arrives as the worker's own
         elif isinstance(nbytes := getattr(item, "nbytes", None), int):
             total += nbytes
         elif hasattr(item, "__dict__") and not isinstance(item, type):

@@ -142,6 +142,12 @@ class Mode(NamedTuple):
     autocast_cache: bool
     random: RandomState | None  # new seeds
 
+    def seeded(self) -> Mode:
+        """The rest of the mode, after new seeds have been set."""
+        if self.random is not None:
+            self.random.restore()
+        return self._replace(random=None)
+
     def applied(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, this thread is in the same mode."""
         import torch

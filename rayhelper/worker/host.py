@@ -2,6 +2,7 @@
 
     driver: host.construct(address, (class, args, kwargs, ambient)) -> the same __init__ runs here
     driver: host.call(location, arguments, *parts)                  -> value, Packed, Reported(value, shards) or Failure
+    driver: host.begin(...), host.collect(...)                      the same of asynchronous methods   coroutines.py
 
 A host knows nothing of Ray: ``runtimes/ray/group.py`` makes an actor of it. While a call runs in the main thread, the
 driver reaches the process through its ``Door``.
@@ -9,6 +10,7 @@ driver reaches the process through its ``Door``.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pickle
@@ -33,10 +35,12 @@ from rayhelper.values.packing import Ledger, Packed, pack, unpack, worth_packing
 from rayhelper.values.reply import Reported
 from rayhelper.values.shards import is_within
 from rayhelper.worker.ambient import Mode
+from rayhelper.worker.coroutines import Coroutines
 from rayhelper.worker.failures import Failure
-from rayhelper.worker.process_group import leave_process_group, let_go
+from rayhelper.worker.process_group import in_process_group, leave_process_group, let_go
 from rayhelper.worker.runtime import WorkerRuntime
 from rayhelper.worker.side_door import Door
+from rayhelper.worker.steps import Stepped
 
 # Methods that stand for bound addresses. Every argument of a remote call is serialised on its own, which for a small
 # call is a fifth of its cost: a call through a slot sends nothing but its own arguments.
@@ -67,6 +71,7 @@ class Host:
         self.running: Any = None  # the task of the call in the main thread
         self.cancelled: set[str] = set()  # tasks that the driver has given up
         self.must_rejoin = False
+        self.coroutines = Coroutines()
 
     def __repr__(self) -> str:
         return self.name
@@ -102,10 +107,16 @@ class Host:
         for name in forgotten:
             os.environ.pop(name, None)
         os.environ.update(env)
-        state.active = WorkerRuntime(info, node)
+        state.active = runtime = WorkerRuntime(info, node)
+        runtime.loop = self.coroutines.loop
         self.tracer = Tracer() if trace else None
         signal.signal(signal.SIGUSR1, self._interrupt)
-        return Door(node, key, {"stop": self.stop_tasks, "leave": lambda _: self.leave()}).address
+        answers: dict[str, Callable[[Any], Any]] = {
+            "stop": self.stop_tasks,
+            "leave": lambda _: self.leave(),
+            "wake": lambda _: self.coroutines.wake(),
+        }
+        return Door(node, key, answers).address
 
     def set_environment(self, env: dict[str, str]) -> None:
         """Changes the environment, after another worker of the group was replaced."""
@@ -131,7 +142,7 @@ class Host:
         except BaseException as error:
             return self._failure(error, where)
         finally:
-            self._record("construct", runtime.info.roles[0], where, started)
+            self._record("construct", runtime.info.roles[0], where, started, self.running)
             self.running = None
 
     def state(self, address: str) -> Any:
@@ -163,47 +174,88 @@ class Host:
 
     def _called(self, location: str, arguments: Any, parts: tuple[Any, ...]) -> Any:
         method, identity = None, None
-        mode = parts[0] if parts and type(parts[0]) is Mode else None
-        parts = parts if mode is None else parts[1:]
         self.running = self.task_id()
         started = time.time_ns() if self.tracer is not None else 0
         try:
-            if self.cancelled and self.running.hex() in self.cancelled:
-                raise Stopped
-            if self.must_rejoin:
-                self.rejoin()
+            self._check_begin(self.running)
+            if self.coroutines.running and in_process_group():
+                self.coroutines.finish()  # collectives in the order in which the calls were made
+            mode, parts = _mode_of(parts)
             instance, method = self.methods.get(location) or self._resolve(location)
             placement = instance._rayhelper
             identity = placement.identity
-            if parts:
-                for part in parts:
-                    if isinstance(part, Failure):
-                        return part
-            if type(arguments) is Packed:
-                arguments = unpack(arguments, ledger=self.ledger)
-            if parts:
-                arguments = divide_late(method, arguments, parts, self.ledger)
-            args, kwargs = arguments
+            for part in parts:
+                if isinstance(part, Failure):
+                    return part
+            args, kwargs = self._opened(method, arguments, parts)
+            del arguments
             with placement.runtime.inside(placement, method.role), _AS_AT_FIRST if mode is None else mode.applied():
                 value = method.finished_call(instance, args, kwargs)
             ended = time.time_ns() if self.tracer is not None else 0
-            check_value(value, f"{identity.title(method)} on {placement.runtime.describe()}")
-            if self.ledger.lent:
-                arguments = args = kwargs = None
-                self.ledger.check(f"{identity.title(method)} on {placement.runtime.describe()}")
-            reply = self._reply(value)
-            if self.tracer is not None:
-                self._record("run", method.role, identity.called(method), started, reply, ended)
-            return reply
+            del args, kwargs  # or what they lend counted as used
+            return self._answer(value, method, identity, self.running, started, ended)
         except BaseException as error:
-            self.ledger.forget_changed()  # or the next call would be blamed
-            if identity is None or method is None:
-                return self._failure(error, location)
-            if self.tracer is not None:
-                self._record("run", method.role, identity.called(method), started)
-            return self._failure(error, identity.title(method))
+            return self._failed(error, location, method, identity, self.running, started)
         finally:
             self.running = None
+
+    def begin(self, location: str, arguments: Any = ((), {}), *parts: Any) -> None:
+        """Begins a call of an asynchronous method, as ``call`` makes it; ``collect`` gives what it comes to."""
+        task = self.task_id()
+        self.coroutines.begin(task.hex(), _awaited(self, task, location, arguments, parts))
+
+    def collect(self, calls: Sequence[str], wait_s: float) -> Any:
+        """What has come of calls that were begun: ``Coroutines.collect``."""
+        return self._unstoppable("an asynchronous call", self._collected, calls, wait_s)
+
+    def _collected(self, calls: Sequence[str], wait_s: float) -> Any:
+        self.running = self.task_id()
+        try:
+            return self.coroutines.collect(calls, wait_s)
+        finally:
+            self.running = None
+
+    def _check_begin(self, task: Any) -> None:
+        """Raises Stopped if the driver has given the task up. The process is in its process group afterwards."""
+        if self.cancelled and task.hex() in self.cancelled:
+            raise Stopped
+        if self.must_rejoin:
+            self.rejoin()
+
+    def _opened(self, method: RoleMethod[..., Any], arguments: Any, parts: tuple[Any, ...]) -> Any:
+        """(args, kwargs) of this worker."""
+        if type(arguments) is Packed:
+            arguments = unpack(arguments, ledger=self.ledger)
+        return divide_late(method, arguments, parts, self.ledger) if parts else arguments
+
+    def _answer(
+        self, value: Any, method: RoleMethod[..., Any], identity: Any, task: Any, started: int, ended: int
+    ) -> Any:
+        """What the driver is sent of the value of a call."""
+        check_value(value, f"{identity.title(method)} on {_runtime().describe()}")
+        if self.ledger.lent:
+            self.ledger.check(f"{identity.title(method)} on {_runtime().describe()}")
+        reply = self._reply(value)
+        if self.tracer is not None:
+            self._record("run", method.role, identity.called(method), started, task, reply, ended)
+        return reply
+
+    def _failed(
+        self,
+        error: BaseException,
+        location: str,
+        method: RoleMethod[..., Any] | None,
+        identity: Any,
+        task: Any,
+        started: int,
+    ) -> Failure:
+        """What the driver is sent of a call that raised."""
+        self.ledger.forget_changed()  # or the next call would be blamed
+        if identity is None or method is None:
+            return self._failure(error, location)
+        if self.tracer is not None:
+            self._record("run", method.role, identity.called(method), started, task)
+        return self._failure(error, identity.title(method))
 
     def bind(self, slot: int, location: str) -> None:
         """From now on ``slot_N(...)`` is ``call(location, ...)``."""
@@ -232,19 +284,20 @@ class Host:
         """
         running = self.running
         self.cancelled.update(tasks)
+        self.coroutines.cancel(tasks)
         os.kill(os.getpid(), signal.SIGUSR1)
         return running.hex() if running is not None and running.hex() in tasks else None
 
     def _interrupt(self, signum: int, frame: Any) -> None:
-        running = self.running
-        if running is None or running.hex() not in self.cancelled:
+        call = self.coroutines.current() or (None if self.running is None else self.running.hex())
+        if call not in self.cancelled:
             return
         if _is_importing(frame):  # a module that is interrupted half-way cannot be imported again
             again = threading.Timer(_IMPORTING_S, os.kill, (os.getpid(), signal.SIGUSR1))
             again.daemon = True
             again.start()
             return
-        self.cancelled.discard(running.hex())
+        self.cancelled.discard(call)
         raise Stopped
 
     def _resolve(self, location: str) -> tuple[Any, RoleMethod[..., Any]]:
@@ -262,16 +315,48 @@ class Host:
     def _failure(self, error: BaseException, method: str) -> Failure:
         runtime = _runtime()
         let_go(error)
-        if isinstance(error, Stopped):
+        if isinstance(error, (Stopped, asyncio.CancelledError)):
             error = CallCancelledError(f"{method} was stopped on {runtime.describe()}: the driver gave the call up")
         return Failure.of(error, method, runtime.describe(), runtime.info.rank, self.dumps)
 
-    def _record(self, phase: str, role: str, name: str, started_ns: int, reply: Any = None, ended_ns: int = 0) -> None:
+    def _record(
+        self, phase: str, role: str, name: str, started_ns: int, task: Any, reply: Any = None, ended_ns: int = 0
+    ) -> None:
         if self.tracer is not None:
             value = reply.value if isinstance(reply, Reported) else reply
             num_bytes = value.nbytes if type(value) is Packed else 0
-            rank, call = _runtime().info.rank, task_number(self.running)
+            rank, call = _runtime().info.rank, task_number(task)
             self.tracer.record(role, rank, phase, name, started_ns, ended_ns or time.time_ns(), call, num_bytes)
+
+
+async def _awaited(host: Host, task: Any, location: str, arguments: Any, parts: tuple[Any, ...]) -> Any:
+    """As ``Host._called``, of a coroutine: other calls run while it is suspended.
+
+    No method of ``Host``: Ray would run all methods of a class with coroutines in threads.
+    """
+    method, identity = None, None
+    started = time.time_ns() if host.tracer is not None else 0
+    try:
+        host._check_begin(task)
+        mode, parts = _mode_of(parts)
+        instance, method = host.methods.get(location) or host._resolve(location)
+        placement = instance._rayhelper
+        identity = placement.identity
+        for part in parts:
+            if isinstance(part, Failure):
+                return part
+        args, kwargs = host._opened(method, arguments, parts)
+        del arguments
+        with placement.runtime.task_inside(placement, method.role):
+            coroutine: Any = method.coroutine(instance, args, kwargs)
+            value = await (coroutine if mode is None else Stepped(coroutine, mode.seeded().applied))
+        ended = time.time_ns() if host.tracer is not None else 0
+        del args, kwargs, coroutine
+        return host._answer(value, method, identity, task, started, ended)
+    except BaseException as error:
+        return host._failed(error, location, method, identity, task, started)
+    finally:
+        host.cancelled.discard(task.hex())
 
 
 def _slot(number: int) -> Callable[..., Any]:
@@ -283,6 +368,11 @@ def _slot(number: int) -> Callable[..., Any]:
 
 for _number in range(NUM_SLOTS):
     setattr(Host, f"slot_{_number}", _slot(_number))
+
+
+def _mode_of(parts: tuple[Any, ...]) -> tuple[Mode | None, tuple[Any, ...]]:
+    """The driver's mode, if it was sent, and the rest."""
+    return (parts[0], parts[1:]) if parts and type(parts[0]) is Mode else (None, parts)
 
 
 def boot_id() -> str:

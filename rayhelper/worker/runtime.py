@@ -6,7 +6,9 @@ body of a worker's method.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +52,11 @@ class HostedPlacement:
     def submit(self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise AssertionError("a call on a worker never goes to a group")
 
+    async def awaited(
+        self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        raise AssertionError("a call on a worker never goes to a group")
+
     def report(self, roles: Iterable[str], shard: Shard) -> None:
         """The worker's shard in these roles, to be told with its next reply."""
         for role in roles:
@@ -60,18 +67,44 @@ class HostedPlacement:
     __reduce__ = refuse_to_travel
 
 
+Entry = tuple[HostedPlacement, str | None]  # whose code runs, and for which role
+
+_of_task: ContextVar[tuple[Entry, ...]] = ContextVar("rayhelper_entered", default=())  # by a coroutine, innermost last
+
+
 class _Inside:
     """No generator: those set the traceback of what is raised, which frozen exceptions refuse."""
 
-    def __init__(self, context: list[Any], entry: Any) -> None:
+    def __init__(self, context: list[Entry], entry: Entry) -> None:
         self.context = context
         self.entry = entry
 
     def __enter__(self) -> None:
-        self.context.append(self.entry)
+        self.of_task = _of_task.get()
+        if self.of_task:
+            _of_task.set((*self.of_task, self.entry))
+        else:
+            self.context.append(self.entry)
 
     def __exit__(self, *_: object) -> None:
-        self.context.pop()
+        if self.of_task:
+            _of_task.set(self.of_task)
+        else:
+            self.context.pop()
+
+
+class _TaskInside:
+    """As ``_Inside``, of a coroutine: other code runs while it is suspended."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+
+    def __enter__(self) -> None:
+        self.outer = _of_task.get()
+        _of_task.set((*self.outer, self.entry))
+
+    def __exit__(self, *_: object) -> None:
+        _of_task.set(self.outer)
 
 
 class WorkerRuntime:
@@ -80,7 +113,8 @@ class WorkerRuntime:
     def __init__(self, info: WorkerInfo, node: str) -> None:
         self.info = info
         self.node = node
-        self.context: list[tuple[HostedPlacement, str | None]] = []
+        self.context: list[Entry] = []
+        self.loop: asyncio.AbstractEventLoop | None = None  # in which its coroutines run; None: one for each call
         self.joined: Joined | None = None
         self.random = RandomStream()
         self.instances: dict[str, Any] = {}  # by address
@@ -150,27 +184,41 @@ class WorkerRuntime:
             identity = Identity(target, None, None)
             identity.is_built = True
             return HostedPlacement(self, identity)
-        if method.role == DRIVER and self.context:
-            return self.context[-1][0]  # skipped if its instance is being constructed, else refused
+        innermost = self._innermost()
+        if method.role == DRIVER and innermost is not None:
+            return innermost[0]  # skipped if its instance is being constructed, else refused
         raise not_constructed(method, target)
 
     def current(self) -> WorkerInfo:
-        if not self.context:
+        innermost = self._innermost()
+        if innermost is None:
             return self.info
-        placement, role = self.context[-1]
+        placement, role = innermost
         shards = placement.shards
         known = shards.get(role) if role else next(iter(shards.values()), None)
         return replace(self.info, shard=known) if known else self.info
 
     def report_shard(self, shard: Shard) -> None:
-        if not self.context:
+        innermost = self._innermost()
+        if innermost is None:
             raise RoleError("RayHelper.shard(...) was called outside any method of a trainer")
-        placement, role = self.context[-1]
+        placement, role = innermost
         placement.report([role] if role else self.info.roles, shard)
 
     def inside(self, placement: HostedPlacement, role: str | None) -> _Inside:
         """Inside, code of the placement's instance runs, for a role or (None) its constructor."""
         return _Inside(self.context, (placement, role))
+
+    def task_inside(self, placement: HostedPlacement, role: str) -> _TaskInside:
+        """Inside, a coroutine of the placement's instance runs for a role, in a task of asyncio."""
+        return _TaskInside((placement, role))
+
+    def _innermost(self) -> Entry | None:
+        """Whose code runs here."""
+        of_task = _of_task.get()
+        if of_task:
+            return of_task[-1]
+        return self.context[-1] if self.context else None
 
     def describe(self) -> str:
         """Who this is, for messages."""

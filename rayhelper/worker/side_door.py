@@ -25,7 +25,14 @@ from rayhelper.ranks import runs
 from rayhelper.worker.process_group import in_process_group
 
 _PURPOSE = "door"
-_NOT_OURS_TO_TELL = ("rayhelper-", "PythonGCThread")  # how the names of this library's threads, and of Ray's, begin
+# How the names of threads begin that are this library's, or Ray's own helpers on a worker and on the driver
+_NOT_OURS_TO_TELL = (
+    "rayhelper-",
+    "PythonGCThread",
+    "ray_listen_error_messages",
+    "ray_print_logs",
+    "ray_import_thread",
+)
 _NUM_FRAMES = 24  # of a stack are told
 _LIBRARY = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MACHINERY = (f"{os.sep}ray{os.sep}", _LIBRARY)  # what a stack begins with on a worker

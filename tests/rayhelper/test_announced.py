@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from rayhelper import RayHelper
 from rayhelper.__main__ import main
 from rayhelper.runtimes.announced import Announced, running
+from rayhelper.worker.side_door import stacks
 from tests.conftest import RaySession
 
 
@@ -71,6 +73,19 @@ def test_of_several_runs_of_a_process_the_newest_answers(own: Path) -> None:
     finally:
         for run in runs:
             run.close()
+
+
+def test_helper_threads_of_ray_are_left_out_of_stacks() -> None:
+    ended = threading.Event()
+    names = ["ray_listen_error_messages", "ray_print_logs", "my_own_loader"]
+    threads = [threading.Thread(target=ended.wait, name=name) for name in names]
+    for thread in threads:
+        thread.start()
+    said = stacks()
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert [name for name in names if f"thread {name}," in said] == ["my_own_loader"]
 
 
 def test_a_hanging_call_is_seen_from_outside(ray_session: RaySession) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -57,10 +57,11 @@ class GroupCall:
         self.number = number  # in the recording
         self.refs: list[Any] = [None] * len(layout.shard_of)
         self.outcome: Finished | None = None
+        self.answers: list[Any] | None = None  # by rank, if they were waited for before they were asked for
 
     def send(self, ranks: Iterable[int]) -> None:
         """Calls these ranks: for the first time, or again on workers that were replaced."""
-        calls = self.calls.crew.calls(self.location)
+        calls = self._remotes()
         parts = [ref for source in self.sources for ref in source.refs]
         if self.mode is not None:
             parts.insert(0, self.mode)
@@ -78,21 +79,25 @@ class GroupCall:
         except TypeError as error:
             raise unsendable(self.calls.where(self.title), error) from error
 
+    def _remotes(self) -> Sequence[Callable[..., Any]]:
+        """What to call, by rank."""
+        return self.calls.crew.calls(self.location)
+
     def done(self) -> bool:
         return self.calls.stopped or self.outcome is not None or not unfinished(self.refs)
 
     def wait(self) -> None:
         """Returns when the workers have answered or the call has failed; collects nothing."""
-        if self.outcome is None:
+        if self.outcome is None and self.answers is None:
             try:
-                self._replies(None)
+                self.answers = self._replies(None)
             except Exception as error:
                 self._end(Finished.failed(error))
 
     def result(self, timeout_s: float | None) -> Any:
         if self.outcome is None:
             try:
-                replies = self._replies(timeout_s)
+                replies = self._replies(timeout_s) if self.answers is None else self.answers
             except DeadlineError as error:
                 if timeout_s is None:
                     self._end(Finished.failed(error))
@@ -101,7 +106,7 @@ class GroupCall:
                 self._end(Finished.failed(error))
                 raise
             recording, started_ns = self.calls.recording, time.time_ns()
-            self._end(Finished(lambda: self._collect(replies)))
+            self._end(Finished(lambda: self.collected(replies)))
             if recording:
                 recording.span("collect", self.name, started_ns, self.number)
         assert self.outcome is not None, "an outcome was stored above"
@@ -120,7 +125,7 @@ class GroupCall:
     def _end(self, outcome: Finished) -> None:
         self.outcome = outcome
         self.calls.close(self)
-        self.sent, self.sources = [], ()
+        self.sent, self.sources, self.answers = [], (), None
 
     def _replies(self, timeout_s: float | None) -> list[Any]:
         recording, started_ns = self.calls.recording, time.time_ns()
@@ -133,7 +138,8 @@ class GroupCall:
             if recording:
                 recording.span("wait", self.name, started_ns, self.number)
 
-    def _collect(self, replies: list[Any]) -> Any:
+    def collected(self, replies: list[Any]) -> Any:
+        """The caller's value, from the replies by rank."""
         for rank, reply in enumerate(replies):
             self.calls.note_shards(rank, reply)
         values = [opened(replies[rank], writable=True) for rank in self.layout.leaders]

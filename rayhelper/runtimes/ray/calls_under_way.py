@@ -22,6 +22,8 @@ from rayhelper.values.calls import where_of
 from rayhelper.values.reply import Reported
 from rayhelper.values.shards import ShardTable
 
+_SOON_S = 0.02  # so long the oldest call is waited for before the others are looked at, which costs more
+
 
 class Sent(Protocol):
     """What was sent to the workers of a group: a call, or the construction of an object."""
@@ -83,13 +85,14 @@ class CallsUnderWay:
         self.open.pop(id(call), None)
 
     def make_room(self) -> None:
-        """Waits until fewer calls than ``max_in_flight`` are under way."""
+        """Waits until fewer calls than ``max_in_flight`` are under way: for the oldest, which mostly ends first."""
         while len(self.open) >= self.group.max_in_flight:
-            for call in list(self.open.values()):
-                if call.outcome is not None or is_answered(call):
-                    self.close(call)
+            oldest = next(iter(self.open.values()))
+            if oldest.outcome is None and unfinished(oldest.refs, _SOON_S):
+                for call in list(self.open.values()):  # others may have ended that were made to fewer ranks
+                    if call.outcome is not None or is_answered(call):
+                        self.close(call)
             if len(self.open) >= self.group.max_in_flight:
-                oldest = next(iter(self.open.values()))
                 oldest.wait()
                 self.close(oldest)
 

@@ -2,18 +2,19 @@
 
 submit(method, args, kwargs)
     divide(...)               one (args, kwargs) per shard           values/calls.py
-    sendable(...)             packed; put once or sent by value      transport.py
+    sendable(...)             packed; put once or sent by value      values/packing.py
     calls.begin(call)         one remote call a worker               calls_under_way.py, crew.py, worker/host.py
--> Future(GroupCall)          waits, collects                        call.py
+-> Future(GroupCall)          waits, collects                        call.py; of asynchronous methods awaited.py
    what goes wrong meanwhile                                         recovery.py
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
@@ -26,14 +27,17 @@ from rayhelper.errors import RoleError
 from rayhelper.roles.futures import Future
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.parts import Identity, Record, bound_for
+from rayhelper.runtimes.ray.awaited import AwaitedCall, AwaitedCalls
 from rayhelper.runtimes.ray.call import Construction, GroupCall, late_calls, sources_of
 from rayhelper.runtimes.ray.calls_under_way import CallsUnderWay
 from rayhelper.runtimes.ray.crew import Crew
 from rayhelper.runtimes.ray.recovery import Recovery
-from rayhelper.runtimes.ray.transport import sendable
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.calls import divide, layout_of, unsendable
+from rayhelper.values.packing import LARGE_BYTES, pack, worth_packing
 from rayhelper.worker.ambient import DriverMode
+
+C = TypeVar("C", bound=GroupCall)
 
 
 class WorkerGroup:
@@ -55,6 +59,7 @@ class WorkerGroup:
         self.calls = CallsUnderWay(group, self.crew, recording)
         self.recovery = Recovery(self.calls)
         self.mode = DriverMode()
+        self.awaited_calls = AwaitedCalls(self.recovery)
 
     def prepare(self) -> None:
         """Gives every process its rank and environment; the group is usable afterwards."""
@@ -102,6 +107,34 @@ class WorkerGroup:
     ) -> Future[Any]:
         self.recovery.finish()
         self.calls.make_room()
+        call = self._call(GroupCall, identity, method, location, args, kwargs)
+        self.calls.begin(call)
+        self.awaited_calls.wake()
+        return Future(call)
+
+    async def awaited(
+        self,
+        identity: Identity,
+        method: RoleMethod[..., Any],
+        location: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        self.recovery.finish()
+        self.calls.check_usable(identity.title(method))
+        call = self._call(AwaitedCall, identity, method, location, args, kwargs)
+        return await asyncio.wrap_future(self.awaited_calls.begin(call))
+
+    def _call(
+        self,
+        kind: type[C],
+        identity: Identity,
+        method: RoleMethod[..., Any],
+        location: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> C:
+        """A call, ready to be sent."""
         started_ns = time.time_ns() if self.recording else 0
         title, name = identity.title(method), identity.called(method)
         where = self.calls.where(title)
@@ -118,9 +151,7 @@ class WorkerGroup:
         if self.recording:
             self.recording.span("serialise", name, started_ns, number, num_bytes)
         mode = self.mode.of_call()
-        call = GroupCall(self.recovery, method, title, name, location, layout, order, sent, mode, sources, number)
-        self.calls.begin(call)
-        return Future(call)
+        return kind(self.recovery, method, title, name, location, layout, order, sent, mode, sources, number)
 
     def _payloads(self, calls: list[Any], shard_of: tuple[int, ...], where: str) -> tuple[list[tuple[Any, ...]], int]:
         """What each shard is sent (one for all, if it is the same), and its bytes."""
@@ -153,3 +184,18 @@ class WorkerGroup:
         """Ends every process of the group and frees its resources."""
         self.calls.stopped = True
         self.crew.end()
+
+
+def sendable(value: Any, num_readers: int) -> tuple[Any, int]:
+    """The value or what stands for it, an argument of ``num_readers`` remote calls; and its bytes, if it was packed.
+
+    What is large, or holds a tensor, is packed. What several workers read is put into the object store once; what one
+    worker reads goes with its call. Small values travel as they are: putting them costs more than sending them eight
+    times.
+    """
+    if not worth_packing(value):
+        return value, 0
+    packed = pack(value)
+    if num_readers > 1 and packed.nbytes > LARGE_BYTES:
+        return ray.put(packed), packed.nbytes
+    return packed, packed.nbytes

@@ -47,16 +47,18 @@ class Recovery:
 
     def finish(self) -> None:
         """Returns when a call that is being stopped has stopped."""
-        if self.stopping is not None:
-            self.stopping.join()
+        stopping = self.stopping  # another thread may stop a call meanwhile
+        if stopping is not None:
+            stopping.join()
             self.stopping = None
 
     def stop(self, running: Iterable[tuple[int, Any]]) -> None:
         """Gives up what runs on these ranks behind these references. Returns soon; the rest happens beside."""
         self.finish()
-        self.stopping = threading.Thread(target=self._stop, args=(list(running),), name="rayhelper-stop", daemon=True)
-        self.stopping.start()
-        self.stopping.join(_TOLD_WITHIN_S)
+        stopping = threading.Thread(target=self._stop, args=(list(running),), name="rayhelper-stop", daemon=True)
+        stopping.start()
+        self.stopping = stopping
+        stopping.join(_TOLD_WITHIN_S)
 
     def _stop(self, given_up: list[tuple[int, Any]]) -> None:
         crew = self.crew

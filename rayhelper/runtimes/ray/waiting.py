@@ -19,7 +19,7 @@ from rayhelper.worker.side_door import told_stacks
 
 _FAST_S = 0.1  # so long all are waited for together, which costs least
 STEP_S = 0.5  # so often a waiting driver looks whether the group is still usable
-_SAME_S = 0.1  # failures of other ranks within this time are told together
+SAME_S = 0.1  # failures of other ranks within this time are told together
 
 
 def replies_of(recovery: Recovery, what: str, call: Sent, timeout_s: float | None) -> list[Any]:
@@ -63,14 +63,14 @@ def replies_as_they_come(recovery: Recovery, call: Sent, ranks: Iterable[int]) -
             recovery.died(error, what, call, rank_of[ready[0]])
             continue  # the references of the call may be others now
         except RayTaskError as error:
-            raise _not_sent(recovery, rank_of[ready[0]], what, error) from None
+            raise not_sent(recovery, rank_of[ready[0]], what, error) from None
         if isinstance(reply, Failure):
             raise_failures(_with_failures(recovery, call.refs, {ready[0]: reply}))
         left.discard(rank_of[ready[0]])
         yield rank_of[ready[0]], reply
 
 
-def _not_sent(recovery: Recovery, rank: int, what: str, error: RayTaskError) -> WorkerError:
+def not_sent(recovery: Recovery, rank: int, what: str, error: RayTaskError) -> WorkerError:
     """The error for a value that does not pickle."""
     return WorkerError(
         f"the value of {what} on {recovery.crew.describe(rank)} could not be sent back: {error.cause or error}"
@@ -101,7 +101,7 @@ def _one_by_one(
                 recovery.died(error, what, call, refs.index(ref))
                 break  # the references of the call may be others now
             except RayTaskError as error:
-                raise _not_sent(recovery, refs.index(ref), what, error) from None
+                raise not_sent(recovery, refs.index(ref), what, error) from None
         if any(isinstance(reply, Failure) for reply in replies.values()):
             return _with_failures(recovery, refs, replies)
         if not ready and time.monotonic() >= deadline:
@@ -113,7 +113,7 @@ def _with_failures(recovery: Recovery, refs: list[Any], replies: dict[Any, Any])
     """The replies that are there shortly after one failed; workers that still run are stopped."""
     waiting = [ref for ref in refs if ref not in replies]
     if waiting:
-        ready, late = ray.wait(waiting, num_returns=len(waiting), timeout=_SAME_S)
+        ready, late = ray.wait(waiting, num_returns=len(waiting), timeout=SAME_S)
         for ref in ready:
             try:
                 replies[ref] = ray.get(ref)
@@ -126,7 +126,13 @@ def _with_failures(recovery: Recovery, refs: list[Any], replies: dict[Any, Any])
 
 def _late(recovery: Recovery, refs: list[Any], what: str, limit_s: float, is_groups_limit: bool) -> DeadlineError:
     """The error for a call that is late; if the deadline was the group's, the call is given up."""
-    late = unfinished_ranks(refs)
+    return late_error(recovery, unfinished_ranks(refs), what, limit_s, is_groups_limit)
+
+
+def late_error(
+    recovery: Recovery, late: list[tuple[int, Any]], what: str, limit_s: float, is_groups_limit: bool
+) -> DeadlineError:
+    """The same, of the ranks that still run it behind these references."""
     told = told_stacks(recovery.crew.ask("stacks"), range(len(recovery.crew.actors)))
     remedy = "The call was given up. Raise timeout_s of the group" if is_groups_limit else "Wait longer"
     if is_groups_limit:

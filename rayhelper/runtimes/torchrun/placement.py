@@ -7,6 +7,7 @@ all.
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import threading
 import time
@@ -14,23 +15,24 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from rayhelper.device_groups import DRIVER, DeviceGroups
+from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
 from rayhelper.errors import RoleError
-from rayhelper.roles.futures import FinishedCall, Future, finished, values_of
+from rayhelper.roles.futures import Finished, FinishedCall, Future, finished, values_of
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.parts import Identity, check_hosts, refuse_to_travel
-from rayhelper.roles.runtime import Route, acting_as, state
+from rayhelper.roles.runtime import Route, acting_as, state, task_acting_as
 from rayhelper.runtimes.driver import undeclared
 from rayhelper.runtimes.torchrun.exchange import Exchange, Watch
 from rayhelper.runtimes.torchrun.outcome import Outcome, deadline_error, in_collective
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.calls import collector, divide, layout_of, where_of
 from rayhelper.values.contents import Contents, contents_of
-from rayhelper.values.dispatch import Balanced, bare, unwrap
+from rayhelper.values.dispatch import Balanced, Call, Division, bare, unwrap
 from rayhelper.values.graphs import check_value
-from rayhelper.values.shards import Reports, ShardTable
+from rayhelper.values.shards import Layout, Reports, ShardTable
 from rayhelper.values.slicing import num_items
 from rayhelper.worker.failures import Failure, add_note
+from rayhelper.worker.process_group import in_process_group
 from rayhelper.worker.runtime import HostedPlacement, WorkerRuntime
 
 
@@ -45,6 +47,7 @@ class Processes(Protocol):
     recording: Recording | None
     alone: str
     owed: OwedCall | None
+    last_awaited: asyncio.Future[None] | None  # done when the call that was awaited last has been settled
 
     @property
     def workers(self) -> Mapping[str, WorkerRuntime]: ...
@@ -112,52 +115,104 @@ class SpmdPlacement:
         group = self.groups.get(method.role)
         if group is None:
             raise undeclared(method, self.identity.cls)
-        name, title, address = self.identity.called(method), self.identity.title(method), str(self.identity.address)
-        self.runtime.check_usable(title)
-        where = where_of(title, group.name)
-        started_ns = time.time_ns()
-        layout = layout_of(method, self.runtime.shards[group.name], address)
-        args, kwargs = values_of(args, kwargs)
-        check_hosts((args, kwargs), group.name)
-        division = divide(method, layout.num_shards, args, kwargs, where)
-        given = _given(method, args, kwargs)
-        contents = self._contents(method, args, kwargs)
-        recording = self.runtime.recording
-        call = recording.dispatched(name, started_ns) if recording else 0
-        members = self.runtime.members[group.name][: len(layout.shard_of)]
-        rank = members.index(self.runtime.rank) if self.runtime.rank in members else None
+        call = self._divided(method, group, args, kwargs)
 
         def own_value() -> Any:
-            if rank is None:
-                return None
-            hosted = self.hosted[group.name]
-            begun_ns = time.time_ns()
-            own_args, own_kwargs = division.calls[layout.shard_of[rank]]
+            hosted, (own_args, own_kwargs), begun_ns = call.hosted, call.own, time.time_ns()
+            assert hosted is not None, "only a process of the group runs the method"
             with acting_as(hosted.runtime), hosted.runtime.inside(hosted, method.role):
                 value = method.finished_call(target, own_args, own_kwargs)
-            check_value(value, f"{title} on {hosted.runtime.describe()}")
-            if recording:
-                recording.ran(name, method.role, rank, begun_ns, call)
-            return value if rank in layout.leaders else None
+            return call.answer(value, begun_ns)
 
         def leaders_values() -> list[Any]:
-            who = f"process {self.runtime.rank}" if rank is None else self.hosted[group.name].runtime.describe()
-            with Watch(self.runtime.exchange, group.timeout_s) as watch:
-                outcome, error = self.attempt(f"{title} of instance {address}", title, who, own_value, watch)
-            if rank is not None:
-                self.runtime.settle_owed()
-            begun_ns = time.time_ns()
-            values = self.runtime.settle(replace(outcome, given=given, contents=contents), error, watch)
-            if recording:
-                recording.span("wait", name, begun_ns, call, self.runtime.exchange.received_bytes)
-            return [values[members[leader]] for leader in layout.leaders]
+            return self._settled(call, own_value)
 
-        collect = collector(method, division.order, where, name, recording, call)
-        if rank is not None:
-            return Future(FinishedCall(leaders_values, collect))
+        if call.hosted is not None:
+            return Future(FinishedCall(leaders_values, call.collect))
+        return Future(self._owed(call))
+
+    def _owed(self, call: DividedCall) -> OwedCall:
+        """A call to a group that this process is not in."""
         self.runtime.settle_owed()  # whoever is one call behind holds nobody up, who is two behind might
-        self.runtime.owed = OwedCall(leaders_values, collect)
-        return Future(self.runtime.owed)
+        owed = self.runtime.owed = OwedCall(lambda: self._settled(call, lambda: None), call.collect)
+        return owed
+
+    async def awaited(
+        self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Begins at once, beside others; the processes meet in the order in which the calls were made.
+
+        Where processes share a process group, one begins when the one before it has ended: their collectives would
+        meet in another order on each process.
+        """
+        group = self.groups.get(method.role)
+        if method.role == DRIVER or group is None:
+            return await asyncio.to_thread(self.submit(method, target, args, kwargs).result)
+        call = self._divided(method, group, args, kwargs)
+        before, met = self.runtime.last_awaited, asyncio.get_running_loop().create_future()
+        self.runtime.last_awaited = met
+        try:
+            if call.hosted is None:
+                await _settled_before(before)
+                return await asyncio.to_thread(self._owed(call).result, None)
+            if in_process_group():
+                await _settled_before(before)
+            own = await self._own_coroutine(call, call.hosted, method, target)
+            await _settled_before(before)
+            return FinishedCall(lambda: self._settled(call, lambda: own.result(None)), call.collect).result(None)
+        finally:
+            met.set_result(None)
+
+    async def _own_coroutine(
+        self, call: DividedCall, hosted: HostedPlacement, method: RoleMethod[..., Any], target: Any
+    ) -> Finished:
+        """What the coroutine of this process comes to."""
+        own_args, own_kwargs = call.own
+        begun_ns = time.time_ns()
+        with Watch(self.runtime.exchange, call.group.timeout_s) as watch:
+            try:
+                with task_acting_as(hosted.runtime), hosted.runtime.task_inside(hosted, method.role):
+                    value = await method.coroutine(target, own_args, own_kwargs)
+                answer = call.answer(value, begun_ns)
+            except Exception as error:
+                return Finished.failed(error)
+        if watch.late:
+            return Finished.failed(deadline_error(call.title, watch, watch.late))
+        return Finished(lambda: answer)
+
+    def _divided(
+        self, method: RoleMethod[..., Any], group: DeviceGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> DividedCall:
+        title = self.identity.title(method)
+        self.runtime.check_usable(title)
+        started_ns = time.time_ns()
+        layout = layout_of(method, self.runtime.shards[group.name], str(self.identity.address))
+        args, kwargs = values_of(args, kwargs)
+        check_hosts((args, kwargs), group.name)
+        division = divide(method, layout.num_shards, args, kwargs, where_of(title, group.name))
+        members = self.runtime.members[group.name][: len(layout.shard_of)]
+        call = DividedCall(method, group, self.identity, division, layout, members, self.runtime.recording)
+        call.given, call.contents = _given(method, args, kwargs), self._contents(method, args, kwargs)
+        if self.runtime.recording:
+            call.number = self.runtime.recording.dispatched(call.name, started_ns)
+        if self.runtime.rank in members:
+            call.rank, call.hosted = members.index(self.runtime.rank), self.hosted[group.name]
+        return call
+
+    def _settled(self, call: DividedCall, own_value: Callable[[], Any]) -> list[Any]:
+        """The leaders' values, which all processes exchange."""
+        runtime = self.runtime
+        who = f"process {runtime.rank}" if call.hosted is None else call.hosted.runtime.describe()
+        with Watch(runtime.exchange, call.group.timeout_s) as watch:
+            name = f"{call.title} of instance {self.identity.address}"
+            outcome, error = self.attempt(name, call.title, who, own_value, watch)
+        if call.hosted is not None:
+            runtime.settle_owed()
+        begun_ns = time.time_ns()
+        values = runtime.settle(replace(outcome, given=call.given, contents=call.contents), error, watch)
+        if runtime.recording:
+            runtime.recording.span("wait", call.name, begun_ns, call.number, runtime.exchange.received_bytes)
+        return [values[call.members[leader]] for leader in call.layout.leaders]
 
     def _contents(self, method: RoleMethod[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Contents | None:
         """What the arguments hold, in the first calls of a method and now and then later; None: it is not compared."""
@@ -230,6 +285,49 @@ class SpmdPlacement:
     __reduce__ = refuse_to_travel
 
 
+class DividedCall:
+    """A call to a group, divided: what this process needs of it."""
+
+    rank: int | None = None  # of this process in the group; None: it is not in it
+    hosted: HostedPlacement | None = None
+    number = 0  # in the recording
+    given = ""
+    contents: Contents | None = None
+
+    def __init__(
+        self,
+        method: RoleMethod[..., Any],
+        group: DeviceGroup,
+        identity: Identity,
+        division: Division,
+        layout: Layout,
+        members: tuple[int, ...],
+        recording: Recording | None,
+    ) -> None:
+        self.method, self.group = method, group
+        self.name, self.title = identity.called(method), identity.title(method)
+        self.division, self.layout, self.members, self.recording = division, layout, members, recording
+
+    @property
+    def own(self) -> Call:
+        """The arguments of this process."""
+        assert self.rank is not None, "this process is called"
+        return self.division.calls[self.layout.shard_of[self.rank]]
+
+    def answer(self, value: Any, begun_ns: int) -> Any:
+        """What the others are told of the value that the method gave here, which began at ``begun_ns``."""
+        assert self.hosted is not None, "this process is called"
+        assert self.rank is not None, "this process is called"
+        check_value(value, f"{self.title} on {self.hosted.runtime.describe()}")
+        if self.recording:
+            self.recording.ran(self.name, self.method.role, self.rank, begun_ns, self.number)
+        return value if self.rank in self.layout.leaders else None
+
+    def collect(self, values: list[Any]) -> Any:
+        where = where_of(self.title, self.group.name)
+        return collector(self.method, self.division.order, where, self.name, self.recording, self.number)(values)
+
+
 class OwedCall:
     """A call to a group that this process is not in. It meets the others in it when it is asked for the value, or
     before it meets them in the next call: so it can do its part of that one while they are at theirs of this one.
@@ -261,6 +359,13 @@ class OwedCall:
 
     def wait_any(self, others: Sequence[Any]) -> int:
         return self.settle().wait_any(others)
+
+
+async def _settled_before(before: asyncio.Future[None] | None) -> None:
+    """Returns when the call before has been settled, and what was begun beside it has come to its first suspension."""
+    await asyncio.sleep(0)
+    if before is not None and not before.done():
+        await asyncio.wait([before])
 
 
 _COMPARED = 8  # calls of a method whose arguments are compared in full

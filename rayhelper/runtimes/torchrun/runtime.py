@@ -17,6 +17,7 @@ is not of its group does not wait for it before it makes its part of the next.
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import logging
@@ -81,6 +82,7 @@ class TorchrunRuntime:
         self.instances: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # by address
         self.constructing: list[SpmdPlacement] = []
         self.owed: OwedCall | None = None  # the deferred call in which this process has not met the others yet
+        self.last_awaited: asyncio.Future[None] | None = None  # done when the last call that was awaited is settled
         self.ended: tuple[int, Exception] | None = None  # of a constructor that others left: how deep it is, and why
         self.alone = ""  # the driver's method that this process runs for all
         self.driver = WorkerInfo((DRIVER,), DRIVER, rank, size, _local_rank(), _local_size(), _node(), Shard(0, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rayhelper import RayHelper
@@ -297,3 +298,41 @@ def a_whole_of_its_own_as_argument() -> Any:
 
 def test_a_whole_without_parts_is_an_argument_as_well(run: Run) -> None:
     assert run(a_whole_of_its_own_as_argument) == [[6], 7, True]
+
+
+@RayHelper.worker(group="train")
+class Called:
+    """What it is given to call refers to the object itself."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @RayHelper.function(group="train", collect=agreed)
+    def rise(self, by: int = 1) -> int:
+        self.count += by
+        return self.count
+
+    def risen(self, by: int) -> int:
+        return self.count + by
+
+    @RayHelper.function(group="train", collect=agreed)
+    def call(self, function: Callable[[], int]) -> int:
+        return function()
+
+
+@story
+def functions_over_the_object() -> Any:
+    called = Called()
+    called.rise(10)
+    functions = [
+        lambda: called.count,
+        called.rise,
+        partial(called.risen, 100),
+        partial(called.rise, by=1000),
+        lambda: called.risen(5),
+    ]
+    return [called.call(function) for function in functions]
+
+
+def test_bound_methods_and_closures_refer_to_the_workers_own_object(run: Run) -> None:
+    assert run(functions_over_the_object) == [10, 11, 111, 1011, 1016]

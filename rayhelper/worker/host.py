@@ -9,6 +9,7 @@ driver reaches the process through its ``Door``.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import pickle
@@ -34,7 +35,7 @@ from rayhelper.values.reply import Reported
 from rayhelper.values.shards import is_within
 from rayhelper.worker.ambient import Mode
 from rayhelper.worker.failures import Failure
-from rayhelper.worker.process_group import leave_process_group, let_go
+from rayhelper.worker.process_group import collectives_begun, leave_process_group, let_go
 from rayhelper.worker.runtime import WorkerRuntime
 from rayhelper.worker.side_door import Door
 
@@ -45,6 +46,8 @@ NUM_SLOTS = 64
 _IMPORTING_S = 0.1  # after this time it is looked again whether an import has ended that was not to be interrupted
 
 _AS_AT_FIRST = contextlib.nullcontext()  # the mode of a call whose driver has set none
+
+_NUM_APART = 256  # calls of which it is known whether they had collectives; more than a group has in flight
 
 _HELD_PORTS: list[socket.socket] = []  # until this process ends, or the port is used
 
@@ -66,6 +69,7 @@ class Host:
         self.tracer: Tracer | None = None
         self.running: Any = None  # the task of the call in the main thread
         self.cancelled: set[str] = set()  # tasks that the driver has given up
+        self.apart: collections.deque[Any] = collections.deque(maxlen=_NUM_APART)  # tasks that ran without a collective
         self.must_rejoin = False
 
     def __repr__(self) -> str:
@@ -105,7 +109,8 @@ class Host:
         state.active = WorkerRuntime(info, node)
         self.tracer = Tracer() if trace else None
         signal.signal(signal.SIGUSR1, self._interrupt)
-        return Door(node, key, {"stop": self.stop_tasks, "leave": lambda _: self.leave()}).address
+        answers = {"stop": self.stop_tasks, "leave": lambda _: self.leave(), "apart": self.ran_apart}
+        return Door(node, key, answers).address
 
     def set_environment(self, env: dict[str, str]) -> None:
         """Changes the environment, after another worker of the group was replaced."""
@@ -167,6 +172,7 @@ class Host:
         parts = parts if mode is None else parts[1:]
         self.running = self.task_id()
         started = time.time_ns() if self.tracer is not None else 0
+        begun = collectives_begun()
         try:
             if self.cancelled and self.running.hex() in self.cancelled:
                 raise Stopped
@@ -194,6 +200,8 @@ class Host:
             reply = self._reply(value)
             if self.tracer is not None:
                 self._record("run", method.role, identity.called(method), started, reply, ended)
+            if begun is not None and begun == collectives_begun():
+                self.apart.append(self.running)
             return reply
         except BaseException as error:
             self.ledger.forget_changed()  # or the next call would be blamed
@@ -234,6 +242,11 @@ class Host:
         self.cancelled.update(tasks)
         os.kill(os.getpid(), signal.SIGUSR1)
         return running.hex() if running is not None and running.hex() in tasks else None
+
+    def ran_apart(self, tasks: Sequence[str]) -> list[str]:
+        """Those of the tasks that ran here without a collective: nothing else need run again with them."""
+        known = {task.hex() for task in list(self.apart)}
+        return [task for task in tasks if task in known]
 
     def _interrupt(self, signum: int, frame: Any) -> None:
         running = self.running

@@ -56,7 +56,10 @@ def replies_as_they_come(recovery: Recovery, call: Sent, ranks: Iterable[int]) -
         while not (ready := ray.wait(list(rank_of), num_returns=1, timeout=STEP_S)[0]):
             recovery.calls.check_usable(what)
             if time.monotonic() >= deadline:
-                raise _late(recovery, call.refs, what, limit_s, True)
+                _past_deadline(recovery, call, what, limit_s, True)
+                break  # replaced workers run it again
+        if not ready:
+            continue
         try:
             reply = ray.get(ready[0])
         except RayActorError as error:
@@ -99,13 +102,16 @@ def _one_by_one(
                 replies[ref] = ray.get(ref)
             except RayActorError as error:
                 recovery.died(error, what, call, refs.index(ref))
+                if is_groups_limit:
+                    deadline = time.monotonic() + limit_s
                 break  # the references of the call may be others now
             except RayTaskError as error:
                 raise _not_sent(recovery, refs.index(ref), what, error) from None
         if any(isinstance(reply, Failure) for reply in replies.values()):
             return _with_failures(recovery, refs, replies)
         if not ready and time.monotonic() >= deadline:
-            raise _late(recovery, refs, what, limit_s, is_groups_limit)
+            _past_deadline(recovery, call, what, limit_s, is_groups_limit)
+            deadline = time.monotonic() + limit_s
     return [replies[ref] for ref in refs]
 
 
@@ -124,15 +130,21 @@ def _with_failures(recovery: Recovery, refs: list[Any], replies: dict[Any, Any])
     return list(replies.values())
 
 
-def _late(recovery: Recovery, refs: list[Any], what: str, limit_s: float, is_groups_limit: bool) -> DeadlineError:
-    """The error for a call that is late; if the deadline was the group's, the call is given up."""
-    late = unfinished_ranks(refs)
+def _past_deadline(recovery: Recovery, call: Sent, what: str, limit_s: float, is_groups_limit: bool) -> None:
+    """Returns once the workers that are late have been replaced, and run the call again.
+
+    Raises:
+        DeadlineError: they cannot be replaced; the call is given up if the deadline was the group's.
+    """
+    late = unfinished_ranks(call.refs)
     told = told_stacks(recovery.crew.ask("stacks"), range(len(recovery.crew.actors)))
+    if is_groups_limit and recovery.hung(what, call, limit_s, told):
+        return
     remedy = "The call was given up. Raise timeout_s of the group" if is_groups_limit else "Wait longer"
     if is_groups_limit:
         recovery.stop(late)
     ranks = ", ".join(runs([rank for rank, _ in late]))
-    return DeadlineError(
+    raise DeadlineError(
         f"{what} on group {recovery.calls.group.name!r} did not finish within {limit_s:g} s; still running on ranks "
         f"{ranks}. {remedy} if it needs longer. Where each rank of the group is:\n{told}"
     )

@@ -221,6 +221,17 @@ def test_a_worker_that_hangs_when_no_restarts_are_left_is_a_deadline_error(hasty
         hasty.hanging([1, 2, 3], str(tmp_path / "hung"))
 
 
+def test_a_collective_that_fails_as_a_peer_died_is_told_as_the_death_of_the_peer(
+    mortal: Mortal, tmp_path: Path
+) -> None:
+    alone = {"device": "CPU", "ranks": 2, "workers": ["score", "train", "judge"]}
+    with without_runtime(), RayHelper.session({"all": alone}):
+        mortal = Mortal(scale=10)
+        mortal.summed()
+        with pytest.raises(WorkerDiedError, match=r"rank 0 of group 'all'.*died before or during Mortal\.summed"):
+            mortal.summed(str(tmp_path / "died"))
+
+
 def test_a_future_that_was_handed_on_survives_the_death_of_its_maker(mortal: Mortal, tmp_path: Path) -> None:
     made = mortal.scaled.defer([1, 2, 3, 4], str(tmp_path / "died"))
     assert mortal.judged(made) == [11, 21, 31, 41]

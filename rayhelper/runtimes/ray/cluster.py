@@ -49,12 +49,14 @@ class RayCluster:
 
     def start(self, config: DeviceGroups) -> dict[str, WorkerGroup]:
         self.is_ours = placing.connect(self.address)
-        reserved = placing.reserved_slots(config, wait_s=cluster_wait_s() if self.address else _LOCAL_WAIT_S)
+        wait_s = cluster_wait_s() if self.address else _LOCAL_WAIT_S
+        reserved = placing.reserved(config, wait_s=wait_s)
         inherits = self.is_ours and not self.address
         for group in config.groups:
             self.groups[group.name] = WorkerGroup(
                 group,
-                *reserved[group.name],
+                reserved[group.name],
+                wait_s,
                 self.recording,
                 neighbours=config.neighbours(group),
                 inherits=inherits,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
 from rayhelper.device_groups.group import CALL_S
 from rayhelper.errors import DeadlineError, WorkerError
@@ -20,6 +20,8 @@ from rayhelper.worker.side_door import told_stacks
 _FAST_S = 0.1  # so long all are waited for together, which costs least
 STEP_S = 0.5  # so often a waiting driver looks whether the group is still usable
 _SAME_S = 0.1  # failures of other ranks within this time are told together
+_ANSWER_S = 1.0  # for a worker's door, when another has failed
+_DEATH_S = 3.0  # after which Ray knows that a worker which no longer answers is dead
 
 
 def replies_of(recovery: Recovery, what: str, call: Sent, timeout_s: float | None) -> list[Any]:
@@ -39,7 +41,7 @@ def replies_of(recovery: Recovery, what: str, call: Sent, timeout_s: float | Non
     deadline = time.monotonic() + limit_s
     try:
         replies = ray.get(call.refs, timeout=min(_FAST_S, limit_s))
-    except (GetTimeoutError, RayActorError, RayTaskError):
+    except (GetTimeoutError, RayActorError, ObjectLostError, RayTaskError):
         replies = _one_by_one(recovery, what, call, deadline, limit_s, timeout_s is None)
     raise_failures(replies)
     return replies
@@ -62,13 +64,16 @@ def replies_as_they_come(recovery: Recovery, call: Sent, ranks: Iterable[int]) -
             continue
         try:
             reply = ray.get(ready[0])
-        except RayActorError as error:
+        except (RayActorError, ObjectLostError) as error:
             recovery.died(error, what, call, rank_of[ready[0]])
             continue  # the references of the call may be others now
         except RayTaskError as error:
             raise _not_sent(recovery, rank_of[ready[0]], what, error) from None
         if isinstance(reply, Failure):
-            raise_failures(_with_failures(recovery, call.refs, {ready[0]: reply}))
+            told = _with_failures(recovery, what, call, {ready[0]: reply})
+            if told is None:
+                continue
+            raise_failures(told)
         left.discard(rank_of[ready[0]])
         yield rank_of[ready[0]], reply
 
@@ -100,30 +105,54 @@ def _one_by_one(
         for ref in ready:
             try:
                 replies[ref] = ray.get(ref)
-            except RayActorError as error:
+            except (RayActorError, ObjectLostError) as error:
                 recovery.died(error, what, call, refs.index(ref))
                 if is_groups_limit:
                     deadline = time.monotonic() + limit_s
                 break  # the references of the call may be others now
             except RayTaskError as error:
                 raise _not_sent(recovery, refs.index(ref), what, error) from None
+        replies = {ref: reply for ref, reply in replies.items() if ref in refs}
         if any(isinstance(reply, Failure) for reply in replies.values()):
-            return _with_failures(recovery, refs, replies)
+            told = _with_failures(recovery, what, call, replies)
+            if told is not None:
+                return told
+            if is_groups_limit:
+                deadline = time.monotonic() + limit_s
+            continue
         if not ready and time.monotonic() >= deadline:
             _past_deadline(recovery, call, what, limit_s, is_groups_limit)
             deadline = time.monotonic() + limit_s
     return [replies[ref] for ref in refs]
 
 
-def _with_failures(recovery: Recovery, refs: list[Any], replies: dict[Any, Any]) -> list[Any]:
-    """The replies that are there shortly after one failed; workers that still run are stopped."""
+def _with_failures(recovery: Recovery, what: str, call: Sent, replies: dict[Any, Any]) -> list[Any] | None:
+    """The replies that are there shortly after one failed; workers that still run are stopped.
+
+    None where a worker that the failed ones share a process group with has died, and was replaced: that made their
+    collectives fail, and they run again.
+
+    Raises:
+        WorkerDiedError: such a worker died and may not be replaced.
+    """
+    refs = call.refs
     waiting = [ref for ref in refs if ref not in replies]
     if waiting:
         ready, late = ray.wait(waiting, num_returns=len(waiting), timeout=_SAME_S)
+        joined = recovery.crew.ask("joined", timeout_s=_ANSWER_S)
+        failed = [rank for rank, ref in enumerate(refs) if isinstance(replies.get(ref), Failure)]
+        silent = [ref for ref in late if refs.index(ref) not in joined]
+        if silent and any(joined.get(rank) for rank in failed):  # the end of a process is noticed with some delay
+            ready += ray.wait(silent, num_returns=len(silent), timeout=_DEATH_S)[0]
+            late = [ref for ref in late if ref not in ready]
         for ref in ready:
             try:
                 replies[ref] = ray.get(ref)
-            except (RayActorError, RayTaskError):
+            except (RayActorError, ObjectLostError) as error:
+                if any(joined.get(rank) for rank in failed):
+                    recovery.died(error, what, call, refs.index(ref))
+                    return None
+            except RayTaskError:
                 continue  # the failure that was noticed first is the one to tell
         if late:
             recovery.stop((refs.index(ref), ref) for ref in late)

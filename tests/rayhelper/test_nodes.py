@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from rayhelper import PlacementError, RayHelper
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -172,6 +175,17 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "ray://localhost:{}"])
+def test_an_address_that_nobody_answers_is_told_at_once(address: str) -> None:
+    with socket.socket() as bound:  # nobody else is given the port, and nobody listens there
+        bound.bind(("127.0.0.1", 0))
+        address = address.format(bound.getsockname()[1])
+        with pytest.raises(
+            PlacementError, match=f"no Ray cluster answers at ray_address '{address}'.*ray start --head"
+        ):
+            RayHelper.initialize({"all": {"device": "CPU", "ranks": 1, "workers": ["train"]}}, ray_address=address)
 
 
 def test_missing_nodes_end_in_a_table_after_a_bounded_wait(facts: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ import psutil
 import pytest
 
 from rayhelper import DeadlineError, RayHelper, WorkerDiedError
+from rayhelper.roles.runtime import state
 from tests.conftest import without_runtime
 
 
@@ -85,6 +87,11 @@ class Mortal:
                 except BaseException:  # will not be stopped
                     continue
         return [item * self.scale for item in items]
+
+    @RayHelper.function(group="score")
+    def patient(self, go_on: str) -> None:
+        while RayHelper.current().rank == 1 and not Path(go_on).exists():
+            time.sleep(0.01)
 
     @RayHelper.function(group="judge", dispatch="slice", collect="flatten")
     def judged(self, items: list[int]) -> list[int]:
@@ -192,11 +199,39 @@ def test_a_call_that_all_have_answered_does_not_run_again(mortal: Mortal, tmp_pa
     assert sorted(notes.read_text().split()) == ["0", "1", "1", "answered"]
 
 
+def test_a_call_without_an_answer_is_told_again_and_again_with_its_stack(
+    mortal: Mortal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, told = tmp_path / "go on", []
+
+    class Until(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+            if len(told) == 2:
+                go_on.touch()
+
+    monkeypatch.setenv("RAYHELPER_WARN_S", "0.5")
+    handler, log = Until(), logging.getLogger("rayhelper.runtimes.ray.waiting")
+    log.addHandler(handler)
+    try:
+        assert mortal.patient(str(go_on)) == [None, None]
+    finally:
+        log.removeHandler(handler)
+    for line in told[:2]:
+        assert line.startswith("Mortal.patient (role 'score') on group 'scorers' (roles score): no answer for ")
+        assert "from ranks 1. Where they are:" in line
+        assert "in patient" in line
+
+
 @pytest.fixture(scope="module")
 def hasty(mortal: Mortal) -> Iterator[Mortal]:
-    alone = {"device": "CPU", "ranks": 2, "workers": ["score", "train", "judge"], "restarts": 2, "timeout_s": 3}
-    with without_runtime(), RayHelper.session({"all": alone}):
-        yield Mortal(scale=10)
+    alone = {"device": "CPU", "ranks": 2, "workers": ["score", "train", "judge"], "restarts": 2, "timeout_s": 5}
+    with without_runtime():
+        RayHelper.initialize({"all": alone})
+        runtime, hasty = state.active, Mortal(scale=10)
+    yield hasty
+    assert runtime is not None
+    runtime.teardown()
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["deaf", "stopped"])
@@ -204,13 +239,12 @@ def test_a_worker_that_hangs_is_replaced_as_one_that_died(
     hasty: Mortal, tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: bool
 ) -> None:
     pids = hasty.pid()
-    with without_runtime():
-        assert hasty.hanging([1, 2, 3], str(tmp_path / "hung"), stopped) == [10, 20, 30]
+    assert hasty.hanging([1, 2, 3], str(tmp_path / "hung"), stopped) == [10, 20, 30]
     assert hasty.pid()[0] == pids[0]
     assert not psutil.pid_exists(pids[1])
     assert "rank 1 of group 'all'" in caplog.text
     assert (
-        "did not finish Mortal.hanging (role 'score') within 3 s; it is constructed anew, 1 calls run again"
+        "did not finish Mortal.hanging (role 'score') within 5 s; it is constructed anew, 1 calls run again"
         in caplog.text
     )
     assert stopped or "time.sleep(3600)" in caplog.text

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from dataclasses import replace
 from typing import Any
@@ -25,13 +26,20 @@ from rayhelper.device_groups.slots import NodeResources, Slot, assign, bundle, n
 from rayhelper.errors import PlacementError
 from rayhelper.runtimes.ray.patches import free_resources, ray_on_loopback
 
+_PROBE_S = 5.0  # for the first answer of a cluster
 _RESERVE_S = 10.0  # for what was free a moment ago
 
 
 def connect(address: str | None) -> bool:
-    """Joins the cluster at ``address``, or starts one on this machine; True if it is ours to stop."""
+    """Joins the cluster at ``address``, or starts one on this machine; True if it is ours to stop.
+
+    Raises:
+        PlacementError: nobody listens at the address.
+    """
     if ray.is_initialized():
         return False
+    if address:
+        probe(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # says at every start that it is on
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -41,6 +49,23 @@ def connect(address: str | None) -> bool:
     with ray_on_loopback():
         ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
     return True
+
+
+def probe(address: str) -> None:
+    """Raises PlacementError if nobody listens at ``host:port`` within five seconds: Ray would try for minutes.
+
+    ``ray://host:port`` is probed alike. An address without a port, as ``auto`` is, Ray finds or refuses by itself.
+    """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdigit() or not host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+    except (OSError, OverflowError) as error:
+        raise PlacementError(
+            f"no Ray cluster answers at ray_address {address!r} ({error}). Start one there with `ray start --head`, "
+            "correct ray_address (or RAY_ADDRESS), or leave it out to start a cluster on this machine."
+        ) from None
 
 
 def place(groups: DeviceGroups, *, wait_s: float) -> dict[str, tuple[Slot, ...]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,18 +12,57 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
 from rayhelper.device_groups.group import CALL_S
-from rayhelper.errors import DeadlineError, WorkerError
+from rayhelper.errors import ConfigError, DeadlineError, WorkerError
 from rayhelper.ranks import runs
 from rayhelper.runtimes.ray.calls_under_way import Sent, unfinished_ranks
 from rayhelper.runtimes.ray.recovery import Recovery
 from rayhelper.worker.failures import Failure, raise_failures
 from rayhelper.worker.side_door import told_stacks
 
+_WARN_S = 300.0  # without an answer, unless RAYHELPER_WARN_S says otherwise; then a warning, again after as long
 _FAST_S = 0.1  # so long all are waited for together, which costs least
+_log = logging.getLogger(__name__)
 STEP_S = 0.5  # so often a waiting driver looks whether the group is still usable
 _SAME_S = 0.1  # failures of other ranks within this time are told together
 _ANSWER_S = 1.0  # for a worker's door, when another has failed
 _DEATH_S = 3.0  # after which Ray knows that a worker which no longer answers is dead
+
+
+def warn_s() -> float:
+    """Seconds without an answer after which it is logged where the ranks are. Raises ConfigError if it is no number."""
+    written = os.environ.get("RAYHELPER_WARN_S", str(_WARN_S))
+    try:
+        return float(written)
+    except ValueError:
+        raise ConfigError(
+            f"RAYHELPER_WARN_S must be a number of seconds, got {written!r}. Correct or unset it."
+        ) from None
+
+
+class Watch:
+    """Logs where the ranks are that a call waits for, after ``warn_s()`` seconds without an answer and again and again."""
+
+    def __init__(self, recovery: Recovery, what: str) -> None:
+        self.recovery, self.what = recovery, what
+        self.every_s = warn_s()
+        self.started = time.monotonic()
+        self.due = self.started + self.every_s
+
+    def look(self, call: Sent) -> None:
+        if not 0 < self.every_s or time.monotonic() < self.due:
+            return
+        self.due = time.monotonic() + self.every_s
+        crew, ranks = self.recovery.crew, [rank for rank, _ in unfinished_ranks(call.refs)]
+        if ranks:
+            _log.warning(
+                "%s on group %r (roles %s): no answer for %.0f s from ranks %s. Where they are:\n%s",
+                self.what,
+                crew.group.name,
+                ", ".join(crew.group.roles),
+                time.monotonic() - self.started,
+                ", ".join(runs(ranks)),
+                told_stacks(crew.ask("stacks"), ranks),
+            )
 
 
 def replies_of(recovery: Recovery, what: str, call: Sent, timeout_s: float | None) -> list[Any]:
@@ -50,13 +91,14 @@ def replies_of(recovery: Recovery, what: str, call: Sent, timeout_s: float | Non
 def replies_as_they_come(recovery: Recovery, call: Sent, ranks: Iterable[int]) -> Iterator[tuple[int, Any]]:
     """(rank, reply) of these ranks of a call, in the order in which they finish. Raises as ``replies_of`` does."""
     what, limit_s = call.title, recovery.calls.group.timeout_s or CALL_S
-    left = set(ranks)
+    left, watch = set(ranks), Watch(recovery, call.title)
     while left:
         recovery.calls.check_usable(what)
         rank_of = {call.refs[rank]: rank for rank in left}
         deadline = time.monotonic() + limit_s
         while not (ready := ray.wait(list(rank_of), num_returns=1, timeout=STEP_S)[0]):
             recovery.calls.check_usable(what)
+            watch.look(call)
             if time.monotonic() >= deadline:
                 _past_deadline(recovery, call, what, limit_s, True)
                 break  # replaced workers run it again
@@ -93,10 +135,11 @@ def _one_by_one(
     limit_s: float,
     is_groups_limit: bool,
 ) -> list[Any]:
-    refs = call.refs  # which change when workers are replaced
+    refs, watch = call.refs, Watch(recovery, what)  # the references change when workers are replaced
     replies: dict[Any, Any] = {}  # by reference
     while any(ref not in replies for ref in refs):
         recovery.calls.check_usable(what)
+        watch.look(call)
         waiting = [ref for ref in refs if ref not in replies]
         left_s = min(STEP_S, deadline - time.monotonic())
         ready = ray.wait(waiting, num_returns=1, timeout=max(0.0, left_s))[0]

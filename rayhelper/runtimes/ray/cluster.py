@@ -17,6 +17,7 @@ from rayhelper.runtimes.announced import Announced
 from rayhelper.runtimes.ray import placement as placing
 from rayhelper.runtimes.ray.group import WorkerGroup
 from rayhelper.runtimes.ray.modules import sources_of, user_modules
+from rayhelper.runtimes.ray.waiting import warn_s
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.packing import dumps
 from rayhelper.worker.ambient import Ambient
@@ -48,6 +49,7 @@ class RayCluster:
         self.announced: Announced | None = None
 
     def start(self, config: DeviceGroups) -> dict[str, WorkerGroup]:
+        warn_s()  # a mistake is told before anything starts
         self.is_ours = placing.connect(self.address)
         wait_s = cluster_wait_s() if self.address else _LOCAL_WAIT_S
         reserved = placing.reserved(config, wait_s=wait_s)

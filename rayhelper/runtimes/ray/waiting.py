@@ -40,7 +40,7 @@ def warn_s() -> float:
 
 
 class Watch:
-    """Logs where the ranks are that a call waits for, after ``warn_s()`` seconds without an answer and again and again."""
+    """Logs where the ranks are that a call waits for, whenever ``warn_s()`` more seconds brought no answer."""
 
     def __init__(self, recovery: Recovery, what: str) -> None:
         self.recovery, self.what = recovery, what
@@ -49,7 +49,7 @@ class Watch:
         self.due = self.started + self.every_s
 
     def look(self, call: Sent) -> None:
-        if not 0 < self.every_s or time.monotonic() < self.due:
+        if self.every_s <= 0 or time.monotonic() < self.due:
             return
         self.due = time.monotonic() + self.every_s
         crew, ranks = self.recovery.crew, [rank for rank, _ in unfinished_ranks(call.refs)]

@@ -111,8 +111,13 @@ def checkpoints(output_dir: Path) -> list[Path]:
     left in the folder, and what a run wrote that was resumed from an older checkpoint. Checkpoints of versions that did
     not count are older than all others, and in the order of ``saved_at``.
     """
-    ages = {path: _age(path) for path in _named(output_dir)}
-    return [path for path, age in sorted(ages.items(), key=lambda item: item[1] or ()) if age is not None]
+    return list(ages(output_dir))
+
+
+def ages(output_dir: Path) -> dict[Path, tuple[int, float, int]]:
+    """The whole checkpoints in a folder, in that order, with what tells apart two that had the same name."""
+    found = {path: age for path in _named(output_dir) if (age := _age(path)) is not None}
+    return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
 @dataclass(frozen=True)

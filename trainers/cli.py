@@ -32,6 +32,7 @@ from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.reading.text import save_config
 from trainers.configuration.shared import TrainConfig
 from trainers.run.folder_lock import held
+from trainers.run.going_on import going_on
 from trainers.run.stopping import Stopped, ends_by_sigterm, ends_with_parent
 
 TOLD_BY_FIRST_S = 10.0  # within which process 0 of torchrun finds a mistake that all of them find
@@ -118,11 +119,14 @@ def _run(trainer: Any, config: Any) -> dict[str, float]:
     groups = placement(trainer, config, num_processes)
     _check_run(trainer, config, groups)
     if num_processes > 1:
-        session = RayHelper.session(groups, runtime="torchrun")
-    else:
-        session = RayHelper.session(groups, ray_address=config.ray_address)
-    with session, contextlib.nullcontext() if num_processes > 1 else ends_by_sigterm():
-        return _trained(trainer, config)
+        with RayHelper.session(groups, runtime="torchrun"):
+            return _trained(trainer, config)
+
+    def on_ray(config: Any) -> dict[str, float]:
+        with RayHelper.session(groups, ray_address=config.ray_address), ends_by_sigterm():
+            return _trained(trainer, config)
+
+    return going_on(config, on_ray)
 
 
 def _trained(trainer: Any, config: Any) -> dict[str, float]:

@@ -16,7 +16,12 @@ CONSTRUCTION_S = 900.0  # and a construction, unless the group's timeout_s is lo
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Named hardware: its workers are processes, each of which hosts all the group's roles."""
+    """Named hardware: its workers are processes, each of which hosts all the group's roles.
+
+    A worker that dies, or is late for ``timeout_s``, is replaced where there are ``restarts``: its part of a call runs
+    again. Where workers share a process group, parts that others have answered run again with it, side effects
+    included, unless it is known that they ran without a collective.
+    """
 
     name: str
     roles: tuple[str, ...]
@@ -25,7 +30,7 @@ class DeviceGroup:
     num_workers: int
     gpus_per_worker: int = 1  # accelerators of one worker, whatever their make; 0 on CPU
     timeout_s: float | None = None  # that a call may take; None: CALL_S
-    restarts: int = 0  # how many workers that died are replaced, in all
+    restarts: int = 0  # how many workers are replaced, in all
     max_in_flight: int = MAX_IN_FLIGHT  # deferred calls whose workers have not answered; the next one waits
     env: tuple[tuple[str, str], ...] = ()  # pairs, as dict() takes them
     shares_devices_with: str | None = None  # the group whose ranks it has, in processes of its own

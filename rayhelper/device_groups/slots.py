@@ -62,7 +62,7 @@ def assign(groups: DeviceGroups, nodes: Sequence[NodeResources]) -> dict[str, tu
     if not nodes:
         raise PlacementError("the cluster has no live node. Start Ray on one, or leave out the cluster's address.")
     layout = {
-        group.name: workers_by_node(group, _nproc_per_node(groups, nodes))
+        group.name: workers_by_node(group, nproc_per_node(groups, nodes))
         for group in groups.groups
         if group.device != "CPU"
     }
@@ -116,7 +116,7 @@ def _slots(group: DeviceGroup, workers: Sequence[tuple[NodeResources, int]]) -> 
     return tuple(slots)
 
 
-def _nproc_per_node(groups: DeviceGroups, nodes: Sequence[NodeResources]) -> int | None:
+def nproc_per_node(groups: DeviceGroups, nodes: Sequence[NodeResources]) -> int | None:
     """The accelerators of a logical node; None: there is only one logical node.
 
     Where the configuration does not say, a node has as many as the largest of the cluster.

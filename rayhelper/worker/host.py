@@ -11,6 +11,7 @@ driver reaches the process through its ``Door``.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import os
 import pickle
@@ -37,7 +38,7 @@ from rayhelper.values.shards import is_within
 from rayhelper.worker.ambient import Mode
 from rayhelper.worker.coroutines import Coroutines
 from rayhelper.worker.failures import Failure
-from rayhelper.worker.process_group import in_process_group, leave_process_group, let_go
+from rayhelper.worker.process_group import collectives_begun, in_process_group, leave_process_group, let_go
 from rayhelper.worker.runtime import WorkerRuntime
 from rayhelper.worker.side_door import Door
 from rayhelper.worker.steps import Stepped
@@ -49,6 +50,8 @@ NUM_SLOTS = 64
 _IMPORTING_S = 0.1  # after this time it is looked again whether an import has ended that was not to be interrupted
 
 _AS_AT_FIRST = contextlib.nullcontext()  # the mode of a call whose driver has set none
+
+_NUM_APART = 256  # calls of which it is known whether they had collectives; more than a group has in flight
 
 _HELD_PORTS: list[socket.socket] = []  # until this process ends, or the port is used
 
@@ -70,6 +73,7 @@ class Host:
         self.tracer: Tracer | None = None
         self.running: Any = None  # the task of the call in the main thread
         self.cancelled: set[str] = set()  # tasks that the driver has given up
+        self.apart: collections.deque[Any] = collections.deque(maxlen=_NUM_APART)  # tasks that ran without a collective
         self.must_rejoin = False
         self.coroutines = Coroutines()
 
@@ -115,6 +119,7 @@ class Host:
             "stop": self.stop_tasks,
             "leave": lambda _: self.leave(),
             "wake": lambda _: self.coroutines.wake(),
+            "apart": self.ran_apart,
         }
         return Door(node, key, answers).address
 
@@ -176,6 +181,7 @@ class Host:
         method, identity = None, None
         self.running = self.task_id()
         started = time.time_ns() if self.tracer is not None else 0
+        begun = collectives_begun()
         try:
             self._check_begin(self.running)
             if self.coroutines.running and in_process_group():
@@ -193,7 +199,10 @@ class Host:
                 value = method.finished_call(instance, args, kwargs)
             ended = time.time_ns() if self.tracer is not None else 0
             del args, kwargs  # or what they lend counted as used
-            return self._answer(value, method, identity, self.running, started, ended)
+            reply = self._answer(value, method, identity, self.running, started, ended)
+            if begun is not None and begun == collectives_begun():
+                self.apart.append(self.running)
+            return reply
         except BaseException as error:
             return self._failed(error, location, method, identity, self.running, started)
         finally:
@@ -287,6 +296,11 @@ class Host:
         self.coroutines.cancel(tasks)
         os.kill(os.getpid(), signal.SIGUSR1)
         return running.hex() if running is not None and running.hex() in tasks else None
+
+    def ran_apart(self, tasks: Sequence[str]) -> list[str]:
+        """Those of the tasks that ran here without a collective: nothing else need run again with them."""
+        known = {task.hex() for task in list(self.apart)}
+        return [task for task in tasks if task in known]
 
     def _interrupt(self, signum: int, frame: Any) -> None:
         call = self.coroutines.current() or (None if self.running is None else self.running.hex())

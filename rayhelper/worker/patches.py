@@ -14,3 +14,21 @@ def abort_process_group() -> None:
 
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
     (abort or dist.destroy_process_group)()
+
+
+def num_collectives() -> int | None:
+    """How many collectives this process has begun; None where torch cannot tell, or NCCL is among its groups.
+
+    PyTorch (2.4 to 2.13) counts them for each group, and its names for the groups and for the count are private
+    (torch/distributed/distributed_c10d.py). Gloo counts messages between two ranks as well; NCCL does not, and other
+    libraries use NCCL beside torch. Delete when a process group says publicly what it has begun.
+    """
+    import torch.distributed as dist
+
+    groups = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", None)
+    if not groups or any(backend != "gloo" for backend, _ in groups.values()):
+        return None
+    try:
+        return sum(int(group._get_sequence_number_for_group()) for group in groups)
+    except (AttributeError, RuntimeError):
+        return None

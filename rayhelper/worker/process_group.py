@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import errno
 import os
@@ -14,7 +15,9 @@ from datetime import timedelta
 from typing import Any
 
 from rayhelper.roles.runtime import WorkerInfo
-from rayhelper.worker.patches import abort_process_group
+from rayhelper.worker.patches import abort_process_group, num_collectives
+
+_requests: collections.Counter[str] = collections.Counter()  # to join, of this process
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ def join_process_group(info: WorkerInfo, backend: str | None, timeout_s: float, 
     import torch
     import torch.distributed as dist
 
+    _requests["join"] += 1  # also by a process that is in it: one that took its place would wait for the others here
     if not dist.is_initialized():
         backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
         if info.world_size == 1:
@@ -82,6 +86,12 @@ def in_process_group() -> bool:
     """Whether this process shares the default group with others."""
     dist = getattr(sys.modules.get("torch"), "distributed", None)
     return bool(dist and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def collectives_begun() -> int | None:
+    """How many collectives this process has begun, counting requests to join; None: it cannot be known."""
+    begun = num_collectives() if in_process_group() else 0
+    return None if begun is None else begun + _requests["join"]
 
 
 def leave_process_group() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rayhelper.roles.runtime import state
 from trainers.dpo.config import DPOConfig
 from trainers.gkd.config import GKDConfig
 from trainers.grpo.config import GRPOConfig
@@ -199,6 +201,21 @@ def begin_torchrun_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
         port = free.getsockname()[1]
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
+
+
+@contextmanager
+def worker_killed_after(step: int, times: int = 1) -> Iterator[None]:
+    """Inside, the second worker of a run on Ray is killed once this step is logged, so many times."""
+    left, log_step = [times], Run.log_step
+
+    def log_and_kill(run: Run, *args: Any, **kwargs: Any) -> None:
+        log_step(run, *args, **kwargs)
+        if run.step == step and left[0]:
+            left[0] -= 1
+            os.kill(next(iter(state.active.groups.values())).crew.facts[1]["pid"], signal.SIGKILL)  # type: ignore[union-attr]
+
+    with patch.object(Run, "log_step", log_and_kill):
+        yield
 
 
 @contextmanager

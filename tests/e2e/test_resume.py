@@ -9,12 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from rayhelper import ConfigError
-from tests.conftest import RaySession
-from tests.e2e.runs import final_bytes, grpo_config, interrupted_after, lines, sft_config, signalled_in, together
+from rayhelper import ConfigError, WorkerDiedError
+from tests.conftest import RaySession, without_runtime
+from tests.e2e.runs import (
+    final_bytes,
+    grpo_config,
+    interrupted_after,
+    lines,
+    sft_config,
+    signalled_in,
+    together,
+    worker_killed_after,
+)
 from tests.golden.tiny import save_tiny
 from tests.rayhelper.strangers import Payload
 from trainers.checkpoint import resolve_resume
+from trainers.cli import run
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.manifest import write_manifest
 from trainers.run.stopping import Stopped
@@ -66,6 +76,38 @@ def test_two_workers_resume_bit_for_bit(model: str, tmp_path: Path, ray_session:
     }
     assert lines(parted) == lines(whole)
     assert final_bytes(parted) == final_bytes(whole)
+
+
+LEARNERS = {"cpus": {"device": "CPU", "ranks": 2, "workers": ["train"]}}
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_run_whose_worker_dies_goes_on_by_itself(
+    model: str, tmp_path: Path, ray_session: RaySession, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    keys: dict[str, Any] = {"save_steps": 2, "disable_dropout": False}
+    with ray_session(together(2)):
+        SFTTrainer(sft_config(model, whole, **keys)).train()
+    SFTTrainer(sft_config(model, parted, **keys, max_steps=4, learning_rate=1e-4)).train()  # leaves other checkpoints
+    on_ray = {**keys, "use_ray": True, "device_groups": LEARNERS, "resume_on_failure": 2}
+    with without_runtime(), worker_killed_after(1), worker_killed_after(5):
+        run(SFTTrainer, sft_config(model, parted, **on_ray))
+    told = [record.getMessage() for record in caplog.records if "resume_on_failure" in record.getMessage()]
+    assert [line.partition(": rank 1 of group 'cpus'")[0] for line in told] == [
+        "resume_on_failure: the run begins again, as it has no checkpoint yet, 1 resumes left",
+        f"resume_on_failure: the run goes on from {parted / 'checkpoint-4'}, 0 resumes left",
+    ]
+    assert lines(parted)[-1]["step"] == 9
+    assert final_bytes(parted) == final_bytes(whole)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_run_whose_worker_dies_more_often_than_it_may_ends(model: str, tmp_path: Path) -> None:
+    keys = {"use_ray": True, "device_groups": LEARNERS, "resume_on_failure": 1, "max_steps": 3}
+    with without_runtime(), worker_killed_after(1, times=2), pytest.raises(WorkerDiedError) as raised:
+        run(SFTTrainer, sft_config(model, tmp_path / "run", **keys))
+    assert "resume_on_failure: all 1 resumes were used" in "".join(raised.value.__notes__)
 
 
 def test_a_checkpoint_that_asks_for_code_ends_the_run_with_its_name(model: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from rayhelper import PlacementError, RayHelper
+
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
-import json, os, sys, threading, time
+import contextlib, json, logging, os, sys, threading, time
 import numpy as np
 import ray
 from ray.cluster_utils import Cluster
@@ -50,6 +53,14 @@ class Probe:
     def sleep(self):
         time.sleep(60)
 
+    @RayHelper.function(group="train", dispatch="slice", collect="flatten")
+    def tripled(self, values, sleep_once):
+        if RayHelper.current().rank == 1:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(sleep_once)
+                time.sleep(600)
+        return [3 * value for value in values]
+
     @RayHelper.function(group="rollout")
     def rollout_node(self):
         return ray.get_runtime_context().get_node_id()
@@ -67,30 +78,25 @@ def measured(cluster):
     import torch
 
     facts = {}
-    nodes = [cluster.add_node(num_cpus=1, num_gpus=gpus) for gpus in (2, 4)]
+    nodes = [cluster.add_node(num_cpus=1, num_gpus=gpus, wait=False) for gpus in (2, 4)]
+    cluster.wait_for_nodes()
     groups = {
         "nproc_per_node": 2,
         "trainers": {"device": "GPU", "ranks": [0, 1, 2, 3], "workers": ["train"]},
         "samplers": {"device": "GPU", "ranks": [4, 5], "workers": ["rollout"]},
         "judges": {"device": "CPU", "ranks": 4, "workers": ["judge"]},
     }
-    os.environ["RAYHELPER_WAIT_S"] = "1"
+    os.environ["RAYHELPER_WAIT_S"] = "0.5"
     try:
         RayHelper.initialize(groups, ray_address=cluster.address)
     except PlacementError as error:
         facts["missing"] = [str(error), "".join(error.__notes__)]
     os.environ["RAYHELPER_WAIT_S"] = "60"
-    joining = threading.Timer(2.0, lambda: nodes.append(cluster.add_node(num_cpus=1, num_gpus=2)))
+    joining = threading.Timer(1.0, lambda: nodes.append(cluster.add_node(num_cpus=1, num_gpus=2)))
     joining.start()
-    three = {"device": "GPU", "ranks": [0, 2, 4], "workers": ["train", "rollout", "judge"]}
-    with RayHelper.session({"nproc_per_node": 2, "one a node": three}, ray_address=cluster.address):
-        facts["waited for"] = [one[:2] for one in Probe().where()]
-    joining.join()
-    ray.init(address=cluster.address, logging_level=40)
-    facts["all free"] = ray.util.placement_group([{"GPU": gpus} for gpus in (2, 4, 2)]).wait(30)
-    ray.shutdown()
-
     with RayHelper.session(groups, ray_address=cluster.address):
+        joining.join()
+        facts["joined"] = nodes[-1].node_id
         probe = Probe()
         facts["where"] = probe.where()
         facts["addresses"] = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -101,17 +107,55 @@ def measured(cluster):
         facts["broadcast"] = probe.total(torch.ones(1_000_000))
         facts["handed over"] = probe.summed(probe.doubled.defer(np.ones(400_000)))
         call = probe.sleep.defer()
-        time.sleep(0.5)
-        lost = next(node for node in nodes if node.node_id == facts["where"][3][4])
-        cluster.remove_node(lost, allow_graceful=False)
+        cluster.remove_node(by_id(nodes).pop(facts["where"][3][4]), allow_graceful=False)
         try:
             call.result(timeout_s=60)
         except WorkerDiedError as error:
             facts["lost"] = str(error)
+    ray.init(address=cluster.address, logging_level=40)
+    facts["all free"] = ray.util.placement_group([{"GPU": 2}, {"GPU": 2}]).wait(30)
+    ray.shutdown()
+    nodes = [node for node in nodes if node.node_id != facts["where"][3][4]]
+    return facts | moved(cluster, by_id(nodes))
+
+
+def moved(cluster, nodes):
+    # of a group with restarts, when its node dies while another is free, and while none is
+    facts = {"warnings": []}
+    log = logging.getLogger("rayhelper.runtimes.ray.recovery")
+    log.addFilter(lambda record: not facts["warnings"].append(record.getMessage()))
+    pair = {"device": "GPU", "ranks": [0, 1], "workers": ["train", "rollout", "judge"], "restarts": 9}
+    os.environ["RAYHELPER_WAIT_S"] = "1"
+    with RayHelper.session({"nproc_per_node": 2, "pair": pair}, ray_address=cluster.address):
+        probe = Probe()
+        facts["before"] = probe.where()
+        open("sleep once", "w").close()
+        call = probe.tripled.defer([1, 2, 3], os.path.abspath("sleep once"))
+        next(call.as_parts())
+        cluster.remove_node(nodes.pop(facts["before"][1][4]), allow_graceful=False)
+        facts["tripled"] = call.result()
+        facts["after"] = probe.where()
+        facts["reduced after"] = probe.reduced()
+        call = probe.sleep.defer()
+        cluster.remove_node(*nodes.values(), allow_graceful=False)
+        facts["homeless"] = []
+        for again in (call.result, probe.where):
+            try:
+                again()
+            except PlacementError as error:
+                facts["homeless"].append(str(error))
     return facts
 
 
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1}, shutdown_at_exit=False)
+def by_id(nodes):
+    return {node.node_id: node for node in nodes}
+
+
+cluster = Cluster(
+    initialize_head=True,
+    head_node_args={"num_cpus": 1, "include_dashboard": False, "_system_config": {"health_check_period_ms": 500}},
+    shutdown_at_exit=False,
+)
 try:
     facts = measured(cluster)
 finally:
@@ -133,16 +177,27 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "ray://localhost:{}"])
+def test_an_address_that_nobody_answers_is_told_at_once(address: str) -> None:
+    with socket.socket() as bound:  # nobody else is given the port, and nobody listens there
+        bound.bind(("127.0.0.1", 0))
+        address = address.format(bound.getsockname()[1])
+        with pytest.raises(
+            PlacementError, match=f"no Ray cluster answers at ray_address '{address}'.*ray start --head"
+        ):
+            RayHelper.initialize({"all": {"device": "CPU", "ranks": 1, "workers": ["train"]}}, ray_address=address)
+
+
 def test_missing_nodes_end_in_a_table_after_a_bounded_wait(facts: dict[str, Any]) -> None:
     table, waited = facts["missing"]
     assert "no node is left with 2 GPU free" in table
     for row in ("trainers", "samplers", "free:", "asked:"):
         assert row in table
-    assert "waited 1 s" in waited
+    assert "waited 0.5 s" in waited
 
 
 def test_a_node_that_joins_while_we_wait_is_used(facts: dict[str, Any]) -> None:
-    assert facts["waited for"] == [[0, 0], [1, 1], [2, 2]]
+    assert facts["joined"] in {*facts["rollout"], *(one[4] for one in facts["where"])}
 
 
 def test_the_cluster_outlives_its_sessions_and_all_that_they_had_is_free(facts: dict[str, Any]) -> None:
@@ -176,3 +231,20 @@ def test_values_travel_between_nodes(facts: dict[str, Any]) -> None:
 def test_a_node_that_dies_is_told_by_rank(facts: dict[str, Any]) -> None:
     assert "of group 'trainers'" in facts["lost"]
     assert "rank 2" in facts["lost"] or "rank 3" in facts["lost"]
+
+
+def test_a_group_with_restarts_moves_to_a_free_node_when_its_own_dies(facts: dict[str, Any]) -> None:
+    before, after = facts["before"], facts["after"]
+    assert [one[:4] for one in before] == [one[:4] for one in after] == [[0, 0, 0, 2], [1, 0, 1, 2]]
+    assert {one[4] for one in before}.isdisjoint(one[4] for one in after)
+    assert facts["tripled"] == [3, 6, 9]
+    assert facts["reduced after"] == [2.0, 2.0]
+    assert "its node is lost: all 2 workers of the group are placed and constructed anew" in "".join(facts["warnings"])
+
+
+def test_a_group_for_which_no_node_is_left_is_a_placement_error(facts: dict[str, Any]) -> None:
+    first, second = facts["homeless"]
+    assert first == second
+    assert "of group 'pair' (roles train, rollout, judge; node" in first
+    assert "could not be placed anew: the cluster cannot hold the device groups: no node is left with 2 GPU" in first
+    assert "waited 5 s" in first

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from rayhelper import RayHelper, WorkerDiedError
+from rayhelper import DeadlineError, RayHelper, WorkerDiedError
+from rayhelper.roles.runtime import state
 from tests.conftest import without_runtime
 
 
@@ -52,6 +55,43 @@ class Mortal:
         value = torch.ones(1)
         torch.distributed.all_reduce(value)
         return [value.item()]
+
+    @RayHelper.function(group="train", collect="flatten")
+    def noted(self, notes: str, together: bool) -> list[int]:
+        """Every rank notes that it ran, rank 1 dies at its first run, after the others have answered."""
+        rank, path = RayHelper.current().rank, Path(notes)
+        if together:
+            import torch
+
+            RayHelper.init_process_group("gloo", timeout_s=60)
+            torch.distributed.barrier()
+        with path.open("a") as file:
+            file.write(f"{rank}\n")
+        if rank == 1 and path.read_text().count("1") == 1:
+            while "answered" not in path.read_text():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [rank]
+
+    @RayHelper.function(group="score", dispatch="slice", collect="flatten")
+    def hanging(self, items: list[int], hang_once: str, stopped: bool = False) -> list[int]:
+        """Rank 1 does not answer the first time."""
+        marker = Path(hang_once)
+        if RayHelper.current().rank == 1 and not marker.exists():
+            marker.touch()
+            if stopped:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            while True:
+                try:
+                    time.sleep(3600)
+                except BaseException:  # will not be stopped
+                    continue
+        return [item * self.scale for item in items]
+
+    @RayHelper.function(group="score")
+    def patient(self, go_on: str) -> None:
+        while RayHelper.current().rank == 1 and not Path(go_on).exists():
+            time.sleep(0.01)
 
     @RayHelper.function(group="judge", dispatch="slice", collect="flatten")
     def judged(self, items: list[int]) -> list[int]:
@@ -124,6 +164,106 @@ def test_workers_that_share_a_process_group_are_replaced_together(mortal: Mortal
     assert mortal.summed() == [2.0, 2.0]
     assert mortal.summed(str(tmp_path / "died")) == [2.0, 2.0]
     assert mortal.summed() == [2.0, 2.0]
+
+
+def noted_by(mortal: Mortal, notes: Path, together: bool) -> list[str]:
+    mortal.summed()
+    notes.touch()
+    call = mortal.noted.defer(str(notes), together)
+    next(call.as_parts())
+    with notes.open("a") as file:
+        file.write("answered\n")
+    assert call.result() == [0, 1]
+    return sorted(notes.read_text().split())
+
+
+def test_what_was_answered_without_a_collective_does_not_run_again(mortal: Mortal, tmp_path: Path) -> None:
+    assert noted_by(mortal, tmp_path / "notes", together=False) == ["0", "1", "1", "answered"]
+
+
+def test_what_was_answered_with_a_collective_runs_again_with_a_warning(
+    mortal: Mortal, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert noted_by(mortal, tmp_path / "notes", together=True) == ["0", "0", "1", "1", "answered"]
+    assert "Mortal.noted (role 'train') on group 'trainers': ranks 0 had answered and run it again" in caplog.text
+
+
+def test_a_call_that_all_have_answered_does_not_run_again(mortal: Mortal, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.write_text("1 answered\n")
+    mortal.summed()
+    call = mortal.noted.defer(str(notes), True)
+    list(call.as_parts())
+    assert mortal.summed(str(tmp_path / "died")) == [2.0, 2.0]
+    assert call.result() == [0, 1]
+    assert sorted(notes.read_text().split()) == ["0", "1", "1", "answered"]
+
+
+def test_a_call_without_an_answer_is_told_again_and_again_with_its_stack(
+    mortal: Mortal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, told = tmp_path / "go on", []
+
+    class Until(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+            if len(told) == 2:
+                go_on.touch()
+
+    monkeypatch.setenv("RAYHELPER_WARN_S", "0.5")
+    handler, log = Until(), logging.getLogger("rayhelper.runtimes.ray.waiting")
+    log.addHandler(handler)
+    try:
+        assert mortal.patient(str(go_on)) == [None, None]
+    finally:
+        log.removeHandler(handler)
+    for line in told[:2]:
+        assert line.startswith("Mortal.patient (role 'score') on group 'scorers' (roles score): no answer for ")
+        assert "from ranks 1. Where they are:" in line
+        assert "in patient" in line
+
+
+@pytest.fixture(scope="module")
+def hasty(mortal: Mortal) -> Iterator[Mortal]:
+    alone = {"device": "CPU", "ranks": 2, "workers": ["score", "train", "judge"], "restarts": 2, "timeout_s": 5}
+    with without_runtime():
+        RayHelper.initialize({"all": alone})
+        runtime, hasty = state.active, Mortal(scale=10)
+    yield hasty
+    assert runtime is not None
+    runtime.teardown()
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["deaf", "stopped"])
+def test_a_worker_that_hangs_is_replaced_as_one_that_died(
+    hasty: Mortal, tmp_path: Path, caplog: pytest.LogCaptureFixture, stopped: bool
+) -> None:
+    pids = hasty.pid()
+    assert hasty.hanging([1, 2, 3], str(tmp_path / "hung"), stopped) == [10, 20, 30]
+    assert hasty.pid()[0] == pids[0]
+    assert not psutil.pid_exists(pids[1])
+    assert "rank 1 of group 'all'" in caplog.text
+    assert (
+        "did not finish Mortal.hanging (role 'score') within 5 s; it is constructed anew, 1 calls run again"
+        in caplog.text
+    )
+    assert stopped or "time.sleep(3600)" in caplog.text
+
+
+def test_a_worker_that_hangs_when_no_restarts_are_left_is_a_deadline_error(hasty: Mortal, tmp_path: Path) -> None:
+    with pytest.raises(DeadlineError, match=r"still running on ranks 1\. The call was given up"):
+        hasty.hanging([1, 2, 3], str(tmp_path / "hung"))
+
+
+def test_a_collective_that_fails_as_a_peer_died_is_told_as_the_death_of_the_peer(
+    mortal: Mortal, tmp_path: Path
+) -> None:
+    alone = {"device": "CPU", "ranks": 2, "workers": ["score", "train", "judge"]}
+    with without_runtime(), RayHelper.session({"all": alone}):
+        mortal = Mortal(scale=10)
+        mortal.summed()
+        with pytest.raises(WorkerDiedError, match=r"rank 0 of group 'all'.*died before or during Mortal\.summed"):
+            mortal.summed(str(tmp_path / "died"))
 
 
 def test_a_future_that_was_handed_on_survives_the_death_of_its_maker(mortal: Mortal, tmp_path: Path) -> None:

@@ -249,6 +249,9 @@ class TrainConfig(MegatronConfig, RunConfig):
     """Whether more of ``metric_for_best_model`` is better; null: unless its name ends in loss."""
     resume_from_checkpoint: bool | str | None = None
     """A checkpoint folder; true or 'auto': the newest undamaged one of output_dir, if there is one."""
+    resume_on_failure: int = 0
+    """With Ray: when workers died or did not answer within ``timeout_s``, all are started anew and the run goes on from
+    its newest checkpoint, this many times at most."""
     save_before_s: float | None = None
     """Seconds after which the run finishes its step, saves a checkpoint and ends with exit code 0, counted from the
     start of the command; null: no limit."""
@@ -291,7 +294,7 @@ def check_shared(config: TrainConfig) -> None:
     at_least(config, 1, "per_device_train_batch_size", "gradient_accumulation_steps")
     at_least(config, 1, "global_batch_size", "eval_steps", "save_total_limit", "max_bad_steps")
     at_least(config, 0, "learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps", "save_steps")
-    at_least(config, 0, "num_train_epochs", "lora_dropout", "logits_memory_gib")
+    at_least(config, 0, "num_train_epochs", "lora_dropout", "logits_memory_gib", "resume_on_failure")
     at_least(config, 1, "lora_rank", "token_budget")
     at_least(config, 1, "recompute_num_layers", "infer_batch_size", *PARALLEL_KEYS)
     if not str(config.model).strip():
@@ -331,6 +334,12 @@ def check_shared(config: TrainConfig) -> None:
     if config.save_before_s is not None and not 0 < config.save_before_s < math.inf:
         raise ConfigError(f"save_before_s must be a positive number of seconds, got {config.save_before_s}")
     _check_best(config)
+    if config.resume_on_failure and not config.use_ray:
+        raise ConfigError(
+            f"resume_on_failure is {config.resume_on_failure}, but only with use_ray the workers are other processes "
+            "than the one that starts them anew. Set use_ray: true. Under torchrun give the launcher --max-restarts, "
+            "and the run resume_from_checkpoint: auto."
+        )
     resume = config.resume_from_checkpoint
     if isinstance(resume, str) and resume != "auto" and not is_there(resume, Path.is_dir):
         raise ConfigError(

@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from rayhelper import Channel, RayHelper
+from rayhelper import Channel, RayHelper, WorkerDiedError
 from trainers.backends.base import Backend, TokenFunction
 from trainers.batch import Ragged, Sequences, TopLogps
 from trainers.configuration.completion import CompletionConfig
@@ -32,10 +32,10 @@ from trainers.parts.models import build_backend, num_shards
 from trainers.parts.weights import exported, first_of, make_room, send
 
 LOST = "this worker has no {}: build was not called, or it took the place of a worker that died. Resume the run from a \
-checkpoint (resume_from_checkpoint: auto)."
+checkpoint (resume_from_checkpoint: auto), or let it go on by itself (resume_on_failure: N)."
 
 
-class ModelLostError(RuntimeError):
+class ModelLostError(WorkerDiedError):
     """A worker has no model: it took the place of one that died."""
 
 

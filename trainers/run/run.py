@@ -36,6 +36,7 @@ from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 from trainers.metrics import Metrics
 from trainers.run.bad_steps import BAD_STEPS, BadSteps
 from trainers.run.folder_lock import FolderLock, held
+from trainers.run.going_on import is_going_on
 from trainers.run.stopping import Stop, Stopped, StopSignals
 from trainers.run.throughput import WORK, throughput
 from trainers.run.timing import Stopwatch, step_times
@@ -115,6 +116,10 @@ class Run:
     def open_logs(self) -> None:
         """Takes the folder, keeps the configuration, and opens what the run's numbers are written to."""
         config = self.config
+        if config.resume_on_failure and not is_going_on.get():
+            logger.warning(
+                "resume_on_failure does nothing here. Start the trainer by trainers.cli.run(Trainer, config)."
+            )
         self.lock = self.open.enter_context(held(self.output_dir))
         for note in chosen(config.resume_from_checkpoint, self.output_dir).notes:
             logger.warning(note)

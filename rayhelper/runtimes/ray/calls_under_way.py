@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import ray
 
 from rayhelper.device_groups import DeviceGroup
-from rayhelper.errors import RoleError, WorkerDiedError
+from rayhelper.errors import PlacementError, RoleError, WorkerDiedError
 from rayhelper.roles.futures import Finished
 from rayhelper.runtimes.ray.crew import Crew
 from rayhelper.timeline.recording import Recording
@@ -61,7 +61,7 @@ class CallsUnderWay:
         self.open: dict[int, Sent] = {}  # in order
         self.lock = threading.RLock()
         self.stopped = False
-        self.dead: WorkerDiedError | None = None  # why the group cannot be used any more
+        self.dead: WorkerDiedError | PlacementError | None = None  # why the group cannot be used any more
 
     def __iter__(self) -> Any:
         """All that is under way, in an order in which it can be sent again."""

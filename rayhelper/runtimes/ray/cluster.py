@@ -17,6 +17,7 @@ from rayhelper.runtimes.announced import Announced
 from rayhelper.runtimes.ray import placement as placing
 from rayhelper.runtimes.ray.group import WorkerGroup
 from rayhelper.runtimes.ray.modules import sources_of, user_modules
+from rayhelper.runtimes.ray.waiting import warn_s
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.packing import dumps
 from rayhelper.worker.ambient import Ambient
@@ -48,13 +49,16 @@ class RayCluster:
         self.announced: Announced | None = None
 
     def start(self, config: DeviceGroups) -> dict[str, WorkerGroup]:
+        warn_s()  # a mistake is told before anything starts
         self.is_ours = placing.connect(self.address)
-        reserved = placing.reserved_slots(config, wait_s=cluster_wait_s() if self.address else _LOCAL_WAIT_S)
+        wait_s = cluster_wait_s() if self.address else _LOCAL_WAIT_S
+        reserved = placing.reserved(config, wait_s=wait_s)
         inherits = self.is_ours and not self.address
         for group in config.groups:
             self.groups[group.name] = WorkerGroup(
                 group,
-                *reserved[group.name],
+                reserved[group.name],
+                wait_s,
                 self.recording,
                 neighbours=config.neighbours(group),
                 inherits=inherits,

@@ -16,17 +16,21 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rayhelper.device_groups import DeviceGroup, all_roles
+from rayhelper.device_groups.group import CONSTRUCTION_S
 from rayhelper.device_groups.slots import Slot, resources
+from rayhelper.errors import PlacementError
 from rayhelper.roles.runtime import Shard, WorkerInfo
 from rayhelper.runtimes.ray import environment
 from rayhelper.runtimes.ray.patches import current_task, id_of_actor
+from rayhelper.runtimes.ray.placement import NodeLostError, Reservation
 from rayhelper.values.shards import is_within
 from rayhelper.worker.host import NUM_SLOTS, Host, boot_id
 from rayhelper.worker.side_door import Address, ask
+
+_LOOK_S = 2.0  # so often it is looked whether the nodes of processes that start still live
 
 
 class Crew:
@@ -35,8 +39,7 @@ class Crew:
     def __init__(
         self,
         group: DeviceGroup,
-        slots: tuple[Slot, ...],
-        reserved: PlacementGroup,
+        reservation: Reservation,
         *,
         neighbours: Sequence[DeviceGroup],
         inherits: bool,
@@ -44,12 +47,12 @@ class Crew:
     ) -> None:
         self.group = group
         self.neighbours = neighbours  # the other groups in these bundles
-        self.slots = slots
+        self.reservation = reservation
+        self.num_moves = reservation.num_moves  # when the processes were started
         self.inherits = inherits  # the processes descend from this driver, and so have its whole environment until now
         self.trace = trace
         self.key = secrets.token_bytes(16)
-        self.reserved = reserved
-        self.actors = [self._actor(slot) for slot in slots]
+        self.actors = [self._actor(slot) for slot in self.slots]
         self.doors: dict[int, Address] = {}
         self.clock_offsets_ns: dict[int, int] = {}
         self.facts: list[Mapping[str, Any]] = []
@@ -57,13 +60,18 @@ class Crew:
         self.remotes: dict[str, list[Callable[..., Any]]] = {}  # by location of a method
         self.bound: dict[str, int] = {}  # numbers of the hosts' slots, by location
 
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The places of the workers, in order of rank."""
+        return self.reservation.slots[self.group.name]
+
     def _actor(self, slot: Slot) -> Any:
         asked = resources(self.group, 1 + len(self.neighbours))
         options = {
             "num_cpus": asked.pop("CPU"),
             "num_gpus": asked.pop("GPU", 0),
             "resources": asked,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.reserved, slot.rank),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.reservation.bundles, slot.rank),
             "max_restarts": 0,
             "name": None,
         }
@@ -71,12 +79,17 @@ class Crew:
         return ray.remote(Host).options(**options).remote(name, cloudpickle.dumps, current_task)
 
     def prepare(self, ranks: Iterable[int] | None = None) -> None:
-        """Gives the processes of these ranks (None: all) their rank and environment. Raises RayActorError."""
+        """Gives the processes of these ranks (None: all) their rank and environment.
+
+        Raises:
+            RayActorError: a process died.
+            NodeLostError: a node was lost, and what should start there never will.
+        """
         chosen = list(range(len(self.slots)) if ranks is None else ranks)
         forgotten = environment.forgotten(os.environ) if self.inherits else []
         forgotten = [*forgotten, "OMP_NUM_THREADS"]  # Ray sets it to 1; _env says what it is
         asked_ns = time.time_ns()
-        facts = ray.get([self.actors[rank].describe.remote() for rank in chosen])
+        facts = self._started([self.actors[rank].describe.remote() for rank in chosen])
         middle_ns = (asked_ns + time.time_ns()) // 2
         self.facts = self.facts or [{}] * len(self.slots)
         for rank, fact in zip(chosen, facts, strict=True):
@@ -84,8 +97,8 @@ class Crew:
             same_machine = fact["boot_id"] == boot_id()
             self.clock_offsets_ns[rank] = 0 if same_machine else middle_ns - fact["time_ns"]
         if 0 in chosen:
-            self.port = ray.get(self.actors[0].hold_port.remote())
-        doors = ray.get(
+            self.port = self._started([self.actors[0].hold_port.remote()])[0]
+        doors = self._started(
             [
                 self.actors[rank].prepare.remote(
                     self._info(self.slots[rank]),
@@ -99,6 +112,20 @@ class Crew:
             ]
         )
         self.doors |= dict(zip(chosen, doors, strict=True))
+
+    def _started(self, refs: list[Any]) -> list[Any]:
+        """The first answers of processes that were started, waited for as long as their nodes live."""
+        deadline = time.monotonic() + CONSTRUCTION_S
+        while ray.wait(refs, num_returns=len(refs), timeout=_LOOK_S)[1]:
+            if lost := self.reservation.lost_nodes():
+                raise NodeLostError(f"a node of group {self.group.name!r} was lost as its workers started: {lost}")
+            if time.monotonic() >= deadline:
+                raise PlacementError(
+                    f"the processes of group {self.group.name!r} did not start within {CONSTRUCTION_S:g} s. Look into "
+                    "Ray's logs on their nodes."
+                )
+        answers: list[Any] = ray.get(refs)
+        return answers
 
     def _info(self, slot: Slot) -> WorkerInfo:
         return WorkerInfo(
@@ -160,13 +187,30 @@ class Crew:
         for actor in self.actors:
             actor.drop.remote(address)
 
-    def replace(self, ranks: Iterable[int]) -> None:
-        """New processes in place of these ranks', which are ended if they still run. Raises RayActorError."""
+    def is_displaced(self) -> bool:
+        """Whether all must be replaced: a node of the group is gone, or a group that shares its devices has moved."""
+        return self.num_moves != self.reservation.num_moves or bool(self.reservation.lost_nodes())
+
+    def replace(self, ranks: Iterable[int], wait_s: float) -> None:
+        """New processes in place of these ranks', which are ended if they still run.
+
+        Where a node was lost, all that the groups on these devices have is placed anew first, within ``wait_s``.
+
+        Raises:
+            RayActorError, NodeLostError: as ``prepare``.
+            PlacementError: there is no place for the group.
+        """
         chosen = list(ranks)
         for rank in chosen:
             with contextlib.suppress(Exception):
                 ray.kill(self.actors[rank], no_restart=True)
             self.doors.pop(rank, None)
+        if lost := self.reservation.lost_nodes():
+            if len(chosen) < len(self.actors):
+                raise NodeLostError(f"a node of group {self.group.name!r} was lost meanwhile: {lost}")
+            self.reservation.move(wait_s)
+        self.num_moves = self.reservation.num_moves
+        for rank in chosen:
             self.actors[rank] = self._actor(self.slots[rank])
         self.prepare(chosen)
         if 0 in chosen:
@@ -205,4 +249,4 @@ class Crew:
                 ray.kill(actor, no_restart=True)
         if self.group.shares_devices_with is None:
             with contextlib.suppress(Exception):
-                remove_placement_group(self.reserved)
+                self.reservation.free()

@@ -18,11 +18,9 @@ from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
-from ray.util.placement_group import PlacementGroup
 
 from rayhelper.device_groups import DeviceGroup
 from rayhelper.device_groups.group import CONSTRUCTION_S
-from rayhelper.device_groups.slots import Slot
 from rayhelper.errors import RoleError
 from rayhelper.roles.futures import Future
 from rayhelper.roles.methods import RoleMethod
@@ -31,6 +29,7 @@ from rayhelper.runtimes.ray.awaited import AwaitedCall, AwaitedCalls
 from rayhelper.runtimes.ray.call import Construction, GroupCall, late_calls, sources_of
 from rayhelper.runtimes.ray.calls_under_way import CallsUnderWay
 from rayhelper.runtimes.ray.crew import Crew
+from rayhelper.runtimes.ray.placement import Reservation
 from rayhelper.runtimes.ray.recovery import Recovery
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.calls import divide, layout_of, unsendable
@@ -41,13 +40,13 @@ C = TypeVar("C", bound=GroupCall)
 
 
 class WorkerGroup:
-    """The workers of one device group."""
+    """The workers of one device group. ``wait_s``: for the cluster, if the group must be placed anew."""
 
     def __init__(
         self,
         group: DeviceGroup,
-        slots: tuple[Slot, ...],
-        reserved: PlacementGroup,
+        reservation: Reservation,
+        wait_s: float,
         recording: Recording | None,
         *,
         neighbours: Sequence[DeviceGroup],
@@ -55,9 +54,9 @@ class WorkerGroup:
     ) -> None:
         self.group = group
         self.recording = recording
-        self.crew = Crew(group, slots, reserved, neighbours=neighbours, inherits=inherits, trace=recording is not None)
+        self.crew = Crew(group, reservation, neighbours=neighbours, inherits=inherits, trace=recording is not None)
         self.calls = CallsUnderWay(group, self.crew, recording)
-        self.recovery = Recovery(self.calls)
+        self.recovery = Recovery(self.calls, wait_s)
         self.mode = DriverMode()
         self.awaited_calls = AwaitedCalls(self.recovery)
 

@@ -1,31 +1,45 @@
-"""Where workers live: the Ray cluster, its free resources, and one placement group a device group.
+"""Where workers live: the Ray cluster, its free resources, and one placement group for groups that share devices.
+
+    reserved(groups)      a Reservation by group: the slots of its ranks and the bundles that hold them
+    reservation.move()    after a node was lost: all of it reserved anew, on nodes that live
 
 A bundle asks for the worker's accelerators and a sliver of a CPU, so that a machine with two cores can host sixteen
 workers: CPUs order the workers over nodes, they never forbid them. Groups that share devices share the bundles.
+A bundle is bound to the node of its slot: when that is lost, the group is placed anew as a whole, so that its ranks lie
+node by node again.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from rayhelper.device_groups import DeviceGroup, DeviceGroups
-from rayhelper.device_groups.slots import NodeResources, Slot, assign, bundle
+from rayhelper.device_groups.slots import NodeResources, Slot, assign, bundle, nproc_per_node
 from rayhelper.errors import PlacementError
 from rayhelper.runtimes.ray.patches import free_resources, ray_on_loopback
 
+_PROBE_S = 5.0  # for the first answer of a cluster
 _RESERVE_S = 10.0  # for what was free a moment ago
 
 
 def connect(address: str | None) -> bool:
-    """Joins the cluster at ``address``, or starts one on this machine; True if it is ours to stop."""
+    """Joins the cluster at ``address``, or starts one on this machine; True if it is ours to stop.
+
+    Raises:
+        PlacementError: nobody listens at the address.
+    """
     if ray.is_initialized():
         return False
+    if address:
+        probe(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # says at every start that it is on
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -35,6 +49,23 @@ def connect(address: str | None) -> bool:
     with ray_on_loopback():
         ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
     return True
+
+
+def probe(address: str) -> None:
+    """Raises PlacementError if nobody listens at ``host:port`` within five seconds: Ray would try for minutes.
+
+    ``ray://host:port`` is probed alike. An address without a port, as ``auto`` is, Ray finds or refuses by itself.
+    """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not port.isdigit() or not host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+    except (OSError, OverflowError) as error:
+        raise PlacementError(
+            f"no Ray cluster answers at ray_address {address!r} ({error}). Start one there with `ray start --head`, "
+            "correct ray_address (or RAY_ADDRESS), or leave it out to start a cluster on this machine."
+        ) from None
 
 
 def place(groups: DeviceGroups, *, wait_s: float) -> dict[str, tuple[Slot, ...]]:
@@ -72,8 +103,38 @@ def cluster_nodes() -> list[NodeResources]:
     ]
 
 
-def reserved_slots(groups: DeviceGroups, *, wait_s: float) -> dict[str, tuple[tuple[Slot, ...], PlacementGroup]]:
-    """The slots of every group and the placement group that holds them, waiting up to ``wait_s`` for nodes.
+class NodeLostError(PlacementError):
+    """A node that a group was placed on is gone."""
+
+
+class Reservation:
+    """What groups that share devices hold of the cluster. ``groups``: they, with the run's ``nproc_per_node``."""
+
+    def __init__(self, groups: DeviceGroups, slots: dict[str, tuple[Slot, ...]], bundles: PlacementGroup) -> None:
+        self.groups = groups
+        self.slots = slots  # by group
+        self.bundles = bundles  # by rank
+        self.num_moves = 0
+
+    def lost_nodes(self) -> list[str]:
+        """The addresses of nodes that are gone."""
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        slots = [slot for slots in self.slots.values() for slot in slots]
+        return list(dict.fromkeys(slot.address for slot in slots if slot.node_id not in alive))
+
+    def move(self, wait_s: float) -> None:
+        """Frees all of it, what runs there ends, and reserves it anew within ``wait_s``. Raises PlacementError."""
+        self.free()
+        anew = reserved(self.groups, wait_s=wait_s)[self.groups.groups[0].name]
+        self.slots, self.bundles = anew.slots, anew.bundles
+        self.num_moves += 1
+
+    def free(self) -> None:
+        remove_placement_group(self.bundles)
+
+
+def reserved(groups: DeviceGroups, *, wait_s: float) -> dict[str, Reservation]:
+    """What every group has of the cluster, waiting up to ``wait_s`` for nodes; groups that share devices, together.
 
     What is free may be taken between looking and reserving, or lie on a node that just died: then it is tried again.
 
@@ -92,19 +153,22 @@ def reserved_slots(groups: DeviceGroups, *, wait_s: float) -> dict[str, tuple[tu
         raise
 
 
-def _reserved_once(groups: DeviceGroups, deadline: float) -> dict[str, tuple[tuple[Slot, ...], PlacementGroup]] | None:
-    """The slots and placement groups; None if something came between and there is time to try again."""
+def _reserved_once(groups: DeviceGroups, deadline: float) -> dict[str, Reservation] | None:
+    """The reservations by group; None if something came between and there is time to try again."""
     slots = place(groups, wait_s=max(0.0, deadline - time.monotonic()))
-    reserved: dict[str, tuple[tuple[Slot, ...], PlacementGroup]] = {}
+    same_size = replace(groups, nproc_per_node=nproc_per_node(groups, cluster_nodes()))
+    found: dict[str, Reservation] = {}  # by the group that brings the devices
     try:
         for group in groups.groups:
             if group.shares_devices_with is None:
-                num_groups = 1 + len(groups.neighbours(group))
-                reserved[group.name] = slots[group.name], reserve(group, slots[group.name], num_groups)
-        return {group.name: (slots[group.name], reserved[group.devices_of][1]) for group in groups.groups}
+                together = tuple(other for other in groups.groups if other.devices_of == group.name)
+                held = reserve(group, slots[group.name], len(together))
+                own_slots = {other.name: slots[other.name] for other in together}
+                found[group.name] = Reservation(replace(same_size, groups=together), own_slots, held)
+        return {group.name: found[group.devices_of] for group in groups.groups}
     except PlacementError:
-        for _, held in reserved.values():
-            remove_placement_group(held)
+        for reservation in found.values():
+            reservation.free()
         if time.monotonic() >= deadline:
             place(groups, wait_s=0.0)  # raises with the table, if that is why
             raise

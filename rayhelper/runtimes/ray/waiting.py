@@ -2,24 +2,67 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
 from rayhelper.device_groups.group import CALL_S
-from rayhelper.errors import DeadlineError, WorkerError
+from rayhelper.errors import ConfigError, DeadlineError, WorkerError
 from rayhelper.ranks import runs
 from rayhelper.runtimes.ray.calls_under_way import Sent, unfinished_ranks
 from rayhelper.runtimes.ray.recovery import Recovery
 from rayhelper.worker.failures import Failure, raise_failures
 from rayhelper.worker.side_door import told_stacks
 
+_WARN_S = 300.0  # without an answer, unless RAYHELPER_WARN_S says otherwise; then a warning, again after as long
 _FAST_S = 0.1  # so long all are waited for together, which costs least
+_log = logging.getLogger(__name__)
 STEP_S = 0.5  # so often a waiting driver looks whether the group is still usable
 SAME_S = 0.1  # failures of other ranks within this time are told together
+_ANSWER_S = 1.0  # for a worker's door, when another has failed
+_DEATH_S = 3.0  # after which Ray knows that a worker which no longer answers is dead
+
+
+def warn_s() -> float:
+    """Seconds without an answer after which it is logged where the ranks are. Raises ConfigError if it is no number."""
+    written = os.environ.get("RAYHELPER_WARN_S", str(_WARN_S))
+    try:
+        return float(written)
+    except ValueError:
+        raise ConfigError(
+            f"RAYHELPER_WARN_S must be a number of seconds, got {written!r}. Correct or unset it."
+        ) from None
+
+
+class Watch:
+    """Logs where the ranks are that a call waits for, whenever ``warn_s()`` more seconds brought no answer."""
+
+    def __init__(self, recovery: Recovery, what: str) -> None:
+        self.recovery, self.what = recovery, what
+        self.every_s = warn_s()
+        self.started = time.monotonic()
+        self.due = self.started + self.every_s
+
+    def look(self, call: Sent) -> None:
+        if self.every_s <= 0 or time.monotonic() < self.due:
+            return
+        self.due = time.monotonic() + self.every_s
+        crew, ranks = self.recovery.crew, [rank for rank, _ in unfinished_ranks(call.refs)]
+        if ranks:
+            _log.warning(
+                "%s on group %r (roles %s): no answer for %.0f s from ranks %s. Where they are:\n%s",
+                self.what,
+                crew.group.name,
+                ", ".join(crew.group.roles),
+                time.monotonic() - self.started,
+                ", ".join(runs(ranks)),
+                told_stacks(crew.ask("stacks"), ranks),
+            )
 
 
 def replies_of(recovery: Recovery, what: str, call: Sent, timeout_s: float | None) -> list[Any]:
@@ -39,7 +82,7 @@ def replies_of(recovery: Recovery, what: str, call: Sent, timeout_s: float | Non
     deadline = time.monotonic() + limit_s
     try:
         replies = ray.get(call.refs, timeout=min(_FAST_S, limit_s))
-    except (GetTimeoutError, RayActorError, RayTaskError):
+    except (GetTimeoutError, RayActorError, ObjectLostError, RayTaskError):
         replies = _one_by_one(recovery, what, call, deadline, limit_s, timeout_s is None)
     raise_failures(replies)
     return replies
@@ -48,24 +91,31 @@ def replies_of(recovery: Recovery, what: str, call: Sent, timeout_s: float | Non
 def replies_as_they_come(recovery: Recovery, call: Sent, ranks: Iterable[int]) -> Iterator[tuple[int, Any]]:
     """(rank, reply) of these ranks of a call, in the order in which they finish. Raises as ``replies_of`` does."""
     what, limit_s = call.title, recovery.calls.group.timeout_s or CALL_S
-    left = set(ranks)
+    left, watch = set(ranks), Watch(recovery, call.title)
     while left:
         recovery.calls.check_usable(what)
         rank_of = {call.refs[rank]: rank for rank in left}
         deadline = time.monotonic() + limit_s
         while not (ready := ray.wait(list(rank_of), num_returns=1, timeout=STEP_S)[0]):
             recovery.calls.check_usable(what)
+            watch.look(call)
             if time.monotonic() >= deadline:
-                raise _late(recovery, call.refs, what, limit_s, True)
+                _past_deadline(recovery, call, what, limit_s, True)
+                break  # replaced workers run it again
+        if not ready:
+            continue
         try:
             reply = ray.get(ready[0])
-        except RayActorError as error:
+        except (RayActorError, ObjectLostError) as error:
             recovery.died(error, what, call, rank_of[ready[0]])
             continue  # the references of the call may be others now
         except RayTaskError as error:
             raise not_sent(recovery, rank_of[ready[0]], what, error) from None
         if isinstance(reply, Failure):
-            raise_failures(_with_failures(recovery, call.refs, {ready[0]: reply}))
+            told = _with_failures(recovery, what, call, {ready[0]: reply})
+            if told is None:
+                continue
+            raise_failures(told)
         left.discard(rank_of[ready[0]])
         yield rank_of[ready[0]], reply
 
@@ -85,10 +135,11 @@ def _one_by_one(
     limit_s: float,
     is_groups_limit: bool,
 ) -> list[Any]:
-    refs = call.refs  # which change when workers are replaced
+    refs, watch = call.refs, Watch(recovery, what)  # the references change when workers are replaced
     replies: dict[Any, Any] = {}  # by reference
     while any(ref not in replies for ref in refs):
         recovery.calls.check_usable(what)
+        watch.look(call)
         waiting = [ref for ref in refs if ref not in replies]
         left_s = min(STEP_S, deadline - time.monotonic())
         ready = ray.wait(waiting, num_returns=1, timeout=max(0.0, left_s))[0]
@@ -97,43 +148,81 @@ def _one_by_one(
         for ref in ready:
             try:
                 replies[ref] = ray.get(ref)
-            except RayActorError as error:
+            except (RayActorError, ObjectLostError) as error:
                 recovery.died(error, what, call, refs.index(ref))
+                if is_groups_limit:
+                    deadline = time.monotonic() + limit_s
                 break  # the references of the call may be others now
             except RayTaskError as error:
                 raise not_sent(recovery, refs.index(ref), what, error) from None
+        replies = {ref: reply for ref, reply in replies.items() if ref in refs}
         if any(isinstance(reply, Failure) for reply in replies.values()):
-            return _with_failures(recovery, refs, replies)
+            told = _with_failures(recovery, what, call, replies)
+            if told is not None:
+                return told
+            if is_groups_limit:
+                deadline = time.monotonic() + limit_s
+            continue
         if not ready and time.monotonic() >= deadline:
-            raise _late(recovery, refs, what, limit_s, is_groups_limit)
+            _past_deadline(recovery, call, what, limit_s, is_groups_limit)
+            deadline = time.monotonic() + limit_s
     return [replies[ref] for ref in refs]
 
 
-def _with_failures(recovery: Recovery, refs: list[Any], replies: dict[Any, Any]) -> list[Any]:
-    """The replies that are there shortly after one failed; workers that still run are stopped."""
+def _with_failures(recovery: Recovery, what: str, call: Sent, replies: dict[Any, Any]) -> list[Any] | None:
+    """The replies that are there shortly after one failed; workers that still run are stopped.
+
+    None where a worker that the failed ones share a process group with has died, and was replaced: that made their
+    collectives fail, and they run again.
+
+    Raises:
+        WorkerDiedError: such a worker died and may not be replaced.
+    """
+    refs = call.refs
     waiting = [ref for ref in refs if ref not in replies]
     if waiting:
         ready, late = ray.wait(waiting, num_returns=len(waiting), timeout=SAME_S)
+        joined = recovery.crew.ask("joined", timeout_s=_ANSWER_S)
+        failed = [rank for rank, ref in enumerate(refs) if isinstance(replies.get(ref), Failure)]
+        silent = [ref for ref in late if refs.index(ref) not in joined]
+        if silent and any(joined.get(rank) for rank in failed):  # the end of a process is noticed with some delay
+            ready += ray.wait(silent, num_returns=len(silent), timeout=_DEATH_S)[0]
+            late = [ref for ref in late if ref not in ready]
         for ref in ready:
             try:
                 replies[ref] = ray.get(ref)
-            except (RayActorError, RayTaskError):
+            except (RayActorError, ObjectLostError) as error:
+                if any(joined.get(rank) for rank in failed):
+                    recovery.died(error, what, call, refs.index(ref))
+                    return None
+            except RayTaskError:
                 continue  # the failure that was noticed first is the one to tell
         if late:
             recovery.stop((refs.index(ref), ref) for ref in late)
     return list(replies.values())
 
 
-def _late(recovery: Recovery, refs: list[Any], what: str, limit_s: float, is_groups_limit: bool) -> DeadlineError:
-    """The error for a call that is late; if the deadline was the group's, the call is given up."""
-    return late_error(recovery, unfinished_ranks(refs), what, limit_s, is_groups_limit)
+def _past_deadline(recovery: Recovery, call: Sent, what: str, limit_s: float, is_groups_limit: bool) -> None:
+    """Returns once the workers that are late have been replaced, and run the call again.
+
+    Raises:
+        DeadlineError: they cannot be replaced; the call is given up if the deadline was the group's.
+    """
+    late = unfinished_ranks(call.refs)
+    told = told_stacks(recovery.crew.ask("stacks"), range(len(recovery.crew.actors)))
+    if is_groups_limit and recovery.hung(what, call, limit_s, told):
+        return
+    raise late_error(recovery, late, what, limit_s, is_groups_limit, told)
 
 
 def late_error(
-    recovery: Recovery, late: list[tuple[int, Any]], what: str, limit_s: float, is_groups_limit: bool
+    recovery: Recovery, late: list[tuple[int, Any]], what: str, limit_s: float, is_groups_limit: bool, told: str = ""
 ) -> DeadlineError:
-    """The same, of the ranks that still run it behind these references."""
-    told = told_stacks(recovery.crew.ask("stacks"), range(len(recovery.crew.actors)))
+    """For a call that these ranks still run, behind these references; it is given up if the deadline was the group's.
+
+    ``told``: where all ranks are, if that was asked already.
+    """
+    told = told or told_stacks(recovery.crew.ask("stacks"), range(len(recovery.crew.actors)))
     remedy = "The call was given up. Raise timeout_s of the group" if is_groups_limit else "Wait longer"
     if is_groups_limit:
         recovery.stop(late)

@@ -81,6 +81,11 @@ class Coroutines:
             if task is not None:
                 self.loop.call_soon_threadsafe(task.cancel)
 
+    def is_cancelled(self) -> bool:
+        """Whether the call whose code runs in the main thread was cancelled, and does not only raise CancelledError."""
+        task = asyncio.current_task(self.loop)
+        return task is not None and task.cancelling() > 0
+
     def current(self) -> str | None:
         """The call whose code runs in the main thread."""
         task = asyncio.current_task(self.loop)

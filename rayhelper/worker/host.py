@@ -329,7 +329,8 @@ class Host:
     def _failure(self, error: BaseException, method: str) -> Failure:
         runtime = _runtime()
         let_go(error)
-        if isinstance(error, (Stopped, asyncio.CancelledError)):
+        cancelled = isinstance(error, asyncio.CancelledError) and self.coroutines.is_cancelled()
+        if cancelled or isinstance(error, Stopped):
             error = CallCancelledError(f"{method} was stopped on {runtime.describe()}: the driver gave the call up")
         return Failure.of(error, method, runtime.describe(), runtime.info.rank, self.dumps)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def abort_process_group() -> None:
     """torch's default group is gone, and its other members, which may wait for this process, are freed.
@@ -32,3 +34,14 @@ def num_collectives() -> int | None:
         return sum(int(group._get_sequence_number_for_group()) for group in groups)
     except (AttributeError, RuntimeError):
         return None
+
+
+def take_over(future: Any) -> None:
+    """Whoever was given a future by a coroutine waits for it in another way than ``await``, as a task does.
+
+    The coroutine marks the future (Python 3.11 to 3.14, asyncio/futures.py, ``_asyncio_future_blocking``), and a future
+    that is marked still cannot be awaited again. A future of another kind has no mark. Delete when asyncio can await
+    several coroutines in one task.
+    """
+    if hasattr(future, "_asyncio_future_blocking"):
+        future._asyncio_future_blocking = False

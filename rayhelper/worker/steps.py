@@ -8,6 +8,8 @@ import functools
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any
 
+from rayhelper.worker.patches import take_over
+
 Step = Callable[[], Any]
 
 
@@ -87,7 +89,7 @@ class Together:
             self.errors[number] = error
         else:
             if awaits is not None:
-                awaits._asyncio_future_blocking = False  # what a task does with a future that is given to it
+                take_over(awaits)
             self.awaited[number] = awaits
 
     def _until_any_is_done(self) -> Generator[Any, Any, None]:

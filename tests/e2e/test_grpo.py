@@ -327,7 +327,7 @@ def alternation(completion_ids: Sequence[Any], **_: Any) -> list[float]:
 
 
 def rewards_of_learning(models: dict[str, str], folder: Path, **keys: Any) -> list[float]:
-    """The mean reward of each of 24 steps."""
+    """The mean reward of each step."""
     settings: dict[str, Any] = {
         "dataset": [{"prompt": letter} for letter in "abcdefgh"],
         "eval_dataset": None,
@@ -352,7 +352,7 @@ def rewards_of_learning(models: dict[str, str], folder: Path, **keys: Any) -> li
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_it_learns_what_belongs_in_each_place(models: dict[str, str], tmp_path: Path, seed: int) -> None:
-    rewards = rewards_of_learning(models, tmp_path, seed=seed)
+    rewards = rewards_of_learning(models, tmp_path, seed=seed, learning_rate=1e-2, max_steps=40)
     assert rewards[0] < 0.6
     assert np.mean(rewards[-4:]) > 0.85
 

@@ -178,7 +178,8 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "ray://localhost:{}"])
-def test_an_address_that_nobody_answers_is_told_at_once(address: str) -> None:
+def test_an_address_that_nobody_answers_is_told_at_once(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # whatever an earlier test has joined
     with socket.socket() as bound:  # nobody else is given the port, and nobody listens there
         bound.bind(("127.0.0.1", 0))
         address = address.format(bound.getsockname()[1])

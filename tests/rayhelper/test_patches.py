@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from rayhelper.channel import patches as channel_patches
 from rayhelper.runtimes.ray import patches
-from rayhelper.worker.patches import abort_process_group
+from rayhelper.worker.patches import abort_process_group, take_over
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -47,6 +48,20 @@ def test_free_resources_are_those_of_each_node_or_all_that_it_has(monkeypatch: p
 def test_an_actor_without_the_private_name_is_none_of_ours() -> None:
     known = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "0a"))
     assert (patches.id_of_actor(known), patches.id_of_actor(SimpleNamespace())) == ("0a", "")
+
+
+def test_a_future_that_is_taken_over_can_be_awaited_again_and_one_without_a_mark_stays_as_it_is() -> None:
+    async def twice() -> int:
+        future = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(0.01, future.set_result, 7)
+        assert next(future.__await__()) is future
+        take_over(future)
+        return int(await future)
+
+    assert asyncio.run(twice()) == 7
+    unmarked = SimpleNamespace()
+    take_over(unmarked)
+    assert vars(unmarked) == {}
 
 
 @pytest.mark.parametrize("version", ["this one", "without options", "with others"])

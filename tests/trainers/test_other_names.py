@@ -412,6 +412,7 @@ def test_the_table_of_equivalents_knows_every_alias_and_every_key_that_it_names(
 
 
 NAMES_OF_VALUES = {  # that stand in the column of our keys
+    *("gpg", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "sequence_truncate", "sequence_mean_k3"),
     *("true", "false", "float32", "keep_end", "megatron", "vllm", "sglang", "gae", "seed"),
 }
 

@@ -189,7 +189,7 @@ class GRPOTrainer:
                 metrics = Metrics.merge([metrics, seen])
                 for chunk in plan.chunks(samples, seed=(config.seed, generation)):
                     with run.phase("update"):
-                        learned = self.learn(chunk, samples, run.step)
+                        learned = self.learn(self.selected(chunk, run.step), samples)
                     self.generator.learned()
                     epoch = self.stream.epoch if plan.is_dynamic else (run.step + 1) / plan.steps_per_epoch
                     run.log_step(Metrics.merge([metrics, learned]), epoch=epoch)
@@ -323,10 +323,14 @@ class GRPOTrainer:
             columns["old_logps"] = samples.rollout_logps
         return dataclasses.replace(samples, **columns)
 
-    def learn(self, chunk: Samples, generation: Samples, step: int = 0) -> Metrics:
-        """One optimizer step, number ``step``, on a chunk of a generation."""
-        if self.config.selects_tokens:
-            chunk = with_selection(self.config, chunk, self.policy.logps(chunk), seed=(self.config.seed, step))
+    def selected(self, chunk: Samples, step: int) -> Samples:
+        """What step number ``step`` learns from, with the tokens that the loss treats otherwise, if there are any."""
+        if not self.config.selects_tokens:
+            return chunk
+        return with_selection(self.config, chunk, self.policy.logps(chunk), seed=(self.config.seed, step))
+
+    def learn(self, chunk: Samples, generation: Samples) -> Metrics:
+        """One optimizer step on a chunk of a generation."""
         chunk, numbers = step_numbers(self.config, chunk, generation, self.entropy_coef.applied)
         metrics = self.policy.step(chunk, numbers, entropy_gradient=numbers.entropy_coef > 0)
         self.entropy_coef = self.entropy_coef.after(metrics)

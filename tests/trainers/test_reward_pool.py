@@ -27,6 +27,7 @@ from trainers.plugins import load_plugins
 from trainers.rewards.functions import resolve_rewards, score
 from trainers.rewards.patches import manager_of, processes_of
 from trainers.rewards.pool import RewardPool
+from trainers.rewards.time_limit import LateError
 from trainers.rollout.base import Completion, Sampling
 
 TOKENIZER = tiny_tokenizer()
@@ -104,8 +105,8 @@ def pool_of(plugin: str) -> Iterator[Callable[..., RewardPool]]:
     """Pools of one process or more, closed in the end."""
     pools = []
 
-    def pool_of(*reward_funcs: Any, num_processes: int = 1) -> RewardPool:
-        pools.append(RewardPool(reward_funcs, num_processes=num_processes, external_plugins=[plugin]))
+    def pool_of(*reward_funcs: Any, num_processes: int = 1, limit_s: float | None = None) -> RewardPool:
+        pools.append(RewardPool(reward_funcs, num_processes=num_processes, external_plugins=[plugin], limit_s=limit_s))
         return pools[-1]
 
     yield pool_of
@@ -211,6 +212,13 @@ def test_what_goes_wrong_is_told_and_no_process_stays(
         rollouts = rewarded(pool, rows[:2], np.arange(2), WritingEngine(["a"] * 2))  # it can go on
         assert rollouts.function_rewards is not None
         assert rollouts.function_rewards.tolist() == [[0.5]] * 2
+
+
+def test_a_function_that_does_not_return_is_named(pool_of: Callable[..., RewardPool]) -> None:
+    before = multiprocessing.active_children()
+    with pytest.raises(LateError, match=r"'never', given 1 completions, did not return within 0.5 s"):
+        rewarded(pool_of("never", limit_s=0.5), [{"prompt": "?"}], np.arange(1), WritingEngine(["a"]))
+    assert set(multiprocessing.active_children()) <= set(before)
 
 
 def test_a_plugin_that_leaves_a_process_is_told(tmp_path: Path) -> None:

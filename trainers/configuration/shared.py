@@ -283,8 +283,7 @@ def check_run(config: RunConfig) -> None:
     check_folder("tokenizer", config.tokenizer)
     if config.chat_template is not None and "{" not in config.chat_template:
         _check_file("chat_template", config.chat_template, ("",))
-    if config.timeout_s is not None and not 0 < config.timeout_s < math.inf:
-        raise ConfigError(f"timeout_s must be a positive number of seconds, got {config.timeout_s}")
+    check_seconds(config, "timeout_s")
     if config.device_groups is not None:
         check_sections(DeviceGroups.parse(config.device_groups))
 
@@ -331,8 +330,7 @@ def check_shared(config: TrainConfig) -> None:
         raise ConfigError(f"eval_steps is {config.eval_steps}, but there is no eval_dataset to evaluate on. Add one.")
     if config.val_before_train and not config.eval_dataset:
         raise ConfigError("val_before_train is set, but there is no eval_dataset to evaluate on. Add one.")
-    if config.save_before_s is not None and not 0 < config.save_before_s < math.inf:
-        raise ConfigError(f"save_before_s must be a positive number of seconds, got {config.save_before_s}")
+    check_seconds(config, "save_before_s")
     _check_best(config)
     if config.resume_on_failure and not config.use_ray:
         raise ConfigError(
@@ -496,6 +494,14 @@ def at_least(config: Any, least: float, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and not least <= value < math.inf:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def check_seconds(config: Any, *names: str) -> None:
+    """Raises ConfigError if a named key is set, and no positive, finite number."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name} must be a positive number of seconds, got {value}")
 
 
 def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:

@@ -26,7 +26,8 @@ AT_MOST = {  # numbers beyond them are accepted by every formula, and mean nothi
     **dict.fromkeys(("seed", "dataset_seed"), MAX_SEED),
 }
 TYPES_SAID_BETTER = ("stop_token_ids",)  # keys whose own check says more than their type
-NUMBERS_SAID_BETTER = ("peak_tflops", "timeout_s", "request_timeout_s", "save_before_s")  # or than that it is finite
+SECONDS = ("timeout_s", "request_timeout_s", "reward_timeout_s", "save_before_s")
+NUMBERS_SAID_BETTER = ("peak_tflops", *SECONDS)  # or than that it is finite
 VARIABLE = re.compile(r"[^=\0\s]+")
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.roles import REFERENCE, REWARD, ROLLOUT, TEACHER, TRAIN
-from trainers.configuration.shared import at_least, check_folder
+from trainers.configuration.shared import at_least, check_folder, check_seconds
 from trainers.grpo.choices import REGISTRIES, check_plugged, check_read, is_known
 from trainers.losses.types import NOT_BUILT, ImportanceLevel, RolloutCorrection, RolloutRejection
 from trainers.plugins import ADVANTAGES, named, parameters
@@ -82,6 +82,8 @@ class GRPOConfig(CompletionConfig):
     reward_processes: int = 0
     """Processes beside every rollout worker that run ``reward_funcs`` on what has finished, while others are still
     written; 0: none, the driver runs them when all have."""
+    reward_timeout_s: float | None = None
+    """Seconds that a reward function may take for the completions that it is given at once; null: no limit."""
     reward_model: list[str] = field(default_factory=list)
     """Sequence classifiers of one label, folders or hub names, whose scores are further rewards (role reward)."""
     reward_weights: list[float] | None = None
@@ -360,6 +362,9 @@ def check_rewards(config: GRPOConfig) -> None:
     at_least(config, 0, "reward_processes")
     if config.reward_processes and not config.reward_funcs:
         raise ConfigError("reward_processes is set, but there are no reward_funcs for them to run. Remove it.")
+    check_seconds(config, "reward_timeout_s")
+    if config.reward_timeout_s and not config.reward_funcs:
+        raise ConfigError("reward_timeout_s is set, but there are no reward_funcs that it would limit. Remove it.")
     for name in config.reward_model:
         check_folder("reward_model", name)
     if config.reward_weights is not None and len(config.reward_weights) != config.num_rewards:

@@ -98,6 +98,7 @@ class GRPOTrainer:
             has_environment=config.has_environment,
             weights=config.reward_weights,
             num_processes=config.reward_processes,
+            timeout_s=config.reward_timeout_s,
         )
         self.generator = Generator(
             config,

@@ -36,7 +36,8 @@ class Rewarder:
     """K rewards per completion: of ``functions``, of ``models`` and, if ``has_environment``, of the environment.
 
     ``functions`` and ``models`` are as a configuration names them. ``weights`` None: 1 for each. ``num_processes``:
-    beside every rollout worker, for the functions; 0: the driver runs them.
+    beside every rollout worker, for the functions; 0: the driver runs them. ``timeout_s``: of a function for the
+    completions that it is given at once; None: no limit.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class Rewarder:
         has_environment: bool = False,
         weights: Sequence[float] | None = None,
         num_processes: int = 0,
+        timeout_s: float | None = None,
     ) -> None:
-        self.config, self.num_processes = config, num_processes
+        self.config, self.num_processes, self.timeout_s = config, num_processes, timeout_s
         self.named_functions, self.named_models, self.has_environment = functions, models, has_environment
         self.named_weights = weights
         self.models: list[RewardModel] = []
@@ -88,7 +90,8 @@ class Rewarder:
         """(B, functions) float32."""
         prompts, completions = list(map(prompt_of, rows)), self.completions(rows, rollouts)
         ids = rollouts.completion_ids
-        return score(self.functions, prompts, completions, ids, rows[:], runner=self.async_runner)
+        runner, limit_s = self.async_runner, self.timeout_s
+        return score(self.functions, prompts, completions, ids, rows[:], runner=runner, limit_s=limit_s)
 
     def completions(self, rows: Any, rollouts: Rollouts) -> list[Any]:
         """As texts or messages, in the form of the prompts."""
@@ -128,7 +131,7 @@ class Rewarder:
         """
         if not self.num_processes or not RayHelper.current().shard.leader:
             return None
-        return pool_of(self.config, self.named_functions, self.num_processes)
+        return pool_of(self.config, self.named_functions, self.num_processes, self.timeout_s)
 
     # Role reward
 
@@ -154,8 +157,11 @@ class Rewarder:
         return np.array(scores, np.float32).reshape(len(scores), len(prompts)).T
 
 
-def pool_of(config: CompletionConfig, functions: Sequence[Any], num_processes: int) -> RewardPool:
-    return RewardPool(functions, num_processes=num_processes, external_plugins=config.external_plugins)
+def pool_of(
+    config: CompletionConfig, functions: Sequence[Any], num_processes: int, timeout_s: float | None = None
+) -> RewardPool:
+    plugins = config.external_plugins
+    return RewardPool(functions, num_processes=num_processes, external_plugins=plugins, limit_s=timeout_s)
 
 
 def check_rewards(config: CompletionConfig, functions: Sequence[Any], num_processes: int = 0) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from rayhelper import ConfigError
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.roles import CRITIC, REFERENCE, REWARD, ROLLOUT, TRAIN
-from trainers.configuration.shared import at_least, check_folder
+from trainers.configuration.shared import at_least, check_folder, check_seconds
 from trainers.rewards.gae import KLEstimator
 
 
@@ -56,6 +56,8 @@ class PPOConfig(CompletionConfig):
     reward_processes: int = 0
     """Processes beside every rollout worker that run ``reward_funcs`` on what has finished, while others are still
     written; 0: none, the driver runs them when all have."""
+    reward_timeout_s: float | None = None
+    """Seconds that a reward function may take for the completions that it is given at once; null: no limit."""
     reward_model: str | None = None
     """A sequence classifier of one label, folder or hub name; its score is one more reward. null: none."""
     reward_weights: list[float] | None = None
@@ -118,6 +120,9 @@ def check_ppo(config: PPOConfig) -> None:
     at_least(config, 0, "reward_processes")
     if config.reward_processes and not config.reward_funcs:
         raise ConfigError("reward_processes is set, but there are no reward_funcs for them to run. Remove it.")
+    check_seconds(config, "reward_timeout_s")
+    if config.reward_timeout_s and not config.reward_funcs:
+        raise ConfigError("reward_timeout_s is set, but there are no reward_funcs that it would limit. Remove it.")
     for name in ("value_model", "ref_model", "reward_model"):
         check_folder(name, getattr(config, name))
     num_rewards = len(config.reward_funcs) + (config.reward_model is not None)

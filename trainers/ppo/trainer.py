@@ -78,6 +78,7 @@ class PPOTrainer:
             models=[] if config.reward_model is None else [config.reward_model],
             weights=config.reward_weights,
             num_processes=config.reward_processes,
+            timeout_s=config.reward_timeout_s,
         )
         self.generator = Generator(config, self.policy, self.rewarder)
         self.prepare()

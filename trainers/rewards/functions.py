@@ -29,10 +29,12 @@ import numpy as np
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.batch import Ragged
 from trainers.plugins import REWARDS, register_reward
+from trainers.rewards.time_limit import awaited_within, within
 
 RewardFunction = Callable[..., Any]
 RewardSpec = str | Mapping[str, Any] | RewardFunction
 LONGEST_NUMBER = 1000  # characters; Python refuses to read integers of more than 4300 digits, which models do write
+_BLOCKED_S = 1.0  # so much later than it is cancelled, an async function is given up
 RESERVED_COLUMNS = ("prompt", "completion", "completion_ids", "prompts", "completions")
 
 
@@ -48,15 +50,17 @@ def score(
     *,
     context: Mapping[str, Any] | None = None,
     runner: asyncio.Runner | None = None,
+    limit_s: float | None = None,
 ) -> np.ndarray:
     """(B, K) float32 rewards of B completions by K functions, NaN where a function returned None.
 
     Async functions run together in one event loop beside the others, which run one after another in this thread. A
     ``runner`` keeps that loop alive between calls, which clients that hold connections need. ``context`` holds what is
-    given to every function as it is, like TRL's ``trainer_state``.
+    given to every function as it is, like TRL's ``trainer_state``. ``limit_s``: seconds that each function has.
 
     Raises ValueError or TypeError naming the function (and the row) for a wrong number of rewards or one that is no
-    number; what a function raises itself rises with a note naming it, and sys.exit() in one as a RuntimeError.
+    number, LateError naming one that is late; what a function raises itself rises with a note naming it, and sys.exit()
+    in one as a RuntimeError.
     """
     pairs = [pair if isinstance(pair, tuple) else (pair, reward_name(pair)) for pair in functions]
     offered = {name: column for name, column in columns.items() if name not in RESERVED_COLUMNS}
@@ -68,12 +72,16 @@ def score(
     arguments = [_accepted(function, name, dict(context or {}) | given | offered) for function, name in pairs]
     rewards_BK = np.full((len(prompts), len(pairs)), np.nan, np.float32)
     together = [k for k, (function, _) in enumerate(pairs) if is_async(function)]
+    whats = [f"reward function {name!r}, given {len(prompts)} completions," for _, name in pairs]
+    awaited = [_awaited(*pairs[k], arguments[k], limit_s, whats[k]) for k in together]
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(_run_together, [_awaited(*pairs[k], arguments[k]) for k in together], runner)
+        # one that blocks instead of awaiting cannot be cancelled: it is left behind
+        longest_s = None if limit_s is None else limit_s + _BLOCKED_S
+        running = pool.submit(within, longest_s, " ".join(whats[k] for k in together), _run_together, awaited, runner)
         for k, (function, name) in enumerate(pairs):
             if k not in together:
                 with _naming(name):
-                    values = function(**arguments[k])
+                    values = within(limit_s, whats[k], function, **arguments[k])
                 rewards_BK[:, k] = _checked(values, name, len(prompts))
         for k, values in zip(together, running.result(), strict=True):
             rewards_BK[:, k] = _checked(values, pairs[k][1], len(prompts))
@@ -125,9 +133,11 @@ def _accepted(function: RewardFunction, name: str, offered: dict[str, Any]) -> d
     return {key: value for key, value in offered.items() if (takes_all or key in named) and key not in bound}
 
 
-async def _awaited(function: RewardFunction, name: str, arguments: dict[str, Any]) -> Any:
+async def _awaited(
+    function: RewardFunction, name: str, arguments: dict[str, Any], limit_s: float | None, what: str
+) -> Any:
     with _naming(name):
-        return await function(**arguments)
+        return await awaited_within(limit_s, what, function(**arguments))
 
 
 def _run_together(coroutines: list[Coroutine[Any, Any, Any]], runner: asyncio.Runner | None) -> list[Any]:

@@ -42,14 +42,20 @@ GRACE_S = 5.0  # for processes that have nothing to do, until they are killed
 class RewardPool:
     """``num_processes`` processes that have the functions which ``reward_funcs`` of a configuration names.
 
-    They start as completions begin, with ``scoring``, and anew after ``close``.
+    ``limit_s``: seconds that each function has for the completions of a group; None: no limit. The processes start as
+    completions begin, with ``scoring``, and anew after ``close``.
 
     Raises:
         ConfigError: a function cannot be told to other processes.
     """
 
     def __init__(
-        self, reward_funcs: Sequence[Any], *, num_processes: int, external_plugins: Sequence[str | Path] = ()
+        self,
+        reward_funcs: Sequence[Any],
+        *,
+        num_processes: int,
+        external_plugins: Sequence[str | Path] = (),
+        limit_s: float | None = None,
     ) -> None:
         try:
             functions = pickle.dumps(list(reward_funcs))
@@ -59,7 +65,7 @@ class RewardPool:
                 "at the top of a module and name it as module:function, or register it in a file of external_plugins."
             ) from error
         self.settings = pickle.dumps((list(map(str, external_plugins)), functions))
-        self.num_rewards, self.num_processes = len(reward_funcs), num_processes
+        self.num_rewards, self.num_processes, self.limit_s = len(reward_funcs), num_processes, limit_s
         self.executor: ProcessPoolExecutor | None = None
 
     def start(self) -> None:
@@ -115,7 +121,7 @@ class RewardPool:
     def submit(self, *batch: Any) -> Future[tuple[np.ndarray, float]]:
         """What becomes of a batch: see ``process.scored``."""
         assert self.executor is not None, "start comes first"
-        return self.executor.submit(scored, self.settings, *batch)
+        return self.executor.submit(scored, self.settings, self.limit_s, *batch)
 
 
 class Scoring:

@@ -59,6 +59,7 @@ def get_ready(settings: bytes) -> None:
 
 def scored(
     settings: bytes,
+    limit_s: float | None,
     prompts: Sequence[Any],
     completions: Sequence[Any],
     completion_ids: Sequence[Any],
@@ -70,7 +71,7 @@ def scored(
     try:
         pairs, runner = resolved(settings)
         started = time.perf_counter()
-        rewards_BK = score(pairs, prompts, completions, completion_ids, columns, runner=runner)
+        rewards_BK = score(pairs, prompts, completions, completion_ids, columns, runner=runner, limit_s=limit_s)
         return rewards_BK, time.perf_counter() - started
     except (Exception, SystemExit) as error:  # the latter of a plugin as it is imported
         raise _sendable(error) from error

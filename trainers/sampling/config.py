@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from rayhelper import ConfigError
 from trainers.configuration.completion import check_stop_token_ids
 from trainers.configuration.roles import Role
-from trainers.configuration.shared import RunConfig, at_least
+from trainers.configuration.shared import RunConfig, at_least, check_seconds
 from trainers.configuration.values import is_there
 
 OUTPUT_TYPES = (".jsonl", ".parquet")
@@ -180,8 +180,7 @@ def check_sampling(config: SamplingConfig) -> None:
     check_stop_token_ids(config.stop_token_ids)
     if not 0 < config.top_p <= 1:
         raise ConfigError(f"top_p must lie in (0, 1], got {config.top_p}; 1 keeps every token")
-    if not 0 < config.request_timeout_s < math.inf:
-        raise ConfigError(f"request_timeout_s must be a positive number of seconds, got {config.request_timeout_s}")
+    check_seconds(config, "request_timeout_s")
     if math.isnan(config.prm_threshold):
         raise ConfigError("prm_threshold is no number")
     _check_range(config.data_range)

@@ -109,12 +109,16 @@ def may_stay(kind: str | None = None) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def own_rewards() -> Iterator[None]:
+def own_registries() -> Iterator[None]:
     """What plugins register in a module is not known to others."""
-    from trainers.plugins import REWARDS
+    import trainers.losses.surrogates
+    import trainers.rewards.estimators
+    import trainers.rewards.functions  # noqa: F401  # what they register stays
+    from trainers.plugins import ADVANTAGES, LOSSES, REWARDS
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(REWARDS, "entries", dict(REWARDS.entries))
+        for registry in (ADVANTAGES, LOSSES, REWARDS):
+            patch.setattr(registry, "entries", dict(registry.entries))
         yield
 
 

@@ -32,13 +32,16 @@ def above_worst(batch):
 """
 
 
+pytestmark = pytest.mark.usefixtures("own_registries")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def keys(own_registries: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("plugin") / "methods.py"
     file.write_text(PLUGIN)
     return {

@@ -46,7 +46,7 @@ def fails(completions, **_):
 ROWS = [{"prompt": text, "row": k} for k, text in enumerate(TEXTS[:6])]
 
 
-pytestmark = pytest.mark.usefixtures("own_rewards")
+pytestmark = pytest.mark.usefixtures("own_registries")
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ def never(completions, **_):
 """
 
 
-pytestmark = pytest.mark.usefixtures("own_rewards")
+pytestmark = pytest.mark.usefixtures("own_registries")
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -111,15 +112,27 @@ def may_stay(kind: str | None = None) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def own_registries() -> Iterator[None]:
     """What plugins register in a module is not known to others."""
+    with registries_restored():
+        yield
+
+
+@contextlib.contextmanager
+def registries_restored() -> Iterator[None]:
+    """What plugins register inside is forgotten, and so are the modules of their files."""
     import trainers.losses.surrogates
     import trainers.rewards.estimators
     import trainers.rewards.functions  # noqa: F401  # what they register stays
-    from trainers.plugins import ADVANTAGES, LOSSES, REWARDS
+    from trainers import plugins
 
+    before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
-        for registry in (ADVANTAGES, LOSSES, REWARDS):
-            patch.setattr(registry, "entries", dict(registry.entries))
+        for registry in vars(plugins).values():
+            if isinstance(registry, plugins.Registry):
+                patch.setattr(registry, "entries", dict(registry.entries))
         yield
+    for name in set(sys.modules) - before:
+        if name.startswith("plugin_"):
+            del sys.modules[name]
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from rayhelper import ConfigError
+from tests.conftest import registries_restored
 from trainers.batch import Ragged, Samples
 from trainers.grpo.choices import GIVEN, READ_BY, REGISTRIES, check_plugged, keys_of
 from trainers.grpo.config import GRPOConfig, check_chosen
@@ -20,7 +20,7 @@ from trainers.grpo.samples import with_selection
 from trainers.losses.policy import add_policy_metrics, grpo_normaliser, policy_gradient_loss
 from trainers.losses.surrogates import PolicyTerms
 from trainers.metrics import Metrics
-from trainers.plugins import ADVANTAGES, LOSSES, load_plugins, register_advantage, register_loss
+from trainers.plugins import load_plugins, register_advantage, register_loss
 from trainers.rewards.estimators import RewardBatch, estimated
 
 PLUGIN = """
@@ -38,14 +38,9 @@ NEEDED: dict[str, Any] = {"model": "m", "dataset": "d", "reward_funcs": ["exact_
 
 
 @pytest.fixture(autouse=True)
-def _clean_registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for registry in (LOSSES, ADVANTAGES):
-        monkeypatch.setattr(registry, "entries", dict(registry.entries))
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        if name.startswith("plugin_"):
-            del sys.modules[name]
+def _clean_registries() -> Iterator[None]:
+    with registries_restored():
+        yield
 
 
 @pytest.fixture

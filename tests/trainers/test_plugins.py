@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from rayhelper import ConfigError
+from tests.conftest import registries_restored
 from trainers.configuration.mistakes import mistakes_of
-from trainers.plugins import DATASETS, MODELS, REWARDS, load_plugins, register_reward, resolve_model
+from trainers.plugins import DATASETS, REWARDS, load_plugins, register_reward, resolve_model
 from trainers.rewards.functions import resolve_rewards
 
 PLUGIN = """
@@ -39,14 +40,9 @@ def something(output_dir, seed):
 
 
 @pytest.fixture(autouse=True)
-def _clean_registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for registry in (REWARDS, DATASETS, MODELS):
-        monkeypatch.setattr(registry, "entries", dict(registry.entries))
-    before = set(sys.modules)
-    yield
-    for name in set(sys.modules) - before:
-        if name.startswith("plugin_"):
-            del sys.modules[name]
+def _clean_registries() -> Iterator[None]:
+    with registries_restored():
+        yield
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from rayhelper import ConfigError
-from trainers.configuration.shared import TrainConfig, at_least
+from trainers.configuration.shared import TrainConfig, at_least, check_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,16 @@ def check_completion(config: CompletionConfig) -> None:
     check_engine(config)
     at_least(config, 1, "max_completion_length", "max_prompt_length", "rollout_batch_size")
     check_model_len(config)
+
+
+def check_reward_functions(config: Any) -> None:
+    """Raises ConfigError for keys of ``reward_funcs`` with no meaning, or where there are no functions to run."""
+    at_least(config, 0, "reward_processes")
+    if config.reward_processes and not config.reward_funcs:
+        raise ConfigError("reward_processes is set, but there are no reward_funcs for them to run. Remove it.")
+    check_seconds(config, "reward_timeout_s")
+    if config.reward_timeout_s and not config.reward_funcs:
+        raise ConfigError("reward_timeout_s is set, but there are no reward_funcs that it would limit. Remove it.")
 
 
 def check_stop_token_ids(ids: list[int]) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from rayhelper import ConfigError
-from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.completion import CompletionConfig, check_reward_functions
 from trainers.configuration.roles import REFERENCE, REWARD, ROLLOUT, TEACHER, TRAIN
-from trainers.configuration.shared import at_least, check_folder, check_seconds
+from trainers.configuration.shared import at_least, check_folder
 from trainers.grpo.choices import REGISTRIES, check_plugged, check_read, is_known
 from trainers.losses.types import NOT_BUILT, ImportanceLevel, RolloutCorrection, RolloutRejection
 from trainers.plugins import ADVANTAGES, named, parameters
@@ -359,12 +359,7 @@ def check_rewards(config: GRPOConfig) -> None:
         raise ConfigError(
             "reward_funcs is empty: GRPO needs at least one reward function, such as exact_answer, or a reward_model"
         )
-    at_least(config, 0, "reward_processes")
-    if config.reward_processes and not config.reward_funcs:
-        raise ConfigError("reward_processes is set, but there are no reward_funcs for them to run. Remove it.")
-    check_seconds(config, "reward_timeout_s")
-    if config.reward_timeout_s and not config.reward_funcs:
-        raise ConfigError("reward_timeout_s is set, but there are no reward_funcs that it would limit. Remove it.")
+    check_reward_functions(config)
     for name in config.reward_model:
         check_folder("reward_model", name)
     if config.reward_weights is not None and len(config.reward_weights) != config.num_rewards:

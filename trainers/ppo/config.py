@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from rayhelper import ConfigError
-from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.completion import CompletionConfig, check_reward_functions
 from trainers.configuration.roles import CRITIC, REFERENCE, REWARD, ROLLOUT, TRAIN
-from trainers.configuration.shared import at_least, check_folder, check_seconds
+from trainers.configuration.shared import at_least, check_folder
 from trainers.rewards.gae import KLEstimator
 
 
@@ -117,12 +117,7 @@ def check_ppo(config: PPOConfig) -> None:
     """Raises ConfigError naming the first key whose value has no meaning."""
     if not config.reward_funcs and config.reward_model is None:
         raise ConfigError("there is nothing to learn from: give reward_funcs, such as exact_answer, or a reward_model")
-    at_least(config, 0, "reward_processes")
-    if config.reward_processes and not config.reward_funcs:
-        raise ConfigError("reward_processes is set, but there are no reward_funcs for them to run. Remove it.")
-    check_seconds(config, "reward_timeout_s")
-    if config.reward_timeout_s and not config.reward_funcs:
-        raise ConfigError("reward_timeout_s is set, but there are no reward_funcs that it would limit. Remove it.")
+    check_reward_functions(config)
     for name in ("value_model", "ref_model", "reward_model"):
         check_folder(name, getattr(config, name))
     num_rewards = len(config.reward_funcs) + (config.reward_model is not None)

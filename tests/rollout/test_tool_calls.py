@@ -21,11 +21,9 @@ from trainers.data.rows import tokenize_prompts
 from trainers.plugins import TOOL_CALL_PARSERS
 from trainers.rollout.environments import Reply
 from trainers.rollout.episodes import reply_ids
-from trainers.rollout.tool_call_forms import FORMS, ToolCall
+from trainers.rollout.tool_call_forms import ToolCall
 from trainers.rollout.tool_calls import form_of, tool_call_parser
 from trainers.rollout.tools import ToolEnvironment, resolve_tools, schemas
-
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: pip install vllm")
 
 SPECIAL = {  # special tokens of the models, besides ChatML's
     "deepseek": [
@@ -104,8 +102,6 @@ def test_a_call_is_read_as_the_template_writes_it(template: str) -> None:
     model, form = LIVE[template]
     tokenizer = tokenizer_of(model, template)
     assert form_of(tokenizer, SCHEMAS) == form
-    if form not in FORMS and importlib.util.find_spec("vllm") is None:
-        pytest.skip("needs vLLM: pip install vllm")
     text = written(tokenizer, json.dumps(ARGUMENTS) if model == "deepseek" else ARGUMENTS)
     (call,) = tool_call_parser("auto", tokenizer, SCHEMAS)(text, {"prompt": [ASKED]})
     assert (call.name, call.arguments, call.error) == ("book", ARGUMENTS, None)
@@ -157,8 +153,6 @@ RECORDED = {  # whose special tokens, the parser, a marker of its template, and 
 def test_a_recorded_call_is_read(case: str) -> None:
     model, form, marker, text = RECORDED[case]
     tokenizer = tokenizer_of(model, f"{{{{ tools }}}}{marker}", eos="</s>" if form == "mistral" else "<|im_end|>")
-    if form not in FORMS and importlib.util.find_spec("vllm") is None:
-        pytest.skip("needs vLLM: pip install vllm")
     text = tokenizer.decode(tokenizer(text)["input_ids"])
     for name in ("auto", form):
         (call,) = tool_call_parser(name, tokenizer, SCHEMAS)(text, {"prompt": [ASKED]})
@@ -199,13 +193,11 @@ def test_what_fits_nothing_is_refused_with_the_remedy(caplog: pytest.LogCaptureF
     assert "does not show tools to the model" in caplog.text
 
 
-@needs_vllm
 def test_a_name_that_vllm_has_not_or_whose_tokens_lack_is_refused() -> None:
     with pytest.raises(ValueError, match=r"there is no parser 'qwen3_codr'.*Did you mean 'qwen3_coder'"):
         tool_call_parser("qwen3_codr", tiny_tokenizer(), SCHEMAS)
 
 
-@needs_vllm
 def test_a_turn_of_markers_alone_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's parsers take minutes for it."""
     parse = tool_call_parser("kimi_k2", tokenizer_of("kimi", RECORDED["kimi_k2"][2]), SCHEMAS)

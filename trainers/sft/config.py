@@ -8,7 +8,7 @@ from typing import ClassVar
 from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
 from trainers.configuration.shared import TrainConfig, at_least
-from trainers.data.rows import PackingStrategy, TruncationMode
+from trainers.data.rows import LossTurns, PackingStrategy, SFTTruncation
 from trainers.losses.types import SFTLossType
 
 
@@ -27,8 +27,8 @@ class SFTConfig(TrainConfig):
     """What ends plain texts and completions; null: the tokenizer's."""
     max_length: int | None = 1024
     """Tokens a sequence (a row, when packing); longer ones are cut."""
-    truncation_mode: TruncationMode = "keep_start"
-    """keep_start or keep_end of a sequence that is too long."""
+    truncation_mode: SFTTruncation = "keep_start"
+    """keep_start or keep_end of a sequence that is too long, or drop it."""
     packing: bool = False
     """Put several documents into each row of ``max_length`` tokens."""
     packing_strategy: PackingStrategy = "bfd"
@@ -37,6 +37,10 @@ class SFTConfig(TrainConfig):
     """Learn only completions; null: where rows have prompt and completion."""
     assistant_only_loss: bool = False
     """Learn only assistant turns; the chat template must mark them with {% generation %}."""
+    loss_turns: LossTurns = "everything"
+    """What is learned of conversations, ``messages`` above all. everything; all_answers: what the assistant wrote, and
+    the token that ends it; last_answer: of the last turn alone. Needs no marks in the template. With answers, a message
+    may say ``loss: true`` or ``loss: false`` of itself."""
     loss_type: SFTLossType = "nll"
     """nll: negative log-likelihood; dft: weighed by the token's probability (arXiv 2508.05629)."""
     per_device_eval_batch_size: int = 8
@@ -48,7 +52,12 @@ class SFTConfig(TrainConfig):
         at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size")
         if self.packing and self.max_length is None:
             raise ConfigError("packing needs max_length, the tokens of a packed row")
-        if self.packing and self.truncation_mode != "keep_start":
+        if self.assistant_only_loss and self.loss_turns != "everything":
+            raise ConfigError(
+                "assistant_only_loss learns what the chat template marks, and loss_turns what the assistant wrote; set "
+                "one of them"
+            )
+        if self.packing and self.truncation_mode == "keep_end":
             raise ConfigError(f"packing keeps the start of long documents; truncation_mode is {self.truncation_mode!r}")
 
 

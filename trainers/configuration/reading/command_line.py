@@ -26,6 +26,7 @@ from rayhelper import ConfigError
 from rayhelper.device_groups.keys import SECTION_KEYS, SIZE_KEYS
 from rayhelper.text import nearest, parse_text
 from trainers.configuration.folders import rlhf_types
+from trainers.configuration.others.ms_swift import with_config
 from trainers.configuration.others.other_names import (
     ALIASES,
     HINTS,
@@ -146,7 +147,8 @@ def export_env(argv: Sequence[str]) -> None:
 def _options(argv: Sequence[str], given: GivenKeys) -> Options:
     """The options of a command line, as (key, ...) and their values; what stands there without one is a mistake."""
     options: Options = []
-    for argument in argv:
+    file, rest = with_config(argv)
+    for argument in [*file, *rest]:
         match = OPTION.fullmatch(argument)
         if match:
             path = [part.replace("-", "_") for part in match[1].split(".")]

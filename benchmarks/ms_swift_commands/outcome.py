@@ -10,7 +10,8 @@ import re
 import sys
 import tempfile
 import traceback
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def tried(words: list[str], environment: dict[str, str]) -> tuple[list[str], lis
     root.addHandler(held)
     root.setLevel(logging.INFO)
     try:
-        with patch.dict(os.environ, environment), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        with patch.dict(os.environ, environment), with_gpus(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             _checked(words, environment)
     except ConfigError as error:
         told = str(error)
@@ -97,6 +98,19 @@ def tried(words: list[str], environment: dict[str, str]) -> tuple[list[str], lis
         root.removeHandler(held)
         root.setLevel(level)
     return [], held.lines
+
+
+@contextmanager
+def with_gpus() -> Iterator[None]:
+    """Inside, there seem to be GPUs, and the trackers that commands report to are installed."""
+    import torch
+
+    with (
+        patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(torch.cuda, "is_bf16_supported", lambda *_: True),
+        patch("trainers.run.trackers._is_installed", lambda _: True),
+    ):
+        yield
 
 
 def _checked(words: list[str], environment: dict[str, str]) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 NAMED = re.compile(r"\$\{(\w+)(?::?[-=]([^}]*))?\}|\$(\w+)")
+COMPUTED = re.compile(r"\$\(expr [\d\s*/\\]+\)|\$\(\([\d\s*/]+\)\)")
 ENDS = ("&", "&&", "|", "||", ";", ">", ">>", "2>", "2>&1", "&>", "<")
 LAUNCHED = re.compile(r"swift/cli/(_megatron/)?(sft|rlhf|pt|sample)\.py")
 
@@ -34,7 +35,7 @@ def commands_of(script: str) -> list[Command]:
     found = []
     for line in logical_lines(script):
         try:
-            words = shlex.split(_filled(line, variables), comments=True)
+            words = shlex.split(_filled(line, variables))
         except ValueError:
             continue  # a piece of another language inside the script
         if words[:1] == ["export"]:
@@ -76,8 +77,9 @@ def logical_lines(script: str) -> list[str]:
     """Lines with what continues them: after a backslash, or inside quotes. A comment ends a continued line."""
     found: list[str] = []
     held = ""
-    for line in script.splitlines():
-        bare = line.strip()
+    for written in script.splitlines():
+        line = written if held and _is_open(held) else _without_comment(written)
+        bare = line.strip() or written.strip()
         if bare.startswith("#"):
             if held and not _is_open(held):
                 found.append(held)
@@ -95,13 +97,35 @@ def logical_lines(script: str) -> list[str]:
     return [line for line in [*found, held] if line.strip()]
 
 
+def _computed(match: re.Match[str]) -> str:
+    """``$(expr 16 / 4)`` and ``$((16 / 4))``, of whole numbers that are divided or multiplied in order."""
+    words = re.findall(r"\d+|[*/]", match[0])
+    total = int(words[0])
+    for operator, number in zip(words[1::2], words[2::2], strict=True):
+        total = total // int(number) if operator == "/" else total * int(number)
+    return str(total)
+
+
 def _is_open(text: str) -> bool:
     """Whether a quote is open at the end of the text."""
     try:
-        shlex.split(text.removesuffix("\\"), comments=True)
+        shlex.split(text.removesuffix("\\"))
     except ValueError:
         return True
     return False
+
+
+def _without_comment(line: str) -> str:
+    """The line up to a ``#`` at the beginning of a word outside quotes."""
+    quote = ""
+    for place, char in enumerate(line):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char == "#" and (place == 0 or line[place - 1].isspace()):
+            return line[:place]
+    return line
 
 
 def _filled(line: str, variables: dict[str, str]) -> str:
@@ -110,6 +134,7 @@ def _filled(line: str, variables: dict[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
         return variables.get(match[1] or match[3], match[2] or "")
 
+    line = re.sub(COMPUTED, _computed, line)
     pieces = re.split(r"('[^']*')", line)
     return "".join(piece if piece.startswith("'") else NAMED.sub(value, piece) for piece in pieces)
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.batch import Ragged, Sequences
+from trainers.data.formats import in_our_columns, with_names
 from trainers.data.sources import read_source, shown
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def load_rows(
     prompt_template: str | None = None,
     system: str | None = None,
     skip_broken: bool = False,
+    names: Mapping[str, Sequence[str] | None] | None = None,
 ) -> Dataset:
     """The rows of ``source`` as one ``datasets.Dataset`` in one of TRL's formats.
 
@@ -59,7 +61,8 @@ def load_rows(
     ``columns`` renames columns, from the source's name to ours. ``prompt_template`` writes ``prompt`` from the other
     columns, under their old or new names: ``"Question: {question}\\nAnswer:"``. ``system`` is put before every
     conversation that has no system message; texts become conversations by it, and ``system=""`` does only that.
-    ShareGPT ``conversations`` become ``messages``. What was to be changed in a broken row is null afterwards, or as it
+    ShareGPT ``conversations`` and ms-swift's columns become ``messages``, or ``prompt``, ``chosen`` and ``rejected``
+    (``formats.py``, which also says what ``names`` are). What was to be changed in a broken row is null afterwards, or as it
     was: ``broken_rows.py`` finds them. ``skip_broken``: as ``read_source``.
 
     Raises FileNotFoundError or ValueError saying what is wrong with the source and what there is instead.
@@ -69,7 +72,8 @@ def load_rows(
         raise ValueError(f"dataset {shown(source)} is empty (split {split!r}): it has no rows")
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
-    rows = _sharegpt_converted(_renamed(rows, columns or {}))
+    rows = in_our_columns(_sharegpt_converted(_renamed(rows, columns or {})))
+    rows = with_names(rows, names or {})
     if prompt_template is not None:
         rows = _with_prompt(rows, prompt_template, columns or {})
     if system is not None:

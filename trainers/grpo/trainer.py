@@ -138,8 +138,8 @@ class GRPOTrainer:
             if name is not None:
                 check_same_tokens(key, self.models[name], self.tokenizer, config.trust_remote_code)
         self.rewarder.prepare(self.tokenizer)
-        self.rows: Any = self.read(config.dataset, config.dataset_split)
-        self.eval_rows: Any = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
+        self.rows: Any = self.read(*config.training_data)
+        self.eval_rows: Any = self.read(*config.evaluation_data) if config.evaluates else None
         if not config.has_environment:  # whose prompts are what it makes of the rows
             datasets = {"dataset": self.rows, "eval_dataset": self.eval_rows}
             check_prompts_fit(config, datasets, self.tokenizer, self.model_path)

@@ -286,11 +286,8 @@ REFUSED = {
     "model_type": "the model's own config.json says it. Remove it",
     "use_hf": "models and data come from folders or the Hugging Face hub. Remove it",
     # data
-    "split_dataset_ratio": "training data are not split. Write 0, and the evaluation data as eval_dataset",
     "streaming": "rows are read whole. Write streaming: false",
     "loss_scale": "write completion_only_loss (the last answer) or assistant_only_loss (every turn of the assistant)",
-    "model_name": "placeholders of swift/self-cognition are not filled in. Fill them in the data, and remove it",
-    "model_author": "placeholders of swift/self-cognition are not filled in. Fill them in the data, and remove it",
     "data_seed": "seed is that of the data too. Remove it, or write the same number",
     "packing_length": "packed rows have max_length tokens. Write that",
     "enable_thinking": "this trainer gives the chat template no variables. Write a chat_template",

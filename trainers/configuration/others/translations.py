@@ -252,12 +252,10 @@ def _adapter(given: GivenKeys) -> None:
 
 def _evaluation(given: GivenKeys) -> None:
     """Without evaluation data ms-swift does not evaluate, whatever ``eval_steps`` says."""
-    has_rows = bool(given.get("eval_dataset"))
-    if given.foreign("split_dataset_ratio") and given.get("split_dataset_ratio") in (0, 0.0):
-        given.take("split_dataset_ratio")
-        if "eval_steps" in given.values and not has_rows:
-            del given.values["eval_steps"]
-            given.notes["eval_steps"] = "there is no eval_dataset"
+    has_rows = bool(given.get("eval_dataset")) or bool(given.get("split_dataset_ratio"))
+    if "eval_steps" in given.values and not has_rows:
+        del given.values["eval_steps"]
+        given.notes["eval_steps"] = "there is no eval_dataset"
     if given.foreign("eval_strategy"):
         strategy = given.take("eval_strategy") or "no"  # which YAML reads as false
         if strategy == "epoch" or (strategy == "no" and has_rows):
@@ -302,10 +300,6 @@ def _data(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
         given.get("max_length", defaults.get("max_length")),
     ):
         given.take("packing_length")
-    if "swift/self-cognition" not in str(given.values.get("dataset")):  # whose placeholders they fill in
-        for name in ("model_name", "model_author"):
-            if given.foreign(name):
-                given.take(name)
     if given.foreign("enable_dft_loss") and "packing" in given.known and given.take("enable_dft_loss") is True:
         given.put("loss_type", "dft", "enable_dft_loss")
 

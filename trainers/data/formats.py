@@ -53,6 +53,11 @@ def in_our_columns(rows: Dataset) -> Dataset:
     return _with_tool_roles(rows)
 
 
+def row_of_messages(row: Mapping[str, Any]) -> dict[str, Any]:
+    """One row with ``query`` and ``response`` as one with ``messages``."""
+    return {name: value for name, value in row.items() if name not in (*CONSUMED, "system")} | _query(row)
+
+
 def with_names(rows: Dataset, names: Mapping[str, Sequence[str] | None]) -> Dataset:
     """The rows with the placeholders of ``swift/self-cognition`` filled in: {{NAME}} and {{AUTHOR}}.
 

@@ -93,7 +93,7 @@ class GRPOTrainer:
         self.teacher = Teacher(config)
         self.rewarder = Rewarder(
             config,
-            config.reward_funcs,
+            config.functions,
             models=config.reward_model,
             has_environment=config.has_environment,
             weights=config.reward_weights,
@@ -115,7 +115,7 @@ class GRPOTrainer:
         """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
         check_before_start(config, groups)
         check_chosen(config)
-        check_rewards(config, config.reward_funcs, config.reward_processes)
+        check_rewards(config, config.functions, config.reward_processes)
         check_completions(config, groups)
         if config.has_environment:
             environment_of(config, tokenizer_there(config))

@@ -269,6 +269,12 @@ def format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
     return [float(all(text.count(tag) == 1 for tag in tags) and _TAGS.fullmatch(text) is not None) for text in texts]
 
 
+@register_reward("no_reward")
+def no_reward(completions: Sequence[Any], **_: Any) -> list[float]:
+    """0.0 always: of a run whose completions a teacher alone judges, token by token."""
+    return [0.0] * len(completions)
+
+
 @register_reward("soft_overlong")
 class SoftOverlong:
     """0 up to soft_max_length - soft_cache_length tokens, then falling to -1 at soft_max_length (DAPO, eq. 13).

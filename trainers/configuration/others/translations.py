@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 from rayhelper import ConfigError
 from trainers.configuration.megatron import MegatronConfig
 from trainers.configuration.others.engine_names import translate_engine
+from trainers.configuration.others.ms_swift_keys import translate_ms_swift
 from trainers.configuration.others.other_names import HINTS, REFUSED_RLHF_TYPES, is_neutral
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 from trainers.configuration.reading.typed_values import typed
@@ -27,6 +28,7 @@ ATTENTION = {  # ms-swift's attn_impl and Megatron's attention_backend, in trans
 }
 DEEPSPEED = {  # ZeRO stage, its optional offload: sharding strategy, whether weights are freed after the forward pass
     "zero0": ("no_shard", None),
+    "zero1": ("full_shard", False),  # with less memory: gradients lie in shards too
     "zero2": ("full_shard", False),
     "zero3": ("full_shard", True),
 }
@@ -49,6 +51,7 @@ def translate(
     ``defaults`` are those of the keys of ``config_type``; ``rlhf_types`` gives the configurations by ms-swift's names.
     """
     _rlhf_type(given, config_type, rlhf_types)
+    translate_ms_swift(given, defaults)
     translate_engine(given)
     _precision(given)
     _attention(given)

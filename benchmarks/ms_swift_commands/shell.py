@@ -134,9 +134,9 @@ def _filled(line: str, variables: dict[str, str]) -> str:
     def value(match: re.Match[str]) -> str:
         return variables.get(match[1] or match[3], match[2] or "")
 
-    line = re.sub(COMPUTED, _computed, line)
     pieces = re.split(r"('[^']*')", line)
-    return "".join(piece if piece.startswith("'") else NAMED.sub(value, piece) for piece in pieces)
+    filled = "".join(piece if piece.startswith("'") else NAMED.sub(value, piece) for piece in pieces)
+    return COMPUTED.sub(_computed, filled)
 
 
 def _processes(words: list[str]) -> dict[str, str]:

@@ -41,7 +41,7 @@ OF_FSDP_INSTEAD = {  # what fsdp does in the place of a key of megatron
     ),
 }
 SET_BY_TRAINERS = ("device_map", "output_loading_info", "num_labels", "state_dict", "config")  # of from_pretrained
-REPORTERS = ("tensorboard", "wandb", "none")
+REPORTERS = ("tensorboard", "wandb", "swanlab", "none")
 PLAIN_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 # Those of transformers that look at the step alone; some need lr_scheduler_kwargs.
 SCHEDULES = (
@@ -106,7 +106,7 @@ class RunConfig:
     logging_steps: int = 10
     """Optimizer steps between lines on the console; the metrics files hold every step."""
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """tensorboard, wandb, none."""
+    """tensorboard, wandb, swanlab, none."""
 
     # Placement
     use_ray: bool = False

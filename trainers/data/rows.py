@@ -28,6 +28,7 @@ import numpy as np
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.batch import Ragged, Sequences
 from trainers.data.formats import in_our_columns, with_names
+from trainers.data.loss_scale import LossScale, num_last_answers
 from trainers.data.sources import read_source, shown
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ def tokenize_sft(
     text_field: str = "text",
     eos: str | None = None,
     num_proc: int | None = None,
+    loss_scale: LossScale | None = None,
 ) -> Sequences:
     """One sequence a row and, as targets, the tokens to learn: TRL's SFT preparation.
 
@@ -182,6 +184,7 @@ def tokenize_sft(
     where prompt and prompt + completion part as tokens; by default only completions are learned where there are any.
     ``assistant_only_loss`` learns what the template marks with ``{% generation %}``. Rows are cut to ``max_length``
     tokens, and those left without a target are dropped, with one line in the log. The first token is no target.
+    ``loss_scale`` chooses among the tokens that would be learned: see ``loss_scale.py``.
     ``pack`` with ``bfd_split`` or ``wrapped`` wants ``max_length=None``.
 
     Departures from TRL: it keeps rows without a target when it packs, and refuses rows without an assistant's turn.
@@ -196,7 +199,10 @@ def tokenize_sft(
         ids, masks = [], []
         for position, index in enumerate(indices):
             try:
-                row_ids, row_mask = encode({name: column[position] for name, column in table.items()})
+                row = {name: column[position] for name, column in table.items()}
+                row_ids, row_mask = encode(row)
+                if loss_scale is not None:
+                    row_mask = loss_scale.masked(row_ids, row_mask, tokenizer, num_last_answers(row))
             except Exception as error:
                 error.add_note(f"while tokenizing row {index} of the dataset")
                 raise

@@ -8,6 +8,7 @@ from typing import ClassVar
 from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
 from trainers.configuration.shared import TrainConfig, at_least
+from trainers.data.loss_scale import parsed
 from trainers.data.rows import PackingStrategy, TruncationMode
 from trainers.losses.types import SFTLossType
 
@@ -37,6 +38,9 @@ class SFTConfig(TrainConfig):
     """Learn only completions; null: where rows have prompt and completion."""
     assistant_only_loss: bool = False
     """Learn only assistant turns; the chat template must mark them with {% generation %}."""
+    loss_scale: str | None = None
+    """ms-swift's choice of tokens: default (every answer), last_round or all, and behind them, each after a +,
+    ignore_empty_think or ignore_think_prefix. null: as the two keys above say."""
     loss_type: SFTLossType = "nll"
     """nll: negative log-likelihood; dft: weighed by the token's probability (arXiv 2508.05629)."""
     per_device_eval_batch_size: int = 8
@@ -46,6 +50,14 @@ class SFTConfig(TrainConfig):
         super().__post_init__()
         at_least(self, 2, "max_length")
         at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size")
+        try:
+            scale = parsed(self.loss_scale)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if scale is not None and scale.base != "all" and self.completion_only_loss is False:
+            raise ConfigError(f"loss_scale {self.loss_scale} learns answers alone; remove completion_only_loss: false")
+        if scale is not None and scale.base == "all" and (self.assistant_only_loss or self.completion_only_loss):
+            raise ConfigError("loss_scale all learns every token; remove assistant_only_loss and completion_only_loss")
         if self.packing and self.max_length is None:
             raise ConfigError("packing needs max_length, the tokens of a packed row")
         if self.packing and self.truncation_mode != "keep_start":

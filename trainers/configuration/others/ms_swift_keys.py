@@ -6,11 +6,16 @@ together. Their meanings are those of ms-swift's ``swift/arguments`` and ``swift
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
+from rayhelper.device_groups.keys import SHARE_KEY
+from rayhelper.device_groups.keys import SIZE_KEYS as SIZES
 from rayhelper.planning.parallel_sizes import SIZE_KEYS, VLLM_KEY
 from trainers.configuration.reading.given_keys import GivenKeys
+
+logger = logging.getLogger(__name__)
 
 FULL_PRECISION = ("fp32", "float32", "torch.float32", None)
 PRECISIONS = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype")
@@ -29,6 +34,29 @@ def translate_ms_swift(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     _optimizer(given)
     _fsdp(given)
     _checkpoints(given)
+
+
+def engine_beside_training(given: GivenKeys) -> None:
+    """A colocated engine in parts has processes of its own on the devices of training, as ms-swift's engines have.
+
+    ``colocate_groups: [[train, rollout]]`` with ``vllm_tensor_parallel_size: 2`` means that here.
+    """
+    groups, size = given.values.get("device_groups"), given.get("vllm_tensor_parallel_size", 1)
+    if not isinstance(groups, Mapping) or given.get("rollout_engine") != "vllm" or not isinstance(size, int):
+        return
+    together, rollout = groups.get("colocate_groups"), groups.get("rollout")
+    if size < 2 or not isinstance(together, list) or not isinstance(rollout, Mapping):
+        return
+    host = next((group[0] for group in together if isinstance(group, list) and "rollout" in group[1:]), None)
+    if host is None or not isinstance(groups.get(host), Mapping):
+        return
+    left = [[role for role in group if role != "rollout"] for group in together if isinstance(group, list)]
+    section = {key: value for key, value in rollout.items() if key not in SIZES} | {SHARE_KEY: host}
+    changed = {**groups, "rollout": section, "colocate_groups": [group for group in left if len(group) > 1]}
+    if not changed["colocate_groups"]:
+        del changed["colocate_groups"]
+    given.values["device_groups"] = changed
+    logger.info("role rollout has processes of its own on the devices of role %s: %d hold an engine", host, size)
 
 
 def _cached(given: GivenKeys) -> None:

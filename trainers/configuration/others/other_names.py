@@ -153,6 +153,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "full_determinism": (False,),
     "label_names": ("labels", ["labels"], None),
     "logging_strategy": ("steps",),
+    "loss_scale": ("last_round", "default", None),  # of trainers that learn one completion a prompt
     "use_chat_template": (True,),
     # rewards and completions
     "completion_length_limit_scope": ("total",),
@@ -302,7 +303,7 @@ REFUSED = {
     "use_hf": "models and data come from folders or the Hugging Face hub. Remove it",
     # data
     "streaming": "rows are read whole. Write streaming: false",
-    "loss_scale": "write completion_only_loss (the last answer) or assistant_only_loss (every turn of the assistant)",
+    "loss_scale": "this trainer learns the last answer, which is loss_scale last_round. Write that, or remove it",
     "data_seed": "seed is that of the data too. Remove it, or write the same number",
     "packing_length": "packed rows have max_length tokens. Write that",
     "enable_thinking": "this trainer gives the chat template no variables. Write a chat_template",

@@ -6,6 +6,7 @@ that are none of ours and puts ours in their place. A mistake is noted, so that 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, get_type_hints
 from rayhelper import ConfigError
 from trainers.configuration.megatron import MegatronConfig
 from trainers.configuration.others.engine_names import translate_engine
-from trainers.configuration.others.ms_swift_keys import translate_ms_swift
+from trainers.configuration.others.ms_swift_keys import engine_beside_training, translate_ms_swift
 from trainers.configuration.others.other_names import HINTS, REFUSED_RLHF_TYPES, is_neutral
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 from trainers.configuration.reading.typed_values import typed
@@ -69,6 +70,7 @@ def translate(
     _turns(given)
     _thinking(given)
     _server(given)
+    engine_beside_training(given)
 
 
 def _rlhf_type(given: GivenKeys, config_type: type, rlhf_types: Callable[[], Mapping[str, type]]) -> None:
@@ -235,6 +237,10 @@ def _megatron(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     if given.get("sequence_parallel") is True and given.get("tensor_model_parallel_size", 1) == 1:
         del given.values["sequence_parallel"]
         given.notes["sequence_parallel"] = "tensor_model_parallel_size is 1: there is nothing to divide over"
+    fuses = given.get("moe_permute_fusion")
+    if fuses is True and (given.get("tuner_type") == "lora" or not is_installed("transformer_engine")):
+        given.take("moe_permute_fusion")
+        given.notes["moe_permute_fusion"] = "tokens are permuted by torch, without TransformerEngine"
     for name in [name for name in given.values if given.foreign(name)]:
         if is_neutral(name, given.get(name)):
             continue
@@ -243,6 +249,11 @@ def _megatron(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
         elif name == "router_aux_loss_coef":
             given.refuse(name, f"{name} is of transformers' losses. Write megatron: {{moe_aux_loss_coeff: ...}}")
             given.take(name)
+
+
+def is_installed(module: str) -> bool:
+    """Whether this Python has a module; it is not imported."""
+    return importlib.util.find_spec(module) is not None
 
 
 def _adapter(given: GivenKeys) -> None:

@@ -75,6 +75,13 @@ def _command(name: str, arguments: Sequence[str]) -> Command:
     return command_named(name, plain(given_keys(arguments, [])[0].values.get("rlhf_type")))
 
 
+def uses_ray(arguments: Sequence[str]) -> bool:
+    """Whether the arguments, or the file that they name, say ``use_ray``. A mistake is left to who reads all of them."""
+    with contextlib.suppress(ConfigError):
+        return plain(given_keys(arguments, [])[0].values.get("use_ray")) is True
+    return False
+
+
 def _end(message: str, code: int) -> NoReturn:
     """Writes the message and exits.
 

@@ -155,7 +155,8 @@ def test_device_groups_on_the_command_line_replaces_where_roles_run_and_no_other
 def test_a_section_without_devices_may_stand_beside_device_groups(tmp_path: Path) -> None:
     groups = "device_groups: {all: {device: CPU, ranks: 2, workers: [train, rollout, teacher]}}\n"
     assert load(GRPOConfig, groups + "teacher: {model: t}", tmp_path).teacher_model == "t"
-    found = load(GRPOConfig, "", tmp_path, "--device_groups", groups.removeprefix("device_groups: "), "--teacher.model=t")
+    argv = ["--device_groups", groups.removeprefix("device_groups: "), "--teacher.model=t"]
+    found = load(GRPOConfig, "", tmp_path, *argv)
     assert found.teacher_model == "t"
 
 

@@ -4,8 +4,8 @@
     defaults: ms-swift    ms-swift's (4.6), in the table below, each with the file of its source that it stands in
 
 It is a property of the file: the key ``defaults`` says it, or else a key that ms-swift alone has. What follows is put
-into the configuration as keys of ours, before it is made: ``--print_config`` shows it, one line of the run tells it, and
-nothing later asks whose defaults hold. A configuration that is made in Python says its values itself.
+into the configuration as keys of ours, before it is made. ``--print_config`` shows it, one line of the run tells it,
+and nothing later asks whose defaults hold. A configuration that is made in Python says its values itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError, DeviceGroups
-from rayhelper.text import parse_text
 from trainers.configuration.others.ms_swift_only import MS_SWIFT_ONLY
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 
@@ -75,7 +74,7 @@ def _workers(keys: Keys) -> int:
         return int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     groups = keys.get("device_groups")
     try:
-        named = DeviceGroups.parse(parse_text(groups, "device_groups") if isinstance(groups, str) else groups)
+        named = DeviceGroups.parse(groups or {})
         hosts = [group for group in named.groups if {"train", "default"} & set(group.roles)]
         return hosts[0].num_workers if hosts else 1
     except (ConfigError, TypeError, AttributeError):
@@ -148,12 +147,12 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         _LENGTH,
         _EVAL_SIZE,
         Default("truncation_mode", "drop", TEMPLATE),
-        Default("loss_turns", "all_answers", TEMPLATE),
+        Default("loss_scale", "default", TEMPLATE),
     ),
     "PretrainConfig": (
         Default("packing", False, BASE),
         Default("packing_strategy", "bfd", BASE),
-        Default("loss_turns", "everything", "swift/arguments/pretrain_args.py"),
+        Default("loss_scale", "all", "swift/arguments/pretrain_args.py"),
     ),
     "DPOConfig": (_LENGTH, _EVAL_SIZE),
     "RewardConfig": (_LENGTH, _EVAL_SIZE),
@@ -263,7 +262,7 @@ def _counts_generations(keys: Keys, given: GivenKeys) -> bool:
     return bool(keys.get("global_batch_size")) and "gradient_accumulation_steps" not in given.values
 
 
-def told(held: Holding, ours: Mapping[str, Any], found: Mapping[str, Any], given: GivenKeys) -> str:
+def told_of(held: Holding, ours: Mapping[str, Any], found: Mapping[str, Any], given: GivenKeys) -> str:
     """One line of whose defaults hold and what follows from it, for the log."""
     why = f" (the file has {', '.join(held.said_by[:4])})" if held.said_by else ""
     keys = {**found, **{name: plain(value) for name, value in given.values.items()}}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rayhelper.text import DID_YOU_MEAN, nearest
+from trainers.data.held_out import Part
 from trainers.plugins import DATASETS, exits_are_errors
 
 if TYPE_CHECKING:
@@ -32,12 +33,14 @@ def read_source(source: Any, split: str = "train", *, skip_broken: bool = False)
     of ``save_to_disk``, a registered dataset, a hub name (``name`` or ``name:configuration``), a Dataset, or a list of
     mappings. ``split`` chooses among the splits of folders, hub and registered datasets. ``name#500`` are 500 rows of a
     named source, drawn without repetition, the same in every run; of one that has fewer, some come again.
-    ``skip_broken`` leaves out lines of a .jsonl file that are no JSON objects in UTF-8, and rows whose text is none.
+    A ``Part`` of a source is read too. ``skip_broken`` leaves out lines of a .jsonl file that are no JSON objects in UTF-8, and rows whose text is none.
 
     Raises FileNotFoundError or ValueError saying what is wrong and what there is instead.
     """
     import datasets
 
+    if isinstance(source, Part):
+        return _read_part(source, split, skip_broken)
     if isinstance(source, datasets.Dataset):
         return source
     if isinstance(source, Mapping):  # DatasetDict too
@@ -102,6 +105,17 @@ def _read_named(name: str, split: str, skip_broken: bool = False) -> Dataset:
     if path.suffix in FILE_TYPES or name.startswith(("/", "./", "../", "~")):
         raise FileNotFoundError(f"dataset file {name!r} does not exist. {_beside(path)}")
     return _read_hub(name, split)
+
+
+def _read_part(part: Part, split: str, skip_broken: bool) -> Dataset:
+    """The rows of a part; each source of a list by itself."""
+    source = part.source
+    if isinstance(source, (list, tuple)) and source and all(isinstance(item, (str, Path)) for item in source):
+        return _joined([_read_part(part.of(item), split, skip_broken) for item in source])
+    whole, _, count = str(source).rpartition("#") if isinstance(source, (str, Path)) else ("", "", "")
+    is_counted = bool(whole) and count.isdigit()
+    rows = read_source(whole if is_counted else source, split, skip_broken=skip_broken)
+    return rows.select(part.indices(len(rows), int(count) if is_counted else None))
 
 
 def _drawn(rows: Dataset, count: int) -> Dataset:

@@ -95,8 +95,8 @@ class DPOTrainer:
         if config.ref_model is not None:
             self.reference_path = resolved_models(config, self.model_path, [config.ref_model])[config.ref_model]
             check_same_tokens("ref_model", self.reference_path, self.tokenizer, config.trust_remote_code)
-        self.pairs = self.read(config.dataset, config.dataset_split)
-        self.eval_pairs = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
+        self.pairs = self.read(*config.training_data)
+        self.eval_pairs = self.read(*config.evaluation_data) if config.evaluates else None
 
     def read(self, source: Any, split: str) -> Preferences:
         """The pairs of a dataset."""

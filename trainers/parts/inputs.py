@@ -25,6 +25,7 @@ def read_rows(config: RunConfig, source: Any, split: str) -> Any:
             prompt_template=config.prompt_template,
             system=config.system,
             skip_broken=skips_broken(config),
+            names={"model_name": config.model_name, "model_author": config.model_author},
         )
 
 

@@ -30,7 +30,7 @@ from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.batch import Ragged
 from trainers.plugins import REWARDS, register_reward
 from trainers.rewards import ms_swift  # noqa: F401 - which registers its functions
-from trainers.rewards.texts import chat_completions, completion_text
+from trainers.rewards.texts import completion_text
 from trainers.rewards.time_limit import awaited_within, within
 
 RewardFunction = Callable[..., Any]
@@ -254,6 +254,12 @@ def format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
     tags = ("<think>", "</think>", "<answer>", "</answer>")
     texts = [completion_text(completion) for completion in completions]
     return [float(all(text.count(tag) == 1 for tag in tags) and _TAGS.fullmatch(text) is not None) for text in texts]
+
+
+@register_reward("no_reward")
+def no_reward(completions: Sequence[Any], **_: Any) -> list[float]:
+    """0.0 always: of a run whose completions a teacher alone judges, token by token."""
+    return [0.0] * len(completions)
 
 
 @register_reward("soft_overlong")

@@ -49,9 +49,10 @@ def _is_right(text: str, truth: str) -> float:
     if tagged is not None:
         found = parse(tagged, extraction_mode="first_match", **limit)
     else:
+        boxed: Any = True  # as it is there, which is neither "all" nor "last"
         latex = LatexExtractionConfig(
             normalization_config=NormalizationConfig(
-                nits=False, malformed_operators=False, basic_latex=True, boxed="all", units=True
+                nits=False, malformed_operators=False, basic_latex=True, boxed=boxed, units=True
             ),
             boxed_match_priority=0,
             try_extract_without_anchor=False,
@@ -104,9 +105,9 @@ class MsSwiftCosine:
     ) -> list[float]:
         rewards = []
         for right, ids in zip(ms_swift_accuracy(completions, solution), completion_ids, strict=True):
-            # with the ends as ms-swift's cosfn has them: min_value at max_len of right ones, at 0 of wrong ones' max
-            low, high = (self.correct[1], self.correct[0]) if right >= 1 else (self.wrong[1], self.wrong[0])
-            rewards.append(high - (high - low) * (1 - math.cos(len(ids) * math.pi / self.max_len)) / 2)
+            shortest, longest = self.correct if right >= 1 else self.wrong
+            share = (1 - math.cos(len(ids) * math.pi / self.max_len)) / 2
+            rewards.append(shortest - (shortest - longest) * share)
         return rewards
 
 

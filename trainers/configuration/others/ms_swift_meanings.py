@@ -1,8 +1,7 @@
-"""Keys that mean one thing in ms-swift and another in TRL, in a file of ms-swift's names: as the keys of ours that say it.
+"""Keys that mean one thing in ms-swift and another in TRL: in a file of ms-swift's names, as keys of ours that say it.
 
     reward_funcs: [accuracy]      [ms_swift_accuracy]; so are the other functions that come with ms-swift
     soft_*, cosine_*, repetition_*    arguments of these, which stand beside the other keys there
-    loss_scale                    loss_turns, of SFT
     max_length of GKD             max_length and max_prompt_length: it cuts what is to be completed too
 
 Defaults are ``defaults.py``. What a key of ours says already, is left.
@@ -17,13 +16,15 @@ from typing import Any
 
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 
-TURNS = {"default": "all_answers", "last_round": "last_answer", "all": "everything"}
 REWARDS = ("accuracy", "format", "cosine", "repetition", "soft_overlong")
 # Their arguments: keys there, and what the function here calls them
 ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "cosine": {
         "cosine_max_len": "max_len",
-        **{f"cosine_{end}_len_value_{kind}": f"{end}_len_value_{kind}" for end in ("min", "max") for kind in ("wrong", "correct")},
+        "cosine_min_len_value_wrong": "min_len_value_wrong",
+        "cosine_max_len_value_wrong": "max_len_value_wrong",
+        "cosine_min_len_value_correct": "min_len_value_correct",
+        "cosine_max_len_value_correct": "max_len_value_correct",
     },
     "repetition": {"repetition_n_grams": "n_grams", "repetition_max_penalty": "max_penalty"},
     "soft_overlong": {"soft_max_length": "soft_max_length", "soft_cache_length": "soft_cache_length"},
@@ -34,7 +35,6 @@ LIMITED = {"cosine": "max_len", "soft_overlong": "soft_max_length"}  # by max_co
 def mean_as_there(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     """Puts our keys in place of ms-swift's in ``given``, before other translations."""
     _rewards(given, defaults)
-    _turns(given)
     is_distillation = {"gkd_logits_topk", "max_prompt_length", "max_length"} <= set(given.known)
     if is_distillation and given.get("max_length") is not None and "max_prompt_length" not in given.values:
         given.put("max_prompt_length", given.get("max_length"), "max_length")
@@ -50,7 +50,8 @@ def _rewards(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     longest = given.get("max_completion_length", defaults.get("max_completion_length"))
     own = _registered(given.get("external_plugins"))
     given.values["reward_funcs"] = [_meant(plain(name), given, longest, own) for name in names]
-    for name in [name for name in REWARDS if name in names and name not in own]:
+    called = [spec.get("name") if isinstance(spec, Mapping) else spec for spec in map(plain, names)]
+    for name in [name for name in REWARDS if name in called and name not in own]:
         for key in ARGUMENTS.get(name, {}):
             given.values.pop(key, None)
 
@@ -76,9 +77,3 @@ def _registered(plugins: Any) -> set[str]:
         text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         found |= {name for name in REWARDS if re.search(rf"(orms\[|register_reward\()\s*['\"]{name}['\"]", text)}
     return found
-
-
-def _turns(given: GivenKeys) -> None:
-    if given.foreign("loss_scale") and "loss_turns" in given.known and given.get("loss_scale") in TURNS:
-        given.put("loss_turns", TURNS[given.get("loss_scale")], "loss_scale")
-        given.take("loss_scale")

@@ -26,8 +26,9 @@ from typing import Any, TypeVar, get_type_hints
 from rayhelper import ConfigError
 from rayhelper.device_groups.keys import SECTION_KEYS, SIZE_KEYS
 from rayhelper.text import nearest, parse_text
-from trainers.configuration.defaults import Holding, defaults_of, holding, told
+from trainers.configuration.defaults import Holding, defaults_of, holding, told_of
 from trainers.configuration.folders import rlhf_types
+from trainers.configuration.others.ms_swift import with_config
 from trainers.configuration.others.ms_swift_meanings import mean_as_there
 from trainers.configuration.others.other_names import (
     ALIASES,
@@ -90,7 +91,7 @@ def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | Non
         print(as_yaml(masked(shown)), end="")
         sys.exit(0)
     config = config_type(**unmasked(differing(defaults, ours) | values))
-    logger.info(told(held, ours, defaults, given))
+    logger.info(told_of(held, ours, defaults, given))
     if given.notes:
         told = {
             reason: [name for name in given.notes if given.notes[name] == reason] for reason in given.notes.values()
@@ -153,7 +154,8 @@ def export_env(argv: Sequence[str]) -> None:
 def _options(argv: Sequence[str], given: GivenKeys) -> Options:
     """The options of a command line, as (key, ...) and their values; what stands there without one is a mistake."""
     options: Options = []
-    for argument in argv:
+    file, rest = with_config(argv)
+    for argument in [*file, *rest]:
         match = OPTION.fullmatch(argument)
         if match:
             path = [part.replace("-", "_") for part in match[1].split(".")]

@@ -81,6 +81,10 @@ def _workers(keys: Keys) -> int:
         return 1  # what is wrong with it is told elsewhere
 
 
+def _evaluates(keys: Keys) -> bool:
+    return bool(keys.get("eval_dataset")) and bool(keys.get("save_steps"))
+
+
 def _learning_rate(keys: Keys) -> float:
     return 1e-5 if keys.get("tuner_type") == "full" else 1e-4
 
@@ -106,14 +110,6 @@ def _multiplies_in_bfloat16(keys: Keys) -> bool:
     return "num_experts" in found or "n_routed_experts" in found or "num_local_experts" in found
 
 
-_EVALUATED = Default(
-    "eval_steps", lambda keys: keys.get("save_steps"), SFT, lambda keys: bool(keys.get("eval_dataset"))
-)
-_LENGTH = Default("max_length", _positions, BASE)
-_EVAL_SIZE = Default("per_device_eval_batch_size", 1, ARGUMENTS)
-_COMPLETION = Default("max_completion_length", 512, RLHF)
-_TEMPERATURE = Default("temperature", 0.9, RLHF)
-
 # By the class of configurations that has the key; later rows see what earlier ones decided
 TABLE: Mapping[str, tuple[Default, ...]] = {
     "TrainConfig": (
@@ -130,11 +126,13 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         Default("logging_steps", 5, ARGUMENTS),
         Default("expert_tensor_parallel_size", 1, MEGATRON, _is_megatron),
         Default("moe_grouped_gemm", True, MEGATRON, _multiplies_in_bfloat16),
-        _EVALUATED,
+        Default("max_length", _positions, BASE),
+        Default("per_device_eval_batch_size", 1, ARGUMENTS),
+        Default("eval_steps", lambda keys: keys.get("save_steps"), SFT, _evaluates),
     ),
     "CompletionConfig": (
-        _TEMPERATURE,
-        _COMPLETION,
+        Default("temperature", 0.9, RLHF),
+        Default("max_completion_length", 512, RLHF),
         Default("rollout_engine", "vllm", MEGATRON, _is_megatron),
         Default(
             "vllm_gpu_memory_utilization",
@@ -144,8 +142,6 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         ),
     ),
     "SFTConfig": (
-        _LENGTH,
-        _EVAL_SIZE,
         Default("truncation_mode", "drop", TEMPLATE),
         Default("loss_scale", "default", TEMPLATE),
     ),
@@ -154,8 +150,6 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         Default("packing_strategy", "bfd", BASE),
         Default("loss_scale", "all", "swift/arguments/pretrain_args.py"),
     ),
-    "DPOConfig": (_LENGTH, _EVAL_SIZE),
-    "RewardConfig": (_LENGTH, _EVAL_SIZE),
     "GRPOConfig": (
         Default("beta", 0.04, RLHF),
         Default("loss_type", "grpo", RLHF),
@@ -169,8 +163,6 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         ),
     ),
     "GKDConfig": (
-        _LENGTH,
-        _EVAL_SIZE,
         Default(
             "gkd_topk_add_tail",
             False,

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 TruncationMode = Literal["keep_start", "keep_end"]
 SFTTruncation = Literal["keep_start", "keep_end", "drop"]
@@ -75,6 +76,7 @@ def load_rows(
         raise ValueError(f"dataset {shown(source)} is empty (split {split!r}): it has no rows")
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
+    check_text_alone(rows)
     rows = in_our_columns(_sharegpt_converted(_renamed(rows, columns or {})))
     rows = with_names(rows, names or {})
     if prompt_template is not None:
@@ -82,6 +84,23 @@ def load_rows(
     if system is not None:
         rows = rows.map(_with_system, fn_kwargs={"system": system}, desc="Adding the system message")
     return rows
+
+
+def check_text_alone(rows: Dataset) -> None:
+    """Raises ValueError for rows with images, videos or sounds, of which a language model would see nothing."""
+    import pyarrow.compute as pc
+    from pyarrow import types
+
+    for name in [name for name in MEDIA if name in rows.column_names]:
+        column = rows.with_format("arrow")[:][name]
+        is_listed = types.is_list(column.type) or types.is_large_list(column.type)
+        sizes = pc.list_value_length(column) if is_listed else pc.is_valid(column)
+        if count := pc.sum(pc.greater(sizes.cast("int64"), 0)).as_py():
+            raise ValueError(
+                f"{count} of {len(rows)} rows have {name}, which no model here sees: they would be learned as the text "
+                f"around them. Rows with images, videos and audios are not supported yet. Take them out, or the column "
+                f"{name!r} if nothing is to be seen in it."
+            )
 
 
 def _renamed(rows: Dataset, columns: Mapping[str, str]) -> Dataset:
@@ -195,8 +214,7 @@ def tokenize_sft(
     template = _chat_template(rows[0], tokenizer, assistant_only_loss)
     eos = eos or tokenizer.eos_token
     turns: Any = None if loss_scale is None or loss_scale.base == "all" else loss_scale.base
-    is_all = loss_scale is not None and turns is None
-    encode = _SFTEncoder(tokenizer, template, completion_only_loss, assistant_only_loss, text_field, eos, turns, is_all)
+    encode = _SFTEncoder(tokenizer, template, completion_only_loss, assistant_only_loss, text_field, eos, turns)
     longest = max_length if truncation_mode == "drop" else None
     cut = slice(-max_length, None) if max_length and truncation_mode == "keep_end" else slice(max_length)
 
@@ -246,7 +264,6 @@ class _SFTEncoder:
     text_field: str
     eos: str | None
     turns: Turns | None = None
-    is_all: bool = False
 
     def __call__(self, row: dict[str, Any]) -> tuple[list[int], list[bool]]:
         if row.get("prompt") is not None and row.get("completion") is not None:
@@ -284,7 +301,7 @@ class _SFTEncoder:
     def _conversation(self, messages: list[dict[str, Any]], row: dict[str, Any]) -> tuple[list[int], list[int] | None]:
         if self.turns is not None:
             return self._answers(messages, row, self.turns)
-        if not self.is_all and any(message.get("loss") is not None for message in messages):
+        if any(message.get("loss") is not None for message in messages):
             raise ValueError(
                 "messages say loss: true or false of themselves, which is obeyed where answers alone are learned: set "
                 "loss_scale: default, or take it out of the rows"

@@ -20,6 +20,7 @@ class SFTConfig(TrainConfig):
     ROLES: ClassVar = {"train": TRAIN}
 
     output_dir: str = "outputs/sft"
+    disable_dropout: bool = False
     dataset_text_field: str = "text"
     """The column that holds plain text."""
     dataset_num_proc: int | None = None

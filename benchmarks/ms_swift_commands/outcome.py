@@ -28,7 +28,11 @@ from trainers.configuration.reading.given_keys import plain
 
 OUTCOMES = ("taken", "taken with a line", "refused, the remedy works", "cannot run here", "refused")
 NEVER = {  # what is missing, by the beginning of what is said of it
-    "task_type": "task_type embedding, reranker, generative_reranker",
+    "unknown key fp8": "training in FP8 (TransformerEngine)",
+    "unknown key mtp_num_layers": "multi-token prediction",
+    **dict.fromkeys(("unknown key quant", "unknown key bnb", "quant_method"), "training of a quantized model (QLoRA)"),
+    **dict.fromkeys(("tuner_type must be", "use_galore", "galore", "lisa", "lora_ga", "reft"), "tuners other than LoRA"),
+    "environment: unknown": "multi-turn schedulers",
     "multi_turn_scheduler": "multi-turn schedulers",
     "vllm_server": "prompts completed by a server outside the run (swift rollout)",
 }
@@ -76,6 +80,9 @@ def outcome_of(words: list[str], case: Case) -> Outcome:
         lines += [f"then: {mistake}" for mistake in mistakes]
         reasons += [_short(mistake) for mistake in mistakes]
     missing = [told for start, told in NEVER.items() if any(reason.startswith(start) for reason in reasons)]
+    if any(reason.startswith("task_type") for reason in reasons):
+        missing.append(f"task_type {case.keys.get('task_type')}")
+    missing = sorted(set(missing))
     return Outcome("cannot run here", lines, missing) if missing else Outcome("refused", lines, reasons)
 
 

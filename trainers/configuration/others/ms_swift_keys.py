@@ -80,11 +80,15 @@ def _backend(given: GivenKeys) -> None:
         value = given.get(name)
         if isinstance(value, int) and value > 1 and name != "expert_tensor_parallel_size":
             given.put("backend", "megatron", name)
-            return
+            break
 
 
 def _experts(given: GivenKeys) -> None:
-    """transformers' implementation of the experts of a mixture."""
+    """transformers' implementation of the experts of a mixture; Megatron's experts are whole unless asked otherwise."""
+    speaks_megatron = given.written.get("per_device_train_batch_size") == "micro_batch_size"
+    asks = given.get("expert_model_parallel_size", 1), given.get("tensor_model_parallel_size", 1)
+    if speaks_megatron and "expert_tensor_parallel_size" not in given.values and asks[0] != 1 != asks[1]:
+        given.put("expert_tensor_parallel_size", 1, "expert_model_parallel_size")
     if given.foreign("experts_impl") and "model_init_kwargs" in given.known:
         value = given.take("experts_impl")
         if value is not None and given.get("backend") != "megatron":

@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from rayhelper import ConfigError
-from trainers.cli import load_config, save_config
+from trainers.cli import load_config, run, save_config
 from trainers.configuration.folders import configurations
 from trainers.configuration.others.ms_swift_only import MS_SWIFT_ONLY
+from trainers.configuration.reading.command_line import read_config
 from trainers.dpo.config import DPOConfig
 from trainers.gkd.config import GKDConfig
 from trainers.grpo.config import GRPOConfig
@@ -81,7 +82,12 @@ def test_a_file_with_a_key_that_ms_swift_alone_has_has_its_defaults(
 def test_what_the_file_says_wins_over_any_default(tmp_path: Path) -> None:
     text = THEIRS + "learning_rate: 3.0e-4\nper_device_train_batch_size: 8\nlr_scheduler_type: linear\nmax_length: 99"
     found = load(SFTConfig, text, tmp_path, "--weight_decay", "0")
-    assert (found.learning_rate, found.lr_scheduler_type, found.weight_decay, found.max_length) == (3e-4, "linear", 0, 99)
+    assert (found.learning_rate, found.lr_scheduler_type, found.weight_decay, found.max_length) == (
+        3e-4,
+        "linear",
+        0,
+        99,
+    )
     assert found.gradient_accumulation_steps == 2  # of 16 sequences a step
 
 
@@ -111,10 +117,13 @@ def test_print_config_shows_what_would_run_and_reads_back_as_the_same(
     assert load_config(GRPOConfig, ["--config", str(tmp_path / "config.yaml")]) == made
 
 
-def test_one_line_tells_whose_defaults_hold_and_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        load(SFTConfig, THEIRS + "weight_decay: 0.1", tmp_path)
-    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("defaults")]
+def line_of(kind: type[Any], text: str, tmp_path: Path) -> str:
+    load(kind, text, tmp_path)
+    return read_config(kind, ["--config", str(tmp_path / "x.yaml")])[1]
+
+
+def test_one_line_tells_whose_defaults_hold_and_why(tmp_path: Path) -> None:
+    line = line_of(SFTConfig, THEIRS + "weight_decay: 0.1", tmp_path)
     assert "ms-swift (the file has attn_impl)" in line
     assert "learning_rate 0.0001" in line
     assert "weight_decay" not in line  # which the file says
@@ -132,12 +141,24 @@ def test_one_line_tells_whose_defaults_hold_and_why(tmp_path: Path, caplog: pyte
         ("use_vllm: true\ngradient_checkpointing: true", "defaults: trl"),
     ],
 )
-def test_a_departure_from_trls_defaults_is_told(
-    text: str, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_departure_from_trls_defaults_is_told(text: str, told: str, tmp_path: Path) -> None:
+    assert line_of(GRPOConfig, text, tmp_path) == told
+
+
+def test_a_run_tells_whose_defaults_hold_before_it_starts(caplog: pytest.LogCaptureFixture) -> None:
+    class Trainer:
+        def __init__(self, config: Any) -> None:
+            assert "defaults: trl" in caplog.text
+
+        @staticmethod
+        def check(config: Any, groups: Any) -> None:
+            assert "defaults: trl" not in caplog.text
+
+        def train(self) -> dict[str, float]:
+            return {"loss": 1.0}
+
     with caplog.at_level(logging.INFO):
-        load(GRPOConfig, text, tmp_path)
-    assert [record.getMessage() for record in caplog.records if record.getMessage().startswith("defaults")] == [told]
+        assert run(Trainer, SFTConfig(model="m", dataset=[{"text": "a"}]), "defaults: trl") == {"loss": 1.0}
 
 
 def test_trls_use_vllm_corrects_for_the_engine_as_there(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Writes answers.json: the tokens that ms-swift's own template learns of conversations, by loss_scale.
 
-    pip install ms-swift==4.6.0 --no-deps --target FOLDER      # and modelscope, modelscope_hub, cryptography, cffi
-    PYTHONPATH=FOLDER python -m tests.golden.ms_swift.record_answers > tests/golden/ms_swift/answers.json
+pip install ms-swift==4.6.0 --no-deps --target FOLDER      # and modelscope, modelscope_hub, cryptography, cffi
+PYTHONPATH=FOLDER python -m tests.golden.ms_swift.record_answers > tests/golden/ms_swift/answers.json
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes defaults.json: the defaults of ms-swift's arguments, as its source says them, by file.
 
-    pip install ms-swift==4.6.0 --no-deps --target FOLDER
-    python -m tests.golden.ms_swift.record_defaults FOLDER > tests/golden/ms_swift/defaults.json
+pip install ms-swift==4.6.0 --no-deps --target FOLDER
+python -m tests.golden.ms_swift.record_defaults FOLDER > tests/golden/ms_swift/defaults.json
 """
 
 from __future__ import annotations

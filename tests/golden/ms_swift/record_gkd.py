@@ -1,7 +1,7 @@
 """Writes gkd.json: what ms-swift's own divergence gives on the teacher's likeliest tokens (swift/rlhf_trainers/gkd_loss.py).
 
-    pip install ms-swift==4.6.0 --no-deps --target FOLDER
-    python -m tests.golden.ms_swift.record_gkd FOLDER > tests/golden/ms_swift/gkd.json
+pip install ms-swift==4.6.0 --no-deps --target FOLDER
+python -m tests.golden.ms_swift.record_gkd FOLDER > tests/golden/ms_swift/gkd.json
 """
 
 from __future__ import annotations

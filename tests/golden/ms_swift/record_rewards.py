@@ -1,7 +1,7 @@
 """Writes rewards.json: what ms-swift's own reward functions give (its file swift/rewards/orm.py, imported alone).
 
-    pip install ms-swift==4.6.0 --no-deps --target FOLDER
-    python -m tests.golden.ms_swift.record_rewards FOLDER > tests/golden/ms_swift/rewards.json
+pip install ms-swift==4.6.0 --no-deps --target FOLDER
+python -m tests.golden.ms_swift.record_rewards FOLDER > tests/golden/ms_swift/rewards.json
 """
 
 from __future__ import annotations

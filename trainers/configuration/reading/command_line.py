@@ -55,9 +55,15 @@ logger = logging.getLogger(__name__)
 
 
 def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | None = None) -> ConfigT:
+    """What ``read_config`` gives, without the line."""
+    return read_config(config_type, argv, prog)[0]
+
+
+def read_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | None = None) -> tuple[ConfigT, str]:
     """The configuration that ``--config FILE`` and the other arguments say; the command line wins.
 
-    ``config_type`` is any dataclass. ``--help`` and ``--print_config`` print and exit.
+    ``config_type`` is any dataclass. ``--help`` and ``--print_config`` print and exit. With it comes a line that tells
+    whose defaults hold, and which those are.
 
     Raises:
         ConfigError: unknown keys, wrong types and missing keys, all of them at once; or a value without meaning.
@@ -91,13 +97,12 @@ def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | Non
         print(as_yaml(masked(shown)), end="")
         sys.exit(0)
     config = config_type(**unmasked(differing(defaults, ours) | values))
-    logger.info(told_of(held, ours, defaults, given))
     if given.notes:
         told = {
             reason: [name for name in given.notes if given.notes[name] == reason] for reason in given.notes.values()
         }
         logger.info("not needed here: %s", "; ".join(f"{', '.join(told[reason])} ({reason})" for reason in told))
-    return config
+    return config, told_of(held, ours, defaults, given)
 
 
 def differing(defaults: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:

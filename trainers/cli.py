@@ -76,7 +76,7 @@ def _command(name: str, arguments: Sequence[str]) -> Command:
 
 
 def uses_ray(arguments: Sequence[str]) -> bool:
-    """Whether the arguments, or the file that they name, say ``use_ray``. A mistake is left to who reads all of them."""
+    """Whether the arguments, or the file that they name, say ``use_ray``. Mistakes are left to who reads all of it."""
     with contextlib.suppress(ConfigError):
         return plain(given_keys(arguments, [])[0].values.get("use_ray")) is True
     return False
@@ -98,8 +98,9 @@ def _end(message: str, code: int) -> NoReturn:
 def run(trainer: Any, config: Any, header: str | None = None) -> dict[str, float]:
     """The trainer's last metrics: in this process, or with its roles on device groups if ``use_ray`` or torchrun.
 
-    From Python what the command line does: ``run(GRPOTrainer, GRPOConfig(..., use_ray=True))``. Checks come first, then
-    then ``header`` is told, workers are started, and stopped in the end. With ``use_ray=False`` it is ``GRPOTrainer(config).train()``, checked.
+    From Python what the command line does: ``run(GRPOTrainer, GRPOConfig(..., use_ray=True))``. Checks come first; then
+    ``header`` is told, workers are started, and stopped in the end. With ``use_ray=False`` it is
+    ``GRPOTrainer(config).train()``, checked.
 
     Raises:
         ConfigError: a mistake in the configuration, or another run in its ``output_dir``, found before anything starts.

@@ -10,6 +10,7 @@ from datasets import Dataset
 
 from tests.golden.tiny import tiny_tokenizer
 from trainers.cli import load_config
+from trainers.data.broken_rows import supervised_mistake
 from trainers.data.loss_scale import parsed
 from trainers.data.rows import load_rows, tokenize_sft
 from trainers.sft.config import SFTConfig
@@ -122,3 +123,28 @@ def test_rows_with_something_to_see_or_hear_are_refused_by_name(name: str) -> No
         load_rows(rows)
     assert len(load_rows([{"messages": MESSAGES, name: []}] * 2)) == 2
     assert len(load_rows([{"messages": MESSAGES, name: None}] * 2)) == 2
+
+
+@pytest.mark.parametrize("name", ["image", "video_url", "audio"])
+def test_a_part_of_a_message_that_is_no_text_is_refused_by_its_type(name: str) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "what?"}, {"type": name}]}, MESSAGES[2]]
+    assert supervised_mistake({"messages": messages}) == (
+        "messages",
+        f"message 0 has a part of type '{name}', which no model here sees",
+    )
+
+
+@pytest.mark.parametrize(
+    "row", [{"query": "one?", "response": "two."}, {"instruction": "one?", "input": "", "output": "two."}]
+)
+def test_rows_of_ms_swift_and_alpaca_are_learned_by_the_chat_template(row: dict[str, Any]) -> None:
+    made = tokenizer()
+    found = tokenize_sft(load_rows([row]), made, max_length=None, loss_scale=parsed("default"))
+    whole = "<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\ntwo.<|im_end|>\n"
+    assert made.decode(found.input_ids[0]) == whole
+    assert made.decode(found.input_ids[0][found.target_mask[0]]) == "two.<|im_end|>\n"
+
+
+def test_a_row_that_is_none_of_these_is_told_that_texts_are_learned_as_they_are() -> None:
+    with pytest.raises(ValueError, match="texts are learned as they are, and with system: '' as conversations"):
+        tokenize_sft(Dataset.from_list([{"ask": "a", "say": "b"}]), tokenizer(), max_length=None)

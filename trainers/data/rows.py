@@ -282,7 +282,8 @@ class _SFTEncoder:
         else:
             raise ValueError(
                 f"a row to learn from has {self.text_field!r}, 'messages', or 'prompt' and 'completion'; this one has "
-                f"{', '.join(name for name, value in row.items() if value is not None)}. Rename with `columns`."
+                f"{', '.join(name for name, value in row.items() if value is not None)}. Rename with `columns`; "
+                "texts are learned as they are, and with system: '' as conversations, by the chat template."
             )
         mask = [position >= start for position in range(len(ids))]
         if assistant is not None:

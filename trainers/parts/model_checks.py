@@ -65,7 +65,7 @@ def check_whole(configuration: Any, model: str) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     towers = [name for name in ("vision_config", "audio_config") if getattr(configuration, name, None) is not None]
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(configuration), None) if towers else None
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(configuration), None) if towers else None
     if kind is not None and getattr(kind, "config_class", None) is not type(configuration):
         raise ConfigError(
             f"model: {model!r} has a {towers[0].removesuffix('_config')} tower, and is trained here by "

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are learned: answers alone, found without marks in the template; and what is refused."""
+"""Which tokens of a conversation are learned: answers alone, found without marks in the template; what is refused."""
 
 from __future__ import annotations
 
@@ -143,6 +143,35 @@ def test_rows_of_ms_swift_and_alpaca_are_learned_by_the_chat_template(row: dict[
     whole = "<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\ntwo.<|im_end|>\n"
     assert made.decode(found.input_ids[0]) == whole
     assert made.decode(found.input_ids[0][found.target_mask[0]]) == "two.<|im_end|>\n"
+
+
+def test_texts_of_a_file_of_ms_swifts_names_are_conversations(tmp_path: Path) -> None:
+    """As its prompts are always: also those whose columns were renamed to ours."""
+    rows = [{"question": "one?", "answer": "two."}]
+    whole = {}
+    for name, line in (("ms-swift", "attn_impl: sdpa\n"), ("trl", "")):
+        (tmp_path / "x.yaml").write_text(
+            f"model: m\ndataset: d\ncolumns: {{question: prompt, answer: completion}}\n{line}"
+        )
+        config = load_config(SFTConfig, ["--config", str(tmp_path / "x.yaml")])
+        read = load_rows(rows, columns=config.columns, system=config.system)
+        made = tokenizer()
+        found = tokenize_sft(read, made, max_length=None, loss_scale=parsed(config.loss_scale))
+        whole[name] = made.decode(found.input_ids[0]), made.decode(found.input_ids[0][found.target_mask[0]])
+    assert whole["trl"] == ("one?two.<|im_end|>", "two.<|im_end|>")
+    assert whole["ms-swift"] == (
+        "<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\ntwo.<|im_end|>\n",
+        "two.<|im_end|>\n",
+    )
+
+
+def test_pairs_of_texts_become_conversations_too() -> None:
+    (row,) = load_rows([{"prompt": "one?", "chosen": "two.", "rejected": "no."}], system="")
+    assert row["prompt"] == [{"role": "user", "content": "one?"}]
+    assert (row["chosen"], row["rejected"]) == (
+        [{"role": "assistant", "content": "two."}],
+        [{"role": "assistant", "content": "no."}],
+    )
 
 
 def test_a_row_that_is_none_of_these_is_told_that_texts_are_learned_as_they_are() -> None:

@@ -21,7 +21,13 @@ from trainers.configuration.folders import configurations
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.dpo.config import DPOConfig
 from trainers.grpo.config import GRPOConfig
-from trainers.parts.model_checks import check_model_folder, check_optimizer, check_vocabulary, check_whole, configuration_of
+from trainers.parts.model_checks import (
+    check_model_folder,
+    check_optimizer,
+    check_vocabulary,
+    check_whole,
+    configuration_of,
+)
 from trainers.sft.config import SFTConfig
 
 NEEDED: dict[str, Any] = {"model": "m", "dataset": "d"}

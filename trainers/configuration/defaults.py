@@ -112,6 +112,7 @@ def _multiplies_in_bfloat16(keys: Keys) -> bool:
 
 # By the class of configurations that has the key; later rows see what earlier ones decided
 TABLE: Mapping[str, tuple[Default, ...]] = {
+    "RunConfig": (Default("system", "", TEMPLATE),),  # use_chat_template: texts become conversations
     "TrainConfig": (
         Default("tuner_type", "lora", BASE, _is_fsdp),
         Default("lora_dropout", 0.05, "swift/arguments/tuner_args.py", _has_adapter),
@@ -149,6 +150,7 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         Default("packing", False, BASE),
         Default("packing_strategy", "bfd", BASE),
         Default("loss_scale", "all", "swift/arguments/pretrain_args.py"),
+        Default("system", None, "swift/arguments/pretrain_args.py"),
     ),
     "GRPOConfig": (
         Default("beta", 0.04, RLHF),

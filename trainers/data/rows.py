@@ -159,11 +159,14 @@ def _with_prompt(rows: Dataset, template: str, columns: Mapping[str, str]) -> Da
 
 def _with_system(row: dict[str, Any], system: str) -> dict[str, Any]:
     changed: dict[str, Any] = {}
-    for key, role in (("prompt", "user"), ("completion", "assistant")):
+    answers = ("completion", *(("chosen", "rejected") if isinstance(row.get("prompt"), str) else ()))
+    for key, role in (("prompt", "user"), *((name, "assistant") for name in answers)):
         if isinstance(row.get(key), str):
             changed[key] = [{"role": role, "content": row[key]}]
     key = "prompt" if "prompt" in row else "messages"
     messages = changed.get(key, row.get(key))
+    if not system and not {"prompt", "messages"} & row.keys():
+        return changed
     if not {"prompt", "messages"} & row.keys():
         raise ValueError(f"system: needs rows with 'prompt' or 'messages', got columns {', '.join(row)}")
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):

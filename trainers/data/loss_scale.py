@@ -20,7 +20,9 @@ from rayhelper.text import DID_YOU_MEAN, nearest
 
 BASES = ("default", "last_round", "all")
 IGNORED = {  # what is not learned at the beginning of an answer
-    "ignore_empty_think": re.compile(r"<think>\s*</think>\s*|</think>\s*|<\|channel>thought\n<channel\|>|</mm:think>\s*"),
+    "ignore_empty_think": re.compile(
+        r"<think>\s*</think>\s*|</think>\s*|<\|channel>thought\n<channel\|>|</mm:think>\s*"
+    ),
     "ignore_think_prefix": re.compile(r"<think>\n?"),
 }
 WEIGHTED = ("hermes", "react", "qwen", "agentflan", "alpha_umi")
@@ -72,7 +74,9 @@ def parsed(text: str | None) -> LossScale | None:
             )
         if name not in IGNORED:
             known = (*BASES, *IGNORED)
-            raise ValueError(f"loss_scale {name!r} is unknown.{nearest(name, known, DID_YOU_MEAN)} Known: {', '.join(known)}")
+            raise ValueError(
+                f"loss_scale {name!r} is unknown.{nearest(name, known, DID_YOU_MEAN)} Known: {', '.join(known)}"
+            )
     if base == "all" and names:
         raise ValueError(f"loss_scale {text} learns every token, so that no answer begins. Write {'+'.join(names)}")
     return LossScale(base, tuple(names))
@@ -83,8 +87,9 @@ def num_last_answers(row: Mapping[str, Any]) -> int | None:
     messages = row.get("messages")
     if not isinstance(messages, list):
         return None
-    last = max((k for k, message in enumerate(messages) if message.get("role") == "user"), default=-1)
-    return sum(message.get("role") == "assistant" for message in messages[last + 1 :])
+    roles = [message.get("role") for message in messages]
+    last = max((k for k, role in enumerate(roles) if role == "user"), default=-1)
+    return roles[last + 1 :].count("assistant")
 
 
 def _runs(mask: Sequence[bool]) -> list[tuple[int, int]]:

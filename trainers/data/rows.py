@@ -63,8 +63,8 @@ def load_rows(
     columns, under their old or new names: ``"Question: {question}\\nAnswer:"``. ``system`` is put before every
     conversation that has no system message; texts become conversations by it, and ``system=""`` does only that.
     ShareGPT ``conversations`` and ms-swift's columns become ``messages``, or ``prompt``, ``chosen`` and ``rejected``
-    (``formats.py``, which also says what ``names`` are). What was to be changed in a broken row is null afterwards, or as it
-    was: ``broken_rows.py`` finds them. ``skip_broken``: as ``read_source``.
+    (``formats.py``, which also says what ``names`` are). What was to be changed in a broken row is null afterwards, or
+    as it was: ``broken_rows.py`` finds them. ``skip_broken``: as ``read_source``.
 
     Raises FileNotFoundError or ValueError saying what is wrong with the source and what there is instead.
     """
@@ -73,7 +73,9 @@ def load_rows(
         raise ValueError(f"dataset {shown(source)} is empty (split {split!r}): it has no rows")
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
-    rows = in_our_columns(_sharegpt_converted(_renamed(rows, columns or {})))
+    rows = _sharegpt_converted(_renamed(rows, columns or {}))
+    if prompt_template is None and not columns:  # which say themselves what a column is
+        rows = in_our_columns(rows)
     rows = with_names(rows, names or {})
     if prompt_template is not None:
         rows = _with_prompt(rows, prompt_template, columns or {})

@@ -76,7 +76,7 @@ def _command(name: str, arguments: Sequence[str]) -> Command:
 
 
 def uses_ray(arguments: Sequence[str]) -> bool:
-    """Whether the arguments, or the file that they name, say ``use_ray``. Mistakes are left to who reads all of it."""
+    """Whether the arguments, or the file that they name, say ``use_ray``. Mistakes are reported by ``main``."""
     with contextlib.suppress(ConfigError):
         return plain(given_keys(arguments, [])[0].values.get("use_ray")) is True
     return False

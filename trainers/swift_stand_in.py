@@ -18,6 +18,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -61,7 +62,7 @@ class RowPreprocessor:
         made: list[dict[str, Any]] = []
         for row in rows:
             new = self.preprocess({self.columns.get(name, name): value for name, value in row.items()})
-            made += [] if new is None else [new] if isinstance(new, Mapping) else list(new)
+            made += [] if new is None else [dict(new)] if isinstance(new, Mapping) else list(new)
         return made
 
 
@@ -136,8 +137,9 @@ def register(found: Found) -> None:
         for name, kind in names.items():
             REWARDS.register(name)(_reward(name, kind, is_of_requests))
     for meta in found.datasets:
-        for name in {meta.ms_dataset_id, meta.hf_dataset_id, meta.dataset_name, meta.dataset_path} - {None}:
-            DATASETS.register(str(name))(_dataset(meta))
+        known = (meta.ms_dataset_id, meta.hf_dataset_id, meta.dataset_name, meta.dataset_path)
+        for called in {one for one in known if one is not None}:
+            DATASETS.register(called)(_dataset(meta))
 
 
 def _module(name: str, known: Mapping[str, Any]) -> ModuleType:
@@ -210,9 +212,9 @@ def _dataset(meta: DatasetMeta) -> Any:
         if meta.load_function is not None:
             return meta.load_function(meta)
         if meta.dataset_path is not None:
-            from trainers.data.sources import read_source
+            from trainers.data.sources import read_files
 
-            return meta.preprocess_func(read_source(meta.dataset_path, split))
+            return meta.preprocess_func(read_files([Path(meta.dataset_path).expanduser()]))
         return meta.preprocess_func(datasets.load_dataset(meta.hf_dataset_id or meta.ms_dataset_id, split=split))
 
     rows.__qualname__ = f"dataset {meta.ms_dataset_id or meta.hf_dataset_id or meta.dataset_path}"

@@ -19,8 +19,8 @@ from unittest.mock import patch
 
 from benchmarks.ms_swift_commands.cases import Case
 from rayhelper import ConfigError
-from trainers.cli import load_config, placement, uses_ray
 from trainers.cli import _check_run as check_run
+from trainers.cli import load_config, placement, uses_ray
 from trainers.commands import RLHF, command_named
 from trainers.configuration.others.ms_swift import spelled
 from trainers.configuration.reading.command_line import export_env, given_keys
@@ -31,7 +31,9 @@ NEVER = {  # what is missing, by the beginning of what is said of it
     "unknown key fp8": "training in FP8 (TransformerEngine)",
     "unknown key mtp_num_layers": "multi-token prediction",
     **dict.fromkeys(("unknown key quant", "unknown key bnb", "quant_method"), "training of a quantized model (QLoRA)"),
-    **dict.fromkeys(("tuner_type must be", "use_galore", "galore", "lisa", "lora_ga", "reft"), "tuners other than LoRA"),
+    **dict.fromkeys(
+        ("tuner_type must be", "use_galore", "galore", "lisa", "lora_ga", "reft"), "tuners other than LoRA"
+    ),
     "environment: unknown": "multi-turn schedulers",
     "multi_turn_scheduler": "multi-turn schedulers",
     "vllm_server": "prompts completed by a server outside the run (swift rollout)",
@@ -94,7 +96,12 @@ def tried(words: list[str], environment: dict[str, str]) -> tuple[list[str], lis
     root.addHandler(held)
     root.setLevel(logging.INFO)
     try:
-        with patch.dict(os.environ, environment), with_gpus(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        with (
+            patch.dict(os.environ, environment),
+            with_gpus(),
+            redirect_stdout(io.StringIO()),
+            redirect_stderr(io.StringIO()),
+        ):
             _checked(words, environment)
     except ConfigError as error:
         told = str(error)

@@ -275,7 +275,7 @@ class TrainConfig(MegatronConfig, RunConfig):
 
     @property
     def is_divided(self) -> bool:
-        """Whether rows of ``dataset`` are held out for evaluation: with an ``eval_dataset`` none are, as in ms-swift."""
+        """Whether rows of ``dataset`` are held out for evaluation: with an ``eval_dataset`` none are."""
         return self.split_dataset_ratio > 0 and not self.eval_dataset
 
     @property

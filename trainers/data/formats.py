@@ -41,7 +41,7 @@ def in_our_columns(rows: Dataset) -> Dataset:
         convert = _alpaca
     elif "conversation" in names and not names & set(OURS):
         convert = _turns
-    elif names & set(QUERIES) and not names & set(OURS):
+    elif ("query" in names or (names & set(QUERIES) and names & set(ANSWERS))) and not names & set(OURS):
         convert = _query
     else:
         convert = None

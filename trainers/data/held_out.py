@@ -42,5 +42,7 @@ class Part:
         num_held = max(int(min(num_rows, count) * self.ratio), 1)
         held, others = order[:num_held], order[num_held:]
         if not len(others) or count <= num_held:
-            raise ValueError(f"split_dataset_ratio {self.ratio} leaves none of {min(num_rows, count)} rows to learn from")
+            raise ValueError(
+                f"split_dataset_ratio {self.ratio} leaves none of {min(num_rows, count)} rows to learn from"
+            )
         return held if self.is_held_out else np.resize(others, count - num_held)

@@ -77,7 +77,9 @@ def load_rows(
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
     check_text_alone(rows)
-    rows = in_our_columns(_sharegpt_converted(_renamed(rows, columns or {})))
+    rows = _sharegpt_converted(_renamed(rows, columns or {}))
+    if prompt_template is None and (not columns or {"query", "response"} & set(columns.values())):
+        rows = in_our_columns(rows)  # other columns say themselves what they are
     rows = with_names(rows, names or {})
     if prompt_template is not None:
         rows = _with_prompt(rows, prompt_template, columns or {})

@@ -26,8 +26,8 @@ from trainers.batch import Ragged
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, total_steps
 from trainers.data.broken_rows import pair_mistake, without_broken
+from trainers.data.packs import batches_of
 from trainers.data.preferences import Preferences, tokenize_preferences
-from trainers.data.rows import Batches
 from trainers.dpo.config import DPOConfig, weighted_losses
 from trainers.dpo.loss import PairCounts, dpo_loss, share_of_dpo_loss
 from trainers.dpo.reference_store import read_reference_logps, write_reference_logps
@@ -117,7 +117,9 @@ class DPOTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
-        batches = Batches(len(self.pairs), batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
+        pack_length = config.max_length if config.packing else None
+        settings: dict[str, Any] = {"seed": config.seed, "shuffle": config.shuffle_dataset, "pack_length": pack_length}
+        batches = batches_of(self.pairs.pair_lengths(), batch_size, **settings)
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.prepare_reference()
         self.policy.build(self.model_path, num_steps)

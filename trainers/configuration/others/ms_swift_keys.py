@@ -34,6 +34,7 @@ def translate_ms_swift(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     _optimizer(given)
     _fsdp(given)
     _checkpoints(given)
+    _templates(given)
 
 
 def engine_beside_training(given: GivenKeys) -> None:
@@ -57,6 +58,33 @@ def engine_beside_training(given: GivenKeys) -> None:
         del changed["colocate_groups"]
     given.values["device_groups"] = changed
     logger.info("role rollout has processes of its own on the devices of role %s: %d hold an engine", host, size)
+
+
+def room_for_prompts(given: GivenKeys) -> None:
+    """ms-swift's ``max_length`` may leave no room for a completion: its engine then ends the completion early.
+
+    Here completions have their length, and prompts that leave too little room lose their beginning.
+    """
+    if given.written.get("max_prompt_length") != "max_length":
+        return
+    sizes = [given.get(name) for name in ("vllm_max_model_len", "max_completion_length", "max_prompt_length")]
+    if not all(type(size) is int for size in sizes) or "vllm_max_model_len" not in given.values:
+        return
+    room = sizes[0] - sizes[1]
+    if 1 <= room < sizes[2]:
+        given.values["max_prompt_length"] = room
+        logger.info(
+            "max_length is %d here: a prompt and its completion of %d tokens have vllm_max_model_len %d together; "
+            "longer prompts lose their beginning",
+            *(room, sizes[1], sizes[0]),
+        )
+
+
+def _templates(given: GivenKeys) -> None:
+    """Tools in the form of Hermes are what the chat templates of Qwen and others write."""
+    if given.foreign("agent_template") and given.get("agent_template") == "hermes":
+        given.take("agent_template")
+        given.notes["agent_template"] = "tools are written as the model's own chat template writes them"
 
 
 def _cached(given: GivenKeys) -> None:

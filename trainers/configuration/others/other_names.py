@@ -210,6 +210,7 @@ HINTS = {
     "offload_model": _NO_ENGINE,
     "offload_optimizer": _NO_ENGINE,
     "sleep_level": _NO_ENGINE,
+    "teacher_deepspeed": "the teacher's weights lie in shards as the policy's do: the fsdp_* keys hold for it too",
     "offload_teacher_model": "the teacher keeps its memory; a device group of its own for role teacher makes room",
     "move_model_batches": _GATHERED,
     "ds3_gather_for_generation": _GATHERED,
@@ -289,7 +290,6 @@ REFUSED = {
     "infer_backend": "write use_vllm: true in GRPO, PPO and GKD. Remove it elsewhere",
     "router_replay_mode": "routing is not replayed. Remove it",
     "teacher_model_server": "the teacher answers in role teacher: write teacher_model",
-    "teacher_deepspeed": "the fsdp_* keys hold for the teacher too",
     # model
     "adapters": _ADAPTERS,
     "ref_adapters": _ADAPTERS,

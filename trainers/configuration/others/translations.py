@@ -15,7 +15,11 @@ from typing import Any, get_type_hints
 from rayhelper import ConfigError
 from trainers.configuration.megatron import MegatronConfig
 from trainers.configuration.others.engine_names import translate_engine
-from trainers.configuration.others.ms_swift_keys import engine_beside_training, translate_ms_swift
+from trainers.configuration.others.ms_swift_keys import (
+    engine_beside_training,
+    room_for_prompts,
+    translate_ms_swift,
+)
 from trainers.configuration.others.other_names import HINTS, REFUSED_RLHF_TYPES, is_neutral
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 from trainers.configuration.reading.typed_values import typed
@@ -71,6 +75,7 @@ def translate(
     _thinking(given)
     _server(given)
     engine_beside_training(given)
+    room_for_prompts(given)
 
 
 def _rlhf_type(given: GivenKeys, config_type: type, rlhf_types: Callable[[], Mapping[str, type]]) -> None:

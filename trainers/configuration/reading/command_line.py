@@ -131,7 +131,7 @@ def given_keys(
         name = our_name(first, given.known)
         if name == "config":
             continue
-        if (name, *inner) in spoken:
+        if (name, *inner) in spoken and (inner or given.values.get(name) != _raw(values, inner)):
             given.mistakes.append(
                 f"{COMMAND_LINE}: {first} and {spoken[name, *inner]} say the same thing; give one of them"
             )

@@ -114,6 +114,7 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
     (PretrainConfig, "truncation_strategy: split", {}),
     (GRPOConfig, "truncation_strategy: left\nmax_length: 64", {"max_prompt_length": 64}),
     (RewardConfig, "truncation_strategy: delete", {}),
+    (SFTConfig, "truncation_strategy: delete", {"truncation_mode": "drop"}),
     (SamplingConfig, "max_length: 64\nmax_new_tokens: 9", {"max_prompt_length": 64, "max_completion_length": 9}),
     (SFTConfig, "eval_steps: 10\nsplit_dataset_ratio: 0.0", {}),
     (SFTConfig, "eval_steps: 10\nsplit_dataset_ratio: 0\nval_dataset: e", {"eval_steps": 10, "eval_dataset": "e"}),
@@ -285,7 +286,6 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "backend: megatron\nrouter_aux_loss_coef: 0.01",
         "router_aux_loss_coef is of transformers' losses. Write megatron: {moe_aux_loss_coeff: ...}",
     ),
-    (SFTConfig, "truncation_strategy: delete", "write right (rows keep their start) or left (their end)"),
     (GRPOConfig, "truncation_strategy: delete", "write left: long rows lose the beginning of their prompt"),
     (SFTConfig, "save_strategy: epoch", "save_strategy epoch is not supported: write save_steps"),
     (SFTConfig, "save_strategy: 'no'\neval_strategy: epoch", "eval_strategy epoch is not supported: write eval_steps"),
@@ -409,7 +409,7 @@ def test_the_table_of_equivalents_knows_every_alias_and_every_key_that_it_names(
         name for name in {*ALIASES, *ELSEWHERE} - vllm - {"lora_r", "eval_before_train"} if f"`{name}" not in ms_swift
     ] == []
     groups = {"device_groups", "ranks", "nproc_per_node", "nnodes"}  # placement, and what is no key
-    words = {"apo_zero", "sigmoid_norm", "soft_overlong", "cosine_scaled", "repetition_penalty", "device_mapping"}
+    words = {"apo_zero", "ms_swift_accuracy", "drop", "sigmoid_norm", "soft_overlong", "cosine_scaled", "repetition_penalty", "device_mapping"}
     for row in (line.split("|")[2] for line in text.splitlines() if line.startswith("| `")):
         for name in re.findall(r"`([a-z_]+)(?::[^`]*)?`", row):
             assert name in KEYS | groups | words | NAMES_OF_VALUES, row

@@ -181,10 +181,6 @@ REFUSED: list[tuple[str, list[str]]] = [
     ("train: {gpus: 4, top_p: 0.9}", ["section 'train' has top_p, which role rollout reads"]),
     ("train: {gpus: 4}\nrollout: {gpus: 4, lr: 1}", ["section 'rollout' has lr, which role rollout does not read"]),
     (
-        "train: {gpus: 4, tensor_model_parallel_size: 2}",
-        ["tensor_model_parallel_size is 2, but backend is fsdp", "Set backend: megatron"],
-    ),
-    (
         "backend: megatron\nreference: {gpus: 4, tensor_model_parallel_size: 2}\ntrain: {gpus: 4}",
         ["section 'reference' has tensor_model_parallel_size: 2, and role train 1", "Write it once, at the top level"],
     ),

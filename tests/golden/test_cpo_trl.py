@@ -63,7 +63,8 @@ CASES: dict[str, Case] = {
     "simpo alone": Case(SimPOConfig, {"cpo_alpha": 0.0, "simpo_gamma": 1.4}, unlike=(*UNLIKE, "nll_loss")),
     "alphapo": Case(SimPOConfig, {"cpo_alpha": 0.5, "alpha": 0.25}),
     "orpo": Case(ORPOConfig),
-    "orpo cut": Case(ORPOConfig, {"beta": 2.0, "max_length": 20}),
+    # where both completions are cut to the same, which is likelier is a matter of rounding
+    "orpo cut": Case(ORPOConfig, {"beta": 2.0, "max_length": 20}, unlike=(*UNLIKE, "rewards/accuracies")),
     "cpo accumulated": Case(
         CPOConfig, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, ALIKE, ("logits/",)
     ),
@@ -122,9 +123,10 @@ def test_steps_equal_trl(model: str, tmp_path: Path, name: str) -> None:
         with torch.no_grad():
             for key, parameter in trainer.model.named_parameters():
                 if first and parameter.requires_grad:
-                    parameter.copy_(first[key])
+                    parameter.copy_(first[key.removeprefix("base_model.model.")])
         trainer.train()
-        return trainer.state.log_history[:-1], trainer.model  # the last entry sums the run up
+        trained = trainer.model.get_base_model() if case.lora else trainer.model
+        return trainer.state.log_history[:-1], trained  # the last entry sums the run up
 
     assert_same_training(recorded(ours), recorded(theirs), unlike=case.unlike)
 

@@ -132,9 +132,10 @@ def test_steps_equal_trl(model: str, reference: str, tmp_path: Path, name: str) 
             with torch.no_grad():
                 for parameter_name, parameter in trainer.model.named_parameters():
                     if parameter.requires_grad:
-                        parameter.copy_(first[parameter_name])
+                        parameter.copy_(first[parameter_name.removeprefix("base_model.model.")])
         trainer.train()
-        return trainer.state.log_history[:-1], trainer.model  # the last entry sums the run up
+        trained = trainer.model.get_base_model() if case.lora else trainer.model
+        return trainer.state.log_history[:-1], trained  # the last entry sums the run up
 
     first: dict[str, torch.Tensor] = {}
     if case.lora:

@@ -16,7 +16,7 @@ from trainers.losses.types import CPOLossType
 class PairConfig(TrainConfig):
     """What the three have beside the shared keys: they learn from pairs, without a reference."""
 
-    NAMES: ClassVar = ()
+    NAMES: ClassVar[tuple[str, ...]] = ()
     ROLES: ClassVar = {"train": TRAIN}
 
     learning_rate: float = 1e-6

@@ -126,9 +126,8 @@ def tokenize_unpaired(
         logger.warning("dropped %d of %d rows whose prompt fills max_length %s", dropped, len(rows), max_length)
     if len(table) == 0:
         raise ValueError(f"none of {len(rows)} rows is left: every prompt fills max_length {max_length}. Raise it.")
-    return UnpairedPreferences(
-        *(_ragged(table, name, np.int64) for name in names), is_desirable=np.asarray(table["label"], bool)
-    )
+    prompt_ids, completion_ids = (_ragged(table, name, np.int64) for name in names)
+    return UnpairedPreferences(prompt_ids, completion_ids, np.asarray(table["label"], bool))
 
 
 def unpaired(rows: Dataset) -> Dataset:

@@ -155,16 +155,17 @@ class KTOTrainer:
 
     def with_reference(self, rows: UnpairedPreferences, known: Known | None, micro_batch_size: int) -> Judged:
         """The rows of a step with the reference's log-probabilities (``known``, if they are), and the KL."""
-        judged, size = self.judged(rows), micro_batch_size
+        judged = self.judged(rows)
+        ref_logps = self.reference_logps(judged, micro_batch_size) if known is None else known.matched
         kl = np.zeros(len(rows), np.float32)
         if self.config.estimates_kl:
             others = self.mismatched(rows)
-            logps = self.policy.logps(others, micro_batch_size=size)
-            is_known = known is not None and known.mismatched is not None
-            ref_logps = known.mismatched if is_known else self.reference_logps(others, size)  # type: ignore[union-attr]
-            log_ratios_B = torch.from_numpy(sums(logps) - sums(ref_logps))
-            kl = kl_estimates(log_ratios_B, self.config.kl_batch_size or max(1, len(rows))).numpy()
-        ref_logps = self.reference_logps(judged, size) if known is None else known.matched
+            logps = self.policy.logps(others, micro_batch_size=micro_batch_size)
+            ref_kl_logps = None if known is None else known.mismatched
+            if ref_kl_logps is None:
+                ref_kl_logps = self.reference_logps(others, micro_batch_size)
+            log_ratios_B = torch.from_numpy(sums(logps) - sums(ref_kl_logps))
+            kl = kl_estimates(log_ratios_B, self.kl_group(rows)).numpy()
         return dataclasses.replace(judged, ref_logps=ref_logps, kl=kl)
 
     def reference_logps(self, samples: Sequences, micro_batch_size: int) -> Ragged:
@@ -180,8 +181,12 @@ class KTOTrainer:
 
     def mismatched(self, rows: UnpairedPreferences) -> Sequences:
         """Prompts with the completions of other rows, cut."""
-        others = rows.mismatched(self.config.kl_batch_size or max(1, len(rows)))
+        others = rows.mismatched(self.kl_group(rows))
         return others.sequences(max_length=self.config.max_length, truncation_mode=self.config.truncation_mode)
+
+    def kl_group(self, rows: UnpairedPreferences) -> int:
+        """How many consecutive rows share one estimate of the KL."""
+        return self.config.kl_batch_size or len(rows)
 
     def evaluate(self) -> dict[str, float]:
         """Loss and metrics of all evaluation rows, under training's names with ``eval_`` before them."""

@@ -292,8 +292,8 @@ def test_keys_that_must_be_given_are_all_named() -> None:
 
 
 def test_an_argument_without_a_key_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'x\.yaml' belongs to no key"):
-        load_config(Config, ["x.yaml", *NEEDED])
+    with pytest.raises(ConfigError, match=r"'x\.txt' belongs to no key"):
+        load_config(Config, ["x.txt", *NEEDED])
 
 
 # Help, printing, saving

@@ -117,7 +117,15 @@ def in_column(row: Mapping[str, Any], name: str, *, text: bool = True, empty: bo
             return name, f"message {number} has no role"
         if not isinstance(message.get("content"), (str, list)) and not message.get("tool_calls"):
             return name, f"message {number} has no content"
+        if media := _media(message.get("content")):
+            return name, f"message {number} has a part of type {media!r}, which no model here sees"
     return None
+
+
+def _media(content: Any) -> str | None:
+    """The type of a part of a message that is no text."""
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    return next((str(part["type"]) for part in parts if part.get("type", "text") != "text"), None)
 
 
 def _alike(row: Mapping[str, Any]) -> Mistake | None:

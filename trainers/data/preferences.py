@@ -71,6 +71,11 @@ class Preferences(Batch):
         lengths: np.ndarray = 2 * np.maximum(self.chosen_ids.lengths, self.rejected_ids.lengths)
         return lengths
 
+    def pair_lengths(self) -> np.ndarray:
+        """(rows,) int64: the tokens of both sequences of each pair."""
+        lengths: np.ndarray = self.chosen_ids.lengths + self.rejected_ids.lengths
+        return lengths
+
     def item_costs(self) -> np.ndarray:
         """What ``RayHelper.balanced()`` shares out evenly: tokens."""
         return self.row_lengths()

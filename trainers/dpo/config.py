@@ -33,6 +33,8 @@ class DPOConfig(ReferenceConfig):
     """keep_start or keep_end of a sequence that is too long."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
+    packing: bool = False
+    """Batch sizes count packs in the place of pairs: a pack is pairs of max_length tokens together at most."""
 
     # Loss
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
@@ -80,6 +82,8 @@ def weighted_losses(config: DPOConfig) -> tuple[list[Any], list[float]]:
 def check_dpo(config: DPOConfig) -> None:
     """Raises ConfigError naming the first key whose value has no meaning."""
     at_least(config, 2, "max_length")
+    if config.packing and config.max_length is None:
+        raise ConfigError("packing needs max_length, the tokens of a pack")
     at_least(config, 1, "dataset_num_proc", "per_device_eval_batch_size")
     at_least(config, 0, "rpo_alpha")
     defaults = {one.name: one.default for one in fields(config)}

@@ -27,8 +27,8 @@ from trainers.batch import Ragged
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, total_steps
 from trainers.data.broken_rows import pair_mistake, without_broken
+from trainers.data.packs import batches_of
 from trainers.data.preferences import Preferences, tokenize_preferences
-from trainers.data.rows import Batches
 from trainers.dpo.config import DPOConfig, weighted_losses
 from trainers.dpo.loss import PairCounts, dpo_loss, share_of_dpo_loss
 from trainers.dpo.scores import pair_logps
@@ -95,8 +95,8 @@ class DPOTrainer:
         if config.ref_model is not None:
             self.reference_path = resolved_models(config, self.model_path, [config.ref_model])[config.ref_model]
             check_same_tokens("ref_model", self.reference_path, self.tokenizer, config.trust_remote_code)
-        self.pairs = self.read(config.dataset, config.dataset_split)
-        self.eval_pairs = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
+        self.pairs = self.read(*config.training_data)
+        self.eval_pairs = self.read(*config.evaluation_data) if config.evaluates else None
 
     def read(self, source: Any, split: str) -> Preferences:
         """The pairs of a dataset."""
@@ -117,7 +117,9 @@ class DPOTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
-        batches = Batches(len(self.pairs), batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
+        pack_length = config.max_length if config.packing else None
+        settings: dict[str, Any] = {"seed": config.seed, "shuffle": config.shuffle_dataset, "pack_length": pack_length}
+        batches = batches_of(self.pairs.pair_lengths(), batch_size, **settings)
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.prepare_reference()
         self.policy.build(self.model_path, num_steps)

@@ -104,6 +104,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "deepspeed": (None,),
     "tuner_backend": ("peft",),
     # model
+    **dict.fromkeys(
+        ("vit_gradient_checkpointing", "vit_gradient_checkpointing_kwargs", "vit_lr", "aligner_lr", "max_pixels"), ANY
+    ),  # as freeze_vit
     "task_type": ("causal_lm",),
     "template_backend": ("jinja",),
     "use_hf": (True,),
@@ -137,6 +140,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "moe_aux_loss_coeff": (0,),
     "lr_decay_iters": (None,),
     "full_determinism": (False,),
+    "label_names": ("labels", ["labels"], None),
+    "logging_strategy": ("steps",),
+    "loss_scale": ("last_round", "default", None),  # of trainers that learn one completion a prompt
+    "use_chat_template": (True,),
     # rewards and completions
     "completion_length_limit_scope": ("total",),
     **dict.fromkeys(("stop_words", "stop_strings", "stop"), ([], None)),
@@ -173,6 +180,12 @@ HINTS = {
     "num_workers": _ROWS,
     "per_device_eval_batch_size": "evaluation completes rollout_batch_size prompts at once",
     "cross_entropy_loss_fusion": _KERNELS,
+    "cross_entropy_fusion_impl": _KERNELS,
+    "masked_softmax_fusion": "attention is one kernel, with its scale, mask and softmax",
+    "offload_bridge": "weights are converted a tensor at a time",
+    "model_type": "the model's own config.json says it",
+    "ddp_find_unused_parameters": "every weight of the model is used",
+    "add_non_thinking_prefix": "the model's own chat template writes the empty thoughts of an answer without any",
     "use_liger_kernel": _KERNELS,
     "use_logits_to_keep": _KERNELS,
     "gradient_accumulation_fusion": "gradients are added by torch",
@@ -186,6 +199,7 @@ HINTS = {
     "offload_model": _NO_ENGINE,
     "offload_optimizer": _NO_ENGINE,
     "sleep_level": _NO_ENGINE,
+    "teacher_deepspeed": "the teacher's weights lie in shards as the policy's do: the fsdp_* keys hold for it too",
     "offload_teacher_model": "the teacher keeps its memory; a device group of its own for role teacher makes room",
     "move_model_batches": _GATHERED,
     "ds3_gather_for_generation": _GATHERED,
@@ -253,15 +267,18 @@ REFUSED = {
         ),
         _MEGATRON_ONLY,
     ),
-    **dict.fromkeys(("offload_bridge", "mcore_model", "mcore_adapter", "use_mbridge"), _BRIDGE),
+    **dict.fromkeys(("mcore_model", "mcore_adapter", "use_mbridge"), _BRIDGE),
     **dict.fromkeys(
         ("vanilla_mbridge", "bridge_backend", "use_dist_checkpointing", "dist_checkpointing_path"), _BRIDGE
+    ),
+    **dict.fromkeys(
+        ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype"),
+        "states of the optimizer, gradients and trained weights are float32. Remove it",
     ),
     "optimizer_cpu_offload": "write optimizer_offload, or fsdp_offload_params",
     "infer_backend": "write use_vllm: true in GRPO, PPO and GKD. Remove it elsewhere",
     "router_replay_mode": "routing is not replayed. Remove it",
     "teacher_model_server": "the teacher answers in role teacher: write teacher_model",
-    "teacher_deepspeed": "the fsdp_* keys hold for the teacher too",
     # model
     "adapters": _ADAPTERS,
     "ref_adapters": _ADAPTERS,
@@ -272,14 +289,10 @@ REFUSED = {
     "template": _TEMPLATE,
     "template_backend": _TEMPLATE,
     "agent_template": _TEMPLATE,
-    "model_type": "the model's own config.json says it. Remove it",
     "use_hf": "models and data come from folders or the Hugging Face hub. Remove it",
     # data
-    "split_dataset_ratio": "training data are not split. Write 0, and the evaluation data as eval_dataset",
     "streaming": "rows are read whole. Write streaming: false",
-    "loss_scale": "write completion_only_loss (the last answer) or assistant_only_loss (every turn of the assistant)",
-    "model_name": "placeholders of swift/self-cognition are not filled in. Fill them in the data, and remove it",
-    "model_author": "placeholders of swift/self-cognition are not filled in. Fill them in the data, and remove it",
+    "loss_scale": "this trainer learns the last answer, which is loss_scale last_round. Write that, or remove it",
     "data_seed": "seed is that of the data too. Remove it, or write the same number",
     "packing_length": "packed rows have max_length tokens. Write that",
     "enable_thinking": "this trainer gives the chat template no variables. Write a chat_template",

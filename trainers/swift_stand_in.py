@@ -169,7 +169,8 @@ class _Missing:
 
 def _reward(name: str, kind: Any, is_of_requests: bool) -> Any:
     """A reward function of ours that calls an object of ms-swift's class, made when it is first called."""
-    from trainers.rewards.functions import completion_text, is_async
+    from trainers.rewards.functions import is_async
+    from trainers.rewards.texts import completion_text
 
     made: list[Any] = []
 

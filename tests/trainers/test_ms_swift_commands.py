@@ -162,7 +162,7 @@ def test_loss_scale_of_each_trainer(tmp_path: Path) -> None:
     assert "loss_scale" in told(GKDConfig, "loss_scale: all\nteacher_model: t", tmp_path)
     assert "hermes weighs tokens" in told(SFTConfig, "loss_scale: hermes", tmp_path)
     assert "no answer begins" in told(SFTConfig, "loss_scale: all+ignore_empty_think", tmp_path)
-    assert "loss_scale all" in told(SFTConfig, "loss_scale: all\nassistant_only_loss: true", tmp_path)
+    assert "remove one of them" in told(SFTConfig, "loss_scale: all\nassistant_only_loss: true", tmp_path)
     assert "Did you mean 'last_round'" in told(SFTConfig, "loss_scale: last_rounds", tmp_path)
 
 
@@ -259,16 +259,16 @@ def test_every_trainer_reads_what_is_left_to_learn() -> None:
 @pytest.mark.parametrize(
     ("scale", "learned"),
     [
-        ("default", "<think>\n\n</think>\n\nyes<|im_end|>no<|im_end|>"),
-        ("last_round", "no<|im_end|>"),
-        ("ignore_empty_think", "yes<|im_end|>no<|im_end|>"),
-        ("ignore_think_prefix", "\n</think>\n\nyes<|im_end|>no<|im_end|>"),
+        ("default", "<think>\n\n</think>\n\nyes<|im_end|>\nno<|im_end|>\n"),
+        ("last_round", "no<|im_end|>\n"),
+        ("ignore_empty_think", "yes<|im_end|>\nno<|im_end|>\n"),
+        ("ignore_think_prefix", "\n</think>\n\nyes<|im_end|>\nno<|im_end|>\n"),
     ],
 )
 def test_loss_scale_chooses_tokens(scale: str, learned: str) -> None:
     tokenizer = tiny_tokenizer()
     rows = load_rows([{"messages": [Q, said("<think>\n\n</think>\n\nyes"), Q, said("no")]}])
-    found = tokenize_sft(rows, tokenizer, max_length=None, assistant_only_loss=True, loss_scale=parsed(scale))
+    found = tokenize_sft(rows, tokenizer, max_length=None, loss_scale=parsed(scale))
     assert tokenizer.decode(found.input_ids.values[found.target_mask.values]) == learned
 
 

@@ -39,7 +39,8 @@ KEYS = {field.name for kind in KINDS for field in dataclasses.fields(kind)}
 def load(kind: type[Any], text: str, tmp_path: Path, *argv: str) -> Any:
     """The configuration of a YAML text beside the keys that must be given."""
     rewards = "reward_funcs: [format]\n" if kind in (GRPOConfig, PPOConfig) and "reward_funcs" not in text else ""
-    (tmp_path / "x.yaml").write_text(f"model: m\ndataset: d\n{rewards}{text}\n")
+    whose = "" if "defaults:" in text else "defaults: trl\n"  # test_defaults.py is of those
+    (tmp_path / "x.yaml").write_text(f"model: m\ndataset: d\n{whose}{rewards}{text}\n")
     return load_config(kind, ["--config", str(tmp_path / "x.yaml"), *argv])
 
 
@@ -112,6 +113,7 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
     (PretrainConfig, "truncation_strategy: split", {}),
     (GRPOConfig, "truncation_strategy: left\nmax_length: 64", {"max_prompt_length": 64}),
     (RewardConfig, "truncation_strategy: delete", {}),
+    (SFTConfig, "truncation_strategy: delete", {"truncation_mode": "drop"}),
     (SamplingConfig, "max_length: 64\nmax_new_tokens: 9", {"max_prompt_length": 64, "max_completion_length": 9}),
     (SFTConfig, "eval_steps: 10\nsplit_dataset_ratio: 0.0", {}),
     (SFTConfig, "eval_steps: 10\nsplit_dataset_ratio: 0\nval_dataset: e", {"eval_steps": 10, "eval_dataset": "e"}),
@@ -220,6 +222,8 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
 
 @pytest.mark.parametrize(("kind", "text", "keys"), SAME, ids=[text.replace("\n", ", ")[:60] for _, text, _ in SAME])
 def test_others_keys_say_what_ours_say(kind: type[Any], text: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    if "use_vllm: true" in text and kind is GRPOConfig:
+        keys = {"rollout_importance_sampling_correction": True} | keys  # as TRL's use_vllm means
     assert load(kind, text, tmp_path) == dataclasses.replace(load(kind, "", tmp_path), **keys)
 
 
@@ -237,7 +241,8 @@ def test_the_command_line_wins_over_what_the_file_means(tmp_path: Path) -> None:
     assert load(GRPOConfig, text, tmp_path, "--global_batch_size", "8").generation_batch_size == 32
     assert load(GRPOConfig, "use_vllm: true", tmp_path, "--rollout_engine", "hf").rollout_engine == "hf"
     assert load(GRPOConfig, "rollout_engine: hf", tmp_path, "--use_vllm", "true").rollout_engine == "vllm"
-    quantized = load(GRPOConfig, "use_vllm: true\nvllm_quantization: fp8", tmp_path, "--vllm_quantization", "awq")
+    text = "tuner_type: lora\nvllm_enable_lora: true\nuse_vllm: true\nvllm_quantization: fp8"
+    quantized = load(GRPOConfig, text, tmp_path, "--vllm_quantization", "awq")
     assert quantized.vllm_engine_kwargs == {"quantization": "awq"}
 
 
@@ -280,7 +285,6 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "backend: megatron\nrouter_aux_loss_coef: 0.01",
         "router_aux_loss_coef is of transformers' losses. Write megatron: {moe_aux_loss_coeff: ...}",
     ),
-    (SFTConfig, "truncation_strategy: delete", "write right (rows keep their start) or left (their end)"),
     (GRPOConfig, "truncation_strategy: delete", "write left: long rows lose the beginning of their prompt"),
     (SFTConfig, "save_strategy: epoch", "save_strategy epoch is not supported: write save_steps"),
     (SFTConfig, "save_strategy: 'no'\neval_strategy: epoch", "eval_strategy epoch is not supported: write eval_steps"),
@@ -405,6 +409,7 @@ def test_the_table_of_equivalents_knows_every_alias_and_every_key_that_it_names(
     ] == []
     groups = {"device_groups", "ranks", "nproc_per_node", "nnodes"}  # placement, and what is no key
     words = {"apo_zero", "sigmoid_norm", "soft_overlong", "cosine_scaled", "repetition_penalty", "device_mapping"}
+    words |= {"ms_swift_accuracy", "drop"}
     for row in (line.split("|")[2] for line in text.splitlines() if line.startswith("| `")):
         for name in re.findall(r"`([a-z_]+)(?::[^`]*)?`", row):
             assert name in KEYS | groups | words | NAMES_OF_VALUES, row

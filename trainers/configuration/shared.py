@@ -98,6 +98,10 @@ class RunConfig:
     seed: int = 42
     """Of shuffling, sampling, dropout and new weights."""
 
+    defaults: Literal["trl", "ms-swift"] = "trl"
+    """Whose defaults hold for keys that a file does not give, and whose meaning some keys have; a file with a key that
+    ms-swift alone has is ms-swift's. In Python the defaults are the class's."""
+
     # Output
     output_dir: str = "outputs"
     """Folder of the trained model (final), checkpoints, metrics and the resolved configuration."""

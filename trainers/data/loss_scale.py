@@ -2,7 +2,7 @@
 
     scale = parsed("last_round+ignore_empty_think")
     scale.base                                   # whose turns: default (every answer), last_round, all (all tokens)
-    scale.masked(ids, mask, tokenizer, turns)    # the mask without what the names behind it leave out
+    scale.masked(ids, mask, tokenizer)           # the mask without what the names behind it leave out
 
 A *run* is the tokens of one answer, which stand together in the mask. The names that ignore thoughts look at the
 beginning of each run. Source: ms-swift's ``swift/loss_scale``.
@@ -11,7 +11,7 @@ beginning of each run. Source: ms-swift's ``swift/loss_scale``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -35,17 +35,9 @@ class LossScale:
     base: str = "default"
     names: tuple[str, ...] = ()
 
-    def masked(self, ids: Sequence[int], mask: Sequence[bool], tokenizer: Any, num_last: int | None) -> list[bool]:
-        """The mask of a row of tokens without what is not learned.
-
-        ``num_last``: runs that ``last_round`` keeps, from the end: the answers behind the last turn of a user. None:
-        the row is no conversation, and all are kept.
-        """
+    def masked(self, ids: Sequence[int], mask: Sequence[bool], tokenizer: Any) -> list[bool]:
+        """The mask of a row of tokens without what the names leave out of its answers."""
         kept = list(mask)
-        runs = _runs(kept)
-        if self.base == "last_round" and num_last is not None:
-            for start, end in runs[: len(runs) - num_last]:
-                kept[start:end] = [False] * (end - start)
         for name in self.names:
             for start, end in _runs(kept):
                 text = tokenizer.decode(list(ids[start:end]), skip_special_tokens=False)
@@ -80,16 +72,6 @@ def parsed(text: str | None) -> LossScale | None:
     if base == "all" and names:
         raise ValueError(f"loss_scale {text} learns every token, so that no answer begins. Write {'+'.join(names)}")
     return LossScale(base, tuple(names))
-
-
-def num_last_answers(row: Mapping[str, Any]) -> int | None:
-    """Turns of the assistant behind the last turn of a user in ``messages``; None for another row."""
-    messages = row.get("messages")
-    if not isinstance(messages, list):
-        return None
-    roles = [message.get("role") for message in messages]
-    last = max((k for k, role in enumerate(roles) if role == "user"), default=-1)
-    return roles[last + 1 :].count("assistant")
 
 
 def _runs(mask: Sequence[bool]) -> list[tuple[int, int]]:

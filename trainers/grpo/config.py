@@ -34,6 +34,7 @@ class GRPOConfig(CompletionConfig):
     }
 
     output_dir: str = "outputs/grpo"
+    disable_dropout: bool = False
     learning_rate: float = 1e-6
 
     # Data

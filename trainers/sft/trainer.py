@@ -68,14 +68,13 @@ class SFTTrainer:
             columns = ("prompt", "completion", "messages", field)
             rows = without_broken(rows, is_broken, *columns, skip=config.skip_broken_rows)
             scale = parsed(config.loss_scale)
-            answers_only = scale is not None and scale.base != "all" and "messages" in rows.column_names
             sequences = tokenize_sft(
                 rows,
                 self.tokenizer,
                 max_length=None if cuts_rows else config.max_length,
                 truncation_mode=config.truncation_mode,
                 completion_only_loss=False if scale and scale.base == "all" else config.completion_only_loss,
-                assistant_only_loss=config.assistant_only_loss or answers_only,
+                assistant_only_loss=config.assistant_only_loss,
                 text_field=field,
                 eos=config.eos_token,
                 num_proc=config.dataset_num_proc,

@@ -20,7 +20,7 @@ from trainers.configuration.others.ms_swift_keys import (
     room_for_prompts,
     translate_ms_swift,
 )
-from trainers.configuration.others.other_names import HINTS, REFUSED_RLHF_TYPES, is_neutral
+from trainers.configuration.others.other_names import HINTS, is_neutral
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 from trainers.configuration.reading.typed_values import typed
 
@@ -77,6 +77,7 @@ def translate(
     _server(given)
     engine_beside_training(given)
     room_for_prompts(given)
+    _kl(given, defaults)
 
 
 def _rlhf_type(given: GivenKeys, config_type: type, rlhf_types: Callable[[], Mapping[str, type]]) -> None:
@@ -93,8 +94,6 @@ def _rlhf_type(given: GivenKeys, config_type: type, rlhf_types: Callable[[], Map
 
 def rlhf_problem(asked: Any, known: Collection[str]) -> str | None:
     """Why there is no trainer of this rlhf_type, of those that are ``known``; None if there is one."""
-    if asked in REFUSED_RLHF_TYPES:
-        return f"rlhf_type {asked} is not supported: {REFUSED_RLHF_TYPES[asked]}"
     return None if asked in known else f"rlhf_type must be one of {', '.join(known)}, got {asked!r}"
 
 
@@ -333,7 +332,7 @@ def _long_rows(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     if not given.foreign("truncation_strategy"):
         return
     value = given.take("truncation_strategy")
-    modes = {"left": "keep_end", "right": "keep_start"}
+    modes = {"left": "keep_end", "right": "keep_start"} | ({"delete": "drop"} if "loss_scale" in given.known else {})
     if "truncation_mode" not in given.known:
         done = "delete" if {"center_rewards_coefficient", "sampler_type"} & set(given.known) else "left"
         what = "are left out" if done == "delete" else "lose the beginning of their prompt"
@@ -401,3 +400,12 @@ def _server(given: GivenKeys) -> None:
             given.put(name, engine[name], "engine_kwargs")
             engine = {key: value for key, value in engine.items() if key != name}
     given.values["engine_kwargs"] = engine
+
+
+def _kl(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    """Megatron's ``calculate_KL`` of ms-swift, where it says what KTO's loss type says."""
+    if not given.foreign("calculate_KL") or "kl_batch_size" not in given.known:
+        return
+    estimates = given.get("loss_type", defaults["loss_type"]) != "apo_zero_unpaired"
+    if given.get("calculate_KL") in (None, estimates):
+        given.take("calculate_KL")

@@ -15,6 +15,7 @@ from rayhelper.roles.futures import Future
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.runtime import OFF, Runtime, Shard, WorkerInfo, state
 from rayhelper.values import dispatch as dispatching
+from rayhelper.watch.watchdog import warn_s
 from rayhelper.worker.process_group import join_process_group
 
 RUNTIMES = ("ray", "torchrun", "inprocess", "off")
@@ -123,7 +124,7 @@ class RayHelper:
         Args:
             device_groups: Either form of the configuration, as a mapping or a JSON or YAML string.
             runtime: 'ray'; 'torchrun', where every process runs this code; 'inprocess', workers simulated one after
-                the other; or 'off' to only check the configuration (and to trace).
+                the other; or 'off', where of the groups ``timeout_s`` alone counts.
             ray_address: A cluster to join; None joins RAY_ADDRESS if set, else starts a cluster on this machine.
             trace: A .json or .json.gz file: the timeline of every call, written at teardown.
             strict: With 'inprocess': what would differ on Ray is an error.
@@ -133,6 +134,7 @@ class RayHelper:
             PlacementError: the cluster lacks the resources.
         """
         _check_initialize(runtime, ray_address, strict)
+        warn_s()  # a mistake in it
         groups = DeviceGroups.parse(device_groups)
         if state.active is not None:
             info = RayHelper.current()
@@ -270,8 +272,9 @@ def _started(
         from rayhelper.runtimes.torchrun.runtime import TorchrunRuntime
 
         return TorchrunRuntime(groups, recording)
-    if recording is not None:
-        from rayhelper.runtimes.off import RecordedOff
+    has_limit = groups.driver_timeout_s is not None or any(group.timeout_s is not None for group in groups.groups)
+    if recording is not None or has_limit:
+        from rayhelper.runtimes.off import AttendedOff
 
-        return RecordedOff(recording)
+        return AttendedOff(groups, recording)
     return None

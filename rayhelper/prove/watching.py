@@ -147,6 +147,9 @@ class WatchedPlacement:
     def run(self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return method.call(target, args, kwargs)
 
+    def attending(self, method: RoleMethod[..., Any]) -> None:
+        """Nothing: no deadline counts while runs are compared."""
+
     def submit(
         self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from rayhelper.text import DID_YOU_MEAN, nearest
+from rayhelper.watch.time_limit import awaited_within, within
 from trainers.batch import Ragged
 from trainers.plugins import REWARDS, register_reward
-from trainers.rewards.time_limit import awaited_within, within
 
 RewardFunction = Callable[..., Any]
 RewardSpec = str | Mapping[str, Any] | RewardFunction

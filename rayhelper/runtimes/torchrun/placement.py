@@ -22,6 +22,7 @@ from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.parts import Identity, check_hosts, refuse_to_travel
 from rayhelper.roles.runtime import Route, acting_as, state, task_acting_as
 from rayhelper.runtimes.driver import undeclared
+from rayhelper.runtimes.off import call_here
 from rayhelper.runtimes.torchrun.exchange import Exchange, Watch
 from rayhelper.runtimes.torchrun.outcome import Outcome, deadline_error, in_collective
 from rayhelper.timeline.recording import Recording
@@ -31,6 +32,7 @@ from rayhelper.values.dispatch import Balanced, Call, Division, bare, unwrap
 from rayhelper.values.graphs import check_value
 from rayhelper.values.shards import Layout, Reports, ShardTable
 from rayhelper.values.slicing import num_items
+from rayhelper.watch import watchdog as watching
 from rayhelper.worker.failures import Failure, add_note
 from rayhelper.worker.process_group import in_process_group
 from rayhelper.worker.runtime import HostedPlacement, WorkerRuntime
@@ -105,6 +107,12 @@ class SpmdPlacement:
         hosted = self.hosted[self.groups[method.role].name]
         with acting_as(hosted.runtime), hosted.runtime.inside(hosted, method.role):
             return method.call(target, args, kwargs)
+
+    def attending(self, method: RoleMethod[..., Any]) -> watching.Call | None:
+        if method.role != DRIVER:
+            return None  # the construction is looked after
+        who = f"rank {self.runtime.rank} of torchrun"
+        return call_here(self.runtime.config, self.identity.title(method), method.role, who)
 
     def submit(
         self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -236,7 +244,8 @@ class SpmdPlacement:
                 return None
             runtime.alone = title
             try:
-                value = method.finished_call(target, args, kwargs)
+                with watching.Watched(call_here(runtime.config, title, method.role, "rank 0 of torchrun")):
+                    value = method.finished_call(target, args, kwargs)
             finally:
                 runtime.alone = ""
             check_value(value, f"{title} on process 0")

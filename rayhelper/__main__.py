@@ -1,4 +1,4 @@
-"""``python -m rayhelper plan | check | prove | stacks | debug | timeline``: what is known of a run before, during and after it.
+"""``python -m rayhelper plan | check | prove | stacks | debug | timeline``: a run before, while and after it runs.
 
 argparse rather than jsonargparse: these read their configuration themselves, and answer in a fraction of a second.
 """

@@ -56,8 +56,10 @@ class Waiting:
 
 
 def debug(choice: str | None, process: int | None) -> int:
-    """Lists the ranks that wait at breakpoints, or attaches a debugger to one: 0; 1 if it does not answer, 2 if there is
-    none of this name, or several."""
+    """Lists the ranks that wait at breakpoints, or attaches a debugger to one; the exit code.
+
+    0: done; 1: the run does not answer; 2: there is no rank of this name, or there are several.
+    """
     try:
         runs = running()
     except ConfigError as error:

@@ -1,7 +1,7 @@
 """``breakpoint()`` in a process without a terminal: it waits there for a debugger, which comes by the process's door.
 
     Breakpoints.stop        is ``sys.breakpointhook``: says where it stopped and how to attach, then pdb takes over
-    Breakpoints.answers     of the door: "breakpoints" is there one?, "debug" what pdb wrote and what it is told, "halts"
+    Breakpoints.answers     of the door: "breakpoints", is there one; "debug", what pdb wrote and is told; "halts"
     rayhelper debug         asks the driver, which asks the door: ``runtimes/debugging.py``
 
 The door answers "debug" only while the process waits at a breakpoint of its own code: nobody can make it stop from
@@ -22,9 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, cast
 
-_LOOK_S = (
-    0.5  # so often a process that waits looks whether its debugger is still there, and tells those that wait for it
-)
+_LOOK_S = 0.5  # so often a process that waits looks whether its debugger is there, and tells who waits for it
 _LOST_S = 5.0  # without a word of it
 _MOST_TEXT = 200_000  # characters of what pdb wrote are kept
 _NUM_HALTS = 256  # of which it is known how long they took

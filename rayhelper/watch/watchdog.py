@@ -76,6 +76,7 @@ class Call:
     what: as messages name it; a function where it takes time to say, or changes.
     limit_s: seconds after which it is interrupted; None: never.
     error: what is raised then.
+    on_late: called by the thread instead, which interrupts nothing.
     warns: whether it is reported if it does not end.
     where: says who has not answered, and where they are (empty: all have); None: it is the stack of the thread in which
         it began, whose innermost call alone is reported.
@@ -91,9 +92,10 @@ class Call:
         warns: bool = True,
         where: Callable[[], str] | None = None,
         paused_s: Callable[[float], float] | None = None,
+        on_late: Callable[[], object] | None = None,
     ) -> None:
         self.what, self.limit_s, self.error = what, limit_s, error
-        self.warns, self.where, self.paused_s = warns, where, paused_s
+        self.warns, self.where, self.paused_s, self.on_late = warns, where, paused_s, on_late
         self.thread = threading.get_ident()
         self.began = self.quiet_since = time.monotonic()
         self.due = _NEVER if limit_s is None else self.began + limit_s
@@ -108,6 +110,11 @@ class Call:
     @property
     def is_of_main_thread(self) -> bool:
         return self.thread == threading.main_thread().ident
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a signal ends it."""
+        return self.limit_s is not None and self.on_late is None and self.is_of_main_thread
 
     def late(self) -> Exception:
         """The error for it, which is late."""
@@ -148,7 +155,7 @@ class Watchdog:
 
     def begin(self, call: Call) -> None:
         """From now on it is looked after."""
-        if call.limit_s is not None and call.is_of_main_thread:
+        if call.is_interrupted:
             if self.num_limited == 0:
                 self.handled = signal.signal(_SIGNAL, self._interrupt)
             self.num_limited += 1
@@ -164,7 +171,7 @@ class Watchdog:
         if self.calls.pop(id(call), None) is None:
             return
         self.made += 1
-        if call.limit_s is not None and call.is_of_main_thread:
+        if call.is_interrupted:
             with self.firing:  # no signal comes after the handler has gone
                 self.num_limited -= 1
             if self.num_limited == 0:
@@ -244,6 +251,10 @@ class Watchdog:
                 return
         call.is_late = True
         call.due = now + _AGAIN_S
+        if call.on_late is not None:
+            call.due = _NEVER
+            call.on_late()
+            return
         if not call.is_of_main_thread:
             call.due = _NEVER
             self._report_deaf(call, "it runs in a thread that is not the main one")

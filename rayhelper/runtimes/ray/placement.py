@@ -27,8 +27,8 @@ from rayhelper.errors import PlacementError
 from rayhelper.runtimes.ray.patches import free_resources, ray_on_loopback
 
 _PROBE_S = 5.0  # for the first answer of a cluster
-# Ray speaks gRPC, that is HTTP/2 (RFC 9113, section 3.4): a client greets with these octets and an empty SETTINGS frame,
-# a server with a SETTINGS frame: length (3 bytes), type (1), flags (1), stream (4)
+# Ray speaks gRPC, that is HTTP/2 (RFC 9113, section 3.4): a client greets with these octets and an empty SETTINGS
+# frame, a server with a SETTINGS frame: length (3 bytes), type (1), flags (1), stream (4)
 _SETTINGS = b"\x04"
 _FRAME_HEAD_BYTES = 9
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + b"\0" * 5

@@ -177,7 +177,8 @@ class SpmdPlacement:
         """What the coroutine of this process comes to."""
         own_args, own_kwargs = call.own
         begun_ns = time.time_ns()
-        with Watch(self.runtime.exchange, call.group.timeout_s) as watch:
+        attending = self.runtime.exchange.attending(where_of(call.title, call.group.name))
+        with watching.Watched(attending), Watch(self.runtime.exchange, call.group.timeout_s) as watch:
             try:
                 with task_acting_as(hosted.runtime), hosted.runtime.task_inside(hosted, method.role):
                     value = await method.coroutine(target, own_args, own_kwargs)
@@ -209,6 +210,10 @@ class SpmdPlacement:
 
     def _settled(self, call: DividedCall, own_value: Callable[[], Any]) -> list[Any]:
         """The leaders' values, which all processes exchange."""
+        with watching.Watched(self.runtime.exchange.attending(where_of(call.title, call.group.name))):
+            return self._values(call, own_value)
+
+    def _values(self, call: DividedCall, own_value: Callable[[], Any]) -> list[Any]:
         runtime = self.runtime
         who = f"process {runtime.rank}" if call.hosted is None else call.hosted.runtime.describe()
         with Watch(runtime.exchange, call.group.timeout_s) as watch:
@@ -252,6 +257,10 @@ class SpmdPlacement:
             return value
 
         def first_value() -> Any:
+            with watching.Watched(runtime.exchange.attending(title)):
+                return attended_value()
+
+        def attended_value() -> Any:
             with Watch(runtime.exchange, None) as watch:
                 outcome, error = self.attempt(title, title, f"process {runtime.rank}", own_value, watch)
             runtime.settle_owed()

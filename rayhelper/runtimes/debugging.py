@@ -106,7 +106,7 @@ class Debugger:
     def __init__(self, client: Client, name: str) -> None:
         self.client, self.name = client, name
         self.id = secrets.token_hex(8)
-        self.seen = self.num_lines = 0
+        self.stop = self.seen = self.num_lines = 0
         self.unprinted = ""  # the beginning of a line: the prompt
         self.lock = threading.Lock()
 
@@ -168,9 +168,9 @@ class Debugger:
     def _ask(self, *, line: str | None = None, leaves: bool = False, is_beat: bool = False) -> dict[str, Any]:
         with self.lock:
             sent = None if line is None else [self.num_lines, f"{line}\n"]
-            question = {"debugger": self.id, "seen": self.seen, "line": sent, "leaves": leaves}
+            question = {"debugger": self.id, "stop": self.stop, "seen": self.seen, "line": sent, "leaves": leaves}
             answer: dict[str, Any] = self.client.ask(["debug", [self.name, question]], _ANSWER_S)
             if "refused" not in answer and not is_beat:
-                self.seen = answer["seen"]
+                self.stop, self.seen = answer["stop"], answer["seen"]
                 self.num_lines += line is not None
             return answer

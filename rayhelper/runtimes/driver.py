@@ -16,7 +16,7 @@ import functools
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
@@ -300,10 +300,15 @@ class DriverPlacement:
     async def awaited(
         self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self.runtime.watcher is not None:  # one after the other, to be compared
-            return self.submit(method, target, args, kwargs).result()
         group, location = self._destination(method, target)
-        return await group.awaited(self.identity, method, location, args, kwargs)
+
+        def run() -> Awaitable[Any]:
+            return group.awaited(self.identity, method, location, args, kwargs)
+
+        watcher = self.runtime.watcher
+        if watcher is None:
+            return await run()
+        return await watcher.awaited(method, self.identity.title(method), args, kwargs, run, self.states)
 
     def _destination(self, method: RoleMethod[..., Any], target: Any) -> tuple[Group, str]:
         """The group of a method's role, and the method's location. Raises RoleError."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import inspect
+import itertools
 import os
 import pdb
 import sys
@@ -25,6 +26,7 @@ from typing import Any, cast
 _LOOK_S = 0.5  # so often a process that waits looks whether its debugger is there, and tells who waits for it
 _LOST_S = 5.0  # without a word of it
 _MOST_TEXT = 200_000  # characters of what pdb wrote are kept
+_NUM_STOPS = 8  # that debuggers may still ask for, to be told that they are over
 _NUM_HALTS = 256  # of which it is known how long they took
 Halts = list[tuple[float, float]]  # each began and ended so many seconds ago
 
@@ -48,7 +50,8 @@ class Breakpoints:
     ) -> None:
         self.name, self.who, self.tick, self.has_terminal = name, who, tick, has_terminal
         self.current: Stop | None = None
-        self.last: Stop | None = None
+        self.stops: collections.deque[Stop] = collections.deque(maxlen=_NUM_STOPS)
+        self.numbers = itertools.count(1)
         self.changed = threading.Condition()
         self.halts: collections.deque[list[float]] = collections.deque(maxlen=_NUM_HALTS)  # begin, end (0: not yet)
         self.answers: dict[str, Callable[[Any], Any]] = {
@@ -76,7 +79,9 @@ class Breakpoints:
                 self.changed.wait(_LOOK_S)  # one thread at a time
             if self.current is None or not self.current.is_of_this_thread():
                 code = frame.f_code
-                self.current = self.last = Stop(self, f"{code.co_filename}:{frame.f_lineno} in {code.co_qualname}")
+                where = f"{code.co_filename}:{frame.f_lineno} in {code.co_qualname}"
+                self.current = Stop(self, next(self.numbers), where)
+                self.stops.append(self.current)
         self.current.stop_at(frame, header)
 
     def leave(self) -> None:
@@ -99,9 +104,10 @@ class Breakpoints:
         }
 
     def debugged(self, question: dict[str, Any]) -> dict[str, Any]:
-        """What a debugger is answered: see ``Stop.debugged``."""
-        for stop in (self.current, self.last):
-            if stop is not None and (stop is self.current or stop.debugger_id == question["debugger"]):
+        """What a debugger is answered: see ``Stop.debugged``. ``stop``: the number of its stop; 0: the one there is."""
+        number = question.pop("stop") or (0 if self.current is None else self.current.number)
+        for stop in list(self.stops):
+            if stop.number == number:
                 return stop.debugged(**question)
         return {"refused": f"{self.who()} does not wait at a breakpoint."}
 
@@ -114,8 +120,8 @@ class Breakpoints:
 class Stop:
     """A thread that stopped at a breakpoint, until it goes on for good: its pdb reads and writes here."""
 
-    def __init__(self, place: Breakpoints, where: str) -> None:
-        self.place, self.where = place, where
+    def __init__(self, place: Breakpoints, number: int, where: str) -> None:
+        self.place, self.number, self.where = place, number, where
         self.thread = threading.get_ident()
         self.since = time.monotonic()
         self.changed = place.changed
@@ -230,7 +236,7 @@ class Stop:
                 self.changed.notify_all()
             text = self.text[max(0, seen - self.dropped) :]
             asks = self.asks and not self.lines
-            return {"text": text, "seen": self.dropped + len(self.text), "asks": asks, "over": self.is_over}
+            return {"stop": self.number, "text": text, "seen": self.dropped + len(self.text), "asks": asks, "over": self.is_over}
 
     def _lose(self, what: str) -> None:
         self.debugger_id = None

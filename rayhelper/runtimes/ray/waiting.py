@@ -57,7 +57,7 @@ def unanswered(call: Sent) -> list[int]:
 
 
 def attended(recovery: Recovery, what: str, waiting: Callable[[], list[int]]) -> Call:
-    """What reports where the ranks are for which a call is ``waiting``, after ``warn_s()`` seconds without an answer."""
+    """What reports where the ranks are that a call is ``waiting`` for, after ``warn_s()`` seconds without an answer."""
     group = recovery.calls.group
 
     def where() -> str:

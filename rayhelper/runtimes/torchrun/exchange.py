@@ -253,7 +253,7 @@ class Exchange:
         """What reports, on rank 0, that a call of all processes does not end."""
 
         def where() -> str:
-            return "" if self.rank else f" from some rank. Where each rank is:\n{self.where_each_is()}"
+            return "" if self.rank else f". Where each rank is:\n{self.where_each_is()}"
 
         return Call(title, where=where, paused_s=self.paused_s)
 

@@ -272,8 +272,7 @@ def _started(
         from rayhelper.runtimes.torchrun.runtime import TorchrunRuntime
 
         return TorchrunRuntime(groups, recording)
-    has_limit = groups.driver_timeout_s is not None or any(group.timeout_s is not None for group in groups.groups)
-    if recording is not None or has_limit:
+    if recording is not None or groups.have_limits:
         from rayhelper.runtimes.off import AttendedOff
 
         return AttendedOff(groups, recording)

@@ -95,6 +95,11 @@ class DeviceGroups:
         """Whether two roles are on the same devices, in one process or not. Raises ConfigError as ``group_of``."""
         return self.group_of(role).devices_of == self.group_of(other).devices_of
 
+    @property
+    def have_limits(self) -> bool:
+        """Whether some ``timeout_s`` is set."""
+        return self.driver_timeout_s is not None or any(group.timeout_s is not None for group in self.groups)
+
     def limit_of(self, role: str) -> tuple[float | None, str]:
         """``timeout_s`` of a role's calls in this process, if it is set, and where that is, for messages."""
         if role == DRIVER:

@@ -123,10 +123,19 @@ class RoleMethod(Generic[P, R_co, S_co]):
             target = target if isinstance(target, type) else type(target)
         return self.function(target, *args, **kwargs)
 
-    def finished_call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The value of a whole call: coroutines are awaited and generators drained into a list."""
+    def finished_call(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], attending: Call | None = None
+    ) -> Any:
+        """The value of a whole call: coroutines are awaited and generators drained into a list.
+
+        ``attending``: looks after the call.
+        """
+        if attending is not None and not self.is_async:
+            with Watched(attending):
+                return self.finished_call(target, args, kwargs)
         if self.is_async:
-            return _run(self.coroutine(target, args, kwargs))
+            coroutine = self.coroutine(target, args, kwargs)
+            return _run(coroutine if attending is None else attended(attending, coroutine))
         value = self.call(target, args, kwargs)
         return list(value) if self.flavour == "generator" else value
 
@@ -271,16 +280,7 @@ def defer(method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwar
         return finished(lambda: None)
     plain_args, plain_kwargs = _plain(args, kwargs)
     call = _call_here(method, target, placement)
-
-    def made_now() -> Any:
-        if call is None:
-            return method.finished_call(target, plain_args, plain_kwargs)
-        if method.is_async:
-            return _run(attended(call, method.coroutine(target, plain_args, plain_kwargs)))
-        with Watched(call):
-            return method.finished_call(target, plain_args, plain_kwargs)
-
-    return finished(made_now)
+    return finished(lambda: method.finished_call(target, plain_args, plain_kwargs, call))
 
 
 def _call_here(method: RoleMethod[..., Any], target: Any, placement: Placement | None) -> Call | None:

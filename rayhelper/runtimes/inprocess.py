@@ -229,8 +229,7 @@ class InprocessGroup:
             args, kwargs, before = self._given(worker, call, where)
             with _noted(title, worker), worker.own_random(), worker.inside(instance._rayhelper, method.role):
                 try:
-                    with Watched(self._attending(on_worker)):
-                        value = method.finished_call(instance, args, kwargs)
+                    value = method.finished_call(instance, args, kwargs, self._attending(on_worker))
                 except BaseException:
                     worker.ledger.forget_changed()  # or the next call would be blamed
                     raise

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
+import inspect
 import time
 from collections.abc import Callable, Generator
 from types import FrameType
@@ -147,8 +149,9 @@ def stack_of_awaited(awaited: Any) -> str:
         frame: FrameType | None = None
         for name in ("cr_frame", "gi_frame", "ag_frame"):
             frame = frame or getattr(awaited, name, None)
-        if frame is None:
-            break
+        if frame is None:  # the step of an asynchronous generator shows nothing
+            awaited = next((one for one in gc.get_referents(awaited) if inspect.isasyncgen(one)), None)
+            continue
         if frame.f_code is Stepped.__await__.__code__:
             awaited = frame.f_locals["self"].coroutine
             continue

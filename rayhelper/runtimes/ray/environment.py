@@ -9,6 +9,7 @@ PASSED_PREFIXES: tuple[str, ...] = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "NCCL
 PASSED_PREFIXES += ("PYTORCH_", "VLLM_", "RAYHELPER_")
 PASSED = frozenset(
     "OMP_NUM_THREADS MKL_NUM_THREADS CUDA_DEVICE_MAX_CONNECTIONS CUBLAS_WORKSPACE_CONFIG PYTHONHASHSEED".split()
+    + ["PYTHONBREAKPOINT"]
 )
 # What belongs to the machine and the interpreter, and stays in workers that a driver of the same machine starts.
 MACHINE_PREFIXES = (

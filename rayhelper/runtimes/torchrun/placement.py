@@ -249,8 +249,8 @@ class SpmdPlacement:
                 return None
             runtime.alone = title
             try:
-                with watching.Watched(call_here(runtime.config, title, method.role, "rank 0 of torchrun")):
-                    value = method.finished_call(target, args, kwargs)
+                attending = call_here(runtime.config, title, method.role, "rank 0 of torchrun")
+                value = method.finished_call(target, args, kwargs, attending)
             finally:
                 runtime.alone = ""
             check_value(value, f"{title} on process 0")

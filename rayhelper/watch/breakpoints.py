@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, cast
 
+from rayhelper.watch.patches import stop_at_breakpoints
+
 _LOOK_S = 0.5  # so often a process that waits looks whether its debugger is there, and tells who waits for it
 _LOST_S = 5.0  # without a word of it
 _MOST_TEXT = 200_000  # characters of what pdb wrote are kept
@@ -63,11 +65,11 @@ class Breakpoints:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, ``breakpoint()`` stops here."""
-        before, sys.breakpointhook = sys.breakpointhook, self.stop
+        before = stop_at_breakpoints(self.stop)
         try:
             yield
         finally:
-            sys.breakpointhook = before
+            stop_at_breakpoints(before)
 
     def stop(self, *, header: str | None = None) -> None:
         """As ``pdb.set_trace`` in the caller; ``PYTHONBREAKPOINT=0`` switches it off."""
@@ -236,7 +238,8 @@ class Stop:
                 self.changed.notify_all()
             text = self.text[max(0, seen - self.dropped) :]
             asks = self.asks and not self.lines
-            return {"stop": self.number, "text": text, "seen": self.dropped + len(self.text), "asks": asks, "over": self.is_over}
+            told = {"stop": self.number, "text": text, "seen": self.dropped + len(self.text)}
+            return {**told, "asks": asks, "over": self.is_over}
 
     def _lose(self, what: str) -> None:
         self.debugger_id = None

@@ -17,7 +17,6 @@ import os
 import pickle
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +36,7 @@ from rayhelper.values.packing import Ledger, Packed, pack, unpack, worth_packing
 from rayhelper.values.reply import Reported
 from rayhelper.values.shards import is_within
 from rayhelper.watch.breakpoints import Breakpoints
+from rayhelper.watch.patches import stop_at_breakpoints
 from rayhelper.watch.watchdog import is_importing
 from rayhelper.worker.ambient import Mode
 from rayhelper.worker.coroutines import Coroutines
@@ -120,7 +120,7 @@ class Host:
         self.tracer = Tracer() if trace else None
         signal.signal(signal.SIGUSR1, self._interrupt)
         self.breakpoints = Breakpoints(f"{info.group}:{info.rank}", runtime.describe)
-        sys.breakpointhook = self.breakpoints.stop
+        stop_at_breakpoints(self.breakpoints.stop)
         answers: dict[str, Callable[[Any], Any]] = {
             **self.breakpoints.answers,
             "stop": self.stop_tasks,

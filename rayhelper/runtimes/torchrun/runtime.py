@@ -22,7 +22,6 @@ import atexit
 import contextlib
 import logging
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -50,6 +49,7 @@ from rayhelper.runtimes.torchrun.outcome import (
 from rayhelper.runtimes.torchrun.placement import OwedCall, SpmdPlacement
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.shards import Reports, ShardTable
+from rayhelper.watch.patches import stop_at_breakpoints
 from rayhelper.watch.watchdog import Watched
 from rayhelper.worker.failures import raise_first
 from rayhelper.worker.process_group import Joined, in_process_group, join_process_group, leave_process_group, let_go
@@ -73,7 +73,7 @@ class TorchrunRuntime:
         if recording is not None:
             recording.rank = rank
         self.exchange = Exchange(rank, size)
-        self.breakpointhook, sys.breakpointhook = sys.breakpointhook, self.exchange.breakpoints.stop
+        self.stopped_before = stop_at_breakpoints(self.exchange.breakpoints.stop)
         self.announced: Announced | None = None
         if rank == 0:
             self.announced = Announced(self.exchange.where_each_is, Waiting(self.exchange.doors_by_name).answers)
@@ -331,7 +331,7 @@ class TorchrunRuntime:
         if self.exchange.closed or os.getpid() != self.pid:  # a forked child has none of it
             return
         self.settle_owed()
-        sys.breakpointhook = self.breakpointhook
+        stop_at_breakpoints(self.stopped_before)
         if self.announced is not None:
             self.announced.close()
         if self.rank > 0:

@@ -11,7 +11,7 @@ import functools
 import gc
 import inspect
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from types import FrameType
 from typing import Any
 
@@ -20,6 +20,7 @@ from rayhelper.watch.watchdog import Call, Watched, stack_of_frames, watchdog
 from rayhelper.worker.steps import Stepped
 
 Step = Callable[[], Any]
+_SUSPENDED = inspect.CORO_SUSPENDED
 
 
 def deadline_error(call: Call, remedy: str) -> DeadlineError:
@@ -140,6 +141,12 @@ class Attended:
     def _late(self, running: Call) -> Exception:
         self.call.stack = running.stack
         return self.call.late()
+
+
+def told_coroutines(coroutines: Iterable[Any]) -> str:
+    """Where those are that are suspended, as the stacks of threads are told."""
+    suspended = [one for one in coroutines if inspect.iscoroutine(one) and inspect.getcoroutinestate(one) == _SUSPENDED]
+    return "".join(f"coroutine, most recent call last:\n{stack_of_awaited(one)}" for one in suspended)
 
 
 def stack_of_awaited(awaited: Any) -> str:

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
-from rayhelper.watch.attended import stack_of_awaited
+from rayhelper.watch.attended import told_coroutines
 from rayhelper.worker.process_group import in_process_group
 
 
@@ -84,9 +84,7 @@ class Coroutines:
 
     def stacks(self) -> str:
         """Where those are that are suspended. From any thread."""
-        running = list(self.running.values())
-        told = [stack_of_awaited(task.get_coro()) for task in running if task is not asyncio.current_task(self.loop)]
-        return "".join(f"coroutine, most recent call last:\n{stack}" for stack in told)
+        return told_coroutines([task.get_coro() for task in list(self.running.values())])
 
     def is_cancelled(self) -> bool:
         """Whether the call whose code runs in the main thread was cancelled, and does not only raise CancelledError."""

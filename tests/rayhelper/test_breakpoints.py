@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import bdb
+import contextlib
+import io
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -15,6 +18,7 @@ from typing import Any
 import pytest
 
 from rayhelper import RayHelper
+from rayhelper.__main__ import main
 from rayhelper.roles.futures import as_completed
 from rayhelper.runtimes.announced import Announced
 from rayhelper.runtimes.debugging import Waiting
@@ -32,6 +36,13 @@ def debug(*arguments: str, typed: str = "") -> str:
     command = [sys.executable, "-m", "rayhelper", "debug", *arguments]
     done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=WITHIN_S)
     return f"{done.returncode}\n{done.stdout}{done.stderr}"
+
+
+def listed() -> dict[str, int]:
+    """The ranks that wait at breakpoints, and for how many seconds, as ``rayhelper debug`` lists them."""
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        assert main(["debug"]) == 0
+    return {name: int(seconds) for name, seconds in re.findall(r"^(\S+)   for (\d+) s   ", told.getvalue(), re.M)}
 
 
 def until(seen: Callable[[], Any]) -> Any:
@@ -227,8 +238,8 @@ def test_two_ranks_wait_on_ray_and_deadlines_with_them(
         outcome: list[Any] = []
         waiting = threading.Thread(target=lambda: outcome.append(call.exception() or call.result()))
         waiting.start()
-        until(lambda: all(name in debug() for name in ("crew:0   for ", "crew:1   for ")))
-        until(lambda: "crew:1   for 4 s" in debug())  # twice the deadline
+        until(lambda: len(listed()) == 2)
+        until(lambda: listed()["crew:1"] >= 4)  # twice the deadline
         assert outcome == []
         said = debug("crew:1", typed="p RayHelper.current().rank\n!number = 6\nc\n")
         assert "(Pdb) 1\n" in said
@@ -236,7 +247,7 @@ def test_two_ranks_wait_on_ray_and_deadlines_with_them(
         waiting.join(WITHIN_S)
         assert outcome == [[5, 7]]
         quit_ = stops.added.defer(5)
-        until(lambda: all(name in debug() for name in ("crew:0   for ", "crew:1   for ")))
+        until(lambda: len(listed()) == 2)
         debug("crew:1", typed="q\n")
         next(as_completed([quit_]))
         error = quit_.exception()
@@ -270,14 +281,15 @@ def test_two_ranks_wait_under_torchrun_and_deadlines_with_them(tmp_path: Path, m
     program = tmp_path / "stops.py"
     program.write_text(TORCHRUN)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON_EXEC": str(warm.python())}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--log-dir", str(tmp_path / "logs"), str(program)]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
     ) as run:
         try:
-            until(lambda: "torchrun:1   for 4 s" in debug())  # twice the deadline
+            until(lambda: listed().get("torchrun:1", 0) >= 4)  # twice the deadline
             assert debug("torchrun:1", typed="p number\nc\n").endswith("torchrun:1 goes on\n")
-            until(lambda: all(name in debug() for name in ("torchrun:0   for ", "torchrun:1   for ")))
+            until(lambda: len(listed()) == 2)
             assert debug("torchrun:0", typed="c\n").endswith("torchrun:0 goes on\n")
             assert debug("torchrun:1", typed="c\n").endswith("torchrun:1 goes on\n")
             said, _ = run.communicate(timeout=WITHIN_S)

@@ -30,6 +30,7 @@ from rayhelper.device_groups.group import CALL_S
 from rayhelper.ranks import runs
 from rayhelper.runtimes.torchrun.key import VARIABLE, Codes, RunKey, is_one_node
 from rayhelper.values.packing import pack, unpack
+from rayhelper.watch.attended import told_coroutines
 from rayhelper.watch.breakpoints import Breakpoints, paused_s
 from rayhelper.watch.watchdog import Call, watchdog
 from rayhelper.worker.process_group import leave_process_group
@@ -70,6 +71,7 @@ class Exchange:
         self.broken = False  # a gathering was given up: the others may still wait in it
         self.doors: dict[int, Address] = {}
         self.meeting = threading.Lock()  # held while values are gathered
+        self.coroutines: dict[int, Any] = {}  # of calls that are in flight
         self.waits: tuple[Any, list[Any]] | None = None  # what this process told the others at a breakpoint
         rendezvous: Any = vars(dist)["rendezvous"]
         self.store, _, _ = next(iter(rendezvous("env://", rank, size)))
@@ -98,7 +100,8 @@ class Exchange:
         self.breakpoints = Breakpoints(
             f"torchrun:{rank}", lambda: who, self.wait_at_breakpoint, has_terminal=has_terminal
         )
-        answers = {"situation": lambda _: asdict(self.situation()), **self.breakpoints.answers}
+        answers = {"situation": lambda _: asdict(self.situation()), "stacks": lambda _: self.own_stacks()}
+        answers |= self.breakpoints.answers
         place = own_address if self.run_key.is_shared else "127.0.0.1"
         self.door = Door(place, self.key, answers)
         told = self.gather((self.door.address, self.run_key.node, os.getpid()), lambda: False, _START_S)
@@ -263,7 +266,11 @@ class Exchange:
 
     def situation(self) -> Situation:
         """What this process is doing."""
-        return Situation(self.arrivals, self.late, stacks())
+        return Situation(self.arrivals, self.late, self.own_stacks())
+
+    def own_stacks(self) -> str:
+        """Where the threads of this process are, and the coroutines of roles that are suspended."""
+        return stacks() + told_coroutines(list(self.coroutines.values()))
 
     def _situations(self) -> Mapping[int, Situation]:
         answers = ask(self.doors, self.key, "situation", None, _ANSWER_S)

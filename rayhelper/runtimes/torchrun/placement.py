@@ -179,12 +179,16 @@ class SpmdPlacement:
         begun_ns = time.time_ns()
         attending = self.runtime.exchange.attending(where_of(call.title, call.group.name))
         with watching.Watched(attending), Watch(self.runtime.exchange, call.group.timeout_s) as watch:
+            coroutine = method.coroutine(target, own_args, own_kwargs)
+            self.runtime.exchange.coroutines[id(coroutine)] = coroutine
             try:
                 with task_acting_as(hosted.runtime), hosted.runtime.task_inside(hosted, method.role):
-                    value = await method.coroutine(target, own_args, own_kwargs)
+                    value = await coroutine
                 answer = call.answer(value, begun_ns)
             except Exception as error:
                 return Finished.failed(error)
+            finally:
+                del self.runtime.exchange.coroutines[id(coroutine)]
         if watch.late:
             return Finished.failed(deadline_error(call.title, watch, watch.late))
         return Finished(lambda: answer)

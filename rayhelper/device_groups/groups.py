@@ -157,7 +157,7 @@ def _driver_timeout_s(section: Any) -> float | None:
         got = shown(unknown[0] if isinstance(section, Mapping) else section)
         raise ConfigError(
             f"section 'driver' of device_groups stands for the process that you start, and knows "
-            f"{', '.join(DRIVER_KEYS)} only, got {got}. Give a group or a role another name."
+            f"{', '.join(DRIVER_KEYS)} only, got {got}. Remove it there, or give the group or role another name."
         )
     return timeout_of("section 'driver'", section.get("timeout_s"))
 

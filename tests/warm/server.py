@@ -23,6 +23,8 @@ MODULES = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.nn.parallel", "torch._dynamo"),
     *("torch.testing", "numpy", "transformers", "transformers.models.auto.modeling_auto", "datasets", "peft"),
     *("transformers.models.qwen3.modeling_qwen3", "transformers.integrations.sdpa_attention", "tokenizers"),
+    *("transformers.optimization", "transformers.trainer_pt_utils", "trl.data_utils", "trl.chat_template_utils"),
+    *("trl.rewards", "torch.profiler._cupti_monitor", "torch.utils.serialization.config"),
     *("rayhelper", "rayhelper.worker.host", "rayhelper.runtimes.torchrun.runtime"),
     # what Ray imports, but not Ray, which keeps the variables that it once read
     *("pydantic.v1", "pydantic.json_schema", "pydantic.networks", "requests", "jsonschema", "msgpack", "uvloop"),

@@ -49,11 +49,9 @@ def of_transformers(folder: str, setting: str, tokens: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda().eval()
-    generation = GenerationConfig(
-        max_new_tokens=tokens, do_sample=True, eos_token_id=-1, pad_token_id=0, num_return_sequences=SAMPLES
-    )
+    generation = GenerationConfig(max_new_tokens=tokens, do_sample=True, eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(return_logprobs=True, **SETTINGS[setting])
-    inputs = prompts(model.config.vocab_size)
+    inputs = [ids for ids in prompts(model.config.vocab_size) for _ in range(SAMPLES)]
     seconds = []
     for _ in range(3):
         start = time.perf_counter()

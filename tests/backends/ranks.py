@@ -35,7 +35,7 @@ forkserver.set_forkserver_preload(
         "transformers.trainer_pt_utils",
         "safetensors.torch",
         "tests.backends.megatron_preload",
-        *(f"trainers.{name}.trainer" for name in ("sft", "dpo", "reward", "grpo", "gkd", "ppo")),
+        *(f"trainers.{name}.trainer" for name in ("sft", "dpo", "kto", "cpo", "reward", "grpo", "gkd", "ppo")),
         "trainers.backends.fsdp.backend",
         "trainers.backends.megatron.backend",
         "rayhelper.runtimes.torchrun.runtime",

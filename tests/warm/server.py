@@ -29,7 +29,7 @@ MODULES = (
     # what Ray imports, but not Ray, which keeps the variables that it once read
     *("pydantic.v1", "pydantic.json_schema", "pydantic.networks", "requests", "jsonschema", "msgpack", "uvloop"),
     *("google.protobuf.json_format", "google.protobuf.timestamp_pb2", "starlette.datastructures", "logging.handlers"),
-    *(f"trainers.{name}.trainer" for name in ("sft", "dpo", "reward", "grpo", "gkd", "ppo")),
+    *(f"trainers.{name}.trainer" for name in ("sft", "dpo", "kto", "cpo", "reward", "grpo", "gkd", "ppo")),
     *("trainers.backends.fsdp.backend", "trainers.backends.megatron.backend", "torch.distributed.run", "pytest"),
 )
 SET_BY_IMPORTS: dict[str, str] = {}  # variables

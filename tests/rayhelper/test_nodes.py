@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import ray
 
 from rayhelper import PlacementError, RayHelper
 from rayhelper.runtimes.ray import placement
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -154,6 +154,7 @@ def by_id(nodes):
     return {node.node_id: node for node in nodes}
 
 
+sys.executable = sys.argv[1]  # what starts Ray's processes and workers
 cluster = Cluster(
     initialize_head=True,
     head_node_args={"num_cpus": 1, "include_dashboard": False, "_system_config": {"health_check_period_ms": 500}},
@@ -172,8 +173,9 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("nodes")
     (folder / "program.py").write_text(PROGRAM)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    python = warm.python()
     done = subprocess.run(
-        [sys.executable, "program.py"], cwd=folder, env=env, capture_output=True, text=True, timeout=600
+        [python, "program.py", python], cwd=folder, env=env, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

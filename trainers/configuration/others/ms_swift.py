@@ -56,7 +56,7 @@ def spelled(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def with_config(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The option that names the configuration's file, and the other arguments: a file's name may come first alone."""
-    if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
+    if arguments and not arguments[0].startswith("-") and arguments[0].endswith((".yaml", ".yml", ".json")):
         return ["--config", arguments[0]], list(arguments[1:])
     return [], list(arguments)
 

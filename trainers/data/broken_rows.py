@@ -86,6 +86,21 @@ def pair_mistake(row: Mapping[str, Any]) -> Mistake | None:
     return None
 
 
+def judged_mistake(row: Mapping[str, Any]) -> Mistake | None:
+    """Of a row with a completion that was judged by itself, or of a pair of them."""
+    if row.get("chosen") is not None or row.get("rejected") is not None:
+        return pair_mistake(row)
+    if not isinstance(row.get("label"), bool) and row.get("label") not in (0, 1):
+        return "label", f"{_called(row.get('label'))}, neither true nor false"
+    if row.get("completion") is None and row.get("messages") is not None:
+        if mistake := in_column(row, "messages", text=False):
+            return mistake
+        messages = row["messages"]
+        is_answered = len(messages) > 1 and messages[-1]["role"] == "assistant"
+        return None if is_answered else ("messages", "no prompt that the assistant answers in its last turn")
+    return in_column(row, "prompt", empty=True) or in_column(row, "completion", empty=True) or _completed(row)
+
+
 def in_column(row: Mapping[str, Any], name: str, *, text: bool = True, empty: bool = False) -> Mistake | None:
     """What is wrong with a column that holds a conversation, or (``text``) a text, which ``empty`` may be empty."""
     value = row.get(name)
@@ -117,6 +132,11 @@ def _alike(row: Mapping[str, Any]) -> Mistake | None:
     if isinstance(row["prompt"], str) == isinstance(row["completion"], str):
         return None
     return "completion", f"{_called(row['completion'])}, and prompt is {_called(row['prompt'])}"
+
+
+def _completed(row: Mapping[str, Any]) -> Mistake | None:
+    """A text may complete a conversation, as a turn of the assistant."""
+    return None if isinstance(row["completion"], str) else _alike(row)
 
 
 def _called(value: Any) -> str:

@@ -59,17 +59,6 @@ ALIASES = {
 # Keys of some trainers, which other trainers know by another name: ms-swift's max_length of GRPO is the prompt's.
 ELSEWHERE = {"max_length": "max_prompt_length", "data_seed": "dataset_seed"}
 
-REFUSED_RLHF_TYPES = {
-    "kto": "it learns from answers that are no pairs, and no trainer here does. With pairs: rlhf_type: dpo and "
-    "loss_type: apo_zero, which too judges each answer on its own",
-    "cpo": "it is DPO without a reference, with the likelihood of the better answer: rlhf_type: dpo, reference_free: "
-    "true, rpo_alpha: 1.0 (their cpo_alpha)",
-    "simpo": "it is DPO without a reference on mean log-probabilities: rlhf_type: dpo, reference_free: true, "
-    "loss_type: sigmoid_norm; its margin (simpo_gamma) is not built",
-    "orpo": "its odds ratio is not built. Nearest, also without a reference: rlhf_type: dpo, reference_free: true, "
-    "rpo_alpha: 1.0",
-}
-
 # What a section ``rollout`` calls its engine's keys in verl, siiRL and ROLL
 IN_ROLLOUT = {
     "name": "rollout_engine",
@@ -329,10 +318,9 @@ REFUSED = {
     **dict.fromkeys(("stop_words", "stop_strings", "stop"), _STOPS),
     "real_tau": "loss_type real is not built; see loss_type",
     "teacher_tag_key": "there is one teacher. Write teacher_model",
-    "cpo_alpha": "write rpo_alpha, with reference_free: true",
-    "simpo_gamma": "a margin is not built. Remove it",
-    "desirable_weight": "it is of KTO, which is not built",
-    "undesirable_weight": "it is of KTO, which is not built",
+    **dict.fromkeys(("cpo_alpha", "simpo_gamma"), "it is of CPO. Write rlhf_type: cpo or simpo, or remove it"),
+    **dict.fromkeys(("desirable_weight", "undesirable_weight"), "it is of KTO. Write rlhf_type: kto, or remove it"),
+    "calculate_KL": "loss_type says whether KTO estimates a KL: kto does, apo_zero_unpaired does not. Remove it",
     # checkpoints
     "add_version": "output_dir is used as it is written. Write add_version: false",
     "resume_only_model": "write model: the checkpoint's folder",

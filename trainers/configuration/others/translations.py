@@ -20,7 +20,7 @@ from trainers.configuration.others.ms_swift_keys import (
     room_for_prompts,
     translate_ms_swift,
 )
-from trainers.configuration.others.other_names import HINTS, REFUSED_RLHF_TYPES, is_neutral
+from trainers.configuration.others.other_names import HINTS, is_neutral
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 from trainers.configuration.reading.typed_values import typed
 
@@ -76,6 +76,7 @@ def translate(
     _server(given)
     engine_beside_training(given)
     room_for_prompts(given)
+    _kl(given, defaults)
 
 
 def _rlhf_type(given: GivenKeys, config_type: type, rlhf_types: Callable[[], Mapping[str, type]]) -> None:
@@ -92,8 +93,6 @@ def _rlhf_type(given: GivenKeys, config_type: type, rlhf_types: Callable[[], Map
 
 def rlhf_problem(asked: Any, known: Collection[str]) -> str | None:
     """Why there is no trainer of this rlhf_type, of those that are ``known``; None if there is one."""
-    if asked in REFUSED_RLHF_TYPES:
-        return f"rlhf_type {asked} is not supported: {REFUSED_RLHF_TYPES[asked]}"
     return None if asked in known else f"rlhf_type must be one of {', '.join(known)}, got {asked!r}"
 
 
@@ -396,3 +395,12 @@ def _server(given: GivenKeys) -> None:
             given.put(name, engine[name], "engine_kwargs")
             engine = {key: value for key, value in engine.items() if key != name}
     given.values["engine_kwargs"] = engine
+
+
+def _kl(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    """Megatron's ``calculate_KL`` of ms-swift, where it says what KTO's loss type says."""
+    if not given.foreign("calculate_KL") or "kl_batch_size" not in given.known:
+        return
+    estimates = given.get("loss_type", defaults["loss_type"]) != "apo_zero_unpaired"
+    if given.get("calculate_KL") in (None, estimates):
+        given.take("calculate_KL")

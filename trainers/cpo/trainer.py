@@ -55,8 +55,8 @@ class CPOTrainer:
         """Reads and tokenizes the data."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
-        self.pairs = self.read(config.dataset, config.dataset_split)
-        self.eval_pairs = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
+        self.pairs = self.read(*config.training_data)
+        self.eval_pairs = self.read(*config.evaluation_data) if config.evaluates else None
 
     def read(self, source: Any, split: str) -> Preferences:
         """The pairs of a dataset."""

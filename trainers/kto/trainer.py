@@ -90,8 +90,8 @@ class KTOTrainer:
         if config.ref_model is not None:
             self.reference_path = resolved_models(config, self.model_path, [config.ref_model])[config.ref_model]
             check_same_tokens("ref_model", self.reference_path, self.tokenizer, config.trust_remote_code)
-        self.rows = self.read(config.dataset, config.dataset_split)
-        self.eval_rows = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
+        self.rows = self.read(*config.training_data)
+        self.eval_rows = self.read(*config.evaluation_data) if config.evaluates else None
         self.known: Known | None = None
         self.eval_known: Known | None = None
 

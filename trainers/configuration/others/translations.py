@@ -75,9 +75,9 @@ def translate(
     _turns(given)
     _thinking(given)
     _server(given)
+    _kl(given, defaults)
     engine_beside_training(given)
     room_for_prompts(given)
-    _kl(given, defaults)
 
 
 def _rlhf_type(given: GivenKeys, config_type: type, rlhf_types: Callable[[], Mapping[str, type]]) -> None:

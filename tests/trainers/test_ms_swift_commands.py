@@ -45,10 +45,13 @@ def said(content: str) -> dict[str, Any]:
 
 
 def test_commands_of_ms_swift_are_commands_of_ours() -> None:
-    assert spelled(["swift", "sft", "x.yaml", "--lr", "1"]) == ("sft", ["--config", "x.yaml", "--lr", "1"])
-    assert spelled(["swift", "pt", "--model", "m"]) == ("pretrain", ["--model", "m"])
-    assert spelled(["swift", "sample", "--model", "m"]) == ("sampling", ["--model", "m"])
-    assert spelled(["megatron", "rlhf", "--model", "m"]) == ("rlhf", ["--backend", "megatron", "--model", "m"])
+    theirs = ["--defaults", "ms-swift"]
+    assert spelled(["swift", "sft", "x.yaml", "--lr", "1"]) == ("sft", ["--config", "x.yaml", "--lr", "1", *theirs])
+    assert spelled(["swift", "pt", "--model", "m"]) == ("pretrain", ["--model", "m", *theirs])
+    assert spelled(["swift", "sample", "--model", "m"]) == ("sampling", ["--model", "m", *theirs])
+    megatron = ["--backend", "megatron", "--model", "m", *theirs]
+    assert spelled(["megatron", "rlhf", "--model", "m"]) == ("rlhf", megatron)
+    assert spelled(["swift", "pt", "--defaults=trl"]) == ("pretrain", ["--defaults=trl"])
     for words, why in (
         (["swift", "infer"], "it serves a model"),
         (["swift", "sfft"], "did you mean sft"),

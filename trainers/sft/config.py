@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
-from trainers.configuration.shared import TrainConfig, at_least
+from trainers.configuration.shared import TrainConfig, at_least, unread
 from trainers.data.rows import PackingStrategy, TruncationMode
 from trainers.losses.types import SFTLossType
 
@@ -19,6 +19,10 @@ class SFTConfig(TrainConfig):
     ROLES: ClassVar = {"train": TRAIN}
 
     output_dir: str = "outputs/sft"
+    streaming: bool = False
+    """Read, tokenize and pack rows while the run goes on, 1,000 at a time; needs ``max_steps``."""
+    shuffle_buffer_size: int = 1000
+    """With ``streaming`` and ``shuffle_dataset``: rows among which the next one is drawn."""
     dataset_text_field: str = "text"
     """The column that holds plain text."""
     dataset_num_proc: int | None = None
@@ -46,6 +50,11 @@ class SFTConfig(TrainConfig):
         super().__post_init__()
         at_least(self, 2, "max_length")
         at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size")
+        at_least(self, 1, "shuffle_buffer_size")
+        if self.streaming and self.max_steps <= 0:
+            raise ConfigError("streaming reads rows while the run goes on, so that nobody can count them: set max_steps.")
+        if not (self.streaming and self.shuffle_dataset):
+            unread(self, "rows are not drawn from a stream's buffer", "shuffle_buffer_size")
         if self.packing and self.max_length is None:
             raise ConfigError("packing needs max_length, the tokens of a packed row")
         if self.packing and self.truncation_mode != "keep_start":

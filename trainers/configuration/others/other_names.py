@@ -13,7 +13,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from trainers.configuration.others import trl_names
+
 ALIASES = {
+    **trl_names.ALIASES,
     "eval_on_start": "val_before_train",
     "ENV": "env",
     "lr": "learning_rate",
@@ -86,9 +89,10 @@ IN_ROLLOUT = {
     },
 }
 
-ANY = ("any value",)
+ANY = trl_names.ANY
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **trl_names.NEUTRAL,
     # engines and backends
     "use_vllm": (False,),
     "vllm_mode": ("colocate", None),
@@ -173,6 +177,7 @@ _NO_ENGINE = "nothing generates beside this training"
 _GATHERED = "weights that lie in shards are gathered where an engine needs them"
 
 HINTS = {
+    **trl_names.HINTS,
     "dataset_num_proc": _TOKENIZED,
     "packing_num_proc": _TOKENIZED,
     "lazy_tokenize": _TOKENIZED,
@@ -230,6 +235,7 @@ _STOPS = "a completion ends with a token, not with text: write stop_token_ids, a
 _WATCHED = "write report_to: tensorboard, wandb or none"
 
 REFUSED = {
+    **trl_names.REFUSED,
     # habits of transformers' Trainer
     "load_best_model_at_end": "the best checkpoint stays and is named at the end (metric_for_best_model). Remove it",
     "group_by_length": "rows keep their random order; token_budget fills micro-batches by length. Remove it",
@@ -287,7 +293,7 @@ REFUSED = {
     "use_hf": "models and data come from folders or the Hugging Face hub. Remove it",
     # data
     "split_dataset_ratio": "training data are not split. Write 0, and the evaluation data as eval_dataset",
-    "streaming": "rows are read whole. Write streaming: false",
+    "streaming": "SFT and pretraining stream; this trainer reads its rows whole. Write streaming: false",
     "loss_scale": "write completion_only_loss (the last answer) or assistant_only_loss (every turn of the assistant)",
     "model_name": "placeholders of swift/self-cognition are not filled in. Fill them in the data, and remove it",
     "model_author": "placeholders of swift/self-cognition are not filled in. Fill them in the data, and remove it",

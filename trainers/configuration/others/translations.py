@@ -15,6 +15,7 @@ from rayhelper import ConfigError
 from trainers.configuration.megatron import MegatronConfig
 from trainers.configuration.others.engine_names import translate_engine
 from trainers.configuration.others.other_names import HINTS, REFUSED_RLHF_TYPES, is_neutral
+from trainers.configuration.others.trl_translations import translate_trl
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 from trainers.configuration.reading.typed_values import typed
 
@@ -49,6 +50,7 @@ def translate(
     ``defaults`` are those of the keys of ``config_type``; ``rlhf_types`` gives the configurations by ms-swift's names.
     """
     _rlhf_type(given, config_type, rlhf_types)
+    translate_trl(given, defaults)
     translate_engine(given)
     _precision(given)
     _attention(given)

@@ -113,6 +113,8 @@ def _peft(given: GivenKeys) -> None:
 
 def _rows(given: GivenKeys) -> None:
     """``dataset_name`` and ``datasets`` to a source of ``data/sources.py``."""
+    if given.foreign("dataset_streaming") and given.take("dataset_streaming") is True:
+        given.refuse("dataset_streaming", "dataset_streaming: SFT and pretraining stream; this trainer reads rows whole")
     listed = given.take("datasets") if given.foreign("datasets") else None
     size = given.take("test_split_size") if given.foreign("test_split_size") else None
     name = given.take("dataset_name") if given.foreign("dataset_name") else None

@@ -140,6 +140,13 @@ def export_env(argv: Sequence[str]) -> None:
             os.environ[str(name)] = str(value)
 
 
+def translated(argv: Sequence[str], config_type: type) -> tuple[GivenKeys, list[str]]:
+    """What a file and a command line say in our keys, values as they were written; and every mistake in them."""
+    defaults = {field.name: default_of(field) for field in dataclasses.fields(config_type) if field.init}
+    given, foreign = _understood(argv, config_type, defaults)
+    return given, [*given.mistakes, *_told(foreign, given)]
+
+
 # What was written
 
 

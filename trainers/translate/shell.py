@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 MARK = "\0"  # around the name of what is not known
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-BRACED = re.compile(r"(?P<name>\w+|@|\*)(?P<index>\[[@*]\])?(?:(?P<sign>:?[-=])(?P<default>.*))?", re.DOTALL)
+BRACED = re.compile(r"(?P<name>\w+|@|\*)(?P<index>\[[@*]\])?(?:(?P<sign>:?[-=+])(?P<default>.*))?", re.DOTALL)
 OPENS = ("if", "for", "while", "until", "case")
 CLOSES = ("fi", "done", "esac")
 ENDS = (";", "&&", "||", "|", "&", "\n")
@@ -89,7 +89,7 @@ class Script:
             elif char == "$" or char == "`":
                 found, place = self._expanded(raw, place)
                 if found is not None:
-                    yield found, bool(quote)
+                    yield found, bool(quote) or MARK in found
             else:
                 plain.append(char)
                 yield char, bool(quote)
@@ -106,7 +106,8 @@ class Script:
             return self._arithmetic(raw[place + 3 : end]), end + 2
         if rest.startswith("$("):
             end = _closing(raw, place + 1, "(", ")")
-            return _unknown(raw[place : end + 1]), end + 1
+            is_here = raw[place : end + 1] == "$(pwd)"
+            return self.environment.get("PWD") if is_here else _unknown(raw[place : end + 1]), end + 1
         if rest.startswith("${"):
             end = _closing(raw, place + 1, "{", "}")
             return self._braced(raw[place + 2 : end]), end + 1
@@ -125,6 +126,8 @@ class Script:
 
     def _braced(self, inside: str) -> str | list[str] | None:
         match = BRACED.fullmatch(inside)
+        if inside.startswith(PASSED_ON):
+            return None
         if match is None:
             return _unknown(f"${{{inside}}}")
         name = match["name"]
@@ -134,6 +137,8 @@ class Script:
             return self._variable(name)
         found = self.value(name)
         is_empty = found is None or (match["sign"].startswith(":") and not found)
+        if match["sign"].endswith("+"):
+            return "" if is_empty else self.text(match["default"])
         return self.text(match["default"]) if is_empty else found
 
     def _arithmetic(self, written: str) -> str:
@@ -178,11 +183,12 @@ def commands(text: str, environment: Mapping[str, str]) -> list[list[str]]:
                 _assign(script, word, inside)
             continue
         expanded = [one for word in words for one in script.words(word)]
-        while any("$" in one for one in expanded) and expanded[0] != "echo":  # what eval reads a second time
-            again = [two for one in expanded for two in script.words(one.replace("'", "\\'"))]
-            if again == expanded:
-                break
-            expanded = again
+        if expanded and expanded[0] != "echo":  # what eval reads a second time
+            expanded = [
+                again
+                for one in expanded
+                for again in (script.words(one.replace("'", "\\'")) if "$" in one and MARK not in one else [one])
+            ]
         found.append(expanded)
     return found
 

@@ -23,9 +23,7 @@ OF_CPGD = ("algorithm.weight_factor_in_cpgd", f"{ACTOR}.policy_drift_coeff", "al
 
 def translate(theirs: Theirs, ours: Ours) -> None:
     """Fills ``ours`` from the keys of siiRL."""
-    if theirs.values.get("algorithm.adv_estimator") == "cpgd":
-        ours.refuse("algorithm.adv_estimator", "cpgd is not built")
-    elif theirs.values.get(f"{ACTOR}.use_cpgd_loss"):
+    if theirs.values.get(f"{ACTOR}.use_cpgd_loss"):
         ours.refuse(f"{ACTOR}.use_cpgd_loss", "the loss of CPGD is not built")
     else:
         ours.drop(theirs, [*OF_CPGD, f"{ACTOR}.use_cpgd_loss"], "it belongs to CPGD, which this run does not use")
@@ -33,4 +31,8 @@ def translate(theirs: Theirs, ours: Ours) -> None:
         if theirs.take(name):
             ours.refuse(name, "a pipeline of one's own is a trainer of one's own here: docs/own_trainer.md")
     ours.drop(theirs, ["dag.env_enable"], "an environment is the key environment")
+    ours.drop(theirs, ["dag.enable_perf"], "metrics have the time of each phase, always")
+    ours.drop(theirs, ["data.auto_repeat"], "an epoch goes through the rows once")
+    profiler = [name for name in theirs.values if name.startswith("profiler.")]
+    ours.drop(theirs, profiler, "rayhelper timeline shows a run")
     translate_verl(theirs, ours)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rayhelper import ConfigError
 from trainers.configuration.reading.given_keys import plain
-from trainers.translate.table import Ours, Theirs
+from trainers.translate.table import Line, Ours, Theirs
 
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
 MEGATRON = f"{ACTOR}.megatron"
@@ -205,8 +205,7 @@ REFUSED = {
     f"{ACTOR}.ppo_micro_batch_size": "it counts over all GPUs; write ppo_micro_batch_size_per_gpu",
     "algorithm.filter_groups": "write dynamic_sample: true by hand: theirs stops after max_num_gen_batches",
     f"{ROLLOUT}.quantization": "quantized engines are not given new weights",
-    "reward_model.reward_kwargs": "write reward_funcs: [..., {name: soft_overlong, soft_max_length: ..., "
-    "soft_cache_length: ...}]; its unit is the same, its sign and weight are yours to check",
+    "reward_model.reward_kwargs": "it is told to a reward manager. Write an argument of a reward in reward_funcs",
 }
 
 
@@ -219,6 +218,7 @@ def translate(theirs: Theirs, ours: Ours) -> None:
             f"{estimator} is not translated; GRPO's family is ({', '.join(ESTIMATORS)}). gae is python -m trainers ppo, "
             "whose keys docs/trainers/ppo.md has",
         )
+        theirs.taken |= theirs.values.keys()
         return
     _model(theirs, ours)
     _data(theirs, ours)
@@ -231,13 +231,16 @@ def translate(theirs: Theirs, ours: Ours) -> None:
     _backend(theirs, ours)
     _run(theirs, ours)
     _placement(theirs, ours)
+    if not theirs.take(f"{ROLLOUT}.multi_turn.enable"):
+        turns = [name for name in theirs.left() if name.startswith(f"{ROLLOUT}.multi_turn")]
+        ours.drop(theirs, turns, "multi_turn.enable is off")
     for beginning, reason in REFUSED.items():
         found = [
             name for name in theirs.left() if name == beginning or name.startswith((f"{beginning}.", f"{beginning}_"))
         ]
         for name in found:
             theirs.taken.add(name)
-            if theirs.values[name] not in (None, False, {}, [], "images" if "image" in name else None):
+            if theirs.values[name] not in (None, False, {}, []):
                 ours.refuse(name, reason)
     for beginning, reason in WITHOUT.items():
         ours.drop(theirs, [name for name in theirs.left() if name.startswith(beginning)], reason)
@@ -308,6 +311,7 @@ def _rewards(theirs: Theirs, ours: Ours) -> None:
             "the last number, or the one in \\boxed{} or after ####, is compared with reward_model.ground_truth. For "
             "another rule write reward_funcs"
         )
+    _overlong(theirs, ours)
     if theirs.take("reward_model.enable") in (True, None) and theirs.take("reward_model.model.path"):
         ours.say("reward_model", [theirs.take("reward_model.model.path")], theirs, "reward_model.model.path")
         ours.lines = [line for line in ours.lines if line.key != "reward_funcs" or path]
@@ -317,6 +321,24 @@ def _rewards(theirs: Theirs, ours: Ours) -> None:
             [name for name in theirs.left() if name.startswith("reward_model.") and "kwargs" not in name],
             "the reward model is a sequence classifier that role reward scores with",
         )
+
+
+def _overlong(theirs: Theirs, ours: Ours) -> None:
+    """DAPO's punishment of long completions, which the reward manager ``dapo`` adds."""
+    kwargs = next(
+        (one for one in ("reward_model.reward_kwargs", "reward.reward_kwargs") if f"{one}.max_resp_len" in theirs), ""
+    )
+    values = theirs.below(f"{kwargs}.overlong_buffer_cfg.") if kwargs else {}
+    longest = theirs.take(f"{kwargs}.max_resp_len")
+    if not values.get("enable"):
+        return
+    factor = values.get("penalty_factor", 1.0)
+    line = next(line for line in ours.lines if line.key == "reward_funcs")
+    punishment = {"name": "soft_overlong", "soft_max_length": longest, "soft_cache_length": values.get("len")}
+    ours.lines[ours.lines.index(line)] = Line(
+        "reward_funcs", [*line.value, punishment], f"{line.comment}; {kwargs}.overlong_buffer_cfg: tokens, as there"
+    )
+    ours.add("reward_weights", [1.0, float(factor)], f"from {kwargs}.overlong_buffer_cfg.penalty_factor")
 
 
 def _advantages(theirs: Theirs, ours: Ours, estimator: str) -> None:
@@ -594,12 +616,17 @@ def _megatron(theirs: Theirs, ours: Ours) -> None:
     if theirs.take(checkpoints) and not recomputes:
         ours.say("gradient_checkpointing", True, theirs, checkpoints)
     for name in ("moe_token_dispatcher_type", "moe_grouped_gemm"):
-        if name in fields:
+        if fields.get(name) == "flex":
+            ours.without[f"{TRANSFORMER}{name}"] = "flex needs TransformerEngine and DeepEP; tokens go by alltoall"
+            del fields[name]
+        elif name in fields:
             ours.say(name, fields.pop(name), theirs, f"{TRANSFORMER}{name}")
     fields |= theirs.below(f"{MEGATRON}.override_ddp_config.")
     if fields:
         _fields(fields, theirs, ours)
     ours.drop(theirs, [f"{MODEL}.use_remove_padding"], "backend: megatron never pads")
+    sharding = [name for name in theirs.left() if name.startswith(f"{ACTOR}.fsdp_config")]
+    ours.drop(theirs, sharding, "the strategy is megatron")
 
 
 def _fields(fields: dict[str, Any], theirs: Theirs, ours: Ours) -> None:

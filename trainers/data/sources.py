@@ -147,6 +147,8 @@ def stream_source(source: Any, split: str = "train") -> IterableDataset:
             return datasets.load_dataset(str(path), split=split, streaming=True)
         files = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(source)) else [str(path)]
         types = {FILE_TYPES.get(Path(file).suffix) for file in files}
+        if empty := [file for file in files if Path(file).is_file() and not Path(file).stat().st_size]:
+            raise ValueError(f"dataset file {empty[0]} is empty: it has no rows")
         if len(types) == 1 and (kind := types.pop()) and all(Path(file).is_file() for file in files):
             return datasets.load_dataset(kind, data_files=files, split="train", streaming=True)
     return read_source(source, split).to_iterable_dataset()

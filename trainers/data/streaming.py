@@ -40,7 +40,8 @@ class RowStream:
         if self.buffer:
             rows = rows.shuffle(seed=self.seed, buffer_size=self.buffer)
             rows.set_epoch(epoch)
-        left = iter(rows.skip(row) if row else rows)
+        # skip() leaves rows out before they are shuffled, islice() afterwards
+        left = itertools.islice(rows, row, None) if self.buffer else iter(rows.skip(row) if row else rows)
         while chunk := list(itertools.islice(left, self.chunk_rows)):
             yield chunk
 

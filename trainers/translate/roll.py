@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainers.translate.table import Ours, Theirs
+from trainers.translate.verl import DIVIDED
 
 ESTIMATORS = {"grpo": "grpo", "reinforce": "reinforce_plus_plus_token", "rloo": "rloo"}
 SIZES = (
@@ -67,6 +68,12 @@ REFUSED_ON = {  # switches that change numbers, and are not built
 
 def translate(theirs: Theirs, ours: Ours) -> None:
     """Fills ``ours`` from the keys of ROLL."""
+    if "pretrain" not in theirs and "rollout_batch_size" not in theirs:
+        ours.without["pretrain, rollout_batch_size, rewards, ..."] = (
+            "a part of a file: write model, dataset, reward_funcs and the sizes of batches"
+        )
+        _strategies(theirs, ours)
+        return
     ours.say("model", theirs.take("pretrain"), theirs, "pretrain")
     _data(theirs, ours)
     _rewards(theirs, ours)
@@ -146,13 +153,21 @@ def _algorithm(theirs: Theirs, ours: Ours) -> None:
     for name, key in (("reward_clip", None), ("advantage_clip", None)):
         if theirs.take(name) is not None:
             ours.without[name] = f"nothing clips {name.split('_')[0]}s: rules give 0 and 1"
-    ours.say("epsilon", theirs.take("pg_clip", 0.2), theirs, "pg_clip")
-    if theirs.take("dual_clip_loss", True):
+    if theirs.take("use_pg_clip_range", False):
+        ours.say("epsilon", theirs.take("pg_clip_low", 0.2), theirs, "pg_clip_low")
+        ours.say("epsilon_high", theirs.take("pg_clip_high", 0.2), theirs, "pg_clip_high")
+    else:
+        ours.say("epsilon", theirs.take("pg_clip", 0.2), theirs, "pg_clip")
+    ours.drop(theirs, ["pg_clip", "pg_clip_low", "pg_clip_high"], "use_pg_clip_range says which are read")
+    ours.say("max_grad_norm", theirs.take("max_grad_norm", 1.0), theirs, "max_grad_norm")
+    if theirs.take("dual_clip_loss", False):
         ours.say("delta", 3.0, theirs, "dual_clip_loss", note="dual clip: the ratio of negative advantages")
-    how = theirs.take("loss_agg_mode", "seq-mean-token-mean")
-    kinds = {"token-mean": "dapo", "seq-mean-token-mean": "grpo"}
+    how = theirs.take("loss_agg_mode", "seq-mean-token-sum")
+    kinds = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum": "dr_grpo"}
     if how in kinds:
         ours.say("loss_type", kinds[how], theirs, "loss_agg_mode")
+        if how == "seq-mean-token-sum":
+            ours.divide_gradients(int(theirs.take("response_length")), DIVIDED)
     else:
         ours.refuse("loss_agg_mode", f"{how} is not built (known: {', '.join(kinds)})")
     ours.say("mask_truncated_completions", bool(theirs.take("max_len_mask", False)), theirs, "max_len_mask")
@@ -177,14 +192,20 @@ def _batches(theirs: Theirs, ours: Ours) -> None:
     arguments = "actor_train.training_args"
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         ours.say(name, theirs.take(f"{arguments}.{name}", 1), theirs, f"{arguments}.{name}")
-    for name in ("learning_rate", "weight_decay", "num_train_epochs", "max_grad_norm", "lr_scheduler_type"):
-        if (value := theirs.take(f"{arguments}.{name}")) is not None:
+    for name, default in (
+        *(("learning_rate", 5e-5), ("weight_decay", 0.0), ("num_train_epochs", None)),
+        *(("lr_scheduler_type", "linear"), ("adam_beta1", 0.9), ("adam_beta2", 0.999)),
+    ):
+        if (value := theirs.take(f"{arguments}.{name}", default)) is not None:
             ours.say(name, float(value) if name == "weight_decay" else value, theirs, f"{arguments}.{name}")
     ours.say("warmup_steps", theirs.take(f"{arguments}.warmup_steps", 0), theirs, f"{arguments}.warmup_steps")
 
 
 def _strategies(theirs: Theirs, ours: Ours) -> None:
     name = theirs.take("actor_train.strategy_args.strategy_name")
+    if name is None:
+        ours.refuse("actor_train.strategy_args.strategy_name", "it is not given, and says how the policy is trained")
+        return
     config = theirs.below("actor_train.strategy_args.strategy_config.")
     preset = theirs.take("actor_train.strategy_args.strategy_config")
     if name not in TRAIN:
@@ -214,14 +235,20 @@ def _strategies(theirs: Theirs, ours: Ours) -> None:
         source = "actor_train.model_args.disable_gradient_checkpointing"
         ours.say("gradient_checkpointing", not off, theirs, source, note="the other way round")
     _adapter(theirs, ours)
-    _engine(theirs, ours)
+    if "actor_infer.strategy_args.strategy_name" in theirs:
+        _engine(theirs, ours)
     for role in ("reference", "actor_infer", "actor_train"):
         left = [one for one in theirs.left() if one.startswith(f"{role}.")]
         told = "the reference lies as the policy does" if role == "reference" else "the policy's keys hold for it"
         same = ("model_args", "data_args", "strategy_args", "infer_batch_size")
         if role != "actor_train":
             ours.drop(theirs, [one for one in left if one.split(".")[1] in same], told)
-    _placement(theirs, ours)
+    if "actor_infer.device_mapping" in theirs or "rollout_batch_size" in theirs:
+        _placement(theirs, ours)
+        return
+    for role, ours_role in (("actor_train", "train"), ("reference", "reference")):
+        if ranks := ranks_of(theirs.take(f"{role}.device_mapping")):
+            ours.say(ours_role, {"gpus": len(ranks)}, theirs, f"{role}.device_mapping")
 
 
 def _deepspeed(preset: Any, ours: Ours) -> None:

@@ -156,7 +156,7 @@ def commands(text: str, environment: Mapping[str, str]) -> list[list[str]]:
     found: list[list[str]] = []
     inside: list[str] = []  # the conditions, loops and functions that are open
     for raw in _commands(text):
-        words = list(raw)
+        words, is_eval = list(raw), "eval" in raw
         while words and words[0] in ("then", "do", "else", "elif", "{", "!", "(", "time", "exec", "eval", "nohup"):
             if words[0] == "{":
                 inside.append("{")
@@ -183,7 +183,7 @@ def commands(text: str, environment: Mapping[str, str]) -> list[list[str]]:
                 _assign(script, word, inside)
             continue
         expanded = [one for word in words for one in script.words(word)]
-        if expanded and expanded[0] != "echo":  # what eval reads a second time
+        if is_eval:  # which reads its words a second time
             expanded = [
                 again
                 for one in expanded

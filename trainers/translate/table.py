@@ -77,6 +77,13 @@ class Ours:
         """Notes that a key cannot be translated with the value that it has."""
         self.mistakes.append(f"{name}: {why}")
 
+    def divide_gradients(self, by: int, reason: str) -> None:
+        """What AdamW and clipping must be told where our loss is theirs divided by a constant: the steps are the same."""
+        for place, line in enumerate(self.lines):
+            if line.key == "max_grad_norm":
+                self.lines[place] = Line(line.key, line.value / by, f"{line.comment}; {line.value} / {by}, as {reason}")
+        self.lines.append(Line("adam_epsilon", 1e-8 / by, f"1e-8 / {by}, as {reason}"))
+
     def finish(self, theirs: Theirs, known: Iterable[str]) -> None:
         """Notes every key that is left: nobody here knows what it means."""
         known = list(known)

@@ -90,7 +90,13 @@ ESTIMATORS = {
     "remax": "remax",
     "grpo_passk": "grpo_passk",
 }
-AGGREGATIONS = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum-norm": "dr_grpo"}
+AGGREGATIONS = {
+    "token-mean": "dapo",
+    "seq-mean-token-mean": "grpo",
+    "seq-mean-token-sum": "dr_grpo",
+    "seq-mean-token-sum-norm": "dr_grpo",
+}
+DIVIDED = "dr_grpo is seq-mean-token-sum divided by max_completion_length"
 MODES = {  # of policy_loss.loss_mode, whose aggregation is the loss's own; gspo changes the ratio alone
     "geo_mean": "gmpo",
     "gpg": "gpg",
@@ -227,6 +233,8 @@ def translate(theirs: Theirs, ours: Ours) -> None:
     _loss(theirs, ours)
     _batches(theirs, ours)
     _optimizer(theirs, ours)
+    if theirs.take(f"{ACTOR}.loss_agg_mode") == "seq-mean-token-sum":
+        ours.divide_gradients(int(theirs.take("data.max_response_length")), DIVIDED)
     _engine(theirs, ours)
     _backend(theirs, ours)
     _run(theirs, ours)

@@ -252,19 +252,27 @@ def _unknown(name: str, value: Any, given: GivenKeys, is_in_section: bool) -> st
         return f"{name} is another name of {meant}, which is no key of this trainer; remove it"
     names = [*given.known, *ALIASES, *(SECTION_KEYS if is_in_section else ())]
     near = nearest(name, names) or nearest(name, [*NEUTRAL, *HINTS, *REFUSED, *TRANSLATED])
+    if isinstance(value, Mapping) and {"device_mapping", "strategy_args", "model_args"} & value.keys():
+        sizes = ", ".join(SIZE_KEYS)
+        return (
+            f"{name} is a section of ROLL; here the section of a role says how many devices it has ({sizes}). python -m "
+            "trainers translate FILE --from roll writes such a file in our keys"
+        )
     if isinstance(value, Mapping):
         size = next((hint for key in value if (hint := nearest(str(key), SIZE_KEYS))), "")
         return f"unknown key {name}{near}; the section of a role needs {', '.join(SIZE_KEYS)}{size}"
     is_megatron = "megatron" in given.known and given.get("backend") == "megatron"
-    further = f"; fields of megatron-core stand in megatron: {{{name}: ...}}" if is_megatron and _is_field(name) else ""
-    return f"unknown key {name}{near}{further}; --help lists all keys"
+    return f"unknown key {name}{near}{_field(name) if is_megatron else ''}; --help lists all keys"
 
 
-def _is_field(name: str) -> bool:
-    """Whether megatron-core, where it is installed, has such a field."""
-    from trainers.backends.megatron.fields import known_fields
+def _field(name: str) -> str:
+    """Where to write a field of megatron-core, or why it may not be set; nothing for what is none."""
+    from trainers.backends.megatron.fields import is_field, why_not
 
     try:
-        return name in known_fields()
+        if not is_field(name):
+            return ""
+        reason = why_not(name)
     except ImportError:
-        return False
+        return ""
+    return f"; fields of megatron-core stand in megatron: {{{name}: ...}}" if reason is None else f"; {reason}"

@@ -18,6 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_type_hints
@@ -48,6 +49,8 @@ ConfigT = TypeVar("ConfigT")
 Options = list[tuple[list[str], list[str]]]
 OPTION = re.compile(r"--([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
 logger = logging.getLogger(__name__)
+# Of the configuration that was read last: its keys that others said, and which. The header of its run shows them.
+read_from: ContextVar[Mapping[str, str]] = ContextVar("read_from", default=MappingProxyType({}))
 
 
 def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | None = None) -> ConfigT:
@@ -82,10 +85,13 @@ def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | Non
     if mistakes:
         raise ConfigError(mistakes[0] if len(mistakes) == 1 else "\n  - ".join(["several mistakes", *mistakes]))
     if wants_print:
+        if not missing:
+            config_type(**unmasked(values))  # what would not run is not printed
         shown = {name: None if name in missing else value for name, value in (defaults | values).items()}
         print(as_yaml(masked(shown)), end="")
         sys.exit(0)
     config = config_type(**unmasked(values))
+    read_from.set({key: given.origins[key] for key in given.origins if key in values})
     if given.notes:
         told = {
             reason: [name for name in given.notes if given.notes[name] == reason] for reason in given.notes.values()

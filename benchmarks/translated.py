@@ -36,13 +36,17 @@ def outcome(script: Path, system: str | None, folder: Path) -> tuple[str, list[s
         lines = err.getvalue().removeprefix("error: ").strip().splitlines()
         return "refused", [line.strip(" -") for line in (lines[1:] if len(lines) > 1 else lines)]
     file = folder / "ours.yaml"
-    written = re.sub(r"(?m)^(model|dataset|eval_dataset|resume_from_checkpoint|report_to|ref_model): .*$", "", out.getvalue())
+    written = re.sub(
+        r"(?m)^(model|dataset|eval_dataset|resume_from_checkpoint|report_to|ref_model): .*$", "", out.getvalue()
+    )
     file.write_text(f"{written}\nmodel: m\ndataset: d\n" + ("eval_dataset: d\n" if "eval_steps:" in written else ""))
     found = re.search(r"python -m trainers (\w+)", written)
     kind = configuration_named(found[1]) if found else None
     try:
         assert kind is not None
-        load_config(kind, ["--config", str(file), *(["--eval_dataset", "d"] if "val_before_train: true" in written else [])])
+        load_config(
+            kind, ["--config", str(file), *(["--eval_dataset", "d"] if "val_before_train: true" in written else [])]
+        )
         plan = make_plan(str(file), None, None, None, 80.0, None)
     except ConfigError as error:
         return "broken", str(error).splitlines()[-1:]

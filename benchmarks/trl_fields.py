@@ -2,10 +2,10 @@
 
     python -m benchmarks.trl_fields [--all]
 
-Every field is written into a file, once with its own default and once with another value, beside what TRL itself needs
-for the field to matter. ``taken``: our configuration is another one by it, or the value asks for what is done anyway.
-``told``: accepted, and one line says what is done instead, as it changes speed, memory or the console alone. ``refused``:
-with a reason and a remedy. ``unknown``: nobody here knows the name. ``silent``: accepted, and it changes nothing.
+Every field is written into a file, once with its own default and once with another value, beside what TRL itself
+needs for the field to matter. ``taken``: our configuration is another one by it, or the value asks for what is done
+anyway. ``told``: accepted, and one line says what is done instead, as it changes speed, memory or the console alone.
+``refused``: with a reason and a remedy. ``unknown``: nobody here knows the name. ``silent``: accepted, and it changes nothing.
 ``--all`` lists every field; without it only the counts, and fields that are unknown, silent, or refused at their default.
 """
 
@@ -124,6 +124,8 @@ OTHER: dict[str, Any] = {
 VLLM = {"use_vllm": True}
 EVALUATED = {"eval_dataset": "rows.jsonl", "eval_strategy": "steps", "eval_steps": 5}
 PEFT = {"use_peft": True}
+ADAPTIVE = {"use_adaptive_entropy": True}
+CORRECTED = {"vllm_importance_sampling_correction": True}
 # What TRL needs beside a field for the field to matter
 BESIDE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"), PEFT),
@@ -144,7 +146,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "max_tool_calling_iterations": {"grpo": {"tools": ["my_tools.search"]}, "distillation": {}},
     **dict.fromkeys(
         ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_cap"),
-        {"vllm_importance_sampling_correction": True},
+        CORRECTED,
     ),
     "f_alpha_divergence_coef": {"f_divergence_type": "alpha_divergence"},
     "label_smoothing": {"loss_type": ["robust"]},
@@ -161,7 +163,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "bnb_4bit_quant_type": {"load_in_4bit": True},
     "use_bnb_nested_quant": {"load_in_4bit": True},
     "bnb_4bit_quant_storage": {"load_in_4bit": True},
-    **dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"), {"use_adaptive_entropy": True}),
+    **dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"), ADAPTIVE),
     "entropy_target": {"use_adaptive_entropy": True},
 }
 CHANGES_NOTHING = ("remove_unused_columns",)  # where nobody reads further columns, there as here
@@ -240,9 +242,7 @@ def other_value(trainer: str, owner: type[Any], field: dataclasses.Field[Any], d
     return next((value for kind, value in values.items() if kind in kinds), "something")
 
 
-def read(
-    trainer: str, name: str, value: Any, beside: dict[str, Any], *, at_default: bool = False
-) -> tuple[str, str]:
+def read(trainer: str, name: str, value: Any, beside: dict[str, Any], *, at_default: bool = False) -> tuple[str, str]:
     """One word for what becomes of ``name: value``, and the message."""
     config_type = configuration_named(trainer)
     assert config_type is not None
@@ -280,7 +280,12 @@ def read(
         logger.removeHandler(told)
         logger.setLevel(level)
     own = ALIASES.get(name, name)
-    if name in CHANGES_NOTHING or config != plain or is_neutral(name, value) or own in {field.name for field in dataclasses.fields(config)}:
+    if (
+        name in CHANGES_NOTHING
+        or config != plain
+        or is_neutral(name, value)
+        or own in {field.name for field in dataclasses.fields(config)}
+    ):
         return "taken", ""
     if any(name in line for line in lines):
         return "told", lines[0]

@@ -21,8 +21,8 @@ def refusals(trainer: str | None, config: str, values: Mapping[Any, Any]) -> tup
     These may be true of this machine alone, or nothing says which trainer the file is for.
 
     An installed package that has trainers (an entry point of the group ``rayhelper.trainers``) may have a function
-    ``refusals(trainer, file, values)`` beside that point: the lines, none where the trainer takes the file, and None for
-    what is no configuration of its trainers. ``trainer`` None: the file says it, or any of them may take it.
+    ``refusals(trainer, file, values)`` beside that point: the lines, none where the trainer takes the file, and None
+    for what is no configuration of its trainers. ``trainer`` None: the file says it, or any of them may take it.
     """
     for point in entry_points(group=GROUP):
         ask: Refusals | None = getattr(import_module(point.module), "refusals", None)

@@ -111,5 +111,5 @@ def test_epochs_are_shuffled_apart(folders: list[str]) -> None:
 
 def test_a_source_without_rows_is_told(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text("")
-    with pytest.raises(ValueError, match="x.jsonl is empty: it has no rows"):
+    with pytest.raises(ValueError, match=r"x\.jsonl is empty: it has no rows"):
         StreamedSequences(RowStream(str(tmp_path / "x.jsonl")), lengths, batch_size=2).next()

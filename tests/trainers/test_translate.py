@@ -171,7 +171,9 @@ def test_a_script_of_verl_in_our_units(tmp_path: Path, capsys: pytest.CaptureFix
     out, err = translated(SCRIPT, "run.sh", tmp_path, capsys)
     found = parse_text(out, "ours")
     assert {key: found[key] for key in MEANT} == MEANT
-    assert "generation_batch_size: 256  # from data.train_batch_size x actor_rollout_ref.rollout.n; 64 prompts x 4" in out
+    assert (
+        "generation_batch_size: 256  # from data.train_batch_size x actor_rollout_ref.rollout.n; 64 prompts x 4" in out
+    )
     assert "weight_decay: 0.01  # verl's default of" in out
     assert "without an equivalent: data.truncation" in err
     assert "# data.truncation: " in out
@@ -213,7 +215,9 @@ def test_nothing_is_guessed(old: str, new: str, why: str, tmp_path: Path, capsys
 
 
 def test_a_sum_over_tokens_is_a_mean_with_other_constants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = SCRIPT.replace("use_kl_loss=True", "use_kl_loss=True actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum")
+    text = SCRIPT.replace(
+        "use_kl_loss=True", "use_kl_loss=True actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"
+    )
     found = parse_text(translated(text, "run.sh", tmp_path, capsys)[0], "ours")
     assert (found["loss_type"], found["max_grad_norm"], found["adam_epsilon"]) == ("dr_grpo", 1.0 / 512, 1e-8 / 512)
 
@@ -238,7 +242,12 @@ def test_a_script_of_siirl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_a_pipeline_of_roll(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = translated(ROLL, "rlvr.yaml", tmp_path, capsys)
     found = parse_text(out, "ours")
-    meant = {"generation_batch_size": 512, "gradient_accumulation_steps": 32, "dtype": "bfloat16", "backend": "megatron"}
+    meant = {
+        "generation_batch_size": 512,
+        "gradient_accumulation_steps": 32,
+        "dtype": "bfloat16",
+        "backend": "megatron",
+    }
     # 8 workers of TP 2 are 4 shards: 4 x 32 completions a step, 4 steps a generation, which ROLL counts
     meant |= {"max_steps": 2000, "save_steps": 400, "vllm_engine_kwargs": {"block_size": 16}}
     meant |= {"columns": {"messages": "prompt", "ground_truth": "answer"}, "max_completion_length": 4096}
@@ -269,7 +278,9 @@ FLAT = [
 
 
 @pytest.mark.parametrize(("command", "meant"), FLAT)
-def test_commands_of_trl_and_of_ms_swift(command: str, meant: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_of_trl_and_of_ms_swift(
+    command: str, meant: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--", *command.split()]) == 0
     found = parse_text(capsys.readouterr().out, "ours")
     assert {key: found[key] for key in meant} == meant
@@ -282,7 +293,7 @@ def test_a_file_that_nobody_knows_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_words_of_a_script() -> None:
-    text = "A='one two'\nL=(x \"y z\")\nrun $A \"$A\" \"${L[@]}\" ${B:-d} ${A:+e} 'q$A' \\$A pre\"$A\"post; next $((3 + 4 * 2))"
+    text = 'A=\'one two\'\nL=(x "y z")\nrun $A "$A" "${L[@]}" ${B:-d} ${A:+e} \'q$A\' \\$A pre"$A"post; next $((3 + 4 * 2))'
     words = ["run", "one", "two", "one two", "x", "y z", "d", "e", "q$A", "$A", "preone twopost"]
     assert commands(text, {}) == [words, ["next", "11"]]
     assert unknown_in(commands("run $MISSING", {})[0][1]) == ["MISSING"]

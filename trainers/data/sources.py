@@ -31,9 +31,10 @@ def read_source(source: Any, split: str = "train", *, skip_broken: bool = False)
 
     A source is a file or a list of them (.jsonl, .json, .parquet, .csv; patterns with ``*`` too), a folder of files or
     of ``save_to_disk``, a registered dataset, a hub name (``name`` or ``name:configuration``), a Dataset, a list of
-    mappings, or one of TRL's forms: ``{path: ..., name: ...}``, ``{datasets: [{path: ..., fraction: ...}, ...]}``. ``split`` chooses among the splits of folders, hub and registered datasets. ``name#500`` are 500 rows of a
-    named source, drawn without repetition, the same in every run; of one that has fewer, some come again.
-    ``skip_broken`` leaves out lines of a .jsonl file that are no JSON objects in UTF-8, and rows whose text is none.
+    mappings, or one of TRL's forms: ``{path: ..., name: ...}``, ``{datasets: [{path: ..., fraction: ...}, ...]}``.
+    ``split`` chooses among the splits of folders, hub and registered datasets. ``name#500`` are 500 rows of a named
+    source, drawn without repetition, the same in every run; of one that has fewer, some come again. ``skip_broken``
+    leaves out lines of a .jsonl file that are no JSON objects in UTF-8, and rows whose text is none.
 
     Raises FileNotFoundError or ValueError saying what is wrong and what there is instead.
     """
@@ -76,8 +77,8 @@ def read_mixture(
     """The rows of several sources, one after the other: what ``trl.get_dataset`` makes of a DatasetMixtureConfig.
 
     ``fraction`` of a part is its share of the mixture: shares are divided by their sum, and the mixture is as large as
-    it can be without a row that comes twice; each part gives its first rows. ``test_split_size`` (a share, or rows)
-    holds back rows drawn at random, the same in every run, as the split ``test``. ``options``: as ``read_source``.
+    it can be without a row that comes twice; each part gives its first rows. ``test_split_size`` (a share, or
+    rows) holds back rows drawn at random, the same in every run, as the split ``test``. ``options``: as ``read_source``.
 
     Raises ValueError if some parts have a fraction and others none, or for a split that a mixture does not have.
     """

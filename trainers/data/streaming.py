@@ -1,7 +1,7 @@
 """Rows that are read while a run goes on: chunks of a stream, and batches of what becomes of them.
 
     stream = StreamedSequences(rows, prepare, batch_size=16)     # prepare: a list of rows -> Sequences
-    batch = stream.next()                                        # the next 16 sequences; ``stream.state`` goes on from here
+    batch = stream.next()                                        # the next 16 sequences; ``stream.state`` is the place
 
 A chunk is read, prepared (tokenized, packed) and used up before the next one is read. What a batch holds is a pure
 function of the source, the seed and the number of batches before it, so a resumed run sees what it would have seen.

@@ -71,7 +71,8 @@ def _loaded(path: str, function: str) -> Callable[..., Any]:
     if not file.is_file():
         raise ValueError(f"reward: there is no file {path!r}")
     spec = importlib.util.spec_from_file_location(f"ground_truth_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     found: Callable[..., Any] | None = getattr(module, function, None)

@@ -30,7 +30,9 @@ ROWS = {"num_rows": "rows", "sequences": "sequences", "pairs": "pairs"}  # what 
 def header(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> list[str]:
     """The lines. ``order``: what decides which rows a step sees, as ``Run`` is told it."""
     lines = [line for part in PARTS for line in part(config, num_steps, order)]
-    return [line if len(line) <= MOST_CHARACTERS else f"{line[: MOST_CHARACTERS - 4]} ..." for line in lines][:MOST_LINES]
+    return [line if len(line) <= MOST_CHARACTERS else f"{line[: MOST_CHARACTERS - 4]} ..." for line in lines][
+        :MOST_LINES
+    ]
 
 
 def _model(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:

@@ -52,7 +52,9 @@ class SFTConfig(TrainConfig):
         at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size")
         at_least(self, 1, "shuffle_buffer_size")
         if self.streaming and self.max_steps <= 0:
-            raise ConfigError("streaming reads rows while the run goes on, so that nobody can count them: set max_steps.")
+            raise ConfigError(
+                "streaming reads rows while the run goes on, so that nobody can count them: set max_steps."
+            )
         if not (self.streaming and self.shuffle_dataset):
             unread(self, "rows are not drawn from a stream's buffer", "shuffle_buffer_size")
         if self.packing and self.max_length is None:

@@ -62,7 +62,7 @@ def translation(source: Source, trainer: str | None = None) -> Ours:
 
 
 def _options(arguments: Sequence[str]) -> tuple[list[str], str | None, str | None]:
-    """What is translated, and the values of ``--from`` and ``--trainer``, which stand before ``--`` or behind a FILE."""
+    """What is translated, and the values of ``--from`` and ``--trainer``: before ``--``, or beside a FILE."""
     rest: list[str] = []
     options: dict[str, str] = {}
     words = iter(arguments)

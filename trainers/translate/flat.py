@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+
 from trainers.commands import RLHF, command_named
 from trainers.configuration.reading.command_line import given_keys, translated
 from trainers.configuration.reading.given_keys import plain
@@ -29,4 +30,4 @@ def translate(source: Source, ours: Ours, name: str | None) -> None:
     fields = {field.name for field in dataclasses.fields(command.config_type)}
     for key in [key for key in given.values if key in fields]:
         ours.add(key, plain(given.values[key]), f"from {given.origins.get(key) or given.written.get(key, key)}")
-    ours.without |= {key: reason for key, reason in given.notes.items()}
+    ours.without |= dict(given.notes)

@@ -150,7 +150,7 @@ def _algorithm(theirs: Theirs, ours: Ours) -> None:
         ours.say("advantage_estimator", ESTIMATORS[estimator], theirs, "adv_estimator")
         if estimator == "grpo" and whitens:
             ours.refuse("whiten_advantages", "advantages of grpo are divided within the group. Write false")
-    for name, key in (("reward_clip", None), ("advantage_clip", None)):
+    for name in ("reward_clip", "advantage_clip"):
         if theirs.take(name) is not None:
             ours.without[name] = f"nothing clips {name.split('_')[0]}s: rules give 0 and 1"
     if theirs.take("use_pg_clip_range", False):
@@ -317,7 +317,9 @@ def _engine(theirs: Theirs, ours: Ours) -> None:
 
 
 def _placement(theirs: Theirs, ours: Ours) -> None:
-    ranks = {role: ranks_of(theirs.take(f"{role}.device_mapping")) for role in ("actor_train", "actor_infer", "reference")}
+    ranks = {
+        role: ranks_of(theirs.take(f"{role}.device_mapping")) for role in ("actor_train", "actor_infer", "reference")
+    }
     if not ranks["actor_train"] or not ranks["actor_infer"]:
         ours.refuse("actor_train.device_mapping", "device_mapping of actor_train and actor_infer say where roles run")
         return

@@ -1,8 +1,8 @@
 """The commands of a shell script with their variables filled in, without running anything.
 
 Understood are assignments, ``export``, arrays, quotes, continued lines, comments, ``$NAME``, ``${NAME}``,
-``${NAME:-default}``, ``${NAME[@]}`` and ``$((arithmetic))``. What cannot be known without running the script (the output
-of a command, a variable that a condition sets, one that nobody sets) is marked, and is a mistake where it is used.
+``${NAME:-default}``, ``${NAME[@]}`` and ``$((arithmetic))``. What cannot be known without running the script (the
+output of a command, a variable that a condition sets, one that nobody sets) is marked, and is a mistake where it is used.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Ours:
         self.mistakes.append(f"{name}: {why}")
 
     def divide_gradients(self, by: int, reason: str) -> None:
-        """What AdamW and clipping must be told where our loss is theirs divided by a constant: the steps are the same."""
+        """What AdamW and clipping are told where our loss is theirs divided by a constant: the steps are the same."""
         for place, line in enumerate(self.lines):
             if line.key == "max_grad_norm":
                 self.lines[place] = Line(line.key, line.value / by, f"{line.comment}; {line.value} / {by}, as {reason}")

@@ -1,8 +1,8 @@
 """verl's keys in ours, and siiRL's, which has the same ones and a few of its own: ``siirl.py``.
 
 Units differ. verl counts prompts (``train_batch_size``, ``ppo_mini_batch_size``) where sequences are counted here, and
-generations (``save_freq``, ``test_freq``, ``lr_warmup_steps``, ``total_training_steps``) where optimizer steps are. Read
-from verl/trainer/config (ppo_trainer.yaml and what it includes) and verl/trainer/ppo/core_algos.py.
+generations (``save_freq``, ``test_freq``, ``lr_warmup_steps``, ``total_training_steps``) where optimizer steps are.
+Read from verl/trainer/config (ppo_trainer.yaml and what it includes) and verl/trainer/ppo/core_algos.py.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ WITHOUT = {
     f"{ROLLOUT}.prompt_length": "data.max_prompt_length says it",
     f"{ROLLOUT}.response_length": "data.max_response_length says it",
     f"{ROLLOUT}.dtype": "the engine computes in dtype",
-    f"{ROLLOUT}.expert_parallel_size": "experts lie as vLLM chooses (vllm_engine_kwargs: {enable_expert_parallel: true})",
+    f"{ROLLOUT}.expert_parallel_size": "write vllm_engine_kwargs: {enable_expert_parallel: true}",
     f"{ROLLOUT}.data_parallel_size": "every vllm_tensor_parallel_size workers of role rollout are an engine",
     f"{ROLLOUT}.engine_kwargs.sglang": "sglang is not built",
     f"{ROLLOUT}.engine_kwargs.trtllm": "TensorRT-LLM is not built",
@@ -221,8 +221,8 @@ def translate(theirs: Theirs, ours: Ours) -> None:
     if estimator not in ESTIMATORS:
         ours.refuse(
             "algorithm.adv_estimator",
-            f"{estimator} is not translated; GRPO's family is ({', '.join(ESTIMATORS)}). gae is python -m trainers ppo, "
-            "whose keys docs/trainers/ppo.md has",
+            f"{estimator} is not translated; GRPO's family is ({', '.join(ESTIMATORS)}). gae is python -m trainers "
+            "ppo, whose keys docs/trainers/ppo.md has",
         )
         theirs.taken |= theirs.values.keys()
         return
@@ -259,9 +259,7 @@ def _model(theirs: Theirs, ours: Ours) -> None:
     if theirs.take(f"{MODEL}.tokenizer_path"):
         ours.say("tokenizer", theirs.take(f"{MODEL}.tokenizer_path"), theirs, f"{MODEL}.tokenizer_path")
     if theirs.take(f"{MODEL}.custom_chat_template"):
-        ours.say(
-            "chat_template", theirs.take(f"{MODEL}.custom_chat_template"), theirs, f"{MODEL}.custom_chat_template"
-        )
+        ours.say("chat_template", theirs.take(f"{MODEL}.custom_chat_template"), theirs, f"{MODEL}.custom_chat_template")
     if theirs.take(f"{MODEL}.trust_remote_code"):
         ours.say("trust_remote_code", True, theirs, f"{MODEL}.trust_remote_code")
     rank_key = f"{MODEL}.lora.rank" if f"{MODEL}.lora.rank" in theirs else f"{MODEL}.lora_rank"
@@ -273,7 +271,10 @@ def _model(theirs: Theirs, ours: Ours) -> None:
         ours.say("lora_alpha", theirs.take(f"{part}alpha", 32), theirs, f"{part}alpha")
         targets = theirs.take(f"{MODEL}.target_modules")
         ours.say(
-            "lora_target_modules", targets if isinstance(targets, list) else [targets], theirs, f"{MODEL}.target_modules"
+            "lora_target_modules",
+            targets if isinstance(targets, list) else [targets],
+            theirs,
+            f"{MODEL}.target_modules",
         )
         if (excluded := theirs.take(f"{MODEL}.exclude_modules")) is not None:
             ours.say("lora_kwargs", {"exclude_modules": excluded}, theirs, f"{MODEL}.exclude_modules")
@@ -299,7 +300,9 @@ def _data(theirs: Theirs, ours: Ours) -> None:
     ours.say("max_prompt_length", theirs.take("data.max_prompt_length"), theirs, "data.max_prompt_length")
     ours.say("max_completion_length", theirs.take("data.max_response_length"), theirs, "data.max_response_length")
     if kwargs := theirs.below("data.apply_chat_template_kwargs."):
-        ours.say("chat_template_kwargs", kwargs, theirs, *(f"data.apply_chat_template_kwargs.{name}" for name in kwargs))
+        ours.say(
+            "chat_template_kwargs", kwargs, theirs, *(f"data.apply_chat_template_kwargs.{name}" for name in kwargs)
+        )
     for name in ("train_max_samples", "val_max_samples"):
         if theirs.take(f"data.{name}", -1) not in (-1, None):
             ours.refuse(f"data.{name}", "write dataset: FILE#COUNT, which draws so many rows")
@@ -397,7 +400,9 @@ def _loss(theirs: Theirs, ours: Ours) -> None:
             value = theirs.take(f"{ACTOR}.policy_loss.ppo_kl_coef", 0.1)
             ours.say("kl_cov_coef", value, theirs, f"{ACTOR}.policy_loss.ppo_kl_coef")
     elif mode not in ("vanilla", "gspo"):
-        ours.refuse(f"{ACTOR}.policy_loss.loss_mode", f"{mode} is not translated (known: vanilla, gspo, {', '.join(MODES)})")
+        ours.refuse(
+            f"{ACTOR}.policy_loss.loss_mode", f"{mode} is not translated (known: vanilla, gspo, {', '.join(MODES)})"
+        )
         return
     elif how not in AGGREGATIONS:
         ours.refuse(f"{ACTOR}.loss_agg_mode", f"{how} is not built (known: {', '.join(AGGREGATIONS)})")
@@ -477,7 +482,9 @@ def _batches(theirs: Theirs, ours: Ours) -> None:
         ours.say("token_budget", theirs.take(name), theirs, name, note="tokens of a micro-batch")
         ours.drop(theirs, [f"{ACTOR}.ppo_micro_batch_size_per_gpu"], "use_dynamic_bsz counts tokens instead")
     elif micro is None:
-        ours.refuse(f"{ACTOR}.ppo_micro_batch_size_per_gpu", "neither it nor use_dynamic_bsz is given, which verl needs")
+        ours.refuse(
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu", "neither it nor use_dynamic_bsz is given, which verl needs"
+        )
     else:
         name = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
         ours.say("per_device_train_batch_size", micro, theirs, name, note="sequences, as there")
@@ -581,7 +588,9 @@ def _backend(theirs: Theirs, ours: Ours) -> None:
     ours.say("backend", "fsdp", theirs, f"{ACTOR}.strategy")
     config = f"{ACTOR}.fsdp_config"
     for key, name in (("offload_model", "param_offload"), ("offload_optimizer", "optimizer_offload")):
-        ours.say(key, bool(theirs.take(f"{config}.{name}")), theirs, f"{config}.{name}", note="while an engine generates")
+        ours.say(
+            key, bool(theirs.take(f"{config}.{name}")), theirs, f"{config}.{name}", note="while an engine generates"
+        )
     if theirs.take(f"{config}.offload_policy"):
         ours.say("fsdp_offload_params", True, theirs, f"{config}.offload_policy")
     frees = theirs.take(f"{config}.reshard_after_forward")
@@ -589,9 +598,7 @@ def _backend(theirs: Theirs, ours: Ours) -> None:
     ours.drop(theirs, [f"{config}.grad_offload"], "there are no gradients while the engine generates")
     checkpoints = f"{MODEL}.enable_gradient_checkpointing"
     ours.say("gradient_checkpointing", bool(theirs.take(checkpoints)), theirs, checkpoints)
-    ours.say(
-        "padding_free", bool(theirs.take(f"{MODEL}.use_remove_padding")), theirs, f"{MODEL}.use_remove_padding"
-    )
+    ours.say("padding_free", bool(theirs.take(f"{MODEL}.use_remove_padding")), theirs, f"{MODEL}.use_remove_padding")
 
 
 def _megatron(theirs: Theirs, ours: Ours) -> None:
@@ -705,8 +712,10 @@ def _placement(theirs: Theirs, ours: Ours) -> None:
     nodes, each = theirs.take("trainer.nnodes"), theirs.take("trainer.n_gpus_per_node")
     tensor = theirs.take(f"{ROLLOUT}.tensor_model_parallel_size")
     if not all(type(one) is int for one in (nodes, each, tensor)):
-        ours.refuse("trainer.nnodes", f"nnodes, n_gpus_per_node and tensor_model_parallel_size must be numbers, got "
-                    f"{nodes}, {each}, {tensor}")
+        ours.refuse(
+            "trainer.nnodes",
+            f"nnodes, n_gpus_per_node and tensor_model_parallel_size must be numbers, got {nodes}, {each}, {tensor}",
+        )
         return
     is_vllm = any(line.key == "rollout_engine" and line.value == "vllm" for line in ours.lines)
     ours.add("use_ray", True, f"{theirs.system} runs on Ray")

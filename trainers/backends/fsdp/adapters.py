@@ -142,7 +142,7 @@ def _a_name(layer: str) -> str:
 def layer_names(model: str | Path, target_modules: Sequence[str], *, trust_remote_code: bool = False) -> set[str]:
     """Last parts of the names of layers that an adapter with these ``target_modules`` may change.
 
-    ``["all-linear"]``: of all linear layers but the head, as peft reads it. ``["auto"]``: of those that peft chooses for
+    ``["all-linear"]``: of all linear layers but the head, as peft reads it. ``["auto"]``: those that peft chooses for
     the architecture. The model is not loaded.
     """
     if list(target_modules) not in (["all-linear"], ["auto"]):

@@ -1,7 +1,7 @@
 """Fields of TRL's configurations and of transformers' TrainingArguments that are no keys here: tables alone.
 
-In the words of ``other_names.py``, whose tables hold these too: ``ALIASES``, ``NEUTRAL``, ``HINTS``, ``REFUSED``. A field
-at its own default is never an error. Fields whose value is translated are ``trl_translations.py``; which fields there
+In the words of ``other_names.py``, whose tables hold these too: ``ALIASES``, ``NEUTRAL``, ``HINTS``, ``REFUSED``. A
+field at its own default is never an error. Fields whose value is translated are ``trl_translations.py``; which fields there
 are, ``benchmarks/trl_fields.py`` asks the installed TRL.
 """
 
@@ -216,8 +216,8 @@ REFUSED = {
     "token_budget",
     "activation_offloading": "activations stay on the device. Write gradient_checkpointing, or torch_compile with "
     "activation_memory_budget",
-    "cast_lm_head_to_fp32": "the head computes in dtype, and log-probabilities in float32 from its logits. Write dtype: "
-    "float32, or remove it",
+    "cast_lm_head_to_fp32": "the head computes in dtype, and log-probabilities in float32 from its logits. Write "
+    "dtype: float32, or remove it",
     "transformers_continuous_batching_config": "the hf engine sizes its cache by itself. Remove it",
     "logging_strategy": "write logging_steps",
     "log_level": "write env: {TRANSFORMERS_VERBOSITY: debug}, or another level",

@@ -1,11 +1,11 @@
 """What TRL's and transformers' keys mean in ours, where that takes more than another name; names are ``trl_names.py``.
 
-    dataset_name, dataset_config, datasets        a source of rows, and of evaluation rows if eval_strategy asks for them
-    use_peft, lora_*                              tuner_type: lora, with ModelConfig's and peft's choices
-    fsdp, fsdp_config, accelerate_config          how weights lie on the workers
-    optim_args, warmup_steps below 1              optim_kwargs, warmup_ratio
-    train_sampling_strategy                       shuffle_dataset
-    vllm_* without use_vllm                       nothing, as there
+dataset_name, dataset_config, datasets        a source of rows, and of evaluation rows if eval_strategy asks for them
+use_peft, lora_*                              tuner_type: lora, with ModelConfig's and peft's choices
+fsdp, fsdp_config, accelerate_config          how weights lie on the workers
+optim_args, warmup_steps below 1              optim_kwargs, warmup_ratio
+train_sampling_strategy                       shuffle_dataset
+vllm_* without use_vllm                       nothing, as there
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ WRITTEN_BY_TRL = ("dataset_train_split", "dataset_test_split", "dataset_streamin
 NULL_BY_DEFAULT = ("output_dir", "reward_funcs", "reward_model", "dataset", "model")  # there, and never null here
 FILES = (".jsonl", ".json", ".parquet", ".csv")
 MIXTURE_KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
-SHARDING: dict[str, dict[str, Any]] = {  # words of fsdp, and names of TRL's accelerate_config
-    **dict.fromkeys(("full_shard", "fsdp1", "fsdp2", "zero3"), {"strategy": "full_shard", "frees": True}),
-    **dict.fromkeys(("shard_grad_op", "zero2"), {"strategy": "full_shard", "frees": False}),
-    **dict.fromkeys(("no_shard", "multi_gpu", "single_gpu"), {"strategy": "no_shard", "frees": None}),
+SHARDING: dict[str, tuple[str, bool | None]] = {  # words of fsdp, and names of TRL's accelerate_config
+    **dict.fromkeys(("full_shard", "fsdp1", "fsdp2", "zero3"), ("full_shard", True)),
+    **dict.fromkeys(("shard_grad_op", "zero2"), ("full_shard", False)),
+    **dict.fromkeys(("no_shard", "multi_gpu", "single_gpu"), ("no_shard", None)),
 }
 IN_FSDP_CONFIG = {
     "reshard_after_forward": "fsdp_reshard_after_forward",
@@ -114,7 +114,9 @@ def _peft(given: GivenKeys) -> None:
 def _rows(given: GivenKeys) -> None:
     """``dataset_name`` and ``datasets`` to a source of ``data/sources.py``."""
     if given.foreign("dataset_streaming") and given.take("dataset_streaming") is True:
-        given.refuse("dataset_streaming", "dataset_streaming: SFT and pretraining stream; this trainer reads rows whole")
+        given.refuse(
+            "dataset_streaming", "dataset_streaming: SFT and pretraining stream; this trainer reads rows whole"
+        )
     listed = given.take("datasets") if given.foreign("datasets") else None
     size = given.take("test_split_size") if given.foreign("test_split_size") else None
     name = given.take("dataset_name") if given.foreign("dataset_name") else None
@@ -177,9 +179,10 @@ def _order(given: GivenKeys, trl: bool) -> None:
     """In SFT, TRL's ``shuffle_dataset`` is a shuffle before the sampler, which draws a new order every epoch anyway."""
     if trl and given.get("streaming") is True and "streaming" in given.known and "shuffle_dataset" not in given.values:
         given.put("shuffle_dataset", False, "streaming")  # the default of TRL's SFTConfig
-    if trl and "dataset_text_field" in given.known and given.written.get("shuffle_dataset") == "shuffle_dataset":
-        if given.get("streaming") is not True and given.get("shuffle_dataset") in (True, False):
-            del given.values["shuffle_dataset"]
+    is_written = given.written.get("shuffle_dataset") == "shuffle_dataset"
+    is_sampled = trl and "dataset_text_field" in given.known and given.get("streaming") is not True
+    if is_sampled and is_written and given.get("shuffle_dataset") in (True, False):
+        del given.values["shuffle_dataset"]
     if given.foreign("train_sampling_strategy"):
         strategy = given.take("train_sampling_strategy")
         if strategy in ("random", "sequential"):
@@ -218,9 +221,10 @@ def _sharding(given: GivenKeys) -> None:
         words = words.split() if isinstance(words, str) else words
         for word in words if isinstance(words, list) else [words]:
             if word in SHARDING:
-                given.put("fsdp_sharding_strategy", SHARDING[word]["strategy"], name)
-                if SHARDING[word]["frees"] is not None:
-                    given.put("fsdp_reshard_after_forward", SHARDING[word]["frees"], name)
+                strategy, frees = SHARDING[word]
+                given.put("fsdp_sharding_strategy", strategy, name)
+                if frees is not None:
+                    given.put("fsdp_reshard_after_forward", frees, name)
             elif word == "offload":
                 given.put("fsdp_offload_params", True, name)
             elif word != "auto_wrap":
@@ -267,9 +271,7 @@ def _model(given: GivenKeys) -> None:
         value = given.take("chat_template_path")
         path = Path(str(value))
         if value is not None and (path.suffix == ".jinja" or (path / "chat_template.jinja").is_file()):
-            given.put(
-                "chat_template", str(path if path.suffix else path / "chat_template.jinja"), "chat_template_path"
-            )
+            given.put("chat_template", str(path if path.suffix else path / "chat_template.jinja"), "chat_template_path")
         elif value is not None:
             given.refuse(
                 "chat_template_path",

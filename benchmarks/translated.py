@@ -1,4 +1,4 @@
-"""How many of another project's scripts does ``python -m trainers translate`` write in our keys, and why not the others?
+"""How many of another project's scripts does ``python -m trainers translate`` write in our keys, and why not others?
 
     python -m benchmarks.translated FOLDER_OR_FILE ... [--from SYSTEM] [--show]
 

@@ -5,8 +5,9 @@
 Every field is written into a file, once with its own default and once with another value, beside what TRL itself
 needs for the field to matter. ``taken``: our configuration is another one by it, or the value asks for what is done
 anyway. ``told``: accepted, and one line says what is done instead, as it changes speed, memory or the console alone.
-``refused``: with a reason and a remedy. ``unknown``: nobody here knows the name. ``silent``: accepted, and it changes nothing.
-``--all`` lists every field; without it only the counts, and fields that are unknown, silent, or refused at their default.
+``refused``: with a reason and a remedy. ``unknown``: nobody here knows the name. ``silent``: accepted, and
+it changes nothing. ``--all`` lists every field; without it only the counts, and fields that are unknown, silent, or
+refused at their default.
 """
 
 from __future__ import annotations

@@ -293,7 +293,8 @@ def test_a_file_that_nobody_knows_is_refused(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_words_of_a_script() -> None:
-    text = 'A=\'one two\'\nL=(x "y z")\nrun $A "$A" "${L[@]}" ${B:-d} ${A:+e} \'q$A\' \\$A pre"$A"post; next $((3 + 4 * 2))'
+    text = "A='one two'\nL=(x \"y z\")\n"
+    text += 'run $A "$A" "${L[@]}" ${B:-d} ${A:+e} \'q$A\' \\$A pre"$A"post; next $((3 + 4 * 2))'
     words = ["run", "one", "two", "one two", "x", "y z", "d", "e", "q$A", "$A", "preone twopost"]
     assert commands(text, {}) == [words, ["next", "11"]]
     assert unknown_in(commands("run $MISSING", {})[0][1]) == ["MISSING"]

@@ -78,7 +78,8 @@ def read_mixture(
 
     ``fraction`` of a part is its share of the mixture: shares are divided by their sum, and the mixture is as large as
     it can be without a row that comes twice; each part gives its first rows. ``test_split_size`` (a share, or
-    rows) holds back rows drawn at random, the same in every run, as the split ``test``. ``options``: as ``read_source``.
+    rows) holds back rows drawn at random, the same in every run, as the split ``test``. ``options``: as
+    ``read_source``.
 
     Raises ValueError if some parts have a fraction and others none, or for a split that a mixture does not have.
     """
@@ -96,8 +97,8 @@ def read_mixture(
         splits = mixture.train_test_split(test_size=test_split_size, seed=SPLIT_SEED)
     if split not in splits:
         raise ValueError(
-            f"datasets: a mixture has the splits {', '.join(splits)}, not {split!r}. test_split_size holds back rows as "
-            "the split test."
+            f"datasets: a mixture has the splits {', '.join(splits)}, not {split!r}. test_split_size holds back rows "
+            "as the split test."
         )
     return splits[split]
 

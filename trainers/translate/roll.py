@@ -124,8 +124,8 @@ def _rewards(theirs: Theirs, ours: Ours) -> None:
         )
     ours.add("reward_funcs", ["exact_answer"], f"theirs chooses a worker by the column tag ({', '.join(domains)})")
     ours.without["rewards"] = (
-        f"{', '.join(domains) or 'none'}: the last number, or the one in \\boxed{{}}, is compared with the column answer "
-        "or solution. For another rule write reward_funcs"
+        f"{', '.join(domains) or 'none'}: the last number, or the one in \\boxed{{}}, is compared with the column "
+        "answer or solution. For another rule write reward_funcs"
     )
     columns = next(line for line in ours.lines if line.key == "columns")
     ours.lines[ours.lines.index(columns)] = type(columns)(

@@ -2,7 +2,8 @@
 
 Understood are assignments, ``export``, arrays, quotes, continued lines, comments, ``$NAME``, ``${NAME}``,
 ``${NAME:-default}``, ``${NAME[@]}`` and ``$((arithmetic))``. What cannot be known without running the script (the
-output of a command, a variable that a condition sets, one that nobody sets) is marked, and is a mistake where it is used.
+output of a command, a variable that a condition sets, one that nobody sets) is marked, and is a mistake
+where it is used.
 """
 
 from __future__ import annotations

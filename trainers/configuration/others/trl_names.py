@@ -1,8 +1,8 @@
 """Fields of TRL's configurations and of transformers' TrainingArguments that are no keys here: tables alone.
 
 In the words of ``other_names.py``, whose tables hold these too: ``ALIASES``, ``NEUTRAL``, ``HINTS``, ``REFUSED``. A
-field at its own default is never an error. Fields whose value is translated are ``trl_translations.py``; which fields there
-are, ``benchmarks/trl_fields.py`` asks the installed TRL.
+field at its own default is never an error. Fields whose value is translated are ``trl_translations.py``; which fields
+there are, ``benchmarks/trl_fields.py`` asks the installed TRL.
 """
 
 from __future__ import annotations

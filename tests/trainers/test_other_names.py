@@ -333,7 +333,7 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "placeholders of swift/self-cognition are not filled in",
     ),
     (SFTConfig, "lora_bias: all", 'lora_bias is not supported: what is done here is "none". Write that'),
-    (GRPOConfig, "actor_rollout_ref: {actor: {optim: {lr: 1}}}", "docs/equivalents.md"),
+    (GRPOConfig, "actor_rollout_ref: {actor: {optim: {lr: 1}}}", "translate FILE --from verl"),
 ]
 
 

@@ -84,7 +84,7 @@ def read_mixture(
     Raises ValueError if some parts have a fraction and others none, or for a split that a mixture does not have.
     """
     tables = [read_part(part, part.get("split", "train"), **options) for part in parts]
-    shares = [part.get("fraction") for part in parts]
+    shares: list[Any] = [part.get("fraction") for part in parts]
     if any(share is not None for share in shares):
         if any(share is None or share < 0 for share in shares) or not sum(shares):
             raise ValueError(f"datasets: fraction must be given for all, and be positive, or for none; got {shares}")

@@ -140,7 +140,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     # data and models
     "dataset_kwargs": (None, {}),
     "dataset_config": (None,),
-    "dataset_streaming": (False,),
     "loss_type": ("nll",),
     "pad_token": (None,),
     "pad_to_multiple_of": ("auto", None),
@@ -246,7 +245,6 @@ REFUSED = {
     "dataloader_drop_last": "the last step of an epoch learns from the rows that are left. Remove it",
     "length_column_name": "lengths are counted. Remove it",
     "dataset_kwargs": "rows are tokenized here. Remove it; chat_template_kwargs may be a column of the rows",
-    "dataset_streaming": "SFT and pretraining stream; this trainer reads its rows whole. Remove it",
     "loss_type": "this trainer has one loss. Remove it",
     "model_revision": _REVISION,
     "teacher_model_revision": _REVISION,

@@ -95,7 +95,7 @@ def refusals(name: str | None, file: str, keys: Mapping[Any, Any]) -> list[str] 
     if name is None and kind is None:
         every = {kind: told for told, kind in reversed(configurations().items())}
         found = {told: _refusals(kind, file) for kind, told in every.items()}
-        told = min(found, key=lambda one: len(found[one]))
+        told = min(found, key=lambda one: (sum("unknown key" in line for line in found[one]), len(found[one])))
         least = [f"{UNNAMED}; {told} says: {line}. Or name yours: --trainer" for line in found[told]]
         return least if all(found.values()) else []
     try:

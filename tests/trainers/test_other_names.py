@@ -394,7 +394,7 @@ def test_no_name_is_in_two_tables_and_every_alias_names_a_key() -> None:
     assert set(ALIASES.values()) <= KEYS
     assert {*ELSEWHERE, *ELSEWHERE.values()} - {"data_seed"} <= KEYS
     assert not set(ALIASES) & {*KEYS, *NEUTRAL, *HINTS, *REFUSED, *TRANSLATED}
-    assert not set(HINTS) & {*NEUTRAL, *REFUSED, *TRANSLATED}
+    assert not set(HINTS) & {*REFUSED, *TRANSLATED}  # one whose default asks for what is done needs no line there
 
 
 def test_the_table_of_equivalents_knows_every_alias_and_every_key_that_it_names() -> None:

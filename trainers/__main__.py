@@ -1,4 +1,4 @@
-"""``python -m trainers NAME --config x.yaml``: see ``commands.py`` for what NAME may be.
+"""``python -m trainers NAME --config x.yaml``: see ``commands.py`` for what NAME may be. Or ``translate``.
 
 ``python -m trainers swift sft x.yaml --key value``: a command of ms-swift, as its scripts have it.
 """
@@ -15,6 +15,10 @@ from trainers.configuration.others.ms_swift import COMMANDS, PROGRAMS, spelled, 
 
 if __name__ == "__main__":
     name, arguments = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
+    if name == "translate":
+        from trainers.translate.command import main as translate
+
+        sys.exit(translate(arguments))
     if name in PROGRAMS:
         try:
             name, arguments = spelled(sys.argv[1:])
@@ -30,6 +34,7 @@ if __name__ == "__main__":
     else:
         print("usage: python -m trainers NAME --config FILE [--key VALUE ...]", file=sys.stderr)
         print(f"NAME is one of {', '.join(commands())},", file=sys.stderr)
+        print("or translate FILE|-- COMMAND, which writes another system's in our keys,", file=sys.stderr)
         print("or your own trainer: my_package.my_module:MyTrainer, or path/to/file.py:MyTrainer,", file=sys.stderr)
         print(f"or a command of ms-swift: swift (or megatron) {', '.join(COMMANDS)}.", file=sys.stderr)
         sys.exit(0 if name in ("-h", "--help") else 2)

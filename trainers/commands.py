@@ -18,6 +18,7 @@ from typing import Any
 
 from rayhelper import ConfigError
 from rayhelper.named_class import class_named
+from rayhelper.planning.refusals import UNNAMED
 from rayhelper.planning.role_kinds import configuration_of
 from rayhelper.text import nearest
 from trainers.configuration.folders import configuration_named, configurations, rlhf_types
@@ -79,6 +80,41 @@ def roles_named(name: str, keys: Mapping[str, Any]) -> Mapping[str, Role] | None
     """
     known = name == RLHF or configuration_named(name) is not None
     return command_named(name, keys.get("rlhf_type")).config_type.ROLES if known else None
+
+
+def refusals(name: str | None, file: str, keys: Mapping[Any, Any]) -> list[str] | None:
+    """The lines with which a trainer refuses a file: what ``python -m rayhelper plan`` and ``check`` say too.
+
+    ``name`` None: that of the file's ``rlhf_type``; without one, the trainer that refuses least, as any may be meant.
+    None where the keys are no whole configuration: they name no model, or no data.
+    """
+    has_model = any(isinstance(keys.get(one), str) for one in ("model", "model_name_or_path"))
+    if not has_model or not {"dataset", "dataset_name", "datasets"} & set(keys):
+        return None
+    kind = keys.get("rlhf_type")
+    if name is None and kind is None:
+        every = {kind: told for told, kind in reversed(configurations().items())}
+        found = {told: _refusals(kind, file) for kind, told in every.items()}
+        told = min(found, key=lambda one: (sum("unknown key" in line for line in found[one]), len(found[one])))
+        least = [f"{UNNAMED}; {told} says: {line}. Or name yours: --trainer" for line in found[told]]
+        return least if all(found.values()) else []
+    try:
+        config_type = command_named(name or RLHF, kind).config_type
+    except ConfigError as error:
+        return None if name is not None else [str(error)]
+    return _refusals(config_type, file)
+
+
+def _refusals(config_type: type[RunConfig], file: str) -> list[str]:
+    """Every mistake of a file, as its trainer's command line would tell them."""
+    from trainers.configuration.reading.command_line import load_config
+
+    try:
+        load_config(config_type, ["--config", file])
+    except ConfigError as error:
+        lines = str(error).split("\n  - ")
+        return lines[1:] if lines[0] == "several mistakes" else [str(error)]
+    return []
 
 
 def trainer_of(config_type: type[RunConfig]) -> type[Any]:

@@ -27,6 +27,7 @@ from rayhelper.check.reading.source import Lineage, lineage_of_class, lineage_of
 from rayhelper.device_groups import DeviceGroups
 from rayhelper.device_groups.keys import PLACING_KEYS, TOP_KEYS
 from rayhelper.errors import ConfigError, DecorationError, RayHelperError
+from rayhelper.planning.refusals import refusals
 from rayhelper.planning.role_kinds import default_hosts
 from rayhelper.text import parse_text
 
@@ -66,6 +67,11 @@ def check(target: str, device_groups: str | None = None, config: str | None = No
     """
     try:
         groups = _groups(device_groups, config)
+        if config is not None:
+            values = parse_text(Path(config).read_text(encoding="utf-8"), config)
+            refused, unsure = refusals(target, config, values)
+            if refused:
+                raise ConfigError("\n  - ".join(["the trainer refuses the file", *refused, *unsure]))
         found = _findings_of_target(target, groups)
     except (RayHelperError, LookupError, OSError, SyntaxError) as error:
         print(f"error: {error}", file=sys.stderr)

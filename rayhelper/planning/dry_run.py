@@ -23,6 +23,7 @@ from rayhelper.errors import ConfigError, PlacementError
 from rayhelper.planning.memory import GIB, RUNTIME_BYTES, peak_bytes
 from rayhelper.planning.model_shape import SHAPE_REMEDY, ModelShape
 from rayhelper.planning.plan_roles import LEARNS, Findings, Place, PlannedRun, RolePlan, plan_role, read_shape
+from rayhelper.planning.refusals import refusals
 from rayhelper.planning.role_kinds import kind_of, roles_named
 from rayhelper.ranks import runs
 from rayhelper.text import parse_text
@@ -98,6 +99,11 @@ def make_plan(
     )
     groups, mistakes = DeviceGroups.read(written) if written or not shared else (DeviceGroups(()), [])
     findings.mistakes += mistakes
+    refused, unsure = refusals(trainer, config, values)
+    for line in refused:
+        if not any(str(mistake) in line for mistake in findings.mistakes):
+            findings.mistakes.note(line)
+    findings.warnings += [f"the trainer would not start: {line}" for line in unsure]
     if not groups.groups and not mistakes:
         findings.warnings.append(
             f"{config} has no device groups: a trainer then runs all its roles in one worker. Add device_groups, or a "

@@ -137,6 +137,9 @@ def _plan_model(place: Place) -> RolePlan:
     is_megatron = place.kind.does == "scores" and place.settings.get("backend") == "megatron"
     settings = place.settings if does == "train" or is_megatron else place.section
     sizes = ParallelSizes.of(where, settings, place.group.num_workers, findings.mistakes)
+    if settings.get("sequence_parallel") and sizes.tensor == 1:  # which whoever reads the file passes over
+        findings.warnings.append(f"sequence_parallel of {where} has nothing to divide over: {TENSOR_KEY} is 1.")
+        settings = {key: value for key, value in settings.items() if key != "sequence_parallel"}
     _warn_of_torn(place, TENSOR_KEY, sizes.tensor * max(1, place.group.gpus_per_worker))
     shape, unknown = _shape(place) if does != "unknown" else (None, "the configuration does not say its model")
     _note(place, size_mistakes(where, sizes, settings, shape))

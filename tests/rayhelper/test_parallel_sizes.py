@@ -60,11 +60,6 @@ SIZE_MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
         "sequence_parallel of role 'train' is false",
         "Write sequence_parallel: true",
     ),
-    "sequence parallelism without TP": (
-        {"sequence_parallel": True},
-        "tensor_model_parallel_size is 1",
-        "Remove it",
-    ),
     "VPP without PP": (
         {"virtual_pipeline_model_parallel_size": 2},
         "pipeline_model_parallel_size is 1",

@@ -9,7 +9,7 @@ import glob
 import inspect
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +20,10 @@ from trainers.data.held_out import Part
 from trainers.plugins import DATASETS, exits_are_errors
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
 logger = logging.getLogger(__name__)
+SPLIT_SEED = 42  # of the rows that a mixture holds back
 FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -30,11 +31,12 @@ def read_source(source: Any, split: str = "train", *, skip_broken: bool = False)
     """The rows of a source, as they are.
 
     A source is a file or a list of them (.jsonl, .json, .parquet, .csv; patterns with ``*`` too), a folder of files or
-    of ``save_to_disk``, a registered dataset, a hub name (``name`` or ``name:configuration``), a Dataset, or a list of
-    mappings. ``split`` chooses among the splits of folders, hub and registered datasets. ``name#500`` are 500 rows of a
-    named source, drawn without repetition, the same in every run; of one that has fewer, some come again.
-    A ``Part`` of a source is read too. ``skip_broken`` leaves out lines of a .jsonl file that are no JSON objects in
-    UTF-8, and rows whose text is none.
+    of ``save_to_disk``, a registered dataset, a hub name (``name`` or ``name:configuration``), a Dataset, a list of
+    mappings, or one of TRL's forms: ``{path: ..., name: ...}``, ``{datasets: [{path: ..., fraction: ...}, ...]}``.
+    ``split`` chooses among the splits of folders, hub and registered datasets. ``name#500`` are 500 rows of a named
+    source, drawn without repetition, the same in every run; of one that has fewer, some come again. A ``Part`` of a
+    source is read too. ``skip_broken`` leaves out lines of a .jsonl file that are no JSON objects in UTF-8, and rows
+    whose text is none.
 
     Raises FileNotFoundError or ValueError saying what is wrong and what there is instead.
     """
@@ -45,6 +47,10 @@ def read_source(source: Any, split: str = "train", *, skip_broken: bool = False)
     if isinstance(source, datasets.Dataset):
         return source
     if isinstance(source, Mapping):  # DatasetDict too
+        if isinstance(source.get("datasets"), list):
+            return read_mixture(source["datasets"], split, source.get("test_split_size"), skip_broken=skip_broken)
+        if isinstance(source.get("path"), str):
+            return read_part(source, split, skip_broken=skip_broken)
         if split not in source:
             raise ValueError(
                 f"there is no split {split!r}.{nearest(split, source, DID_YOU_MEAN)} Splits: {', '.join(source)}."
@@ -67,6 +73,102 @@ def read_source(source: Any, split: str = "train", *, skip_broken: bool = False)
     names = list(dict.fromkeys(name for item in items for name in item))
     rows = [{name: item.get(name) for name in names} for item in items]
     return datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+
+
+def read_mixture(
+    parts: Sequence[Mapping[str, Any]], split: str = "train", test_split_size: float | int | None = None, **options: Any
+) -> Dataset:
+    """The rows of several sources, one after the other: what ``trl.get_dataset`` makes of a DatasetMixtureConfig.
+
+    ``fraction`` of a part is its share of the mixture: shares are divided by their sum, and the mixture is as large as
+    it can be without a row that comes twice; each part gives its first rows. ``test_split_size`` (a share, or
+    rows) holds back rows drawn at random, the same in every run, as the split ``test``. ``options``: as
+    ``read_source``.
+
+    Raises ValueError if some parts have a fraction and others none, or for a split that a mixture does not have.
+    """
+    tables = [read_part(part, part.get("split", "train"), **options) for part in parts]
+    shares: list[Any] = [part.get("fraction") for part in parts]
+    if any(share is not None for share in shares):
+        if any(share is None or share < 0 for share in shares) or not sum(shares):
+            raise ValueError(f"datasets: fraction must be given for all, and be positive, or for none; got {shares}")
+        weights = [share / sum(shares) for share in shares]
+        total = min(len(table) / weight for table, weight in zip(tables, weights, strict=True) if weight)
+        tables = [table.select(range(round(w * total))) for table, w in zip(tables, weights, strict=True)]
+    mixture = _joined(tables)
+    splits: Mapping[str, Dataset] = {"train": mixture}
+    if test_split_size is not None:
+        splits = mixture.train_test_split(test_size=test_split_size, seed=SPLIT_SEED)
+    if split not in splits:
+        raise ValueError(
+            f"datasets: a mixture has the splits {', '.join(splits)}, not {split!r}. test_split_size holds back rows "
+            "as the split test."
+        )
+    return splits[split]
+
+
+def read_part(part: Mapping[str, Any], split: str = "train", **options: Any) -> Dataset:
+    """The rows of one source in TRL's words: ``path``, ``name``, ``data_dir``, ``data_files``, ``columns``."""
+    path, further = part["path"], {key: part[key] for key in ("name", "data_dir", "data_files") if part.get(key)}
+    if further:
+        import datasets
+
+        try:
+            rows = datasets.load_dataset(path, split=split, **further)
+        except Exception as error:
+            said = ", ".join(f"{key} {value!r}" for key, value in further.items())
+            raise ValueError(f"dataset {path!r} with {said}: {type(error).__name__}: {error}") from error
+    else:
+        rows = read_source(path, split, **options)
+    wanted = part.get("columns")
+    if wanted is not None:
+        for name in wanted:
+            if name not in rows.column_names:
+                near = nearest(name, rows.column_names, DID_YOU_MEAN)
+                raise ValueError(f"datasets: {path!r} has no column {name!r}.{near}")
+        rows = rows.select_columns(list(wanted))
+    return rows
+
+
+def stream_source(source: Any, split: str = "train") -> IterableDataset:
+    """The rows of a source, read as they are asked for. Files, folders and the hub are never held as a whole.
+
+    ``source`` is what ``read_source`` takes; rows in memory, registered datasets and mixtures with fractions are read
+    whole first.
+    """
+    import datasets
+
+    if isinstance(source, Mapping) and isinstance(source.get("datasets"), list):
+        parts = source["datasets"]
+        if source.get("test_split_size") is None and all(part.get("fraction") is None for part in parts):
+            streams = [_stream_part(part, part.get("split", "train")) for part in parts]
+            return datasets.concatenate_datasets(streams)
+    elif isinstance(source, Mapping) and isinstance(source.get("path"), str):
+        return _stream_part(source, split)
+    elif isinstance(source, list) and source and all(isinstance(item, (str, Path)) for item in source):
+        return datasets.concatenate_datasets([stream_source(item, split) for item in source])
+    elif isinstance(source, (str, Path)) and source not in DATASETS and "#" not in str(source):
+        path = Path(source).expanduser()
+        if path.is_dir() and not {"state.json", "dataset_dict.json"} & {file.name for file in path.iterdir()}:
+            return datasets.load_dataset(str(path), split=split, streaming=True)
+        files = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(str(source)) else [str(path)]
+        types = {FILE_TYPES.get(Path(file).suffix) for file in files}
+        if empty := [file for file in files if Path(file).is_file() and not Path(file).stat().st_size]:
+            raise ValueError(f"dataset file {empty[0]} is empty: it has no rows")
+        if len(types) == 1 and (kind := types.pop()) and all(Path(file).is_file() for file in files):
+            return datasets.load_dataset(kind, data_files=files, split="train", streaming=True)
+    return read_source(source, split).to_iterable_dataset()
+
+
+def _stream_part(part: Mapping[str, Any], split: str) -> IterableDataset:
+    import datasets
+
+    further = {key: part[key] for key in ("name", "data_dir", "data_files") if part.get(key)}
+    if further:
+        rows = datasets.load_dataset(part["path"], split=split, streaming=True, **further)
+    else:
+        rows = stream_source(part["path"], split)
+    return rows if part.get("columns") is None else rows.select_columns(list(part["columns"]))
 
 
 def _is_unicode(value: Any) -> bool:

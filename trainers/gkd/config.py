@@ -89,6 +89,20 @@ class GKDConfig(CompletionConfig):
         return self.teacher_model is None and self.tuner_type == "full"
 
 
+@dataclass(frozen=True, kw_only=True)
+class DistillationConfig(GKDConfig):
+    """Distillation on the student's own completions alone, with the defaults of TRL's DistillationConfig."""
+
+    NAMES: ClassVar = ("distillation",)
+
+    output_dir: str = "outputs/distillation"
+    learning_rate: float = 1e-6
+    lmbda: float = 1.0
+    beta: float = 1.0
+    max_completion_length: int = 512
+    temperature: float = 1.0
+
+
 def check_gkd(config: GKDConfig) -> None:
     """Raises ConfigError naming the first key whose value has no meaning."""
     for name in ("lmbda", "beta"):

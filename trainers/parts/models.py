@@ -137,10 +137,12 @@ def lora_settings(config: TrainConfig) -> dict[str, Any] | None:
     if config.tuner_type == "full":
         return None
     targets: Any = config.lora_target_modules
+    if targets in (["all-linear"], ["auto"]):
+        targets = targets[0] if targets == ["all-linear"] else None
     return {
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha,
         "lora_dropout": config.lora_dropout,
-        "target_modules": targets[0] if targets == ["all-linear"] else targets,
+        "target_modules": targets,
         **config.lora_kwargs,
     }

@@ -37,6 +37,7 @@ from trainers.metrics import Metrics
 from trainers.run.bad_steps import BAD_STEPS, BadSteps
 from trainers.run.folder_lock import FolderLock, held
 from trainers.run.going_on import is_going_on
+from trainers.run.header import header
 from trainers.run.stopping import Stop, Stopped, StopSignals
 from trainers.run.throughput import WORK, throughput
 from trainers.run.timing import Stopwatch, step_times
@@ -134,6 +135,8 @@ class Run:
             logging_steps=config.logging_steps,
             config=masked({field.name: getattr(config, field.name) for field in fields(config)}),
         )
+        for line in header(config, self.num_steps, self.order):
+            self.trackers.bar.write(line)
 
     def __enter__(self) -> Run:
         self.open.enter_context(self.signals)

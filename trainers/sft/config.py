@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
-from trainers.configuration.shared import TrainConfig, at_least
+from trainers.configuration.shared import TrainConfig, at_least, unread
 from trainers.data.loss_scale import parsed
 from trainers.data.rows import PackingStrategy, SFTTruncation
 from trainers.losses.types import SFTLossType
@@ -21,6 +21,10 @@ class SFTConfig(TrainConfig):
 
     output_dir: str = "outputs/sft"
     disable_dropout: bool = False
+    streaming: bool = False
+    """Read, tokenize and pack rows while the run goes on, 1,000 at a time; needs ``max_steps``."""
+    shuffle_buffer_size: int = 1000
+    """With ``streaming`` and ``shuffle_dataset``: rows among which the next one is drawn."""
     dataset_text_field: str = "text"
     """The column that holds plain text."""
     dataset_num_proc: int | None = None
@@ -61,6 +65,17 @@ class SFTConfig(TrainConfig):
             raise ConfigError(f"loss_scale {self.loss_scale} learns answers alone; remove completion_only_loss: false")
         if scale is not None and scale.base == "all" and self.completion_only_loss:
             raise ConfigError("loss_scale all learns every token; remove completion_only_loss")
+        at_least(self, 1, "shuffle_buffer_size")
+        if self.streaming and self.max_steps <= 0:
+            raise ConfigError(
+                "streaming reads rows while the run goes on, so that nobody can count them: set max_steps."
+            )
+        if self.streaming and self.split_dataset_ratio:
+            raise ConfigError(
+                "split_dataset_ratio holds rows out, and a stream has no last row that is known: give eval_dataset."
+            )
+        if not (self.streaming and self.shuffle_dataset):
+            unread(self, "rows are not drawn from a stream's buffer", "shuffle_buffer_size")
         if self.packing and self.max_length is None:
             raise ConfigError("packing needs max_length, the tokens of a packed row")
         if scale is not None and self.assistant_only_loss:

@@ -24,6 +24,7 @@ from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step
 from trainers.data.broken_rows import supervised_mistake, without_broken
 from trainers.data.loss_scale import parsed
 from trainers.data.rows import Batches, pack, tokenize_sft
+from trainers.data.streaming import RowStream, StreamedSequences
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
 from trainers.parts.inputs import load_model_and_tokenizer, read_rows
@@ -54,7 +55,8 @@ class SFTTrainer:
         """Reads and tokenizes the data."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
-        self.sequences = self.read(*config.training_data)
+        if not config.streaming:
+            self.sequences = self.read(*config.training_data)
         self.eval_sequences = self.read(*config.evaluation_data) if config.evaluates else None
 
     def read(self, source: Any, split: str) -> Sequences:
@@ -91,6 +93,8 @@ class SFTTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
+        if config.streaming:
+            return self.train_on_stream(batch_size)
         batches = Batches(len(self.sequences), batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.policy.build(self.model_path, num_steps)
@@ -103,6 +107,29 @@ class SFTTrainer:
                     metrics = self.policy.step(batch, int(batch.target_mask.values.sum()))
                 metrics.sum("num_tokens", len(batch.input_ids.values))
                 run.log_step(metrics, epoch=(step + 1) / batches.steps_per_epoch)
+            return run.finish(self.policy.export, self.tokenizer)
+
+    def train_on_stream(self, batch_size: int) -> dict[str, float]:
+        """The same with rows that are read on the way. A resumed run goes on where its checkpoint was in the stream."""
+        config = self.config
+        self.policy.build(self.model_path, config.max_steps)
+        rows = RowStream(
+            config.dataset,
+            config.dataset_split,
+            seed=config.seed,
+            buffer=config.shuffle_buffer_size if config.shuffle_dataset else 0,
+        )
+        order = {"streaming": True, "shuffle_buffer_size": rows.buffer, SEQUENCES_PER_STEP: batch_size}
+        with Run(config, config.max_steps, headline=HEADLINE, order=order) as run:
+            read = partial(self.read, split=config.dataset_split)
+            stream = StreamedSequences(rows, read, batch_size=batch_size, state=run.trainer_state)
+            for step in run.rounds(self, lambda: stream.state):
+                with run.phase("data"):
+                    batch = stream.next()
+                with run.phase("update"):
+                    metrics = self.policy.step(batch, int(batch.target_mask.values.sum()))
+                metrics.sum("num_tokens", len(batch.input_ids.values))
+                run.log_step(metrics, epoch=(step + 1) / config.max_steps)
             return run.finish(self.policy.export, self.tokenizer)
 
     def evaluate(self) -> dict[str, float]:

@@ -142,14 +142,19 @@ def _a_name(layer: str) -> str:
 def layer_names(model: str | Path, target_modules: Sequence[str], *, trust_remote_code: bool = False) -> set[str]:
     """Last parts of the names of layers that an adapter with these ``target_modules`` may change.
 
-    ``["all-linear"]``: of all linear layers but the head, as peft reads it. The model is not loaded.
+    ``["all-linear"]``: of all linear layers but the head, as peft reads it. ``["auto"]``: those that peft chooses for
+    the architecture. The model is not loaded.
     """
-    if list(target_modules) != ["all-linear"]:
+    if list(target_modules) not in (["all-linear"], ["auto"]):
         return {name.rpartition(".")[2] for name in target_modules}
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
 
     settings = {"trust_remote_code": trust_remote_code}
+    if list(target_modules) == ["auto"]:
+        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as CHOSEN_BY_PEFT
+
+        return set(CHOSEN_BY_PEFT.get(AutoConfig.from_pretrained(model, **settings).model_type, ()))
     with torch.device("meta"):
         module: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, **settings), **settings)
     head = module.get_output_embeddings()

@@ -206,6 +206,16 @@ def _why_not(name: str, known: Mapping[str, Any]) -> str | None:
     return None
 
 
+def is_field(name: str) -> bool:
+    """Whether megatron-core has such a field, be it one that may be set here or not. Raises ImportError without it."""
+    return any(name == one.name for _, one in _all_fields())
+
+
+def why_not(name: str) -> str | None:
+    """Why a field may not stand in ``megatron``; None if it may."""
+    return _why_not(name, known_fields())
+
+
 def _all_fields() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
     """Each field of each configuration, and which of the three has it."""
     for part, kind in _configurations().items():

@@ -13,7 +13,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from trainers.configuration.others import trl_names
+
 ALIASES = {
+    **trl_names.ALIASES,
     "eval_on_start": "val_before_train",
     "ENV": "env",
     "lr": "learning_rate",
@@ -75,9 +78,10 @@ IN_ROLLOUT = {
     },
 }
 
-ANY = ("any value",)
+ANY = trl_names.ANY
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **trl_names.NEUTRAL,
     # engines and backends
     "use_vllm": (False,),
     "vllm_mode": ("colocate", None),
@@ -170,6 +174,7 @@ _NO_ENGINE = "nothing generates beside this training"
 _GATHERED = "weights that lie in shards are gathered where an engine needs them"
 
 HINTS = {
+    **trl_names.HINTS,
     "dataset_num_proc": _TOKENIZED,
     "packing_num_proc": _TOKENIZED,
     "lazy_tokenize": _TOKENIZED,
@@ -219,12 +224,14 @@ _VLLM = "vLLM completes prompts in GRPO, PPO and GKD alone. Remove it"
 _SERVER = "prompts are completed by the workers of role rollout. Remove it, and give rollout a device group of its own "
 _SERVER += "where it shall not share that of train"
 _MEGATRON = "nothing is trained or scored by a backend here. Remove it (or write 1)"
-_MEGATRON_ONLY = "it is a setting of Megatron's, which backend: megatron alone reads. Remove it"
+_MEGATRON_ONLY = "it is a setting of Megatron's. Write backend: megatron beside it, or remove it"
 _BRIDGE = "weights are converted by the backend itself, tensor by tensor. Remove it"
 _ADAPTERS = "merge the adapter into its model and name the folder as model"
 _TEMPLATE = "the tokenizer's own chat template is used. Remove it, or write another as chat_template"
-_VERL = "nested sections of verl and siiRL are not read; docs/equivalents.md has our flat key for each of theirs"
-_ROLL = "sections of ROLL are not read; docs/equivalents.md has our flat key for each of theirs"
+_VERL = (
+    "it is a section of verl and siiRL. python -m trainers translate FILE --from verl writes such a file in our keys"
+)
+_ROLL = "it is a section of ROLL. python -m trainers translate FILE --from roll writes such a file in our keys"
 _SOFT = "it belongs to the reward soft_overlong. Name that in reward_funcs"
 _COSINE = "it belongs to the reward cosine. Name that in reward_funcs"
 _REPETITION = "ms-swift's reward counts repeated words, TRL's repeated tokens. Write reward_funcs: [{name: "
@@ -233,6 +240,7 @@ _STOPS = "a completion ends with a token, not with text: write stop_token_ids, a
 _WATCHED = "write report_to: tensorboard, wandb or none"
 
 REFUSED = {
+    **trl_names.REFUSED,
     # habits of transformers' Trainer
     "load_best_model_at_end": "the best checkpoint stays and is named at the end (metric_for_best_model). Remove it",
     "group_by_length": "rows keep their random order; token_budget fills micro-batches by length. Remove it",
@@ -291,7 +299,7 @@ REFUSED = {
     "agent_template": _TEMPLATE,
     "use_hf": "models and data come from folders or the Hugging Face hub. Remove it",
     # data
-    "streaming": "rows are read whole. Write streaming: false",
+    "streaming": "SFT and pretraining stream; this trainer reads its rows whole. Write streaming: false",
     "loss_scale": "this trainer learns the last answer, which is loss_scale last_round. Write that, or remove it",
     "data_seed": "seed is that of the data too. Remove it, or write the same number",
     "packing_length": "packed rows have max_length tokens. Write that",

@@ -15,6 +15,7 @@ from trainers.configuration.reading.given_keys import GivenKeys
 from trainers.configuration.roles import LEARNS
 
 NAME, ARGUMENTS, CONFIG = "strategy_name", "strategy_args", "strategy_config"
+OF_ROLL = ("actor_train", "actor_infer", "critic", "rewards")
 BACKENDS = {
     "megatron_train": "megatron",
     "megatron_infer": "megatron",
@@ -39,7 +40,8 @@ def open_strategies(given: GivenKeys) -> None:
             given.values.setdefault(name, value)
             given.where.setdefault(name, where)
     for role, section in given.values.items():
-        if isinstance(section, Mapping) and {ARGUMENTS, NAME} & section.keys() and role not in given.known:
+        is_read = role not in given.known and role not in OF_ROLL  # whose sections are refused by name
+        if is_read and isinstance(section, Mapping) and {ARGUMENTS, NAME} & section.keys():
             given.values[role] = _opened(role, section, given.where[role], given)
 
 

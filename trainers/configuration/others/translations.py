@@ -21,6 +21,7 @@ from trainers.configuration.others.ms_swift_keys import (
     translate_ms_swift,
 )
 from trainers.configuration.others.other_names import HINTS, is_neutral
+from trainers.configuration.others.trl_translations import translate_trl
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 from trainers.configuration.reading.typed_values import typed
 
@@ -58,6 +59,7 @@ def translate(
     """
     _rlhf_type(given, config_type, rlhf_types)
     translate_ms_swift(given, defaults)
+    translate_trl(given, defaults)
     translate_engine(given)
     _precision(given)
     _attention(given)

@@ -19,6 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_type_hints
@@ -52,6 +53,8 @@ ConfigT = TypeVar("ConfigT")
 Options = list[tuple[list[str], list[str]]]
 OPTION = re.compile(r"--([A-Za-z_][\w.-]*)(?:=(.*))?", re.DOTALL)
 logger = logging.getLogger(__name__)
+# Of the configuration that was read last: its keys that others said, and which. The header of its run shows them.
+read_from: ContextVar[Mapping[str, str]] = ContextVar("read_from", default=MappingProxyType({}))
 
 
 def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | None = None) -> ConfigT:
@@ -93,10 +96,13 @@ def read_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | Non
     if mistakes:
         raise ConfigError(mistakes[0] if len(mistakes) == 1 else "\n  - ".join(["several mistakes", *mistakes]))
     if wants_print:
+        if not missing:
+            config_type(**unmasked(differing(defaults, ours) | values))  # what would not run is not printed
         shown = {name: None if name in missing else value for name, value in (defaults | values).items()}
         print(as_yaml(masked(shown)), end="")
         sys.exit(0)
     config = config_type(**unmasked(differing(defaults, ours) | values))
+    read_from.set({key: given.origins[key] for key in given.origins if key in values})
     if given.notes:
         told = {
             reason: [name for name in given.notes if given.notes[name] == reason] for reason in given.notes.values()
@@ -151,6 +157,13 @@ def export_env(argv: Sequence[str]) -> None:
     for name, value in unmasked({"env": env})["env"].items():
         with contextlib.suppress(ValueError):  # what is wrong with it, load_config says
             os.environ[str(name)] = str(value)
+
+
+def translated(argv: Sequence[str], config_type: type) -> tuple[GivenKeys, list[str]]:
+    """What a file and a command line say in our keys, values as they were written; and every mistake in them."""
+    defaults = {field.name: default_of(field) for field in dataclasses.fields(config_type) if field.init}
+    given, foreign, _ = _understood(argv, config_type, defaults)
+    return given, [*given.mistakes, *_told(foreign, given)]
 
 
 # What was written
@@ -266,19 +279,27 @@ def _unknown(name: str, value: Any, given: GivenKeys, is_in_section: bool) -> st
         return f"{name} is another name of {meant}, which is no key of this trainer; remove it"
     names = [*given.known, *ALIASES, *(SECTION_KEYS if is_in_section else ())]
     near = nearest(name, names) or nearest(name, [*NEUTRAL, *HINTS, *REFUSED, *TRANSLATED])
+    if isinstance(value, Mapping) and {"device_mapping", "strategy_args", "model_args"} & value.keys():
+        sizes = ", ".join(SIZE_KEYS)
+        return (
+            f"{name} is a section of ROLL; here the section of a role says how many devices it has ({sizes}). "
+            "python -m trainers translate FILE --from roll writes such a file in our keys"
+        )
     if isinstance(value, Mapping):
         size = next((hint for key in value if (hint := nearest(str(key), SIZE_KEYS))), "")
         return f"unknown key {name}{near}; the section of a role needs {', '.join(SIZE_KEYS)}{size}"
     is_megatron = "megatron" in given.known and given.get("backend") == "megatron"
-    further = f"; fields of megatron-core stand in megatron: {{{name}: ...}}" if is_megatron and _is_field(name) else ""
-    return f"unknown key {name}{near}{further}; --help lists all keys"
+    return f"unknown key {name}{near}{_field(name) if is_megatron else ''}; --help lists all keys"
 
 
-def _is_field(name: str) -> bool:
-    """Whether megatron-core, where it is installed, has such a field."""
-    from trainers.backends.megatron.fields import known_fields
+def _field(name: str) -> str:
+    """Where to write a field of megatron-core, or why it may not be set; nothing for what is none."""
+    from trainers.backends.megatron.fields import is_field, why_not
 
     try:
-        return name in known_fields()
+        if not is_field(name):
+            return ""
+        reason = why_not(name)
     except ImportError:
-        return False
+        return ""
+    return f"; fields of megatron-core stand in megatron: {{{name}: ...}}" if reason is None else f"; {reason}"

@@ -34,6 +34,7 @@ class GivenKeys:
     bare: set[str] = field(default_factory=set)  # options without a value
     mistakes: list[str] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)  # keys that are not needed, and what is done instead
+    origins: dict[str, str] = field(default_factory=dict)  # of our keys: which other ones said them
 
     def foreign(self, name: str) -> bool:
         """Whether the key was given and is none of the configuration's."""
@@ -62,6 +63,7 @@ class GivenKeys:
         if name not in self.values or self.where[said_by] == COMMAND_LINE:
             self.values[name] = value
             self.where[name] = self.where[said_by]
+            self.origins[name] = self.written.get(said_by, said_by)
 
     def put_inner(self, name: str, key: str, value: Any, said_by: str) -> None:
         """The same for one key of a mapping."""
@@ -77,6 +79,8 @@ class GivenKeys:
         elif key not in whole or self.where[said_by] == COMMAND_LINE:
             self.values[name] = {**whole, key: value}
             self.where.setdefault(name, self.where[said_by])
+            before = f"{self.origins[name]}, " if name in self.origins else ""
+            self.origins[name] = before + self.written.get(said_by, said_by)
 
     def refuse(self, name: str, why: str) -> None:
         """Notes that the key cannot have the value that it has."""

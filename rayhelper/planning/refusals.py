@@ -1,0 +1,35 @@
+"""What a trainer says of a configuration before it starts: a plan and a check say the same lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from rayhelper.planning.role_kinds import GROUP
+
+Refusals = Callable[[str | None, str, Mapping[Any, Any]], list[str] | None]
+UNNAMED = "no trainer of the package takes the file"  # which may be one's own trainer's
+OF_THIS_MACHINE = re.compile(r"there is no (file|folder)|is not installed|no such file", re.IGNORECASE)
+
+
+def refusals(trainer: str | None, config: str, values: Mapping[Any, Any]) -> tuple[list[str], list[str]]:
+    """The lines with which the trainer of a file refuses it; and those of which one cannot be sure.
+
+    These may be true of this machine alone, or nothing says which trainer the file is for.
+
+    An installed package that has trainers (an entry point of the group ``rayhelper.trainers``) may have a function
+    ``refusals(trainer, file, values)`` beside that point: the lines, none where the trainer takes the file, and None
+    for what is no configuration of its trainers. ``trainer`` None: the file says it, or any of them may take it.
+    """
+    for point in entry_points(group=GROUP):
+        ask: Refusals | None = getattr(import_module(point.module), "refusals", None)
+        found = None if ask is None else ask(trainer, config, values)
+        if found is not None:
+            here = [f"on this machine: {line}" for line in found if OF_THIS_MACHINE.search(line)]
+            unsure = [line for line in found if line.startswith(UNNAMED)]
+            sure = [line for line in found if not OF_THIS_MACHINE.search(line) and line not in unsure]
+            return sure, [*here, *unsure]
+    return [], []

@@ -1,0 +1,75 @@
+"""What a run says before it begins, and that a plan says what its trainer says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rayhelper import ConfigError
+from rayhelper.planning.dry_run import make_plan
+from trainers.configuration.reading.command_line import load_config
+from trainers.configuration.shared import SEQUENCES_PER_STEP
+from trainers.grpo.config import GRPOConfig
+from trainers.run.header import MOST_LINES, header
+from trainers.sft.config import SFTConfig
+
+ROLES = "train: {gpus: 2}\nrollout: {gpus: 2}\n"
+BASE = "model: m\ndataset: rows\nreward_funcs: [exact_answer]\n"
+
+
+def test_a_header_says_what_the_run_is_about_to_do(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(f"{BASE}{ROLES}bf16: true\nmax_prompt_length: 100\nuse_ray: true\n")
+    config = load_config(GRPOConfig, ["--config", str(tmp_path / "x.yaml")])
+    lines = header(config, 30, {"num_rows": 5000, SEQUENCES_PER_STEP: 16})
+    assert lines == [
+        "grpo: m, all weights, backend fsdp, bfloat16",
+        "data: 5,000 rows of rows",
+        "roles: train on 2 GPU (train); rollout on 2 GPU (rollout)",
+        f"steps: 30, of 16 sequences each, at most {16 * (100 + 512):,} tokens, into outputs/grpo",
+        "translated: dtype from bf16",
+    ]
+
+
+def test_a_header_is_short() -> None:
+    config = SFTConfig(model="m", dataset=["a" * 500], output_dir="b" * 500)
+    lines = header(config, 1, {"sequences": 3})
+    assert len(lines) <= MOST_LINES
+    assert max(map(len, lines)) <= 200
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("learnin_rate: 1\n", "unknown key learnin_rate (did you mean learning_rate?)"),
+        ("epsilon_high: 0.1\n", "epsilon_high=0.1 is below epsilon=0.2"),
+    ],
+)
+def test_a_plan_says_why_its_trainer_refuses_the_file(text: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(BASE + ROLES + text)
+    with pytest.raises(ConfigError) as error:
+        load_config(GRPOConfig, ["--config", str(file)])
+    plan = make_plan(str(file), None, None, None, 80.0, "grpo")
+    assert [str(one) for one in plan.findings.mistakes] == [str(error.value)]
+    assert told in str(error.value)
+    unnamed = make_plan(str(file), None, None, None, 80.0, None)
+    assert not unnamed.findings.mistakes  # it may be the file of one's own trainer
+    assert any("no trainer of the package takes the file" in one and told in one for one in unnamed.findings.warnings)
+
+
+def test_a_plan_of_a_file_that_its_trainer_takes_has_no_mistakes() -> None:
+    plan = make_plan("examples/ms_swift/gkd_rollout_colocate_teacher_standalone.yaml", None, None, None, 80.0, None)
+    assert not plan.findings.mistakes
+    assert any("sequence_parallel" in one for one in plan.findings.warnings)
+
+
+def test_what_would_not_run_is_not_printed(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(f"{BASE}epsilon_high: 0.1\n")
+    command = [sys.executable, "-m", "trainers", "grpo", "--config", str(tmp_path / "x.yaml"), "--print_config"]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert "epsilon_high=0.1" in ran.stderr
+    assert "epsilon_high" not in ran.stdout

@@ -1,0 +1,307 @@
+"""What other systems' commands and files mean is written in our keys, or refused by name: nothing is guessed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayhelper import ConfigError
+from rayhelper.planning.dry_run import make_plan
+from rayhelper.text import parse_text
+from trainers.configuration.folders import configuration_named
+from trainers.configuration.reading.command_line import load_config
+from trainers.translate.command import main
+from trainers.translate.shell import commands, unknown_in
+
+SCRIPT = r"""
+set -x
+# sizes
+PROMPTS=${PROMPTS:-64}
+DRAWS=4
+BASE=/data/sums
+files="['$BASE/a.parquet', '$BASE/b.parquet']"
+COMMON=(
+    data.max_prompt_length=$((2 * 128))   # a comment among items
+    data.max_response_length=512
+)
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \
+    data.train_files="$files" data.val_files=$BASE/test.parquet \
+    data.train_batch_size=$PROMPTS data.truncation='error' \
+    "${COMMON[@]}" \
+    actor_rollout_ref.model.path=org/model \
+    actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.actor.optim.lr_warmup_steps=5 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 \
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.01 \
+    actor_rollout_ref.actor.clip_ratio_high=0.28 actor_rollout_ref.actor.fsdp_config.param_offload=True \
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=$DRAWS \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    trainer.logger='["console","tensorboard"]' trainer.n_gpus_per_node=4 trainer.nnodes=2 \
+    trainer.save_freq=10 trainer.test_freq=5 trainer.total_epochs=3 $@ 2>&1 | tee log.txt
+"""
+MEANT: dict[str, Any] = {
+    "model": "org/model",
+    "dataset": ["/data/sums/a.parquet", "/data/sums/b.parquet"],
+    "max_prompt_length": 256,
+    "num_generations": 4,
+    "generation_batch_size": 64 * 4,  # theirs count prompts, ours completions
+    "global_batch_size": 16 * 4,
+    "per_device_train_batch_size": 2,
+    "warmup_steps": 5 * 4,  # a generation is four optimizer steps
+    "save_steps": 10 * 4,
+    "eval_steps": 5 * 4,
+    "num_train_epochs": 3,
+    "beta": 0.01,
+    "use_bias_correction_kl": False,
+    "epsilon": 0.2,
+    "epsilon_high": 0.28,
+    "delta": 3.0,
+    "loss_type": "dapo",
+    "scale_rewards": "group",
+    "weight_decay": 0.01,
+    "lr_scheduler_type": "constant_with_warmup",
+    "eval_temperature": 0.0,
+    "vllm_tensor_parallel_size": 2,
+    "vllm_gpu_memory_utilization": 0.6,
+    "sleep_level": 1,
+    "offload_model": True,
+    "offload_optimizer": False,
+    "report_to": ["tensorboard"],
+    "train": {"gpus": 8},
+    "rollout": {"gpus": 8, "shares_devices_with": "train"},
+}
+SIIRL = r"""
+export ALG=grpo
+export NNODES=${PET_NNODES:-1}
+export MODEL_PATH=$HOME/models/m
+export BATCH=$((32 * $NNODES))
+CMD=(
+    python3 -m siirl.main_dag
+    algorithm.adv_estimator=\$ALG
+    data.train_files=\$HOME/data/train.parquet data.train_batch_size=\$BATCH
+    data.max_prompt_length=128 data.max_response_length=256 data.shuffle=False
+    actor_rollout_ref.model.path=\$MODEL_PATH actor_rollout_ref.model.enable_gradient_checkpointing=True
+    actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2
+    actor_rollout_ref.actor.megatron.sequence_parallel=False actor_rollout_ref.actor.megatron.param_offload=True
+    actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
+    actor_rollout_ref.actor.grad_clip=0.5 actor_rollout_ref.actor.policy_drift_coeff=0.001
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=8
+    algorithm.weight_factor_in_cpgd='STD_weight'
+    trainer.logger=['console'] trainer.n_gpus_per_node=8 trainer.nnodes=\$NNODES trainer.total_epochs=1
+)
+start() {
+    local when=$(date +%s)
+    eval "${CMD[@]}" "$@"
+}
+start "$@"
+"""
+ROLL = """
+pretrain: org/model
+num_gpus_per_node: 8
+rollout_batch_size: 64
+num_return_sequences_in_group: 8
+prompt_length: 2048
+response_length: 4096
+adv_estimator: reinforce
+whiten_advantages: true
+max_steps: 500
+save_steps: 100
+output_dir: ./out
+track_with: none
+actor_train:
+  model_args: {disable_gradient_checkpointing: false, dtype: bf16}
+  training_args: {learning_rate: 1.0e-6, per_device_train_batch_size: 1, gradient_accumulation_steps: 32}
+  data_args: {template: qwen2_5, file_name: [math.jsonl], messages: messages}
+  strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2}}
+  device_mapping: list(range(0,8))
+actor_infer:
+  generating_args: {max_new_tokens: "${response_length}", temperature: 0.99, top_k: 100}
+  strategy_args: {strategy_name: vllm, strategy_config: {gpu_memory_utilization: 0.8, block_size: 16}}
+  device_mapping: list(range(0,8))
+reference:
+  strategy_args: {strategy_name: megatron_infer, strategy_config: {tensor_model_parallel_size: 2}}
+  device_mapping: list(range(0,8))
+rewards:
+  math_rule: {worker_cls: some.Worker, tag_included: [gsm8k]}
+"""
+ROLL_SNIPPET = """
+actor_train:
+  strategy_args:
+    strategy_name: megatron_train
+    strategy_config: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, use_distributed_optimizer: true}
+  device_mapping: list(range(0,8))
+reference:
+  strategy_args:
+    strategy_name: megatron_infer
+    strategy_config: {tensor_model_parallel_size: 2}
+  device_mapping: list(range(0,8))
+"""
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    for name in ("PROMPTS", "PET_NNODES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def translated(text: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[str, str]:
+    """What is printed on stdout and stderr for a file with this text."""
+    (tmp_path / name).write_text(text)
+    code = main([str(tmp_path / name), *more])
+    out, err = capsys.readouterr()
+    assert code == (2 if err.startswith("error") else 0)
+    return out, err
+
+
+def checked(written: str, tmp_path: Path) -> Any:
+    """The configuration of what was written, once it is planned too; data and model are names that need no file."""
+    (tmp_path / "ours.yaml").write_text(written)
+    kind = configuration_named("grpo")
+    assert kind is not None
+    argv = ["--model", "m", "--dataset", "d", *(["--eval_dataset", "d"] if "eval_dataset:" in written else [])]
+    plan = make_plan(str(tmp_path / "ours.yaml"), None, None, None, 80.0, None)
+    assert not plan.findings.mistakes
+    return load_config(kind, ["--config", str(tmp_path / "ours.yaml"), *argv])
+
+
+def test_a_script_of_verl_in_our_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = translated(SCRIPT, "run.sh", tmp_path, capsys)
+    found = parse_text(out, "ours")
+    assert {key: found[key] for key in MEANT} == MEANT
+    assert (
+        "generation_batch_size: 256  # from data.train_batch_size x actor_rollout_ref.rollout.n; 64 prompts x 4" in out
+    )
+    assert "weight_decay: 0.01  # verl's default of" in out
+    assert "without an equivalent: data.truncation" in err
+    assert "# data.truncation: " in out
+    assert checked(out, tmp_path).loss_type == "dapo"
+
+
+def test_every_line_says_where_it_came_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = translated(SCRIPT, "run.sh", tmp_path, capsys)
+    lines = out.split("\n\n")[0].splitlines()
+    assert all("  # " in line for line in lines if not line.startswith("#"))
+
+
+def test_the_environment_sets_what_a_script_leaves_open(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROMPTS", "32")
+    out, _ = translated(SCRIPT, "run.sh", tmp_path, capsys)
+    assert parse_text(out, "ours")["generation_batch_size"] == 32 * 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("BASE=/data/sums", "", "BASE"),
+        ("DRAWS=4", "DRAWS=$(cat draws.txt)", "cat draws.txt"),
+        ("DRAWS=4", "if [ $1 ]; then DRAWS=8; fi", "under a condition"),
+        ("trainer.nnodes=2", "trainer.nnodes=2 trainer.unheard_of=1", "unknown key trainer.unheard_of"),
+        ("adv_estimator=grpo", "adv_estimator=gae", "python -m trainers ppo"),
+        ("use_kl_loss=True", "use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=mse", "kl_loss_type: mse is not"),
+        ("data.truncation='error'", "data.image_key=images", "images are not supported"),
+        ("ppo_mini_batch_size=16", "ppo_mini_batch_size=24", "24 does not divide data.train_batch_size, 64"),
+    ],
+)
+def test_nothing_is_guessed(old: str, new: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert old in SCRIPT
+    out, err = translated(SCRIPT.replace(old, new), "run.sh", tmp_path, capsys)
+    assert not out
+    assert why in err
+
+
+def test_a_sum_over_tokens_is_a_mean_with_other_constants(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = SCRIPT.replace(
+        "use_kl_loss=True", "use_kl_loss=True actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum"
+    )
+    found = parse_text(translated(text, "run.sh", tmp_path, capsys)[0], "ours")
+    assert (found["loss_type"], found["max_grad_norm"], found["adam_epsilon"]) == ("dr_grpo", 1.0 / 512, 1e-8 / 512)
+
+
+def test_a_command_behind_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = next(words for words in commands(SCRIPT, os.environ) if "verl.trainer.main_ppo" in words)
+    assert main(["--", *words]) == 0
+    assert parse_text(capsys.readouterr().out, "ours")["global_batch_size"] == 64
+
+
+def test_a_script_of_siirl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = translated(SIIRL, "run.sh", tmp_path, capsys)
+    found = parse_text(out, "ours")
+    meant = {"backend": "megatron", "tensor_model_parallel_size": 2, "param_offload": True, "max_grad_norm": 0.5}
+    meant |= {"model": "/home/someone/models/m", "generation_batch_size": 256, "shuffle_dataset": False}
+    assert {key: found[key] for key in meant} == meant
+    assert "policy_drift_coeff: it belongs to CPGD" in err
+    assert "sequence_parallel: theirs is not read" in err
+    assert checked(out, tmp_path).gradient_checkpointing is True
+
+
+def test_a_pipeline_of_roll(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = translated(ROLL, "rlvr.yaml", tmp_path, capsys)
+    found = parse_text(out, "ours")
+    meant = {
+        "generation_batch_size": 512,
+        "gradient_accumulation_steps": 32,
+        "dtype": "bfloat16",
+        "backend": "megatron",
+    }
+    # 8 workers of TP 2 are 4 shards: 4 x 32 completions a step, 4 steps a generation, which ROLL counts
+    meant |= {"max_steps": 2000, "save_steps": 400, "vllm_engine_kwargs": {"block_size": 16}}
+    meant |= {"columns": {"messages": "prompt", "ground_truth": "answer"}, "max_completion_length": 4096}
+    assert {key: found[key] for key in meant} == meant
+    assert "reference.strategy_args.strategy_name: the reference lies as the policy does" in err
+    assert checked(out, tmp_path).advantage_estimator == "reinforce_plus_plus_token"
+
+
+def test_the_strategies_of_roll_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = translated(ROLL_SNIPPET, "part.yaml", tmp_path, capsys)
+    found = parse_text(out, "ours")
+    meant = {"backend": "megatron", "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    meant |= {"use_distributed_optimizer": True, "train": {"gpus": 8}, "reference": {"gpus": 8}}
+    assert {key: found[key] for key in meant} == meant
+    assert "a part of a file" in err
+
+
+FLAT = [
+    (
+        "trl sft --model_name_or_path org/m --dataset_name rows --use_peft true --lora_r 4 --eval_strategy steps",
+        {"model": "org/m", "dataset": "rows", "tuner_type": "lora", "lora_rank": 4, "eval_dataset": "rows"},
+    ),
+    (
+        "swift rlhf --rlhf_type grpo --model org/m --dataset rows --reward_funcs accuracy --num_generations 4",
+        {"model": "org/m", "num_generations": 4},
+    ),
+]
+
+
+@pytest.mark.parametrize(("command", "meant"), FLAT)
+def test_commands_of_trl_and_of_ms_swift(
+    command: str, meant: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--", *command.split()]) == 0
+    found = parse_text(capsys.readouterr().out, "ours")
+    assert {key: found[key] for key in meant} == meant
+
+
+def test_a_file_that_nobody_knows_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = translated("learning_rate: 1\n", "x.yaml", tmp_path, capsys)
+    assert not out
+    assert "--from" in err
+
+
+def test_words_of_a_script() -> None:
+    text = "A='one two'\nL=(x \"y z\")\n"
+    text += 'run $A "$A" "${L[@]}" ${B:-d} ${A:+e} \'q$A\' \\$A pre"$A"post; next $((3 + 4 * 2))'
+    words = ["run", "one", "two", "one two", "x", "y z", "d", "e", "q$A", "$A", "preone twopost"]
+    assert commands(text, {}) == [words, ["next", "11"]]
+    assert unknown_in(commands("run $MISSING", {})[0][1]) == ["MISSING"]
+
+
+def test_systems_that_are_unknown_are_refused_with_the_nearest() -> None:
+    from trainers.translate.sources import read
+
+    with pytest.raises(ConfigError, match="did you mean verl"):
+        read(["x.sh"], "vrl")

@@ -1,0 +1,103 @@
+"""The first lines of every run: what it is about to do, in at most 15 lines. The leader prints them once.
+
+    grpo: Qwen3-0.6B (596,049,920 parameters), lora of rank 16, by fsdp in bfloat16 where the device has it
+    data: 7,473 rows of gsm8k/train.jsonl
+    roles: train, rollout on 8 GPU (policy); reward on 2 CPU
+    steps: 934, of 64 sequences and at most 65,536 tokens each
+    translated: learning_rate from lr, dtype from bf16
+
+What is true of one kind of trainer alone is no line here; a line that has nothing to say is left out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rayhelper import DeviceGroups
+from rayhelper.planning.model_shape import ModelShape
+from trainers.configuration.folders import names_of
+from trainers.configuration.reading.command_line import read_from
+from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
+
+MOST_LINES = 15
+MOST_CHARACTERS = 200  # of a line
+ROWS = {"num_rows": "rows", "sequences": "sequences", "pairs": "pairs"}  # what the order of a run's data counts
+
+
+def header(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> list[str]:
+    """The lines. ``order``: what decides which rows a step sees, as ``Run`` is told it."""
+    lines = [line for part in PARTS for line in part(config, num_steps, order)]
+    return [line if len(line) <= MOST_CHARACTERS else f"{line[: MOST_CHARACTERS - 4]} ..." for line in lines][
+        :MOST_LINES
+    ]
+
+
+def _model(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
+    count = num_parameters(config.model)
+    size = "" if count is None else f" ({count:,} parameters)"
+    tuned = f"lora of rank {config.lora_rank}" if config.tuner_type == "lora" else "all weights"
+    dtype = "bfloat16 on GPUs that have it, else float32" if config.dtype == "auto" else config.dtype
+    yield f"{names_of(type(config))[0]}: {config.model}{size}, {tuned}, backend {config.backend}, {dtype}"
+    for name in ("ref_model", "teacher_model", "reward_model", "value_model"):
+        if named := getattr(config, name, None):
+            yield f"{name}: {', '.join(named) if isinstance(named, list) else named}"
+
+
+def num_parameters(model: str) -> int | None:
+    """How many parameters a folder's model has, by its config.json; None where that does not say it."""
+    if not Path(model).is_dir():
+        return None
+    try:
+        shape = ModelShape.of(model, "model")
+    except (ValueError, OSError):
+        return None
+    return None if shape is None else shape.num_parameters
+
+
+def _rows(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
+    counts = [f"{order[name]:,} {told}" for name, told in ROWS.items() if isinstance(order.get(name), int)]
+    if getattr(config, "streaming", False):
+        counts = ["a stream"]
+    source = config.dataset if isinstance(config.dataset, (str, dict)) else None
+    evaluated = f", evaluated every {config.eval_steps or num_steps} steps" if config.eval_dataset else ""
+    if counts or source:
+        yield f"data: {', '.join(counts) or 'read'}{f' of {source}' if source else ''}{evaluated}"
+
+
+def _roles(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
+    processes = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    if config.device_groups is None or (not config.use_ray and processes == 1):
+        where = "one worker on Ray" if config.use_ray else "this process"
+        yield f"roles: all in {where}" if processes == 1 else f"roles: all in each of {processes} processes"
+        return
+    groups = DeviceGroups.parse(config.device_groups).groups
+    told = [f"{', '.join(group.roles)} on {group.num_workers} {group.device} ({group.name})" for group in groups]
+    yield f"roles: {'; '.join(told)}"
+
+
+def _steps(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
+    size = order.get(SEQUENCES_PER_STEP) or config.global_batch_size
+    prompt, completion = getattr(config, "max_prompt_length", None), getattr(config, "max_completion_length", None)
+    longest = getattr(config, "max_length", None) or (prompt + completion if prompt and completion else None)
+    of_what = f", of {size:,} sequences each" if isinstance(size, int) else ""
+    most = f", at most {size * longest:,} tokens" if isinstance(size, int) and longest else ""
+    yield f"steps: {num_steps:,}{of_what}{most}, into {config.output_dir}"
+
+
+def _defaults(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
+    """Whose defaults hold, where the configuration says it."""
+    if whose := getattr(config, "defaults", None):
+        yield f"defaults: {whose}"
+
+
+def _translated(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
+    if origins := read_from.get():
+        yield f"translated: {', '.join(f'{key} from {theirs}' for key, theirs in origins.items())}"
+
+
+PARTS: tuple[Callable[[Any, int, Mapping[str, Any]], Iterator[str]], ...] = (
+    *(_model, _rows, _roles, _steps, _defaults, _translated),
+)

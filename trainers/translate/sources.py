@@ -1,0 +1,160 @@
+"""What is translated: a command, a script or a YAML file; which system's it is, and the keys that it gives."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rayhelper import ConfigError
+from rayhelper.text import Loader, nearest, parse_text
+from trainers.translate.shell import commands, unknown_in
+
+SYSTEMS = ("verl", "siirl", "roll", "trl", "ms-swift")
+ENTRIES = {  # of a command: which word says whose it is
+    "verl": re.compile(r"verl\.[\w.]+|.*/?verl/trainer/main_ppo\.py"),
+    "siirl": re.compile(r"siirl\.[\w.]+|.*/?siirl/main_dag\.py"),
+    "trl": re.compile(r"(.*/)?trl|trl\.scripts\.\w+|.*trl/scripts/\w+\.py"),
+    "ms-swift": re.compile(r"(.*/)?(swift|megatron)|swift\.cli\.\w+"),
+}
+SECTIONS = {"actor_rollout_ref": "verl", "actor_train": "roll", "actor_infer": "roll"}
+OF_SWIFT = ("rlhf_type", "tuner_type", "train_type", "val_dataset", "micro_batch_size", "split_dataset_ratio")
+OF_TRL = ("dataset_name", "datasets", "model_name_or_path", "dataset_train_split", "use_peft")
+
+
+@dataclass
+class Source:
+    """The keys of what is translated, by their dotted names, or its words where the system's are flat ones."""
+
+    name: str
+    system: str
+    keys: dict[str, Any] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
+    file: Path | None = None
+
+
+def read(arguments: Sequence[str], system: str | None) -> Source:
+    """The source that ``FILE`` or ``-- COMMAND`` names. Raises ConfigError for what cannot be read without guessing."""
+    if system is not None and system not in SYSTEMS:
+        raise ConfigError(f"--from must be one of {', '.join(SYSTEMS)}, got {system!r}{nearest(system, SYSTEMS)}")
+    if arguments and arguments[0] == "--":
+        found = commands("\n".join([_quoted(arguments[1:])]), os.environ)
+        return _of_command(found, "a command", system)
+    if len(arguments) != 1:
+        raise ConfigError("translate takes one FILE, or -- and a COMMAND")
+    path = Path(arguments[0])
+    if not path.is_file():
+        raise ConfigError(f"there is no file {arguments[0]!r}")
+    text = path.read_text(encoding="utf-8")
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return _of_yaml(path, text, system)
+    return _of_command(commands(text, os.environ), str(path), system)
+
+
+def _quoted(words: Sequence[str]) -> str:
+    return " ".join("'" + word.replace("'", "'\\''") + "'" for word in words)
+
+
+def _of_command(found: list[list[str]], name: str, system: str | None) -> Source:
+    for words in found:
+        for place, word in enumerate(words):
+            whose = next((one for one, entry in ENTRIES.items() if entry.fullmatch(word)), None)
+            is_named = system in (None, whose) and place < len(words) - 1
+            if whose is None or not is_named or words[0] in ("pip", "pip3", "cd", "echo", "git", "rm", "mkdir"):
+                continue
+            rest = words[place + 1 :]
+            if whose in ("trl", "ms-swift"):
+                started = [word.rpartition(".")[2].removesuffix(".py")] if "." in word else []
+                rest = [*(one.rpartition("/")[2] for one in started), *rest]
+                return Source(name, whose, words=_checked(rest, name))
+            if any(re.match(r"[+~]*[\w./@-]+=", one) for one in rest):
+                return Source(name, whose, keys=_overrides(_checked(rest, name)))
+    known = f"of {system} " if system else ""
+    raise ConfigError(f"{name} has no command {known}that is known ({', '.join(SYSTEMS)})")
+
+
+def _checked(words: list[str], name: str) -> list[str]:
+    """The words. Raises ConfigError naming the variables that nothing sets."""
+    told = [f"{_readable(word)}: {', '.join(unknown)}" for word in words if (unknown := unknown_in(word))]
+    if told:
+        raise ConfigError(
+            f"{name} uses what is known only while it runs. Set it in the environment of this command:\n  - "
+            + "\n  - ".join(told)
+        )
+    return words
+
+
+def _readable(word: str) -> str:
+    return re.sub("\0([^\0]*)\0", lambda match: f"<{match[1].split(',')[0]}>", word)
+
+
+def _overrides(words: list[str]) -> dict[str, Any]:
+    """Hydra's ``key=value``, ``+key=value`` and ``++key=value``; options of its own keep their dashes."""
+    keys: dict[str, Any] = {}
+    options = iter(words)
+    for word in options:
+        match = re.fullmatch(r"(\+{0,2}|--)([\w./@-]+)=(.*)", word, re.DOTALL)
+        if match is None and word in ("--config-name", "--config-path", "-cn", "-cp"):
+            keys[{"-cn": "--config-name", "-cp": "--config-path"}.get(word, word)] = next(options, None)
+        elif match is None:
+            if word.startswith("~") or word.strip():
+                raise ConfigError(f"{word!r} is no key=value, and nobody here knows what it means")
+        else:
+            name = match[2] if match[1] != "--" else f"--{match[2]}"
+            keys[name] = _value(match[3])
+    opened: dict[str, Any] = {}
+    for name, value in keys.items():
+        opened |= _flattened(value, name) if isinstance(value, Mapping) and value else {name: value}
+    return opened
+
+
+def _value(text: str) -> Any:
+    """A value as hydra reads it: YAML, in which 1e-6 is a number."""
+    try:
+        return parse_text(text, "text") if text.strip() else None
+    except ConfigError:
+        return text
+
+
+def _of_yaml(path: Path, text: str, system: str | None) -> Source:
+    found = yaml.load(text, Loader)
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{path} must hold a mapping of keys to values")
+    whose = system or next((one for section, one in SECTIONS.items() if section in found), None)
+    if whose is None:
+        whose = "ms-swift" if set(OF_SWIFT) & found.keys() else "trl" if set(OF_TRL) & found.keys() else None
+    if whose is None:
+        raise ConfigError(f"{path}: no key says whose file it is. Write --from, one of {', '.join(SYSTEMS)}")
+    if whose in ("trl", "ms-swift"):
+        return Source(str(path), whose, file=path)
+    keys = _flattened(found)
+    return Source(str(path), whose, keys={name: _filled(value, keys, name) for name, value in keys.items()})
+
+
+def _flattened(found: Mapping[str, Any], beginning: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in found.items():
+        full = f"{beginning}.{name}" if beginning else str(name)
+        flat |= _flattened(value, full) if isinstance(value, Mapping) and value else {full: value}
+    return flat
+
+
+def _filled(value: Any, keys: Mapping[str, Any], name: str) -> Any:
+    """A value with ``${other.key}`` filled in. A whole section that is meant stays as it is written."""
+    if isinstance(value, list):
+        return [_filled(one, keys, name) for one in value]
+    if not isinstance(value, str) or "${" not in value:
+        return value
+    whole = re.fullmatch(r"\$\{([\w.]+)\}", value)
+    if whole and whole[1] in keys:
+        return _filled(keys[whole[1]], keys, name)
+
+    def one(match: re.Match[str]) -> str:
+        return str(_filled(keys[match[1]], keys, name)) if match[1] in keys else match[0]
+
+    return re.sub(r"\$\{([\w.]+)\}", one, value)

@@ -72,7 +72,7 @@ def tried(part: str, names: list[str]) -> Iterator[dict[str, str]]:
 
 
 def in_own_process(part: str, names: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """As ``fast``. Models share a process until one ends it, or takes too long: that is what came out for this model."""
+    """As ``fast``. Models share a process, until one ends it or takes too long: then that is what came out for it."""
     left = list(names)
     while left:
         command = [sys.executable, "-m", "tests.models.run", "--child", part, "--models", *left]

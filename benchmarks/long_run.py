@@ -9,7 +9,7 @@ this process reads /proc. A row of the table is the smallest of what was seen in
 what comes and goes in a step is left out. "ours" are the driver, its workers and their children; "Ray" are its daemons.
 
 The exit code is 1 if anything grows by more than ``BOUNDS`` from the first row to the last, or if ten seconds after
-``--kill`` anything is left: a process, a file in /dev/shm, a socket that listens. Logs of Ray stay, as Ray means them to.
+``--kill`` anything is left: a process, a file in /dev/shm, a listening socket. Ray keeps its logs on purpose: they stay.
 """
 
 from __future__ import annotations
@@ -295,9 +295,8 @@ def main() -> int:
         else:
             begun = time.monotonic()
             rows = watched(options, Path(place))
-            print(
-                f"{options.trainer}, use_ray {options.use_ray}: {options.steps} steps in {time.monotonic() - begun:.0f} s"
-            )
+            took_s = time.monotonic() - begun
+            print(f"{options.trainer}, use_ray {options.use_ray}: {options.steps} steps in {took_s:.0f} s")
             print(table(rows))
             wrong = grown(rows)
             if options.json:

@@ -9,7 +9,7 @@ this process reads /proc. A row of the table is the smallest of what was seen in
 what comes and goes in a step is left out. "ours" are the driver, its workers and their children; "Ray" are its daemons.
 
 The exit code is 1 if anything grows by more than ``BOUNDS`` from the first row to the last, or if ten seconds after
-``--kill`` anything is left: a process, a file in /dev/shm, a listening socket. Ray keeps its logs on purpose: they stay.
+``--kill`` a process is left, a file in /dev/shm or a listening socket. Ray keeps its logs on purpose.
 """
 
 from __future__ import annotations

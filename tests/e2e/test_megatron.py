@@ -105,6 +105,8 @@ GREEDY: Keys = {"top_k": 1}  # alike for any number of workers
 OWN_PROMPTS = [{"prompt": text[:6], "teacher_prompt": text, "completion": text[6:]} for text in TEXTS]
 CLIP_COV = {"loss_type": "clip_cov", "clip_cov_ratio": 0.5, "clip_cov_lb": -1.0}
 EVEN = {"reward_funcs": ["tests.e2e.runs.evenness"], "reward_weights": None}  # none is negative
+KL_COV = {"loss_type": "kl_cov", "kl_cov_ratio": 0.5}
+GMPO = {"loss_type": "gmpo", "epsilon": 0.05}
 GEOMETRIC = {"rollout_importance_sampling_clip_min": 0.99, "rollout_importance_sampling_clip_max": 1.01}
 CASES: Wanted = {  # trainer and keys
     "sft": ("sft", {"eval_dataset": [{"text": "no one"}]}),
@@ -120,14 +122,20 @@ CASES: Wanted = {  # trainer and keys
     "grpo": ("grpo", {"max_steps": 4, "entropy_coef": 0.01, "sync_ref_model": True, "ref_model_sync_steps": 2}),
     "grpo of ten steps": ("grpo", {"max_steps": 10}),
     "grpo of experts": ("grpo", {"beta": 0.0}),
-    "gmpo, opo": ("grpo", {"loss_type": "gmpo", "epsilon": 0.05, "advantage_estimator": "opo"}),
+    "gmpo, opo": ("grpo", GMPO | {"advantage_estimator": "opo"}),
     "gpg": ("grpo", {"loss_type": "gpg", "advantage_estimator": "gpg", "beta": 0.0}),
     "dppo_tv, remax": ("grpo", {"loss_type": "dppo_tv", "epsilon": 0.01, "advantage_estimator": "remax"}),
     "dppo_kl, maxrl": ("grpo", {"loss_type": "dppo_kl", "epsilon": 1e-4, "advantage_estimator": "maxrl"} | EVEN),
     "clip_cov, pass_at_k": ("grpo", CLIP_COV | {"advantage_estimator": "pass_at_k", "pass_k": 2} | EVEN),
-    "kl_cov, grpo_passk": ("grpo", {"loss_type": "kl_cov", "kl_cov_ratio": 0.5, "advantage_estimator": "grpo_passk"} | EVEN),
+    "kl_cov, grpo_passk": (
+        "grpo",
+        {"loss_type": "kl_cov", "kl_cov_ratio": 0.5, "advantage_estimator": "grpo_passk"} | EVEN,
+    ),
     "geometric": ("unlike", GEOMETRIC | {"rollout_importance_sampling_mode": "geometric_truncate"}),
-    "gmpo, geometric": ("unlike", GEOMETRIC | {"rollout_importance_sampling_mode": "geometric_mask", "loss_type": "gmpo"}),
+    "gmpo, geometric": (
+        "unlike",
+        GEOMETRIC | {"rollout_importance_sampling_mode": "geometric_mask", "loss_type": "gmpo"},
+    ),
     "rejection": ("unlike", {"rollout_rejection": "sequence_mean_k1", "rollout_rejection_max": 1.01}),
     "rejection of tokens": ("unlike", {"rollout_rejection": "token_k3", "rollout_rejection_max": 0.005}),
     "gkd": ("gkd", {}),
@@ -275,11 +283,13 @@ class Runs:
             (CASES[case][0], config_of(case, self._models, self._folder / name, keys))
             for name, (case, keys) in wanted.items()
         ]
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent
+        # As torchrun's agent does: a store of process 0 may end while others come back to it for the next run
+        store = torch.distributed.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )  # as torchrun's agent
         run_ranks(
             self._num_processes, process, self._num_processes, store.port, jobs, folder=self._folder, joined=False
         )
-
 
 
 def process(rank: int, num_processes: int, port: int, jobs: list[tuple[str, Any]]) -> None:
@@ -289,7 +299,7 @@ def process(rank: int, num_processes: int, port: int, jobs: list[tuple[str, Any]
     megatron_on_cpu.install()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
-    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # it outlives a run, which the next one may meet the end of
+    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update({name: str(value) for name, value in place.items()})
     with patch.object(Offload.__init__, "__defaults__", ("cpu", 2**20)):
         for trainer, config in jobs:

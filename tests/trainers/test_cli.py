@@ -6,8 +6,8 @@ import dataclasses
 import logging
 import os
 import re
-import subprocess
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -13,6 +13,7 @@ from rayhelper.roles import futures
 from rayhelper.roles.classes import decorate_class
 from rayhelper.roles.futures import Future
 from rayhelper.roles.methods import RoleMethod
+from rayhelper.roles.parts import begin_apart, end_building
 from rayhelper.roles.runtime import OFF, Runtime, Shard, WorkerInfo, state
 from rayhelper.values import dispatch as dispatching
 from rayhelper.worker.process_group import join_process_group
@@ -167,12 +168,15 @@ class RayHelper:
         """Inside, this process is as with Ray off: what is constructed here runs here, in every role.
 
         For a short piece of work beside a running session, such as preparing a model on the driver. What was
-        constructed outside keeps its workers; what is constructed inside cannot be used after. Holds for all threads.
+        constructed outside keeps its workers; what is constructed inside cannot be used after, and is no part of an
+        object whose ``__init__`` runs. Holds for all threads.
         """
         outer, state.active = state.active, None
+        token = begin_apart()
         try:
             yield
         finally:
+            end_building(token)
             RayHelper.teardown()  # of what was initialized inside
             state.active = outer
 

@@ -1,18 +1,35 @@
-"""``python -m trainers NAME --config x.yaml``: see ``commands.py`` for what NAME may be."""
+"""``python -m trainers NAME --config x.yaml``: see ``commands.py`` for what NAME may be.
+
+``python -m trainers swift sft x.yaml --key value``: a command of ms-swift, as its scripts have it.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 
-from trainers.cli import main
+from rayhelper import ConfigError
+from trainers.cli import main, uses_ray
 from trainers.commands import commands
+from trainers.configuration.others.ms_swift import COMMANDS, PROGRAMS, spelled, torchrun_options
 
 if __name__ == "__main__":
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    name, arguments = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
+    if name in PROGRAMS:
+        try:
+            name, arguments = spelled(sys.argv[1:])
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        options = torchrun_options(os.environ)
+        if options and not uses_ray(arguments):  # each of torchrun's processes comes here again
+            command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "trainers", *sys.argv[1:]]
+            os.execv(sys.executable, command)
     if name and not name.startswith("-"):
-        main(name, sys.argv[2:])
+        main(name, arguments)
     else:
         print("usage: python -m trainers NAME --config FILE [--key VALUE ...]", file=sys.stderr)
         print(f"NAME is one of {', '.join(commands())},", file=sys.stderr)
-        print("or your own trainer: my_package.my_module:MyTrainer, or path/to/file.py:MyTrainer.", file=sys.stderr)
+        print("or your own trainer: my_package.my_module:MyTrainer, or path/to/file.py:MyTrainer,", file=sys.stderr)
+        print(f"or a command of ms-swift: swift (or megatron) {', '.join(COMMANDS)}.", file=sys.stderr)
         sys.exit(0 if name in ("-h", "--help") else 2)

@@ -27,7 +27,7 @@ from rayhelper.planning.role_kinds import RoleKind, declared_name, declared_role
 from rayhelper.text import nearest, parse_text
 from trainers.commands import RLHF, Command, command_named
 from trainers.configuration.completion import CompletionConfig
-from trainers.configuration.reading.command_line import export_env, given_keys, load_config
+from trainers.configuration.reading.command_line import export_env, given_keys, load_config, read_config
 from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.reading.text import save_config
 from trainers.configuration.shared import TrainConfig
@@ -54,8 +54,8 @@ def _main(name: str, argv: Sequence[str] | None) -> None:
         command = _command(name, arguments)
         if _is_other_process():  # one process shows progress
             os.environ.update({"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"})
-        config = load_config(command.config_type, arguments, prog=f"python -m trainers {name}")
-        run(command.trainer, config)
+        config, header = read_config(command.config_type, arguments, prog=f"python -m trainers {name}")
+        run(command.trainer, config, header)
     except ConfigError as error:
         _end(f"error: {error}", 2)
     except KeyboardInterrupt:
@@ -75,6 +75,13 @@ def _command(name: str, arguments: Sequence[str]) -> Command:
     return command_named(name, plain(given_keys(arguments, [])[0].values.get("rlhf_type")))
 
 
+def uses_ray(arguments: Sequence[str]) -> bool:
+    """Whether the arguments, or the file that they name, say ``use_ray``. Mistakes are reported by ``main``."""
+    with contextlib.suppress(ConfigError):
+        return plain(given_keys(arguments, [])[0].values.get("use_ray")) is True
+    return False
+
+
 def _end(message: str, code: int) -> NoReturn:
     """Writes the message and exits.
 
@@ -88,11 +95,12 @@ def _end(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def run(trainer: Any, config: Any) -> dict[str, float]:
+def run(trainer: Any, config: Any, header: str | None = None) -> dict[str, float]:
     """The trainer's last metrics: in this process, or with its roles on device groups if ``use_ray`` or torchrun.
 
-    From Python what the command line does: ``run(GRPOTrainer, GRPOConfig(..., use_ray=True))``. Checks come first, then
-    workers are started, and stopped in the end. With ``use_ray=False`` it is ``GRPOTrainer(config).train()``, checked.
+    From Python what the command line does: ``run(GRPOTrainer, GRPOConfig(..., use_ray=True))``. Checks come first; then
+    ``header`` is told, workers are started, and stopped in the end. With ``use_ray=False`` it is
+    ``GRPOTrainer(config).train()``, checked.
 
     Raises:
         ConfigError: a mistake in the configuration, or another run in its ``output_dir``, found before anything starts.
@@ -100,10 +108,10 @@ def run(trainer: Any, config: Any) -> dict[str, float]:
     """
     folder = getattr(config, "run_folder", None)
     with contextlib.nullcontext() if folder is None or _is_other_process() else held(folder):
-        return _run(trainer, config)
+        return _run(trainer, config, header)
 
 
-def _run(trainer: Any, config: Any) -> dict[str, float]:
+def _run(trainer: Any, config: Any, header: str | None) -> dict[str, float]:
     os.environ.update({name: str(value) for name, value in config.env.items()})
     num_processes = _num_processes()
     if config.use_ray and num_processes > 1:
@@ -115,9 +123,11 @@ def _run(trainer: Any, config: Any) -> dict[str, float]:
         if config.device_groups is not None:
             logging.getLogger(__name__).info("device_groups is not used, because use_ray is false")
         _check_run(trainer, config, None)
+        _tell(header)
         return _trained(trainer, config)
     groups = placement(trainer, config, num_processes)
     _check_run(trainer, config, groups)
+    _tell(header)
     if num_processes > 1:
         with RayHelper.session(groups, runtime="torchrun"):
             return _trained(trainer, config)
@@ -147,6 +157,11 @@ def _num_processes() -> int:
 def _is_other_process() -> bool:
     """Whether this is one of torchrun's processes, and not the first."""
     return _num_processes() > 1 and int(os.environ["RANK"]) > 0
+
+
+def _tell(header: str | None) -> None:
+    if header is not None and not _is_other_process():
+        logging.getLogger(__name__).info(header)
 
 
 def _check_run(trainer: Any, config: Any, groups: DeviceGroups | None) -> None:

@@ -256,8 +256,12 @@ def _load_file(file: Path) -> ModuleType:
         raise ImportError("it is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look a class's module up by name while it is being defined
+    from trainers.swift_stand_in import register, stand_in
+
     try:
-        spec.loader.exec_module(module)
+        with stand_in() as found:
+            spec.loader.exec_module(module)
+        register(found)
     except BaseException:
         del sys.modules[name]
         raise

@@ -131,6 +131,11 @@ def begin_building(identity: Identity, instance: Any) -> Token[Building | None]:
     return _innermost.set(Building(state.active, identity, instance))
 
 
+def begin_apart() -> Token[Building | None]:
+    """From now on objects that are built are parts of none, until ``end_building``."""
+    return _innermost.set(None)
+
+
 def end_building(token: Token[Building | None]) -> None:
     _innermost.reset(token)
 

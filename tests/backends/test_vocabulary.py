@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from tests.backends.ranks import run_ranks
 from trainers.backends.scores import head
+from trainers.backends.scores.evaluated import TargetNumbers
 from trainers.backends.scores.head import LinearHead
 from trainers.backends.scores.top_logps import TopLogps
 from trainers.backends.scores.vocabulary import ShardedVocabulary
-from trainers.dpo.scores import PairNumbers
 from trainers.gkd.loss import TopDivergence, WholeDivergence
 from trainers.losses.distillation import generalized_jsd, topk_jsd, topk_logps
 from trainers.losses.tokens import token_entropy, token_logps
@@ -218,7 +218,7 @@ def answers_of_heads(rank: int, shard: int) -> dict[str, Answer]:
         for tail in (False, True):
             function = TopDivergence(add_tail=tail, **settings)  # type: ignore[arg-type]
             ask(f"top {beta} {tail}", token_function=function, token_inputs=(TOP_IDS, TOP_LOGPS), entropy_gradient=True)
-    ask("pairs", token_function=PairNumbers(True), token_inputs=(HEAD_IDS,))
+    ask("pairs", token_function=TargetNumbers(True), token_inputs=(HEAD_IDS,))
     with torch.no_grad():
         ask("likeliest", token_function=TopLogps(K, TEMPERATURE))
     weight = rows_of(vocabulary, WEIGHT).requires_grad_()

@@ -17,9 +17,11 @@ import torch
 from safetensors.torch import load_file
 
 from rayhelper.roles.runtime import state
+from trainers.cpo.config import CPOConfig, ORPOConfig, SimPOConfig
 from trainers.dpo.config import DPOConfig
 from trainers.gkd.config import GKDConfig
 from trainers.grpo.config import GRPOConfig
+from trainers.kto.config import KTOConfig
 from trainers.ppo.config import PPOConfig
 from trainers.reward.config import RewardConfig
 from trainers.run.run import Run
@@ -72,6 +74,11 @@ def pair_rows(count: int = 11) -> list[dict[str, Any]]:
 
 def dpo_config(model: str, folder: Path, **keys: Any) -> DPOConfig:
     """Three epochs of three steps over 11 pairs; the last batch of an epoch has 3 pairs, the others 4."""
+    return DPOConfig(**of_pairs(model, folder, **keys))
+
+
+def of_pairs(model: str, folder: Path, **keys: Any) -> dict[str, Any]:
+    """What ``dpo_config`` says, for other trainers."""
     settings: dict[str, Any] = {
         **shared(model, folder),
         "dataset": pair_rows(),
@@ -82,22 +89,42 @@ def dpo_config(model: str, folder: Path, **keys: Any) -> DPOConfig:
         "num_train_epochs": 3,
         "save_steps": 0,
     }
-    return DPOConfig(**(settings | keys))
+    return settings | keys
 
 
 def reward_config(model: str, folder: Path, **keys: Any) -> RewardConfig:
     """As ``dpo_config``."""
-    settings: dict[str, Any] = {
-        **shared(model, folder),
-        "dataset": pair_rows(),
-        "eval_dataset": pair_rows(3),
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "global_batch_size": 4,
-        "num_train_epochs": 3,
-        "save_steps": 0,
-    }
-    return RewardConfig(**(settings | keys))
+    return RewardConfig(**of_pairs(model, folder, **keys))
+
+
+def cpo_config(model: str, folder: Path, **keys: Any) -> CPOConfig:
+    """As ``dpo_config``."""
+    return CPOConfig(**of_pairs(model, folder, **keys))
+
+
+def simpo_config(model: str, folder: Path, **keys: Any) -> SimPOConfig:
+    """As ``dpo_config``."""
+    return SimPOConfig(**of_pairs(model, folder, **keys))
+
+
+def orpo_config(model: str, folder: Path, **keys: Any) -> ORPOConfig:
+    """As ``dpo_config``."""
+    return ORPOConfig(**of_pairs(model, folder, **keys))
+
+
+def judged_rows(count: int = 11) -> list[dict[str, Any]]:
+    """One completion of each pair, desirable or not."""
+    rows = pair_rows(count)
+    return [
+        {"prompt": row["prompt"], "completion": row["chosen" if k % 3 else "rejected"], "label": k % 3 > 0}
+        for k, row in enumerate(rows)
+    ]
+
+
+def kto_config(model: str, folder: Path, **keys: Any) -> KTOConfig:
+    """As ``dpo_config``, of completions that are judged each by itself."""
+    own = {"dataset": judged_rows(), "eval_dataset": judged_rows(4)}
+    return KTOConfig(**of_pairs(model, folder, **own | keys))
 
 
 def together(num_workers: int) -> dict[str, Any]:

@@ -32,6 +32,8 @@ EXAMPLES = {
 
 SAMPLING = [f"sampling/{name}.yaml" for name in ("quickstart", "device_groups", "distill")]  # test_sampling.py
 PAIRS = [f"{trainer}/{name}.yaml" for trainer in ("dpo", "reward") for name in ("quickstart", "device_groups")]
+JUDGED = ["kto/quickstart.yaml", "kto/device_groups.yaml"]  # test_judged.py
+JUDGED += [f"cpo/{name}.yaml" for name in ("quickstart", "simpo", "orpo")]
 GKD = [f"gkd/{name}.yaml" for name in ("quickstart", "separate", "vllm_teacher")]  # test_gkd.py, test_gkd_vllm.py
 OWN = ["own_trainer/raft.yaml", "own_trainer/online_dpo.yaml"]  # test_own_trainer.py
 PPO = ["ppo/quickstart.yaml", "ppo/quickstart_ray.yaml"]  # test_ppo.py
@@ -55,7 +57,7 @@ def test_every_example_is_known_here() -> None:
     found = {str(path.relative_to(ROOT / "examples")) for path in (ROOT / "examples").rglob("*.yaml")}
     elsewhere = ("ms_swift/", "megatron/")  # test_ms_swift.py, test_megatron_examples.py
     found = {name for name in found if not name.startswith(elsewhere)}
-    assert found == {*EXAMPLES, *SAMPLING, *PPO, *PAIRS, *GKD, *OWN}
+    assert found == {*EXAMPLES, *SAMPLING, *PPO, *PAIRS, *JUDGED, *GKD, *OWN}
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "grpo/quickstart.yaml"])
@@ -74,6 +76,7 @@ def test_an_example_trains_two_steps(name: str, tmp_path: Path) -> None:
     [
         "sft/gsm8k",
         "dpo/device_groups",
+        "kto/device_groups",
         "reward/device_groups",
         "gkd/separate",
         "ppo/quickstart_ray",

@@ -39,10 +39,12 @@ from trainers.batch import Ragged, Rollouts
 from trainers.checkpoint import newest
 from trainers.cli import run
 from trainers.configuration.shared import changed
+from trainers.cpo.trainer import CPOTrainer
 from trainers.dpo.trainer import DPOTrainer
 from trainers.gkd.trainer import GKDTrainer
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
+from trainers.kto.trainer import KTOTrainer
 from trainers.ppo.trainer import PPOTrainer
 from trainers.reward.trainer import RewardTrainer
 from trainers.sft.trainer import SFTTrainer
@@ -94,6 +96,8 @@ class UnlikeTrainer(GRPOTrainer):
 UNDER_TEST: dict[str, Any] = {
     "sft": SFTTrainer,
     "dpo": DPOTrainer,
+    "kto": KTOTrainer,
+    "orpo": CPOTrainer,
     "reward": RewardTrainer,
     "ppo": PPOTrainer,
     "grpo": GRPOTrainer,
@@ -115,6 +119,8 @@ CASES: Wanted = {  # trainer and keys
     "sft, adapter": ("sft", {"tuner_type": "lora", "lora_rank": 4}),  # drawn anew
     "dpo": ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2, "rpo_alpha": 0.5}),
     "dpo precomputed": ("dpo", {"precompute_ref_log_probs": True, "use_weighting": True}),
+    "kto": ("kto", {"desirable_weight": 0.7}),
+    "orpo": ("orpo", {}),
     "reward": ("reward", {"center_rewards_coefficient": 0.1}),
     "reward of a language model": ("reward", {}),  # the head is drawn anew
     "ppo": ("ppo", {}),
@@ -159,6 +165,8 @@ BY_TWO: dict[str, list[str]] = {
     "sft of experts": ["ep"],
     "dpo": ["tp", "cp", "pp resting"],
     "dpo precomputed": ["pp"],
+    "kto": ["tp", "pp"],
+    "orpo": ["cp"],
     "sft, adapter": ["tp", "pp"],
     "reward": ["tp", "pp"],
     "reward of a language model": ["pp"],

@@ -27,7 +27,9 @@ from tests.e2e.runs import (
     gkd_config,
     grpo_config,
     interrupted_after,
+    kto_config,
     lines,
+    orpo_config,
     ppo_config,
     reward_config,
     sft_config,
@@ -40,10 +42,12 @@ from trainers.batch import Sequences
 from trainers.checkpoint import checkpoints, latest, read_state
 from trainers.cli import run
 from trainers.configuration.reading.text import save_config
+from trainers.cpo.trainer import CPOTrainer
 from trainers.dpo.trainer import DPOTrainer
 from trainers.gkd.trainer import GKDTrainer
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
+from trainers.kto.trainer import KTOTrainer
 from trainers.metrics import Metrics
 from trainers.parts.policy import Policy
 from trainers.ppo.trainer import PPOTrainer
@@ -56,7 +60,8 @@ pytestmark = pytest.mark.xdist_group("ray_trainers")  # all look at what one sta
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS: dict[str, Any] = {
-    **{"dpo": DPOTrainer, "reward": RewardTrainer, "gkd": GKDTrainer, "ppo": PPOTrainer},
+    **{"dpo": DPOTrainer, "kto": KTOTrainer, "orpo": CPOTrainer, "reward": RewardTrainer},
+    **{"gkd": GKDTrainer, "ppo": PPOTrainer},
     "raft": trainer_of("raft"),  # written outside of the package
 }
 ROLES = sorted({role for cls in (GRPOTrainer, *OTHERS.values()) for role in cls.__rayhelper_roles__})
@@ -156,7 +161,8 @@ def other_config(name: str, model: str, folder: Path) -> Any:
         return configured(name, model, folder, num_kept=2, report_to=["none"], **keys)
     if name == "gkd":
         return gkd_config(model, folder, teacher_model=model, lmbda=1.0, sft_alpha=0.0, **keys)
-    return {"dpo": dpo_config, "reward": reward_config, "ppo": ppo_config}[name](model, folder, **keys)
+    configs = {"dpo": dpo_config, "kto": kto_config, "orpo": orpo_config, "reward": reward_config, "ppo": ppo_config}
+    return configs[name](model, folder, **keys)
 
 
 def judged_config(model: str, folder: Path) -> SFTConfig:

@@ -31,7 +31,7 @@ from trainers.batch import Ragged, Rollouts, Samples
 from trainers.grpo.plan import GenerationPlan
 from trainers.grpo.trainer import GRPOConfig, GRPOTrainer
 from trainers.parts.generator import Generator
-from trainers.rewards.functions import completion_text
+from trainers.rewards.texts import completion_text
 
 NUM_GENERATIONS = 4
 MAX_COMPLETION_LENGTH = 10

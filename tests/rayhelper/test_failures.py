@@ -229,6 +229,19 @@ def test_calls_beyond_the_limit_wait_for_earlier_ones(ray_cluster: None) -> None
         assert [call.result() for call in calls] == list(range(5))
 
 
+def test_each_of_many_deferred_calls_keeps_its_own_value_or_failure(ray_cluster: None) -> None:
+    groups = {"crew": {"device": "CPU", "ranks": 2, "workers": ["work"], "max_in_flight": 8}}
+    with without_runtime(), RayHelper.session(groups):
+        troubled = Troubled()
+        values = [troubled.squares.defer([k, k]) for k in range(20)]
+        failing = [troubled.fail_on.defer(1, f"call {k}") for k in range(9)]
+        more = [troubled.squares.defer([k, k]) for k in range(20)]
+        assert [call.result() for call in values + more] == [[k * k, k * k] for k in [*range(20), *range(20)]]
+        for call in failing:
+            with pytest.raises(KeyError, match="rank 1 cannot"):
+                call.result()
+
+
 def test_a_killed_worker_is_noticed_and_later_calls_name_it(ray_cluster: None) -> None:
     with without_runtime(), RayHelper.session({"crew": {"device": "CPU", "ranks": 2, "workers": ["work"]}}):
         troubled = Troubled()

@@ -62,3 +62,16 @@ def test_local_changes_nothing_while_ray_is_off() -> None:
         with RayHelper.local():
             assert Counter().count(1) == 2
         assert Counter().count(1) == 2
+
+
+@RayHelper.worker(group="judge")
+class Whole:
+    """Whose ``__init__`` does some work with a class of a role that it does not name."""
+
+    def __init__(self) -> None:
+        with RayHelper.local():
+            self.counted = Counter().count(1)
+
+
+def test_what_is_constructed_inside_is_no_part_of_the_object_that_is_built() -> None:
+    assert Whole().counted == 2

@@ -293,8 +293,8 @@ def test_keys_that_must_be_given_are_all_named() -> None:
 
 
 def test_an_argument_without_a_key_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'x\.yaml' belongs to no key"):
-        load_config(Config, ["x.yaml", *NEEDED])
+    with pytest.raises(ConfigError, match=r"'x\.txt' belongs to no key"):
+        load_config(Config, ["x.txt", *NEEDED])
 
 
 # Help, printing, saving
@@ -702,15 +702,16 @@ def test_the_key_rlhf_type_chooses_the_trainer(
     assert [config.seed for config in made] == [7]
 
 
+RLHF_TYPES = "cpo, simpo, orpo, dpo, gkd, grpo, kto, ppo, rm"
+
+
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        ([], "rlhf_type must be given, in the file or as --rlhf_type: one of dpo, gkd, grpo, ppo, rm"),
-        (["--rlhf_type", "kto"], "rlhf_type kto is not supported: it learns from answers that are no pairs"),
-        (["--rlhf_type", "simpo"], "rlhf_type: dpo, reference_free: true, loss_type: sigmoid_norm"),
-        (["--rlhf_type", "ppoo"], "rlhf_type must be one of dpo, gkd, grpo, ppo, rm, got 'ppoo'"),
+        ([], f"rlhf_type must be given, in the file or as --rlhf_type: one of {RLHF_TYPES}"),
+        (["--rlhf_type", "ppoo"], f"rlhf_type must be one of {RLHF_TYPES}, got 'ppoo'"),
     ],
-    ids=["none", "kto", "simpo", "typo"],
+    ids=["none", "typo"],
 )
 def test_an_rlhf_type_without_a_trainer_is_told_what_to_use(
     argv: list[str], told: str, capsys: pytest.CaptureFixture[str]

@@ -39,7 +39,8 @@ KEYS = {field.name for kind in KINDS for field in dataclasses.fields(kind)}
 def load(kind: type[Any], text: str, tmp_path: Path, *argv: str) -> Any:
     """The configuration of a YAML text beside the keys that must be given."""
     rewards = "reward_funcs: [format]\n" if kind in (GRPOConfig, PPOConfig) and "reward_funcs" not in text else ""
-    (tmp_path / "x.yaml").write_text(f"model: m\ndataset: d\n{rewards}{text}\n")
+    whose = "" if "defaults:" in text else "defaults: trl\n"  # test_defaults.py is of those
+    (tmp_path / "x.yaml").write_text(f"model: m\ndataset: d\n{whose}{rewards}{text}\n")
     return load_config(kind, ["--config", str(tmp_path / "x.yaml"), *argv])
 
 
@@ -113,6 +114,7 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
     (PretrainConfig, "truncation_strategy: split", {}),
     (GRPOConfig, "truncation_strategy: left\nmax_length: 64", {"max_prompt_length": 64}),
     (RewardConfig, "truncation_strategy: delete", {}),
+    (SFTConfig, "truncation_strategy: delete", {"truncation_mode": "drop"}),
     (SamplingConfig, "max_length: 64\nmax_new_tokens: 9", {"max_prompt_length": 64, "max_completion_length": 9}),
     (SFTConfig, "eval_steps: 10\nsplit_dataset_ratio: 0.0", {}),
     (SFTConfig, "eval_steps: 10\nsplit_dataset_ratio: 0\nval_dataset: e", {"eval_steps": 10, "eval_dataset": "e"}),
@@ -123,7 +125,10 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
     (SFTConfig, "dataset_shuffle: false\ndata_seed: 42\npacking_length: 1024", {"shuffle_dataset": False}),
     (SamplingConfig, "data_seed: 7", {"dataset_seed": 7}),
     (SFTConfig, "enable_dft_loss: true", {"loss_type": "dft"}),
-    (SFTConfig, "model_author: swift\nmodel_name: swift-bot", {}),
+    (SFTConfig, "model_author: swift\nmodel_name: swift-bot", {"model_author": ["swift"], "model_name": ["swift-bot"]}),
+    (SFTConfig, "deepspeed: zero1", {"fsdp_reshard_after_forward": False}),
+    (SFTConfig, "split_dataset_ratio: 0.01", {"split_dataset_ratio": 0.01}),
+    (GRPOConfig, "tensor_model_parallel_size: 2", {"backend": "megatron", "tensor_model_parallel_size": 2}),
     (SFTConfig, "eval_dataset: a.x b.x", {"eval_dataset": ["a.x", "b.x"]}),
     (GRPOConfig, "enable_thinking: false", {"chat_template_kwargs": {"enable_thinking": False}}),
     (GRPOConfig, "overlong_filter: true\ntau_pos: 1.0", {"mask_truncated_completions": True}),
@@ -169,14 +174,14 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
     (SFTConfig, "backend: megatron\nsequence_parallel: true\nattention_backend: flash", MEGATRON),
     (
         SFTConfig,
-        "backend: megatron\nmoe_permute_fusion: true\nmegatron: {bucket_size: 1}",
-        MEGATRON | {"megatron": {"bucket_size": 1, "moe_permute_fusion": True}},
+        "backend: megatron\nmoe_router_fusion: true\nmegatron: {bucket_size: 1}",
+        MEGATRON | {"megatron": {"bucket_size": 1, "moe_router_fusion": True}},
     ),
     (SFTConfig, "backend: megatron\nmegatron: null", MEGATRON | {"megatron": {}}),
     (
         SFTConfig,
-        "backend: megatron\nmegatron:\nmoe_permute_fusion: true",
-        MEGATRON | {"megatron": {"moe_permute_fusion": True}},
+        "backend: megatron\nmegatron:\nmoe_router_fusion: true",
+        MEGATRON | {"megatron": {"moe_router_fusion": True}},
     ),
     (
         SFTConfig,
@@ -218,6 +223,8 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
 
 @pytest.mark.parametrize(("kind", "text", "keys"), SAME, ids=[text.replace("\n", ", ")[:60] for _, text, _ in SAME])
 def test_others_keys_say_what_ours_say(kind: type[Any], text: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    if "use_vllm: true" in text and kind is GRPOConfig:
+        keys = {"rollout_importance_sampling_correction": True} | keys  # as TRL's use_vllm means
     assert load(kind, text, tmp_path) == dataclasses.replace(load(kind, "", tmp_path), **keys)
 
 
@@ -235,7 +242,8 @@ def test_the_command_line_wins_over_what_the_file_means(tmp_path: Path) -> None:
     assert load(GRPOConfig, text, tmp_path, "--global_batch_size", "8").generation_batch_size == 32
     assert load(GRPOConfig, "use_vllm: true", tmp_path, "--rollout_engine", "hf").rollout_engine == "hf"
     assert load(GRPOConfig, "rollout_engine: hf", tmp_path, "--use_vllm", "true").rollout_engine == "vllm"
-    quantized = load(GRPOConfig, "use_vllm: true\nvllm_quantization: fp8", tmp_path, "--vllm_quantization", "awq")
+    text = "tuner_type: lora\nvllm_enable_lora: true\nuse_vllm: true\nvllm_quantization: fp8"
+    quantized = load(GRPOConfig, text, tmp_path, "--vllm_quantization", "awq")
     assert quantized.vllm_engine_kwargs == {"quantization": "awq"}
 
 
@@ -263,7 +271,6 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "min_lr: 1e-6\nlr_scheduler_type: inverse_sqrt",
         "min_lr is not supported with lr_scheduler_type inverse_sqrt",
     ),
-    (SFTConfig, "deepspeed: zero1", "deepspeed zero1 is not supported"),
     (SFTConfig, "deepspeed: {a: 1}", "or the fsdp_* keys themselves"),
     (SFTConfig, "backend: megatron\ndeepspeed: zero3", "deepspeed zero3 is of backend: fsdp"),
     (SFTConfig, "sequence_parallel_size: 2", "Write that and context_parallel_size"),
@@ -279,9 +286,7 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "backend: megatron\nrouter_aux_loss_coef: 0.01",
         "router_aux_loss_coef is of transformers' losses. Write megatron: {moe_aux_loss_coeff: ...}",
     ),
-    (SFTConfig, "truncation_strategy: delete", "write right (rows keep their start) or left (their end)"),
     (GRPOConfig, "truncation_strategy: delete", "write left: long rows lose the beginning of their prompt"),
-    (SFTConfig, "split_dataset_ratio: 0.01", "training data are not split. Write 0"),
     (SFTConfig, "save_strategy: epoch", "save_strategy epoch is not supported: write save_steps"),
     (SFTConfig, "save_strategy: 'no'\neval_strategy: epoch", "eval_strategy epoch is not supported: write eval_steps"),
     (SFTConfig, "data_seed: 7", "seed is that of the data too"),
@@ -322,16 +327,15 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (PPOConfig, "async_generate: true", "completions are drawn by the policy as it is"),
     (GKDConfig, "vllm_importance_sampling_mode: token_mask", "another name of rollout_importance_sampling_mode"),
     (SFTConfig, "use_vllm: true", "vLLM completes prompts in GRPO, PPO and GKD alone"),
-    (GRPOConfig, "tensor_model_parallel_size: 2", "fsdp_sharding_strategy: full_shard lays weights in shards"),
+    (
+        GRPOConfig,
+        "backend: fsdp\ntensor_model_parallel_size: 2",
+        "fsdp_sharding_strategy: full_shard lays weights in shards",
+    ),
     (GRPOConfig, "tensor_model_parallel_size: true", "tensor_model_parallel_size must be a whole number, got true"),
     (SFTConfig, "vllm_max_model_len: 9\nvllm_x: 1", "vllm_max_model_len and vllm_x are not supported: vLLM completes"),
     (GRPOConfig, "moe_grouped_gemm: true", "moe_grouped_gemm is True, but backend is fsdp"),
     (GRPOConfig, "moe_permute_fusion: true", "it is a setting of Megatron's"),
-    (
-        SFTConfig,
-        "dataset: swift/self-cognition#9\nmodel_name: b",
-        "placeholders of swift/self-cognition are not filled in",
-    ),
     (SFTConfig, "lora_bias: all", 'lora_bias is not supported: what is done here is "none". Write that'),
     (GRPOConfig, "actor_rollout_ref: {actor: {optim: {lr: 1}}}", "docs/equivalents.md"),
 ]
@@ -406,6 +410,7 @@ def test_the_table_of_equivalents_knows_every_alias_and_every_key_that_it_names(
     ] == []
     groups = {"device_groups", "ranks", "nproc_per_node", "nnodes"}  # placement, and what is no key
     words = {"apo_zero", "sigmoid_norm", "soft_overlong", "cosine_scaled", "repetition_penalty", "device_mapping"}
+    words |= {"ms_swift_accuracy", "drop"}
     for row in (line.split("|")[2] for line in text.splitlines() if line.startswith("| `")):
         for name in re.findall(r"`([a-z_]+)(?::[^`]*)?`", row):
             assert name in KEYS | groups | words | NAMES_OF_VALUES, row

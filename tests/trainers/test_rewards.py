@@ -16,7 +16,6 @@ import pytest
 
 from trainers.batch import Ragged
 from trainers.rewards.functions import (
-    chat_completions,
     exact_answer,
     format_reward,
     is_async,
@@ -25,6 +24,7 @@ from trainers.rewards.functions import (
     reward_name,
     score,
 )
+from trainers.rewards.texts import chat_completions
 
 IDS = [[1, 2], [3]]
 

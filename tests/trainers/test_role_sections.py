@@ -137,6 +137,35 @@ def test_the_command_line_wins_over_a_section_and_may_write_one(tmp_path: Path) 
     assert (found.learning_rate, found.device_groups) == (3.0, SIZES | {})
 
 
+def test_device_groups_on_the_command_line_replaces_where_roles_run_and_no_other_key(tmp_path: Path) -> None:
+    text = (
+        "colocate_groups: [[train, rollout]]\ntrain: {gpus: 4, tuner_type: lora, lora_rank: 4, env: {A: b}}\n"
+        "rollout: {gpus: 4, vllm_max_model_len: 800}\nuse_vllm: true\nteacher: {gpus: 4, model: t}"
+    )
+    groups = '{"all": {"device": "CPU", "ranks": 2, "workers": ["train", "rollout", "teacher"]}}'
+    argv = ["--device_groups", groups, "--teacher.model", "other", "--rollout.top_p", "0.9"]
+    found = load(GRPOConfig, text, tmp_path, *argv)
+    assert (found.tuner_type, found.lora_rank, found.vllm_max_model_len) == ("lora", 4, 800)
+    assert (found.teacher_model, found.top_p) == ("other", 0.9)
+    assert [group.name for group in placement(GRPOTrainer, found).groups] == ["all"]
+    spoken_first = load(GRPOConfig, text, tmp_path, "--teacher.model", "other", "--device_groups", groups)
+    assert spoken_first.teacher_model == "other"
+
+
+def test_a_section_without_devices_may_stand_beside_device_groups(tmp_path: Path) -> None:
+    groups = "device_groups: {all: {device: CPU, ranks: 2, workers: [train, rollout, teacher]}}\n"
+    assert load(GRPOConfig, groups + "teacher: {model: t}", tmp_path).teacher_model == "t"
+    argv = ["--device_groups", groups.removeprefix("device_groups: "), "--teacher.model=t"]
+    found = load(GRPOConfig, "", tmp_path, *argv)
+    assert found.teacher_model == "t"
+
+
+def test_the_command_line_cannot_say_in_two_ways_where_roles_run(tmp_path: Path) -> None:
+    groups = '{"all": {"device": "CPU", "ranks": 2, "workers": ["train", "rollout"]}}'
+    with pytest.raises(ConfigError, match="command line: device_groups and train both say where roles run"):
+        load(GRPOConfig, "train: {gpus: 2}", tmp_path, "--device_groups", groups, "--train.gpus", "1")
+
+
 REFUSED: list[tuple[str, list[str]]] = [
     ("train: {gpus: 4, lerning_rate: 1}", ["unknown key lerning_rate", "did you mean learning_rate?"]),
     ("train: {gpus: 4, lr: 1, learning_rate: 2}", ["section 'train' says learning_rate twice", "lr"]),
@@ -151,10 +180,6 @@ REFUSED: list[tuple[str, list[str]]] = [
     ),
     ("train: {gpus: 4, top_p: 0.9}", ["section 'train' has top_p, which role rollout reads"]),
     ("train: {gpus: 4}\nrollout: {gpus: 4, lr: 1}", ["section 'rollout' has lr, which role rollout does not read"]),
-    (
-        "train: {gpus: 4, tensor_model_parallel_size: 2}",
-        ["tensor_model_parallel_size is 2, but backend is fsdp", "Set backend: megatron"],
-    ),
     (
         "backend: megatron\nreference: {gpus: 4, tensor_model_parallel_size: 2}\ntrain: {gpus: 4}",
         ["section 'reference' has tensor_model_parallel_size: 2, and role train 1", "Write it once, at the top level"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, get_args
 
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from trainers.batch import Ragged
+from trainers.batch import Ragged, Samples
+from trainers.grpo.config import GRPOConfig
+from trainers.grpo.loss import StepNumbers, grpo_loss
 from trainers.losses.rollout_correction import accepted_tokens, add_rollout_metrics, off_policy_mask, rollout_ratios
 from trainers.losses.types import RolloutCorrection, RolloutRejection
 from trainers.metrics import Metrics
@@ -201,3 +204,31 @@ def test_the_geometric_mean_rejects_what_drifts_and_not_what_is_long() -> None:
     assert [bool(row.any()) for row in product] == [False, True]
     with pytest.raises(ValueError, match="nothing lies between"):
         accepted_tokens(old, engine, mask, statistic="token_k1", high=0.5)
+
+
+@pytest.mark.parametrize("has_old", [False, True])
+def test_engine_and_trainer_are_compared_without_a_correction_too(has_old: bool) -> None:
+    config = GRPOConfig(model="m", dataset=[{"prompt": "a"}], reward_funcs=["exact_answer"])
+    assert config.rollout_correction is None
+    trainers, engines = [[-1.0, -2.0], [-0.5]], [[-1.25, -2.0], [-0.25]]
+    known = Ragged.of(trainers, np.float32)
+    samples = Samples(
+        Ragged.of([range(3), range(2)], np.int64),
+        Ragged.of([[False, True, True], [False, True]], np.bool_),
+        advantages=np.array([1.0, -1.0], np.float32),
+        rollout_logps=Ragged.of(engines, np.float32),
+        old_logps=known if has_old else None,
+    )
+    logps_BT = (torch.zeros(2, 2) if has_old else known.padded(0.0)).requires_grad_()
+    mask_BT = torch.tensor([[True, True], [True, False]])
+    metrics = Metrics()
+    step = StepNumbers(3.0, 3, 0.0)
+    loss = grpo_loss(config, step, logps_BT, torch.zeros(2, 2), mask_BT, samples, metrics)
+    seen = metrics.values()
+    assert seen["sampling/sampling_logp_difference/mean"] == pytest.approx(0.5 / 3)
+    assert seen["sampling/sampling_logp_difference/max"] == pytest.approx(0.25)
+    assert seen["sampling/importance_sampling_ratio/max"] == pytest.approx(math.exp(0.25))
+    unseen = Metrics()
+    without = dataclasses.replace(samples, rollout_logps=None)
+    assert float(grpo_loss(config, step, logps_BT, torch.zeros(2, 2), mask_BT, without, unseen)) == float(loss)
+    assert not [name for name in unseen.values() if name.startswith("sampling/")]

@@ -21,7 +21,13 @@ from trainers.configuration.folders import configurations
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.dpo.config import DPOConfig
 from trainers.grpo.config import GRPOConfig
-from trainers.parts.model_checks import check_model_folder, check_optimizer, check_vocabulary, configuration_of
+from trainers.parts.model_checks import (
+    check_model_folder,
+    check_optimizer,
+    check_vocabulary,
+    check_whole,
+    configuration_of,
+)
 from trainers.sft.config import SFTConfig
 
 NEEDED: dict[str, Any] = {"model": "m", "dataset": "d"}
@@ -165,6 +171,26 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model: str, tmp_
     config = SFTConfig(model=model, dataset="d", tokenizer=str(tmp_path / "larger"))
     with pytest.raises(ConfigError, match=r"tokenizer: .*larger' has token ids up to \d+, but the model"):
         check_model_folder(config)
+
+
+def test_a_model_that_sees_is_refused_where_its_tower_would_be_lost(tmp_path: Path) -> None:
+    from transformers import Gemma3Config, Qwen3_5Config, Qwen3_5TextConfig
+
+    with pytest.raises(ConfigError, match=r"has a vision tower, and is trained here by Qwen3_5ForCausalLM"):
+        check_whole(Qwen3_5Config(), "m")
+    check_whole(Qwen3_5TextConfig(), "m")
+    check_whole(Gemma3Config(), "m")  # whose class keeps it
+    Qwen3_5Config().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"Models that see or hear are not supported yet"):
+        check_model_folder(SFTConfig(model=str(tmp_path), dataset="d"))
+
+
+def test_an_engine_that_quantizes_its_weights_is_refused_unless_it_keeps_them() -> None:
+    keys = {**NEEDED, "reward_funcs": ["exact_answer"], "rollout_engine": "vllm"}
+    with pytest.raises(ConfigError, match=r"takes new ones wrongly.*vllm_enable_lora: true"):
+        GRPOConfig(**keys, vllm_engine_kwargs={"quantization": "fp8"})
+    GRPOConfig(**keys, vllm_engine_kwargs={"quantization": None})
+    GRPOConfig(**keys, vllm_engine_kwargs={"quantization": "fp8"}, tuner_type="lora", vllm_enable_lora=True)
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ MODULES = (
     *("torch.testing", "numpy", "transformers", "transformers.models.auto.modeling_auto", "datasets", "peft"),
     *("transformers.models.qwen3.modeling_qwen3", "transformers.integrations.sdpa_attention", "tokenizers"),
     *("rayhelper", "rayhelper.worker.host", "rayhelper.runtimes.torchrun.runtime"),  # Ray keeps what it once read
-    *(f"trainers.{name}.trainer" for name in ("sft", "dpo", "reward", "grpo", "gkd", "ppo")),
+    *(f"trainers.{name}.trainer" for name in ("sft", "dpo", "kto", "cpo", "reward", "grpo", "gkd", "ppo")),
     *("trainers.backends.fsdp.backend", "trainers.backends.megatron.backend", "torch.distributed.run", "pytest"),
 )
 SET_BY_IMPORTS: dict[str, str] = {}  # variables

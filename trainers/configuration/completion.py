@@ -152,6 +152,13 @@ def check_engine(config: CompletionConfig) -> None:
             raise ConfigError("rollout_batch_size is for rollout_engine: hf; vLLM takes vllm_max_num_seqs.")
         if config.vllm_enable_lora:
             check_adapter_apart(config)
+        elif config.vllm_engine_kwargs.get("quantization") is not None:
+            raise ConfigError(
+                f"vllm_engine_kwargs: {{quantization: {config.vllm_engine_kwargs['quantization']}}}: an engine that "
+                "quantizes its weights as it loads them takes new ones wrongly, and would complete with others than "
+                "the policy's. Remove it; or train an adapter and set vllm_enable_lora: true, by which the engine "
+                "keeps its weights."
+            )
         check_said_once(config)
         return
     defaults = {key.name: key for key in fields(CompletionConfig)}

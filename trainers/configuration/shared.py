@@ -23,6 +23,7 @@ from trainers.backends.megatron.settings import MegatronSettings
 from trainers.configuration.megatron import OF_FSDP, MegatronConfig, key_mistakes, settings_of
 from trainers.configuration.roles import WELL_KNOWN, Role
 from trainers.configuration.values import check_values, is_there
+from trainers.data.held_out import Part
 from trainers.run.trackers import check_installed
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
@@ -40,7 +41,7 @@ OF_FSDP_INSTEAD = {  # what fsdp does in the place of a key of megatron
     ),
 }
 SET_BY_TRAINERS = ("device_map", "output_loading_info", "num_labels", "state_dict", "config")  # of from_pretrained
-REPORTERS = ("tensorboard", "wandb", "none")
+REPORTERS = ("tensorboard", "wandb", "swanlab", "none")
 PLAIN_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 # Those of transformers that look at the step alone; some need lr_scheduler_kwargs.
 SCHEDULES = (
@@ -86,12 +87,20 @@ class RunConfig:
     """Writes ``prompt`` from the other columns: 'Question: {question}'."""
     system: str | None = None
     """System message put before every conversation that has none; text prompts become conversations by it."""
+    model_name: list[str] | None = None
+    """What {{NAME}} in the rows of swift/self-cognition becomes: one name, or the Chinese and the English one."""
+    model_author: list[str] | None = None
+    """What {{AUTHOR}} there becomes, likewise."""
     shuffle_dataset: bool = True
     """Go through the rows in a new random order every epoch."""
     external_plugins: list[str] = field(default_factory=list)
     """Python files or modules that register reward functions, datasets and models."""
     seed: int = 42
     """Of shuffling, sampling, dropout and new weights."""
+
+    defaults: Literal["trl", "ms-swift"] = "trl"
+    """Whose defaults hold for keys that a file does not give, and whose meaning some keys have; a file with a key that
+    ms-swift alone has is ms-swift's. In Python the defaults are the class's."""
 
     # Output
     output_dir: str = "outputs"
@@ -101,7 +110,7 @@ class RunConfig:
     logging_steps: int = 10
     """Optimizer steps between lines on the console; the metrics files hold every step."""
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """tensorboard, wandb, none."""
+    """tensorboard, wandb, swanlab, none."""
 
     # Placement
     use_ray: bool = False
@@ -177,6 +186,8 @@ class TrainConfig(MegatronConfig, RunConfig):
     """As ``dataset``; null: no evaluation."""
     eval_dataset_split: str = "test"
     """The split of ``eval_dataset``."""
+    split_dataset_ratio: float = 0.0
+    """Without ``eval_dataset``, the share of the rows of ``dataset`` that are evaluated and never learned from."""
     skip_broken_rows: bool = False
     """Leave out rows that the trainer cannot use (no prompt, null, a number, not UTF-8), and say how many; false: end
     before the start and name them."""
@@ -262,6 +273,29 @@ class TrainConfig(MegatronConfig, RunConfig):
         super().__post_init__()
         check_shared(self)
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether rows of ``dataset`` are held out for evaluation: with an ``eval_dataset`` none are."""
+        return self.split_dataset_ratio > 0 and not self.eval_dataset
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are rows to evaluate on."""
+        return bool(self.eval_dataset) or self.is_divided
+
+    @property
+    def training_data(self) -> tuple[Any, str]:
+        """The source of the rows to learn from, and its split."""
+        part = Part(self.dataset, self.split_dataset_ratio, self.seed, is_held_out=False)
+        return part if self.is_divided else self.dataset, self.dataset_split
+
+    @property
+    def evaluation_data(self) -> tuple[Any, str]:
+        """The source of the rows to evaluate on, and its split; ``evaluates`` says whether there are any."""
+        if not self.is_divided:
+            return self.eval_dataset, self.eval_dataset_split
+        return Part(self.dataset, self.split_dataset_ratio, self.seed, is_held_out=True), self.dataset_split
+
 
 def check_run(config: RunConfig) -> None:
     """Raises ConfigError naming the first key of any run whose value has no meaning."""
@@ -326,9 +360,11 @@ def check_shared(config: TrainConfig) -> None:
     if config.peak_tflops is not None and not 0 < config.peak_tflops < math.inf:
         raise ConfigError(f"peak_tflops must be a positive number, got {config.peak_tflops}")
     _check_schedule(config.lr_scheduler_type, config.lr_scheduler_kwargs)
-    if config.eval_steps is not None and not config.eval_dataset:
+    if not 0 <= config.split_dataset_ratio < 1:
+        raise ConfigError(f"split_dataset_ratio must lie in [0, 1), got {config.split_dataset_ratio}")
+    if config.eval_steps is not None and not config.evaluates:
         raise ConfigError(f"eval_steps is {config.eval_steps}, but there is no eval_dataset to evaluate on. Add one.")
-    if config.val_before_train and not config.eval_dataset:
+    if config.val_before_train and not config.evaluates:
         raise ConfigError("val_before_train is set, but there is no eval_dataset to evaluate on. Add one.")
     check_seconds(config, "save_before_s")
     _check_best(config)

@@ -86,6 +86,21 @@ def pair_mistake(row: Mapping[str, Any]) -> Mistake | None:
     return None
 
 
+def judged_mistake(row: Mapping[str, Any]) -> Mistake | None:
+    """Of a row with a completion that was judged by itself, or of a pair of them."""
+    if row.get("chosen") is not None or row.get("rejected") is not None:
+        return pair_mistake(row)
+    if not isinstance(row.get("label"), bool) and row.get("label") not in (0, 1):
+        return "label", f"{_called(row.get('label'))}, neither true nor false"
+    if row.get("completion") is None and row.get("messages") is not None:
+        if mistake := in_column(row, "messages", text=False):
+            return mistake
+        messages = row["messages"]
+        is_answered = len(messages) > 1 and messages[-1]["role"] == "assistant"
+        return None if is_answered else ("messages", "no prompt that the assistant answers in its last turn")
+    return in_column(row, "prompt", empty=True) or in_column(row, "completion", empty=True) or _completed(row)
+
+
 def in_column(row: Mapping[str, Any], name: str, *, text: bool = True, empty: bool = False) -> Mistake | None:
     """What is wrong with a column that holds a conversation, or (``text``) a text, which ``empty`` may be empty."""
     value = row.get(name)
@@ -102,13 +117,26 @@ def in_column(row: Mapping[str, Any], name: str, *, text: bool = True, empty: bo
             return name, f"message {number} has no role"
         if not isinstance(message.get("content"), (str, list)) and not message.get("tool_calls"):
             return name, f"message {number} has no content"
+        if media := _media(message.get("content")):
+            return name, f"message {number} has a part of type {media!r}, which no model here sees"
     return None
+
+
+def _media(content: Any) -> str | None:
+    """The type of a part of a message that is no text."""
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    return next((str(part["type"]) for part in parts if part.get("type", "text") != "text"), None)
 
 
 def _alike(row: Mapping[str, Any]) -> Mistake | None:
     if isinstance(row["prompt"], str) == isinstance(row["completion"], str):
         return None
     return "completion", f"{_called(row['completion'])}, and prompt is {_called(row['prompt'])}"
+
+
+def _completed(row: Mapping[str, Any]) -> Mistake | None:
+    """A text may complete a conversation, as a turn of the assistant."""
+    return None if isinstance(row["completion"], str) else _alike(row)
 
 
 def _called(value: Any) -> str:

@@ -40,6 +40,7 @@ class Preferences(Batch):
     ref_chosen_logps: Ragged | None = None  # float32, one a target: the reference policy
     ref_rejected_logps: Ragged | None = None
     row_ids: np.ndarray | None = None  # int64, one a pair: places in the data, for messages
+    num_prompt_targets: np.ndarray | None = None  # int64, one a pair: those of chosen that come first
 
     @classmethod
     def of(
@@ -70,9 +71,23 @@ class Preferences(Batch):
         lengths: np.ndarray = 2 * np.maximum(self.chosen_ids.lengths, self.rejected_ids.lengths)
         return lengths
 
+    def pair_lengths(self) -> np.ndarray:
+        """(rows,) int64: the tokens of both sequences of each pair."""
+        lengths: np.ndarray = self.chosen_ids.lengths + self.rejected_ids.lengths
+        return lengths
+
     def item_costs(self) -> np.ndarray:
         """What ``RayHelper.balanced()`` shares out evenly: tokens."""
         return self.row_lengths()
+
+    def with_prompt_targets(self) -> Preferences:
+        """The same pairs; the targets of the chosen sequences are all tokens but the first, those of the prompt too."""
+        is_target = np.ones(len(self.chosen_mask.values), bool)
+        is_target[self.chosen_mask.offsets[:-1][self.chosen_mask.lengths > 0]] = False
+        chosen_mask = Ragged(is_target, self.chosen_mask.offsets)
+        num_completion_targets = np.array([row.sum() for row in self.chosen_mask], np.int64)
+        num_prompt_targets = np.maximum(self.chosen_mask.lengths - 1, 0) - num_completion_targets
+        return replace(self, chosen_mask=chosen_mask, num_prompt_targets=num_prompt_targets)
 
     @property
     def num_tokens(self) -> int:

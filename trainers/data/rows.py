@@ -27,6 +27,9 @@ import numpy as np
 
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.batch import Ragged, Sequences
+from trainers.data.answers import Turns, answer_spans, marked
+from trainers.data.formats import in_our_columns, with_names
+from trainers.data.loss_scale import LossScale
 from trainers.data.sources import read_source, shown
 
 if TYPE_CHECKING:
@@ -34,8 +37,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 TruncationMode = Literal["keep_start", "keep_end"]
+SFTTruncation = Literal["keep_start", "keep_end", "drop"]
 PromptTruncation = Literal["left", "error"]
 PackingStrategy = Literal["bfd", "bfd_split", "wrapped"]
 
@@ -52,6 +57,7 @@ def load_rows(
     prompt_template: str | None = None,
     system: str | None = None,
     skip_broken: bool = False,
+    names: Mapping[str, Sequence[str] | None] | None = None,
 ) -> Dataset:
     """The rows of ``source`` as one ``datasets.Dataset`` in one of TRL's formats.
 
@@ -59,8 +65,9 @@ def load_rows(
     ``columns`` renames columns, from the source's name to ours. ``prompt_template`` writes ``prompt`` from the other
     columns, under their old or new names: ``"Question: {question}\\nAnswer:"``. ``system`` is put before every
     conversation that has no system message; texts become conversations by it, and ``system=""`` does only that.
-    ShareGPT ``conversations`` become ``messages``. What was to be changed in a broken row is null afterwards, or as it
-    was: ``broken_rows.py`` finds them. ``skip_broken``: as ``read_source``.
+    ShareGPT ``conversations`` and ms-swift's columns become ``messages``, or ``prompt``, ``chosen`` and ``rejected``
+    (``formats.py``, which also says what ``names`` are). What was to be changed in a broken row is null afterwards, or
+    as it was: ``broken_rows.py`` finds them. ``skip_broken``: as ``read_source``.
 
     Raises FileNotFoundError or ValueError saying what is wrong with the source and what there is instead.
     """
@@ -69,12 +76,33 @@ def load_rows(
         raise ValueError(f"dataset {shown(source)} is empty (split {split!r}): it has no rows")
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
+    check_text_alone(rows)
     rows = _sharegpt_converted(_renamed(rows, columns or {}))
+    if prompt_template is None and (not columns or {"query", "response"} & set(columns.values())):
+        rows = in_our_columns(rows)  # other columns say themselves what they are
+    rows = with_names(rows, names or {})
     if prompt_template is not None:
         rows = _with_prompt(rows, prompt_template, columns or {})
     if system is not None:
         rows = rows.map(_with_system, fn_kwargs={"system": system}, desc="Adding the system message")
     return rows
+
+
+def check_text_alone(rows: Dataset) -> None:
+    """Raises ValueError for rows with images, videos or sounds, of which a language model would see nothing."""
+    import pyarrow.compute as pc
+    from pyarrow import types
+
+    for name in [name for name in MEDIA if name in rows.column_names]:
+        column = rows.with_format("arrow")[:][name]
+        is_listed = types.is_list(column.type) or types.is_large_list(column.type)
+        sizes = pc.list_value_length(column) if is_listed else pc.is_valid(column)
+        if count := pc.sum(pc.greater(sizes.cast("int64"), 0)).as_py():
+            raise ValueError(
+                f"{count} of {len(rows)} rows have {name}, which no model here sees: they would be learned as the text "
+                f"around them. Rows with images, videos and audios are not supported yet. Take them out, or the column "
+                f"{name!r} if nothing is to be seen in it."
+            )
 
 
 def _renamed(rows: Dataset, columns: Mapping[str, str]) -> Dataset:
@@ -133,11 +161,14 @@ def _with_prompt(rows: Dataset, template: str, columns: Mapping[str, str]) -> Da
 
 def _with_system(row: dict[str, Any], system: str) -> dict[str, Any]:
     changed: dict[str, Any] = {}
-    for key, role in (("prompt", "user"), ("completion", "assistant")):
+    answers = ("completion", *(("chosen", "rejected") if isinstance(row.get("prompt"), str) else ()))
+    for key, role in (("prompt", "user"), *((name, "assistant") for name in answers)):
         if isinstance(row.get(key), str):
             changed[key] = [{"role": role, "content": row[key]}]
     key = "prompt" if "prompt" in row else "messages"
     messages = changed.get(key, row.get(key))
+    if not system and not {"prompt", "messages"} & row.keys():
+        return changed
     if not {"prompt", "messages"} & row.keys():
         raise ValueError(f"system: needs rows with 'prompt' or 'messages', got columns {', '.join(row)}")
     if not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages):
@@ -165,12 +196,13 @@ def tokenize_sft(
     tokenizer: Any,
     *,
     max_length: int | None,
-    truncation_mode: TruncationMode = "keep_start",
+    truncation_mode: SFTTruncation = "keep_start",
     completion_only_loss: bool | None = None,
     assistant_only_loss: bool = False,
     text_field: str = "text",
     eos: str | None = None,
     num_proc: int | None = None,
+    loss_scale: LossScale | None = None,
 ) -> Sequences:
     """One sequence a row and, as targets, the tokens to learn: TRL's SFT preparation.
 
@@ -178,26 +210,32 @@ def tokenize_sft(
     where prompt and prompt + completion part as tokens; by default only completions are learned where there are any.
     ``assistant_only_loss`` learns what the template marks with ``{% generation %}``. Rows are cut to ``max_length``
     tokens, and those left without a target are dropped, with one line in the log. The first token is no target.
+    ``loss_scale`` chooses among the tokens that would be learned: see ``loss_scale.py``.
     ``pack`` with ``bfd_split`` or ``wrapped`` wants ``max_length=None``.
 
     Departures from TRL: it keeps rows without a target when it packs, and refuses rows without an assistant's turn.
     """
-    _check_choice("truncation_mode", truncation_mode, TruncationMode)
+    _check_choice("truncation_mode", truncation_mode, SFTTruncation)
     template = _chat_template(rows[0], tokenizer, assistant_only_loss)
     eos = eos or tokenizer.eos_token
-    encode = _SFTEncoder(tokenizer, template, completion_only_loss, assistant_only_loss, text_field, eos)
+    turns: Any = None if loss_scale is None or loss_scale.base == "all" else loss_scale.base
+    encode = _SFTEncoder(tokenizer, template, completion_only_loss, assistant_only_loss, text_field, eos, turns)
+    longest = max_length if truncation_mode == "drop" else None
     cut = slice(-max_length, None) if max_length and truncation_mode == "keep_end" else slice(max_length)
 
     def encode_all(table: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         ids, masks = [], []
         for position, index in enumerate(indices):
             try:
-                row_ids, row_mask = encode({name: column[position] for name, column in table.items()})
+                row = {name: column[position] for name, column in table.items()}
+                row_ids, row_mask = encode(row)
+                if loss_scale is not None:
+                    row_mask = loss_scale.masked(row_ids, row_mask, tokenizer)
             except Exception as error:
                 error.add_note(f"while tokenizing row {index} of the dataset")
                 raise
             row_mask = [False, *row_mask[cut][1:]]
-            if any(row_mask):
+            if any(row_mask) and (longest is None or len(row_ids) <= longest):
                 ids.append(row_ids[cut])
                 masks.append(row_mask)
         return {"input_ids": ids, "target_mask": masks}
@@ -206,7 +244,11 @@ def tokenize_sft(
     table = rows.map(encode_all, remove_columns=rows.column_names, features=_features(), **options)
     if dropped := len(rows) - len(table):
         logger.warning(
-            "dropped %d of %d rows that have no token to learn within max_length %s", dropped, len(rows), max_length
+            "dropped %d of %d rows that %s within max_length %s",
+            dropped,
+            len(rows),
+            "have no token to learn" if longest is None else "do not lie",
+            max_length,
         )
     if len(table) == 0:
         raise ValueError(
@@ -226,11 +268,17 @@ class _SFTEncoder:
     assistant_only_loss: bool
     text_field: str
     eos: str | None
+    turns: Turns | None = None
 
     def __call__(self, row: dict[str, Any]) -> tuple[list[int], list[bool]]:
         if row.get("prompt") is not None and row.get("completion") is not None:
             prompt_ids, ids, assistant = self._prompt_completion(row)
             start = _common_prefix(prompt_ids, ids) if self.completion_only_loss is not False else 0
+        elif self.completion_only_loss:
+            raise ValueError(
+                "completion_only_loss: true learns completions, and this row has none: it needs 'prompt' and "
+                "'completion'. Of messages, loss_scale: default (or assistant_only_loss) learns the answers alone."
+            )
         elif row.get("messages"):
             ids, assistant = self._conversation(row["messages"], row)
             start = 0
@@ -239,7 +287,8 @@ class _SFTEncoder:
         else:
             raise ValueError(
                 f"a row to learn from has {self.text_field!r}, 'messages', or 'prompt' and 'completion'; this one has "
-                f"{', '.join(name for name, value in row.items() if value is not None)}. Rename with `columns`."
+                f"{', '.join(name for name, value in row.items() if value is not None)}. Rename with `columns`; "
+                "texts are learned as they are, and with system: '' as conversations, by the chat template."
             )
         mask = [position >= start for position in range(len(ids))]
         if assistant is not None:
@@ -256,6 +305,13 @@ class _SFTEncoder:
         return prompt_ids, *self._conversation(row["prompt"] + row["completion"], row)
 
     def _conversation(self, messages: list[dict[str, Any]], row: dict[str, Any]) -> tuple[list[int], list[int] | None]:
+        if self.turns is not None:
+            return self._answers(messages, row, self.turns)
+        if any(message.get("loss") is not None for message in messages):
+            raise ValueError(
+                "messages say loss: true or false of themselves, which is obeyed where answers alone are learned: set "
+                "loss_scale: default, or take it out of the rows"
+            )
         encoded = self.tokenizer.apply_chat_template(
             _messages(messages),
             return_dict=True,
@@ -263,6 +319,20 @@ class _SFTEncoder:
             **self._options(row),
         )
         return encoded["input_ids"], encoded.get("assistant_masks")
+
+    def _answers(self, messages: list[Any], row: dict[str, Any], turns: Turns) -> tuple[list[int], list[int]]:
+        def render(some: Any, invites: bool) -> str:
+            shown = [{key: value for key, value in message.items() if key != "loss"} for message in _messages(some)]
+            options = self._options(row) | {"tokenize": False, "add_generation_prompt": invites}
+            text: str = self.tokenizer.apply_chat_template(shown, **options)
+            return text
+
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise ValueError("answers are found by a fast tokenizer alone, which knows where its tokens begin")
+        text = render(messages, False)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        kept = marked(answer_spans(messages, render, turns), encoded["offset_mapping"])
+        return encoded["input_ids"], [int(one) for one in kept]
 
     def _options(self, row: dict[str, Any]) -> dict[str, Any]:
         return {"chat_template": self.chat_template} | _template_options(row)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rayhelper.text import DID_YOU_MEAN, nearest
+from trainers.data.held_out import Part
 from trainers.plugins import DATASETS, exits_are_errors
 
 if TYPE_CHECKING:
@@ -32,12 +33,15 @@ def read_source(source: Any, split: str = "train", *, skip_broken: bool = False)
     of ``save_to_disk``, a registered dataset, a hub name (``name`` or ``name:configuration``), a Dataset, or a list of
     mappings. ``split`` chooses among the splits of folders, hub and registered datasets. ``name#500`` are 500 rows of a
     named source, drawn without repetition, the same in every run; of one that has fewer, some come again.
-    ``skip_broken`` leaves out lines of a .jsonl file that are no JSON objects in UTF-8, and rows whose text is none.
+    A ``Part`` of a source is read too. ``skip_broken`` leaves out lines of a .jsonl file that are no JSON objects in
+    UTF-8, and rows whose text is none.
 
     Raises FileNotFoundError or ValueError saying what is wrong and what there is instead.
     """
     import datasets
 
+    if isinstance(source, Part):
+        return _read_part(source, split, skip_broken)
     if isinstance(source, datasets.Dataset):
         return source
     if isinstance(source, Mapping):  # DatasetDict too
@@ -93,15 +97,26 @@ def _read_named(name: str, split: str, skip_broken: bool = False) -> Dataset:
             return read_source(datasets.load_from_disk(str(path)), split)
         return datasets.load_dataset(str(path), split=split)
     if path.is_file():
-        return _read_files([path], skip_broken)
+        return read_files([path], skip_broken)
     if glob.has_magic(name):
         files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True))]
         if not files:
             raise FileNotFoundError(f"no file matches {name!r}. {_beside(path)}")
-        return _read_files(files, skip_broken)
+        return read_files(files, skip_broken)
     if path.suffix in FILE_TYPES or name.startswith(("/", "./", "../", "~")):
         raise FileNotFoundError(f"dataset file {name!r} does not exist. {_beside(path)}")
     return _read_hub(name, split)
+
+
+def _read_part(part: Part, split: str, skip_broken: bool) -> Dataset:
+    """The rows of a part; each source of a list by itself."""
+    source = part.source
+    if isinstance(source, (list, tuple)) and source and all(isinstance(item, (str, Path)) for item in source):
+        return _joined([_read_part(part.of(item), split, skip_broken) for item in source])
+    whole, _, count = str(source).rpartition("#") if isinstance(source, (str, Path)) else ("", "", "")
+    is_counted = bool(whole) and count.isdigit()
+    rows = read_source(whole if is_counted else source, split, skip_broken=skip_broken)
+    return rows.select(part.indices(len(rows), int(count) if is_counted else None))
 
 
 def _drawn(rows: Dataset, count: int) -> Dataset:
@@ -110,14 +125,15 @@ def _drawn(rows: Dataset, count: int) -> Dataset:
     return rows.select(np.concatenate([np.array([], np.int64), *orders])[:count])
 
 
-def _read_files(files: list[Path], skip_broken: bool = False) -> Dataset:
+def read_files(files: list[Path], skip_broken: bool = False) -> Dataset:
+    """The rows of files, whatever is registered under their names."""
     import datasets
 
     types = {file.suffix for file in files}
     if unknown := types - FILE_TYPES.keys():
         raise ValueError(f"{files[0]}: cannot read files of type {sorted(unknown)}; known: {', '.join(FILE_TYPES)}")
     if len({FILE_TYPES[suffix] for suffix in types}) > 1:
-        return _joined([_read_files([file], skip_broken) for file in files])
+        return _joined([read_files([file], skip_broken) for file in files])
     for file in files:
         if not file.stat().st_size:
             raise ValueError(f"dataset file {file} is empty: it has no rows")

@@ -6,19 +6,15 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, get_args
 
 from rayhelper import ConfigError
+from trainers.configuration.reference import ReferenceConfig
 from trainers.configuration.roles import REFERENCE, TRAIN
-from trainers.configuration.shared import TrainConfig, at_least, one_of
+from trainers.configuration.shared import at_least, one_of
 from trainers.data.rows import TruncationMode
 from trainers.losses.types import FDivergenceType, PreferenceLossType
 
-NEEDS: dict[str, tuple[str, ...]] = {  # keys that say nothing unless another is set
-    "sync_ref_model": ("ref_model_mixup_alpha", "ref_model_sync_steps"),
-    "precompute_ref_log_probs": ("precompute_ref_batch_size",),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
-class DPOConfig(TrainConfig):
+class DPOConfig(ReferenceConfig):
     """DPO's keys beside the shared ones. Batch sizes count pairs."""
 
     RLHF_TYPE: ClassVar = "dpo"
@@ -37,6 +33,8 @@ class DPOConfig(TrainConfig):
     """keep_start or keep_end of a sequence that is too long."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
+    packing: bool = False
+    """Batch sizes count packs in the place of pairs: a pack is pairs of max_length tokens together at most."""
 
     # Loss
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
@@ -62,20 +60,8 @@ class DPOConfig(TrainConfig):
     """Temperature of discopop's mixture."""
 
     # Reference
-    ref_model: str | None = None
-    """Folder, hub name or a plugin's model; null: the starting model (with LoRA, the policy without its adapter)."""
     reference_free: bool = False
     """Compare with no reference: its log-probabilities are 0."""
-    precompute_ref_log_probs: bool = False
-    """Score all pairs with the reference before training, then free it; kept in output_dir for a resumed run."""
-    precompute_ref_batch_size: int | None = None
-    """Pairs that a worker scores at once for it; null: per_device_train_batch_size."""
-    sync_ref_model: bool = False
-    """Let the reference follow the policy (TR-DPO, arXiv 2404.09656)."""
-    ref_model_mixup_alpha: float = 0.6
-    """The reference becomes this share of the policy and the rest of itself."""
-    ref_model_sync_steps: int = 512
-    """Optimizer steps between these."""
 
     # Evaluation
     per_device_eval_batch_size: int = 8
@@ -84,11 +70,6 @@ class DPOConfig(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_dpo(self)
-
-    @property
-    def is_own_reference(self) -> bool:
-        """Whether the policy without its adapter is the reference, so that no other model is needed."""
-        return self.tuner_type == "lora" and self.ref_model is None
 
 
 def weighted_losses(config: DPOConfig) -> tuple[list[Any], list[float]]:
@@ -101,19 +82,14 @@ def weighted_losses(config: DPOConfig) -> tuple[list[Any], list[float]]:
 def check_dpo(config: DPOConfig) -> None:
     """Raises ConfigError naming the first key whose value has no meaning."""
     at_least(config, 2, "max_length")
-    at_least(config, 1, "dataset_num_proc", "per_device_eval_batch_size", "precompute_ref_batch_size")
-    at_least(config, 1, "ref_model_sync_steps")
+    if config.packing and config.max_length is None:
+        raise ConfigError("packing needs max_length, the tokens of a pack")
+    at_least(config, 1, "dataset_num_proc", "per_device_eval_batch_size")
     at_least(config, 0, "rpo_alpha")
     defaults = {one.name: one.default for one in fields(config)}
-    for needed, names in NEEDS.items():
-        for name in names:
-            if not getattr(config, needed) and getattr(config, name) != defaults[name]:
-                raise ConfigError(
-                    f"{name} is {getattr(config, name)}, but {needed} is false. Set it, or remove {name}."
-                )
-    if not 0 < config.ref_model_mixup_alpha <= 1:
-        raise ConfigError(f"ref_model_mixup_alpha must lie in (0, 1], got {config.ref_model_mixup_alpha}")
-    _check_reference(config)
+    others = [name for name in ("ref_model", "precompute_ref_log_probs", "sync_ref_model") if getattr(config, name)]
+    if config.reference_free and others:
+        raise ConfigError(f"reference_free leaves the reference out, and {others[0]} needs one; remove one of the two")
     types, weights = weighted_losses(config)
     if config.rpo_alpha is not None and types.count("sft") > 1:
         raise ConfigError("rpo_alpha adds the loss type sft, which loss_type already holds; remove one of the two")
@@ -124,23 +100,6 @@ def check_dpo(config: DPOConfig) -> None:
         if getattr(config, name) != defaults[name] and not is_used:
             raise ConfigError(f"{name} is {getattr(config, name)}, which only {user} uses; set that, or remove it")
     _check_loss(config, types, weights)
-
-
-def _check_reference(config: DPOConfig) -> None:
-    """Raises ConfigError if two keys say different things of the reference."""
-    others = [name for name in ("ref_model", "precompute_ref_log_probs", "sync_ref_model") if getattr(config, name)]
-    if config.reference_free and others:
-        raise ConfigError(f"reference_free leaves the reference out, and {others[0]} needs one; remove one of the two")
-    if config.sync_ref_model and config.precompute_ref_log_probs:
-        raise ConfigError(
-            "sync_ref_model moves the reference, whose log-probabilities precompute_ref_log_probs takes as fixed; "
-            "remove one of the two"
-        )
-    if config.sync_ref_model and config.is_own_reference:
-        raise ConfigError(
-            "sync_ref_model needs a reference model that can move: with tuner_type: lora it is the policy without its "
-            "adapter. Name the starting model as ref_model too, or remove sync_ref_model."
-        )
 
 
 def _check_loss(config: DPOConfig, types: list[Any], weights: list[float]) -> None:

@@ -1,54 +1,12 @@
-"""What policy and reference say of pairs: log-probabilities, further numbers of tokens, an evaluation."""
+"""Log-probabilities of pairs, as policy and reference give them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
-import torch
 
 from trainers.backends.base import Backend
-from trainers.backends.scores.token_loss import target_table
-from trainers.batch import Ragged, on_device
+from trainers.batch import Ragged
 from trainers.data.preferences import Preferences
-from trainers.losses.tokens import token_entropy, token_logps
-from trainers.losses.vocabulary import WHOLE, Vocabulary
-from trainers.metrics import Metrics
-
-CHUNK_TOKENS = 512  # whose logits evaluation holds at once
-
-
-class PairNumbers:
-    """A ``TokenFunction``: of each target the mean logit, whether it is the likeliest token and, for WPO, log sum p^2.
-
-    None of them has a gradient.
-    """
-
-    def __init__(self, with_log_sum_sq_probs: bool) -> None:
-        self.with_log_sum_sq_probs = with_log_sum_sq_probs
-        self.names = ("mean_logits", "is_top1", *(["log_sum_sq_probs"] if with_log_sum_sq_probs else []))
-
-    def inputs(self, micro: Preferences) -> tuple[torch.Tensor, ...]:
-        """(N,) the ids of the targets."""
-        return (target_ids(micro),)
-
-    @torch.no_grad()
-    def __call__(
-        self, logits_NV: torch.Tensor, *inputs: torch.Tensor, vocabulary: Vocabulary = WHOLE
-    ) -> tuple[torch.Tensor, ...]:
-        is_top1_N = (vocabulary.argmax(logits_NV) == on_device(inputs[0], logits_NV.device)).float()
-        numbers = (vocabulary.mean(logits_NV), is_top1_N)
-        if self.with_log_sum_sq_probs:
-            log_sum_sq_N = vocabulary.logsumexp(2 * logits_NV) - 2 * vocabulary.logsumexp(logits_NV)
-            numbers += (log_sum_sq_N,)  # type: ignore[assignment]
-        return numbers
-
-
-def target_ids(pairs: Preferences) -> torch.Tensor:
-    """(N,) the ids of the targets, those of all chosen sequences before those of the rejected."""
-    sequences = pairs.as_sequences()
-    return torch.from_numpy(sequences.input_ids.values[sequences.target_mask.values])
 
 
 def pair_logps(
@@ -69,52 +27,3 @@ def pair_logps(
     )
     logps = logps[np.argsort(order, kind="stable")]
     return logps[:size], logps[size:]
-
-
-@torch.no_grad()
-def evaluated(
-    backend: Backend,
-    pairs: Preferences,
-    loss_function: Callable[..., torch.Tensor],
-    function: PairNumbers,
-    *,
-    micro_batch_size: int,
-    num_passes: int,
-) -> Metrics:
-    """What ``loss_function`` adds to the metrics of each micro-batch, and its sum as ``loss``.
-
-    Every rank makes ``num_passes`` passes, the last ones with nothing in them: with weights in shards they keep step.
-    Of a pipeline the last stage alone has features to go on with.
-    """
-    metrics = Metrics()
-    for k in range(num_passes):
-        micro = pairs[k * micro_batch_size : (k + 1) * micro_batch_size]
-        sequences = micro.as_sequences()
-        features_NX = backend.target_features(sequences)
-        ids_N = target_ids(micro)
-        if not len(micro) or len(features_NX) < len(ids_N):
-            continue
-        mask_BT, table = target_table(sequences, features_NX.device)
-        columns = _token_scores(backend, features_NX, ids_N, function)
-        tables = {
-            name: table(values_N) for name, values_N in zip(("logps", "entropy", *function.names), columns, strict=True)
-        }
-        logps_BT, entropy_BT = tables.pop("logps"), tables.pop("entropy")
-        further: dict[str, Any] = {f"{name}_BT": values_BT for name, values_BT in tables.items()}
-        metrics.sum("loss", loss_function(logps_BT, entropy_BT, mask_BT, micro, metrics, **further))
-    return metrics
-
-
-def _token_scores(
-    backend: Backend, features_NX: torch.Tensor, ids_N: torch.Tensor, function: PairNumbers
-) -> list[torch.Tensor]:
-    """Log-probabilities, entropies and what ``function`` gives (N,), a chunk of tokens at a time."""
-    ids_N = on_device(ids_N, features_NX.device)
-    parts = []
-    for start in range(0, max(1, len(ids_N)), CHUNK_TOKENS):
-        ids = ids_N[start : start + CHUNK_TOKENS]
-        logits_NV = backend.logits(features_NX[start : start + CHUNK_TOKENS])
-        logps_N = token_logps(logits_NV, ids, vocabulary=backend.vocabulary)
-        entropy_N = token_entropy(logits_NV, vocabulary=backend.vocabulary)
-        parts.append((logps_N, entropy_N, *function(logits_NV, ids, vocabulary=backend.vocabulary)))
-    return [torch.cat(column) for column in zip(*parts, strict=True)]

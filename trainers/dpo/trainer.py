@@ -22,16 +22,16 @@ from typing import Any
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
+from trainers.backends.scores.evaluated import TargetNumbers, evaluated
 from trainers.batch import Ragged
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, total_steps
 from trainers.data.broken_rows import pair_mistake, without_broken
+from trainers.data.packs import batches_of
 from trainers.data.preferences import Preferences, tokenize_preferences
-from trainers.data.rows import Batches
 from trainers.dpo.config import DPOConfig, weighted_losses
 from trainers.dpo.loss import PairCounts, dpo_loss, share_of_dpo_loss
-from trainers.dpo.reference_store import read_reference_logps, write_reference_logps
-from trainers.dpo.scores import PairNumbers, evaluated, pair_logps
+from trainers.dpo.scores import pair_logps
 from trainers.losses.preference import SORTING_LOSSES
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start, num_train_shards
@@ -39,7 +39,7 @@ from trainers.parts.frozen import Reference
 from trainers.parts.inputs import load_model_and_tokenizer, read_rows
 from trainers.parts.models import check_same_tokens, resolved_models
 from trainers.parts.policy import DefaultPolicy
-from trainers.run.run import Run, resumed_state, saved_order
+from trainers.run.run import Run, saved_order
 
 HEADLINE = ("loss", "rewards/accuracies", "rewards/margins")
 PairLogps = tuple[Ragged, Ragged]  # of the chosen and of the rejected completions
@@ -58,7 +58,7 @@ class DPOTrainer:
             config,
             loss=dpo_loss,
             measure=measured,
-            token_function=PairNumbers(config.use_weighting),
+            token_function=TargetNumbers(config.use_weighting),
             score=pair_logps,
         )
         self.reference = Reference(
@@ -95,8 +95,8 @@ class DPOTrainer:
         if config.ref_model is not None:
             self.reference_path = resolved_models(config, self.model_path, [config.ref_model])[config.ref_model]
             check_same_tokens("ref_model", self.reference_path, self.tokenizer, config.trust_remote_code)
-        self.pairs = self.read(config.dataset, config.dataset_split)
-        self.eval_pairs = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
+        self.pairs = self.read(*config.training_data)
+        self.eval_pairs = self.read(*config.evaluation_data) if config.evaluates else None
 
     def read(self, source: Any, split: str) -> Preferences:
         """The pairs of a dataset."""
@@ -117,7 +117,9 @@ class DPOTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
-        batches = Batches(len(self.pairs), batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
+        pack_length = config.max_length if config.packing else None
+        settings: dict[str, Any] = {"seed": config.seed, "shuffle": config.shuffle_dataset, "pack_length": pack_length}
+        batches = batches_of(self.pairs.pair_lengths(), batch_size, **settings)
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.prepare_reference()
         self.policy.build(self.model_path, num_steps)
@@ -137,27 +139,18 @@ class DPOTrainer:
             return run.finish(self.policy.export, self.tokenizer)
 
     def prepare_reference(self) -> None:
-        """Loads the reference model; or, to precompute, takes from it all there is to know and frees it.
-
-        A resumed run reads what the run before it precomputed. A new run never does: a folder may by now hold another
-        model.
-        """
+        """Loads the reference model; or, to precompute, takes from it all there is to know and frees it."""
         config = self.config
         if not config.precompute_ref_log_probs:
             if not config.reference_free and not config.is_own_reference:
                 self.reference.build(self.reference_path)
             return
-        checkpoint, _ = resumed_state(config)
+        size = config.precompute_ref_batch_size or config.per_device_train_batch_size
         parts = [self.pairs] + ([] if self.eval_pairs is None else [self.eval_pairs])
-        known = None if checkpoint is None else read_reference_logps(checkpoint.parent, parts, self.reference_path)
-        if known is None:
-            size = config.precompute_ref_batch_size or config.per_device_train_batch_size
-            self.reference.build(self.reference_path)
-            known = [self.reference.logps(part, micro_batch_size=size) for part in parts]
-            self.reference.free()
-            write_reference_logps(Path(config.output_dir), parts, self.reference_path, known)
-        self.pairs = with_logps(self.pairs, known[0])
-        self.eval_pairs = None if self.eval_pairs is None else with_logps(self.eval_pairs, known[1])
+        known = self.reference.precomputed(self.reference_path, parts, micro_batch_size=size)
+        halves = [(logps[: len(part)], logps[len(part) :]) for part, logps in zip(parts, known, strict=True)]
+        self.pairs = with_logps(self.pairs, halves[0])
+        self.eval_pairs = None if self.eval_pairs is None else with_logps(self.eval_pairs, halves[1])
 
     def with_reference(self, pairs: Preferences, micro_batch_size: int) -> Preferences:
         """The pairs with the reference's log-probabilities, unless they have them or there is no reference."""
@@ -188,15 +181,14 @@ class DPOTrainer:
 
 def measured(backend: Backend, config: DPOConfig, pairs: Preferences, counts: PairCounts) -> Metrics:
     """Loss and metrics of a worker's slice of evaluation pairs; what sorts, sorts micro-batches."""
-    size = config.per_device_eval_batch_size
-    most = -(-int(counts.num_pairs) // RayHelper.current().shard.count)  # of any worker
     return evaluated(
         backend,
         pairs,
         partial(share_of_dpo_loss, config, counts),
-        PairNumbers(config.use_weighting),
-        micro_batch_size=size,
-        num_passes=-(-most // size),
+        TargetNumbers(config.use_weighting),
+        micro_batch_size=config.per_device_eval_batch_size,
+        num_rows=int(counts.num_pairs),
+        num_shards=RayHelper.current().shard.count,
     )
 
 

@@ -111,7 +111,7 @@ class GKDTrainer:
             found = resolved_models(config, self.model_path, [config.teacher_model])
             self.teacher_path = found[config.teacher_model]
         self.vocab_size = common_vocab_size(config, self.model_path, self.teacher_path, self.tokenizer)
-        self.rows: Any = read_prompts(config, config.dataset, config.dataset_split)
+        self.rows: Any = read_prompts(config, *config.training_data)
         self.check_rows(self.rows)
         if config.uses_responses and not has_response(self.rows[0]):
             raise ConfigError(
@@ -122,8 +122,8 @@ class GKDTrainer:
         self.samples = self.tokenize(self.rows) if config.uses_responses else None
         self.eval_rows: Any = None
         self.eval_samples: DistillationSamples | None = None
-        if config.eval_dataset:
-            self.eval_rows = read_prompts(config, config.eval_dataset, config.eval_dataset_split)
+        if config.evaluates:
+            self.eval_rows = read_prompts(config, *config.evaluation_data)
             self.check_rows(self.eval_rows)
             self.eval_samples = self.tokenize(self.eval_rows) if has_response(self.eval_rows[0]) else None
         completed = {

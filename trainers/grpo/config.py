@@ -34,6 +34,7 @@ class GRPOConfig(CompletionConfig):
     }
 
     output_dir: str = "outputs/grpo"
+    disable_dropout: bool = False
     learning_rate: float = 1e-6
 
     # Data
@@ -299,8 +300,19 @@ class GRPOConfig(CompletionConfig):
         return self.max_turns
 
     @property
+    def is_distilled_alone(self) -> bool:
+        """Whether a teacher judges tokens, and nothing rewards completions: their rewards are 0."""
+        rewards = self.reward_funcs or self.reward_model or self.has_environment
+        return self.teacher_model is not None and not rewards
+
+    @property
+    def functions(self) -> list[Any]:
+        """The reward functions, ``no_reward`` where a teacher alone judges."""
+        return ["no_reward"] if self.is_distilled_alone else self.reward_funcs
+
+    @property
     def num_rewards(self) -> int:
-        return len(self.reward_funcs) + len(self.reward_model) + self.has_environment
+        return len(self.functions) + len(self.reward_model) + self.has_environment
 
 
 def check_grpo(config: GRPOConfig) -> None:
@@ -355,9 +367,10 @@ def check_rejection(config: GRPOConfig) -> None:
 
 
 def check_rewards(config: GRPOConfig) -> None:
-    if not config.reward_funcs and not config.reward_model and not config.has_environment:
+    if not config.num_rewards:
         raise ConfigError(
-            "reward_funcs is empty: GRPO needs at least one reward function, such as exact_answer, or a reward_model"
+            "reward_funcs is empty: GRPO needs at least one reward function, such as exact_answer, a reward_model, or "
+            "a teacher_model that judges tokens"
         )
     check_reward_functions(config)
     for name in config.reward_model:
@@ -402,7 +415,7 @@ def check_sampling(config: GRPOConfig) -> None:
 def check_advantages(config: GRPOConfig) -> None:
     """Raises ConfigError for estimators, KL and the models that are asked for log-probabilities."""
     name, estimator = named(config.advantage_estimator)[0], config.estimator
-    if config.num_generations < 2 and estimator.needs_group:
+    if config.num_generations < 2 and estimator.needs_group and not config.is_distilled_alone:
         raise ConfigError(
             f"num_generations must be at least 2, to have a group to compare with; got {config.num_generations}"
         )

@@ -87,6 +87,10 @@ def grpo_loss(
             clip_min=config.rollout_importance_sampling_clip_min,
         )
         add_rollout_metrics(metrics, seen)
+    elif rollout_logps_BT is not None:  # engine against trainer, as they are
+        trainers_BT = logps_BT.detach() if old_logps_BT is None or config.old_is_rollouts else old_logps_BT
+        _, seen = rollout_ratios(trainers_BT, rollout_logps_BT, loss_mask_BT, mode="token_truncate", clip_max=None)
+        add_rollout_metrics(metrics, seen)
     name, arguments = named(config.loss_type)
     chosen = constants(policy_losses.loss_named(name).function, config, arguments)
     loss, diagnostics = policy_losses.policy_gradient_loss(

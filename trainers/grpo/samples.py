@@ -108,11 +108,9 @@ def credit(
         metrics.mean("teacher_kl", float((np.expm1(log_ratios) - log_ratios).sum()), len(log_ratios))  # k3
     if config.rollout_rejection is not None:
         samples = with_accepted(config, samples, metrics)
-    needs_engine = config.rollout_correction is not None or config.off_policy_mask_threshold is not None
     credited = dataclasses.replace(
         samples,
         advantages=advantages,
-        rollout_logps=samples.rollout_logps if needs_engine else None,
         ref_logps=None if config.has_kl_in_reward else samples.ref_logps,
         teacher_logps=None,
     )

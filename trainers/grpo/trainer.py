@@ -93,7 +93,7 @@ class GRPOTrainer:
         self.teacher = Teacher(config)
         self.rewarder = Rewarder(
             config,
-            config.reward_funcs,
+            config.functions,
             models=config.reward_model,
             has_environment=config.has_environment,
             weights=config.reward_weights,
@@ -115,7 +115,7 @@ class GRPOTrainer:
         """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
         check_before_start(config, groups)
         check_chosen(config)
-        check_rewards(config, config.reward_funcs, config.reward_processes)
+        check_rewards(config, config.functions, config.reward_processes)
         check_completions(config, groups)
         if config.has_environment:
             environment_of(config, tokenizer_there(config))
@@ -138,8 +138,8 @@ class GRPOTrainer:
             if name is not None:
                 check_same_tokens(key, self.models[name], self.tokenizer, config.trust_remote_code)
         self.rewarder.prepare(self.tokenizer)
-        self.rows: Any = self.read(config.dataset, config.dataset_split)
-        self.eval_rows: Any = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
+        self.rows: Any = self.read(*config.training_data)
+        self.eval_rows: Any = self.read(*config.evaluation_data) if config.evaluates else None
         if not config.has_environment:  # whose prompts are what it makes of the rows
             datasets = {"dataset": self.rows, "eval_dataset": self.eval_rows}
             check_prompts_fit(config, datasets, self.tokenizer, self.model_path)

@@ -1,10 +1,11 @@
-"""Losses that learn from pairs, a chosen and a rejected completion: the DPO family.
+"""Losses that learn from pairs, a chosen and a rejected completion: the DPO family, and those without a reference.
 
 As in ``tokens.py``: plain functions of tensors, each a sum over the micro-batch divided by counts of the whole
 optimizer step (all micro-batches, all workers), so that losses and gradients of micro-batches and workers add up.
 Sizes in names: B pairs, T tokens, which chosen and rejected may have different numbers of. Masks are True where a
 completion has a token; what stands elsewhere, NaN included, is never looked at.
 
+``preference_loss`` is DPO's with its variants; ``cpo_loss`` (CPO, SimPO) and ``orpo_loss`` know no reference.
 ``aot`` and ``aot_unpaired`` are the exception: they sort the pairs of the step, so one call must see all of them.
 """
 
@@ -12,19 +13,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import logsigmoid, relu
 
 from trainers.losses.tokens import check_choice, masked, present
-from trainers.losses.types import LARGEST_LOG_RATIO, FDivergenceType, PreferenceLossType
+from trainers.losses.types import LARGEST_LOG_RATIO, CPOLossType, FDivergenceType, PreferenceLossType
 from trainers.metrics import Metrics
 
 DIFFERENCE_LOSSES = frozenset(["sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop"])
 SORTING_LOSSES = frozenset(["aot", "aot_unpaired"])
 SMOOTHED_LOSSES = SORTING_LOSSES | {"exo_pair", "robust"}
 MAX_EXPONENT = LARGEST_LOG_RATIO
+MEAN_LOSSES = frozenset(["ipo", "simpo"])  # of CPO: they compare means over tokens
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class PreferenceDiagnostics:
     accurate: torch.Tensor  # pairs whose chosen completion has the higher reward
     chosen_logps: torch.Tensor
     rejected_logps: torch.Tensor
+    nll: torch.Tensor | None = None  # what is learned as in SFT, of losses without a reference
+    num_nll_tokens: torch.Tensor | None = None
+    log_odds: torch.Tensor | None = None  # of ORPO: log-odds of chosen minus those of rejected
+    log_odds_ratios: torch.Tensor | None = None  # log sigmoid of these
 
 
 def check_preference_options(
@@ -213,6 +219,87 @@ def preference_loss(
     return loss, _preference_diagnostics(chosen_totals, rejected_totals, beta)
 
 
+def cpo_loss(
+    chosen: Completions,
+    rejected: Completions,
+    *,
+    num_pairs: float,
+    num_chosen_tokens: float,
+    loss_type: CPOLossType = "sigmoid",
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    cpo_alpha: float = 1.0,
+    simpo_gamma: float = 0.5,
+    alpha: float = 0.0,
+) -> tuple[torch.Tensor, PreferenceDiagnostics]:
+    """CPO's loss of a micro-batch of pairs (arXiv 2401.08417), or SimPO's, and its diagnostics.
+
+    The loss is that of the pairs, a mean over them, plus ``cpo_alpha`` x the negative log-likelihood of the chosen
+    completions, a mean over their tokens. c and r are the log-probabilities of chosen and rejected, sums over tokens,
+    for ipo and simpo means; with ``alpha`` x other than 0 (1 - exp(-x c)) / x and the same of r (AlphaPO, arXiv
+    2501.03884). m = beta (c - r), e ``label_smoothing``, s the logarithm of the sigmoid.
+
+    =======  =======================================================================================
+    sigmoid  -(1 - e) s(m) - e s(-m) (CPO, arXiv 2401.08417, eq. 3)
+    hinge    max(0, 1 - m)
+    ipo      (c - r - 1 / (2 beta))^2 (arXiv 2310.12036, eq. 17, without its reference)
+    simpo    -(1 - e) s(m - simpo_gamma) - e s(simpo_gamma - m) (SimPO, arXiv 2405.14734, eq. 6)
+    =======  =======================================================================================
+
+    A reward is beta c, or beta r. Departures from TRL: the likelihood there is a mean over the tokens of each
+    micro-batch, and those means are averaged; exponents of ``alpha`` are capped at 20 here, where the gradient ends.
+
+    Raises: ValueError for another loss type, or shapes that do not fit.
+    """
+    check_choice("loss_type", loss_type, CPOLossType)
+    _check_sides(chosen, rejected)
+    c_B, r_B = (_log_likelihood(side, name, loss_type in MEAN_LOSSES) for side, name in _named(chosen, rejected))
+    nll = -masked(chosen.logps_BT, chosen.mask_BT, "chosen.logps_BT").sum()
+    scores_B, other_scores_B = (_shaped(x, alpha) for x in (c_B, r_B))
+    difference_B = scores_B - other_scores_B
+    if loss_type == "hinge":
+        losses_B = relu(1 - beta * difference_B)
+    elif loss_type == "ipo":
+        losses_B = (difference_B - 0.5 / beta).square()
+    else:
+        margin = simpo_gamma if loss_type == "simpo" else 0.0
+        losses_B = _smoothed_sigmoid(beta * difference_B - margin, label_smoothing)
+    loss = losses_B.sum() / (num_pairs or 1.0) + cpo_alpha * nll / (num_chosen_tokens or 1.0)
+    return loss, _likelihood_diagnostics((c_B, r_B), (scores_B, other_scores_B), beta, nll, chosen.mask_BT)
+
+
+def orpo_loss(
+    chosen: Completions,
+    rejected: Completions,
+    learned_BT: torch.Tensor,
+    *,
+    num_pairs: float,
+    num_learned_tokens: float,
+    beta: float = 0.1,
+) -> tuple[torch.Tensor, PreferenceDiagnostics]:
+    """ORPO's loss of a micro-batch of pairs (arXiv 2403.07691, eqs. 6 and 7), and its diagnostics.
+
+    nll - beta x mean over pairs of s(log odds(c) - log odds(r)). c and r are the mean log-probabilities of the tokens
+    of chosen and rejected, odds(x) = e^x / (1 - e^x), s the logarithm of the sigmoid; ``beta`` is the paper's lambda.
+    nll is that of the tokens in ``learned_BT``, a mask like ``chosen.mask_BT`` that adds those of the prompt: a mean
+    over the ``num_learned_tokens`` of the optimizer step. That the prompt is learned is a departure from the paper, as
+    in TRL.
+
+    A reward is beta c, or beta r. Departures from TRL: the likelihood as in ``cpo_loss``; a completion that is certain
+    has finite odds.
+
+    Raises: ValueError for shapes that do not fit.
+    """
+    _check_sides(chosen, rejected)
+    c_B, r_B = (_log_likelihood(side, name, True) for side, name in _named(chosen, rejected))
+    nll = -masked(chosen.logps_BT, learned_BT, "chosen.logps_BT").sum()
+    log_odds_B = (c_B - r_B) - (_log1mexp(c_B) - _log1mexp(r_B))
+    ratios_B = logsigmoid(log_odds_B)
+    loss = nll / (num_learned_tokens or 1.0) - beta * ratios_B.sum() / (num_pairs or 1.0)
+    diagnostics = _likelihood_diagnostics((c_B, r_B), (c_B, r_B), beta, nll, learned_BT)
+    return loss, replace(diagnostics, log_odds=log_odds_B.detach().sum(), log_odds_ratios=ratios_B.detach().sum())
+
+
 def completion_totals(
     side: Completions, shared_lengths_B: torch.Tensor, ld_alpha: float | None, name: str
 ) -> CompletionTotals:
@@ -340,6 +427,11 @@ def add_preference_metrics(metrics: Metrics, diagnostics: PreferenceDiagnostics)
     metrics.mean("rewards/margins", seen["chosen_rewards"].double() - seen["rejected_rewards"], pairs)
     metrics.mean("logps/chosen", seen["chosen_logps"], pairs)
     metrics.mean("logps/rejected", seen["rejected_logps"], pairs)
+    if "nll" in seen:
+        metrics.mean("nll_loss", seen["nll"], seen["num_nll_tokens"])
+    if "log_odds" in seen:
+        metrics.mean("log_odds_chosen", seen["log_odds"], pairs)
+        metrics.mean("log_odds_ratio", seen["log_odds_ratios"], pairs)
 
 
 @torch.no_grad()
@@ -352,6 +444,46 @@ def _preference_diagnostics(chosen: CompletionTotals, rejected: CompletionTotals
         chosen_logps=chosen.logps_B.sum(),
         rejected_logps=rejected.logps_B.sum(),
     )
+
+
+@torch.no_grad()
+def _likelihood_diagnostics(
+    logps: tuple[torch.Tensor, torch.Tensor],
+    scores: tuple[torch.Tensor, torch.Tensor],
+    beta: float,
+    nll: torch.Tensor,
+    learned_BT: torch.Tensor,
+) -> PreferenceDiagnostics:
+    """Of losses without a reference: ``logps`` and ``scores`` (B,) of chosen and rejected."""
+    return PreferenceDiagnostics(
+        num_pairs=torch.ones_like(logps[0]).sum(),
+        chosen_rewards=beta * scores[0].sum(),
+        rejected_rewards=beta * scores[1].sum(),
+        accurate=(scores[0] > scores[1]).sum(),
+        chosen_logps=logps[0].sum(),
+        rejected_logps=logps[1].sum(),
+        nll=nll.detach(),
+        num_nll_tokens=learned_BT.sum(),
+    )
+
+
+def _log_likelihood(side: Completions, name: str, is_mean: bool) -> torch.Tensor:
+    """(B,) the log-probability of each completion, a sum over its tokens or their mean."""
+    logps_B = masked(side.logps_BT, side.mask_BT, f"{name}.logps_BT").sum(1)
+    return logps_B / side.mask_BT.sum(1).clamp(min=1) if is_mean else logps_B
+
+
+def _shaped(logps_B: torch.Tensor, alpha: float) -> torch.Tensor:
+    """AlphaPO's (1 - p^-alpha) / alpha of p = exp(logps); exponents are capped at 20, where the gradient ends."""
+    return logps_B if not alpha else -torch.expm1((-alpha * logps_B).clamp(max=MAX_EXPONENT)) / alpha
+
+
+def _log1mexp(x: torch.Tensor) -> torch.Tensor:
+    """log(1 - e^x) of x < 0, held below 0; the branch that is not taken stays finite, so that its gradient does."""
+    x = x.clamp(max=-1e-6)
+    is_small = x > -math.log(2)
+    near, far = torch.where(is_small, x, -1.0), torch.where(is_small, -1.0, x)
+    return torch.where(is_small, torch.log(-torch.expm1(near)), torch.log1p(-torch.exp(far)))
 
 
 @torch.no_grad()
@@ -379,6 +511,10 @@ def _check_sides(chosen: Completions, rejected: Completions) -> None:
         if (getattr(chosen, name) is None) != (getattr(rejected, name) is None):
             missing = "chosen" if getattr(chosen, name) is None else "rejected"
             raise ValueError(f"{name} must be given for both sides or for none: {missing} has none")
+
+
+def _named(chosen: Completions, rejected: Completions) -> list[tuple[Completions, str]]:
+    return [(chosen, "chosen"), (rejected, "rejected")]
 
 
 def _as_list(loss_type: PreferenceLossType | Sequence[PreferenceLossType]) -> list[PreferenceLossType]:

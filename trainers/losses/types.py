@@ -69,6 +69,8 @@ PreferenceLossType = Literal[
     "sft",
     "sigmoid_norm",
 ]
+CPOLossType = Literal["sigmoid", "hinge", "ipo", "simpo"]
+KTOLossType = Literal["kto", "apo_zero_unpaired"]
 FDivergenceType = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 

@@ -57,7 +57,7 @@ def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> 
             check_model_on_cpu(config.model, trust_remote_code=config.trust_remote_code)
         checked_engine_kwargs(config.vllm_engine_kwargs)
         check_sampling_kwargs(sampling_of(config))
-        if config.eval_dataset and (temperature := getattr(config, "eval_temperature", None)) is not None:
+        if config.evaluates and (temperature := getattr(config, "eval_temperature", None)) is not None:
             check_sampling_kwargs(sampling_of(config, temperature))
     else:
         check_generation_kwargs(config.generation_kwargs)

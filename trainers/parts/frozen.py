@@ -3,6 +3,7 @@
     reference = Reference(config)                  # role reference
     reference.build(path)
     ref_logps = reference.logps(samples)           # Ragged: a log-probability per target token
+    ref_logps = reference.precomputed(path, parts) # all that a run will ask; the model is freed
     reference.follow(policy, step)                 # mixes the policy into it every few steps, if it was asked to
     teacher = Teacher(config)                      # role teacher: logps and top_logps
 
@@ -11,13 +12,19 @@ What every model can do is ``Model`` (``policy.py``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rayhelper import RayHelper
+from trainers.backends.base import Steppable
+from trainers.batch import Ragged
 from trainers.configuration.shared import TrainConfig
 from trainers.parts.policy import Model, Trained
+from trainers.run.reference_store import read_reference_logps, write_reference_logps
+from trainers.run.run import resumed_state
 
 
 @RayHelper.worker(group="reference")
@@ -36,6 +43,22 @@ class Reference(Model):
         if self.every is not None and step % self.every == 0:
             weights: Any = policy.weights.defer()  # goes from worker to workers, not through the driver
             self.mix(weights)
+
+    def precomputed(self, model: str, parts: Sequence[Steppable], *, micro_batch_size: int) -> list[Ragged]:
+        """The model's log-probabilities of the targets of each part's sequences; the model is freed.
+
+        A resumed run reads those of the run before it. A new run never does: a folder may by now hold another model.
+        """
+        checkpoint, _ = resumed_state(self.config)
+        sequences = [part.as_sequences() for part in parts]
+        known = None if checkpoint is None else read_reference_logps(checkpoint.parent, sequences, model)
+        if known is None:
+            self.build(model)
+            scored = [self.logps(part, micro_batch_size=micro_batch_size) for part in parts]
+            self.free()
+            known = [one if isinstance(one, Ragged) else Ragged.concat(one) for one in scored]
+            write_reference_logps(Path(self.config.output_dir), sequences, model, known)
+        return known
 
     @RayHelper.function(group="reference")
     def mix(self, weights: dict[str, torch.Tensor]) -> None:

@@ -38,8 +38,8 @@ from trainers.parts.rewarder import Rewarder
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.parts.weights import EngineLostError, Way, arrivals, copy, first_of, receive, rest, way_of
 from trainers.plugins import load_plugins
-from trainers.rewards.functions import chat_completions
 from trainers.rewards.pool import RewardPool
+from trainers.rewards.texts import chat_completions
 from trainers.rollout.base import Completion, Engine, Sampling
 from trainers.rollout.environments import Environment
 from trainers.rollout.episodes import Stage

@@ -10,7 +10,7 @@ from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.data.broken_rows import prompt_mistake, without_broken
 from trainers.data.rows import load_rows, prompt_of
-from trainers.parts.model_checks import check_vocabulary, configuration_of
+from trainers.parts.model_checks import check_vocabulary, check_whole, configuration_of
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.plugins import load_plugins, resolve_model
 
@@ -25,6 +25,7 @@ def read_rows(config: RunConfig, source: Any, split: str) -> Any:
             prompt_template=config.prompt_template,
             system=config.system,
             skip_broken=skips_broken(config),
+            names={"model_name": config.model_name, "model_author": config.model_author},
         )
 
 
@@ -59,6 +60,7 @@ def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:
     tokenizer = load_tokenizer(config, model)
     found = configuration_of(model, config.trust_remote_code)
     check_vocabulary(tokenizer, found, config.tokenizer or model, model)
+    check_whole(found, model)
     return model, tokenizer
 
 

@@ -53,10 +53,25 @@ def check_model_folder(config: TrainConfig) -> None:
     if not Path(config.model).is_dir():
         return
     found = configuration_of(config.model, config.trust_remote_code)
+    check_whole(found, config.model)
     if config.backend == "fsdp":
         check_arguments("model_init_kwargs", config.model_init_kwargs, config.model, config.trust_remote_code)
     if config.tokenizer is None or Path(config.tokenizer).is_dir():
         check_vocabulary(load_tokenizer(config, config.model), found, config.tokenizer or config.model, config.model)
+
+
+def check_whole(configuration: Any, model: str) -> None:
+    """Raises ConfigError for a model that sees or hears, of which a class for text alone would be trained and saved."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    towers = [name for name in ("vision_config", "audio_config") if getattr(configuration, name, None) is not None]
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(configuration), None) if towers else None
+    if kind is not None and getattr(kind, "config_class", None) is not type(configuration):
+        raise ConfigError(
+            f"model: {model!r} has a {towers[0].removesuffix('_config')} tower, and is trained here by "
+            f"{kind.__name__}, which is for text alone: the model that is saved would lack its tower. Models that see "
+            "or hear are not supported yet; take one of text."
+        )
 
 
 def configuration_of(model: str, trust_remote_code: bool, **kwargs: Any) -> Any:

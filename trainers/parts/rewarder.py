@@ -26,9 +26,10 @@ from trainers.data.rows import prompt_of
 from trainers.metrics import Metrics
 from trainers.parts.models import resolve_dtype
 from trainers.rewards.advantages import add_reward_metrics, group_advantages, total_rewards
-from trainers.rewards.functions import chat_completions, numbered, resolve_rewards, score
+from trainers.rewards.functions import numbered, resolve_rewards, score
 from trainers.rewards.models import RewardModel, model_name
 from trainers.rewards.pool import RewardPool
+from trainers.rewards.texts import chat_completions
 
 
 @RayHelper.worker(group="reward")

@@ -167,7 +167,7 @@ def check(engine: Engine, proof: dict[str, int]) -> None:
     if wrong:
         raise StaleWeightsError(
             f"{len(wrong)} of {len(proof)} parts of the engine's model are not what the trainer has, among them "
-            f"{wrong[:3]}. If the engine changes weights as it loads them (quantization), set weight_checksum: false."
+            f"{wrong[:3]}. If the engine changes weights as it loads them, set weight_checksum: false."
         )
 
 

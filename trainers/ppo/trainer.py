@@ -107,8 +107,8 @@ class PPOTrainer:
         for key in ("value_model", "ref_model"):
             check_same_tokens(key, self.models[key], self.tokenizer, config.trust_remote_code)
         self.rewarder.prepare(self.tokenizer)
-        self.rows: Any = self.read(config.dataset, config.dataset_split)
-        self.eval_rows: Any = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
+        self.rows: Any = self.read(*config.training_data)
+        self.eval_rows: Any = self.read(*config.evaluation_data) if config.evaluates else None
         datasets = {"dataset": self.rows, "eval_dataset": self.eval_rows}
         check_prompts_fit(config, datasets, self.tokenizer, self.model_path)
 

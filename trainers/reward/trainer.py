@@ -21,8 +21,8 @@ from trainers.backends.base import Backend
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, total_steps
 from trainers.data.broken_rows import pair_mistake, without_broken
+from trainers.data.packs import batches_of
 from trainers.data.preferences import Preferences, tokenize_comparisons
-from trainers.data.rows import Batches
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
 from trainers.parts.inputs import load_model_and_tokenizer, read_rows
@@ -53,8 +53,8 @@ class RewardTrainer:
         """Reads and tokenizes the data."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
-        self.pairs = self.read(config.dataset, config.dataset_split)
-        self.eval_pairs = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
+        self.pairs = self.read(*config.training_data)
+        self.eval_pairs = self.read(*config.evaluation_data) if config.evaluates else None
 
     def read(self, source: Any, split: str) -> Preferences:
         """The pairs of a dataset."""
@@ -71,7 +71,9 @@ class RewardTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
-        batches = Batches(len(self.pairs), batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
+        pack_length = config.max_length if config.packing else None
+        settings: dict[str, Any] = {"seed": config.seed, "shuffle": config.shuffle_dataset, "pack_length": pack_length}
+        batches = batches_of(self.pairs.pair_lengths(), batch_size, **settings)
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.build(num_steps)
         order = {"pairs": len(self.pairs), SEQUENCES_PER_STEP: batch_size}

@@ -29,6 +29,8 @@ import numpy as np
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.batch import Ragged
 from trainers.plugins import REWARDS, register_reward
+from trainers.rewards import ms_swift  # noqa: F401 - which registers its functions
+from trainers.rewards.texts import completion_text
 from trainers.rewards.time_limit import awaited_within, within
 
 RewardFunction = Callable[..., Any]
@@ -100,21 +102,6 @@ def is_async(function: RewardFunction) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def chat_completions(prompts: Sequence[Any], texts: Sequence[str]) -> list[Any]:
-    """Completions in the form of their prompts: the text itself, or a list of one assistant message."""
-    return [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-
-
-def completion_text(completion: Any) -> str:
-    """What the assistant wrote, of a completion in either form."""
-    if isinstance(completion, str):
-        return completion
-    return "".join(message.get("content") or "" for message in completion if message["role"] == "assistant")
 
 
 def _accepted(function: RewardFunction, name: str, offered: dict[str, Any]) -> dict[str, Any]:
@@ -267,6 +254,12 @@ def format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
     tags = ("<think>", "</think>", "<answer>", "</answer>")
     texts = [completion_text(completion) for completion in completions]
     return [float(all(text.count(tag) == 1 for tag in tags) and _TAGS.fullmatch(text) is not None) for text in texts]
+
+
+@register_reward("no_reward")
+def no_reward(completions: Sequence[Any], **_: Any) -> list[float]:
+    """0.0 always: of a run whose completions a teacher alone judges, token by token."""
+    return [0.0] * len(completions)
 
 
 @register_reward("soft_overlong")

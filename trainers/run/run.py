@@ -176,7 +176,7 @@ class Run:
                 self.save_checkpoint(trainer.save, trainer.tokenizer, state())
             if stop is not None:
                 self.end_early(stop)
-        if config.eval_dataset:
+        if config.evaluates:
             self.evaluate(trainer.evaluate)
 
     @RayHelper.function(group="driver", execute="first")

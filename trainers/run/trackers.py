@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: a progress bar, the console, ``metrics.jsonl``, TensorBoard, wandb.
+"""Where the numbers of a run go: a progress bar, the console, ``metrics.jsonl``, TensorBoard, wandb, SwanLab.
 
 ``metrics.jsonl`` holds every step at full precision, one JSON object a line; NaN and infinity, which JSON lacks, are
 written as null. Completions go to ``completions/completions_00010.parquet``, under the names of TRL.
@@ -47,6 +47,7 @@ class Trackers:
         self.logging_steps = logging_steps
         self.tensorboard: Any = None
         self.wandb: Any = None
+        self.swanlab: Any = None
         check_installed(report_to)
         output_dir.mkdir(parents=True, exist_ok=True)
         _keep_until(output_dir / "metrics.jsonl", first_step)
@@ -55,6 +56,8 @@ class Trackers:
             from torch.utils.tensorboard import SummaryWriter
 
             self.tensorboard = SummaryWriter(str(output_dir / "tensorboard"), purge_step=first_step + 1)
+        if "swanlab" in report_to:
+            self.swanlab = _open_swanlab(output_dir, run_name, config, is_new=first_step == 0)
         if "wandb" in report_to:
             self.wandb = _open_wandb(output_dir, run_name, config, is_new=first_step == 0)
         # None: no bar where stderr is a file; the console lines are enough there
@@ -77,6 +80,8 @@ class Trackers:
                 self.tensorboard.add_scalar(name, value, step)
         if self.wandb is not None:
             self.wandb.log(dict(numbers), step=step)
+        if self.swanlab is not None:
+            self.swanlab.log(dict(numbers), step=step)
         if advance:
             self.bar.set_postfix(
                 {name: f"{numbers[name]:.4g}" for name in self.headline if name in numbers}, refresh=False
@@ -110,11 +115,13 @@ class Trackers:
             self.tensorboard.close()
         if self.wandb is not None:
             self.wandb.finish()
+        if self.swanlab is not None:
+            self.swanlab.finish()
 
 
 def check_installed(report_to: Sequence[str]) -> None:
     """Raises ConfigError with the line that installs what ``report_to`` needs and this Python lacks."""
-    for name in ("tensorboard", "wandb"):
+    for name in ("tensorboard", "wandb", "swanlab"):
         if name in report_to and not _is_installed(name):
             raise ConfigError(
                 f"report_to has {name}, which is not installed. Run `pip install {name}`, or take it out of report_to "
@@ -135,6 +142,20 @@ def _open_wandb(output_dir: Path, run_name: str | None, config: Mapping[str, Any
     project = os.environ.get("WANDB_PROJECT", "rayhelper")
     run = wandb.init(
         project=project, name=run_name, dir=str(output_dir), config=dict(config), id=run_id, resume="allow"
+    )
+    file.write_text(str(run.id), encoding="utf-8")
+    return run
+
+
+def _open_swanlab(output_dir: Path, run_name: str | None, config: Mapping[str, Any], *, is_new: bool) -> Any:
+    """The SwanLab run: that of the output folder if training is resumed. SWANLAB_PROJECT names the project."""
+    import swanlab
+
+    file = output_dir / "swanlab_run_id.txt"
+    run_id = file.read_text(encoding="utf-8").strip() if file.exists() and not is_new else None
+    project = os.environ.get("SWANLAB_PROJECT", "rayhelper")
+    run = swanlab.init(
+        project=project, name=run_name, log_dir=str(output_dir), config=dict(config), id=run_id, resume="allow"
     )
     file.write_text(str(run.id), encoding="utf-8")
     return run

@@ -18,8 +18,9 @@ from rayhelper import RayHelper
 from trainers.data.rows import prompt_of
 from trainers.parts.models import resolve_dtype
 from trainers.plugins import load_plugins
-from trainers.rewards.functions import chat_completions, is_async, resolve_rewards, reward_name, score
+from trainers.rewards.functions import is_async, resolve_rewards, reward_name, score
 from trainers.rewards.models import RewardModel, names_reward_model
+from trainers.rewards.texts import chat_completions
 from trainers.sampling.candidates import Candidates
 from trainers.sampling.config import SamplingConfig
 

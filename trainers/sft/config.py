@@ -8,7 +8,8 @@ from typing import ClassVar
 from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
 from trainers.configuration.shared import TrainConfig, at_least
-from trainers.data.rows import PackingStrategy, TruncationMode
+from trainers.data.loss_scale import parsed
+from trainers.data.rows import PackingStrategy, SFTTruncation
 from trainers.losses.types import SFTLossType
 
 
@@ -19,6 +20,7 @@ class SFTConfig(TrainConfig):
     ROLES: ClassVar = {"train": TRAIN}
 
     output_dir: str = "outputs/sft"
+    disable_dropout: bool = False
     dataset_text_field: str = "text"
     """The column that holds plain text."""
     dataset_num_proc: int | None = None
@@ -27,8 +29,8 @@ class SFTConfig(TrainConfig):
     """What ends plain texts and completions; null: the tokenizer's."""
     max_length: int | None = 1024
     """Tokens a sequence (a row, when packing); longer ones are cut."""
-    truncation_mode: TruncationMode = "keep_start"
-    """keep_start or keep_end of a sequence that is too long."""
+    truncation_mode: SFTTruncation = "keep_start"
+    """keep_start or keep_end of a sequence that is too long, or drop it."""
     packing: bool = False
     """Put several documents into each row of ``max_length`` tokens."""
     packing_strategy: PackingStrategy = "bfd"
@@ -37,6 +39,11 @@ class SFTConfig(TrainConfig):
     """Learn only completions; null: where rows have prompt and completion."""
     assistant_only_loss: bool = False
     """Learn only assistant turns; the chat template must mark them with {% generation %}."""
+    loss_scale: str | None = None
+    """What is learned of conversations, in ms-swift's names. default: what the assistant wrote, and what ends it;
+    last_round: of that, what follows the last turn of a user; all; and behind them, each after a +, ignore_empty_think
+    or ignore_think_prefix. A message may say ``loss: true`` or ``loss: false`` of itself. null: as the two keys above
+    say."""
     loss_type: SFTLossType = "nll"
     """nll: negative log-likelihood; dft: weighed by the token's probability (arXiv 2508.05629)."""
     per_device_eval_batch_size: int = 8
@@ -46,9 +53,19 @@ class SFTConfig(TrainConfig):
         super().__post_init__()
         at_least(self, 2, "max_length")
         at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size")
+        try:
+            scale = parsed(self.loss_scale)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if scale is not None and scale.base != "all" and self.completion_only_loss is False:
+            raise ConfigError(f"loss_scale {self.loss_scale} learns answers alone; remove completion_only_loss: false")
+        if scale is not None and scale.base == "all" and self.completion_only_loss:
+            raise ConfigError("loss_scale all learns every token; remove completion_only_loss")
         if self.packing and self.max_length is None:
             raise ConfigError("packing needs max_length, the tokens of a packed row")
-        if self.packing and self.truncation_mode != "keep_start":
+        if scale is not None and self.assistant_only_loss:
+            raise ConfigError("assistant_only_loss and loss_scale both say which turns are learned; remove one of them")
+        if self.packing and self.truncation_mode == "keep_end":
             raise ConfigError(f"packing keeps the start of long documents; truncation_mode is {self.truncation_mode!r}")
 
 

@@ -22,6 +22,7 @@ from trainers.batch import Sequences
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, total_steps
 from trainers.data.broken_rows import supervised_mistake, without_broken
+from trainers.data.loss_scale import parsed
 from trainers.data.rows import Batches, pack, tokenize_sft
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
@@ -53,8 +54,8 @@ class SFTTrainer:
         """Reads and tokenizes the data."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
-        self.sequences = self.read(config.dataset, config.dataset_split)
-        self.eval_sequences = self.read(config.eval_dataset, config.eval_dataset_split) if config.eval_dataset else None
+        self.sequences = self.read(*config.training_data)
+        self.eval_sequences = self.read(*config.evaluation_data) if config.evaluates else None
 
     def read(self, source: Any, split: str) -> Sequences:
         """The sequences of a dataset, packed if asked for."""
@@ -66,16 +67,18 @@ class SFTTrainer:
             is_broken = partial(supervised_mistake, text_field=field)
             columns = ("prompt", "completion", "messages", field)
             rows = without_broken(rows, is_broken, *columns, skip=config.skip_broken_rows)
+            scale = parsed(config.loss_scale)
             sequences = tokenize_sft(
                 rows,
                 self.tokenizer,
                 max_length=None if cuts_rows else config.max_length,
                 truncation_mode=config.truncation_mode,
-                completion_only_loss=config.completion_only_loss,
+                completion_only_loss=False if scale and scale.base == "all" else config.completion_only_loss,
                 assistant_only_loss=config.assistant_only_loss,
                 text_field=field,
                 eos=config.eos_token,
                 num_proc=config.dataset_num_proc,
+                loss_scale=scale,
             )
         if config.packing:
             assert config.max_length is not None

@@ -59,17 +59,6 @@ ALIASES = {
 # Keys of some trainers, which other trainers know by another name: ms-swift's max_length of GRPO is the prompt's.
 ELSEWHERE = {"max_length": "max_prompt_length", "data_seed": "dataset_seed"}
 
-REFUSED_RLHF_TYPES = {
-    "kto": "it learns from answers that are no pairs, and no trainer here does. With pairs: rlhf_type: dpo and "
-    "loss_type: apo_zero, which too judges each answer on its own",
-    "cpo": "it is DPO without a reference, with the likelihood of the better answer: rlhf_type: dpo, reference_free: "
-    "true, rpo_alpha: 1.0 (their cpo_alpha)",
-    "simpo": "it is DPO without a reference on mean log-probabilities: rlhf_type: dpo, reference_free: true, "
-    "loss_type: sigmoid_norm; its margin (simpo_gamma) is not built",
-    "orpo": "its odds ratio is not built. Nearest, also without a reference: rlhf_type: dpo, reference_free: true, "
-    "rpo_alpha: 1.0",
-}
-
 # What a section ``rollout`` calls its engine's keys in verl, siiRL and ROLL
 IN_ROLLOUT = {
     "name": "rollout_engine",
@@ -115,6 +104,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "deepspeed": (None,),
     "tuner_backend": ("peft",),
     # model
+    **dict.fromkeys(
+        ("vit_gradient_checkpointing", "vit_gradient_checkpointing_kwargs", "vit_lr", "aligner_lr", "max_pixels"), ANY
+    ),  # as freeze_vit
     "task_type": ("causal_lm",),
     "template_backend": ("jinja",),
     "use_hf": (True,),
@@ -148,6 +140,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "moe_aux_loss_coeff": (0,),
     "lr_decay_iters": (None,),
     "full_determinism": (False,),
+    "label_names": ("labels", ["labels"], None),
+    "logging_strategy": ("steps",),
+    "loss_scale": ("last_round", "default", None),  # of trainers that learn one completion a prompt
+    "use_chat_template": (True,),
     # rewards and completions
     "completion_length_limit_scope": ("total",),
     **dict.fromkeys(("stop_words", "stop_strings", "stop"), ([], None)),
@@ -184,6 +180,12 @@ HINTS = {
     "num_workers": _ROWS,
     "per_device_eval_batch_size": "evaluation completes rollout_batch_size prompts at once",
     "cross_entropy_loss_fusion": _KERNELS,
+    "cross_entropy_fusion_impl": _KERNELS,
+    "masked_softmax_fusion": "attention is one kernel, with its scale, mask and softmax",
+    "offload_bridge": "weights are converted a tensor at a time",
+    "model_type": "the model's own config.json says it",
+    "ddp_find_unused_parameters": "every weight of the model is used",
+    "add_non_thinking_prefix": "the model's own chat template writes the empty thoughts of an answer without any",
     "use_liger_kernel": _KERNELS,
     "use_logits_to_keep": _KERNELS,
     "gradient_accumulation_fusion": "gradients are added by torch",
@@ -197,6 +199,7 @@ HINTS = {
     "offload_model": _NO_ENGINE,
     "offload_optimizer": _NO_ENGINE,
     "sleep_level": _NO_ENGINE,
+    "teacher_deepspeed": "the teacher's weights lie in shards as the policy's do: the fsdp_* keys hold for it too",
     "offload_teacher_model": "the teacher keeps its memory; a device group of its own for role teacher makes room",
     "move_model_batches": _GATHERED,
     "ds3_gather_for_generation": _GATHERED,
@@ -264,15 +267,18 @@ REFUSED = {
         ),
         _MEGATRON_ONLY,
     ),
-    **dict.fromkeys(("offload_bridge", "mcore_model", "mcore_adapter", "use_mbridge"), _BRIDGE),
+    **dict.fromkeys(("mcore_model", "mcore_adapter", "use_mbridge"), _BRIDGE),
     **dict.fromkeys(
         ("vanilla_mbridge", "bridge_backend", "use_dist_checkpointing", "dist_checkpointing_path"), _BRIDGE
+    ),
+    **dict.fromkeys(
+        ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype"),
+        "states of the optimizer, gradients and trained weights are float32. Remove it",
     ),
     "optimizer_cpu_offload": "write optimizer_offload, or fsdp_offload_params",
     "infer_backend": "write use_vllm: true in GRPO, PPO and GKD. Remove it elsewhere",
     "router_replay_mode": "routing is not replayed. Remove it",
     "teacher_model_server": "the teacher answers in role teacher: write teacher_model",
-    "teacher_deepspeed": "the fsdp_* keys hold for the teacher too",
     # model
     "adapters": _ADAPTERS,
     "ref_adapters": _ADAPTERS,
@@ -283,14 +289,10 @@ REFUSED = {
     "template": _TEMPLATE,
     "template_backend": _TEMPLATE,
     "agent_template": _TEMPLATE,
-    "model_type": "the model's own config.json says it. Remove it",
     "use_hf": "models and data come from folders or the Hugging Face hub. Remove it",
     # data
-    "split_dataset_ratio": "training data are not split. Write 0, and the evaluation data as eval_dataset",
     "streaming": "rows are read whole. Write streaming: false",
-    "loss_scale": "write completion_only_loss (the last answer) or assistant_only_loss (every turn of the assistant)",
-    "model_name": "placeholders of swift/self-cognition are not filled in. Fill them in the data, and remove it",
-    "model_author": "placeholders of swift/self-cognition are not filled in. Fill them in the data, and remove it",
+    "loss_scale": "this trainer learns the last answer, which is loss_scale last_round. Write that, or remove it",
     "data_seed": "seed is that of the data too. Remove it, or write the same number",
     "packing_length": "packed rows have max_length tokens. Write that",
     "enable_thinking": "this trainer gives the chat template no variables. Write a chat_template",
@@ -316,10 +318,9 @@ REFUSED = {
     **dict.fromkeys(("stop_words", "stop_strings", "stop"), _STOPS),
     "real_tau": "loss_type real is not built; see loss_type",
     "teacher_tag_key": "there is one teacher. Write teacher_model",
-    "cpo_alpha": "write rpo_alpha, with reference_free: true",
-    "simpo_gamma": "a margin is not built. Remove it",
-    "desirable_weight": "it is of KTO, which is not built",
-    "undesirable_weight": "it is of KTO, which is not built",
+    **dict.fromkeys(("cpo_alpha", "simpo_gamma"), "it is of CPO. Write rlhf_type: cpo or simpo, or remove it"),
+    **dict.fromkeys(("desirable_weight", "undesirable_weight"), "it is of KTO. Write rlhf_type: kto, or remove it"),
+    "calculate_KL": "loss_type says whether KTO estimates a KL: kto does, apo_zero_unpaired does not. Remove it",
     # checkpoints
     "add_version": "output_dir is used as it is written. Write add_version: false",
     "resume_only_model": "write model: the checkpoint's folder",

@@ -6,6 +6,7 @@ that are none of ours and puts ours in their place. A mistake is noted, so that 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +15,12 @@ from typing import Any, get_type_hints
 from rayhelper import ConfigError
 from trainers.configuration.megatron import MegatronConfig
 from trainers.configuration.others.engine_names import translate_engine
-from trainers.configuration.others.other_names import HINTS, REFUSED_RLHF_TYPES, is_neutral
+from trainers.configuration.others.ms_swift_keys import (
+    engine_beside_training,
+    room_for_prompts,
+    translate_ms_swift,
+)
+from trainers.configuration.others.other_names import HINTS, is_neutral
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 from trainers.configuration.reading.typed_values import typed
 
@@ -27,6 +33,7 @@ ATTENTION = {  # ms-swift's attn_impl and Megatron's attention_backend, in trans
 }
 DEEPSPEED = {  # ZeRO stage, its optional offload: sharding strategy, whether weights are freed after the forward pass
     "zero0": ("no_shard", None),
+    "zero1": ("full_shard", False),  # with less memory: gradients lie in shards too
     "zero2": ("full_shard", False),
     "zero3": ("full_shard", True),
 }
@@ -49,6 +56,7 @@ def translate(
     ``defaults`` are those of the keys of ``config_type``; ``rlhf_types`` gives the configurations by ms-swift's names.
     """
     _rlhf_type(given, config_type, rlhf_types)
+    translate_ms_swift(given, defaults)
     translate_engine(given)
     _precision(given)
     _attention(given)
@@ -66,6 +74,9 @@ def translate(
     _turns(given)
     _thinking(given)
     _server(given)
+    engine_beside_training(given)
+    room_for_prompts(given)
+    _kl(given, defaults)
 
 
 def _rlhf_type(given: GivenKeys, config_type: type, rlhf_types: Callable[[], Mapping[str, type]]) -> None:
@@ -82,8 +93,6 @@ def _rlhf_type(given: GivenKeys, config_type: type, rlhf_types: Callable[[], Map
 
 def rlhf_problem(asked: Any, known: Collection[str]) -> str | None:
     """Why there is no trainer of this rlhf_type, of those that are ``known``; None if there is one."""
-    if asked in REFUSED_RLHF_TYPES:
-        return f"rlhf_type {asked} is not supported: {REFUSED_RLHF_TYPES[asked]}"
     return None if asked in known else f"rlhf_type must be one of {', '.join(known)}, got {asked!r}"
 
 
@@ -232,6 +241,10 @@ def _megatron(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     if given.get("sequence_parallel") is True and given.get("tensor_model_parallel_size", 1) == 1:
         del given.values["sequence_parallel"]
         given.notes["sequence_parallel"] = "tensor_model_parallel_size is 1: there is nothing to divide over"
+    fuses = given.get("moe_permute_fusion")
+    if fuses is True and (given.get("tuner_type") == "lora" or not is_installed("transformer_engine")):
+        given.take("moe_permute_fusion")
+        given.notes["moe_permute_fusion"] = "tokens are permuted by torch, without TransformerEngine"
     for name in [name for name in given.values if given.foreign(name)]:
         if is_neutral(name, given.get(name)):
             continue
@@ -240,6 +253,11 @@ def _megatron(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
         elif name == "router_aux_loss_coef":
             given.refuse(name, f"{name} is of transformers' losses. Write megatron: {{moe_aux_loss_coeff: ...}}")
             given.take(name)
+
+
+def is_installed(module: str) -> bool:
+    """Whether this Python has a module; it is not imported."""
+    return importlib.util.find_spec(module) is not None
 
 
 def _adapter(given: GivenKeys) -> None:
@@ -252,12 +270,10 @@ def _adapter(given: GivenKeys) -> None:
 
 def _evaluation(given: GivenKeys) -> None:
     """Without evaluation data ms-swift does not evaluate, whatever ``eval_steps`` says."""
-    has_rows = bool(given.get("eval_dataset"))
-    if given.foreign("split_dataset_ratio") and given.get("split_dataset_ratio") in (0, 0.0):
-        given.take("split_dataset_ratio")
-        if "eval_steps" in given.values and not has_rows:
-            del given.values["eval_steps"]
-            given.notes["eval_steps"] = "there is no eval_dataset"
+    has_rows = bool(given.get("eval_dataset")) or bool(given.get("split_dataset_ratio"))
+    if "eval_steps" in given.values and not has_rows:
+        del given.values["eval_steps"]
+        given.notes["eval_steps"] = "there is no eval_dataset"
     if given.foreign("eval_strategy"):
         strategy = given.take("eval_strategy") or "no"  # which YAML reads as false
         if strategy == "epoch" or (strategy == "no" and has_rows):
@@ -302,10 +318,6 @@ def _data(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
         given.get("max_length", defaults.get("max_length")),
     ):
         given.take("packing_length")
-    if "swift/self-cognition" not in str(given.values.get("dataset")):  # whose placeholders they fill in
-        for name in ("model_name", "model_author"):
-            if given.foreign(name):
-                given.take(name)
     if given.foreign("enable_dft_loss") and "packing" in given.known and given.take("enable_dft_loss") is True:
         given.put("loss_type", "dft", "enable_dft_loss")
 
@@ -315,7 +327,7 @@ def _long_rows(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     if not given.foreign("truncation_strategy"):
         return
     value = given.take("truncation_strategy")
-    modes = {"left": "keep_end", "right": "keep_start"}
+    modes = {"left": "keep_end", "right": "keep_start"} | ({"delete": "drop"} if "loss_scale" in given.known else {})
     if "truncation_mode" not in given.known:
         done = "delete" if {"center_rewards_coefficient", "sampler_type"} & set(given.known) else "left"
         what = "are left out" if done == "delete" else "lose the beginning of their prompt"
@@ -383,3 +395,12 @@ def _server(given: GivenKeys) -> None:
             given.put(name, engine[name], "engine_kwargs")
             engine = {key: value for key, value in engine.items() if key != name}
     given.values["engine_kwargs"] = engine
+
+
+def _kl(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    """Megatron's ``calculate_KL`` of ms-swift, where it says what KTO's loss type says."""
+    if not given.foreign("calculate_KL") or "kl_batch_size" not in given.known:
+        return
+    estimates = given.get("loss_type", defaults["loss_type"]) != "apo_zero_unpaired"
+    if given.get("calculate_KL") in (None, estimates):
+        given.take("calculate_KL")

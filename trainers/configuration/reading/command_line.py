@@ -2,6 +2,7 @@
 
     given keys        file, then command line, under our names        ``given_keys.py``, ``others/other_names.py``
     strategies        ROLL's, opened into the keys that they hold     ``others/strategies.py``
+    whose defaults    TRL's, or ms-swift's                            ``../defaults.py``
     sections          to device groups and the keys that they mean    ``role_sections.py``
     translations      other systems' keys to ours                     ``others/translations.py``
     typed values      as the configuration's types ask for them       ``typed_values.py``
@@ -25,7 +26,10 @@ from typing import Any, TypeVar, get_type_hints
 from rayhelper import ConfigError
 from rayhelper.device_groups.keys import SECTION_KEYS, SIZE_KEYS
 from rayhelper.text import nearest, parse_text
+from trainers.configuration.defaults import Holding, defaults_of, holding, told_of
 from trainers.configuration.folders import rlhf_types
+from trainers.configuration.others.ms_swift import with_config
+from trainers.configuration.others.ms_swift_meanings import mean_as_there
 from trainers.configuration.others.other_names import (
     ALIASES,
     HINTS,
@@ -38,7 +42,7 @@ from trainers.configuration.others.other_names import (
 from trainers.configuration.others.strategies import open_strategies
 from trainers.configuration.others.translations import translate
 from trainers.configuration.reading.given_keys import COMMAND_LINE, GivenKeys, plain
-from trainers.configuration.reading.role_sections import is_placement, lift_sections, our_name
+from trainers.configuration.reading.role_sections import lift_sections, our_name
 from trainers.configuration.reading.secrets import masked, unmasked
 from trainers.configuration.reading.text import as_yaml, default_of, print_help
 from trainers.configuration.reading.typed_values import admits_bool, bracketed, typed
@@ -51,9 +55,15 @@ logger = logging.getLogger(__name__)
 
 
 def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | None = None) -> ConfigT:
+    """What ``read_config`` gives, without the line."""
+    return read_config(config_type, argv, prog)[0]
+
+
+def read_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | None = None) -> tuple[ConfigT, str]:
     """The configuration that ``--config FILE`` and the other arguments say; the command line wins.
 
-    ``config_type`` is any dataclass. ``--help`` and ``--print_config`` print and exit.
+    ``config_type`` is any dataclass. ``--help`` and ``--print_config`` print and exit. With it comes a line that tells
+    whose defaults hold, and which those are.
 
     Raises:
         ConfigError: unknown keys, wrong types and missing keys, all of them at once; or a value without meaning.
@@ -61,9 +71,10 @@ def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | Non
     if {"--help", "-h"} & set(argv):
         print_help(config_type, prog)
     fields = {field.name: field for field in dataclasses.fields(config_type) if field.init}  # type: ignore[arg-type]
-    defaults = {name: default_of(field) for name, field in fields.items()}
     types = get_type_hints(config_type)
-    given, foreign = _understood(argv, config_type, defaults)
+    ours = {name: default_of(field) for name, field in fields.items()}
+    given, foreign, held = _understood(argv, config_type, ours)
+    defaults = defaults_of(held, config_type, ours, given)
     mistakes = [*given.mistakes, *_told(foreign, given)]
     values: dict[str, Any] = {}
     for name in [name for name in given.values if name in fields]:
@@ -85,13 +96,18 @@ def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | Non
         shown = {name: None if name in missing else value for name, value in (defaults | values).items()}
         print(as_yaml(masked(shown)), end="")
         sys.exit(0)
-    config = config_type(**unmasked(values))
+    config = config_type(**unmasked(differing(defaults, ours) | values))
     if given.notes:
         told = {
             reason: [name for name in given.notes if given.notes[name] == reason] for reason in given.notes.values()
         }
         logger.info("not needed here: %s", "; ".join(f"{', '.join(told[reason])} ({reason})" for reason in told))
-    return config
+    return config, told_of(held, ours, defaults, given)
+
+
+def differing(defaults: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults that are not the class's own."""
+    return {name: value for name, value in defaults.items() if name in ours and value is not ours[name]}
 
 
 def given_keys(
@@ -115,14 +131,11 @@ def given_keys(
         name = our_name(first, given.known)
         if name == "config":
             continue
-        if (name, *inner) in spoken:
+        if (name, *inner) in spoken and (inner or given.values.get(name) != _raw(values, inner)):
             given.mistakes.append(
                 f"{COMMAND_LINE}: {first} and {spoken[name, *inner]} say the same thing; give one of them"
             )
         spoken[name, *inner] = first
-        if name == "device_groups":
-            for key in [key for key, value in given.values.items() if is_placement(key, value)]:
-                del given.values[key]
         given.values[name] = _put(given.values.get(name), inner, _raw(values, inner))
         given.where[name] = given.where.get(name, COMMAND_LINE) if inner else COMMAND_LINE
         given.written[name] = first
@@ -146,7 +159,8 @@ def export_env(argv: Sequence[str]) -> None:
 def _options(argv: Sequence[str], given: GivenKeys) -> Options:
     """The options of a command line, as (key, ...) and their values; what stands there without one is a mistake."""
     options: Options = []
-    for argument in argv:
+    file, rest = with_config(argv)
+    for argument in [*file, *rest]:
         match = OPTION.fullmatch(argument)
         if match:
             path = [part.replace("-", "_") for part in match[1].split(".")]
@@ -203,17 +217,24 @@ def _add_file(file: str, given: GivenKeys) -> None:
 
 
 def _understood(
-    argv: Sequence[str], config_type: type, defaults: Mapping[str, Any]
-) -> tuple[GivenKeys, list[tuple[str, str, Any]]]:
-    """The keys in our words; and those that are none of the configuration's, as (where, key, value)."""
-    given, spoken = given_keys(argv, defaults, getattr(config_type, "ROLES", {}))
+    argv: Sequence[str], config_type: type, ours: Mapping[str, Any]
+) -> tuple[GivenKeys, list[tuple[str, str, Any]], Holding]:
+    """The keys in our words; those that are none of the configuration's, as (where, key, value); whose defaults hold.
+
+    ``ours`` are the defaults of the configuration's class.
+    """
+    given, spoken = given_keys(argv, ours, getattr(config_type, "ROLES", {}))
+    held = holding(given)
     open_strategies(given)
     foreign = []
     for role, keys in lift_sections(given, spoken).items():
         foreign += [(f"{given.where[role]}, section {role}", key, value) for key, value in keys.items()]
+    defaults = defaults_of(held, config_type, ours, given)
+    if held.is_ms_swift:
+        mean_as_there(given, defaults)
     translate(given, config_type, defaults, rlhf_types)
-    foreign += [(given.where[name], name, value) for name, value in given.values.items() if name not in defaults]
-    return given, foreign
+    foreign += [(given.where[name], name, value) for name, value in given.values.items() if name not in ours]
+    return given, foreign, held
 
 
 def _told(foreign: Iterable[tuple[str, str, Any]], given: GivenKeys) -> list[str]:

@@ -42,18 +42,27 @@ def is_placement(name: str, value: Any) -> bool:
 def lift_sections(given: GivenKeys, spoken: Mapping[tuple[str, ...], str]) -> dict[str, dict[str, Any]]:
     """Moves sections and what else places roles into ``device_groups``, and their other keys to where they are read.
 
+    ``device_groups`` of the command line replaces what the file says of devices, and nothing else of its sections.
     Returns the keys of sections that are none of the run's, by role. ``spoken`` are the keys that the command line
     said, as paths. Mistakes are noted in ``given``.
     """
-    sections = {name: value for name, value in given.values.items() if is_placement(name, value)}
-    sections = {name: value for name, value in sections.items() if name not in given.known}
+    has_groups = "device_groups" in given.values
+    sections = {
+        name: value
+        for name, value in given.values.items()
+        if name not in given.known and (is_placement(name, value) or (has_groups and _is_of_role(name, value, given)))
+    }
     if not sections or "device_groups" not in given.known:
         return {}
     file = given.where[next(iter(sections))]
-    if "device_groups" in given.values:
+    is_replaced = given.where.get("device_groups") == COMMAND_LINE
+    twice = [name for name, value in sections.items() if is_placement(name, value)]
+    if is_replaced:  # what the file says of devices, and nothing else
+        twice = [name for name in twice if _is_spoken(name, spoken)]
+    if has_groups and twice:
         given.mistakes.append(
-            f"{file}: device_groups and {', '.join(sections)} both say where roles run; move everything into "
-            "device_groups"
+            f"{given.where[twice[0]] if not is_replaced else COMMAND_LINE}: device_groups and {', '.join(twice)} both "
+            "say where roles run; move everything into device_groups"
         )
     for name in sections:
         del given.values[name]
@@ -65,6 +74,8 @@ def lift_sections(given: GivenKeys, spoken: Mapping[tuple[str, ...], str]) -> di
             placed[role] = section
             continue
         placed[role] = {key: value for key, value in section.items() if key in SECTION_KEYS}
+        if is_replaced:
+            given.notes |= {f"{role}.{key}": "device_groups on the command line places roles" for key in placed[role]}
         for key in [key for key in section if key not in SECTION_KEYS]:
             where = COMMAND_LINE if (role, key) in spoken else given.where[role]
             if role == "teacher" and (str(key).startswith(PREFIX) or key == "use_vllm"):
@@ -81,9 +92,20 @@ def lift_sections(given: GivenKeys, spoken: Mapping[tuple[str, ...], str]) -> di
             else:
                 said[meant] = (role, str(key), section[key])
                 _lift(meant, section[key], where, given)
-    given.values["device_groups"] = placed
-    given.where["device_groups"] = file
+    if not has_groups:
+        given.values["device_groups"] = placed
+        given.where["device_groups"] = file
     return foreign
+
+
+def _is_of_role(name: str, value: Any, given: GivenKeys) -> bool:
+    """Whether a key is the section of one of the trainer's roles, whose devices other keys may say."""
+    return isinstance(value, Mapping) and declared_name(name, given.roles) in given.roles
+
+
+def _is_spoken(name: str, spoken: Mapping[tuple[str, ...], str]) -> bool:
+    """Whether the command line says where a role runs, by the key ``name`` or inside of the section ``name``."""
+    return any(path[0] == name and (len(path) == 1 or path[1] in SECTION_KEYS) for path in spoken)
 
 
 def role_of(section: str, given: GivenKeys) -> tuple[str, Role]:

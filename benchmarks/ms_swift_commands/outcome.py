@@ -1,0 +1,210 @@
+"""What becomes of a command here: read, translated, placed and checked in a process of its own, and never run."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pickle
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks.ms_swift_commands.cases import Case
+from rayhelper import ConfigError
+from trainers.cli import _check_run as check_run
+from trainers.cli import load_config, placement, uses_ray
+from trainers.commands import RLHF, command_named
+from trainers.configuration.others.ms_swift import spelled
+from trainers.configuration.reading.command_line import export_env, given_keys
+from trainers.configuration.reading.given_keys import plain
+
+OUTCOMES = ("taken", "taken with a line", "refused, the remedy works", "cannot run here", "refused")
+NEVER = {  # what is missing, by the beginning of what is said of it
+    "unknown key fp8": "training in FP8 (TransformerEngine)",
+    "unknown key mtp_num_layers": "multi-token prediction",
+    **dict.fromkeys(("unknown key quant", "unknown key bnb", "quant_method"), "training of a quantized model (QLoRA)"),
+    **dict.fromkeys(
+        ("tuner_type must be", "use_galore", "galore", "lisa", "lora_ga", "reft"), "tuners other than LoRA"
+    ),
+    "environment: unknown": "multi-turn schedulers",
+    "multi_turn_scheduler": "multi-turn schedulers",
+    "vllm_server": "prompts completed by a server outside the run (swift rollout)",
+}
+MOST_REMEDIES = 8
+
+
+@dataclass
+class Outcome:
+    """``kind`` is one of OUTCOMES; ``lines`` are said to the user, ``reasons`` are theirs in few words."""
+
+    kind: str
+    lines: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+
+
+def outcomes_of(cases: list[Case], ms_swift: Path) -> list[Outcome]:
+    """One for each case, in order; paths in commands are looked for from the root of ms-swift."""
+    folder = Path(tempfile.mkdtemp(prefix="ms_swift_commands_"))
+    words = [case.replaced(folder, number) for number, case in enumerate(cases)]
+    _import_all()
+    before = Path.cwd()
+    os.chdir(ms_swift)
+    try:
+        return [_forked(one, case) for one, case in zip(words, cases, strict=True)]
+    finally:
+        os.chdir(before)
+
+
+def outcome_of(words: list[str], case: Case) -> Outcome:
+    """Of one command, with the remedies tried that the refusal names."""
+    mistakes, notes = tried(words, case.environment)
+    if not mistakes:
+        return Outcome("taken with a line" if notes else "taken", notes, [_short(note) for note in notes])
+    lines, reasons = list(mistakes), [_short(mistake) for mistake in mistakes]
+    for _ in range(MOST_REMEDIES):
+        changed = words
+        for mistake in mistakes:
+            changed = with_remedy(changed, mistake)
+        if changed == words:
+            break
+        words = changed
+        mistakes, _ = tried(words, case.environment)
+        if not mistakes:
+            return Outcome("refused, the remedy works", lines, reasons)
+        lines += [f"then: {mistake}" for mistake in mistakes]
+        reasons += [_short(mistake) for mistake in mistakes]
+    missing = [told for start, told in NEVER.items() if any(reason.startswith(start) for reason in reasons)]
+    if any(reason.startswith("task_type") for reason in reasons):
+        missing.append(f"task_type {case.keys.get('task_type')}")
+    missing = sorted(set(missing))
+    return Outcome("cannot run here", lines, missing) if missing else Outcome("refused", lines, reasons)
+
+
+def tried(words: list[str], environment: dict[str, str]) -> tuple[list[str], list[str]]:
+    """The mistakes that stop a command, one a line, and what is said where none does."""
+    held = _Held()
+    root = logging.getLogger()
+    level = root.level
+    root.addHandler(held)
+    root.setLevel(logging.INFO)
+    try:
+        with (
+            patch.dict(os.environ, environment),
+            with_gpus(),
+            redirect_stdout(io.StringIO()),
+            redirect_stderr(io.StringIO()),
+        ):
+            _checked(words, environment)
+    except ConfigError as error:
+        told = str(error)
+        return (told.split("\n  - ")[1:] if told.startswith("several mistakes") else [told]), []
+    except Exception:
+        return [f"broken: {traceback.format_exc(limit=-3)}"], []
+    finally:
+        root.removeHandler(held)
+        root.setLevel(level)
+    return [], held.lines
+
+
+@contextmanager
+def with_gpus() -> Iterator[None]:
+    """Inside, there seem to be GPUs, and the trackers that commands report to are installed."""
+    import torch
+
+    with (
+        patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(torch.cuda, "is_bf16_supported", lambda *_: True),
+        patch("trainers.run.trackers._is_installed", lambda _: True),
+    ):
+        yield
+
+
+def _checked(words: list[str], environment: dict[str, str]) -> None:
+    name, arguments = spelled(words)
+    export_env(arguments)
+    rlhf_type = plain(given_keys(arguments, [])[0].values.get("rlhf_type")) if name == RLHF else None
+    command = command_named(name, rlhf_type)
+    config = load_config(command.config_type, arguments, prog="python -m trainers")
+    count = 1
+    for variable in ("NPROC_PER_NODE", "NNODES"):
+        count *= int(environment.get(variable) or 1) if not uses_ray(arguments) else 1
+    alone = not config.use_ray and count == 1
+    groups = None if alone else placement(command.trainer, config, count)
+    check_run(command.trainer, config, groups)
+
+
+def with_remedy(words: list[str], mistake: str) -> list[str]:
+    """The command as the mistake says to write it: a key removed, or with another value."""
+    named = re.findall(r"[A-Za-z_]\w+", re.sub(r"^(command line|\S+\.yaml)(, section \w+)?: ", "", mistake))
+    given = {word[2:] for word in words if word.startswith("--")}
+    if re.search(r"[Rr]emove (it|them)\b|remove one of them|is not supported", mistake):
+        for key in [key for key in named if key in given][:6]:
+            words = _without(words, key)
+    for key, value in re.findall(r"[Ww]rite (?:\w+ and )?(\w+): ([\w./-]+)", mistake):
+        words = [*_without(words, key), f"--{key}", value.rstrip(".")]
+    return words
+
+
+def _without(words: list[str], key: str) -> list[str]:
+    if f"--{key}" not in words:
+        return words
+    start = words.index(f"--{key}")
+    end = next((k for k in range(start + 1, len(words)) if words[k].startswith("--")), len(words))
+    return words[:start] + words[end:]
+
+
+class _Held(logging.Handler):
+    """Keeps warnings, and what the reading of the keys says is not needed here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name.startswith(("trainers", "rayhelper")):
+            self.lines.append(record.getMessage())
+
+
+def _short(line: str) -> str:
+    """A mistake or a note in few words: without the place, the file and values."""
+    line = re.sub(r"^(command line|\S*\.yaml)(, section \w+)?: ", "", line.strip())
+    line = re.sub(r"/\S+", "FOLDER", line)
+    return line.splitlines()[-1][:140] if line.startswith("broken") else line[:110]
+
+
+def _forked(words: list[str], case: Case) -> Outcome:
+    """In a copy of this process, so that plugins and variables of one command are not seen by the next."""
+    reader, writer = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.close(reader)
+        try:
+            found: Any = outcome_of(words, case)
+        except BaseException:
+            found = Outcome("refused", [traceback.format_exc()], ["broken"])
+        with os.fdopen(writer, "wb") as pipe:
+            pickle.dump(found, pipe)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        told = pipe.read()
+    os.waitpid(process, 0)
+    sys.stderr.write(".")
+    sys.stderr.flush()
+    return pickle.loads(told) if told else Outcome("refused", ["the process died"], ["the process died"])
+
+
+def _import_all() -> None:
+    """What every command imports, once and before the processes."""
+    for name in ("sft", "grpo", "dpo", "gkd", "ppo", "reward", "sampling"):
+        _ = command_named(name).trainer
+    import trainers.backends.megatron.backend
+    import trainers.rollout.vllm.settings  # noqa: F401

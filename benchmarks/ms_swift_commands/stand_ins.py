@@ -1,0 +1,108 @@
+"""Small local models and data in the place of those that ms-swift's commands name, of the same architecture and kind.
+
+A model that sees images is replaced by the text model inside it, and data with images by texts: what is left is whether
+the keys of the command are taken. Which commands would need images is ``needs_images``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+MULTIMODAL = re.compile(
+    r"-VL|Omni|OCR|vl2|InternVL|Keye|MiniCPM-V|MOSS-VL|Ovis|TTS|Emu3|gme-|Audio|multimodal|4\.6V|jina-reranker-m0"
+    r"|clevr|image|latex_ocr|coco|video|ocr|llava|RLAIF-V|speech|tts|geometry|ok-vqa|chord|deepeyes|r1v",
+    re.IGNORECASE,
+)
+ARCHITECTURES = (  # the first that matches the model's name; of a model with images the text model
+    (r"Qwen3-?Next", "qwen3_next"),
+    (r"Qwen3\.[58].*A\d+B", "qwen3_5_moe_text"),
+    (r"Qwen3\.[58]", "qwen3_5_text"),
+    (r"Qwen3.*A\d+B|InternVL3_5-30B|Qwen3-Omni", "qwen3_moe"),
+    (r"Qwen1\.5-MoE", "qwen2_moe"),
+    (r"gpt-oss|GPT-OSS", "gpt_oss"),
+    (r"Qwen3|TTS|MOSS|Ovis2\.5|Keye", "qwen3"),
+    (r"GLM-4\.[56]", "glm4_moe"),
+    (r"GLM-4", "glm4"),
+    (r"Llama-4", "llama4_text"),
+    (r"[Ll]lama", "llama"),
+    (r"Moonlight|deepseek", "deepseek_v3"),
+    (r"[Nn]emotron.*A\d+B", "nemotron_h"),
+    (r"gemma", "gemma3_text"),
+    (r"Phi", "phi3"),
+    (r"", "qwen2"),
+)
+MODEL_KEYS = ("model", "teacher_model", "reward_model", "ref_model", "mcore_model", "model_id_or_path")
+DATA_KEYS = ("dataset", "val_dataset", "eval_dataset", "cached_dataset", "cached_val_dataset", "chord_sft_dataset")
+
+
+MEGATRON = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # which backend: megatron builds
+
+
+def architecture_of(name: str) -> str:
+    """transformers' model_type of the text model of that name."""
+    return next(made for pattern, made in ARCHITECTURES if re.search(pattern, name))
+
+
+def model_for(name: str, folder: Path, program: str) -> str:
+    """A folder with a tiny model of the architecture that the name says; made once.
+
+    For ``megatron`` one that our backend builds: mixtures are Qwen3's, others Qwen3. See ``missing``.
+    """
+    from tests.models.architectures import save
+
+    architecture = architecture_of(name)
+    if program == "megatron" and architecture not in MEGATRON:
+        is_mixture = "moe" in architecture or architecture in ("gpt_oss", "qwen3_next", "deepseek_v3", "nemotron_h")
+        architecture = "qwen3_moe" if is_mixture or "A" in re.findall(r"-(A)\d+B", name) else "qwen3"
+    target = folder / architecture
+    if not (target / "config.json").is_file():
+        fields: dict[str, Any] = {"max_position_embeddings": 131072}
+        if program == "megatron" or architecture in MEGATRON:  # sizes that parallel layouts divide
+            fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 8, "head_dim": 8}
+            fields |= {"vocab_size": 320} | ({"num_experts": 8} if "moe" in architecture else {})
+        save(architecture, target, **fields)
+    return str(target)
+
+
+def data_for(command: str, keys: dict[str, Any], folder: Path) -> str:
+    """A file of a dozen rows of the kind that the command learns from, in ms-swift's own format."""
+    kind = str(keys.get("rlhf_type", command))
+    if "cls" in str(keys.get("task_type", "")):
+        kind = "cls"
+    elif kind in ("dpo", "rm", "orpo", "cpo", "simpo"):
+        kind = "pairs"
+    target = folder / f"{kind}.jsonl"
+    if not target.is_file():
+        target.write_text("".join(f"{json.dumps(_row(kind, number))}\n" for number in range(12)))
+    return str(target)
+
+
+def _row(kind: str, number: int) -> dict[str, Any]:
+    question = {"role": "user", "content": f"What is {number} and {number}?"}
+    answer = {"role": "assistant", "content": f"It is {2 * number}."}
+    if kind == "pt":
+        return {"messages": [answer]}
+    row: dict[str, Any] = {"messages": [question, answer]}
+    if kind == "pairs":
+        return row | {"rejected_response": "I do not know."}
+    if kind == "kto":
+        return row | {"label": number % 2 == 0}
+    if kind == "cls":
+        return {"messages": [question], "label": number % 2}
+    if kind in ("grpo", "sample", "ppo"):
+        return {"messages": [question], "solution": f"{2 * number}"}
+    return row
+
+
+def missing(program: str, keys: dict[str, Any]) -> str | None:
+    """What the real model or the real data need that is not here, and that the stand-ins leave out."""
+    said = [str(keys.get(name, "")) for name in (*MODEL_KEYS, *DATA_KEYS, "external_plugins", "reward_funcs")]
+    if MULTIMODAL.search(" ".join(said)):
+        return "images, videos or audio"
+    architecture = architecture_of(str(keys.get("model", "")))
+    if program == "megatron" and keys.get("model") and architecture not in MEGATRON:
+        return f"{architecture} on Megatron"
+    return None

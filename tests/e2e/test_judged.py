@@ -1,0 +1,230 @@
+"""KTO, CPO, SimPO and ORPO: the same numbers however cut, placed and resumed; and they learn what is preferred."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from rayhelper import ConfigError, DeviceGroups, RayHelper
+from tests.conftest import RaySession
+from tests.e2e import runs
+from tests.e2e.runs import final_bytes, interrupted_after, kto_config, lines, separate, together
+from tests.e2e.test_pairs import (
+    CUTS,
+    FOLLOWED,
+    TAUGHT,
+    Step,
+    assert_same_step,
+    preferences,
+    successors,
+)
+from tests.golden.tiny import save_tiny
+from trainers.cli import load_config, placement, run
+from trainers.commands import command_named
+from trainers.cpo.trainer import CPOTrainer, counts_of
+from trainers.kto.trainer import KTOTrainer, with_margins
+from trainers.parts.frozen import Reference
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {  # rows, keys; four workers get 2, 2, 2, 1 of seven and 1, 1, 1, 0
+    "kto": (7, {"desirable_weight": 0.6}),
+    "kto of three rows": (3, {"kl_batch_size": 2, "beta": 0.5}),
+    "kto, apo_zero_unpaired": (7, {"loss_type": "apo_zero_unpaired"}),
+    "cpo": (7, {"label_smoothing": 0.1}),
+    "simpo": (7, {"alpha": 0.05, "beta": 0.5}),
+    "orpo": (7, {"beta": 0.8}),
+    "orpo of three pairs": (3, {"max_length": 30}),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny(tmp_path_factory.mktemp("reference"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def alone(model: str, reference: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Step]:
+    """One step of each case in this process, all rows at once."""
+    return {case: one_step(case, model, reference, tmp_path_factory.mktemp("alone")) for case in CASES}
+
+
+def config_of(name: str, model: str, folder: Path, **keys: Any) -> Any:
+    return getattr(runs, f"{name}_config")(model, folder, **keys)
+
+
+def trainer_of(config: Any) -> Any:
+    return KTOTrainer(config) if type(config).__name__ == "KTOConfig" else CPOTrainer(config)
+
+
+def one_step(case: str, model: str, reference: str, folder: Path, **cut: Any) -> Step:
+    """One optimizer step from the weights of ``model``, over the workers there are, and an evaluation after it."""
+    num_rows, keys = CASES[case]
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 8,
+        "warmup_steps": 0,
+        "adam_epsilon": 1e-4,
+        **keys,
+        **cut,
+    }
+    name = case.split()[0].rstrip(",")
+    if name == "kto":
+        trainer = KTOTrainer(kto_config(model, folder, ref_model=reference, **settings))
+        trainer.reference.build(reference)
+        trainer.policy.build(model, 10)
+        judged = trainer.with_reference(trainer.rows[np.arange(num_rows)], None, 2)
+        metrics = with_margins(trainer.policy.step(judged, len(judged)))
+        assert metrics.values()["kl"] > 0 or "apo" in case
+        trainer.policy.export(folder)
+        evaluation = trainer.evaluate()
+    else:
+        learner = CPOTrainer(config_of(name, model, folder, **settings))
+        learner.policy.build(model, 10)
+        pairs = learner.pairs[np.arange(num_rows)]
+        metrics = learner.policy.step(pairs, counts_of(pairs))
+        learner.policy.export(folder)
+        evaluation = learner.evaluate()
+    return metrics.values(), load_file(folder / "model.safetensors"), evaluation
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_way_of_cutting_a_step_changes_it(
+    case: str, alone: dict[str, Step], model: str, reference: str, tmp_path: Path
+) -> None:
+    untrained = load_file(Path(model) / "model.safetensors")
+    assert max(float((weight - untrained[name]).abs().max()) for name, weight in alone[case][1].items()) > 1e-3
+    for name, cut in CUTS.items():
+        assert_same_step(one_step(case, model, reference, tmp_path, **cut), alone[case], name)
+
+
+def test_a_step_over_four_workers_is_the_step_of_one(
+    alone: dict[str, Step], model: str, reference: str, tmp_path: Path, ray_session: RaySession
+) -> None:
+    with ray_session(together(4)):
+        for case in ("kto", "kto of three rows", "orpo", "orpo of three pairs", "simpo"):
+            found = one_step(case, model, reference, tmp_path, per_device_train_batch_size=2)
+            assert_same_step(found, alone[case], f"{case} on four workers")
+
+
+def test_ray_equals_ray_off_bit_for_bit_with_the_reference_on_its_own_group(
+    model: str, tmp_path: Path, ray_session: RaySession
+) -> None:
+    for kind, keys in (("kto", FOLLOWED), ("cpo", {"eval_steps": 2})):
+        trainer_of(config_of(kind, model, tmp_path / "off" / kind, **keys)).train()
+    groups = {"cpus": {"device": "CPU", "ranks": 1, "workers": ["default", "reference", "train"]}}
+    with RayHelper.session(groups, runtime="inprocess"):
+        trainer_of(kto_config(model, tmp_path / "inprocess" / "kto", **FOLLOWED)).train()
+    with ray_session(separate()):
+        for kind, keys in (("kto", FOLLOWED), ("cpo", {"eval_steps": 2})):
+            trainer_of(config_of(kind, model, tmp_path / "ray" / kind, **keys)).train()
+    for found in (tmp_path / "inprocess" / "kto", tmp_path / "ray" / "kto", tmp_path / "ray" / "cpo"):
+        assert lines(found) == lines(tmp_path / "off" / found.name)
+        assert final_bytes(found) == final_bytes(tmp_path / "off" / found.name)
+
+
+# The reference
+
+
+@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
+def test_references_computed_beforehand_change_nothing(
+    loss_type: str, model: str, reference: str, tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {"ref_model": reference, "eval_steps": 2, "adam_epsilon": 1e-4, "loss_type": loss_type}
+    keys |= {"shuffle_dataset": False}
+    KTOTrainer(kto_config(model, tmp_path / "each", **keys)).train()
+    trainer = KTOTrainer(kto_config(model, tmp_path / "before", **keys, precompute_ref_log_probs=True))
+    trainer.train()
+    assert trainer.reference.backend is None, "the reference model was not freed"
+    for found, expected in zip(lines(tmp_path / "before"), lines(tmp_path / "each"), strict=True):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+def test_without_its_adapter_the_policy_is_the_reference(model: str, tmp_path: Path) -> None:
+    own = KTOTrainer(kto_config(model, tmp_path / "own", tuner_type="lora"))
+    own.train()
+    assert own.reference.backend is None
+    KTOTrainer(kto_config(model, tmp_path / "other", tuner_type="lora", ref_model=model)).train()
+    assert lines(tmp_path / "own") == lines(tmp_path / "other")
+    assert final_bytes(tmp_path / "own") == final_bytes(tmp_path / "other")
+    assert abs(lines(tmp_path / "own")[-1]["eval_rewards/chosen"]) > 1e-3
+
+
+# Resuming
+
+RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "the reference follows": ("kto", FOLLOWED),
+    "references computed beforehand": (
+        "kto",
+        {"precompute_ref_log_probs": True, "shuffle_dataset": False, "save_steps": 2, "eval_steps": 3},
+    ),
+    "an adapter": ("kto", {"tuner_type": "lora", "save_steps": 4}),
+    "without a reference": ("orpo", {"save_steps": 2}),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_equals_one_that_never_stopped(
+    name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    build = Reference.build
+    monkeypatch.setattr(Reference, "build", lambda self, model: (built.append(model), build(self, model)))
+    (kind, keys), whole, parted = RESUMED[name], tmp_path / "whole", tmp_path / "parted"
+    trainer_of(config_of(kind, model, whole, **keys)).train()
+    with interrupted_after(5), pytest.raises(KeyboardInterrupt):
+        trainer_of(config_of(kind, model, parted, **keys)).train()
+    built.clear()
+    trainer_of(config_of(kind, model, parted, **keys, resume_from_checkpoint="auto")).train()
+    assert bool(built) == (name == "the reference follows"), "a reference was loaded again"
+    assert lines(parted) == lines(whole)
+    assert final_bytes(parted) == final_bytes(whole)
+
+
+# Learning
+
+
+@pytest.mark.parametrize("kind", ["kto", "cpo", "simpo", "orpo"])
+def test_what_comes_next_becomes_likelier_than_what_does_not(kind: str, model: str, tmp_path: Path) -> None:
+    """KTO takes the pairs apart."""
+    trainer_of(config_of(kind, model, tmp_path / "out", **TAUGHT)).train()
+    before, after = preferences(Path(model)), preferences(tmp_path / "out" / "final")
+    assert after.mean() > before.mean() + 1
+    assert len(after) == len(successors())
+
+
+# The examples
+
+
+@pytest.mark.parametrize("name", ["kto/quickstart", "kto/device_groups", "cpo/quickstart", "cpo/simpo", "cpo/orpo"])
+def test_an_example_is_placed_and_trains_two_steps(
+    name: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    folder, _, file = name.partition("/")
+    command = command_named(file if folder == "cpo" and file != "quickstart" else folder)
+    trainer, config_type = command.trainer, command.config_type
+    small = [f"--model={model}", f"--output_dir={tmp_path}", "--max_steps=2", "--global_batch_size=4"]
+    config = load_config(config_type, ["--config", f"examples/{name}.yaml", *small, "--val_before_train=false"])
+    assert config.use_ray == (file == "device_groups")
+    assert set(placement(trainer, config).roles) == set(trainer.__rayhelper_roles__)
+    last = run(trainer, dataclasses.replace(config, use_ray=False))
+    assert len([line for line in lines(tmp_path) if "loss" in line]) == 2
+    assert "eval_rewards/margins" in last
+
+
+# Before anything starts
+
+
+def test_a_step_of_one_row_has_no_kl_to_estimate(model: str, tmp_path: Path) -> None:
+    groups = DeviceGroups.single(["default", "reference"], "CPU", 1)
+    KTOTrainer.check(kto_config(model, tmp_path, global_batch_size=1, loss_type="apo_zero_unpaired"), groups)
+    with pytest.raises(ConfigError, match=r"a step has one row. Raise global_batch_size"):
+        KTOTrainer.check(kto_config(model, tmp_path, global_batch_size=1), groups)

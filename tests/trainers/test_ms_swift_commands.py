@@ -1,0 +1,329 @@
+"""ms-swift's commands, keys and plugins as its users have them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayhelper import ConfigError
+from tests.conftest import registries_restored
+from tests.golden.tiny import tiny_tokenizer
+from tests.trainers.test_other_names import load, told
+from trainers.cli import load_config
+from trainers.configuration.others.ms_swift import spelled, torchrun_options
+from trainers.data.formats import with_names
+from trainers.data.held_out import Part
+from trainers.data.loss_scale import parsed
+from trainers.data.packs import batches_of, packed
+from trainers.data.rows import load_rows, tokenize_sft
+from trainers.data.sources import read_source
+from trainers.dpo.config import DPOConfig
+from trainers.gkd.config import GKDConfig
+from trainers.grpo.config import GRPOConfig
+from trainers.plugins import DATASETS, load_plugins
+from trainers.reward.config import RewardConfig
+from trainers.rewards.functions import resolve_rewards, score
+from trainers.sft.config import SFTConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+Q = {"role": "user", "content": "q"}
+
+
+def said(content: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+# Commands
+
+
+def test_commands_of_ms_swift_are_commands_of_ours() -> None:
+    assert spelled(["swift", "sft", "x.yaml", "--lr", "1"]) == ("sft", ["--config", "x.yaml", "--lr", "1"])
+    assert spelled(["swift", "pt", "--model", "m"]) == ("pretrain", ["--model", "m"])
+    assert spelled(["swift", "sample", "--model", "m"]) == ("sampling", ["--model", "m"])
+    assert spelled(["megatron", "rlhf", "--model", "m"]) == ("rlhf", ["--backend", "megatron", "--model", "m"])
+    for words, why in (
+        (["swift", "infer"], "it serves a model"),
+        (["swift", "sfft"], "did you mean sft"),
+        (["megatron", "sample"], "has no command 'sample'"),
+        (["swift"], "has no command ''"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            spelled(words)
+
+
+def test_a_file_may_come_first_without_its_option(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("model: m\ndataset: d\nlearning_rate: 1.0e-3\n")
+    config = load_config(SFTConfig, [str(tmp_path / "x.yaml"), "--max_length", "7"])
+    assert (config.learning_rate, config.max_length) == (1e-3, 7)
+
+
+def test_variables_of_processes_start_torchrun_once() -> None:
+    variables = {"NPROC_PER_NODE": "4", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "OTHER": "x"}
+    asked = ["--nproc_per_node=4", "--nnodes=2", "--node_rank=1", "--master_addr=a"]
+    assert torchrun_options(variables) == asked
+    assert torchrun_options({**variables, "TORCHELASTIC_RUN_ID": "r"}) == []
+    assert torchrun_options({"MASTER_PORT": "1"}) == []
+
+
+def test_a_command_of_ms_swift_prints_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("model: m\ndataset: d\nmodel_name: [a, b]\n")
+    command = [sys.executable, "-m", "trainers", "swift", "sft", str(tmp_path / "x.yaml"), "--print_config"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, cwd=tmp_path)
+    assert "model_name:\n- a\n- b\n" in done.stdout
+
+
+# Keys
+
+
+def test_a_layout_of_megatron_chooses_its_backend(tmp_path: Path) -> None:
+    assert load(SFTConfig, "tensor_model_parallel_size: 2", tmp_path).backend == "megatron"
+    assert load(SFTConfig, "tensor_model_parallel_size: 1", tmp_path).backend == "fsdp"
+    assert "tensor_model_parallel_size" in told(SFTConfig, "tensor_model_parallel_size: 2\nbackend: fsdp", tmp_path)
+
+
+def test_experts_are_whole_in_a_file_of_megatrons_names(tmp_path: Path) -> None:
+    text = "tensor_model_parallel_size: 2\nexpert_model_parallel_size: 2\n"
+    assert load(SFTConfig, text + "micro_batch_size: 1", tmp_path).expert_tensor_parallel_size == 1
+    assert load(SFTConfig, text, tmp_path).expert_tensor_parallel_size is None
+
+
+def test_evaluation_without_rows_is_left_out(tmp_path: Path) -> None:
+    assert load(SFTConfig, "eval_steps: 5", tmp_path).eval_steps is None
+    assert load(SFTConfig, "eval_steps: 5\nsplit_dataset_ratio: 0.1", tmp_path).eval_steps == 5
+    config = load(SFTConfig, "eval_steps: 5\nsplit_dataset_ratio: 0.1\neval_iters: 0", tmp_path)
+    assert (config.eval_steps, config.evaluates) == (None, False)
+    assert "must lie in [0, 1)" in told(SFTConfig, "split_dataset_ratio: 1", tmp_path)
+
+
+def test_the_optimizer_waits_in_the_memory_of_the_host(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = "optimizer_cpu_offload: true\nuse_precision_aware_optimizer: true\noptimizer_offload_fraction: 0.4"
+    with caplog.at_level(logging.INFO):
+        assert load(SFTConfig, text, tmp_path).optimizer_offload
+    assert "optimizer_offload_fraction (all states" in caplog.text
+    assert "exp_avg_dtype is not supported" in told(SFTConfig, f"{text}\nexp_avg_dtype: bf16", tmp_path)
+    assert not load(SFTConfig, "optimizer_offload_fraction: 0.4", tmp_path).optimizer_offload
+
+
+def test_fsdp2_is_the_file_that_ms_swift_has_under_that_name(tmp_path: Path) -> None:
+    config = load(SFTConfig, "fsdp: fsdp2", tmp_path)
+    assert config.gradient_checkpointing
+    assert config.fsdp_reshard_after_forward
+    assert "fsdp" in told(SFTConfig, "fsdp: other.json", tmp_path)
+
+
+def test_keys_of_checkpoints_and_caches(tmp_path: Path) -> None:
+    config = load(SFTConfig, "save_total_limit: -1\ncached_dataset: [a, b]\ncached_val_dataset: c", tmp_path)
+    assert (config.save_total_limit, config.dataset, config.eval_dataset) == (None, ["d", "a", "b"], ["c"])
+
+
+def test_a_colocated_engine_in_parts_has_its_own_processes(tmp_path: Path) -> None:
+    text = "use_vllm: true\nuse_ray: true\ncolocate_groups: [[train, rollout]]\ntrain: {gpus: 4}\n"
+    groups = load(GRPOConfig, text + "rollout: {gpus: 4, vllm_tensor_parallel_size: 2}", tmp_path).device_groups
+    assert groups == {"train": {"gpus": 4}, "rollout": {"shares_devices_with": "train"}}
+    groups = load(GRPOConfig, text + "rollout: {gpus: 4, vllm_tensor_parallel_size: 1}", tmp_path).device_groups
+    assert groups["colocate_groups"] == [["train", "rollout"]]
+
+
+def test_prompts_leave_room_for_their_completions(tmp_path: Path) -> None:
+    text = "use_vllm: true\nvllm_max_model_len: 100\nmax_completion_length: 30\n"
+    assert load(GRPOConfig, text + "max_length: 100", tmp_path).max_prompt_length == 70
+    assert load(GRPOConfig, text + "max_length: 60", tmp_path).max_prompt_length == 60
+    assert "has no room" in told(GRPOConfig, text + "max_prompt_length: 100", tmp_path)  # a name of ours
+
+
+def test_a_teacher_alone_judges_completions(tmp_path: Path) -> None:
+    config = load(GRPOConfig, "teacher_model: t\nnum_generations: 1\nreward_funcs: []", tmp_path)
+    assert (config.functions, config.num_rewards) == (["no_reward"], 1)
+    assert "teacher_model that judges" in told(GRPOConfig, "reward_funcs: []", tmp_path)
+    assert "at least 2" in told(GRPOConfig, "teacher_model: t\nnum_generations: 1", tmp_path)
+
+
+def test_loss_scale_of_each_trainer(tmp_path: Path) -> None:
+    assert load(SFTConfig, "loss_scale: last_round+ignore_empty_think", tmp_path).loss_scale is not None
+    assert load(GKDConfig, "loss_scale: last_round\nteacher_model: t", tmp_path).lmbda is not None
+    assert "loss_scale" in told(GKDConfig, "loss_scale: all\nteacher_model: t", tmp_path)
+    assert "hermes weighs tokens" in told(SFTConfig, "loss_scale: hermes", tmp_path)
+    assert "no answer begins" in told(SFTConfig, "loss_scale: all+ignore_empty_think", tmp_path)
+    assert "remove one of them" in told(SFTConfig, "loss_scale: all\nassistant_only_loss: true", tmp_path)
+    assert "Did you mean 'last_round'" in told(SFTConfig, "loss_scale: last_rounds", tmp_path)
+
+
+@pytest.mark.parametrize("kind", [DPOConfig, RewardConfig])
+def test_packing_of_pairs_needs_a_length(kind: type[Any], tmp_path: Path) -> None:
+    assert load(kind, "packing: true", tmp_path).packing
+    assert "packing needs max_length" in told(kind, "packing: true\nmax_length: null", tmp_path)
+
+
+# Rows
+
+
+@pytest.mark.parametrize(
+    ("row", "ours"),
+    [
+        ({"query": "q", "response": "r"}, {"messages": [Q, said("r")]}),
+        (
+            {"query": "q2", "response": "r2", "history": [["q", "r"]], "system": "s"},
+            {
+                "messages": [
+                    {"role": "system", "content": "s"},
+                    Q,
+                    said("r"),
+                    {"role": "user", "content": "q2"},
+                    said("r2"),
+                ]
+            },
+        ),
+        (
+            {"instruction": "i", "input": "x", "output": "o"},
+            {"messages": [{"role": "user", "content": "i\nx"}, said("o")]},
+        ),
+        ({"conversation": [{"human": "q", "assistant": "r"}]}, {"messages": [Q, said("r")]}),
+        (
+            {"question": "q", "answer": "4"},
+            {"question": "q", "answer": "4", "messages": [Q, said("4")]},
+        ),  # a reward reads it
+        ({"query": "q", "solution": "4"}, {"solution": "4", "messages": [Q, said("4")]}),
+        (
+            {"messages": [Q, said("r")], "rejected_response": "b"},
+            {"prompt": [Q], "chosen": [said("r")], "rejected": [said("b")]},
+        ),
+        (
+            {"messages": [Q, said("r")], "rejected_messages": [Q, said("b")]},
+            {"prompt": [Q], "chosen": [said("r")], "rejected": [said("b")]},
+        ),
+        (
+            {"query": "q", "response": "r", "rejected_response": "b"},
+            {"prompt": [Q], "chosen": [said("r")], "rejected": [said("b")]},
+        ),
+        ({"prompt": "p", "completion": "c"}, {"prompt": "p", "completion": "c"}),  # ours stay as they are
+        ({"prompt": "p", "answer": "c"}, {"prompt": "p", "answer": "c"}),
+    ],
+)
+def test_rows_of_ms_swift_are_rows_of_ours(row: dict[str, Any], ours: dict[str, Any]) -> None:
+    assert load_rows([row])[0] == ours
+
+
+def test_calls_of_tools_are_calls_of_the_assistant() -> None:
+    turns = [Q, {"role": "tool_call", "content": '{"name": "f", "arguments": {"a": 1}}'}]
+    turns += [{"role": "tool_response", "content": "2"}, said("two")]
+    messages = load_rows([{"messages": turns}])[0]["messages"]
+    assert messages[1]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+
+
+def test_names_are_filled_into_rows_of_self_cognition() -> None:
+    rows = load_rows([{"query": "q", "response": "{{NAME}} by {{AUTHOR}}", "tag": tag} for tag in ("zh", "en")])
+    filled = with_names(rows, {"model_name": ["Zh", "En"], "model_author": ["A"]})
+    assert [row["messages"][1]["content"] for row in filled] == ["Zh by A", "En by A"]
+    assert with_names(rows, {"model_name": None, "model_author": None}) is rows
+
+
+def test_rows_that_are_held_out_are_never_learned(tmp_path: Path) -> None:
+    rows = [{"text": str(k)} for k in range(20)]
+    parts = [Part(rows, 0.1, 7, is_held_out=is_held_out) for is_held_out in (True, False)]
+    held, learned = (set(read_source(part)["text"]) for part in parts)
+    assert (len(held), len(learned), held & learned) == (2, 18, set())
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{k}"}}\n' for k in range(10)))
+    named = f"{tmp_path / 'a.jsonl'}#25"  # more than there are: those to learn come again
+    counted = [read_source(Part([named], 0.2, 7, is_held_out=is_held_out))["text"] for is_held_out in (True, False)]
+    assert (len(counted[0]), len(counted[1]), set(counted[0]) & set(counted[1])) == (2, 23, set())
+    with pytest.raises(ValueError, match="leaves none of 1 rows"):
+        read_source(Part([{"text": "x"}], 0.5, 7, is_held_out=False))
+
+
+def test_every_trainer_reads_what_is_left_to_learn() -> None:
+    for file in (ROOT / "trainers").glob("*/trainer.py"):
+        text = file.read_text()
+        assert "sampling" in str(file) or "config.dataset," not in text, f"{file} would learn from rows held out"
+        assert "config.eval_dataset" not in text, f"{file} would not evaluate rows held out"
+
+
+@pytest.mark.parametrize(
+    ("scale", "learned"),
+    [
+        ("default", "<think>\n\n</think>\n\nyes<|im_end|>\nno<|im_end|>\n"),
+        ("last_round", "no<|im_end|>\n"),
+        ("ignore_empty_think", "yes<|im_end|>\nno<|im_end|>\n"),
+        ("ignore_think_prefix", "\n</think>\n\nyes<|im_end|>\nno<|im_end|>\n"),
+    ],
+)
+def test_loss_scale_chooses_tokens(scale: str, learned: str) -> None:
+    tokenizer = tiny_tokenizer()
+    rows = load_rows([{"messages": [Q, said("<think>\n\n</think>\n\nyes"), Q, said("no")]}])
+    found = tokenize_sft(rows, tokenizer, max_length=None, loss_scale=parsed(scale))
+    assert tokenizer.decode(found.input_ids.values[found.target_mask.values]) == learned
+
+
+def test_packs_hold_at_most_their_length() -> None:
+    lengths = np.array([5, 9, 3, 2, 12, 1])
+    packs = packed(lengths, 10)
+    assert sorted(np.concatenate(packs).tolist()) == list(range(6))
+    assert [int(lengths[pack].sum()) for pack in packs] == [12, 10, 10]  # a longer row is a pack of its own
+    batches = batches_of(lengths, 2, seed=0, shuffle=False, pack_length=10)
+    assert (batches.steps_per_epoch, batches[0].tolist()) == (2, [4, 1, 5])
+    assert batches_of(lengths, 2, seed=0, shuffle=False).steps_per_epoch == 3
+
+
+# Plugins
+
+PLUGIN = """
+from swift.dataset import DatasetMeta, RowPreprocessor, register_dataset
+from swift.rewards import ORM, AsyncORM, PRM, orms, prms
+from swift.rewards.rm_plugin import DefaultRMPlugin
+from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
+from swift.utils import get_logger
+
+logger = get_logger()
+
+class Right(ORM):
+    def __call__(self, completions, solution, **columns):
+        return [float(text == truth) for text, truth in zip(completions, solution)]
+
+class Later(AsyncORM):
+    async def __call__(self, completions, **columns):
+        return [float(len(text)) for text in completions]
+
+class Asked(PRM):
+    def __call__(self, infer_requests, **columns):
+        return [float(len(request["messages"])) for request in infer_requests]
+
+class Scheduler(MultiTurnScheduler):
+    pass
+
+class Doubled(RowPreprocessor):
+    def preprocess(self, row):
+        return {"prompt": row["text"] * 2}
+
+orms["swift_right"] = Right
+orms["swift_later"] = Later
+prms["swift_asked"] = Asked
+multi_turns["s"] = Scheduler
+register_dataset(DatasetMeta(dataset_path="ROWS", dataset_name="doubled", preprocess_func=Doubled()))
+
+def made():
+    return DefaultRMPlugin(None, None)
+"""
+
+
+def test_plugins_written_for_ms_swift_are_taken_without_it(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "plugin.py").write_text(PLUGIN.replace("ROWS", str(tmp_path / "rows.jsonl")))
+    with registries_restored():
+        (module,) = load_plugins([tmp_path / "plugin.py"])
+        assert "swift" not in sys.modules
+        functions, _ = resolve_rewards(["swift_right", "swift_later", "swift_asked"])
+        columns = {"solution": ["4", "4"]}
+        rewards = score(functions, [[Q]] * 2, [[said("4")], [said("15")]], [[1], [1, 2]], columns)
+        assert rewards.tolist() == [[1, 1, 2], [0, 2, 2]]
+        assert read_source("doubled")[0] == {"prompt": "aa"}
+        assert "doubled" in DATASETS
+        with pytest.raises(NotImplementedError, match=r"swift.rewards.rm_plugin.DefaultRMPlugin is ms-swift's"):
+            module.made()

@@ -1,0 +1,276 @@
+"""Whose defaults hold for the keys that nobody gives, and whose meaning keys have that two systems read otherwise.
+
+    defaults: trl         the defaults of the configurations here, which are TRL's (1.16), except for ``DEPARTURES``
+    defaults: ms-swift    ms-swift's (4.6), in the table below, each with the file of its source that it stands in
+
+It is a property of the file: the key ``defaults`` says it, or else a key that ms-swift alone has. What follows is put
+into the configuration as keys of ours, before it is made. ``--print_config`` shows it, one line of the run tells it,
+and nothing later asks whose defaults hold. A configuration that is made in Python says its values itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rayhelper import ConfigError, DeviceGroups
+from trainers.configuration.others.ms_swift_only import MS_SWIFT_ONLY
+from trainers.configuration.reading.given_keys import GivenKeys, plain
+
+TRL, MS_SWIFT = "trl", "ms-swift"
+ARGUMENTS, SFT = "swift/trainers/arguments.py", "swift/arguments/sft_args.py"
+BASE, TEMPLATE = "swift/arguments/base_args/base_args.py", "swift/arguments/base_args/template_args.py"
+RLHF, MIXIN = "swift/arguments/rlhf_args.py", "swift/rlhf_trainers/args_mixin.py"
+MEGATRON = "swift/megatron/arguments/megatron_args.py"
+SEQUENCES_A_STEP = 16  # that ms-swift chooses gradient_accumulation_steps for
+
+Keys = Mapping[str, Any]  # of the run, as far as they are known: given, or by default
+Condition = Callable[[Keys], bool]
+
+
+@dataclass(frozen=True)
+class Default:
+    """A default of ms-swift that differs from ours."""
+
+    key: str
+    value: Any  # or a function of the other keys
+    file: str  # of ms-swift's source
+    holds: Condition = lambda keys: True
+
+
+def _is_megatron(keys: Keys) -> bool:
+    return bool(keys.get("backend") == "megatron")
+
+
+def _is_fsdp(keys: Keys) -> bool:
+    return not _is_megatron(keys)
+
+
+def _has_adapter(keys: Keys) -> bool:
+    return bool(keys.get("tuner_type") == "lora")
+
+
+def _has_vllm(keys: Keys) -> bool:
+    return bool(keys.get("rollout_engine") == "vllm")
+
+
+def _counts_steps(keys: Keys) -> bool:
+    return _is_fsdp(keys) and not keys.get("global_batch_size") and not keys.get("token_budget")
+
+
+def _accumulation(keys: Keys) -> int:
+    size = keys.get("per_device_train_batch_size")
+    return max(1, math.ceil(SEQUENCES_A_STEP / (size if isinstance(size, int) and size > 0 else 1) / _workers(keys)))
+
+
+def _workers(keys: Keys) -> int:
+    """Workers of role train, as far as the keys say."""
+    if keys.get("use_ray") is not True:
+        return int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    groups = keys.get("device_groups")
+    try:
+        named = DeviceGroups.parse(groups or {})
+        hosts = [group for group in named.groups if {"train", "default"} & set(group.roles)]
+        return hosts[0].num_workers if hosts else 1
+    except (ConfigError, TypeError, AttributeError):
+        return 1  # what is wrong with it is told elsewhere
+
+
+def _evaluates(keys: Keys) -> bool:
+    return bool(keys.get("eval_dataset")) and bool(keys.get("save_steps"))
+
+
+def _learning_rate(keys: Keys) -> float:
+    return 1e-5 if keys.get("tuner_type") == "full" else 1e-4
+
+
+def _positions(keys: Keys) -> int | None:
+    """Tokens that the model knows; None: it is no folder, and rows are not cut."""
+    try:
+        config = json.loads((Path(str(keys.get("model"))).expanduser() / "config.json").read_text(encoding="utf-8"))
+        found = config.get("max_position_embeddings", config.get("text_config", {}).get("max_position_embeddings"))
+        return found if isinstance(found, int) else None
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _multiplies_in_bfloat16(keys: Keys) -> bool:
+    """Whether there are experts of bfloat16, which alone can be multiplied at once here."""
+    if not _is_megatron(keys) or keys.get("dtype") != "bfloat16":
+        return False
+    try:
+        found = (Path(str(keys.get("model"))).expanduser() / "config.json").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return "num_experts" in found or "n_routed_experts" in found or "num_local_experts" in found
+
+
+# By the class of configurations that has the key; later rows see what earlier ones decided
+TABLE: Mapping[str, tuple[Default, ...]] = {
+    "RunConfig": (Default("system", "", TEMPLATE),),  # use_chat_template: texts become conversations
+    "TrainConfig": (
+        Default("tuner_type", "lora", BASE, _is_fsdp),
+        Default("lora_dropout", 0.05, "swift/arguments/tuner_args.py", _has_adapter),
+        Default("learning_rate", _learning_rate, SFT),
+        Default("lr_scheduler_type", "cosine", ARGUMENTS),
+        Default("weight_decay", 0.1, ARGUMENTS),
+        Default("adam_beta2", 0.95, ARGUMENTS, lambda keys: str(keys.get("optim")).startswith("adamw")),
+        Default("per_device_train_batch_size", 1, ARGUMENTS, lambda keys: not keys.get("token_budget")),
+        Default("gradient_accumulation_steps", _accumulation, ARGUMENTS, _counts_steps),
+        Default("global_batch_size", SEQUENCES_A_STEP, MEGATRON, _is_megatron),
+        Default("gradient_checkpointing", True, ARGUMENTS, _is_fsdp),
+        Default("logging_steps", 5, ARGUMENTS),
+        Default("expert_tensor_parallel_size", 1, MEGATRON, _is_megatron),
+        Default("moe_grouped_gemm", True, MEGATRON, _multiplies_in_bfloat16),
+        Default("max_length", _positions, BASE),
+        Default("per_device_eval_batch_size", 1, ARGUMENTS),
+        Default("eval_steps", lambda keys: keys.get("save_steps"), SFT, _evaluates),
+    ),
+    "CompletionConfig": (
+        Default("temperature", 0.9, RLHF),
+        Default("max_completion_length", 512, RLHF),
+        Default("rollout_engine", "vllm", MEGATRON, _is_megatron),
+        Default(
+            "vllm_gpu_memory_utilization",
+            0.9,
+            MIXIN,
+            lambda keys: _has_vllm(keys) and "gpu_memory_utilization" not in (keys.get("vllm_engine_kwargs") or {}),
+        ),
+    ),
+    "SFTConfig": (
+        Default("truncation_mode", "drop", TEMPLATE),
+        Default("loss_scale", "default", TEMPLATE),
+    ),
+    "PretrainConfig": (
+        Default("packing", False, BASE),
+        Default("packing_strategy", "bfd", BASE),
+        Default("loss_scale", "all", "swift/arguments/pretrain_args.py"),
+        Default("system", None, "swift/arguments/pretrain_args.py"),
+    ),
+    "GRPOConfig": (
+        Default("beta", 0.04, RLHF),
+        Default("loss_type", "grpo", RLHF),
+        Default("use_bias_correction_kl", False, "swift/rlhf_trainers/grpo_trainer.py"),
+        Default("gradient_accumulation_steps", 1, RLHF, _counts_steps),
+        Default(
+            "rollout_importance_sampling_clip_max",
+            2.0,
+            MIXIN,
+            lambda keys: keys.get("rollout_importance_sampling_mode") is not None,
+        ),
+    ),
+    "GKDConfig": (
+        Default(
+            "gkd_topk_add_tail",
+            False,
+            "swift/rlhf_trainers/gkd_loss.py",
+            lambda keys: isinstance(keys.get("gkd_logits_topk"), int) and keys["gkd_logits_topk"] > 1,
+        ),
+    ),
+    "SamplingConfig": (
+        Default("num_sampling_batch_size", 1, "swift/arguments/sampling_args.py"),
+        Default("output_dir", "sample_output", "swift/arguments/sampling_args.py"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A default of ours that is not TRL's, though ``defaults`` is trl: the run says so."""
+
+    key: str
+    theirs: Any
+    holds: Condition = lambda keys: True
+
+
+DEPARTURES = (
+    Departure("gradient_checkpointing", True, lambda keys: keys.get("recompute_granularity") is None),
+    Departure("rollout_importance_sampling_correction", True, _has_vllm),
+)
+# What TRL's own spelling of a key brings with it, in place of a departure: (what is written, key, value)
+OF_TRLS_NAMES = (("use_vllm", "rollout_importance_sampling_correction", True),)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Whose defaults hold in a run, and why."""
+
+    system: str
+    said_by: tuple[str, ...] = ()  # keys that only this system has; none: the key ``defaults``, or nothing says it
+
+    @property
+    def is_ms_swift(self) -> bool:
+        return self.system == MS_SWIFT
+
+
+def holding(given: GivenKeys) -> Holding:
+    """Whose defaults hold, by the key ``defaults`` or by the names of the other keys, those in sections too.
+
+    Called before anything is translated.
+    """
+    said = given.get("defaults")
+    if said is not None:
+        return Holding(str(said))
+    names = [*given.written.values()]
+    names += [str(key) for value in given.values.values() if isinstance(value, Mapping) for key in value]
+    found = tuple(dict.fromkeys(name for name in names if name in MS_SWIFT_ONLY))
+    return Holding(MS_SWIFT, found) if found else Holding(TRL)
+
+
+def defaults_of(held: Holding, config_type: type, ours: Mapping[str, Any], given: GivenKeys) -> dict[str, Any]:
+    """The default of every key of the configuration, where ``ours`` are those of its class; they depend on other keys.
+
+    Called twice: before translations, which ask for defaults, and after them, when all keys are known.
+    """
+    keys = {**ours, "defaults": held.system, **{name: given.get(name) for name in given.values}}
+    found = {"defaults": held.system}
+    for default in _rows(held, config_type, given):
+        if default.key in ours and default.key not in given.values and default.holds(keys):
+            found[default.key] = default.value(keys) if callable(default.value) else default.value
+            keys[default.key] = found[default.key]
+    if _counts_generations(keys, given):
+        found["gradient_accumulation_steps"] = ours["gradient_accumulation_steps"]
+    return {**ours, **found}
+
+
+def _rows(held: Holding, config_type: type, given: GivenKeys) -> Iterable[Default]:
+    """What a base class says first, and each key once: as the class says that is nearest."""
+    if not held.is_ms_swift:
+        for name, key, value in OF_TRLS_NAMES:
+            if name in given.written and not {"rollout_importance_sampling_mode"} & set(given.values):
+                yield Default(key, value, "trl/trainer/grpo_config.py", _has_vllm)
+        return
+    rows: dict[str, Default] = {}
+    for kind in reversed(config_type.__mro__):
+        rows |= {default.key: default for default in TABLE.get(kind.__name__, ())}
+    yield from rows.values()
+
+
+def _counts_generations(keys: Keys, given: GivenKeys) -> bool:
+    """Whether global_batch_size, which no accumulation may stand beside, says the sequences of a step."""
+    return bool(keys.get("global_batch_size")) and "gradient_accumulation_steps" not in given.values
+
+
+def told_of(held: Holding, ours: Mapping[str, Any], found: Mapping[str, Any], given: GivenKeys) -> str:
+    """One line of whose defaults hold and what follows from it, for the log."""
+    why = f" (the file has {', '.join(held.said_by[:4])})" if held.said_by else ""
+    keys = {**found, **{name: plain(value) for name, value in given.values.items()}}
+    if held.is_ms_swift:
+        others = [name for name in found if name in ours and found[name] != ours[name] and name not in given.values]
+        listed = ", ".join(f"{name} {_shown(found[name])}" for name in others if name != "defaults")
+        return f"defaults: {MS_SWIFT}{why}, which are, where they are not TRL's: {listed or 'all the same'}"
+    here = [
+        f"{row.key} {_shown(keys.get(row.key))} (TRL: {_shown(row.theirs)})"
+        for row in DEPARTURES
+        if row.key in ours and row.key not in given.values and keys.get(row.key) != row.theirs and row.holds(keys)
+    ]
+    return f"defaults: {TRL}{', except for ' + ', '.join(here) if here else ''}"
+
+
+def _shown(value: Any) -> str:
+    return {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)

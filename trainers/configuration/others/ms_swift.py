@@ -1,0 +1,71 @@
+"""ms-swift's commands and its variables of the environment, as a command of ours.
+
+    swift sft x.yaml --lora_rank 16       sft --config x.yaml --lora_rank 16
+    megatron rlhf --rlhf_type grpo ...    rlhf --backend megatron --rlhf_type grpo ...
+
+Its keys are ``other_names.py`` and ``translations.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rayhelper import ConfigError
+from rayhelper.text import nearest
+
+PROGRAMS = ("swift", "megatron")
+COMMANDS = {"sft": "sft", "pt": "pretrain", "rlhf": "rlhf", "sample": "sampling"}
+OTHER_PRODUCTS = {
+    **dict.fromkeys(
+        ("infer", "deploy", "app", "web-ui", "rollout"),
+        "it serves a model. Roles complete prompts here: device_groups give role rollout devices of its own",
+    ),
+    "export": "it converts a model. The folder final of a run is a Hugging Face model, its adapter merged",
+    "merge-lora": "it merges an adapter. The folder final of a run holds the model with its adapter merged",
+    "eval": "it measures a model on benchmarks. eval_dataset measures the trained model on rows",
+}
+
+# Variables that its scripts set, and what is done with them. Every other one means here what it means there: it is read
+# by torch, NCCL, transformers, vLLM or another library.
+TORCHRUN = {
+    "NPROC_PER_NODE": "nproc_per_node",
+    "NNODES": "nnodes",
+    "NODE_RANK": "node_rank",
+    "MASTER_ADDR": "master_addr",
+    "MASTER_PORT": "master_port",
+}
+
+
+def spelled(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Name and arguments of our command for ``swift sft ...``, without the program: ("swift", "sft", ...).
+
+    Raises:
+        ConfigError: a command that is none of a training.
+    """
+    program, command, *arguments = [*words, ""] if len(words) == 1 else words
+    command = command.replace("_", "-")
+    if command in OTHER_PRODUCTS:
+        raise ConfigError(f"{program} {command} is not supported: {OTHER_PRODUCTS[command]}.")
+    if command not in COMMANDS or (program == "megatron" and command == "sample"):
+        known = [name for name in COMMANDS if program == "swift" or name != "sample"]
+        raise ConfigError(f"{program} has no command {command!r}{nearest(command, known)}; known: {', '.join(known)}")
+    backend = ["--backend", "megatron"] if program == "megatron" else []
+    config, rest = with_config(arguments)
+    return COMMANDS[command], [*config, *backend, *rest]
+
+
+def with_config(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The option that names the configuration's file, and the other arguments: a file's name may come first alone."""
+    if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
+        return ["--config", arguments[0]], list(arguments[1:])
+    return [], list(arguments)
+
+
+def torchrun_options(environment: Mapping[str, str]) -> list[str]:
+    """The options of torchrun that ms-swift's variables ask for; none where they ask for one process.
+
+    ``NPROC_PER_NODE`` or ``NNODES`` make ``swift sft`` start torchrun. One that torchrun has started asks for nothing.
+    """
+    if "TORCHELASTIC_RUN_ID" in environment or not {"NPROC_PER_NODE", "NNODES"} & set(environment):
+        return []
+    return [f"--{option}={environment[name]}" for name, option in TORCHRUN.items() if environment.get(name)]

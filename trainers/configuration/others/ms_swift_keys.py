@@ -1,0 +1,168 @@
+"""What keys of ms-swift mean in ours, where that takes more than another name: of data, optimizers and checkpoints.
+
+Called by ``translations.py``, which has those that several systems share. Each function reads keys that belong
+together. Their meanings are those of ms-swift's ``swift/arguments`` and ``swift/megatron/arguments``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from rayhelper.device_groups.keys import SHARE_KEY
+from rayhelper.device_groups.keys import SIZE_KEYS as SIZES
+from rayhelper.planning.parallel_sizes import SIZE_KEYS, VLLM_KEY
+from trainers.configuration.reading.given_keys import GivenKeys
+
+logger = logging.getLogger(__name__)
+
+FULL_PRECISION = ("fp32", "float32", "torch.float32", None)
+PRECISIONS = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype")
+FSDP2 = {  # ms-swift's swift/config/fsdp2.json
+    "fsdp_sharding_strategy": "full_shard",
+    "fsdp_reshard_after_forward": True,
+    "gradient_checkpointing": True,
+}
+
+
+def translate_ms_swift(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    """Puts our keys in place of ms-swift's in ``given``; ``defaults`` are those of the run's keys."""
+    _cached(given)
+    _backend(given)
+    _experts(given)
+    _optimizer(given)
+    _fsdp(given)
+    _checkpoints(given)
+    _templates(given)
+
+
+def engine_beside_training(given: GivenKeys) -> None:
+    """A colocated engine in parts has processes of its own on the devices of training, as ms-swift's engines have.
+
+    ``colocate_groups: [[train, rollout]]`` with ``vllm_tensor_parallel_size: 2`` means that here.
+    """
+    groups, size = given.values.get("device_groups"), given.get("vllm_tensor_parallel_size", 1)
+    if not isinstance(groups, Mapping) or given.get("rollout_engine") != "vllm" or not isinstance(size, int):
+        return
+    together, rollout = groups.get("colocate_groups"), groups.get("rollout")
+    if size < 2 or not isinstance(together, list) or not isinstance(rollout, Mapping):
+        return
+    host = next((group[0] for group in together if isinstance(group, list) and "rollout" in group[1:]), None)
+    if host is None or not isinstance(groups.get(host), Mapping):
+        return
+    left = [[role for role in group if role != "rollout"] for group in together if isinstance(group, list)]
+    section = {key: value for key, value in rollout.items() if key not in SIZES} | {SHARE_KEY: host}
+    changed = {**groups, "rollout": section, "colocate_groups": [group for group in left if len(group) > 1]}
+    if not changed["colocate_groups"]:
+        del changed["colocate_groups"]
+    given.values["device_groups"] = changed
+    logger.info("role rollout has processes of its own on the devices of role %s: %d hold an engine", host, size)
+
+
+def room_for_prompts(given: GivenKeys) -> None:
+    """ms-swift's ``max_length`` may leave no room for a completion: its engine then ends the completion early.
+
+    Here completions have their length, and prompts that leave too little room lose their beginning.
+    """
+    if given.written.get("max_prompt_length") != "max_length":
+        return
+    sizes = [given.get(name) for name in ("vllm_max_model_len", "max_completion_length", "max_prompt_length")]
+    if not all(type(size) is int for size in sizes) or "vllm_max_model_len" not in given.values:
+        return
+    room = sizes[0] - sizes[1]
+    if 1 <= room < sizes[2]:
+        given.values["max_prompt_length"] = room
+        logger.info(
+            "max_length is %d here: a prompt and its completion of %d tokens have vllm_max_model_len %d together; "
+            "longer prompts lose their beginning",
+            *(room, sizes[1], sizes[0]),
+        )
+
+
+def _templates(given: GivenKeys) -> None:
+    """Tools in the form of Hermes are what the chat templates of Qwen and others write."""
+    if given.foreign("agent_template") and given.get("agent_template") == "hermes":
+        given.take("agent_template")
+        given.notes["agent_template"] = "tools are written as the model's own chat template writes them"
+
+
+def _cached(given: GivenKeys) -> None:
+    """``cached_dataset`` is a dataset that was tokenized before. Its rows are tokenized where they are used."""
+    for name, ours in (("cached_dataset", "dataset"), ("cached_val_dataset", "eval_dataset")):
+        if given.foreign(name) and ours in given.known:
+            value, where = given.values.pop(name), given.where[name]
+            value = value.split() if isinstance(value, str) else value
+            beside = given.values.get(ours, [])
+            beside = beside.split() if isinstance(beside, str) else list(beside or [])
+            if value:
+                given.values[ours], given.where[ours] = [*beside, *value], where
+
+
+def _backend(given: GivenKeys) -> None:
+    """A model in parts is Megatron's: keys of its layout choose the backend that reads them."""
+    if "backend" not in given.known or "backend" in given.values:
+        return
+    sizes = [name for name in SIZE_KEYS if name != VLLM_KEY and name in given.values]
+    for name in sizes:
+        value = given.get(name)
+        if isinstance(value, int) and value > 1 and name != "expert_tensor_parallel_size":
+            given.put("backend", "megatron", name)
+            break
+
+
+def _experts(given: GivenKeys) -> None:
+    """transformers' implementation of the experts of a mixture; Megatron's experts are whole unless asked otherwise."""
+    speaks_megatron = given.written.get("per_device_train_batch_size") == "micro_batch_size"
+    asks = given.get("expert_model_parallel_size", 1), given.get("tensor_model_parallel_size", 1)
+    if speaks_megatron and "expert_tensor_parallel_size" not in given.values and asks[0] != 1 != asks[1]:
+        given.put("expert_tensor_parallel_size", 1, "expert_model_parallel_size")
+    if given.foreign("experts_impl") and "model_init_kwargs" in given.known:
+        value = given.take("experts_impl")
+        if value is not None and given.get("backend") != "megatron":
+            given.put_inner("model_init_kwargs", "experts_implementation", value, "experts_impl")
+
+
+def _optimizer(given: GivenKeys) -> None:
+    """Megatron's optimizer in the memory of the host, and its states in other precisions."""
+    name = "optimizer_cpu_offload"
+    if given.foreign(name) and "optimizer_offload" in given.known and given.get(name) is True:
+        given.take(name)
+        given.put("optimizer_offload", True, name)
+        fraction = given.take("optimizer_offload_fraction") if given.foreign("optimizer_offload_fraction") else 1
+        if fraction != 1:
+            given.notes["optimizer_offload_fraction"] = "all states of the optimizer wait in the memory of the host"
+    elif given.foreign("optimizer_offload_fraction"):
+        given.take("optimizer_offload_fraction")  # read with optimizer_cpu_offload alone
+    precisions = [key for key in PRECISIONS if given.foreign(key)]
+    for key in precisions:
+        if given.get(key) in FULL_PRECISION:
+            given.take(key)
+    if given.foreign("use_precision_aware_optimizer"):
+        given.take("use_precision_aware_optimizer")
+        lower = [key for key in precisions if key in given.values]
+        if not lower:
+            given.notes["use_precision_aware_optimizer"] = "all states of the optimizer are float32"
+
+
+def _fsdp(given: GivenKeys) -> None:
+    """``fsdp: fsdp2`` is a file of ms-swift's: FSDP2, weights freed after the forward pass, layers recomputed."""
+    if given.foreign("fsdp") and "fsdp_sharding_strategy" in given.known and given.get("fsdp") == "fsdp2":
+        given.take("fsdp")
+        for name, value in FSDP2.items():
+            if name not in given.values:
+                given.put(name, value, "fsdp")
+
+
+def _checkpoints(given: GivenKeys) -> None:
+    """transformers keeps all checkpoints where ``save_total_limit`` is not positive."""
+    limit = given.get("save_total_limit")
+    if isinstance(limit, int) and limit <= 0:
+        del given.values["save_total_limit"]
+    if given.foreign("save_safetensors") and given.get("save_safetensors") is False:
+        given.take("save_safetensors")
+        given.notes["save_safetensors"] = "a checkpoint holds what a run goes on from, the folder final the model"
+    if given.foreign("eval_iters") and given.get("eval_iters") == 0:
+        given.take("eval_iters")
+        for name in ("eval_dataset", "split_dataset_ratio", "eval_steps"):
+            given.values.pop(name, None)

@@ -1,0 +1,79 @@
+"""Keys that mean one thing in ms-swift and another in TRL: in a file of ms-swift's names, as keys of ours that say it.
+
+    reward_funcs: [accuracy]      [ms_swift_accuracy]; so are the other functions that come with ms-swift
+    soft_*, cosine_*, repetition_*    arguments of these, which stand beside the other keys there
+    max_length of GKD             max_length and max_prompt_length: it cuts what is to be completed too
+
+Defaults are ``defaults.py``. What a key of ours says already, is left.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainers.configuration.reading.given_keys import GivenKeys, plain
+
+REWARDS = ("accuracy", "format", "cosine", "repetition", "soft_overlong")
+# Their arguments: keys there, and what the function here calls them
+ARGUMENTS: Mapping[str, Mapping[str, str]] = {
+    "cosine": {
+        "cosine_max_len": "max_len",
+        "cosine_min_len_value_wrong": "min_len_value_wrong",
+        "cosine_max_len_value_wrong": "max_len_value_wrong",
+        "cosine_min_len_value_correct": "min_len_value_correct",
+        "cosine_max_len_value_correct": "max_len_value_correct",
+    },
+    "repetition": {"repetition_n_grams": "n_grams", "repetition_max_penalty": "max_penalty"},
+    "soft_overlong": {"soft_max_length": "soft_max_length", "soft_cache_length": "soft_cache_length"},
+}
+LIMITED = {"cosine": "max_len", "soft_overlong": "soft_max_length"}  # by max_completion_length, where nobody says
+
+
+def mean_as_there(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    """Puts our keys in place of ms-swift's in ``given``, before other translations."""
+    _rewards(given, defaults)
+    is_distillation = {"gkd_logits_topk", "max_prompt_length", "max_length"} <= set(given.known)
+    if is_distillation and given.get("max_length") is not None and "max_prompt_length" not in given.values:
+        given.put("max_prompt_length", given.get("max_length"), "max_length")
+
+
+def _rewards(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    if "reward_funcs" not in given.known or not given.values.get("reward_funcs"):
+        return
+    listed = given.get("reward_funcs")
+    names = listed.split() if isinstance(listed, str) else listed
+    if not isinstance(names, list):
+        return
+    longest = given.get("max_completion_length", defaults.get("max_completion_length"))
+    own = _registered(given.get("external_plugins"))
+    given.values["reward_funcs"] = [_meant(plain(name), given, longest, own) for name in names]
+    called = [spec.get("name") if isinstance(spec, Mapping) else spec for spec in map(plain, names)]
+    for name in [name for name in REWARDS if name in called and name not in own]:
+        for key in ARGUMENTS.get(name, {}):
+            given.values.pop(key, None)
+
+
+def _meant(spec: Any, given: GivenKeys, longest: Any, own: set[str]) -> Any:
+    name = spec.get("name") if isinstance(spec, Mapping) else spec
+    if name not in REWARDS or name in own:
+        return spec
+    said = dict(spec) if isinstance(spec, Mapping) else {}
+    arguments = {meant: given.get(key) for key, meant in ARGUMENTS.get(name, {}).items() if given.get(key) is not None}
+    if name in LIMITED:
+        arguments = {LIMITED[name]: longest, **arguments}
+    arguments |= {key: value for key, value in said.items() if key != "name"}
+    return {"name": f"ms_swift_{name}", **arguments} if arguments else f"ms_swift_{name}"
+
+
+def _registered(plugins: Any) -> set[str]:
+    """Names of these functions that a plugin's file registers for functions of its own."""
+    files = [plugins] if isinstance(plugins, str) else plugins if isinstance(plugins, list) else []
+    found: set[str] = set()
+    for file in [one for text in files for one in str(text).split()]:
+        path = Path(file).expanduser()
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        found |= {name for name in REWARDS if re.search(rf"(orms\[|register_reward\()\s*['\"]{name}['\"]", text)}
+    return found

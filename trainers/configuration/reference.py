@@ -1,0 +1,55 @@
+"""The keys of trainers that score fixed rows with a reference model (DPO, KTO), and which values have a meaning.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rayhelper import ConfigError
+from trainers.configuration.shared import TrainConfig, at_least, unread
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig(TrainConfig):
+    """The keys of the reference model beside the shared ones."""
+
+    # Reference
+    ref_model: str | None = None
+    """Folder, hub name or a plugin's model; null: the starting model (with LoRA, the policy without its adapter)."""
+    precompute_ref_log_probs: bool = False
+    """Score all rows with the reference before training, then free it; kept in output_dir for a resumed run."""
+    precompute_ref_batch_size: int | None = None
+    """Rows that a worker scores at once for it; null: per_device_train_batch_size."""
+    sync_ref_model: bool = False
+    """Let the reference follow the policy (TR-DPO, arXiv 2404.09656)."""
+    ref_model_mixup_alpha: float = 0.6
+    """The reference becomes this share of the policy and the rest of itself."""
+    ref_model_sync_steps: int = 512
+    """Optimizer steps between these."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "precompute_ref_batch_size", "ref_model_sync_steps")
+        if not self.sync_ref_model:
+            unread(self, "sync_ref_model is false", "ref_model_mixup_alpha", "ref_model_sync_steps")
+        if not self.precompute_ref_log_probs:
+            unread(self, "precompute_ref_log_probs is false", "precompute_ref_batch_size")
+        if not 0 < self.ref_model_mixup_alpha <= 1:
+            raise ConfigError(f"ref_model_mixup_alpha must lie in (0, 1], got {self.ref_model_mixup_alpha}")
+        if self.sync_ref_model and self.precompute_ref_log_probs:
+            raise ConfigError(
+                "sync_ref_model moves the reference, whose log-probabilities precompute_ref_log_probs takes as fixed; "
+                "remove one of the two"
+            )
+        if self.sync_ref_model and self.is_own_reference:
+            raise ConfigError(
+                "sync_ref_model needs a reference model that can move: with tuner_type: lora it is the policy without "
+                "its adapter. Name the starting model as ref_model too, or remove sync_ref_model."
+            )
+
+    @property
+    def is_own_reference(self) -> bool:
+        """Whether the policy without its adapter is the reference, so that no other model is needed."""
+        return self.tuner_type == "lora" and self.ref_model is None

@@ -1,0 +1,102 @@
+"""The keys of CPO, SimPO and ORPO, and which values of them have a meaning. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rayhelper import ConfigError
+from trainers.configuration.roles import TRAIN
+from trainers.configuration.shared import TrainConfig, at_least, unread
+from trainers.data.rows import TruncationMode
+from trainers.losses.types import CPOLossType
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig(TrainConfig):
+    """What the three have beside the shared keys: they learn from pairs, without a reference."""
+
+    NAMES: ClassVar[tuple[str, ...]] = ()
+    ROLES: ClassVar = {"train": TRAIN}
+
+    learning_rate: float = 1e-6
+
+    # Data
+    max_length: int | None = 1024
+    """Tokens of prompt and completion; longer sequences are cut."""
+    truncation_mode: TruncationMode = "keep_start"
+    """keep_start or keep_end of a sequence that is too long."""
+    dataset_num_proc: int | None = None
+    """Processes that tokenize."""
+
+    # Loss
+    beta: float = 0.1
+    """Weight of the difference between the two completions."""
+
+    # Evaluation
+    per_device_eval_batch_size: int = 8
+    """Pairs that a worker passes through the model at once in evaluation."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 2, "max_length")
+        at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size")
+        if not self.beta > 0:
+            raise ConfigError(f"beta must be positive, got {self.beta}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CPOConfig(PairConfig):
+    """CPO's keys beside the shared ones. Batch sizes count pairs."""
+
+    NAMES: ClassVar = ("cpo",)
+    RLHF_TYPE: ClassVar = "cpo"
+
+    output_dir: str = "outputs/cpo"
+
+    # Loss
+    loss_type: CPOLossType = "sigmoid"
+    """sigmoid, hinge, ipo or simpo; formulas and papers stand in losses/preference.py."""
+    cpo_alpha: float = 1.0
+    """Weight of the likelihood of the chosen completions."""
+    simpo_gamma: float = 0.5
+    """Margin by which the chosen completion shall be ahead, of loss_type simpo."""
+    alpha: float = 0.0
+    """Shape of the rewards (AlphaPO, arXiv 2501.03884); 0: log-probabilities."""
+    label_smoothing: float = 0.0
+    """Share of pairs taken to be the wrong way round, in sigmoid and simpo."""
+
+    def __post_init__(self) -> None:
+        if self.loss_type == "alphapo":  # type: ignore[comparison-overlap]
+            raise ConfigError("loss_type alphapo is simpo with shaped rewards: write simpo, cpo_alpha: 0 and alpha")
+        super().__post_init__()
+        at_least(self, 0, "cpo_alpha", "simpo_gamma")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}")
+        if self.loss_type in ("hinge", "ipo"):
+            unread(self, f"loss_type is {self.loss_type}", "label_smoothing")
+        if self.loss_type != "simpo":
+            unread(self, f"loss_type is {self.loss_type}", "simpo_gamma")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimPOConfig(CPOConfig):
+    """CPO on mean log-probabilities, with a margin; defaults are ms-swift's for ``rlhf_type: simpo``."""
+
+    NAMES: ClassVar = ("simpo",)
+    RLHF_TYPE: ClassVar = "simpo"
+
+    output_dir: str = "outputs/simpo"
+    loss_type: CPOLossType = "simpo"
+    beta: float = 2.0
+    simpo_gamma: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ORPOConfig(PairConfig):
+    """ORPO's keys beside the shared ones. Batch sizes count pairs. ``beta`` is the paper's lambda."""
+
+    NAMES: ClassVar = ("orpo",)
+    RLHF_TYPE: ClassVar = "orpo"
+
+    output_dir: str = "outputs/orpo"

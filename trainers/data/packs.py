@@ -1,0 +1,64 @@
+"""The order of rows that are packed before they are batched: ms-swift's ``packing`` of pairs.
+
+    batches = batches_of(lengths, batch_size=8, pack_length=4096)     # batches[step]: indices of rows, as Batches gives
+
+A *pack* is some rows that hold ``pack_length`` tokens together at most. A batch is ``batch_size`` packs, so that its
+number of rows differs from step to step, and its tokens hardly do. Losses are means over the rows of a step, whatever
+their number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainers.data.rows import Batches
+
+
+@dataclass(frozen=True)
+class PackedBatches:
+    """``Batches`` of packs; indices are of rows."""
+
+    packs: list[np.ndarray]
+    batches: Batches
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.batches.steps_per_epoch
+
+    def epoch(self, step: int) -> int:
+        """The epoch, from 0, that ``step`` belongs to."""
+        return self.batches.epoch(step)
+
+    def __getitem__(self, step: int) -> np.ndarray:
+        return np.concatenate([self.packs[pack] for pack in self.batches[step]])
+
+
+def batches_of(
+    lengths: np.ndarray, batch_size: int, *, seed: int, shuffle: bool, pack_length: int | None = None
+) -> Batches | PackedBatches:
+    """Batches of ``batch_size`` rows, or of as many packs where there is a ``pack_length``. ``lengths``: in tokens."""
+    if pack_length is None:
+        return Batches(len(lengths), batch_size, seed=seed, shuffle=shuffle)
+    packs = packed(lengths, pack_length)
+    return PackedBatches(packs, Batches(len(packs), batch_size, seed=seed, shuffle=shuffle))
+
+
+def packed(lengths: np.ndarray, pack_length: int) -> list[np.ndarray]:
+    """Rows (int64) of each pack: the longest first, each into the fullest pack that has room for it.
+
+    A row of more than ``pack_length`` tokens is a pack of its own.
+    """
+    packs: list[list[int]] = []
+    rooms: list[int] = []
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[row])
+        fitting = [pack for pack, room in enumerate(rooms) if room >= length]
+        pack = min(fitting, key=lambda pack: rooms[pack], default=len(packs))
+        if pack == len(packs):
+            packs.append([])
+            rooms.append(pack_length)
+        packs[pack].append(row)
+        rooms[pack] -= length
+    return [np.array(pack, np.int64) for pack in packs]

@@ -1,0 +1,168 @@
+"""Completions that were judged each by itself: TRL's unpaired preference format as typed batches.
+
+    answers = tokenize_unpaired(rows, tokenizer)                     # UnpairedPreferences
+    batch = answers[rows].judged(max_length=1024)                    # Judged: to learn from
+    others = answers[rows].mismatched(8).sequences(max_length=1024)  # Sequences: prompts with completions of others
+
+A row has ``prompt``, ``completion`` and ``label`` (true: desirable), or, in ms-swift's form, ``messages`` that end with
+the completion, and ``label``. A row with ``chosen`` and ``rejected`` is two of them. Each is text or a conversation,
+which may have ``tools`` and ``chat_template_kwargs`` beside it. Everything here runs on the driver.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainers.batch import Batch, Ragged, Sequences
+from trainers.data.preferences import completed_ids
+from trainers.data.rows import TruncationMode, _common_prefix, _messages, _ragged, _template_options
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+COLUMNS = ("prompt", "completion", "label", "messages", "chosen", "rejected")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Judged(Sequences):
+    """Completions to learn from, each judged by itself; one row a completion, whose tokens are the targets."""
+
+    is_desirable: np.ndarray | None = None  # bool, one a row
+    ref_logps: Ragged | None = None  # float32, one a target: the reference policy
+    kl: np.ndarray | None = None  # float32, one a row: how far the policy is from the reference
+
+
+@dataclass(eq=False)
+class UnpairedPreferences(Batch):
+    """Prompts and completions of a dataset, whole: they are cut when they are joined to sequences."""
+
+    prompt_ids: Ragged  # int64
+    completion_ids: Ragged  # int64
+    is_desirable: np.ndarray  # bool
+
+    def sequences(self, *, max_length: int | None, truncation_mode: TruncationMode = "keep_start") -> Sequences:
+        """Prompt and completion as one sequence each, of at most ``max_length`` tokens.
+
+        Targets are the completion's tokens, except one that is the first of its sequence.
+        """
+        cut = slice(-max_length, None) if max_length and truncation_mode == "keep_end" else slice(max_length)
+        ids = [np.concatenate(pair)[cut] for pair in zip(self.prompt_ids, self.completion_ids, strict=True)]
+        lengths = zip(self.prompt_ids.lengths, self.completion_ids.lengths, strict=True)
+        masks = [np.repeat([False, True], pair)[cut] for pair in lengths]
+        for mask in masks:
+            mask[:1] = False
+        return Sequences(Ragged.of(ids, np.int64), Ragged.of(masks, bool))
+
+    def judged(self, *, max_length: int | None, truncation_mode: TruncationMode = "keep_start") -> Judged:
+        """The sequences, with what was found of each."""
+        found = self.sequences(max_length=max_length, truncation_mode=truncation_mode)
+        return Judged(found.input_ids, found.target_mask, is_desirable=self.is_desirable)
+
+    def mismatched(self, group_size: int) -> UnpairedPreferences:
+        """Each prompt with the completion of the row before it, in groups of ``group_size`` consecutive rows.
+
+        The first row of a group gets the completion of its last one; so a row that is alone keeps its own.
+        """
+        places = np.arange(len(self))
+        begins = places // group_size * group_size
+        last = np.minimum(begins + group_size, len(self)) - 1
+        return replace(self, completion_ids=self.completion_ids[np.where(places == begins, last, places - 1)])
+
+
+def tokenize_unpaired(
+    rows: Dataset,
+    tokenizer: Any,
+    *,
+    max_length: int | None = None,
+    truncation_mode: TruncationMode = "keep_start",
+    num_proc: int | None = None,
+) -> UnpairedPreferences:
+    """Prompt, completion and label of each row as tokens: TRL's KTO preparation.
+
+    Text completions end with the tokenizer's end of sequence, conversations as their template ends them. A completion
+    starts where the tokens of the prompt alone part from those of prompt and completion. With ``keep_start``, rows
+    whose prompt fills ``max_length`` are dropped, with one line in the log. A text completion of a conversation is a
+    turn of the assistant.
+
+    Raises ValueError for rows that are of none of the formats, naming the first, or if none is left.
+    """
+    from datasets import Features, LargeList, Value
+
+    rows = unpaired(rows)
+    names = ("prompt_ids", "completion_ids")
+    drops = max_length is not None and truncation_mode == "keep_start"
+
+    def encode_all(table: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        columns: dict[str, list[Any]] = {name: [] for name in (*names, "label")}
+        for position, index in enumerate(indices):
+            row = {name: column[position] for name, column in table.items()}
+            try:
+                prompt_ids, completion_ids, label = _encoded(row, tokenizer)
+            except Exception as error:
+                error.add_note(f"while tokenizing row {index} of the dataset")
+                raise
+            if not drops or len(prompt_ids) < (max_length or 0):
+                for name, value in zip(columns, (prompt_ids, completion_ids, label), strict=True):
+                    columns[name].append(value)
+        return columns
+
+    types: dict[str, Any] = {**{name: LargeList(Value("int64")) for name in names}, "label": Value("bool")}
+    table = rows.map(
+        encode_all,
+        batched=True,
+        with_indices=True,
+        num_proc=num_proc,
+        remove_columns=rows.column_names,
+        features=Features(types),
+        desc="Tokenizing",
+    )
+    if dropped := len(rows) - len(table):
+        logger.warning("dropped %d of %d rows whose prompt fills max_length %s", dropped, len(rows), max_length)
+    if len(table) == 0:
+        raise ValueError(f"none of {len(rows)} rows is left: every prompt fills max_length {max_length}. Raise it.")
+    prompt_ids, completion_ids = (_ragged(table, name, np.int64) for name in names)
+    return UnpairedPreferences(prompt_ids, completion_ids, np.asarray(table["label"], bool))
+
+
+def unpaired(rows: Dataset) -> Dataset:
+    """The rows themselves; of pairs, a desirable and an undesirable row each, in TRL's order."""
+    if not {"chosen", "rejected"} <= set(rows.column_names):
+        return rows
+    from trl import extract_prompt, unpair_preference_dataset  # type: ignore[attr-defined]
+
+    if "prompt" not in rows.column_names:
+        rows = rows.map(extract_prompt, desc="Extracting prompts")
+    return unpair_preference_dataset(rows, desc="Unpairing")
+
+
+def _encoded(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[int], bool]:
+    """Token ids of prompt and completion, and the label."""
+    prompt, completion = _prompt_and_completion(row)
+    options = _template_options(row) | {"return_dict": False}
+    ids = completed_ids(prompt, completion, tokenizer, options)
+    if isinstance(prompt, str):
+        prompt_ids = list(tokenizer(prompt)["input_ids"])
+    else:
+        prompt_ids = list(tokenizer.apply_chat_template(_messages(prompt), add_generation_prompt=True, **options))
+    start = _common_prefix(prompt_ids, ids)
+    return prompt_ids[:start], ids[start:], bool(row["label"])
+
+
+def _prompt_and_completion(row: Mapping[str, Any]) -> tuple[Any, Any]:
+    if row.get("completion") is not None and row.get("prompt") is not None:
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(completion, str) and not isinstance(prompt, str):
+            completion = [{"role": "assistant", "content": completion}]
+        return prompt, completion
+    if row.get("messages"):
+        return row["messages"][:-1], row["messages"][-1:]
+    raise ValueError(
+        "a row to judge has 'prompt', 'completion' and 'label', or 'messages' and 'label', or 'chosen' and 'rejected'; "
+        f"this one has {', '.join(name for name, value in row.items() if value is not None)}. Rename with `columns`."
+    )

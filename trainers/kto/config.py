@@ -1,0 +1,72 @@
+"""KTO's keys, and which values of them have a meaning. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from rayhelper import ConfigError
+from trainers.configuration.reference import ReferenceConfig
+from trainers.configuration.roles import REFERENCE, TRAIN
+from trainers.configuration.shared import at_least, unread
+from trainers.data.rows import TruncationMode
+from trainers.losses.types import KTOLossType
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTOConfig(ReferenceConfig):
+    """KTO's keys beside the shared ones. Batch sizes count completions."""
+
+    RLHF_TYPE: ClassVar = "kto"
+    ROLES: ClassVar = {
+        "default": replace(TRAIN, also=("train",)),
+        "reference": replace(REFERENCE, host="default"),
+    }
+
+    output_dir: str = "outputs/kto"
+    learning_rate: float = 1e-6
+
+    # Data
+    max_length: int | None = 1024
+    """Tokens of prompt and completion; longer sequences are cut."""
+    truncation_mode: TruncationMode = "keep_start"
+    """keep_start or keep_end of a sequence that is too long."""
+    dataset_num_proc: int | None = None
+    """Processes that tokenize."""
+
+    # Loss
+    loss_type: KTOLossType = "kto"
+    """kto, or apo_zero_unpaired, which estimates no KL; formulas and papers stand in losses/kto.py."""
+    beta: float = 0.1
+    """How strongly the policy is held to the reference; more: closer."""
+    desirable_weight: float = 1.0
+    """Weight of the losses of desirable completions, where there are fewer of them than of others."""
+    undesirable_weight: float = 1.0
+    """Weight of the losses of undesirable completions."""
+    kl_batch_size: int | None = None
+    """Completions of a step whose mean estimates the KL, and among which prompts get those of others; null: all."""
+
+    # Evaluation
+    per_device_eval_batch_size: int = 8
+    """Completions that a worker passes through the model at once in evaluation."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 2, "max_length", "kl_batch_size")
+        at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size")
+        at_least(self, 0, "desirable_weight", "undesirable_weight")
+        if not self.beta > 0:
+            raise ConfigError(f"beta must be positive, got {self.beta}")
+        if not self.estimates_kl:
+            unread(self, f"loss_type is {self.loss_type}, which estimates no KL", "kl_batch_size")
+        if self.precompute_ref_log_probs and self.estimates_kl and self.shuffle_dataset:
+            raise ConfigError(
+                "precompute_ref_log_probs scores prompts with the completions of others, and shuffle_dataset puts "
+                "other rows beside them in every epoch. Set shuffle_dataset: false, or loss_type: apo_zero_unpaired, "
+                "which estimates no KL, or remove precompute_ref_log_probs."
+            )
+
+    @property
+    def estimates_kl(self) -> bool:
+        """Whether the loss asks how far the policy is from the reference."""
+        return self.loss_type == "kto"

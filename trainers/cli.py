@@ -41,7 +41,7 @@ TOLD_BY_FIRST_S = 10.0  # within which process 0 of torchrun finds a mistake tha
 def main(name: str, argv: Sequence[str] | None = None) -> None:
     """Runs the trainer that ``name`` stands for; exits with 2 and one line on a mistake in name or configuration, with
     130 on Ctrl-C, and as ``Stopped`` says where a signal or a limit of time ended the run early."""
-    with ends_with_parent() if _num_processes() > 1 else contextlib.nullcontext():
+    with ends_by_sigterm(), ends_with_parent() if _num_processes() > 1 else contextlib.nullcontext():
         _main(name, argv)
 
 
@@ -138,7 +138,7 @@ def _run(trainer: Any, config: Any, header: str | None) -> dict[str, float]:
             return _trained(trainer, config)
 
     def on_ray(config: Any) -> dict[str, float]:
-        with RayHelper.session(groups, ray_address=config.ray_address), ends_by_sigterm():
+        with RayHelper.session(groups, ray_address=config.ray_address), ends_by_sigterm():  # Ray has put its own
             return _trained(trainer, config)
 
     return going_on(config, on_ray)

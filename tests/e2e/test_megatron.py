@@ -9,33 +9,40 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
-from dataclasses import fields
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
-from rayhelper import ConfigError
+from rayhelper import ConfigError, RayHelper
 from rayhelper.roles.runtime import state
 from tests.backends.ranks import run_ranks
 from tests.backends.test_megatron import save
 from tests.conftest import RaySession
 from tests.e2e import runs
 from tests.e2e.runs import TEXTS, final_bytes, final_weights, lines, together
-from tests.e2e.test_vllm_runs import VLLM, LedgerTrainer, assert_same_numbers, greedy_config
+from tests.e2e.test_vllm_runs import ROLES, VLLM, LedgerTrainer, assert_same_numbers, greedy_config
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.rayhelper.test_torchrun import torchrun
+from tests.trainers.test_checkpoint import cut, flip_a_bit
 from tests.trainers.test_reward_models import save_reward_model
 from trainers.backends.offload import Offload
+from trainers.batch import Ragged, Rollouts
+from trainers.checkpoint import newest
 from trainers.cli import run
 from trainers.configuration.shared import changed
 from trainers.cpo.trainer import CPOTrainer
 from trainers.dpo.trainer import DPOTrainer
 from trainers.gkd.trainer import GKDTrainer
+from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.kto.trainer import KTOTrainer
 from trainers.ppo.trainer import PPOTrainer
@@ -67,6 +74,25 @@ LAYOUTS: dict[str, Keys] = {
     "tp dp": {TP: 2} | OVERLAP,
     "pp ep": {PP: 2, EP: 2},
 }
+
+
+@RayHelper.worker(group=ROLES)
+class UnlikeTrainer(GRPOTrainer):
+    """Whose engine says other log-probabilities of its tokens than the training code would, as vLLM's do."""
+
+    def __init__(self, config: GRPOConfig) -> None:
+        super().__init__(config)
+        complete = self.generator.complete
+
+        def unlike(*args: Any, **kwargs: Any) -> Rollouts:
+            rollouts = complete(*args, **kwargs)
+            said = rollouts.rollout_logps
+            off = 0.1 * np.sin(rollouts.completion_ids.values).astype(said.values.dtype)
+            return replace(rollouts, rollout_logps=Ragged(said.values + off, said.offsets))
+
+        self.generator.complete = unlike  # type: ignore[method-assign]
+
+
 UNDER_TEST: dict[str, Any] = {
     "sft": SFTTrainer,
     "dpo": DPOTrainer,
@@ -76,12 +102,19 @@ UNDER_TEST: dict[str, Any] = {
     "ppo": PPOTrainer,
     "grpo": GRPOTrainer,
     "gkd": GKDTrainer,
+    "unlike": UnlikeTrainer,
 }
 ON_CPU: Keys = {"external_plugins": ["tests.megatron_on_cpu"]}
 GREEDY: Keys = {"top_k": 1}  # alike for any number of workers
 OWN_PROMPTS = [{"prompt": text[:6], "teacher_prompt": text, "completion": text[6:]} for text in TEXTS]
+CLIP_COV = {"loss_type": "clip_cov", "clip_cov_ratio": 0.5, "clip_cov_lb": -1.0}
+EVEN = {"reward_funcs": ["tests.e2e.runs.evenness"], "reward_weights": None}  # none is negative
+KL_COV = {"loss_type": "kl_cov", "kl_cov_ratio": 0.5}
+GMPO = {"loss_type": "gmpo", "epsilon": 0.05}
+GEOMETRIC = {"rollout_importance_sampling_clip_min": 0.99, "rollout_importance_sampling_clip_max": 1.01}
 CASES: Wanted = {  # trainer and keys
     "sft": ("sft", {"eval_dataset": [{"text": "no one"}]}),
+    "sft, saved": ("sft", {"save_steps": 1}),
     "sft of experts": ("sft", {}),
     "sft, adapter": ("sft", {"tuner_type": "lora", "lora_rank": 4}),  # drawn anew
     "dpo": ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2, "rpo_alpha": 0.5}),
@@ -95,6 +128,22 @@ CASES: Wanted = {  # trainer and keys
     "grpo": ("grpo", {"max_steps": 4, "entropy_coef": 0.01, "sync_ref_model": True, "ref_model_sync_steps": 2}),
     "grpo of ten steps": ("grpo", {"max_steps": 10}),
     "grpo of experts": ("grpo", {"beta": 0.0}),
+    "gmpo, opo": ("grpo", GMPO | {"advantage_estimator": "opo"}),
+    "gpg": ("grpo", {"loss_type": "gpg", "advantage_estimator": "gpg", "beta": 0.0}),
+    "dppo_tv, remax": ("grpo", {"loss_type": "dppo_tv", "epsilon": 0.01, "advantage_estimator": "remax"}),
+    "dppo_kl, maxrl": ("grpo", {"loss_type": "dppo_kl", "epsilon": 1e-4, "advantage_estimator": "maxrl"} | EVEN),
+    "clip_cov, pass_at_k": ("grpo", CLIP_COV | {"advantage_estimator": "pass_at_k", "pass_k": 2} | EVEN),
+    "kl_cov, grpo_passk": (
+        "grpo",
+        {"loss_type": "kl_cov", "kl_cov_ratio": 0.5, "advantage_estimator": "grpo_passk"} | EVEN,
+    ),
+    "geometric": ("unlike", GEOMETRIC | {"rollout_importance_sampling_mode": "geometric_truncate"}),
+    "gmpo, geometric": (
+        "unlike",
+        GEOMETRIC | {"rollout_importance_sampling_mode": "geometric_mask", "loss_type": "gmpo"},
+    ),
+    "rejection": ("unlike", {"rollout_rejection": "sequence_mean_k1", "rollout_rejection_max": 1.01}),
+    "rejection of tokens": ("unlike", {"rollout_rejection": "token_k3", "rollout_rejection_max": 0.005}),
     "gkd": ("gkd", {}),
     "gkd top": ("gkd", {"gkd_logits_topk": 6, "seq_kd": True, "sft_alpha": 0.0, **GREEDY}),
     "gkd offloaded": ("gkd", {"offload_teacher_model": True}),
@@ -110,6 +159,7 @@ CASES: Wanted = {  # trainer and keys
         },
     ),
 }
+METHODS = [case for case in CASES if "loss_type" in CASES[case][1] or CASES[case][0] == "unlike"]
 BY_TWO: dict[str, list[str]] = {
     "sft": ["tp", "pp", "cp", "vpp", "overlap", "tp resting"],
     "sft of experts": ["ep"],
@@ -125,6 +175,7 @@ BY_TWO: dict[str, list[str]] = {
     "grpo": ["tp", "pp", "cp", "pp resting"],
     "grpo of ten steps": ["tp"],
     "grpo of experts": ["ep"],
+    **{case: ["tp"] for case in METHODS},
     "gkd": ["pp", "cp", "tp resting"],
     "gkd top": ["pp"],
     "gkd offloaded": ["tp resting"],
@@ -139,7 +190,7 @@ BY_FOUR: dict[str, list[str]] = {
     "grpo": ["tp pp"],
     "gkd top": ["tp pp"],
 }
-BY_ONE = ["sft", "grpo", "opsd"]
+BY_ONE = ["sft", "grpo", "opsd"]  # with megatron too
 SAMPLED = ("grpo",)  # of BY_FOUR: more workers draw other completions
 
 
@@ -204,6 +255,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def config_of(case: str, models: dict[str, str], folder: Path, keys: Keys) -> Any:
     """Three steps, where a case says nothing else."""
     trainer, own = CASES[case]
+    trainer = "grpo" if trainer == "unlike" else trainer
     model = models["judge" if case == "reward" else "experts" if case.endswith("of experts") else "policy"]
     settings: Keys = {"max_steps": 3, "adam_epsilon": 1e-4, "backend": "megatron"}
     if trainer == "gkd":
@@ -239,11 +291,13 @@ class Runs:
             (CASES[case][0], config_of(case, self._models, self._folder / name, keys))
             for name, (case, keys) in wanted.items()
         ]
-        with socket.socket() as held:  # nobody else is given the port, and a listener that may share it takes it
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind(("", 0))
-            port = held.getsockname()[1]
-            run_ranks(self._num_processes, process, self._num_processes, port, jobs, folder=self._folder, joined=False)
+        # As torchrun's agent does: a store of process 0 may end while others come back to it for the next run
+        store = torch.distributed.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False
+        )  # as torchrun's agent
+        run_ranks(
+            self._num_processes, process, self._num_processes, store.port, jobs, folder=self._folder, joined=False
+        )
 
 
 def process(rank: int, num_processes: int, port: int, jobs: list[tuple[str, Any]]) -> None:
@@ -253,6 +307,7 @@ def process(rank: int, num_processes: int, port: int, jobs: list[tuple[str, Any]
     megatron_on_cpu.install()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_processes, "LOCAL_WORLD_SIZE": num_processes}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "none"}
+    place |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update({name: str(value) for name, value in place.items()})
     with patch.object(Offload.__init__, "__defaults__", ("cpu", 2**20)):
         for trainer, config in jobs:
@@ -262,12 +317,14 @@ def process(rank: int, num_processes: int, port: int, jobs: list[tuple[str, Any]
 @pytest.fixture(scope="module")
 def by_one(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Runs:
     wanted = {f"{case} {name}": (case, keys) for case in BY_ONE for name, keys in (("fsdp", FSDP), ("alone", {}))}
+    wanted |= {f"{case} fsdp": (case, FSDP) for case in METHODS}
     return Runs(1, wanted, models, tmp_path_factory.mktemp("one"))
 
 
 @pytest.fixture(scope="module")
 def by_two(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Runs:
     wanted = {f"{case} {name}": (case, LAYOUTS[name]) for case in BY_TWO for name in ("fsdp", *BY_TWO[case])}
+    wanted["sft, saved tp"] = ("sft, saved", LAYOUTS["tp"])
     return Runs(2, wanted | BALANCED, models, tmp_path_factory.mktemp("two"))
 
 
@@ -292,6 +349,12 @@ def assert_same_run(found: Path, expected: Path, tolerance: float = 1e-5) -> Non
 def test_two_workers_give_the_numbers_of_fsdp(case: str, by_two: Runs) -> None:
     for layout in BY_TWO[case]:
         assert_same_run(by_two(f"{case} {layout}"), by_two(f"{case} fsdp"))
+
+
+@pytest.mark.parametrize("case", METHODS)
+def test_a_method_gives_two_workers_the_numbers_of_one(case: str, by_two: Runs, by_one: Runs) -> None:
+    found, expected = by_two(f"{case} fsdp"), by_one(f"{case} fsdp")
+    assert_same_run(found, expected)
 
 
 def test_a_run_that_balances_experts_logs_it_and_does(by_two: Runs) -> None:
@@ -331,6 +394,41 @@ def test_a_reward_model_is_written_with_the_padding_it_was_trained_with(by_two: 
     for layout in ("fsdp", *BY_TWO["reward"]):
         written = json.loads((by_two(f"reward {layout}") / "final" / "config.json").read_text())
         assert written["pad_token_id"] == tiny_tokenizer().eos_token_id
+
+
+# Checkpoints
+
+HARMS: dict[str, tuple[str, Callable[[Path], None], str]] = {  # a file, what becomes of it, and what is told
+    "a bit of a shard": ("megatron/__0_0.distcp", flip_a_bit, r"differs from what was written \(checksum\)"),
+    "the end of another rank's": ("megatron/__1_0.distcp", cut, r"has \d+ bytes, and was written with \d+"),
+    "a bit of the index": ("megatron/.metadata", flip_a_bit, r"differs from what was written \(checksum\)"),
+    "a shard that is gone": ("megatron/__1_0.distcp", Path.unlink, "is not there"),
+}
+
+
+def test_a_damaged_checkpoint_is_passed_over_in_one_line(by_two: Runs, tmp_path: Path) -> None:
+    for name, (file, harm, told) in HARMS.items():
+        folder = tmp_path / name
+        shutil.copytree(by_two("sft, saved tp"), folder)
+        harm(folder / "checkpoint-2" / file)
+        choice = newest(folder)
+        assert choice.folder == folder / "checkpoint-1"
+        (note,) = choice.notes
+        assert "\n" not in note
+        assert re.search(rf"passed over checkpoint-2.*{re.escape(file)} {told}", note), note
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(
+    by_two: Runs, models: dict[str, str], tmp_path: Path
+) -> None:
+    name = "sft, saved tp"
+    shutil.copytree(by_two(name), tmp_path / name)
+    flip_a_bit(tmp_path / name / "checkpoint-2" / "megatron" / "__0_0.distcp")
+    shutil.rmtree(tmp_path / name / "final")
+    keys = LAYOUTS["tp"] | {"resume_from_checkpoint": "auto"}
+    resumed = Runs(2, {name: ("sft, saved", keys)}, models, tmp_path)(name)
+    assert lines(resumed) == lines(by_two(name))
+    assert final_bytes(resumed) == final_bytes(by_two(name))
 
 
 # torchrun and Ray

@@ -27,6 +27,9 @@ What was tried of each architecture, with a tiny random model of transformers' o
 | LoRA | an adapter of all linear layers lowers the loss |
 | GRPO, hf; hf at 0.7 | two steps; what the engine says of its own tokens with the policy's log-probabilities |
 | GRPO, vLLM; vLLM at 0.7 | the same with vLLM in the process that trains, weights copied and their checksums compared |
+| vLLM apart; apart at 0.7 | the same on Ray, with vLLM on a worker of its own, weights sent |
+| LoRA, vLLM | beside training, an adapter of all linear layers, merged for the engine; both temperatures |
+| adapter in vLLM | the same with `vllm_enable_lora: true`: the engine keeps the adapter apart from the model |
 
 Gemma 2 is run by eager attention: sdpa drops the cap of its attention scores. Recurrent and convolution layers keep the
 documents of a packed row apart by kernels for GPUs alone (flash-linear-attention, causal-conv1d). Llama 4 attends in

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -500,6 +501,22 @@ def test_ctrl_c_stops_the_workers_and_exits_with_130(
     assert exit_.value.code == 130
     assert session[-1] == "closed"
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_sigterm_before_the_first_step_ends_the_process_though_it_may_be_process_1(
+    made: list[Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel keeps signals without a handler from process 1 of a container: a pod would wait for its kill."""
+    monkeypatch.setattr(DummyTrainer, "check", lambda *_: os.kill(os.getpid(), signal.SIGTERM), raising=False)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit) as exit_:
+            main(DUMMY, NEEDED)
+        assert exit_.value.code == 143
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not made
 
 
 def test_without_device_groups_one_worker_hosts_all_roles(made: list[Config], session: list[Any]) -> None:

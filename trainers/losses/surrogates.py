@@ -34,6 +34,7 @@ from trainers.losses.tokens import held
 from trainers.plugins import register_loss
 
 BINARY_FLOOR = 1e-8  # of the probability of all other tokens
+ROUNDING = 1e-5  # nats: two forward passes with the same weights differ by less in float32
 SMALLEST_WEIGHT = 1e-10  # of a rollout ratio whose logarithm is taken, as in verl
 
 
@@ -158,11 +159,14 @@ def kl_cov(batch: PolicyBatch, *, kl_cov_coef: float = 1.0) -> PolicyTerms:
     """-ratio A, + kl_cov_coef |logp - old| at the selected tokens: KL-Cov (arXiv 2505.22617, section 4.2).
 
     There is no clip. Selected are the tokens of highest covariance, by ``entropy.kl_cov_selection``.
+    Departure from verl: a distance of at most ``ROUNDING`` counts as 0. Its gradient is the sign of a rounding error,
+    which is not smaller than that of a true distance, and another one for other micro-batches, workers or layouts.
     """
     loss_BX = -batch.ratios_BX * batch.advantages_BX
     if batch.selected_BT is None:
         return PolicyTerms(loss_BX)
     distances_BT = held(batch.logps_BT - batch.old_logps_BT).abs()
+    distances_BT = distances_BT.masked_fill(distances_BT <= ROUNDING, 0.0)
     loss_BT = loss_BX + kl_cov_coef * distances_BT * batch.selected_BT
     return PolicyTerms(loss_BT, means={"cov/selected": batch.selected_BT})
 

@@ -75,7 +75,10 @@ class StopSignals:
 
 @contextlib.contextmanager
 def ends_by_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM raises ``Stopped`` with 143: Ray's own handler exits with 15, after a stack of C++."""
+    """Inside, SIGTERM raises ``Stopped`` with 143.
+
+    Without a handler process 1 of a container never gets it, and Ray's own exits with 15, after a stack of C++.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""``python -m rayhelper plan | check | prove | stacks | timeline``: what is known of a run before, during and after it.
+"""``python -m rayhelper plan | check | prove | stacks | debug | timeline``: a run before, while and after it runs.
 
 argparse rather than jsonargparse: these read their configuration themselves, and answer in a fraction of a second.
 """
@@ -30,6 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from rayhelper.runtimes.announced import stacks
 
         return stacks(**options)
+    if subcommand == "debug":
+        from rayhelper.runtimes.debugging import debug
+
+        return debug(**options)
     from rayhelper.timeline import timeline
 
     return timeline(**options)
@@ -62,6 +66,11 @@ def _parser() -> argparse.ArgumentParser:
         "stacks", help="where every rank of a run on this machine is, while it runs or hangs"
     )
     stacks.add_argument("process", nargs="?", type=int, help="its driver's process id (default: the only one there is)")
+    debug = subcommands.add_parser(
+        "debug", help="the ranks of runs on this machine that wait at a breakpoint(), or pdb at one of them"
+    )
+    debug.add_argument("choice", nargs="?", metavar="GROUP:RANK", help="attach to this one (default: list all)")
+    debug.add_argument("--process", type=int, help="of this driver's process id, where several runs have such a rank")
     timeline = subcommands.add_parser("timeline", help="where the time of a traced run went")
     timeline.add_argument("file", help="the file that trace=... named")
     timeline.add_argument("--html", help="write a picture that a browser opens")

@@ -16,6 +16,7 @@ from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.parts import begin_apart, end_building
 from rayhelper.roles.runtime import OFF, Runtime, Shard, WorkerInfo, state
 from rayhelper.values import dispatch as dispatching
+from rayhelper.watch.watchdog import warn_s
 from rayhelper.worker.process_group import join_process_group
 
 RUNTIMES = ("ray", "torchrun", "inprocess", "off")
@@ -124,7 +125,7 @@ class RayHelper:
         Args:
             device_groups: Either form of the configuration, as a mapping or a JSON or YAML string.
             runtime: 'ray'; 'torchrun', where every process runs this code; 'inprocess', workers simulated one after
-                the other; or 'off' to only check the configuration (and to trace).
+                the other; or 'off', where of the groups ``timeout_s`` alone counts.
             ray_address: A cluster to join; None joins RAY_ADDRESS if set, else starts a cluster on this machine.
             trace: A .json or .json.gz file: the timeline of every call, written at teardown.
             strict: With 'inprocess': what would differ on Ray is an error.
@@ -134,6 +135,7 @@ class RayHelper:
             PlacementError: the cluster lacks the resources.
         """
         _check_initialize(runtime, ray_address, strict)
+        warn_s()  # a mistake in it
         groups = DeviceGroups.parse(device_groups)
         if state.active is not None:
             info = RayHelper.current()
@@ -274,8 +276,8 @@ def _started(
         from rayhelper.runtimes.torchrun.runtime import TorchrunRuntime
 
         return TorchrunRuntime(groups, recording)
-    if recording is not None:
-        from rayhelper.runtimes.off import RecordedOff
+    if recording is not None or groups.have_limits:
+        from rayhelper.runtimes.off import AttendedOff
 
-        return RecordedOff(recording)
+        return AttendedOff(groups, recording)
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import signal
 import sys
@@ -14,6 +13,7 @@ import hypothesis
 import pytest
 
 from tests import warm
+from tests.frozen import freeze_heap
 from tests.leaks import Snapshot, left_behind, own_temporary_folder
 
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
@@ -150,8 +150,7 @@ def without_runtime() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     """A module whose tests leave something behind fails, naming it."""
-    gc.collect()
-    gc.freeze()  # imported modules are most of the heap, and libraries look for garbage in all of it at every turn
+    freeze_heap()
     before = Snapshot.take()
     yield
     left = left_behind(before, *_of_the_cluster)

@@ -88,7 +88,6 @@ def left_behind(before: Snapshot, *allowed: Snapshot) -> list[str]:
     while new := Snapshot.take().since(known):
         if time.monotonic() > deadline:
             return new
-        gc.unfreeze()  # vLLM freezes what is there as an engine starts
         gc.collect()  # threads of a pool end with it
         time.sleep(0.05)
     return []

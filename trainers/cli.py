@@ -120,11 +120,16 @@ def _run(trainer: Any, config: Any, header: str | None) -> dict[str, float]:
             "process for Ray, or let torchrun's be the workers: --use_ray false"
         )
     if not config.use_ray and num_processes == 1:
-        if config.device_groups is not None:
-            logging.getLogger(__name__).info("device_groups is not used, because use_ray is false")
         _check_run(trainer, config, None)
+        limits = _limits(trainer, config)
+        if config.device_groups is not None:
+            what = "is not used" if limits is None else "is used for timeout_s alone"
+            logging.getLogger(__name__).info("device_groups %s, because use_ray is false", what)
         _tell(header)
-        return _trained(trainer, config)
+        if limits is None:
+            return _trained(trainer, config)
+        with RayHelper.session(limits, runtime="off"):
+            return _trained(trainer, config)
     groups = placement(trainer, config, num_processes)
     _check_run(trainer, config, groups)
     _tell(header)
@@ -137,6 +142,14 @@ def _run(trainer: Any, config: Any, header: str | None) -> dict[str, float]:
             return _trained(trainer, config)
 
     return going_on(config, on_ray)
+
+
+def _limits(trainer: Any, config: Any) -> DeviceGroups | None:
+    """With Ray off, the groups whose ``timeout_s`` holds for calls in this process; None: there is no such limit."""
+    groups = None if config.device_groups is None else DeviceGroups.parse(config.device_groups)
+    if config.timeout_s is None and (groups is None or not groups.have_limits):
+        return None
+    return placement(trainer, config)
 
 
 def _trained(trainer: Any, config: Any) -> dict[str, float]:

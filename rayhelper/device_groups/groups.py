@@ -13,10 +13,11 @@ from typing import Any
 
 from rayhelper.device_groups.assignment import with_ranks
 from rayhelper.device_groups.group import DRIVER, DeviceGroup
-from rayhelper.device_groups.keys import NODE_KEYS, PLACING_KEYS, RANK_KEYS, SIZE_KEYS, TOP_KEYS
+from rayhelper.device_groups.keys import DRIVER_KEYS, NODE_KEYS, PLACING_KEYS, RANK_KEYS, SIZE_KEYS, TOP_KEYS
 from rayhelper.device_groups.mistakes import Mistakes, check_count, shown
 from rayhelper.device_groups.rank_form import rank_groups
 from rayhelper.device_groups.role_form import role_groups, settings_of
+from rayhelper.device_groups.section import timeout_of
 from rayhelper.errors import ConfigError
 from rayhelper.text import DID_YOU_MEAN, nearest, parse_text
 
@@ -29,6 +30,7 @@ class DeviceGroups:
     nproc_per_node: int | None = None  # rank r lies on node r // nproc_per_node; None: as many as a node has
     nnodes: int | None = None
     role_settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, hash=False)  # every role has an entry
+    driver_timeout_s: float | None = None  # that a call of a method of the role 'driver' may take; None: any
 
     @classmethod
     def parse(
@@ -93,6 +95,20 @@ class DeviceGroups:
         """Whether two roles are on the same devices, in one process or not. Raises ConfigError as ``group_of``."""
         return self.group_of(role).devices_of == self.group_of(other).devices_of
 
+    @property
+    def have_limits(self) -> bool:
+        """Whether some ``timeout_s`` is set."""
+        return self.driver_timeout_s is not None or any(group.timeout_s is not None for group in self.groups)
+
+    def limit_of(self, role: str) -> tuple[float | None, str]:
+        """``timeout_s`` of a role's calls in this process, if it is set, and where that is, for messages."""
+        if role == DRIVER:
+            return self.driver_timeout_s, "timeout_s of the section 'driver' of device_groups"
+        for group in self.groups:
+            if role in group.roles:
+                return group.timeout_s, f"timeout_s of group {group.name!r}"
+        return None, ""
+
     def group_of(self, role: str) -> DeviceGroup:
         """The group that hosts the role. Raises ConfigError if none does."""
         for group in self.groups:
@@ -119,7 +135,8 @@ def _read(config: Any, mistakes: Mistakes) -> DeviceGroups:
     )
     if nproc_per_node is None and config.get("nproc_per_node") is not None:
         nnodes = None  # of nodes whose size is wrong
-    sections = _sections(config, mistakes)
+    driver_timeout_s = mistakes.attempt(_driver_timeout_s, config.get(DRIVER))
+    sections = _sections({name: value for name, value in config.items() if name != DRIVER}, mistakes)
     settings: dict[str, Mapping[str, Any]] = {}
     if _is_role_form(config, sections):
         groups, faulty = role_groups(sections, config.get("colocate_groups"), mistakes), frozenset[str]()
@@ -129,7 +146,20 @@ def _read(config: Any, mistakes: Mistakes) -> DeviceGroups:
     _check_each_role_once(groups, mistakes)
     groups = with_ranks(groups, faulty, nproc_per_node, nnodes, mistakes)
     settings = {role: settings.get(role, {}) for group in groups for role in group.roles}
-    return DeviceGroups(tuple(groups), nproc_per_node, nnodes, settings)
+    return DeviceGroups(tuple(groups), nproc_per_node, nnodes, settings, driver_timeout_s)
+
+
+def _driver_timeout_s(section: Any) -> float | None:
+    """What the section of the driver says. Raises ConfigError."""
+    if section is None:
+        return None
+    if not isinstance(section, Mapping) or (unknown := [key for key in section if key not in DRIVER_KEYS]):
+        got = shown(unknown[0] if isinstance(section, Mapping) else section)
+        raise ConfigError(
+            f"section 'driver' of device_groups stands for the process that you start, and knows "
+            f"{', '.join(DRIVER_KEYS)} only, got {got}. Remove it there, or give the group or role another name."
+        )
+    return timeout_of("section 'driver'", section.get("timeout_s"))
 
 
 def _opened(config: Any, mistakes: Mistakes) -> Mapping[Any, Any]:

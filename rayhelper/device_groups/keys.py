@@ -4,6 +4,7 @@ from __future__ import annotations
 
 NODE_KEYS = ("nproc_per_node", "nnodes")
 TOP_KEYS = (*NODE_KEYS, "colocate_groups")  # beside the groups, or the sections of roles
+DRIVER_KEYS = ("timeout_s",)  # of the section 'driver', of methods of the role 'driver'
 SIZE_KEYS = {"gpus": "GPU", "npus": "NPU", "cpus": "CPU"}  # of a role's section, and the device that each means
 RANK_KEYS = ("ranks", "device_mapping", "workers")  # of a group
 SHARE_KEY = "shares_devices_with"  # of either: another group, or role, on whose devices it has processes of its own

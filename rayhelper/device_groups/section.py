@@ -52,7 +52,7 @@ def options_of(
     where: str, section: Mapping[str, Any], device: Device | None, size: int, mistakes: Mistakes
 ) -> dict[str, Any]:
     """num_workers and the options of a group."""
-    timeout_s = mistakes.attempt(_timeout_s, where, section.get("timeout_s"))
+    timeout_s = mistakes.attempt(timeout_of, where, section.get("timeout_s"))
     width = mistakes.attempt(_gpus_per_worker, where, section.get("gpus_per_worker"), device, size) or 0
     env = mistakes.attempt(_env, where, section.get("env"))
     restarts = mistakes.attempt(_restarts, where, section.get("restarts")) or 0
@@ -78,7 +78,8 @@ def _restarts(where: str, restarts: Any) -> int:
     return restarts or 0
 
 
-def _timeout_s(where: str, timeout_s: Any) -> float | None:
+def timeout_of(where: str, timeout_s: Any) -> float | None:
+    """Seconds that a call may take, if they are set. Raises ConfigError."""
     is_number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
     if timeout_s is not None and not (is_number and 0 < timeout_s < 1e9):
         raise ConfigError(

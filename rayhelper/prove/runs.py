@@ -169,12 +169,12 @@ def _differences(here: Seen, there: Seen, tolerance: float) -> Iterator[tuple[st
         yield f"only one of the runs raises {here.raised or there.raised}", "what the error says"
     is_constructor = here.title.endswith(".__init__")
     elsewhere = _OF_SEEDS if is_constructor else _OF_WORKERS if tolerance else _OF_THE_ROLE
-    alike = len(here.states) == len(there.states)
+    alike = here.num_workers == there.num_workers
     both = here.value is not None and there.value is not None and (alike or here.is_collected)
     if both and "value" not in same and not here.value.equals(there.value, tolerance):  # type: ignore[union-attr, arg-type]
         yield f"its value {_how(here.value, there.value)}", elsewhere  # type: ignore[arg-type]
     if alike:
-        for rank, (state_here, state_there) in enumerate(zip(here.states, there.states, strict=True)):
+        for rank, (state_here, state_there) in enumerate(zip(here.states, there.states, strict=False)):
             for name in state_here.keys() & state_there.keys():
                 for attribute in state_here[name].keys() & state_there[name].keys():
                     one, other = state_here[name][attribute], state_there[name][attribute]

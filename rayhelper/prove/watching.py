@@ -6,7 +6,8 @@ WatchedOff         a runtime in which everything runs here, as with Ray off, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from rayhelper.runtimes.off import OneProcess
 from rayhelper.values.calls import parameter_names
 from rayhelper.values.contents import Contents, contents_of
 from rayhelper.values.dispatch import bare
+from rayhelper.worker.steps import Stepped
 
 State = dict[str, dict[str, Contents]]  # of an object and its parts, by name: what each attribute holds
 
@@ -35,7 +37,8 @@ class Seen:
     raised: str = ""
     relative: dict[str, Contents] = field(default_factory=dict)  # arguments and "value", numbers of workers put as such
     is_collected: bool = True  # the value is one however many workers there are
-    states: list[State] = field(default_factory=list)  # by worker
+    states: list[State] = field(default_factory=list)  # by worker; none while other calls were in flight
+    num_workers: int = 1
 
 
 class Watcher:
@@ -44,9 +47,10 @@ class Watcher:
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
         self.seen: list[Seen] = []
+        self.num_awaited = 0  # calls that are in flight
 
     def constructed(self, name: str, states: list[State]) -> None:
-        self.seen.append(Seen(f"{name}.__init__", states=states))
+        self.seen.append(Seen(f"{name}.__init__", states=states, num_workers=len(states)))
 
     def call(
         self,
@@ -60,6 +64,48 @@ class Watcher:
         is_off: bool = False,
     ) -> Any:
         """The value of the call, which is made now. With Ray off it is what one worker gives, not in a list of one."""
+        seen = self._begun(method, title, args, kwargs)
+        try:
+            value = run()
+        except BaseException as error:
+            seen.raised = f"{type(error).__name__}: {error}"
+            raise
+        self._ended(seen, value, is_off)
+        seen.states = states()
+        return value
+
+    async def awaited(
+        self,
+        method: RoleMethod[..., Any],
+        title: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        run: Callable[[], Awaitable[Any]],
+        states: Callable[[], list[State]],
+        *,
+        is_off: bool = False,
+    ) -> Any:
+        """As ``call``, of a call that may be in flight beside others, which are seen in the order in which they began.
+
+        What they leave behind is looked at when none is in flight any more, and belongs to the one that began last.
+        """
+        seen = self._begun(method, title, args, kwargs)
+        self.num_awaited += 1
+        try:
+            value = await run()
+        except BaseException as error:
+            seen.raised = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self.num_awaited -= 1
+        self._ended(seen, value, is_off)
+        if self.num_awaited == 0:
+            self.seen[-1].states = states()
+        return value
+
+    def _begun(
+        self, method: RoleMethod[..., Any], title: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Seen:
         names = parameter_names(method)
         labels = [names[k] if k < len(names) else str(k + 1) for k in range(len(args))]
         given = {name: _given(value) for name, value in (*zip(labels, args, strict=True), *kwargs.items())}
@@ -67,15 +113,12 @@ class Watcher:
         seen.relative = {name: contents_of([self._relative(value)]) for name, value in given.items()}
         seen.is_collected = method.execute == "first" or method.collect != "none"
         self.seen.append(seen)
-        try:
-            value = run()
-        except BaseException as error:
-            seen.raised = f"{type(error).__name__}: {error}"
-            raise
+        return seen
+
+    def _ended(self, seen: Seen, value: Any, is_off: bool) -> None:
         seen.value = contents_of([[value] if is_off and not seen.is_collected else value])
         seen.relative["value"] = contents_of([self._relative(value)])
-        seen.states = states()
-        return value
+        seen.num_workers = 1 if is_off else self.num_workers
 
     def _relative(self, value: Any) -> Any:
         """The value, with words in place of whole numbers that are the number of workers."""
@@ -130,22 +173,27 @@ class WatchedOff(OneProcess):
             state.active = None
 
 
+_within_role: ContextVar[bool] = ContextVar("rayhelper_within_role", default=False)
+
+
 class WatchedPlacement:
     """Everything runs here. Calls that a role makes of another are part of the call that the driver made."""
 
     hosts = ()
-    depth = 0  # of the calls of roles that are running
 
     def __init__(self, watcher: Watcher, identity: Identity) -> None:
         self.watcher = watcher
         self.identity = identity
 
     def route(self, method: RoleMethod[..., Any]) -> Route:
-        crosses = method.role != DRIVER and not self.identity.is_building and not WatchedPlacement.depth
+        crosses = method.role != DRIVER and not self.identity.is_building and not _within_role.get()
         return "group" if crosses else "here"
 
     def run(self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return method.call(target, args, kwargs)
+
+    def attending(self, method: RoleMethod[..., Any]) -> None:
+        """Nothing: no deadline counts while runs are compared."""
 
     def submit(
         self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -153,11 +201,11 @@ class WatchedPlacement:
         plain = tuple(map(_given, args)), {name: _given(value) for name, value in kwargs.items()}
 
         def run() -> Any:
-            WatchedPlacement.depth += 1
+            token = _within_role.set(True)
             try:
                 return method.finished_call(target, *plain)
             finally:
-                WatchedPlacement.depth -= 1
+                _within_role.reset(token)
 
         title = self.identity.title(method)
 
@@ -169,4 +217,22 @@ class WatchedPlacement:
     async def awaited(
         self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        return self.submit(method, target, args, kwargs).result()  # one after the other, to be compared
+        plain = tuple(map(_given, args)), {name: _given(value) for name, value in kwargs.items()}
+
+        def run() -> Awaitable[Any]:
+            return Stepped(method.coroutine(target, *plain), _WithinRole)
+
+        def states() -> list[State]:
+            return [state_of(self.identity.outermost)]
+
+        return await self.watcher.awaited(method, self.identity.title(method), *plain, run, states, is_off=True)
+
+
+class _WithinRole:
+    """Inside, code of a role runs. No generator: see ``acting_as``."""
+
+    def __enter__(self) -> None:
+        self.token = _within_role.set(True)
+
+    def __exit__(self, *_: object) -> None:
+        _within_role.reset(self.token)

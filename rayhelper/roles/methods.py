@@ -27,6 +27,9 @@ from rayhelper.roles.futures import Future, finished
 from rayhelper.roles.runtime import Placement, state
 from rayhelper.values.collect import validate_collect
 from rayhelper.values.dispatch import Whole, validate_dispatch
+from rayhelper.watch.attended import Attended, attended
+from rayhelper.watch.interrupts import run
+from rayhelper.watch.watchdog import Call, Off, Watched, watchdog
 
 S = TypeVar("S")
 P = ParamSpec("P")
@@ -120,10 +123,19 @@ class RoleMethod(Generic[P, R_co, S_co]):
             target = target if isinstance(target, type) else type(target)
         return self.function(target, *args, **kwargs)
 
-    def finished_call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The value of a whole call: coroutines are awaited and generators drained into a list."""
+    def finished_call(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], attending: Call | None = None
+    ) -> Any:
+        """The value of a whole call: coroutines are awaited and generators drained into a list.
+
+        ``attending``: looks after the call.
+        """
+        if attending is not None and not self.is_async:
+            with Watched(attending):
+                return self.finished_call(target, args, kwargs)
         if self.is_async:
-            return _run(self.coroutine(target, args, kwargs))
+            coroutine = self.coroutine(target, args, kwargs)
+            return _run(coroutine if attending is None else attended(attending, coroutine))
         value = self.call(target, args, kwargs)
         return list(value) if self.flavour == "generator" else value
 
@@ -200,12 +212,19 @@ def invoke(method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwa
         if (
             state.process is None
         ):  # cheaper than ``active``, of which tasks may have another only where there are workers
+            watchdog.made += 1  # which finds this call on the stack if it does not end: see ``_title_off``
+            if not watchdog.is_awake:
+                watchdog.wake()
             return method.call(target, *_plain(args, kwargs))
         assert state.active is not None, "a runtime was begun"
         placement = state.active.placement(method, target)
     route = placement.route(method)
     if route == "here":
-        return placement.run(method, target, *_plain(args, kwargs))
+        call = placement.attending(method)
+        if call is None:
+            return placement.run(method, target, *_plain(args, kwargs))
+        with Watched(call):
+            return placement.run(method, target, *_plain(args, kwargs))
     if route == "skip":
         return None
     return placement.submit(method, target, args, kwargs).result()
@@ -215,7 +234,9 @@ async def invoke_async(method: RoleMethod[..., Any], target: Any, args: tuple[An
     """As ``invoke`` for ``async def`` methods; several that are awaited together are in flight together."""
     route, placement = _route(method, target)
     if route == "here":
-        return await method.call(target, *_plain(args, kwargs))
+        coroutine = method.call(target, *_plain(args, kwargs))
+        call = _call_here(method, target, placement)
+        return await (coroutine if call is None else attended(call, coroutine))
     if route == "skip" or placement is None:
         return None
     return await placement.awaited(method, target, args, kwargs)
@@ -227,7 +248,9 @@ def invoke_generator(
     """As ``invoke`` for generator methods; a group's workers run theirs to the end before the first item is here."""
     route, placement = _route(method, target)
     if route == "here":
-        yield from method.call(target, *_plain(args, kwargs))
+        items = method.call(target, *_plain(args, kwargs))
+        call = _call_here(method, target, placement)
+        yield from (items if call is None else Attended(call, items))
     elif route == "group" and placement is not None:
         yield from placement.submit(method, target, args, kwargs).result()
 
@@ -238,7 +261,9 @@ async def invoke_async_generator(
     """As ``invoke_generator`` for asynchronous generator methods."""
     route, placement = _route(method, target)
     if route == "here":
-        async for item in method.call(target, *_plain(args, kwargs)):
+        items = method.call(target, *_plain(args, kwargs))
+        call = _call_here(method, target, placement)
+        async for item in items if call is None else Attended(call, items):
             yield item
     elif route == "group" and placement is not None:
         for item in await placement.awaited(method, target, args, kwargs):
@@ -254,7 +279,31 @@ def defer(method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwar
     if route == "skip":
         return finished(lambda: None)
     plain_args, plain_kwargs = _plain(args, kwargs)
-    return finished(lambda: method.finished_call(target, plain_args, plain_kwargs))
+    call = _call_here(method, target, placement)
+    return finished(lambda: method.finished_call(target, plain_args, plain_kwargs, call))
+
+
+def _call_here(method: RoleMethod[..., Any], target: Any, placement: Placement | None) -> Call | None:
+    """What looks after a call that stays here; None: the call of which it is a part is looked after."""
+    if placement is None:
+        return Call(_titled(method, target))
+    call: Call | None = placement.attending(method)
+    return call
+
+
+def _titled(method: RoleMethod[..., Any], target: Any) -> str:
+    cls = target if isinstance(target, type) else type(target)
+    return f"{cls.__name__}.{method.__name__} (role {method.role!r}), rank 0 in this process"
+
+
+def _title_off(frame: dict[str, Any]) -> str | None:
+    """Which call runs in a frame of ``invoke``; None: one that is looked after otherwise."""
+    if frame.get("placement") is not None or "method" not in frame:
+        return None
+    return _titled(frame["method"], frame.get("target"))
+
+
+watchdog.off.append(Off(invoke.__code__, _title_off))
 
 
 def find_method(entry: Any) -> RoleMethod[..., Any]:
@@ -307,7 +356,7 @@ def _run(coroutine: Any) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         loop: asyncio.AbstractEventLoop | None = getattr(state.active, "loop", None)
-        return asyncio.run(coroutine) if loop is None else loop.run_until_complete(coroutine)
+        return run(coroutine) if loop is None else loop.run_until_complete(coroutine)
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, coroutine).result()
 

@@ -65,6 +65,10 @@ class Placement(Protocol):
         """The value of a call that stays here."""
         ...
 
+    def attending(self, method: Any) -> Any:
+        """A ``Call`` (``watch/watchdog.py``) that looks after a call that stays here; None: nothing need do so."""
+        ...
+
     def submit(self, method: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The ``Future`` of a call that goes to a group."""
         ...

@@ -13,7 +13,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,14 @@ _log = logging.getLogger(__name__)
 
 
 class Announced:
-    """A run, until it is closed. ``where_all_are``: what it answers."""
+    """A run, until it is closed. ``where_all_are``, ``answers``: what it answers."""
 
-    def __init__(self, where_all_are: Callable[[], str]) -> None:
+    def __init__(
+        self, where_all_are: Callable[[], str], answers: Mapping[str, Callable[[Any], Any]] | None = None
+    ) -> None:
         key = secrets.token_bytes(32)
         self.file: Path | None = None
-        self.door = Door("127.0.0.1", key, {"where all are": lambda _: where_all_are()})
+        self.door = Door("127.0.0.1", key, {"where all are": lambda _: where_all_are(), **(answers or {})})
         told = {"door": self.door.address, "key": key.hex(), "since": time.time(), "command": sys.argv[:6]}
         name = f"run-{os.getpid()}.{process_space()}-{secrets.token_hex(4)}.json"
         try:

@@ -16,7 +16,7 @@ import functools
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
@@ -27,6 +27,8 @@ from rayhelper.roles.methods import RoleMethod, find_method, not_constructed
 from rayhelper.roles.parts import NO_INSTANCE, Identity, Record, address_within, check_same_parts, refuse_to_travel
 from rayhelper.roles.runtime import Route, Shard, WorkerInfo, state
 from rayhelper.roles.stale import Snapshot
+from rayhelper.runtimes.off import call_here
+from rayhelper.watch.watchdog import Call
 from rayhelper.worker.process_group import join_process_group
 
 
@@ -90,6 +92,10 @@ class Cluster(Protocol):
         self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], names: Collection[str], groups: Sequence[Any]
     ) -> Any:
         """A class and the arguments of its constructor, fit to be given to ``construct`` of ``groups`` (``names``)."""
+        ...
+
+    def paused_s(self, last_s: float) -> float:
+        """How many of the last so many seconds some worker waited at a breakpoint that this process does not see."""
         ...
 
     def alive(self) -> bool:
@@ -271,6 +277,11 @@ class DriverPlacement:
     def run(self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return method.call(target, args, kwargs)
 
+    def attending(self, method: RoleMethod[..., Any]) -> Call:
+        call = call_here(self.runtime.config, self.identity.title(method), method.role, "on the driver")
+        call.paused_s = self.runtime.cluster.paused_s
+        return call
+
     def submit(
         self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
@@ -289,10 +300,15 @@ class DriverPlacement:
     async def awaited(
         self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self.runtime.watcher is not None:  # one after the other, to be compared
-            return self.submit(method, target, args, kwargs).result()
         group, location = self._destination(method, target)
-        return await group.awaited(self.identity, method, location, args, kwargs)
+
+        def run() -> Awaitable[Any]:
+            return group.awaited(self.identity, method, location, args, kwargs)
+
+        watcher = self.runtime.watcher
+        if watcher is None:
+            return await run()
+        return await watcher.awaited(method, self.identity.title(method), args, kwargs, run, self.states)
 
     def _destination(self, method: RoleMethod[..., Any], target: Any) -> tuple[Group, str]:
         """The group of a method's role, and the method's location. Raises RoleError."""

@@ -3,7 +3,7 @@
 Every worker of a group has an instance of its own and is called in order of rank, in the caller's thread: breakpoints
 stop, tracebacks are unbroken, exceptions are the worker's own. A deferred call is made at once. Coroutines run in the
 caller's event loop, so that calls that are awaited together are in flight together. What needs processes
-(collectives between workers, deadlines, devices of one's own) does not exist here.
+(collectives between workers, devices of one's own) does not exist here.
 
 ``strict``: arguments and results are packed and unpacked as on their way to a Ray worker, and what would differ there
 is an error here: values that do not pickle, arguments changed in place, writes to arrays that Ray hands out read-only.
@@ -29,9 +29,12 @@ from rayhelper.values.dispatch import Division
 from rayhelper.values.graphs import check_value
 from rayhelper.values.packing import Ledger, Packed, pack, unpack
 from rayhelper.values.shards import Layout, ShardTable
+from rayhelper.watch.attended import attended, deadline_error, stack_of_awaited
+from rayhelper.watch.watchdog import Call, Watched
 from rayhelper.worker.ambient import Ambient, Inside, RandomState
 from rayhelper.worker.failures import add_note
 from rayhelper.worker.runtime import WorkerRuntime
+from rayhelper.worker.side_door import told_stacks
 from rayhelper.worker.steps import Stepped, Together
 
 
@@ -64,6 +67,9 @@ class InprocessCluster:
             return pack((cls, args, kwargs, Ambient.here()), stays_here=True)
         except Exception as error:
             raise DispatchError(f"an argument of {cls.__name__}(...) cannot be sent to a worker: {error}") from error
+
+    def paused_s(self, last_s: float) -> float:
+        return 0.0  # this process sees its own
 
     def alive(self) -> bool:
         return True
@@ -145,7 +151,8 @@ class InprocessGroup:
                 else:
                     cls, args, kwargs = own_objects(construction[:3])
                     ambient = construction[3]
-                with _noted(f"{cls.__name__}.__init__", worker):
+                name = f"{cls.__name__}.__init__"
+                with _noted(name, worker), Watched(Call(f"{name} on {worker.describe()}")):
                     built[worker.describe()] = worker.build(address, cls, args, kwargs, ambient)
             self.shards.note(worker.info.rank, worker.take_reports())
         return built
@@ -194,7 +201,11 @@ class InprocessGroup:
     ) -> Any:
         call = self._divided(identity, method, args, kwargs)
         coroutines = [self._awaited(worker, location, own, call) for worker, own in call.of(self.workers)]
-        values = await Together(coroutines)
+
+        def place() -> str:
+            return told_stacks(dict(enumerate(map(stack_of_awaited, coroutines))), range(len(coroutines)))
+
+        values = await attended(self._attending(call.where), Together(coroutines), place)
         return call.collect([values[rank] for rank in call.layout.leaders])
 
     def _divided(
@@ -218,7 +229,7 @@ class InprocessGroup:
             args, kwargs, before = self._given(worker, call, where)
             with _noted(title, worker), worker.own_random(), worker.inside(instance._rayhelper, method.role):
                 try:
-                    value = method.finished_call(instance, args, kwargs)
+                    value = method.finished_call(instance, args, kwargs, self._attending(on_worker))
                 except BaseException:
                     worker.ledger.forget_changed()  # or the next call would be blamed
                     raise
@@ -244,6 +255,11 @@ class InprocessGroup:
                 raise
         call.ran(worker, begun_ns)
         return self._answer(worker, value, args, kwargs, before, on_worker)
+
+    def _attending(self, title: str) -> Call:
+        """What looks after a call."""
+        limit_s, remedy = self.group.timeout_s, f"timeout_s of group {self.group.name!r}"
+        return Call(title, limit_s, lambda late: deadline_error(late, remedy))
 
     def _given(self, worker: SimulatedWorker, call: Any, where: str) -> tuple[Any, Any, dict[str, Any]]:
         """The worker's arguments; and with ``strict`` what they look like before the call."""

@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
+from rayhelper.watch.attended import told_coroutines
 from rayhelper.worker.process_group import in_process_group
 
 
@@ -80,6 +81,10 @@ class Coroutines:
             task = self.running.get(call)
             if task is not None:
                 self.loop.call_soon_threadsafe(task.cancel)
+
+    def stacks(self) -> str:
+        """Where those are that are suspended. From any thread."""
+        return told_coroutines([task.get_coro() for task in list(self.running.values())])
 
     def is_cancelled(self) -> bool:
         """Whether the call whose code runs in the main thread was cancelled, and does not only raise CancelledError."""

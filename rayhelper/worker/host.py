@@ -35,12 +35,15 @@ from rayhelper.values.graphs import check_value
 from rayhelper.values.packing import Ledger, Packed, pack, unpack, worth_packing
 from rayhelper.values.reply import Reported
 from rayhelper.values.shards import is_within
+from rayhelper.watch.breakpoints import Breakpoints
+from rayhelper.watch.patches import stop_at_breakpoints
+from rayhelper.watch.watchdog import is_importing
 from rayhelper.worker.ambient import Mode
 from rayhelper.worker.coroutines import Coroutines
 from rayhelper.worker.failures import Failure
 from rayhelper.worker.process_group import collectives_begun, in_process_group, leave_process_group, let_go
 from rayhelper.worker.runtime import WorkerRuntime
-from rayhelper.worker.side_door import Door
+from rayhelper.worker.side_door import Door, stacks
 from rayhelper.worker.steps import Stepped
 
 # Methods that stand for bound addresses. Every argument of a remote call is serialised on its own, which for a small
@@ -76,6 +79,7 @@ class Host:
         self.apart: collections.deque[Any] = collections.deque(maxlen=_NUM_APART)  # tasks that ran without a collective
         self.must_rejoin = False
         self.coroutines = Coroutines()
+        self.breakpoints: Breakpoints | None = None
 
     def __repr__(self) -> str:
         return self.name
@@ -115,11 +119,15 @@ class Host:
         runtime.loop = self.coroutines.loop
         self.tracer = Tracer() if trace else None
         signal.signal(signal.SIGUSR1, self._interrupt)
+        self.breakpoints = Breakpoints(f"{info.group}:{info.rank}", runtime.describe)
+        stop_at_breakpoints(self.breakpoints.stop)
         answers: dict[str, Callable[[Any], Any]] = {
+            **self.breakpoints.answers,
             "stop": self.stop_tasks,
             "leave": lambda _: self.leave(),
             "wake": lambda _: self.coroutines.wake(),
             "apart": self.ran_apart,
+            "stacks": lambda _: stacks() + self.coroutines.stacks(),
         }
         return Door(node, key, answers).address
 
@@ -176,6 +184,9 @@ class Host:
         except Stopped as error:
             self.running = None
             return self._failure(error, what)
+        finally:
+            if self.breakpoints is not None:
+                self.breakpoints.leave()
 
     def _called(self, location: str, arguments: Any, parts: tuple[Any, ...]) -> Any:
         method, identity = None, None
@@ -306,7 +317,7 @@ class Host:
         call = self.coroutines.current() or (None if self.running is None else self.running.hex())
         if call not in self.cancelled:
             return
-        if _is_importing(frame):  # a module that is interrupted half-way cannot be imported again
+        if is_importing(frame):  # a module that is interrupted half-way cannot be imported again
             again = threading.Timer(_IMPORTING_S, os.kill, (os.getpid(), signal.SIGUSR1))
             again.daemon = True
             again.start()
@@ -395,15 +406,6 @@ def boot_id() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
-
-
-def _is_importing(frame: Any) -> bool:
-    """Whether the code at this frame runs because a module is being imported."""
-    while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _runtime() -> WorkerRuntime:

@@ -49,6 +49,9 @@ class HostedPlacement:
         with self.runtime.inside(self, method.role):
             return method.call(target, args, kwargs)
 
+    def attending(self, method: RoleMethod[..., Any]) -> None:
+        """Nothing: it is part of a call that is looked after."""
+
     def submit(self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise AssertionError("a call on a worker never goes to a group")
 

@@ -24,7 +24,7 @@ from rayhelper.authenticated.server import Server
 from rayhelper.ranks import runs
 from rayhelper.worker.process_group import in_process_group
 
-_PURPOSE = "door"
+PURPOSE = "door"
 # How the names of threads begin that are this library's, or Ray's own helpers on a worker and on the driver
 _NOT_OURS_TO_TELL = (
     "rayhelper-",
@@ -50,7 +50,7 @@ class Door:
 
     def __init__(self, node: str, key: bytes, answers: Mapping[str, Callable[[Any], Any]]) -> None:
         self.answers = {"stacks": lambda _: stacks(), "joined": lambda _: in_process_group(), **answers}
-        self.server = Server(node, key, _PURPOSE, lambda asked: self.answers[asked[0]](asked[1]), "rayhelper-door")
+        self.server = Server(node, key, PURPOSE, lambda asked: self.answers[asked[0]](asked[1]), "rayhelper-door")
 
     @property
     def address(self) -> Address:
@@ -96,7 +96,7 @@ def ask(doors: Mapping[int, Address], key: bytes, question: str, arguments: Any,
     def knock(rank: int, address: Address) -> None:
         asked = arguments.get(rank) if isinstance(arguments, dict) else arguments
         with contextlib.suppress(OSError, ValueError):  # the process is gone, and its port may be another's
-            client = Client(address, key, _PURPOSE, timeout_s)
+            client = Client(address, key, PURPOSE, timeout_s)
             with contextlib.closing(client):
                 answers[rank] = client.ask([question, asked], timeout_s)
 

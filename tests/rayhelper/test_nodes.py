@@ -6,13 +6,16 @@ import json
 import os
 import socket
 import subprocess
-import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from rayhelper import PlacementError, RayHelper
+from rayhelper.runtimes.ray import placement
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -151,6 +154,7 @@ def by_id(nodes):
     return {node.node_id: node for node in nodes}
 
 
+sys.executable = sys.argv[1]  # what starts Ray's processes and workers
 cluster = Cluster(
     initialize_head=True,
     head_node_args={"num_cpus": 1, "include_dashboard": False, "_system_config": {"health_check_period_ms": 500}},
@@ -169,8 +173,9 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("nodes")
     (folder / "program.py").write_text(PROGRAM)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    python = warm.python()
     done = subprocess.run(
-        [sys.executable, "program.py"], cwd=folder, env=env, capture_output=True, text=True, timeout=600
+        [python, "program.py", python], cwd=folder, env=env, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -249,3 +254,37 @@ def test_a_group_for_which_no_node_is_left_is_a_placement_error(facts: dict[str,
     assert "of group 'pair' (roles train, rollout, judge; node" in first
     assert "could not be placed anew: the cluster cannot hold the device groups: no node is left with 2 GPU" in first
     assert "waited 5 s" in first
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (None, "it accepts connections and says nothing for 0.2 s"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "what answers there speaks another protocol than Ray"),
+        (b"", "what answers there speaks another protocol than Ray"),
+    ],
+)
+def test_a_port_that_accepts_and_does_not_answer_as_ray_does(
+    answer: bytes | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "_PROBE_S", 0.2 if answer is None else 5.0)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                if answer is None:
+                    while connection.recv(1024):  # until the visitor has left
+                        pass
+                connection.sendall(answer or b"")
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(PlacementError, match=f"^no Ray cluster answers at ray_address '{address}' .{told}.. S"):
+            placement.probe(address)
+        serving.join()
+
+
+def test_a_cluster_answers_the_probe(ray_cluster: None) -> None:
+    placement.probe(ray.get_runtime_context().gcs_address)

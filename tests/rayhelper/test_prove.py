@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from rayhelper import RayHelper
 from rayhelper.__main__ import main
 from rayhelper.prove import Difference, prove_class
 from tests.conftest import without_runtime
@@ -96,3 +99,42 @@ def test_the_command_says_what_differs(tmp_path: Path, capsys: pytest.CaptureFix
     assert "no_such_key" in capsys.readouterr().err
     assert main(["prove", target, "--no-ray", "--entry", "fly"]) == 2
     assert "has no method fly()" in capsys.readouterr().err
+
+
+@RayHelper.worker(group="meets")
+class Meets:
+    """Two calls that wait for each other."""
+
+    def __init__(self) -> None:
+        self.here: list[int] = []
+
+    @RayHelper.function(group="meets")
+    async def meet(self, number: int) -> int:
+        self.here.append(number)
+        while len(self.here) % 2:
+            await asyncio.sleep(0)
+        return 10 * number
+
+    async def _all(self) -> list[list[int]]:
+        return await asyncio.gather(self.meet(1), self.meet(2))  # type: ignore[arg-type]
+
+    def train(self) -> None:
+        assert asyncio.run(asyncio.wait_for(self._all(), 60)) in ([10, 20], [[10], [20]], [[10] * 2, [20] * 2])
+
+
+def test_calls_that_wait_for_each_other_are_in_flight_together(ray_cluster: None) -> None:
+    assert prove_class(Meets, {}) == []
+
+
+def test_what_asynchronous_calls_leave_behind_is_compared() -> None:
+    class Draws(Meets):
+        @RayHelper.function(group="meets")
+        async def meet(self, number: int) -> int:
+            await super().meet(number)
+            self.moment = time.perf_counter_ns()
+            return 10 * number
+
+    (found, *_) = prove_class(Draws, {}, ray=False)
+    assert found.runs == OFF_AND_STRICT
+    assert found.title.endswith("Draws.meet (role 'meets')")
+    assert "Draws.moment" in found.what

@@ -211,7 +211,7 @@ def test_a_call_without_an_answer_is_told_again_and_again_with_its_stack(
                 go_on.touch()
 
     monkeypatch.setenv("RAYHELPER_WARN_S", "0.5")
-    handler, log = Until(), logging.getLogger("rayhelper.runtimes.ray.waiting")
+    handler, log = Until(), logging.getLogger("rayhelper.watch.watchdog")
     log.addHandler(handler)
     try:
         assert mortal.patient(str(go_on)) == [None, None]

@@ -544,6 +544,15 @@ def test_device_groups_without_use_ray_are_told_to_be_unused(
     assert "device_groups is not used, because use_ray is false" in caplog.text
 
 
+@pytest.mark.parametrize("where", [["--timeout_s", "5"], ["--train.cpus", "1", "--train.timeout_s", "5"]])
+def test_timeout_s_holds_in_one_process(made: list[Config], session: list[Any], where: list[str]) -> None:
+    if where[0] == "--train.cpus":
+        where = [*where, "--rollout.cpus", "1"]
+    main(DUMMY, [*NEEDED, *where])
+    assert session[1] == "off"
+    assert session[0].limit_of("train")[0] == 5
+
+
 def config_on(groups: dict[str, Any], **changed: Any) -> Config:
     return Config(model="tiny", dataset="sums", device_groups=groups, **changed)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -444,3 +446,43 @@ def lambda_named(name: str) -> Callable[..., Any]:
 
     function.__name__ = name
     return function
+
+
+HANGING = """
+import time
+from tests.trainers.test_episodes import *
+
+class Hangs:
+    def reset(self, row):
+        pass
+
+    {step}
+
+engine = {engine}(lambda text: "1")
+row = {{"prompt": [user("1?")]}}
+Stage(Hangs, TOKENIZER).play(engine, [row, row], Sampling(200), seed_of)
+"""
+
+
+@pytest.mark.parametrize("engine", ["ScriptedEngine", "SteppingEngine"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        'def step(self, text):\n        print("step", flush=True)\n        time.sleep(600)',
+        'async def step(self, text):\n        print("step", flush=True)\n        time.sleep(600)',
+        'async def step(self, text):\n        print("step", flush=True)\n        await asyncio.sleep(600)',
+    ],
+    ids=["plain", "async that blocks", "async"],
+)
+def test_the_first_ctrl_c_ends_a_step_that_hangs(engine: str, step: str) -> None:
+    program = [sys.executable, "-c", HANGING.format(step=step, engine=engine)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "step\n"
+        run.send_signal(signal.SIGINT)
+        try:
+            _, told = run.communicate(timeout=60)
+        finally:
+            run.kill()
+    assert run.returncode == -signal.SIGINT
+    assert told.rstrip().endswith("KeyboardInterrupt")

@@ -17,6 +17,7 @@ from tests.conftest import registries_restored
 from tests.golden.tiny import tiny_tokenizer
 from tests.trainers.test_other_names import load, told
 from trainers.cli import load_config
+from trainers.configuration.others import translations
 from trainers.configuration.others.ms_swift import spelled, torchrun_options
 from trainers.data.formats import with_names
 from trainers.data.held_out import Part
@@ -44,10 +45,13 @@ def said(content: str) -> dict[str, Any]:
 
 
 def test_commands_of_ms_swift_are_commands_of_ours() -> None:
-    assert spelled(["swift", "sft", "x.yaml", "--lr", "1"]) == ("sft", ["--config", "x.yaml", "--lr", "1"])
-    assert spelled(["swift", "pt", "--model", "m"]) == ("pretrain", ["--model", "m"])
-    assert spelled(["swift", "sample", "--model", "m"]) == ("sampling", ["--model", "m"])
-    assert spelled(["megatron", "rlhf", "--model", "m"]) == ("rlhf", ["--backend", "megatron", "--model", "m"])
+    theirs = ["--defaults", "ms-swift"]
+    assert spelled(["swift", "sft", "x.yaml", "--lr", "1"]) == ("sft", ["--config", "x.yaml", "--lr", "1", *theirs])
+    assert spelled(["swift", "pt", "--model", "m"]) == ("pretrain", ["--model", "m", *theirs])
+    assert spelled(["swift", "sample", "--model", "m"]) == ("sampling", ["--model", "m", *theirs])
+    megatron = ["--backend", "megatron", "--model", "m", *theirs]
+    assert spelled(["megatron", "rlhf", "--model", "m"]) == ("rlhf", megatron)
+    assert spelled(["swift", "pt", "--defaults=trl"]) == ("pretrain", ["--defaults=trl"])
     for words, why in (
         (["swift", "infer"], "it serves a model"),
         (["swift", "sfft"], "did you mean sft"),
@@ -110,6 +114,15 @@ def test_the_optimizer_waits_in_the_memory_of_the_host(tmp_path: Path, caplog: p
     assert "optimizer_offload_fraction (all states" in caplog.text
     assert "exp_avg_dtype is not supported" in told(SFTConfig, f"{text}\nexp_avg_dtype: bf16", tmp_path)
     assert not load(SFTConfig, "optimizer_offload_fraction: 0.4", tmp_path).optimizer_offload
+
+
+def test_flash_attention_is_torchs_own_where_its_package_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for installed, meant in ((True, "flash_attention_2"), (False, "sdpa")):
+        monkeypatch.setattr(translations, "is_installed", lambda _, installed=installed: installed)
+        config = load(SFTConfig, "attn_impl: flash_attn", tmp_path)
+        assert config.model_init_kwargs == {"attn_implementation": meant}
 
 
 def test_fsdp2_is_the_file_that_ms_swift_has_under_that_name(tmp_path: Path) -> None:

@@ -59,7 +59,6 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
     (SFTConfig, "bf16: true", {"dtype": "bfloat16"}),
     (SFTConfig, "bf16: 'false'\nfp16: false", {"dtype": "float32"}),
     (SFTConfig, "bf16: true\ntorch_dtype: bfloat16", {"dtype": "bfloat16"}),
-    (SFTConfig, "attn_impl: flash_attn", {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}}),
     (SFTConfig, "attn_impl: eager", {"model_init_kwargs": {"attn_implementation": "eager"}}),
     (GRPOConfig, "attention_backend: flash", {"model_init_kwargs": {"attn_implementation": "sdpa"}}),
     (GRPOConfig, "attention_backend: unfused", {"model_init_kwargs": {"attn_implementation": "eager"}}),

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from rayhelper import ConfigError
+from rayhelper.watch.watchdog import LateError
 from tests.golden.tiny import tiny_tokenizer
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.parts.completion_metrics import rollout_metrics
@@ -27,7 +28,6 @@ from trainers.plugins import load_plugins
 from trainers.rewards.functions import resolve_rewards, score
 from trainers.rewards.patches import manager_of, processes_of
 from trainers.rewards.pool import RewardPool
-from trainers.rewards.time_limit import LateError
 from trainers.rollout.base import Completion, Sampling
 
 TOKENIZER = tiny_tokenizer()

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from rayhelper import ConfigError
+from rayhelper.watch.time_limit import awaited_within, within
+from rayhelper.watch.watchdog import LateError
 from trainers.grpo.config import GRPOConfig
 from trainers.ppo.config import PPOConfig
 from trainers.rewards.functions import score
-from trainers.rewards.time_limit import LateError, awaited_within, within
 
 LONG_S = 600.0
 

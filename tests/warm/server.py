@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import importlib
 import json
 import os
@@ -18,11 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.frozen import freeze_heap
+
 MODULES = (
     *("torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.nn.parallel", "torch._dynamo"),
     *("torch.testing", "numpy", "transformers", "transformers.models.auto.modeling_auto", "datasets", "peft"),
     *("transformers.models.qwen3.modeling_qwen3", "transformers.integrations.sdpa_attention", "tokenizers"),
-    *("rayhelper", "rayhelper.worker.host", "rayhelper.runtimes.torchrun.runtime"),  # Ray keeps what it once read
+    *("transformers.optimization", "transformers.trainer_pt_utils", "trl.data_utils", "trl.chat_template_utils"),
+    *("trl.rewards", "torch.profiler._cupti_monitor", "torch.utils.serialization.config"),
+    *("rayhelper", "rayhelper.worker.host", "rayhelper.runtimes.torchrun.runtime"),
+    # what Ray imports, but not Ray, which keeps the variables that it once read
+    *("pydantic.v1", "pydantic.json_schema", "pydantic.networks", "requests", "jsonschema", "msgpack", "uvloop"),
+    *("google.protobuf.json_format", "google.protobuf.timestamp_pb2", "starlette.datastructures", "logging.handlers"),
     *(f"trainers.{name}.trainer" for name in ("sft", "dpo", "kto", "cpo", "reward", "grpo", "gkd", "ppo")),
     *("trainers.backends.fsdp.backend", "trainers.backends.megatron.backend", "torch.distributed.run", "pytest"),
 )
@@ -144,8 +150,7 @@ def main() -> None:
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     if len(threads) - threads.count("jemalloc_bg_thd") > 1:  # pyarrow's, which a fork starts again
         raise RuntimeError(f"a fork has one thread, here are {threads}")
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(128)

@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 
 from rayhelper.text import DID_YOU_MEAN, nearest
+from rayhelper.watch.time_limit import awaited_within, within
 from trainers.batch import Ragged
 from trainers.plugins import REWARDS, register_reward
 from trainers.rewards import ms_swift  # noqa: F401 - which registers its functions
 from trainers.rewards.texts import completion_text
-from trainers.rewards.time_limit import awaited_within, within
 
 RewardFunction = Callable[..., Any]
 RewardSpec = str | Mapping[str, Any] | RewardFunction

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 
+from rayhelper.watch.interrupts import run
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.data.rows import prompt_of, tokenize_prompts
 from trainers.plugins import exits_are_errors
@@ -273,11 +274,11 @@ class Stage:
         with gathered, _one_thread() as thread:
             if isinstance(engine, ContinuousEngine):
                 with TurnStream(engine, sampling, seed, thread, **between) as stream:
-                    episodes = asyncio.run(self._play_all(stream, rows, finished))
+                    episodes = run(self._play_all(stream, rows, finished))
                 kv_cache_usage = np.full(len(rows), stream.most_used, np.float32)
             else:
                 server = TurnServer(engine, sampling, seed, thread)
-                episodes = asyncio.run(self._play_all(server, rows, finished))
+                episodes = run(self._play_all(server, rows, finished))
         rollouts = rollouts_of(episodes, [isinstance(prompt_of(row), str) for row in rows])
         return dataclasses.replace(rollouts, kv_cache_usage=kv_cache_usage)
 

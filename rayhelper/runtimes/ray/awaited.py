@@ -23,7 +23,8 @@ from rayhelper.device_groups.group import CALL_S
 from rayhelper.roles.futures import Finished
 from rayhelper.runtimes.ray.call import GroupCall
 from rayhelper.runtimes.ray.recovery import Recovery
-from rayhelper.runtimes.ray.waiting import SAME_S, STEP_S, late_error, not_sent
+from rayhelper.runtimes.ray.waiting import SAME_S, STEP_S, Deadline, attended, late_error, not_sent
+from rayhelper.watch.watchdog import watchdog
 from rayhelper.worker.failures import Failure, raise_failures
 
 _SHORTEST_S, _LONGEST_S = 0.005, 1.0  # of a round
@@ -38,7 +39,8 @@ class AwaitedCall(GroupCall):
     def __init__(self, *fields: Any) -> None:
         super().__init__(*fields)
         self.limit_s = self.calls.group.timeout_s or CALL_S
-        self.end_s = time.monotonic() + self.limit_s
+        self.deadline = Deadline(self.limit_s, self.calls.paused_s)
+        self.attending = attended(self.recovery, self.title, lambda: self.waiting)
         self.replies: dict[int, Any] = {}  # by rank
         self.failed_s: float | None = None  # when a rank failed first
         self.is_stopped = False  # the workers were told to give it up
@@ -87,6 +89,8 @@ class AwaitedCalls:
         with self.recovery.calls.lock:
             call.send(range(len(call.refs)))
         self.begun_s = time.monotonic()
+        watchdog.begin(call.attending)
+        call.value.add_done_callback(lambda _: watchdog.end(call.attending))
         self.wake()
         with self.lock:
             self.calls.append(call)
@@ -182,7 +186,7 @@ class AwaitedCalls:
             self._stop(call)
         elif call.value.cancelled():
             self._stop(call)
-        elif now >= call.end_s:
+        elif call.deadline.has_passed():
             late = [(rank, call.refs[rank]) for rank in call.waiting]
             call.is_stopped = True
             call.settle(Finished.failed(late_error(self.recovery, late, call.title, call.limit_s, True)))

@@ -8,7 +8,7 @@ A call is in ``open`` from when it is sent until its outcome is known, a constru
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -68,6 +68,7 @@ class CallsUnderWay:
         self.lock = threading.RLock()
         self.stopped = False
         self.dead: WorkerDiedError | PlacementError | None = None  # why the group cannot be used any more
+        self.paused_s: Callable[[float], float] = lambda last_s: 0.0  # of the last so many seconds: at breakpoints
 
     def __iter__(self) -> Any:
         """All that is under way, in an order in which it can be sent again."""

@@ -14,14 +14,15 @@ from rayhelper.device_groups import DeviceGroups
 from rayhelper.errors import ConfigError, DispatchError, RoleError
 from rayhelper.roles.parts import bound_for
 from rayhelper.runtimes.announced import Announced
+from rayhelper.runtimes.debugging import Waiting
 from rayhelper.runtimes.ray import placement as placing
 from rayhelper.runtimes.ray.group import WorkerGroup
 from rayhelper.runtimes.ray.modules import sources_of, user_modules
-from rayhelper.runtimes.ray.waiting import warn_s
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.packing import dumps
+from rayhelper.watch.breakpoints import paused_s
 from rayhelper.worker.ambient import Ambient
-from rayhelper.worker.side_door import stacks, told_stacks
+from rayhelper.worker.side_door import Address, stacks, told_stacks
 
 _LOCAL_WAIT_S = 0.0  # a cluster of this machine alone will not grow
 _CLUSTER_WAIT_S = 120.0  # unless RAYHELPER_WAIT_S says otherwise
@@ -49,7 +50,6 @@ class RayCluster:
         self.announced: Announced | None = None
 
     def start(self, config: DeviceGroups) -> dict[str, WorkerGroup]:
-        warn_s()  # a mistake is told before anything starts
         self.is_ours = placing.connect(self.address)
         wait_s = cluster_wait_s() if self.address else _LOCAL_WAIT_S
         reserved = placing.reserved(config, wait_s=wait_s)
@@ -65,8 +65,21 @@ class RayCluster:
             )
         for started in self.groups.values():
             started.prepare()
-        self.announced = Announced(self.where_all_are)
+            started.calls.paused_s = self.paused_s
+        self.announced = Announced(self.where_all_are, Waiting(self.doors).answers)
         return self.groups
+
+    def doors(self) -> dict[str, tuple[Address, bytes]]:
+        """The doors of all workers and their keys, by name of the worker."""
+        crews = [group.crew for group in list(self.groups.values())]
+        return {
+            f"{crew.group.name}:{rank}": (address, crew.key) for crew in crews for rank, address in crew.doors.items()
+        }
+
+    def paused_s(self, last_s: float) -> float:
+        """How many of the last so many seconds some worker waited at a breakpoint."""
+        answers = [group.crew.ask("halts") for group in list(self.groups.values())]
+        return paused_s((halts for answer in answers for halts in answer.values()), last_s)
 
     def where_all_are(self) -> str:
         """The stacks of the driver and of all workers, as text."""

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 # What workers take over from the driver's environment; nothing else travels.
 PASSED_PREFIXES: tuple[str, ...] = ("HF_", "TRANSFORMERS_", "TOKENIZERS_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH")
 PASSED_PREFIXES += ("PYTORCH_", "VLLM_", "RAYHELPER_")
-PASSED = frozenset(
-    "OMP_NUM_THREADS MKL_NUM_THREADS CUDA_DEVICE_MAX_CONNECTIONS CUBLAS_WORKSPACE_CONFIG PYTHONHASHSEED".split()
-)
+PASSED = frozenset("OMP_NUM_THREADS MKL_NUM_THREADS CUDA_DEVICE_MAX_CONNECTIONS CUBLAS_WORKSPACE_CONFIG".split())
+PASSED |= {"PYTHONHASHSEED", "PYTHONBREAKPOINT"}
 # What belongs to the machine and the interpreter, and stays in workers that a driver of the same machine starts.
 MACHINE_PREFIXES = (
     "LC_",

@@ -27,6 +27,11 @@ from rayhelper.errors import PlacementError
 from rayhelper.runtimes.ray.patches import free_resources, ray_on_loopback
 
 _PROBE_S = 5.0  # for the first answer of a cluster
+# Ray speaks gRPC, that is HTTP/2 (RFC 9113, section 3.4): a client greets with these octets and an empty SETTINGS
+# frame, a server with a SETTINGS frame: length (3 bytes), type (1), flags (1), stream (4)
+_SETTINGS = b"\x04"
+_FRAME_HEAD_BYTES = 9
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS + b"\0" * 5
 _RESERVE_S = 10.0  # for what was free a moment ago
 
 
@@ -52,7 +57,7 @@ def connect(address: str | None) -> bool:
 
 
 def probe(address: str) -> None:
-    """Raises PlacementError if nobody listens at ``host:port`` within five seconds: Ray would try for minutes.
+    """Raises PlacementError if no cluster answers at ``host:port`` within five seconds: Ray would try for minutes.
 
     ``ray://host:port`` is probed alike. An address without a port, as ``auto`` is, Ray finds or refuses by itself.
     """
@@ -60,12 +65,33 @@ def probe(address: str) -> None:
     if not port.isdigit() or not host:
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S) as connection:
+            connection.sendall(_GREETING)
+            greeted = _first_frame(connection, time.monotonic() + _PROBE_S)
+        if os.environ.get("RAY_USE_TLS", "0") == "0" and greeted[3:4] != _SETTINGS:
+            raise ConnectionError("what answers there speaks another protocol than Ray")
     except (OSError, OverflowError) as error:
         raise PlacementError(
             f"no Ray cluster answers at ray_address {address!r} ({error}). Start one there with `ray start --head`, "
             "correct ray_address (or RAY_ADDRESS), or leave it out to start a cluster on this machine."
         ) from None
+
+
+def _first_frame(connection: socket.socket, end: float) -> bytes:
+    """The head of the first frame of HTTP/2 that arrives, or what came of it. Raises OSError: nothing came in time."""
+    received = b""
+    while len(received) < _FRAME_HEAD_BYTES:
+        connection.settimeout(max(0.001, end - time.monotonic()))
+        try:
+            data = connection.recv(_FRAME_HEAD_BYTES - len(received))
+        except TimeoutError:
+            raise TimeoutError(f"it accepts connections and says nothing for {_PROBE_S:g} s") from None
+        except ConnectionResetError:
+            break
+        if not data:
+            break
+        received += data
+    return received
 
 
 def place(groups: DeviceGroups, *, wait_s: float) -> dict[str, tuple[Slot, ...]]:

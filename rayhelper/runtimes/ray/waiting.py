@@ -2,67 +2,71 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
 from rayhelper.device_groups.group import CALL_S
-from rayhelper.errors import ConfigError, DeadlineError, WorkerError
+from rayhelper.errors import DeadlineError, WorkerError
 from rayhelper.ranks import runs
 from rayhelper.runtimes.ray.calls_under_way import Sent, unfinished_ranks
 from rayhelper.runtimes.ray.recovery import Recovery
+from rayhelper.watch.watchdog import Call, Watched
 from rayhelper.worker.failures import Failure, raise_failures
 from rayhelper.worker.side_door import told_stacks
 
-_WARN_S = 300.0  # without an answer, unless RAYHELPER_WARN_S says otherwise; then a warning, again after as long
 _FAST_S = 0.1  # so long all are waited for together, which costs least
-_log = logging.getLogger(__name__)
 STEP_S = 0.5  # so often a waiting driver looks whether the group is still usable
 SAME_S = 0.1  # failures of other ranks within this time are told together
 _ANSWER_S = 1.0  # for a worker's door, when another has failed
 _DEATH_S = 3.0  # after which Ray knows that a worker which no longer answers is dead
 
 
-def warn_s() -> float:
-    """Seconds without an answer after which it is logged where the ranks are. Raises ConfigError if it is no number."""
-    written = os.environ.get("RAYHELPER_WARN_S", str(_WARN_S))
-    try:
-        return float(written)
-    except ValueError:
-        raise ConfigError(
-            f"RAYHELPER_WARN_S must be a number of seconds, got {written!r}. Correct or unset it."
-        ) from None
+class Deadline:
+    """When a call is late: ``limit_s`` after it began. What ``paused_s`` says of the time since then does not count."""
+
+    def __init__(self, limit_s: float, paused_s: Callable[[float], float]) -> None:
+        self.limit_s, self.paused_s = limit_s, paused_s
+        self.restart()
+
+    def restart(self) -> None:
+        """It begins again, as the call does."""
+        self.began = time.monotonic()
+        self.at = self.began + self.limit_s
+
+    def left_s(self) -> float:
+        return self.at - time.monotonic()
+
+    def has_passed(self) -> bool:
+        if self.left_s() > 0:
+            return False
+        self.at = self.began + self.limit_s + self.paused_s(time.monotonic() - self.began)
+        return self.left_s() <= 0
 
 
-class Watch:
-    """Logs where the ranks are that a call waits for, whenever ``warn_s()`` more seconds brought no answer."""
+def _never_paused(last_s: float) -> float:
+    return 0.0
 
-    def __init__(self, recovery: Recovery, what: str) -> None:
-        self.recovery, self.what = recovery, what
-        self.every_s = warn_s()
-        self.started = time.monotonic()
-        self.due = self.started + self.every_s
 
-    def look(self, call: Sent) -> None:
-        if self.every_s <= 0 or time.monotonic() < self.due:
-            return
-        self.due = time.monotonic() + self.every_s
-        crew, ranks = self.recovery.crew, [rank for rank, _ in unfinished_ranks(call.refs)]
-        if ranks:
-            _log.warning(
-                "%s on group %r (roles %s): no answer for %.0f s from ranks %s. Where they are:\n%s",
-                self.what,
-                crew.group.name,
-                ", ".join(crew.group.roles),
-                time.monotonic() - self.started,
-                ", ".join(runs(ranks)),
-                told_stacks(crew.ask("stacks"), ranks),
-            )
+def unanswered(call: Sent) -> list[int]:
+    """The ranks that have not answered a call."""
+    return [rank for rank, _ in unfinished_ranks(call.refs)]
+
+
+def attended(recovery: Recovery, what: str, waiting: Callable[[], list[int]]) -> Call:
+    """What reports where the ranks are that a call is ``waiting`` for, after ``warn_s()`` seconds without an answer."""
+    group = recovery.calls.group
+
+    def where() -> str:
+        ranks = waiting()
+        told = f" from ranks {', '.join(runs(ranks))}. Where they are:\n"
+        return told + told_stacks(recovery.crew.ask("stacks"), ranks) if ranks else ""
+
+    title = f"{what} on group {group.name!r} (roles {', '.join(group.roles)})"
+    return Call(title, where=where, paused_s=recovery.calls.paused_s)
 
 
 def replies_of(recovery: Recovery, what: str, call: Sent, timeout_s: float | None) -> list[Any]:
@@ -79,11 +83,12 @@ def replies_of(recovery: Recovery, what: str, call: Sent, timeout_s: float | Non
     """
     recovery.calls.check_usable(what)
     limit_s = (recovery.calls.group.timeout_s or CALL_S) if timeout_s is None else timeout_s
-    deadline = time.monotonic() + limit_s
+    deadline = Deadline(limit_s, recovery.calls.paused_s if timeout_s is None else _never_paused)
     try:
         replies = ray.get(call.refs, timeout=min(_FAST_S, limit_s))
     except (GetTimeoutError, RayActorError, ObjectLostError, RayTaskError):
-        replies = _one_by_one(recovery, what, call, deadline, limit_s, timeout_s is None)
+        with Watched(attended(recovery, what, lambda: unanswered(call))):
+            replies = _one_by_one(recovery, what, call, deadline, timeout_s is None)
     raise_failures(replies)
     return replies
 
@@ -91,15 +96,21 @@ def replies_of(recovery: Recovery, what: str, call: Sent, timeout_s: float | Non
 def replies_as_they_come(recovery: Recovery, call: Sent, ranks: Iterable[int]) -> Iterator[tuple[int, Any]]:
     """(rank, reply) of these ranks of a call, in the order in which they finish. Raises as ``replies_of`` does."""
     what, limit_s = call.title, recovery.calls.group.timeout_s or CALL_S
-    left, watch = set(ranks), Watch(recovery, call.title)
+    left = set(ranks)
+    with Watched(attended(recovery, what, lambda: unanswered(call))):
+        yield from _as_they_come(recovery, what, call, left, limit_s)
+
+
+def _as_they_come(
+    recovery: Recovery, what: str, call: Sent, left: set[int], limit_s: float
+) -> Iterator[tuple[int, Any]]:
     while left:
         recovery.calls.check_usable(what)
         rank_of = {call.refs[rank]: rank for rank in left}
-        deadline = time.monotonic() + limit_s
+        deadline = Deadline(limit_s, recovery.calls.paused_s)
         while not (ready := ray.wait(list(rank_of), num_returns=1, timeout=STEP_S)[0]):
             recovery.calls.check_usable(what)
-            watch.look(call)
-            if time.monotonic() >= deadline:
+            if deadline.has_passed():
                 _past_deadline(recovery, call, what, limit_s, True)
                 break  # replaced workers run it again
         if not ready:
@@ -131,17 +142,15 @@ def _one_by_one(
     recovery: Recovery,
     what: str,
     call: Sent,
-    deadline: float,
-    limit_s: float,
+    deadline: Deadline,
     is_groups_limit: bool,
 ) -> list[Any]:
-    refs, watch = call.refs, Watch(recovery, what)  # the references change when workers are replaced
+    refs = call.refs  # the references change when workers are replaced
     replies: dict[Any, Any] = {}  # by reference
     while any(ref not in replies for ref in refs):
         recovery.calls.check_usable(what)
-        watch.look(call)
         waiting = [ref for ref in refs if ref not in replies]
-        left_s = min(STEP_S, deadline - time.monotonic())
+        left_s = min(STEP_S, deadline.left_s())
         ready = ray.wait(waiting, num_returns=1, timeout=max(0.0, left_s))[0]
         if ready and len(waiting) > 1:
             ready = ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]
@@ -151,7 +160,7 @@ def _one_by_one(
             except (RayActorError, ObjectLostError) as error:
                 recovery.died(error, what, call, refs.index(ref))
                 if is_groups_limit:
-                    deadline = time.monotonic() + limit_s
+                    deadline.restart()
                 break  # the references of the call may be others now
             except RayTaskError as error:
                 raise not_sent(recovery, refs.index(ref), what, error) from None
@@ -161,11 +170,11 @@ def _one_by_one(
             if told is not None:
                 return told
             if is_groups_limit:
-                deadline = time.monotonic() + limit_s
+                deadline.restart()
             continue
-        if not ready and time.monotonic() >= deadline:
-            _past_deadline(recovery, call, what, limit_s, is_groups_limit)
-            deadline = time.monotonic() + limit_s
+        if not ready and deadline.has_passed():
+            _past_deadline(recovery, call, what, deadline.limit_s, is_groups_limit)
+            deadline.restart()
     return [replies[ref] for ref in refs]
 
 

@@ -16,6 +16,7 @@ import os
 import pickle
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,11 +30,15 @@ from rayhelper.device_groups.group import CALL_S
 from rayhelper.ranks import runs
 from rayhelper.runtimes.torchrun.key import VARIABLE, Codes, RunKey, is_one_node
 from rayhelper.values.packing import pack, unpack
+from rayhelper.watch.attended import told_coroutines
+from rayhelper.watch.breakpoints import Breakpoints, paused_s
+from rayhelper.watch.watchdog import Call, watchdog
 from rayhelper.worker.process_group import leave_process_group
 from rayhelper.worker.side_door import Address, Door, ask, stacks, told_stacks
 
 logger = logging.getLogger(__name__)
 
+_WAITS = -1  # in place of the length of a value: the process waits at a breakpoint
 _TOGETHER_BYTES = 64 * 1024  # up to here all are gathered at once, above one is sent after the other
 _START_S = 300.0  # for the slowest process to start
 _ANSWER_S = 2.0  # for the slowest answer at a door
@@ -65,6 +70,9 @@ class Exchange:
         self.late = ""
         self.broken = False  # a gathering was given up: the others may still wait in it
         self.doors: dict[int, Address] = {}
+        self.meeting = threading.Lock()  # held while values are gathered
+        self.coroutines: dict[int, Any] = {}  # of calls that are in flight
+        self.waits: tuple[Any, list[Any]] | None = None  # what this process told the others at a breakpoint
         rendezvous: Any = vars(dist)["rendezvous"]
         self.store, _, _ = next(iter(rendezvous("env://", rank, size)))
         self.number = dist.PrefixStore("rayhelper", self.store).add(f"exchanges/{rank}", 1)  # type: ignore[attr-defined]
@@ -87,8 +95,15 @@ class Exchange:
         finally:
             self.run_key.forget_file()  # all have read it by now, or the run ends here
         self.codes = Codes(self.key if self.run_key.is_shared else None, nonces)
+        has_terminal = rank == 0 and sys.stdin is not None and sys.stdin.isatty()
+        who = f"rank {rank} of torchrun on node {own_address}"
+        self.breakpoints = Breakpoints(
+            f"torchrun:{rank}", lambda: who, self.wait_at_breakpoint, has_terminal=has_terminal
+        )
+        answers = {"situation": lambda _: asdict(self.situation()), "stacks": lambda _: self.own_stacks()}
+        answers |= self.breakpoints.answers
         place = own_address if self.run_key.is_shared else "127.0.0.1"
-        self.door = Door(place, self.key, {"situation": lambda _: asdict(self.situation())})
+        self.door = Door(place, self.key, answers)
         told = self.gather((self.door.address, self.run_key.node, os.getpid()), lambda: False, _START_S)
         self.run_key.first_process = told[0][0][2]
         self.doors = {
@@ -126,7 +141,8 @@ class Exchange:
             raise ConnectionError("an earlier call was given up")
         self.arrivals += 1
         try:
-            return self._gathered(value, flag, max(timeout_s, 0.01))
+            with self.meeting:
+                return self._gathered(value, flag, max(timeout_s, 0.01))
         except _LateError:
             self.broken, self.late = True, "not every process had come"  # gloo may give up while the doors are asked
             self.late = self.where_all_are(self.arrivals)
@@ -142,7 +158,7 @@ class Exchange:
 
         packed = pickle.dumps(pack(value), protocol=5)
         length = TAG_BYTES + 1 + len(packed)
-        sizes = [int(size) for size in self._all(torch.tensor([length]), timeout_s)]
+        sizes, timeout_s = self._sizes(length, timeout_s)
         body = bytes([flag()]) + packed  # all have come by now
         text = torch.frombuffer(bytearray(self.codes.made(self.rank, self.arrivals, body) + body), dtype=torch.uint8)
         if max(sizes) <= _TOGETHER_BYTES:
@@ -160,16 +176,62 @@ class Exchange:
         values = [whole[TAG_BYTES:] for whole in received]
         return [(unpack(pickle.loads(value[1:]), writable=True), bool(value[0])) for value in values]
 
+    def _sizes(self, length: int, timeout_s: float) -> tuple[list[int], float]:
+        """How long the values of all processes are, and the seconds that are left.
+
+        A process that waits at a breakpoint takes part meanwhile: all begin anew then, and that time does not count.
+        """
+        import torch
+
+        end = time.monotonic() + timeout_s
+        while True:
+            begun = time.monotonic()
+            left_s = max(0.01, end - begun)
+            if self.waits is not None:  # of this process's own breakpoint
+                (own, _), self.waits = self.waits, None
+                _wait(own, left_s)
+                continue
+            sizes = [int(size) for size in self._all(torch.tensor([length]), left_s)]
+            if min(sizes) != _WAITS:
+                return sizes, max(0.01, end - time.monotonic())
+            end += time.monotonic() - begun
+
+    def wait_at_breakpoint(self) -> None:
+        """Tells the processes that wait for this one that it is at a breakpoint. From any thread."""
+        import torch
+
+        if self.closed or self.broken or not self.meeting.acquire(blocking=False):
+            return
+        try:
+            if self.waits is None or self.waits[0].is_completed():
+                self.waits = self._begun(torch.tensor([_WAITS]), CALL_S)
+        except _LostError:  # they have gone, which the next call will tell
+            pass
+        finally:
+            self.meeting.release()
+
+    def paused_s(self, last_s: float) -> float:
+        """How many of the last so many seconds some process waited at a breakpoint."""
+        return paused_s(ask(self.doors, self.key, "halts", None, _ANSWER_S).values(), last_s)
+
     def _all(self, tensor: Any, timeout_s: float) -> list[Any]:
         """The tensors of all processes, which have one shape."""
+        work, received = self._begun(tensor, timeout_s)
+        _wait(work, timeout_s)
+        return received
+
+    def _begun(self, tensor: Any, timeout_s: float) -> tuple[Any, list[Any]]:
+        """A collective in which all get the tensors of all, and where these will be."""
         import torch
         import torch.distributed as dist
 
         received = [torch.empty_like(tensor) for _ in range(self.size)]
         options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
         options.timeout = timedelta(seconds=timeout_s + _AFTER_S)
-        _wait(lambda: self.group.allgather([received], [tensor], options), timeout_s)
-        return received
+        try:
+            return self.group.allgather([received], [tensor], options), received
+        except RuntimeError as error:
+            raise _LostError(str(error)) from None
 
     def _from(self, source: int, own: Any, size: int, timeout_s: float) -> Any:
         """The tensor of one process."""
@@ -179,8 +241,24 @@ class Exchange:
         text = own if source == self.rank else torch.empty(size, dtype=torch.uint8)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = source, 0, timedelta(seconds=timeout_s + _AFTER_S)
-        _wait(lambda: self.group.broadcast([text], options), timeout_s)
+        try:
+            work = self.group.broadcast([text], options)
+        except RuntimeError as error:
+            raise _LostError(str(error)) from None
+        _wait(work, timeout_s)
         return text
+
+    def doors_by_name(self) -> dict[str, tuple[Address, bytes]]:
+        """The doors of the processes, and the key to each, by the name under which a debugger finds it."""
+        return {f"torchrun:{rank}": (address, self.key) for rank, address in self.doors.items()}
+
+    def attending(self, title: str) -> Call:
+        """What reports, on rank 0, that a call of all processes does not end."""
+
+        def where() -> str:
+            return "" if self.rank else f". Where each rank is:\n{self.where_each_is()}"
+
+        return Call(title, where=where, paused_s=self.paused_s)
 
     def where_each_is(self) -> str:
         """The stacks of all processes, as text."""
@@ -188,7 +266,11 @@ class Exchange:
 
     def situation(self) -> Situation:
         """What this process is doing."""
-        return Situation(self.arrivals, self.late, stacks())
+        return Situation(self.arrivals, self.late, self.own_stacks())
+
+    def own_stacks(self) -> str:
+        """Where the threads of this process are, and the coroutines of roles that are suspended."""
+        return stacks() + told_coroutines(list(self.coroutines.values()))
 
     def _situations(self) -> Mapping[int, Situation]:
         answers = ask(self.doors, self.key, "situation", None, _ANSWER_S)
@@ -248,24 +330,24 @@ class Watch:
     """A deadline for what this process does inside: when it passes, the others are asked where they are, and freed.
 
     ``late`` is what they said then. What runs here is not interrupted; a collective in which another process waits for
-    it fails there, as this process leaves the process group.
+    it fails there, as this process leaves the process group. Time at breakpoints, of any process, does not count.
     """
 
     def __init__(self, exchange: Exchange, timeout_s: float | None) -> None:
         self.exchange = exchange
         self.limit_s = timeout_s or CALL_S
-        self.end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self.began = time.monotonic()
+        self.has_end = timeout_s is not None
         self.late = ""
         self.left = False  # the process group
         self.ended = threading.Event()
-        self.timer = None if timeout_s is None else threading.Timer(timeout_s, self._pass)
+        self.passing = threading.Lock()
+        self.call = Call("", timeout_s, warns=False, paused_s=exchange.paused_s, on_late=self._pass)
 
     def __enter__(self) -> Watch:
         self.exchange.late = ""
-        if self.timer is not None:
-            self.timer.name = "rayhelper-watch"
-            self.timer.daemon = True
-            self.timer.start()
+        if self.has_end:
+            watchdog.begin(self.call)
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -274,19 +356,24 @@ class Watch:
     def expired(self) -> str:
         """``late``, and nothing more will be watched."""
         self.ended.set()
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer.join()  # it may be asking
-        return self.late
+        watchdog.end(self.call)
+        with self.passing:  # it may be asking
+            return self.late
 
     def left_s(self) -> float:
         """How long to wait for the others: until the deadline, below 0 after it."""
-        return self.limit_s if self.end_s is None else self.end_s - time.monotonic()
+        if not self.has_end:
+            return self.limit_s
+        passed_s = time.monotonic() - self.began
+        return self.limit_s + paused_s([self.exchange.breakpoints.halted()], passed_s) - passed_s
 
     def _pass(self) -> None:
-        self.late = self.exchange.late = self.exchange.where_all_are(self.exchange.arrivals + 1)
-        self.ended.wait(_SKEW_S)
-        self.left = leave_process_group()
+        with self.passing:
+            if self.ended.is_set():
+                return
+            self.late = self.exchange.late = self.exchange.where_all_are(self.exchange.arrivals + 1)
+            self.ended.wait(_SKEW_S)
+            self.left = leave_process_group()
 
 
 class _LateError(Exception):
@@ -301,10 +388,10 @@ class _ForgedError(Exception):
     """What came is not from a process of this run."""
 
 
-def _wait(start: Callable[[], Any], timeout_s: float) -> None:
+def _wait(work: Any, timeout_s: float) -> None:
     """Nothing, when the operation has ended. Raises _LateError, _LostError."""
     try:
-        start().wait(timedelta(seconds=timeout_s))
+        work.wait(timedelta(seconds=timeout_s))
     except RuntimeError as error:
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
             raise _LateError from None

@@ -22,6 +22,7 @@ from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.parts import Identity, check_hosts, refuse_to_travel
 from rayhelper.roles.runtime import Route, acting_as, state, task_acting_as
 from rayhelper.runtimes.driver import undeclared
+from rayhelper.runtimes.off import call_here
 from rayhelper.runtimes.torchrun.exchange import Exchange, Watch
 from rayhelper.runtimes.torchrun.outcome import Outcome, deadline_error, in_collective
 from rayhelper.timeline.recording import Recording
@@ -31,6 +32,7 @@ from rayhelper.values.dispatch import Balanced, Call, Division, bare, unwrap
 from rayhelper.values.graphs import check_value
 from rayhelper.values.shards import Layout, Reports, ShardTable
 from rayhelper.values.slicing import num_items
+from rayhelper.watch import watchdog as watching
 from rayhelper.worker.failures import Failure, add_note
 from rayhelper.worker.process_group import in_process_group
 from rayhelper.worker.runtime import HostedPlacement, WorkerRuntime
@@ -106,6 +108,12 @@ class SpmdPlacement:
         with acting_as(hosted.runtime), hosted.runtime.inside(hosted, method.role):
             return method.call(target, args, kwargs)
 
+    def attending(self, method: RoleMethod[..., Any]) -> watching.Call | None:
+        if method.role != DRIVER:
+            return None  # the construction is looked after
+        who = f"rank {self.runtime.rank} of torchrun"
+        return call_here(self.runtime.config, self.identity.title(method), method.role, who)
+
     def submit(
         self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Future[Any]:
@@ -169,13 +177,18 @@ class SpmdPlacement:
         """What the coroutine of this process comes to."""
         own_args, own_kwargs = call.own
         begun_ns = time.time_ns()
-        with Watch(self.runtime.exchange, call.group.timeout_s) as watch:
+        attending = self.runtime.exchange.attending(where_of(call.title, call.group.name))
+        with watching.Watched(attending), Watch(self.runtime.exchange, call.group.timeout_s) as watch:
+            coroutine = method.coroutine(target, own_args, own_kwargs)
+            self.runtime.exchange.coroutines[id(coroutine)] = coroutine
             try:
                 with task_acting_as(hosted.runtime), hosted.runtime.task_inside(hosted, method.role):
-                    value = await method.coroutine(target, own_args, own_kwargs)
+                    value = await coroutine
                 answer = call.answer(value, begun_ns)
             except Exception as error:
                 return Finished.failed(error)
+            finally:
+                del self.runtime.exchange.coroutines[id(coroutine)]
         if watch.late:
             return Finished.failed(deadline_error(call.title, watch, watch.late))
         return Finished(lambda: answer)
@@ -201,6 +214,10 @@ class SpmdPlacement:
 
     def _settled(self, call: DividedCall, own_value: Callable[[], Any]) -> list[Any]:
         """The leaders' values, which all processes exchange."""
+        with watching.Watched(self.runtime.exchange.attending(where_of(call.title, call.group.name))):
+            return self._values(call, own_value)
+
+    def _values(self, call: DividedCall, own_value: Callable[[], Any]) -> list[Any]:
         runtime = self.runtime
         who = f"process {runtime.rank}" if call.hosted is None else call.hosted.runtime.describe()
         with Watch(runtime.exchange, call.group.timeout_s) as watch:
@@ -236,13 +253,18 @@ class SpmdPlacement:
                 return None
             runtime.alone = title
             try:
-                value = method.finished_call(target, args, kwargs)
+                attending = call_here(runtime.config, title, method.role, "rank 0 of torchrun")
+                value = method.finished_call(target, args, kwargs, attending)
             finally:
                 runtime.alone = ""
             check_value(value, f"{title} on process 0")
             return value
 
         def first_value() -> Any:
+            with watching.Watched(runtime.exchange.attending(title)):
+                return attended_value()
+
+        def attended_value() -> Any:
             with Watch(runtime.exchange, None) as watch:
                 outcome, error = self.attempt(title, title, f"process {runtime.rank}", own_value, watch)
             runtime.settle_owed()

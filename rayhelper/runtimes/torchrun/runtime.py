@@ -35,6 +35,7 @@ from rayhelper.roles.methods import RoleMethod, not_constructed
 from rayhelper.roles.parts import NO_INSTANCE, Identity, address_within, check_hosts, check_same_parts
 from rayhelper.roles.runtime import Shard, WorkerInfo, state
 from rayhelper.runtimes.announced import Announced
+from rayhelper.runtimes.debugging import Waiting
 from rayhelper.runtimes.driver import forked
 from rayhelper.runtimes.torchrun.exchange import Exchange, Watch
 from rayhelper.runtimes.torchrun.outcome import (
@@ -48,6 +49,8 @@ from rayhelper.runtimes.torchrun.outcome import (
 from rayhelper.runtimes.torchrun.placement import OwedCall, SpmdPlacement
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.shards import Reports, ShardTable
+from rayhelper.watch.patches import stop_at_breakpoints
+from rayhelper.watch.watchdog import Watched
 from rayhelper.worker.failures import raise_first
 from rayhelper.worker.process_group import Joined, in_process_group, join_process_group, leave_process_group, let_go
 from rayhelper.worker.runtime import HostedPlacement, WorkerRuntime
@@ -70,7 +73,10 @@ class TorchrunRuntime:
         if recording is not None:
             recording.rank = rank
         self.exchange = Exchange(rank, size)
-        self.announced = Announced(self.exchange.where_each_is) if rank == 0 else None
+        self.stopped_before = stop_at_breakpoints(self.exchange.breakpoints.stop)
+        self.announced: Announced | None = None
+        if rank == 0:
+            self.announced = Announced(self.exchange.where_each_is, Waiting(self.exchange.doors_by_name).answers)
         self.run_key = self.exchange.key  # of channels, too
         self.workers: dict[str, TorchrunWorker] = {
             group.name: TorchrunWorker(self._info(group), self)
@@ -115,7 +121,7 @@ class TorchrunRuntime:
         name = f"{type(instance).__name__}.__init__"
         try:
             who = self.describe_host_of(placement)
-            with Watch(self.exchange, None) as watch:
+            with Watched(self.exchange.attending(name)), Watch(self.exchange, None) as watch:
                 outcome, error = placement.attempt(
                     name, name, who, lambda: build(init, instance, args, kwargs, identity), watch
                 )
@@ -325,6 +331,7 @@ class TorchrunRuntime:
         if self.exchange.closed or os.getpid() != self.pid:  # a forked child has none of it
             return
         self.settle_owed()
+        stop_at_breakpoints(self.stopped_before)
         if self.announced is not None:
             self.announced.close()
         if self.rank > 0:

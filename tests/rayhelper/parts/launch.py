@@ -7,7 +7,6 @@ launch that ended in one story is made again for those that no process had begun
 from __future__ import annotations
 
 import faulthandler
-import gc
 import json
 import os
 import sys
@@ -15,6 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
+from tests.frozen import freeze_heap
 from tests.rayhelper.parts.layouts import LAYOUTS, Layout
 from tests.rayhelper.parts.stories import Story, all_stories, opener, plain, session_of
 
@@ -26,8 +26,7 @@ def main(folder: Path, rank: int, attempt: int, layouts: list[str]) -> None:
     import torch.distributed  # noqa: F401  # now: imported modules are most of the heap, and stories look for garbage
 
     stories = all_stories()
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     with (folder / f"{rank}-{attempt}.jsonl").open("w") as file:
         for layout in layouts:
             for name, told in stories.items():

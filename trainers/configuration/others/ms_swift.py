@@ -1,7 +1,7 @@
 """ms-swift's commands and its variables of the environment, as a command of ours.
 
-    swift sft x.yaml --lora_rank 16       sft --config x.yaml --lora_rank 16
-    megatron rlhf --rlhf_type grpo ...    rlhf --backend megatron --rlhf_type grpo ...
+    swift sft x.yaml --lora_rank 16       sft --config x.yaml --lora_rank 16 --defaults ms-swift
+    megatron rlhf --rlhf_type grpo ...    rlhf --backend megatron --rlhf_type grpo ... --defaults ms-swift
 
 Its keys are ``other_names.py`` and ``translations.py``.
 """
@@ -51,12 +51,14 @@ def spelled(words: Sequence[str]) -> tuple[str, list[str]]:
         raise ConfigError(f"{program} has no command {command!r}{nearest(command, known)}; known: {', '.join(known)}")
     backend = ["--backend", "megatron"] if program == "megatron" else []
     config, rest = with_config(arguments)
-    return COMMANDS[command], [*config, *backend, *rest]
+    says = any(argument.partition("=")[0] == "--defaults" for argument in rest)
+    whose = [] if says else ["--defaults", "ms-swift"]  # of a command of its own, whatever its keys
+    return COMMANDS[command], [*config, *backend, *rest, *whose]
 
 
 def with_config(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The option that names the configuration's file, and the other arguments: a file's name may come first alone."""
-    if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
+    if arguments and not arguments[0].startswith("-") and arguments[0].endswith((".yaml", ".yml", ".json")):
         return ["--config", arguments[0]], list(arguments[1:])
     return [], list(arguments)
 

@@ -129,8 +129,9 @@ def _optimizer(given: GivenKeys) -> None:
     if given.foreign(name) and "optimizer_offload" in given.known and given.get(name) is True:
         given.take(name)
         given.put("optimizer_offload", True, name)
+        given.notes[name] = "the optimizer's states wait in the memory of the host and compute on the device"
         fraction = given.take("optimizer_offload_fraction") if given.foreign("optimizer_offload_fraction") else 1
-        if fraction != 1:
+        if fraction not in (1, 1.0):
             given.notes["optimizer_offload_fraction"] = "all states of the optimizer wait in the memory of the host"
     elif given.foreign("optimizer_offload_fraction"):
         given.take("optimizer_offload_fraction")  # read with optimizer_cpu_offload alone

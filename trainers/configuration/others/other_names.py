@@ -142,6 +142,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "full_determinism": (False,),
     "label_names": ("labels", ["labels"], None),
     "logging_strategy": ("steps",),
+    "add_non_thinking_prefix": (True, None),  # the model's own chat template writes empty thoughts
     "loss_scale": ("last_round", "default", None),  # of trainers that learn one completion a prompt
     "use_chat_template": (True,),
     # rewards and completions
@@ -185,7 +186,6 @@ HINTS = {
     "offload_bridge": "weights are converted a tensor at a time",
     "model_type": "the model's own config.json says it",
     "ddp_find_unused_parameters": "every weight of the model is used",
-    "add_non_thinking_prefix": "the model's own chat template writes the empty thoughts of an answer without any",
     "use_liger_kernel": _KERNELS,
     "use_logits_to_keep": _KERNELS,
     "gradient_accumulation_fusion": "gradients are added by torch",

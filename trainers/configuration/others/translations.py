@@ -31,6 +31,7 @@ ATTENTION = {  # ms-swift's attn_impl and Megatron's attention_backend, in trans
     "unfused": "eager",
     "local": "eager",
 }
+PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 DEEPSPEED = {  # ZeRO stage, its optional offload: sharding strategy, whether weights are freed after the forward pass
     "zero0": ("no_shard", None),
     "zero1": ("full_shard", False),  # with less memory: gradients lie in shards too
@@ -114,8 +115,12 @@ def _attention(given: GivenKeys) -> None:
             if given.get("backend") == "megatron":
                 given.notes[name] = "backend: megatron takes torch's fastest attention for the device and dtype"
                 continue
-            if value not in ("auto", None):
-                given.put_inner("model_init_kwargs", "attn_implementation", ATTENTION.get(value, value), name)
+            meant = ATTENTION.get(value, value) if isinstance(value, str) else value
+            if meant in PACKAGES and not is_installed(PACKAGES[meant]):
+                given.notes[name] = f"{PACKAGES[meant]} is not installed: torch's own FlashAttention kernel is taken"
+                meant = "sdpa"
+            if meant not in ("auto", None):
+                given.put_inner("model_init_kwargs", "attn_implementation", meant, name)
 
 
 def _schedule(given: GivenKeys, defaults: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ def class_named(target: str) -> type:
     where, _, qualname = target.rpartition(":")
     if not where or not qualname:
         raise ConfigError(f"{target!r} names no class. Write module:Class, or path/to/file.py:Class.")
-    module = _of_file(Path(where).expanduser()) if where.endswith(".py") or "/" in where else _of_name(where, qualname)
+    module = _of_file(Path(where).expanduser()) if is_file(where) else _of_name(where, qualname)
     try:
         found = functools.reduce(getattr, qualname.split("."), module)
     except AttributeError:
@@ -52,7 +52,17 @@ def _of_name(name: str, qualname: str) -> ModuleType:
         raise ConfigError(f"{name!r} is no name of a module. Write module:Class, or path/to/file.py:Class.") from None
 
 
-def _of_file(path: Path) -> ModuleType:
+def is_file(where: str) -> bool:
+    """Whether what stands before the colon of a target is a file, not a module."""
+    return where.endswith(".py") or "/" in where
+
+
+def module_of_file(path: Path) -> str:
+    """The name under which a file can be imported: its packages' too; the folder is put on ``sys.path``.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
     if not path.is_file():
         beside = sorted(other.name for other in path.parent.glob("*.py"))
         near = nearest(path.name, beside, DID_YOU_MEAN) or f" It was looked for from {Path.cwd()}."
@@ -63,7 +73,12 @@ def _of_file(path: Path) -> ModuleType:
         name, folder = f"{folder.name}.{name}", folder.parent
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    module = importlib.import_module(name)
+    return name
+
+
+def _of_file(path: Path) -> ModuleType:
+    name = module_of_file(path)
+    module, file = importlib.import_module(name), path.resolve()
     if Path(module.__file__ or "").resolve() != file:
         raise ConfigError(
             f"{path} cannot be imported as {name}, which is {module.__file__ or 'a part of Python'}. Rename the file."

@@ -27,6 +27,7 @@ from rayhelper.check.reading.source import Lineage, lineage_of_class, lineage_of
 from rayhelper.device_groups import DeviceGroups
 from rayhelper.device_groups.keys import PLACING_KEYS, TOP_KEYS
 from rayhelper.errors import ConfigError, DecorationError, RayHelperError
+from rayhelper.named_class import is_file, module_of_file
 from rayhelper.planning.refusals import refusals
 from rayhelper.planning.role_kinds import default_hosts
 from rayhelper.text import parse_text
@@ -61,7 +62,7 @@ def check(target: str, device_groups: str | None = None, config: str | None = No
     """Prints the findings about ``module:Class``: 0 if there is none, 1 if there are, 2 without a decorated class.
 
     Args:
-        target: The class, as ``package.module:Class``.
+        target: The class, as ``package.module:Class`` or ``path/to/file.py:Class``.
         device_groups: JSON or YAML of the device groups, to know which roles share processes.
         config: A YAML file that holds them instead.
     """
@@ -126,9 +127,11 @@ def _subject(finding: Finding, names: list[str]) -> str:
 
 
 def _findings_of_target(target: str, groups: DeviceGroups | None) -> list[Finding]:
-    name, _, qualname = target.partition(":")
+    name, _, qualname = target.rpartition(":")
     if not name or not qualname:
-        raise LookupError(f"{target!r} names no class. Write module:Class, such as trainers.grpo:GRPOTrainer.")
+        raise LookupError(f"{target!r} names no class. Write module:Class, or path/to/file.py:Class.")
+    if is_file(name):
+        name = module_of_file(Path(name).expanduser())
     module, sources = _module(name), Sources()
     if bodies.initialized_on_import(module):  # importing it would start workers
         return _apply(_checkable(_flow(lineage_of_source(module, qualname), sources, groups), target))

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, TypeVar
 
 import numpy as np
+import torch.distributed as dist
 
 from rayhelper import RayHelper
 from trainers.backends.base import Backend
@@ -47,6 +48,23 @@ def build_engine(
     if gathers:
         engine.check_decoding()
     return engine
+
+
+def check_shards_are_here(config: CompletionConfig, backend: Backend | None, num_engines: int) -> None:
+    """Raises ConfigError where ``hf`` decodes with sharded weights of the policy, but not on all train workers.
+
+    ``backend``: the policy, if this worker trains it; ``num_engines``: workers of role rollout. Under torchrun a group
+    of role rollout may hold some of the train workers only.
+    """
+    if backend is None or config.rollout_engine != "hf" or config.backend != "fsdp":
+        return
+    num_train = dist.get_world_size() if dist.is_initialized() else 1
+    if num_engines < num_train and config.fsdp_sharding_strategy != "no_shard":
+        raise ConfigError(
+            f"role rollout has {num_engines} of the {num_train} workers that train, and rollout_engine: hf completes "
+            "prompts with the policy's own weights, which lie in shards on all of them. Put both roles into one group, "
+            "or set fsdp_sharding_strategy: no_shard."
+        )
 
 
 def build_vllm(config: CompletionConfig, model: str, tokenizer: Any, *, shares_devices: bool) -> Engine:

@@ -32,7 +32,7 @@ from rayhelper import Channel, ChannelError, DeadlineError, RayHelper
 from trainers.batch import Prompts, Rollouts, Tasks
 from trainers.configuration.completion import CompletionConfig
 from trainers.data.rows import prompt_of
-from trainers.parts.engine import build_engine, numbered, prompts_of, sampling_of, seed_of
+from trainers.parts.engine import build_engine, check_shards_are_here, numbered, prompts_of, sampling_of, seed_of
 from trainers.parts.policy import Policy
 from trainers.parts.rewarder import Rewarder
 from trainers.parts.tokenizer import load_tokenizer
@@ -313,10 +313,15 @@ class Generator:
 
     @RayHelper.function(group="rollout")
     def start(self, path: str) -> None:
-        """Builds the engine of this worker, and what works beside it, unless there is one."""
+        """Builds the engine of this worker, and what works beside it, unless there is one.
+
+        Raises:
+            ConfigError: the engine needs the shards of train workers that have no engine and would wait for ever.
+        """
         if self.engine is not None:
             return
         config, backend = self.config, self.policy.backend
+        check_shards_are_here(config, backend, RayHelper.current().world_size)
         load_plugins(config.external_plugins)
         self.tokenizer = tokenizer = load_tokenizer(config, path)
         environment = None if self.environment is None else self.environment(tokenizer)

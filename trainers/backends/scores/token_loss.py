@@ -24,7 +24,11 @@ def token_loss(
 ) -> torch.Tensor:
     """The loss of ``micro``, whose rows are ``sequences``, from ``Scores`` (``names``: of further ones) or (values,).
 
-    It reaches every weight, with gradients of zero, whatever the loss looks at, and if there are no rows.
+    It reaches every weight, with gradients of zero, whatever the loss looks at, and if there are no rows: then the loss
+    is not called.
+
+    Raises (in the backward pass):
+        ValueError: the loss needs the gradient of entropies, for which ``step`` was not asked.
     """
     nothing: torch.Tensor = scores[0][:0].sum()
     if not len(micro):
@@ -36,8 +40,28 @@ def token_loss(
         return loss + nothing
     metrics.mean("mean_token_accuracy", scores.is_top1_N.sum(), len(scores.is_top1_N))
     further = {f"{name}_BT": table(values) for name, values in zip(names, scores.further, strict=True)}
-    loss = loss_function(table(scores.logps_N), table(scores.entropy_N), mask_BT, micro, metrics, **further)
+    entropy_N = scores.entropy_N
+    if scores.logps_N.requires_grad and not entropy_N.requires_grad:
+        entropy_N = _WithoutGradient.apply(entropy_N, scores.logps_N)  # type: ignore[no-untyped-call]
+    loss = loss_function(table(scores.logps_N), table(entropy_N), mask_BT, micro, metrics, **further)
     return loss + nothing
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Entropies whose gradient was not computed: a loss may look at them, but a term of it would teach nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, entropy_N: torch.Tensor, logps_N: torch.Tensor) -> torch.Tensor:
+        return entropy_N.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if gradients[0].count_nonzero():
+            raise ValueError(
+                "the loss has a term with entropies, and the step computes no gradient for them. Call "
+                "policy.step(samples, numbers, entropy_gradient=True), or use entropy_BT.detach()."
+            )
+        return None, torch.zeros_like(gradients[0])
 
 
 def target_table(

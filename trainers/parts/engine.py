@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from rayhelper import RayHelper
+from rayhelper import ConfigError, RayHelper
 from trainers.backends.base import Backend
 from trainers.backends.fsdp.adapters import layer_names
 from trainers.batch import Prompts, Ragged, Tasks

@@ -16,6 +16,7 @@ from trainers.configuration.folders import configurations
 from trainers.configuration.others.ms_swift_only import MS_SWIFT_ONLY
 from trainers.configuration.reading.command_line import read_config
 from trainers.dpo.config import DPOConfig
+from trainers.cpo.config import CPOConfig
 from trainers.gkd.config import GKDConfig
 from trainers.grpo.config import GRPOConfig
 from trainers.sampling.config import SamplingConfig
@@ -57,6 +58,7 @@ SWIFT: list[tuple[type[Any], str, dict[str, Any]]] = [
         {"vllm_gpu_memory_utilization": 0.9, "rollout_importance_sampling_clip_max": 2.0},
     ),
     (GKDConfig, "", {"max_completion_length": 512, "gkd_topk_add_tail": True}),
+    (CPOConfig, "loss_type: simpo\ncpo_alpha: 0", {"simpo_gamma": 1.0}),
     (GKDConfig, "gkd_logits_topk: 8", {"gkd_topk_add_tail": False}),
     (GKDConfig, "max_length: 300", {"max_prompt_length": 300, "max_length": 300}),
     (

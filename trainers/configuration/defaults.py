@@ -164,6 +164,7 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
             lambda keys: keys.get("rollout_importance_sampling_mode") is not None,
         ),
     ),
+    "CPOConfig": (Default("simpo_gamma", 1.0, RLHF, lambda keys: keys.get("loss_type") == "simpo"),),
     "GKDConfig": (
         Default(
             "gkd_topk_add_tail",

@@ -191,9 +191,12 @@ class Watchdog:
         woken = self.woken
         while self.is_awake:
             try:
-                woken.get(timeout=self._look())
-            except queue.Empty:
-                continue
+                wait_s = self._look()
+            except Exception:  # calls must not be left without the thread
+                _log.exception("the watchdog could not look after calls")
+                wait_s = _LOOK_S
+            with contextlib.suppress(queue.Empty):
+                woken.get(timeout=wait_s)
 
     def _look(self) -> float:
         """Looks after all; seconds until the next look. It reads stacks only if something may be late or idle."""

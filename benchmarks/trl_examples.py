@@ -2,15 +2,17 @@
 
     python -m benchmarks.trl_examples PATH_TO_TRL [--only TEXT]
 
-Every YAML under ``examples``, ``docs`` and ``trl`` of a checkout that configures a training run is read: files, and blocks of
-Markdown. The models and data sets that it names lie under these very names in the folder of the run, tiny and local, so
-that model and data need no override. Both sides get ``OVERRIDES`` on the command line: two steps, rows in their order,
-float32. Theirs is the script of the installed TRL (``trl.scripts``), which reads the file with TrlParser. Both run on
-the CPU, in one process.
+Every YAML under ``examples``, ``docs`` and ``trl`` of a checkout that configures a training run is read: files, and
+blocks of Markdown. Its model and data sets are folders of the very names that it has, tiny and local, so that neither
+is overridden. Both sides get ``OVERRIDES`` on the command line: two steps, rows in their order, float32. Theirs is the
+script of the installed TRL (``trl.scripts``), which reads the file with TrlParser. Both run on the CPU, in one process.
 
 ``equal``: the loss of each step to 1e-5, the norm of its gradient to 1e-4 of itself. ``refused``: with the remedy of
-the message applied, the numbers are compared as well. Completions of GRPO and RLOO are the same given texts on both
-sides, some of them right, as two generators of random numbers draw different ones.
+the message applied, the numbers are equal. ``differs``: they are not, refused or not.
+
+Completions of GRPO and RLOO are the same given texts on both sides, some of them right, as two generators of random
+numbers draw different ones. For the same reason weights that no checkpoint gives (matrices A of LoRA, the head of a
+reward model) are drawn by us for both, and LoRA has no dropout.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ import yaml
 
 from rayhelper import Channel, ConfigError, RayHelper
 from tests.golden.tiny import save_tiny, tiny_tokenizer
+from trainers.backends.fresh_weights import adapter_a, value_head
 from trainers.batch import Ragged, Rollouts
 from trainers.cli import run
 from trainers.commands import command_named
@@ -46,10 +49,8 @@ COMMANDS = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
 NAMED = re.compile(rf"\b(?:trl )?({'|'.join(COMMANDS)})(?:_config|_output| --config)")
 BLOCK = re.compile(r"```ya?ml\n(.*?)```", re.DOTALL)
 OVERRIDES = "--max_steps 2 --logging_steps 1 --save_strategy no --report_to none --bf16 false".split()
-IN_ORDER = {
-    **dict.fromkeys(("grpo", "rloo"), ["--shuffle_dataset", "false"]),
-    **dict.fromkeys(("sft", "dpo", "kto", "reward"), ["--train_sampling_strategy", "sequential"]),
-}
+SEQUENTIAL = ["--train_sampling_strategy", "sequential"]
+UNSHUFFLED = ["--shuffle_dataset", "false"]  # of GRPO and RLOO
 WITHOUT_DROPOUT = ["--lora_dropout", "0"]  # beside use_peft: the two draw different masks
 RLOO = (  # TRL's trainer of that name, as the error of ``python -m trainers rloo`` says
     "--advantage_estimator rloo --loss_type grpo --importance_sampling_level sequence_product --beta 0.05 "
@@ -135,9 +136,13 @@ def rows_of(command: str, name: str) -> list[Row]:
         elif command == "sft":
             rows.append({"text": f"I counted {good} and then {bad}."})
         elif command == "dpo" and "hh-rlhf" in name:  # the prompt is what both begin with
-            rows.append({key: f"\n\nHuman: {i}?\n\nAssistant: {text}" for key, text in (("chosen", good), ("rejected", bad))})
+            rows.append(
+                {key: f"\n\nHuman: {i}?\n\nAssistant: {text}" for key, text in (("chosen", good), ("rejected", bad))}
+            )
         elif command in ("dpo", "reward"):
-            rows.append({"chosen": [*question, turn("assistant", good)], "rejected": [*question, turn("assistant", bad)]})
+            rows.append(
+                {"chosen": [*question, turn("assistant", good)], "rejected": [*question, turn("assistant", bad)]}
+            )
         elif command == "kto":
             answer = [turn("assistant", good if i % 3 else bad)]
             rows.append({"prompt": question, "completion": answer, "label": bool(i % 3)})
@@ -147,9 +152,9 @@ def rows_of(command: str, name: str) -> list[Row]:
 
 
 def completions(generation: int, count: int) -> list[list[int]]:
-    """Answers from 1 to 4, ended by the end token: some of them are right."""
-    tokenizer, draws = tiny_tokenizer(), np.random.default_rng([5, generation])
-    answers = [f"\\boxed{{{draws.integers(1, 5)}}}" + "." * int(draws.integers(0, 4)) for _ in range(count)]
+    """Answers 1 and 2, ended by the end token: some of them are right."""
+    tokenizer, draws = tiny_tokenizer(), np.random.default_rng([3, generation])
+    answers = [f"\\boxed{{{draws.integers(1, 3)}}}" + "." * int(draws.integers(0, 4)) for _ in range(count)]
     return [tokenizer(answer)["input_ids"] + [tokenizer.eos_token_id] for answer in answers]
 
 
@@ -198,6 +203,7 @@ def train_theirs(example: Example, file: Path) -> list[tuple[float, float]]:
 
     def train(self: Any, *arguments: Any, **keys: Any) -> Any:
         kept.append(self)
+        draw_as_ours(self.model, self.args.seed)
         return theirs.train(self, *arguments, **keys)
 
     def generated(self: Any, prompts: Sequence[Any], *_: Any) -> Any:
@@ -214,10 +220,20 @@ def train_theirs(example: Example, file: Path) -> list[tuple[float, float]]:
     return [(step["loss"], step["grad_norm"]) for step in kept[0].state.log_history if "loss" in step]
 
 
+def draw_as_ours(model: Any, seed: int) -> None:
+    """Puts our draws into weights that no checkpoint gives: matrices A of adapters, the head of a reward model."""
+    for name, weight in model.named_parameters():
+        if "lora_A" in name:
+            weight.data.copy_(adapter_a(name.replace(".default.", "."), tuple(weight.shape), seed))
+        elif name.endswith("score.weight"):
+            weight.data.copy_(value_head(weight.shape[1], model.config.initializer_range, seed))
+
+
 def overrides(example: Example) -> list[str]:
     """What both sides are given on the command line."""
     dropout = WITHOUT_DROPOUT if example.keys.get("use_peft") else []
-    return [*OVERRIDES, *IN_ORDER[example.command], *dropout]
+    in_order = UNSHUFFLED if example.command in ("grpo", "rloo") else SEQUENTIAL
+    return [*OVERRIDES, *in_order, *dropout]
 
 
 def compared(example: Example) -> Outcome:
@@ -270,10 +286,17 @@ def main() -> None:
     print("| file | command | keys | | loss, grad_norm here | loss, grad_norm of TRL |\n|---|---|---|---|---|---|")
     for example in examples(options.checkout):
         if options.only in f"{example.command} {example.where}":
-            with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            with (
+                open(os.devnull, "w") as nowhere,
+                contextlib.redirect_stdout(nowhere),
+                contextlib.redirect_stderr(nowhere),
+            ):
                 one = compared(example)
             numbers = ["; ".join(f"{loss:.5f}, {norm:.4f}" for loss, norm in side) for side in (one.ours, one.theirs)]
-            print(f"| {example.where} | {example.command} | {example.title} | {one.word} | {' | '.join(numbers)} |", flush=True)
+            print(
+                f"| {example.where} | {example.command} | {example.title} | {one.word} | {' | '.join(numbers)} |",
+                flush=True,
+            )
             if one.why:
                 print(one.why)
 

@@ -28,6 +28,10 @@ from trainers.configuration.shared import RunConfig
 
 RLHF = "rlhf"  # the command whose trainer the key rlhf_type chooses
 EXTENDS = "a dataclass that extends TrainConfig (or RunConfig) of trainers.configuration.shared"
+OF_TRL = {  # commands of TRL's that are settings of a trainer here
+    "rloo": "TRL's RLOO, with its defaults, is grpo with --advantage_estimator rloo --loss_type grpo "
+    "--importance_sampling_level sequence_product --beta 0.05 --num_generations 2",
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,8 @@ def command_named(name: str, rlhf_type: Any = None) -> Command:
             raise ConfigError(problem)
         return Command(known[rlhf_type])
     found = configuration_named(name)
+    if found is None and name in OF_TRL:
+        raise ConfigError(f"there is no trainer {name!r}: {OF_TRL[name]}")
     if found is None:
         raise ConfigError(
             f"there is no trainer {name!r}{nearest(name, commands())}. Your own is named by its class: "

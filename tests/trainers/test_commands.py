@@ -255,6 +255,16 @@ def test_a_class_that_is_no_trainer_is_told_what_it_lacks(name: str, told: str, 
         command_named(f"{raft}:{name}")
 
 
+UNDECLARED = """
+from rayhelper import RayHelper
+
+@RayHelper.worker(group="train")
+class Judged:
+    @RayHelper.function(group="judge")
+    def judge(self) -> None: ...
+"""
+
+
 def test_a_module_that_cannot_be_found_is_told_and_what_it_raises_is_raised(raft: Path, tmp_path: Path) -> None:
     sys.path.insert(0, str(tmp_path))
     with pytest.raises(ConfigError, match=r"no module 'mine\.rafts': mine\.rafts is neither .* path/to/rafts.py:Raft"):
@@ -264,6 +274,9 @@ def test_a_module_that_cannot_be_found_is_told_and_what_it_raises_is_raised(raft
     (tmp_path / "broken.py").write_text("import no_such_package\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         command_named("broken:RaftTrainer")
+    (tmp_path / "undeclared.py").write_text(UNDECLARED)
+    with pytest.raises(ConfigError, match=r"undeclared.py:Judged: Judged.judge belongs to role 'judge', which the cla"):
+        command_named(f"{tmp_path}/undeclared.py:Judged")
     (tmp_path / "json.py").write_text(RAFT)
     with pytest.raises(ConfigError, match=r"json.py cannot be imported as json, which is .*Rename the file"):
         command_named(f"{tmp_path}/json.py:RaftTrainer")

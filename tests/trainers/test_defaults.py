@@ -15,8 +15,8 @@ from trainers.cli import load_config, run, save_config
 from trainers.configuration.folders import configurations
 from trainers.configuration.others.ms_swift_only import MS_SWIFT_ONLY
 from trainers.configuration.reading.command_line import read_config
-from trainers.dpo.config import DPOConfig
 from trainers.cpo.config import CPOConfig
+from trainers.dpo.config import DPOConfig
 from trainers.gkd.config import GKDConfig
 from trainers.grpo.config import GRPOConfig
 from trainers.sampling.config import SamplingConfig

@@ -168,3 +168,24 @@ def test_a_step_is_the_same_however_it_is_cut(
         assert found[0] == pytest.approx(metrics, rel=1e-4, abs=1e-6), cut
         for name, weight in weights.items():
             torch.testing.assert_close(found[1][name], weight, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_under_an_adapter_the_head_is_trained_whole_and_a_resumed_run_is_the_same(
+    language_model: str, tmp_path: Path
+) -> None:
+    keys: Keys = OUR_ARGUMENTS | SETTINGS | {"num_labels": 3, "tuner_type": "lora", "lora_rank": 4, "save_steps": 1}
+
+    def final(folder: Path, **further: Any) -> dict[str, torch.Tensor]:
+        rows = rows_of("single_label_classification", LABELS["single_label_classification"])
+        config = ClassificationConfig(model=language_model, dataset=rows, output_dir=str(folder), **keys | further)
+        ClassificationTrainer(config).train()
+        return dict(AutoModelForSequenceClassification.from_pretrained(folder / "final").state_dict())
+
+    whole = final(tmp_path / "whole")
+    resumed = final(tmp_path / "resumed", resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    begun = final(tmp_path / "begun", learning_rate=0.0)
+    changed = {name.partition(".layers.0.")[2] for name in whole if not torch.equal(whole[name], begun[name])}
+    assert {"self_attn.q_proj.weight", "mlp.down_proj.weight"} <= changed
+    assert not torch.equal(whole["score.weight"], begun["score.weight"])
+    assert torch.equal(whole["model.embed_tokens.weight"], begun["model.embed_tokens.weight"])

@@ -57,6 +57,13 @@ def test_a_number_of_labels_says_the_task_and_other_tasks_stay_what_they_are() -
     assert command_named("dpo", None, "seq_cls") == command_named("dpo")
 
 
+def test_the_accuracy_that_ms_swift_calls_acc_chooses_checkpoints() -> None:
+    keys = "--model m --dataset d --eval_dataset e --eval_steps 2 --save_steps 2 --num_labels 2"
+    for name in ("acc", "eval_acc", "accuracy"):
+        config = load_config(ClassificationConfig, [*keys.split(), "--metric_for_best_model", name])
+        assert config.metric_for_best_model == "accuracy"
+
+
 @pytest.mark.parametrize("task", ["embedding", "reranker", "generative_reranker"])
 def test_other_tasks_are_refused_by_name(task: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -235,7 +235,7 @@ def defaults_of(held: Holding, config_type: type, ours: Mapping[str, Any], given
         if default.key in ours and default.key not in given.values and default.holds(keys):
             found[default.key] = default.value(keys) if callable(default.value) else default.value
             keys[default.key] = found[default.key]
-    if _counts_generations(keys, given):
+    if "gradient_accumulation_steps" in ours and _counts_generations(keys, given):
         found["gradient_accumulation_steps"] = ours["gradient_accumulation_steps"]
     return {**ours, **found}
 

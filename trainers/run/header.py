@@ -40,7 +40,9 @@ def _model(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Ite
     size = "" if count is None else f" ({count:,} parameters)"
     tuned = f"lora of rank {config.lora_rank}" if config.tuner_type == "lora" else "all weights"
     dtype = "bfloat16 on GPUs that have it, else float32" if config.dtype == "auto" else config.dtype
-    yield f"{names_of(type(config))[0]}: {config.model}{size}, {tuned}, backend {config.backend}, {dtype}"
+    kind = type(config)
+    name = names_of(kind)[0] if kind.__module__.startswith("trainers.") else kind.__name__  # of a user's own trainer
+    yield f"{name}: {config.model}{size}, {tuned}, backend {config.backend}, {dtype}"
     for name in ("ref_model", "teacher_model", "reward_model", "value_model"):
         if named := getattr(config, name, None):
             yield f"{name}: {', '.join(named) if isinstance(named, list) else named}"

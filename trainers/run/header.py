@@ -89,17 +89,11 @@ def _steps(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Ite
     yield f"steps: {num_steps:,}{of_what}{most}, into {config.output_dir}"
 
 
-def _defaults(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
-    """Whose defaults hold, where the configuration says it."""
-    if whose := getattr(config, "defaults", None):
-        yield f"defaults: {whose}"
-
-
 def _translated(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
     if origins := read_from.get():
         yield f"translated: {', '.join(f'{key} from {theirs}' for key, theirs in origins.items())}"
 
 
 PARTS: tuple[Callable[[Any, int, Mapping[str, Any]], Iterator[str]], ...] = (
-    *(_model, _rows, _roles, _steps, _defaults, _translated),
+    *(_model, _rows, _roles, _steps, _translated),
 )

@@ -335,7 +335,9 @@ def _long_rows(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     if not given.foreign("truncation_strategy"):
         return
     value = given.take("truncation_strategy")
-    modes = {"left": "keep_end", "right": "keep_start"} | ({"delete": "drop"} if "loss_scale" in given.known else {})
+    modes = {"left": "keep_end", "right": "keep_start"} | (
+        {"delete": "drop"} if {"loss_scale", "num_labels"} & set(given.known) else {}
+    )
     if "truncation_mode" not in given.known:
         done = "delete" if {"center_rewards_coefficient", "sampler_type"} & set(given.known) else "left"
         what = "are left out" if done == "delete" else "lose the beginning of their prompt"

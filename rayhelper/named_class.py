@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from rayhelper.errors import ConfigError
+from rayhelper.errors import ConfigError, DecorationError
 from rayhelper.text import DID_YOU_MEAN, nearest
 
 
@@ -19,12 +19,16 @@ def class_named(target: str) -> type:
     A file is imported as the module that it is: of its package, or under its own name from its folder.
 
     Raises:
-        ConfigError: there is no such module, file or class. What the module itself raises is raised as it is.
+        ConfigError: there is no such module, file or class, or one in it is decorated in a way without meaning. What
+            the module itself raises otherwise is raised as it is.
     """
     where, _, qualname = target.rpartition(":")
     if not where or not qualname:
         raise ConfigError(f"{target!r} names no class. Write module:Class, or path/to/file.py:Class.")
-    module = _of_file(Path(where).expanduser()) if is_file(where) else _of_name(where, qualname)
+    try:
+        module = _of_file(Path(where).expanduser()) if is_file(where) else _of_name(where, qualname)
+    except DecorationError as error:
+        raise ConfigError(f"{target}: {error}") from error
     try:
         found = functools.reduce(getattr, qualname.split("."), module)
     except AttributeError:

@@ -664,8 +664,8 @@ MODULES: dict[str, dict[str, Any]] = {
 
 
 def install() -> None:
-    """From now on this process has it. megatron-core is imported anew, as what it is depends on it."""
-    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+    """From now on this process has it. megatron-core and what wraps it are imported anew: they depend on it."""
+    for name in [name for name in sys.modules if name.startswith(("megatron", "trainers.backends.megatron"))]:
         del sys.modules[name]
     for name, contents in MODULES.items():
         full = f"transformer_engine.{name}".rstrip(".")

@@ -25,7 +25,7 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper, RayHelperError
 from rayhelper.device_groups.keys import SHARE_KEY, SIZE_KEYS
 from rayhelper.planning.role_kinds import RoleKind, declared_name, declared_roles, default_hosts
 from rayhelper.text import nearest, parse_text
-from trainers.commands import RLHF, Command, command_named
+from trainers.commands import RLHF, Command, command_named, task_of
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.reading.command_line import export_env, given_keys, load_config, read_config
 from trainers.configuration.reading.given_keys import plain
@@ -70,7 +70,8 @@ def _command(name: str, arguments: Sequence[str]) -> Command:
     if name != RLHF and ":" not in name:
         found = command_named(name)  # which imports no torch, so that a misspelt name is told before the file is read
         export_env(arguments)
-        return found
+        task = task_of(given_keys(arguments, [])[0].values)
+        return found if task is None else command_named(name, task_type=task)
     export_env(arguments)
     return command_named(name, plain(given_keys(arguments, [])[0].values.get("rlhf_type")))
 

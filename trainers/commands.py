@@ -21,13 +21,18 @@ from rayhelper.named_class import class_named
 from rayhelper.planning.refusals import UNNAMED
 from rayhelper.planning.role_kinds import configuration_of
 from rayhelper.text import nearest
-from trainers.configuration.folders import configuration_named, configurations, rlhf_types
+from trainers.configuration.folders import configuration_named, configurations, rlhf_types, tasks
 from trainers.configuration.others.translations import rlhf_problem
+from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.roles import Role
 from trainers.configuration.shared import RunConfig
 
 RLHF = "rlhf"  # the command whose trainer the key rlhf_type chooses
 EXTENDS = "a dataclass that extends TrainConfig (or RunConfig) of trainers.configuration.shared"
+OF_TRL = {  # commands of TRL's that are settings of a trainer here
+    "rloo": "TRL's RLOO, with its defaults, is grpo with --advantage_estimator rloo --loss_type grpo "
+    "--importance_sampling_level sequence_product --beta 0.05 --num_generations 2",
+}
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,8 @@ def commands() -> list[str]:
     return [*configurations(), RLHF]
 
 
-def command_named(name: str, rlhf_type: Any = None) -> Command:
-    """What ``name`` stands for; ``rlhf_type`` chooses for the name ``rlhf``.
+def command_named(name: str, rlhf_type: Any = None, task_type: Any = None) -> Command:
+    """What ``name`` stands for; ``rlhf_type`` chooses for the name ``rlhf``, ``task_type`` for ``sft``.
 
     Raises:
         ConfigError: there is no such trainer, or the class that is named is none.
@@ -64,7 +69,9 @@ def command_named(name: str, rlhf_type: Any = None) -> Command:
         if problem := rlhf_problem(rlhf_type, known):
             raise ConfigError(problem)
         return Command(known[rlhf_type])
-    found = configuration_named(name)
+    found = (None if task_type is None else tasks().get((name, task_type))) or configuration_named(name)
+    if found is None and name in OF_TRL:
+        raise ConfigError(f"there is no trainer {name!r}: {OF_TRL[name]}")
     if found is None:
         raise ConfigError(
             f"there is no trainer {name!r}{nearest(name, commands())}. Your own is named by its class: "
@@ -73,13 +80,21 @@ def command_named(name: str, rlhf_type: Any = None) -> Command:
     return Command(found)
 
 
+def task_of(keys: Mapping[Any, Any]) -> str | None:
+    """The ``task_type`` of a configuration's keys; as in ms-swift, ``num_labels`` says seq_cls."""
+    said = plain(keys.get("task_type"))
+    if said is None and plain(keys.get("num_labels")) is not None:
+        return "seq_cls"
+    return said if isinstance(said, str) else None
+
+
 def roles_named(name: str, keys: Mapping[str, Any]) -> Mapping[str, Role] | None:
     """The roles of the trainer that the command ``name`` runs with such a file; None if there is no such command.
 
     What ``python -m rayhelper plan --trainer NAME`` asks.
     """
     known = name == RLHF or configuration_named(name) is not None
-    return command_named(name, keys.get("rlhf_type")).config_type.ROLES if known else None
+    return command_named(name, keys.get("rlhf_type"), task_of(keys)).config_type.ROLES if known else None
 
 
 def refusals(name: str | None, file: str, keys: Mapping[Any, Any]) -> list[str] | None:
@@ -99,7 +114,7 @@ def refusals(name: str | None, file: str, keys: Mapping[Any, Any]) -> list[str] 
         least = [f"{UNNAMED}; {told} says: {line}. Or name yours: --trainer" for line in found[told]]
         return least if all(found.values()) else []
     try:
-        config_type = command_named(name or RLHF, kind).config_type
+        config_type = command_named(name or RLHF, kind, task_of(keys)).config_type
     except ConfigError as error:
         return None if name is not None else [str(error)]
     return _refusals(config_type, file)

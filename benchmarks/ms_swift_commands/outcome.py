@@ -21,7 +21,7 @@ from benchmarks.ms_swift_commands.cases import Case
 from rayhelper import ConfigError
 from trainers.cli import _check_run as check_run
 from trainers.cli import load_config, placement, uses_ray
-from trainers.commands import RLHF, command_named
+from trainers.commands import RLHF, command_named, task_of
 from trainers.configuration.others.ms_swift import spelled
 from trainers.configuration.reading.command_line import export_env, given_keys
 from trainers.configuration.reading.given_keys import plain
@@ -130,8 +130,9 @@ def with_gpus() -> Iterator[None]:
 def _checked(words: list[str], environment: dict[str, str]) -> None:
     name, arguments = spelled(words)
     export_env(arguments)
-    rlhf_type = plain(given_keys(arguments, [])[0].values.get("rlhf_type")) if name == RLHF else None
-    command = command_named(name, rlhf_type)
+    keys = given_keys(arguments, [])[0].values
+    rlhf_type = plain(keys.get("rlhf_type")) if name == RLHF else None
+    command = command_named(name, rlhf_type, task_of(keys))
     config = load_config(command.config_type, arguments, prog="python -m trainers")
     count = 1
     for variable in ("NPROC_PER_NODE", "NNODES"):
@@ -204,7 +205,7 @@ def _forked(words: list[str], case: Case) -> Outcome:
 
 def _import_all() -> None:
     """What every command imports, once and before the processes."""
-    for name in ("sft", "grpo", "dpo", "gkd", "ppo", "reward", "sampling"):
+    for name in ("sft", "grpo", "dpo", "gkd", "ppo", "reward", "sampling", "classification"):
         _ = command_named(name).trainer
     import trainers.backends.megatron.backend
     import trainers.rollout.vllm.settings  # noqa: F401

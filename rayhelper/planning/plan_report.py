@@ -67,7 +67,10 @@ def as_lines(made: Plan) -> Iterator[str]:
         yield ""
         yield from _group_lines(planned, made.gpu_bytes)
     yield ""
-    yield f"total: {_count(made.num_nodes, 'node')} x {made.gpus_per_node} = {_total_text(made)}"
+    if made.groups and all(planned.group.device == "CPU" for planned in made.groups):
+        yield "total: CPUs alone, no GPU is asked for"
+    else:
+        yield f"total: {_count(made.num_nodes, 'node')} x {made.gpus_per_node} = {_total_text(made)}"
     if findings.assumed:
         yield f"assumed: {'; '.join(findings.assumed)}"
     if any(planned.peak_bytes is not None for planned in made.groups):

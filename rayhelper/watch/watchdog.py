@@ -5,12 +5,14 @@
     watchdog.made += 1                      a call with Ray off, which is found on the stack of its thread: see ``Off``
 
 The main thread is interrupted by a signal, where it is. Native code is interrupted as it returns; other threads are not
-interrupted. Both are reported once, with the stack. The time that a thread spends at the prompt of a debugger does not
-count. The thread ends when nothing is to be looked after.
+interrupted. Both are reported once, with the stack. A call that waits at the prompt of a debugger is not late; its time
+begins anew behind it. The thread ends when nothing is to be looked after.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -149,9 +151,8 @@ class Watchdog:
         self.calls = {}
         self.woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # from a signal's handler, too
         self.firing, self.starting = threading.Lock(), threading.Lock()
-        self.looked = time.monotonic()
         self.last_made = -1
-        self.quiet_since = self.warned = self.busy = self.looked
+        self.quiet_since = self.warned = self.busy = time.monotonic()
 
     def begin(self, call: Call) -> None:
         """From now on it is looked after."""
@@ -182,7 +183,7 @@ class Watchdog:
         with self.starting:
             if not self.is_awake:
                 self.is_awake = True
-                self.busy = self.looked = time.monotonic()
+                self.busy = time.monotonic()
                 self.last_made = -1
                 threading.Thread(target=self._run, name="rayhelper-watchdog", daemon=True).start()
 
@@ -190,59 +191,64 @@ class Watchdog:
         woken = self.woken
         while self.is_awake:
             try:
-                woken.get(timeout=self._look())
-            except queue.Empty:
-                continue
+                wait_s = self._look()
+            except Exception:  # calls must not be left without the thread
+                _log.exception("the watchdog could not look after calls")
+                wait_s = _LOOK_S
+            with contextlib.suppress(queue.Empty):
+                woken.get(timeout=wait_s)
 
     def _look(self) -> float:
-        """Looks after all; seconds until the next look."""
+        """Looks after all; seconds until the next look. It reads stacks only if something may be late or idle."""
         now, every_s = time.monotonic(), _every_s()
-        elapsed_s, self.looked = now - self.looked, now
-        frames = sys._current_frames()
         calls = list(self.calls.values())
         if self.made != self.last_made:
             self.last_made, self.quiet_since, self.warned, self.busy = self.made, now, now, now
         innermost = {call.thread: call for call in calls if call.where is None and call.warns}
         for call in calls:
-            if call.where is None and _in_debugger(frames.get(call.thread)):
-                waited_s = min(elapsed_s, now - call.began)
-                call.due += waited_s
-                call.quiet_since += waited_s
-                self.quiet_since += waited_s
+            quiet_since = call.quiet_since if call.where else max(call.quiet_since, self.quiet_since)
+            is_told = call.warns and (call.where is not None or innermost.get(call.thread) is call)
+            is_quiet = is_told and now - quiet_since >= every_s
+            if (now >= call.due or is_quiet) and call.where is None and _in_debugger(stacks().get(call.thread)):
+                call.due = max(call.due, now + (call.limit_s or 0.0))  # its time begins anew behind the prompt
+                call.quiet_since = now
+                continue
             if now >= call.due:
                 self._late(call, now)
-            quiet_since = call.quiet_since
-            if call.where is None:
-                quiet_since = max(quiet_since, self.quiet_since)
-            is_told = call.warns and (call.where is not None or innermost.get(call.thread) is call)
-            if is_told and now - quiet_since >= every_s:
+            if is_quiet:
                 self._warn(call, now)
-        found = dict(self._found(frames))
-        if found and now - max(self.quiet_since, self.warned) >= every_s:
+        if now - max(self.quiet_since, self.warned) >= every_s:
             self.warned = now
-            for thread, title in found.items():
-                if not _in_debugger(frames.get(thread)):
-                    _report(title, now - self.quiet_since, _here(stack_of(frames.get(thread))))
-        if calls or found:
+            for frames, title in self._found():
+                if not _in_debugger(frames):
+                    _report(title, now - self.quiet_since, _here(stack_of_frames(frames[::-1])))
+        if calls:
             self.busy = now
         elif now - self.busy > _IDLE_S:
-            with self.starting:
-                self.is_awake = False  # a call that is made from now on starts another thread
-                self.is_awake = bool(self.calls) or self.made != self.last_made  # this one was made before
+            codes = {off.code for off in self.off}
+            if codes and any(one.f_code in codes for frames in stacks().values() for one in frames):
+                self.busy = now
+            else:
+                with self.starting:
+                    self.is_awake = False  # a call that is made from now on starts another thread
+                    self.is_awake = bool(self.calls) or self.made != self.last_made  # this one was made before
         due_s = min((call.due - time.monotonic() for call in calls), default=_LOOK_S)
         limits = [call.limit_s for call in calls if call.limit_s is not None]
         return max(0.001, min(_LOOK_S, due_s, min([every_s, *limits]) / _LOOKS))
 
-    def _found(self, frames: dict[int, FrameType]) -> Iterator[tuple[int, str]]:
-        """The calls with Ray off: by thread, the innermost one's title."""
+    def _found(self) -> list[tuple[list[FrameType], str]]:
+        """The calls with Ray off: of each thread, its stack and the innermost one's title."""
         codes = {off.code: off for off in self.off}
-        for thread, frame in frames.items():
-            for one in _frames_of(frame):
-                if one.f_code in codes:
-                    title = codes[one.f_code].title(one.f_locals)
-                    if title is not None:
-                        yield thread, title
-                    break
+        found = []
+        for frames in stacks().values():
+            innermost = next((one for one in frames if one.f_code in codes), None)
+            if innermost is None:
+                continue
+            with _no_collection():
+                title = codes[innermost.f_code].title(innermost.f_locals)
+            if title is not None:
+                found.append((frames, title))
+        return found
 
     def _late(self, call: Call, now: float) -> None:
         if call.paused_s is not None and not call.is_late:
@@ -269,7 +275,7 @@ class Watchdog:
     def _report_deaf(self, call: Call, why: str) -> None:
         if not call.is_reported:
             call.is_reported = True
-            call.stack = stack_of(sys._current_frames().get(call.thread))
+            call.stack = stack_of_frames(stacks().get(call.thread, ())[::-1])
             _log.warning(
                 "%s did not end within %g s and cannot be interrupted: %s. It ends when it returns. Where it is:\n%s",
                 call.title,
@@ -283,7 +289,7 @@ class Watchdog:
             call.quiet_since += paused_s
             return
         call.quiet_since = now
-        where = _here(stack_of(sys._current_frames().get(call.thread))) if call.where is None else call.where()
+        where = call.where() if call.where else _here(stack_of_frames(stacks().get(call.thread, ())[::-1]))
         if where:
             _report(call.title, now - call.began, where)
 
@@ -346,9 +352,32 @@ def _frames_of(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _in_debugger(frame: FrameType | None) -> bool:
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Inside, no garbage is collected, so that frames of other threads can be read.
+
+    Before Python 3.12 a garbage collection may begin while a frame is looked up. Then the frame's thread may go on and
+    leave the frame, whose memory is read all the same: a segmentation fault.
+    """
+    pauses = sys.version_info < (3, 12) and gc.isenabled()
+    if pauses:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if pauses:
+            gc.enable()
+
+
+def stacks() -> dict[int, list[FrameType]]:
+    """The frames of every thread, the innermost first."""
+    with _no_collection():
+        return {thread: list(_frames_of(frame)) for thread, frame in sys._current_frames().items()}
+
+
+def _in_debugger(frames: Sequence[FrameType] | None) -> bool:
     """Whether a debugger waits for its user on this stack."""
-    modules = (str(one.f_globals.get("__name__", "")) for one in itertools.islice(_frames_of(frame), 64))
+    modules = (str(one.f_globals.get("__name__", "")) for one in itertools.islice(frames or (), 64))
     return any(module.startswith(_DEBUGGERS) for module in modules)
 
 

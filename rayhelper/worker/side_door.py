@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import sys
 import threading
 import time
 import traceback
@@ -22,6 +21,7 @@ from rayhelper.authenticated.client import Client
 from rayhelper.authenticated.server import Address as Address
 from rayhelper.authenticated.server import Server
 from rayhelper.ranks import runs
+from rayhelper.watch import watchdog
 from rayhelper.worker.process_group import in_process_group
 
 PURPOSE = "door"
@@ -64,13 +64,13 @@ class Door:
 
 def stacks() -> str:
     """The Python stacks of this process's threads, the main thread's first; those of this library's own left out."""
-    frames = sys._current_frames()
+    found = watchdog.stacks()
     threads = sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread())
     texts = []
     for thread in threads:
-        frame = frames.get(thread.ident or 0)
-        if frame is not None and not thread.name.startswith(_NOT_OURS_TO_TELL):
-            stack = traceback.extract_stack(frame)
+        frames = found.get(thread.ident or 0)
+        if frames is not None and not thread.name.startswith(_NOT_OURS_TO_TELL):
+            stack = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames[::-1])
             own = itertools.dropwhile(lambda one: any(part in one.filename for part in _MACHINERY), stack)
             shown = "".join(traceback.format_list((list(own) or stack)[-_NUM_FRAMES:]))
             texts.append(f"thread {thread.name}, most recent call last:\n{shown}")

@@ -96,6 +96,18 @@ def test_gradients_of_an_entropy_bonus_are_those_of_plain_autograd(folder: str) 
     assert largest_difference(found, expected) < 1e-6 * max(1.0, scale)
 
 
+def test_a_loss_with_entropies_that_have_no_gradient_is_an_error(folder: str) -> None:
+    def entropy_loss(logps_BT: Any, entropy_BT: Any, mask_BT: Any, micro: Any, metrics: Metrics, coef: float) -> Any:
+        metrics.mean("entropy", (entropy_BT * mask_BT).sum(), mask_BT.sum())
+        return -((logps_BT + coef * entropy_BT) * mask_BT).sum()
+
+    backend = FsdpBackend(folder, **SETTINGS)
+    with pytest.raises(ValueError, match="entropy_gradient=True"):
+        backend.step(samples_of(), partial(entropy_loss, coef=0.1), micro_batch_size=3)
+    backend.step(samples_of(), partial(entropy_loss, coef=0.0), micro_batch_size=3)
+    backend.step(samples_of(), partial(entropy_loss, coef=0.1), micro_batch_size=3, entropy_gradient=True)
+
+
 def test_steps_are_those_of_plain_adamw_with_clipping_decay_and_schedule(folder: str) -> None:
     """Three steps with warm-up, where the norm is above the limit; decayed are all weights but norms."""
     samples = samples_of()
@@ -288,7 +300,6 @@ def test_the_loss_sees_ragged_targets_left_aligned(folder: str) -> None:
         assert torch.equal(mask_BT, counts.padded(False))
         assert bool((logps_BT[~mask_BT] == 0).all())
         assert entropy_BT.shape == logps_BT.shape == mask_BT.shape
-        assert not entropy_BT.requires_grad
         shapes.append(len(micro))
         return logps_BT.sum()
 

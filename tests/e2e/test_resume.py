@@ -59,7 +59,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(name: str, model: str, tmp_
     assert len({line["loss"] for line in lines(whole) if "loss" in line}) == num_steps  # it did learn something
     assert lines(parted) == lines(whole)
     assert final_bytes(parted) == final_bytes(whole)
-    assert resumed.keys() == numbers.keys()
+    assert resumed.keys() <= numbers.keys()  # not what only evaluations before it had
 
 
 def test_two_workers_resume_bit_for_bit(model: str, tmp_path: Path, ray_session: RaySession) -> None:

@@ -499,6 +499,11 @@ def by_processes(model: str, folder: Path) -> None:
         trained(greedy_config(model, folder / "ahead", max_staleness=1))
 
 
+def drawn_apart(line: dict[str, Any]) -> dict[str, Any]:
+    """What a step logs, without what compares the engine's log-probabilities with the policy's."""
+    return {name: value for name, value in line.items() if not name.startswith("sampling/")}
+
+
 def test_processes_of_torchrun_apart_equal_one_process_bit_for_bit(
     off: LedgerTrainer, off_ahead: LedgerTrainer, model: str, tmp_path: Path
 ) -> None:
@@ -506,7 +511,10 @@ def test_processes_of_torchrun_apart_equal_one_process_bit_for_bit(
     assert done.returncode == 0, done.stderr[-4000:]
     assert "Traceback" not in done.stderr
     for name, expected in (("fresh", off), ("ahead", off_ahead)):
-        assert lines(tmp_path / name) == lines(Path(expected.config.output_dir))
+        found, right = lines(tmp_path / name), lines(Path(expected.config.output_dir))
+        assert list(map(drawn_apart, found)) == list(map(drawn_apart, right))
+        for line, other in zip(found, right, strict=True):  # batches of other sizes round otherwise
+            assert line == pytest.approx(other, abs=1e-6)
         assert final_bytes(tmp_path / name) == final_bytes(Path(expected.config.output_dir))
 
 

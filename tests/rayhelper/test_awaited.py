@@ -64,6 +64,11 @@ class Crew:
         RayHelper.init_process_group()
 
     @RayHelper.function(group="crew")
+    async def note(self, name: str) -> None:
+        self.order.append(name)
+        await asyncio.sleep(0)
+
+    @RayHelper.function(group="crew")
     def seen(self) -> list[str]:
         return self.order
 
@@ -83,6 +88,18 @@ def test_a_worker_that_dies_begins_its_calls_anew(ray_session: RaySession) -> No
             return await asyncio.gather(*calls)
 
         assert asyncio.run(together()) == [["a", "a"], ["b", "b"]]
+
+
+def test_calls_that_begin_while_others_are_collected_run_once_on_every_rank(ray_session: RaySession) -> None:
+    async def begin_all(crew: Crew) -> None:
+        for k in range(60):
+            await asyncio.gather(crew.note(f"first {k}"), crew.note(f"second {k}"), crew.note(f"third {k}"))
+
+    with ray_session(GROUPS):
+        crew = Crew()
+        asyncio.run(begin_all(crew))
+        names = [f"{which} {k}" for k in range(60) for which in ("first", "second", "third")]
+        assert [sorted(seen) for seen in crew.seen()] == [sorted(names)] * 2
 
 
 def test_a_rank_that_fails_stops_the_others_of_its_call_alone(ray_session: RaySession) -> None:

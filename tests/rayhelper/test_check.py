@@ -203,6 +203,17 @@ def test_groups_come_from_the_command_line_or_from_a_file(tmp_path: Path, capsys
     assert seen["neither"] == {"call-across-roles", "call-to-driver"}
 
 
+def test_a_file_is_checked_as_its_module_is(capsys: pytest.CaptureFixture[str]) -> None:
+    file = Path(__file__).with_name("check_fixture_right.py")
+    assert check(f"{file}:Timed") == check("tests.rayhelper.check_fixture_right:Timed")
+    by_file, by_module = capsys.readouterr().err.splitlines()
+    assert by_file == by_module.replace("tests.rayhelper.check_fixture_right:Timed", f"{file}:Timed")
+    raft = ROOT / "examples" / "own_trainer" / "raft.py"
+    assert check(f"{raft}:RaftTrainer") == 0
+    assert check("examples/nowhere.py:Trainer") == 2
+    assert "there is no file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("target", "words"),
     [

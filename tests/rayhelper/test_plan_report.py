@@ -266,6 +266,14 @@ def test_a_cluster_that_is_too_small_is_told_in_numbers(tmp_path: Path) -> None:
     assert "worker 2 of group 'train' needs 3 GPU of one node" in said
 
 
+def test_a_plan_of_cpus_alone_counts_no_gpus(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("work: {device: CPU, ranks: 2, workers: [train]}\n")
+    lines = list(as_lines(make_plan(str(file))))
+    assert "total: CPUs alone, no GPU is asked for" in lines
+    assert not any("idle" in line for line in lines)
+
+
 def test_what_does_not_fit_is_neither_used_nor_idle(tmp_path: Path) -> None:
     def total(config: dict[str, Any], **cluster: int) -> str:
         found = planned(tmp_path, config, **cluster)

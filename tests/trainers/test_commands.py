@@ -205,7 +205,8 @@ def test_a_mistake_is_one_line_with_its_remedy(target: str, more: list[str], tol
 def test_without_a_name_all_trainers_are_named_and_nothing_large_is_imported() -> None:
     done = python(ROOT, "-X", "importtime", "-m", "trainers")
     assert done.returncode == 2
-    names = "cpo, simpo, orpo, dpo, gkd, grpo, kto, ppo, reward, rm, sampling, sample, sft, pretrain, pt, rlhf"
+    names = "classification, seq_cls, cpo, simpo, orpo, dpo, gkd, distillation, grpo, kto, ppo, reward, rm, "
+    names += "sampling, sample, sft, pretrain, pt, rlhf"
     assert f"NAME is one of {names}" in done.stderr
     assert "path/to/file.py:MyTrainer" in done.stderr
     assert not [line for line in done.stderr.splitlines() if line.endswith((" torch", " transformers", " ray"))]
@@ -255,6 +256,16 @@ def test_a_class_that_is_no_trainer_is_told_what_it_lacks(name: str, told: str, 
         command_named(f"{raft}:{name}")
 
 
+UNDECLARED = """
+from rayhelper import RayHelper
+
+@RayHelper.worker(group="train")
+class Judged:
+    @RayHelper.function(group="judge")
+    def judge(self) -> None: ...
+"""
+
+
 def test_a_module_that_cannot_be_found_is_told_and_what_it_raises_is_raised(raft: Path, tmp_path: Path) -> None:
     sys.path.insert(0, str(tmp_path))
     with pytest.raises(ConfigError, match=r"no module 'mine\.rafts': mine\.rafts is neither .* path/to/rafts.py:Raft"):
@@ -264,6 +275,9 @@ def test_a_module_that_cannot_be_found_is_told_and_what_it_raises_is_raised(raft
     (tmp_path / "broken.py").write_text("import no_such_package\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         command_named("broken:RaftTrainer")
+    (tmp_path / "undeclared.py").write_text(UNDECLARED)
+    with pytest.raises(ConfigError, match=r"undeclared.py:Judged: Judged.judge belongs to role 'judge', which the cla"):
+        command_named(f"{tmp_path}/undeclared.py:Judged")
     (tmp_path / "json.py").write_text(RAFT)
     with pytest.raises(ConfigError, match=r"json.py cannot be imported as json, which is .*Rename the file"):
         command_named(f"{tmp_path}/json.py:RaftTrainer")

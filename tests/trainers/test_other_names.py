@@ -227,6 +227,19 @@ def test_others_keys_say_what_ours_say(kind: type[Any], text: str, keys: dict[st
     assert load(kind, text, tmp_path) == dataclasses.replace(load(kind, "", tmp_path), **keys)
 
 
+def test_sampling_on_vllm_is_refused_once_and_its_remedies_are_taken(tmp_path: Path) -> None:
+    assert told(SamplingConfig, "sampler_engine: vllm", tmp_path).count("sampler_engine vllm") == 1
+    assert "must be one of" not in told(SamplingConfig, "sampler_engine: vllm", tmp_path)
+    file = "sampler_engine: vllm\norm_model: math"
+    local = load(SamplingConfig, file, tmp_path, "--sampler_engine", "hf", "--orm_model", "ms_swift_accuracy")
+    assert (local.engine, local.orm_model) == ("hf", "ms_swift_accuracy")
+    server = ["--sampler_engine", "client", "--base_url", "http://localhost:8000/v1"]
+    assert load(SamplingConfig, "sampler_engine: vllm", tmp_path, *server).engine == "client"
+    (tmp_path / "own.py").write_text("orms['math'] = object\n")
+    own = load(SamplingConfig, f"orm_model: math\nexternal_plugins: {tmp_path}/own.py", tmp_path)
+    assert own.orm_model == "math"
+
+
 def test_a_file_may_hold_the_system_message(tmp_path: Path) -> None:
     (tmp_path / "system.txt").write_text("Be brief.\n")
     assert load(GRPOConfig, f"system: {tmp_path}/system.txt", tmp_path).system == "Be brief.\n"
@@ -337,6 +350,9 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (GRPOConfig, "moe_permute_fusion: true", "it is a setting of Megatron's"),
     (SFTConfig, "lora_bias: all", 'lora_bias is not supported: what is done here is "none". Write that'),
     (GRPOConfig, "actor_rollout_ref: {actor: {optim: {lr: 1}}}", "translate FILE --from verl"),
+    (SamplingConfig, "sampler_engine: vllm", "sampler_engine vllm is not supported: write hf, or serve the model"),
+    (SamplingConfig, "orm_model: math", "write orm_model: ms_swift_accuracy, and the right answers into a column"),
+    (SamplingConfig, "orm_model: toolbench", "register a function of yours in a file of external_plugins"),
 ]
 
 
@@ -409,7 +425,7 @@ def test_the_table_of_equivalents_knows_every_alias_and_every_key_that_it_names(
     ] == []
     groups = {"device_groups", "ranks", "nproc_per_node", "nnodes"}  # placement, and what is no key
     words = {"apo_zero", "sigmoid_norm", "soft_overlong", "cosine_scaled", "repetition_penalty", "device_mapping"}
-    words |= {"ms_swift_accuracy", "drop"}
+    words |= {"ms_swift_accuracy", "drop", "accuracy"}
     for row in (line.split("|")[2] for line in text.splitlines() if line.startswith("| `")):
         for name in re.findall(r"`([a-z_]+)(?::[^`]*)?`", row):
             assert name in KEYS | groups | words | NAMES_OF_VALUES, row

@@ -2,7 +2,7 @@
 
 Unless said otherwise **every rank** of the role calls a method, with its own slice of the batch; a slice may be empty.
 A backend has one of two heads. ``lm``: scores of target tokens, for policies, references and teachers. ``value``: one
-number a target token, for critics and reward models.
+number a target token, for critics and reward models, or several, for classifiers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class LossFunction(Protocol[BatchT]):
     The value must already be divided by the normaliser of the whole optimizer step over all workers, so that the
     backend only ever *sums* over micro-batches and workers.
 
-    With a value head it is called as ``(values_BT, mask_BT, micro, metrics)``.
+    With a value head it is called as ``(values_BT, mask_BT, micro, metrics)``; with several
+    labels values_BT is (B, T, K).
     """
 
     def __call__(

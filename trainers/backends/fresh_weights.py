@@ -10,9 +10,9 @@ import torch
 VALUE_HEAD = "score.weight"  # in a checkpoint
 
 
-def value_head(hidden_size: int, std: float, seed: int) -> torch.Tensor:
-    """(1, H) float32, normal with the standard deviation that the model's configuration has for new weights."""
-    return torch.nn.init.normal_(torch.empty(1, hidden_size), std=std, generator=_generator(VALUE_HEAD, seed))
+def value_head(hidden_size: int, std: float, seed: int, num_labels: int = 1) -> torch.Tensor:
+    """(num_labels, H) float32, normal with the standard deviation that the model's configuration has for new ones."""
+    return torch.nn.init.normal_(torch.empty(num_labels, hidden_size), std=std, generator=_generator(VALUE_HEAD, seed))
 
 
 def adapter_a(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:

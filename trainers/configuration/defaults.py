@@ -146,6 +146,7 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         Default("truncation_mode", "drop", TEMPLATE),
         Default("loss_scale", "default", TEMPLATE),
     ),
+    "ClassificationConfig": (Default("truncation_mode", "drop", TEMPLATE),),
     "PretrainConfig": (
         Default("packing", False, BASE),
         Default("packing_strategy", "bfd", BASE),
@@ -164,6 +165,7 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
             lambda keys: keys.get("rollout_importance_sampling_mode") is not None,
         ),
     ),
+    "CPOConfig": (Default("simpo_gamma", 1.0, RLHF, lambda keys: keys.get("loss_type") == "simpo"),),
     "GKDConfig": (
         Default(
             "gkd_topk_add_tail",
@@ -233,7 +235,7 @@ def defaults_of(held: Holding, config_type: type, ours: Mapping[str, Any], given
         if default.key in ours and default.key not in given.values and default.holds(keys):
             found[default.key] = default.value(keys) if callable(default.value) else default.value
             keys[default.key] = found[default.key]
-    if _counts_generations(keys, given):
+    if "gradient_accumulation_steps" in ours and _counts_generations(keys, given):
         found["gradient_accumulation_steps"] = ours["gradient_accumulation_steps"]
     return {**ours, **found}
 

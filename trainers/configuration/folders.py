@@ -3,6 +3,7 @@
     class RewardConfig(TrainConfig):
         NAMES: ClassVar = ("reward", "rm")     # on the command line; left out: the folder's
         RLHF_TYPE: ClassVar = "rm"             # ms-swift's name, if it has one
+        TASK: ClassVar = ("sft", "seq_cls")    # the command of another trainer, and its task_type, that mean this one
 
 Nothing here lists them: a folder with a ``config.py`` is a trainer. Imports no torch.
 """
@@ -47,6 +48,12 @@ def rlhf_types() -> dict[str, type[RunConfig]]:
     """The configurations whose trainers ms-swift has, by its ``rlhf_type``."""
     found = {vars(kind).get("RLHF_TYPE"): kind for kind in configurations().values()}
     return {name: kind for name, kind in found.items() if name is not None}
+
+
+def tasks() -> dict[tuple[str, str], type[RunConfig]]:
+    """The configurations whose trainers are tasks of another command, by it and its ``task_type``."""
+    found = {vars(kind).get("TASK"): kind for kind in configurations().values()}
+    return {task: kind for task, kind in found.items() if task is not None}
 
 
 def _of_folder(folder: str) -> dict[str, type[RunConfig]]:

@@ -50,15 +50,16 @@ def build_engine(
     return engine
 
 
-def check_shards_are_here(config: CompletionConfig, backend: Backend | None, num_engines: int) -> None:
+def check_shards_are_here(config: CompletionConfig, backend: Backend | None) -> None:
     """Raises ConfigError where ``hf`` decodes with sharded weights of the policy, but not on all train workers.
 
-    ``backend``: the policy, if this worker trains it; ``num_engines``: workers of role rollout. Under torchrun a group
-    of role rollout may hold some of the train workers only.
+    For a worker of role rollout; ``backend``: the policy, if this worker trains it. Under torchrun a group of role
+    rollout may hold some of the train workers only.
     """
-    if backend is None or config.rollout_engine != "hf" or config.backend != "fsdp":
+    here = RayHelper.current()
+    if backend is None or config.rollout_engine != "hf" or config.backend != "fsdp" or not here.roles:
         return
-    num_train = dist.get_world_size() if dist.is_initialized() else 1
+    num_engines, num_train = here.world_size, dist.get_world_size() if dist.is_initialized() else 1
     if num_engines < num_train and config.fsdp_sharding_strategy != "no_shard":
         raise ConfigError(
             f"role rollout has {num_engines} of the {num_train} workers that train, and rollout_engine: hf completes "

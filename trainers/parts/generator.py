@@ -321,7 +321,7 @@ class Generator:
         if self.engine is not None:
             return
         config, backend = self.config, self.policy.backend
-        check_shards_are_here(config, backend, RayHelper.current().world_size)
+        check_shards_are_here(config, backend)
         load_plugins(config.external_plugins)
         self.tokenizer = tokenizer = load_tokenizer(config, path)
         environment = None if self.environment is None else self.environment(tokenizer)

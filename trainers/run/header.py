@@ -40,7 +40,9 @@ def _model(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Ite
     size = "" if count is None else f" ({count:,} parameters)"
     tuned = f"lora of rank {config.lora_rank}" if config.tuner_type == "lora" else "all weights"
     dtype = "bfloat16 on GPUs that have it, else float32" if config.dtype == "auto" else config.dtype
-    yield f"{names_of(type(config))[0]}: {config.model}{size}, {tuned}, backend {config.backend}, {dtype}"
+    kind = type(config)
+    name = names_of(kind)[0] if kind.__module__.startswith("trainers.") else kind.__name__  # of a user's own trainer
+    yield f"{name}: {config.model}{size}, {tuned}, backend {config.backend}, {dtype}"
     for name in ("ref_model", "teacher_model", "reward_model", "value_model"):
         if named := getattr(config, name, None):
             yield f"{name}: {', '.join(named) if isinstance(named, list) else named}"
@@ -87,17 +89,11 @@ def _steps(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Ite
     yield f"steps: {num_steps:,}{of_what}{most}, into {config.output_dir}"
 
 
-def _defaults(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
-    """Whose defaults hold, where the configuration says it."""
-    if whose := getattr(config, "defaults", None):
-        yield f"defaults: {whose}"
-
-
 def _translated(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
     if origins := read_from.get():
         yield f"translated: {', '.join(f'{key} from {theirs}' for key, theirs in origins.items())}"
 
 
 PARTS: tuple[Callable[[Any, int, Mapping[str, Any]], Iterator[str]], ...] = (
-    *(_model, _rows, _roles, _steps, _defaults, _translated),
+    *(_model, _rows, _roles, _steps, _translated),
 )

@@ -113,15 +113,16 @@ class SFTTrainer:
         """The same with rows that are read on the way. A resumed run goes on where its checkpoint was in the stream."""
         config = self.config
         self.policy.build(self.model_path, config.max_steps)
+        source, split = config.training_data
         rows = RowStream(
-            config.dataset,
-            config.dataset_split,
+            source,
+            split,
             seed=config.seed,
             buffer=config.shuffle_buffer_size if config.shuffle_dataset else 0,
         )
         order = {"streaming": True, "shuffle_buffer_size": rows.buffer, SEQUENCES_PER_STEP: batch_size}
         with Run(config, config.max_steps, headline=HEADLINE, order=order) as run:
-            read = partial(self.read, split=config.dataset_split)
+            read = partial(self.read, split=split)
             stream = StreamedSequences(rows, read, batch_size=batch_size, state=run.trainer_state)
             for step in run.rounds(self, lambda: stream.state):
                 with run.phase("data"):

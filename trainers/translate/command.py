@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from rayhelper import ConfigError
-from trainers.translate import flat, roll, siirl, verl
+from trainers.translate import flat, roll, siirl, verl, verl_names
 from trainers.translate.sources import SYSTEMS, Source, read
 from trainers.translate.table import Ours, Theirs
 from trainers.translate.writer import as_yaml
@@ -20,7 +20,7 @@ from trainers.translate.writer import as_yaml
 NAME = "translate"
 USAGE = "usage: python -m trainers translate FILE|-- COMMAND [--from SYSTEM] [--trainer NAME] > ours.yaml"
 BY_KEYS: dict[str, tuple[Callable[[Theirs, Ours], None], dict[str, object]]] = {
-    "verl": (verl.translate, verl.DEFAULTS),
+    "verl": (verl.translate, verl_names.DEFAULTS),
     "siirl": (siirl.translate, siirl.DEFAULTS),
     "roll": (roll.translate, {}),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from trainers.commands import RLHF, command_named
+from trainers.commands import RLHF, command_named, task_of
 from trainers.configuration.reading.command_line import given_keys, translated
 from trainers.configuration.reading.given_keys import plain
 from trainers.translate.sources import Source
@@ -18,12 +18,13 @@ def translate(source: Source, ours: Ours, name: str | None) -> None:
         name = words.pop(0)
     if source.file is not None:
         words = ["--config", str(source.file)]
-    kind = given_keys(words, [])[0].values.get("rlhf_type")
+    values = given_keys(words, [])[0].values
+    kind = values.get("rlhf_type")
     if name is None and kind is None:
         ours.refuse(source.name, "nothing says which trainer it is for. Write --trainer sft, dpo, grpo, ...")
         return
     name = RLHF if name is None else name
-    command = command_named(name, kind)
+    command = command_named(name, kind, task_of(values))
     ours.trainer = name if name != RLHF else str(kind)
     given, mistakes = translated(words, command.config_type)
     ours.mistakes += mistakes

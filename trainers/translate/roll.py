@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainers.translate.table import Ours, Theirs
-from trainers.translate.verl import DIVIDED
+from trainers.translate.verl_names import DIVIDED
 
 ESTIMATORS = {"grpo": "grpo", "reinforce": "reinforce_plus_plus_token", "rloo": "rloo"}
 SIZES = (

@@ -141,7 +141,7 @@ class AwaitedCalls:
             except RayTaskError as error:
                 raise not_sent(self.recovery, refs[ref], calls[0].title, error) from None
             if not isinstance(reply, Failure):  # it was interrupted
-                for call in calls:
+                for call in list(self.calls):  # one that began since may have been asked for, and have ended
                     if refs[ref] in call.waiting:
                         self._note(call, refs[ref], *reply)
         for call in calls:

@@ -85,8 +85,8 @@ class FsdpBackend:
     is kept in ``dtype``. ``device`` None: the GPU of this process, or the CPU.
 
     ``token_budget`` cuts micro-batches by tokens instead of rows; ``padding_free`` joins the rows of one into a single
-    row of documents. ``values_at``: where a value head is read off, at the token that predicts a target or at itself.
-    Raises ConfigError if the model then would not keep the documents apart (``documents.py``).
+    row of documents. ``num_labels``: of a value head. ``values_at``: where it is read off, at the token that predicts a
+    target or at itself. Raises ConfigError if the model then would not keep the documents apart (``documents.py``).
     ``optimizer_offload``: what the optimizer remembers is in the memory of the host, and comes in pieces to change the
     weights. ``activation_memory_budget``: the share of activations that a compiled layer keeps for its backward pass;
     torch computes the others again, and chooses those that cost least (in one process, what it first compiled for one
@@ -100,6 +100,7 @@ class FsdpBackend:
         model: str | Path,
         *,
         head: ModelHead = "lm",
+        num_labels: int = 1,
         values_at: ReadAt = "predicting",
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: str | torch.device | None = None,
@@ -153,6 +154,7 @@ class FsdpBackend:
         self.module: Any = build_model(
             model,
             head=head,
+            num_labels=num_labels,
             dtype=self.dtype if frozen else torch.float32,
             device=self.device,
             model_init_kwargs=model_init_kwargs,
@@ -251,7 +253,10 @@ class FsdpBackend:
         return logps, entropies
 
     def token_values(self, sequences: Sequences, *, micro_batch_size: int) -> Ragged:
-        """float32 values at each row's targets, of a value head. As ``token_logps``."""
+        """float32 values at each row's targets, of a value head: (N,), or (N, num_labels) if there are several.
+
+        As ``token_logps``.
+        """
         return self._each(sequences, micro_batch_size, lambda values: values, 1)[0]
 
     def top_logps(

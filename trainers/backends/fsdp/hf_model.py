@@ -30,13 +30,15 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device,
     head: ModelHead = "lm",
+    num_labels: int = 1,
     model_init_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     seed: int = 0,
 ) -> Any:
-    """The causal language model of a folder or hub name, or a sequence classifier with one label (``value``).
+    """The causal language model of a folder or hub name, or a sequence classifier (``value``).
 
-    A classifier may be read from a language model; its head is then drawn (``fresh_weights.py``).
+    A classifier has ``num_labels`` labels. It may be read from a language model; its head is then drawn
+    (``fresh_weights.py``).
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -44,11 +46,11 @@ def build_model(
     settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, **dict(model_init_kwargs or {})}
     if head == "value":
         built, found = AutoModelForSequenceClassification.from_pretrained(
-            model, num_labels=1, output_loading_info=True, **settings
+            model, num_labels=num_labels, output_loading_info=True, **settings
         )
         if VALUE_HEAD in found["missing_keys"]:
-            head_1H = built.score.weight.data
-            head_1H.copy_(value_head(head_1H.shape[1], built.config.initializer_range, seed))
+            head_KH = built.score.weight.data
+            head_KH.copy_(value_head(head_KH.shape[1], built.config.initializer_range, seed, num_labels))
     else:
         built = AutoModelForCausalLM.from_pretrained(model, **settings)
     built = built.to(device)

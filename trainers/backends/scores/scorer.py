@@ -50,7 +50,7 @@ class Scorer(torch.nn.Module):
 
 
 class ValueScorer(torch.nn.Module):
-    """A sequence classifier with one label that answers with its number at every target.
+    """A sequence classifier that answers with the numbers of its labels at every target.
 
     Raises:
         ValueError: the model has no linear ``score`` on top of its backbone.
@@ -66,7 +66,7 @@ class ValueScorer(torch.nn.Module):
         self.model, self.way = model, way
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor]:
-        """(N,) float32 values."""
+        """(N,) float32 values; (N, K) of a model with K labels, if they are several."""
         with single_documents(inputs):
             given = model_arguments(self.model, inputs, self.way)
             hidden_BTH = self.model.base_model(**given, use_cache=False).last_hidden_state

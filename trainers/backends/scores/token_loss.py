@@ -67,7 +67,7 @@ class _WithoutGradient(torch.autograd.Function):
 def target_table(
     sequences: Sequences, device: torch.device
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """(B, T) where rows have targets, left-aligned; and what lays numbers of all targets (N,) out like that.
+    """(B, T) where rows have targets, left-aligned; what lays numbers of all targets, (N,) or (N, K), out like that.
 
     By their places: the gradient of ``masked_scatter`` would wait for the device.
     """
@@ -76,6 +76,8 @@ def target_table(
     mask_BT, places_N = (on_device(torch.from_numpy(x), device) for x in (known_BT, np.flatnonzero(known_BT)))
 
     def table(values_N: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(known_BT.size, device=device).index_copy(0, places_N, values_N).view(mask_BT.shape)
+        shape = values_N.shape[1:]
+        flat = torch.zeros(known_BT.size, *shape, device=device).index_copy(0, places_N, values_N)
+        return flat.view(*mask_BT.shape, *shape)
 
     return mask_BT, table

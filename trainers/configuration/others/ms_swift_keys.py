@@ -35,6 +35,7 @@ def translate_ms_swift(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     _fsdp(given)
     _checkpoints(given)
     _templates(given)
+    _best_checkpoint(given)
 
 
 def engine_beside_training(given: GivenKeys) -> None:
@@ -78,6 +79,12 @@ def room_for_prompts(given: GivenKeys) -> None:
             "longer prompts lose their beginning",
             *(room, sizes[1], sizes[0]),
         )
+
+
+def _best_checkpoint(given: GivenKeys) -> None:
+    """What ms-swift calls the accuracy of a classifier."""
+    if "num_labels" in given.known and given.get("metric_for_best_model") in ("acc", "eval_acc"):
+        given.values["metric_for_best_model"] = "accuracy"
 
 
 def _templates(given: GivenKeys) -> None:

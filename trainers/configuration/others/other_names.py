@@ -112,6 +112,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
         ("vit_gradient_checkpointing", "vit_gradient_checkpointing_kwargs", "vit_lr", "aligner_lr", "max_pixels"), ANY
     ),  # as freeze_vit
     "task_type": ("causal_lm",),
+    "num_labels": (None,),
+    "problem_type": (None,),
     "template_backend": ("jinja",),
     "use_hf": (True,),
     "check_model": (False,),
@@ -293,6 +295,10 @@ REFUSED = {
     "teacher_adapters": _ADAPTERS,
     "reward_adapters": _ADAPTERS,
     "load": "write model, or resume_from_checkpoint for a checkpoint of this library",
+    "task_type": "sft learns causal_lm or, with num_labels, seq_cls; embedding, reranker and generative_reranker are "
+    "not supported. Write one of the first two",
+    "num_labels": "sft with task_type: seq_cls classifies rows. Remove it elsewhere",
+    "problem_type": "sft with task_type: seq_cls classifies rows. Remove it elsewhere",
     "target_regex": "write lora_target_modules, the names of layers",
     "template": _TEMPLATE,
     "template_backend": _TEMPLATE,

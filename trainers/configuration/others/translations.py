@@ -76,6 +76,7 @@ def translate(
     _rewards(given, defaults)
     _turns(given)
     _thinking(given)
+    _samplers(given)
     _server(given)
     _kl(given, defaults)
     engine_beside_training(given)
@@ -334,7 +335,9 @@ def _long_rows(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     if not given.foreign("truncation_strategy"):
         return
     value = given.take("truncation_strategy")
-    modes = {"left": "keep_end", "right": "keep_start"} | ({"delete": "drop"} if "loss_scale" in given.known else {})
+    modes = {"left": "keep_end", "right": "keep_start"} | (
+        {"delete": "drop"} if {"loss_scale", "num_labels"} & set(given.known) else {}
+    )
     if "truncation_mode" not in given.known:
         done = "delete" if {"center_rewards_coefficient", "sampler_type"} & set(given.known) else "left"
         what = "are left out" if done == "delete" else "lose the beginning of their prompt"
@@ -390,6 +393,28 @@ def _thinking(given: GivenKeys) -> None:
         value = given.take("enable_thinking")
         if value is not None:
             given.put_inner("chat_template_kwargs", "enable_thinking", value, "enable_thinking")
+
+
+def _samplers(given: GivenKeys) -> None:
+    """Engines and rewards of ms-swift's sampling that are not here."""
+    if "sampler_engine" not in given.known:
+        return
+    engine = given.get("sampler_engine")
+    if engine in ("vllm", "lmdeploy"):
+        del given.values["sampler_engine"]  # or it would be told once more
+        given.refuse(
+            "sampler_engine",
+            f"sampler_engine {engine} is not supported: write hf, or serve the model yourself (vllm serve MODEL) and "
+            "write sampler_engine: client, base_url: http://localhost:8000/v1",
+        )
+    if given.get("orm_model") in ("math", "toolbench") and not given.get("external_plugins"):
+        name = given.get("orm_model")
+        remedy = (
+            "write orm_model: ms_swift_accuracy, and the right answers into a column solution"
+            if name == "math"
+            else "register a function of yours in a file of external_plugins"
+        )
+        given.refuse("orm_model", f"orm_model {name}, a function of ms-swift, is not here: {remedy}")
 
 
 def _server(given: GivenKeys) -> None:

@@ -241,7 +241,6 @@ REFUSED = {
     "parallelism_config": "write backend: megatron with tensor_model_parallel_size and context_parallel_size, or the "
     "fsdp_* keys",
     "local_rank": "torchrun and Ray number their processes. Remove it",
-    "ddp_find_unused_parameters": "every weight that is trained gets a gradient. Remove it",
     "dataloader_drop_last": "the last step of an epoch learns from the rows that are left. Remove it",
     "length_column_name": "lengths are counted. Remove it",
     "dataset_kwargs": "rows are tokenized here. Remove it; chat_template_kwargs may be a column of the rows",

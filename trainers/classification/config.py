@@ -1,0 +1,63 @@
+"""The keys of sequence classification, and which values of them have a meaning. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from rayhelper import ConfigError
+from trainers.configuration.roles import TRAIN
+from trainers.configuration.shared import TrainConfig, at_least
+from trainers.data.rows import SFTTruncation
+
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassificationConfig(TrainConfig):
+    """The keys of sequence classification beside the shared ones."""
+
+    NAMES: ClassVar = ("classification", "seq_cls")
+    TASK: ClassVar = ("sft", "seq_cls")  # the command, and its task_type, that mean this trainer too
+    ROLES: ClassVar = {"train": TRAIN}
+
+    task_type: Literal["seq_cls"] = "seq_cls"
+    """What ``python -m trainers sft`` asks for this trainer by."""
+    output_dir: str = "outputs/classification"
+    num_labels: int
+    """Numbers that the head gives for each row: classes, labels, or values to predict."""
+    problem_type: ProblemType | None = None
+    """single_label_classification (cross entropy), multi_label_classification (binary cross entropy) or regression
+    (mean squared error); null: regression for one label, otherwise single_label_classification."""
+    use_chat_template: bool = True
+    """Write conversations by the chat template; false: read the text of one turn of the user as it is."""
+    max_length: int | None = 1024
+    """Tokens of a row; truncation_mode says what becomes of longer ones."""
+    truncation_mode: SFTTruncation = "keep_start"
+    """keep_start or keep_end of a row that is too long, or drop it."""
+    packing: bool = False
+    """Batch sizes count packs in the place of rows: a pack is rows of max_length tokens together at most."""
+    dataset_num_proc: int | None = None
+    """Processes that tokenize."""
+    per_device_eval_batch_size: int = 8
+    """Rows that a worker passes through the model at once in evaluation."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "num_labels", "max_length", "dataset_num_proc", "per_device_eval_batch_size")
+        if self.backend == "megatron":
+            raise ConfigError(
+                "task_type seq_cls needs a head of num_labels numbers, and backend: megatron has one of a single "
+                "number. Write backend: fsdp, without the sizes of Megatron (swift sft in place of megatron sft)."
+            )
+        if self.problem == "single_label_classification" and self.num_labels < 2:
+            raise ConfigError("single_label_classification chooses among labels: num_labels must be 2 at least")
+        if self.system and not self.use_chat_template:
+            raise ConfigError("use_chat_template: false leaves the system message out. Remove system")
+        if self.packing and self.max_length is None:
+            raise ConfigError("packing needs max_length, the tokens of a pack")
+
+    @property
+    def problem(self) -> ProblemType:
+        """``problem_type``, or what it is by default."""
+        return self.problem_type or ("regression" if self.num_labels == 1 else "single_label_classification")

@@ -295,6 +295,20 @@ def test_a_mistake_is_told_once(tmp_path: Path) -> None:
     assert "exitcode  : 2 " in done.stderr
 
 
+def test_engines_on_some_of_the_workers_that_hold_shards_are_refused(model: str, tmp_path: Path) -> None:
+    """The others would wait for ever while the first gathers the weights."""
+    groups = {
+        "policy": {"device": "CPU", "ranks": 2, "workers": ["train", "reward"]},
+        "sampler": {"device": "CPU", "ranks": 1, "workers": ["rollout"]},
+    }
+    config = grpo_config(model, tmp_path, device_groups=groups, eval_dataset=None)
+    save_config(config, tmp_path)
+    done = torchrun(2, "-m", "trainers.grpo", "--config", str(tmp_path / "config.yaml"), cwd=ROOT)
+    assert done.returncode != 0
+    assert "role rollout has 1 of the 2 workers that train" in done.stderr
+    assert "fsdp_sharding_strategy: no_shard" in done.stderr
+
+
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_processes_whose_launcher_is_stopped_or_killed_save_and_end(
     sent: signal.Signals, model: str, tmp_path: Path

@@ -269,7 +269,7 @@ def test_a_cluster_that_is_too_small_is_told_in_numbers(tmp_path: Path) -> None:
 def test_a_plan_of_cpus_alone_counts_no_gpus(tmp_path: Path) -> None:
     file = tmp_path / "x.yaml"
     file.write_text("work: {device: CPU, ranks: 2, workers: [train]}\n")
-    lines = list(as_lines(make_plan(str(file))))
+    lines = list(as_lines(make_plan(str(file), None, None, None, 80.0)))
     assert "total: CPUs alone, no GPU is asked for" in lines
     assert not any("idle" in line for line in lines)
 

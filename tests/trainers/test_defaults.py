@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ SWIFT: list[tuple[type[Any], str, dict[str, Any]]] = [
         SFTConfig,
         "backend: megatron",
         {"tuner_type": "full", "global_batch_size": 16, "gradient_accumulation_steps": 1, "learning_rate": 1e-5}
-        | {"expert_tensor_parallel_size": 1},
+        | {"expert_tensor_parallel_size": None},
     ),
     (SamplingConfig, "", {"num_sampling_batch_size": 1, "output_dir": "sample_output"}),
 ]
@@ -79,6 +80,14 @@ def test_a_file_with_a_key_that_ms_swift_alone_has_has_its_defaults(
     found = load(kind, theirs + text if kind is not SamplingConfig else "defaults: ms-swift", tmp_path)
     assert found.defaults == "ms-swift"
     assert {name: getattr(found, name) for name in keys} == keys
+
+
+def test_of_megatrons_mixtures_alone_experts_are_not_cut(tmp_path: Path) -> None:
+    """A dense model would be refused with a size of experts."""
+    for fields, size in (({"num_experts": 8}, 1), ({}, None)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **fields}))
+        found = load(SFTConfig, THEIRS + "backend: megatron", tmp_path, "--model", str(tmp_path))
+        assert found.expert_tensor_parallel_size == size
 
 
 def test_what_the_file_says_wins_over_any_default(tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def malformed(draw: st.DrawFn) -> tuple[type[RunConfig], dict[str, Any]]:
 
 def right(kind: type[RunConfig]) -> dict[str, Any]:
     """The keys that a configuration needs."""
-    needed: dict[str, dict[str, Any]] = {"GKDConfig": {"teacher_model": "t"}, "RewardConfig": {}}
+    needed: dict[str, dict[str, Any]] = {"GKDConfig": {"teacher_model": "t"}, "ClassificationConfig": {"num_labels": 2}}
     rewarded = {"GRPOConfig", "PPOConfig"}
     return NEEDED | needed.get(kind.__name__, {}) | (GRPO if kind.__name__ in rewarded else {})
 

@@ -101,7 +101,12 @@ def _positions(keys: Keys) -> int | None:
 
 def _multiplies_in_bfloat16(keys: Keys) -> bool:
     """Whether there are experts of bfloat16, which alone can be multiplied at once here."""
-    if not _is_megatron(keys) or keys.get("dtype") != "bfloat16":
+    return keys.get("dtype") == "bfloat16" and _has_experts(keys)
+
+
+def _has_experts(keys: Keys) -> bool:
+    """Whether the model is a mixture of experts that Megatron trains; one that is no folder is taken for none."""
+    if not _is_megatron(keys):
         return False
     try:
         found = (Path(str(keys.get("model"))).expanduser() / "config.json").read_text(encoding="utf-8")
@@ -125,7 +130,7 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         Default("global_batch_size", SEQUENCES_A_STEP, MEGATRON, _is_megatron),
         Default("gradient_checkpointing", True, ARGUMENTS, _is_fsdp),
         Default("logging_steps", 5, ARGUMENTS),
-        Default("expert_tensor_parallel_size", 1, MEGATRON, _is_megatron),
+        Default("expert_tensor_parallel_size", 1, MEGATRON, _has_experts),
         Default("moe_grouped_gemm", True, MEGATRON, _multiplies_in_bfloat16),
         Default("max_length", _positions, BASE),
         Default("per_device_eval_batch_size", 1, ARGUMENTS),

@@ -144,7 +144,7 @@ class AwaitedCalls:
                 for call in list(self.calls):  # one that began since may have been asked for, and have ended
                     if refs[ref] in call.waiting:
                         self._note(call, refs[ref], *reply)
-        for call in calls:
+        for call in list(self.calls):
             self._look_after(call)
 
     def round_s(self, calls: list[AwaitedCall]) -> float:

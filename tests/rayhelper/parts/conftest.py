@@ -18,7 +18,7 @@ from tests.rayhelper.parts.stories import Run, Story, name_of, opener, runs, ses
 from tests.rayhelper.test_torchrun import ROOT, torchrun
 
 MOST_LAUNCHES = 4  # of one kind
-OWN_PROCESS = {"torchrun": "parts under torchrun", "ray": "ray"}  # xdist: one launch, one cluster
+OWN_PROCESS = {"torchrun": "parts under torchrun", "ray": "parts on ray"}  # xdist: one launch, one cluster
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks

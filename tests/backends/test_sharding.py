@@ -295,7 +295,7 @@ def test_a_step_that_failed_leaves_no_gradient_to_the_next(folder: str, failing:
 
 
 def step_after_the_reference(rank: int, folder: str, samples: Samples) -> list[list[float]]:
-    """Gradient norms of two steps, each after a look without the adapter; layers are sharded again, or stay gathered."""
+    """Gradient norms of two steps, each after a look without the adapter; layers are sharded anew or stay gathered."""
     found = []
     for resharded in (True, False):
         backend = FsdpBackend(folder, **SETTINGS | CASES["lora"] | {"reshard_after_forward": resharded})

@@ -18,7 +18,7 @@ from tests.backends.ranks import run_ranks
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.backends.fsdp import sharding
 from trainers.backends.fsdp.backend import FsdpBackend
-from trainers.batch import Prompts, Ragged
+from trainers.batch import Prompts, Ragged, Samples
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf import HfEngine
 
@@ -292,3 +292,23 @@ def test_a_step_that_failed_leaves_no_gradient_to_the_next(folder: str, failing:
     backend = FsdpBackend(folder, **SETTINGS)
     backend.step(samples_of(), partial(weighted_loss, 50), micro_batch_size=2)
     assert_equal(after_a_failure(folder, failing, {}), weights_of(backend))
+
+
+def step_after_the_reference(rank: int, folder: str, samples: Samples) -> list[list[float]]:
+    """Gradient norms of two steps, each after a look without the adapter; layers are sharded anew or stay gathered."""
+    found = []
+    for resharded in (True, False):
+        backend = FsdpBackend(folder, **SETTINGS | CASES["lora"] | {"reshard_after_forward": resharded})
+        norms = []
+        for _ in range(2):
+            backend.token_logps(samples, micro_batch_size=2, adapter=False)
+            loss = partial(weighted_loss, int(samples.target_mask.values.sum()))
+            norms.append(backend.step(samples, loss, micro_batch_size=2).values("")["grad_norm"])
+        found.append(norms)
+    return found
+
+
+def test_layers_that_stay_gathered_learn_after_a_look_without_the_adapter(folder: str, tmp_path: Path) -> None:
+    for resharded, gathered in run_ranks(2, step_after_the_reference, folder, samples_of(), folder=tmp_path):
+        assert gathered == resharded
+        assert min(gathered) > 0

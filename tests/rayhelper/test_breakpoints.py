@@ -290,7 +290,8 @@ def test_two_ranks_wait_under_torchrun_and_deadlines_with_them(tmp_path: Path, m
             assert debug("torchrun:1", typed="p number\nc\n").endswith("torchrun:1 goes on\n")
             until(lambda: len(listed()) == 2)
             assert debug("torchrun:0", typed="c\n").endswith("torchrun:0 goes on\n")
-            assert debug("torchrun:1", typed="c\n").endswith("torchrun:1 goes on\n")
+            last = debug("torchrun:1", typed="c\n")  # its process may have ended before the debugger asks again
+            assert last.endswith(("torchrun:1 goes on\n", "torchrun:1 does not answer any more.\n"))
             said, _ = run.communicate(timeout=WITHIN_S)
         finally:
             run.terminate()

@@ -269,11 +269,23 @@ class FsdpBackend:
         )
         return Ragged(ids.values.astype(np.int64), ids.offsets), logps
 
+    @contextlib.contextmanager
+    def _without_adapter(self, without: bool) -> Iterator[None]:
+        """Inside, the adapter takes no part. Weights are sharded as it goes and comes back: what is gathered meanwhile
+        would stay without gradient, as layers do that are not sharded again after a forward pass."""
+        if not without or self.adapted is None:
+            yield
+            return
+        self._settle()
+        with without_adapter(self.adapted):
+            yield
+            self._settle()
+
     @torch.no_grad()
     def target_features(self, sequences: Sequences, *, adapter: bool = True) -> torch.Tensor:
         """(N, H) what ``logits`` takes, of the targets of all rows in one pass. Every rank if weights lie in shards."""
         self.offloaded.check_here(WEIGHTS)
-        with evaluating(self.module), without_adapter(self.adapted, not adapter):
+        with evaluating(self.module), self._without_adapter(not adapter):
             features_NX: torch.Tensor = self._run(self.scorer, sequences, temperature=1.0, features_only=True)[0]
         return features_NX
 
@@ -298,7 +310,7 @@ class FsdpBackend:
         self.offloaded.check_here(WEIGHTS)
         rows = self._cut(sequences, micro_batch_size)
         columns: list[list[torch.Tensor]] = [[] for _ in range(num_columns)]
-        with evaluating(self.module), without_adapter(self.adapted, not adapter):
+        with evaluating(self.module), self._without_adapter(not adapter):
             for k in range(self._most(len(rows)) if self.is_sharded else len(rows)):
                 micro = sequences[rows[k]] if k < len(rows) else None
                 scores = pick(self._run(self.scorer, micro, temperature=temperature, **settings))

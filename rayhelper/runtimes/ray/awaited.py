@@ -233,9 +233,6 @@ class Asked:
         with contextlib.suppress(Exception):  # the thread that sent it is told
             ray.wait(self.refs, num_returns=len(self.refs))
 
-    def take(self, replies: list[Any]) -> None:
-        """The thread that sent it reads them itself."""
-
 
 def _collected(call: AwaitedCall) -> Any:
     replies = [call.replies[rank] for rank in range(len(call.refs))]

@@ -22,7 +22,6 @@ from rayhelper.values.graphs import check_arguments
 from rayhelper.values.reply import opened
 from rayhelper.values.shards import Layout
 from rayhelper.worker.ambient import Mode
-from rayhelper.worker.failures import raise_failures
 
 
 class GroupCall:
@@ -94,13 +93,6 @@ class GroupCall:
                 self.answers = self._replies(None)
             except Exception as error:
                 self._end(Finished.failed(error))
-
-    def take(self, replies: list[Any]) -> None:
-        try:
-            raise_failures(replies)
-            self.answers = replies
-        except Exception as error:
-            self._end(Finished.failed(error))
 
     def result(self, timeout_s: float | None) -> Any:
         if self.outcome is None:
@@ -186,9 +178,6 @@ class Construction:
 
     def wait(self) -> None:
         unfinished(self.refs, None)
-
-    def take(self, replies: list[Any]) -> None:
-        """``built`` reads them itself."""
 
     def built(self, limit_s: float) -> dict[str, Sequence[Record]]:
         """By worker, the parts that it built. Raises what a constructor raised."""

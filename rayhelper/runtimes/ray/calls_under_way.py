@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from typing import Any, Protocol
 
 import ray
@@ -23,8 +22,7 @@ from rayhelper.values.calls import where_of
 from rayhelper.values.reply import Reported
 from rayhelper.values.shards import ShardTable
 
-_SOON_S = 0.02  # so long the oldest calls are waited for before the others are looked at, which costs more
-_TOGETHER = 4  # of the calls that may be in flight, the answers of every fourth part are taken by one request to Ray
+_SOON_S = 0.02  # so long the oldest call is waited for before the others are looked at, which costs more
 
 
 class Sent(Protocol):
@@ -46,10 +44,6 @@ class Sent(Protocol):
 
     def wait(self) -> None:
         """Returns when the outcome is known."""
-        ...
-
-    def take(self, replies: list[Any]) -> None:
-        """Keeps the replies of all ranks, in order of rank, which nobody has asked for yet."""
         ...
 
 
@@ -92,32 +86,16 @@ class CallsUnderWay:
         self.open.pop(id(call), None)
 
     def make_room(self) -> None:
-        """Waits until fewer calls than ``max_in_flight`` are under way: for the oldest, which mostly end first."""
+        """Waits until fewer calls than ``max_in_flight`` are under way: for the oldest, which mostly ends first."""
         while len(self.open) >= self.group.max_in_flight:
-            oldest = list(islice(self.open.values(), max(1, self.group.max_in_flight // _TOGETHER)))
-            self._take_answers(oldest)
-            if len(self.open) < self.group.max_in_flight:
-                return
-            for call in list(self.open.values()):  # others may have ended that were made to fewer ranks
-                if call.outcome is not None or is_answered(call):
-                    self.close(call)
+            oldest = next(iter(self.open.values()))
+            if oldest.outcome is None and unfinished(oldest.refs, _SOON_S):
+                for call in list(self.open.values()):  # others may have ended that were made to fewer ranks
+                    if call.outcome is not None or is_answered(call):
+                        self.close(call)
             if len(self.open) >= self.group.max_in_flight:
-                oldest[0].wait()
-                self.close(oldest[0])
-
-    def _take_answers(self, calls: Sequence[Sent]) -> None:
-        """Closes those of the calls that all ranks answer soon, with one request to Ray for all of them."""
-        late = set(unfinished([ref for call in calls if call.outcome is None for ref in call.refs], _SOON_S))
-        done = [call for call in calls if call.outcome is None and late.isdisjoint(call.refs)]
-        try:
-            replies = iter(ray.get([ref for call in done for ref in call.refs]))
-        except Exception:  # a worker died, or a value does not pickle: waiting for a single call tells which
-            return
-        for call in done:
-            call.take([next(replies) for _ in call.refs])
-        for call in calls:
-            if call.outcome is not None or late.isdisjoint(call.refs):
-                self.close(call)
+                oldest.wait()
+                self.close(oldest)
 
     def forget(self, address: str) -> None:
         """Frees an object and its parts on every worker."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from rayhelper import ConfigError
 from rayhelper.named_class import class_named
-from rayhelper.planning.refusals import UNNAMED
+from rayhelper.planning.refusals import OF_THIS_MACHINE, UNNAMED
 from rayhelper.planning.role_kinds import configuration_of
 from rayhelper.text import nearest
 from trainers.configuration.folders import configuration_named, configurations, rlhf_types, tasks
@@ -110,8 +110,12 @@ def refusals(name: str | None, file: str, keys: Mapping[Any, Any]) -> list[str] 
     if name is None and kind is None:
         every = {kind: told for told, kind in reversed(configurations().items())}
         found = {told: _refusals(kind, file) for kind, told in every.items()}
-        told = min(found, key=lambda one: (sum("unknown key" in line for line in found[one]), len(found[one])))
-        least = [f"{UNNAMED}; {told} says: {line}. Or name yours: --trainer" for line in found[told]]
+        of_file = {told: [line for line in found[told] if not OF_THIS_MACHINE.search(line)] for told in found}
+        told = min(found, key=lambda one: (sum("unknown key" in line for line in of_file[one]), len(of_file[one])))
+        least = [
+            f"{UNNAMED}; {told} says: {line.rstrip('.')}. Or name yours: --trainer" if line in of_file[told] else line
+            for line in found[told]
+        ]
         return least if all(found.values()) else []
     try:
         config_type = command_named(name or RLHF, kind, task_of(keys)).config_type

@@ -28,8 +28,8 @@ def refusals(trainer: str | None, config: str, values: Mapping[Any, Any]) -> tup
         ask: Refusals | None = getattr(import_module(point.module), "refusals", None)
         found = None if ask is None else ask(trainer, config, values)
         if found is not None:
-            here = [f"on this machine: {line}" for line in found if OF_THIS_MACHINE.search(line)]
             unsure = [line for line in found if line.startswith(UNNAMED)]
-            sure = [line for line in found if not OF_THIS_MACHINE.search(line) and line not in unsure]
-            return sure, [*here, *unsure]
+            here = [line for line in found if OF_THIS_MACHINE.search(line) and line not in unsure]
+            sure = [line for line in found if line not in (*unsure, *here)]
+            return sure, [*(f"on this machine: {line}" for line in here), *unsure]
     return [], []

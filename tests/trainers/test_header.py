@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import trainers
 from rayhelper import ConfigError
 from rayhelper.planning.dry_run import make_plan
 from trainers.configuration.reading.command_line import load_config
@@ -31,6 +33,17 @@ def test_a_header_says_what_the_run_is_about_to_do(tmp_path: Path) -> None:
         f"steps: 30, of 16 sequences each, at most {16 * (100 + 512):,} tokens, into outputs/grpo",
         "translated: dtype from bf16",
     ]
+
+
+def test_a_header_counts_the_data_of_every_trainer() -> None:
+    """Each trainer's own word for what its steps are made of, as it stands in its source."""
+    folder = Path(trainers.__file__).parent
+    counted = re.compile(r"order = \{\"(\w+)\": len\(")
+    named = {name for file in folder.glob("*/trainer.py") for name in counted.findall(file.read_text())}
+    assert {"sequences", "pairs", "completions"} <= named
+    config = SFTConfig(model="m", dataset="rows")
+    for name in named:
+        assert f"data: 1,234 {name.removeprefix('num_')} of rows" in header(config, 1, {name: 1234})
 
 
 def test_a_header_is_short() -> None:
@@ -58,6 +71,26 @@ def test_a_plan_says_why_its_trainer_refuses_the_file(text: str, told: str, tmp_
     unnamed = make_plan(str(file), None, None, None, 80.0, None)
     assert not unnamed.findings.mistakes  # it may be the file of one's own trainer
     assert any("no trainer of the package takes the file" in one and told in one for one in unnamed.findings.warnings)
+
+
+@pytest.mark.parametrize(
+    ("missing", "told"),
+    [
+        ("dataset: no_such.jsonl\nreport_to: [none]\n", "there is no file 'no_such.jsonl'"),
+        ("dataset: rows\nreport_to: [wandb]\n", "report_to has wandb, which is not installed"),
+    ],
+)
+def test_a_plan_says_once_what_this_machine_lacks_and_that_a_trainer_takes_the_file(
+    missing: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainers.run.trackers._is_installed", lambda module: False)
+    (tmp_path / "x.yaml").write_text(f"model: m\n{missing}train: {{gpus: 2}}\n")
+    (one,) = make_plan(str(tmp_path / "x.yaml"), None, None, None, 80.0, None).findings.warnings
+    assert one.startswith("the trainer would not start: on this machine: ")
+    assert told in one
+    (tmp_path / "x.yaml").write_text(f"model: m\n{missing}train: {{gpus: 2}}\nlearnin_rate: 1\n")
+    warnings = make_plan(str(tmp_path / "x.yaml"), None, None, None, 80.0, None).findings.warnings
+    assert sum("no trainer of the package takes the file" in line for line in warnings) == 1
 
 
 def test_a_plan_of_a_file_that_its_trainer_takes_has_no_mistakes() -> None:

@@ -27,6 +27,7 @@ from trainers.parts.models import resolve_dtype
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.run.run import Run, saved_order
 from trainers.run.stopping import Stopped
+from trainers.sft.config import SFTConfig
 from trainers.sft.trainer import SFTTrainer
 
 ORDER = {"sequences": 11, "sequences a step": 4}
@@ -98,6 +99,32 @@ def test_completions_are_shown_whatever_the_steps_of_a_generation(
                 found.append(run.step + 1)
             stepped(run, steps_at_once)
     assert found == shown_before
+
+
+def test_a_run_says_that_it_replaces_the_model_of_an_earlier_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened(tmp_path, num_steps=2) as first:
+        stepped(first).save_checkpoint(Nothing().save, Nothing())
+        stepped(first).finish(Nothing().save, Nothing())
+    assert "earlier run" not in capsys.readouterr().out
+    with opened(tmp_path, num_steps=2):
+        (told,) = [line for line in capsys.readouterr().out.splitlines() if "earlier run" in line]
+    assert told.startswith(f"{tmp_path / 'final'} is of an earlier run, and is replaced at the end of this one")
+    with opened(tmp_path, num_steps=2, resume_from_checkpoint=True):
+        assert "earlier run" not in capsys.readouterr().out
+
+
+def test_the_end_says_that_an_adapter_is_merged_and_where_it_is_alone(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys: dict[str, Any] = {"dataset": [{"text": "a b c"}], "max_steps": 1, "report_to": ["none"]}
+    for name, tuner in (("lora", {"tuner_type": "lora", "lora_rank": 2}), ("full", {})):
+        folder = tmp_path / name
+        SFTTrainer(SFTConfig(model=model, output_dir=str(folder), **keys, **tuner)).train()
+        said = f"is merged into the weights of this model; alone it is in {folder / 'final' / 'adapter'}"
+        assert (said in capsys.readouterr().out) is (name == "lora")
+        assert (folder / "final" / "adapter" / "adapter_model.safetensors").is_file() is (name == "lora")
 
 
 # Checkpoints

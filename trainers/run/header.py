@@ -24,7 +24,11 @@ from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 
 MOST_LINES = 15
 MOST_CHARACTERS = 200  # of a line
-ROWS = {"num_rows": "rows", "sequences": "sequences", "pairs": "pairs"}  # what the order of a run's data counts
+# what the order of a run's data counts
+ROWS = {
+    **{"num_rows": "rows", "rows": "rows", "sequences": "sequences", "pairs": "pairs"},
+    "completions": "completions",
+}
 
 
 def header(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> list[str]:

@@ -137,6 +137,11 @@ class Run:
         )
         for line in header(config, self.num_steps, self.order):
             self.trackers.bar.write(line)
+        if self.checkpoint is None and self.final.exists():
+            self.trackers.bar.write(
+                f"{self.final} is of an earlier run, and is replaced at the end of this one. To keep it, write another "
+                "output_dir; to go on with that run, write resume_from_checkpoint: auto"
+            )
 
     def __enter__(self) -> Run:
         self.open.enter_context(self.signals)
@@ -148,6 +153,11 @@ class Run:
                 with contextlib.suppress(RuntimeError):  # the run has ended or failed before
                     self._name_if_written()
                 self.trackers.close()
+
+    @property
+    def final(self) -> Path:
+        """The folder of the trained model."""
+        return self.output_dir / "final"
 
     @property
     def is_over(self) -> bool:
@@ -382,7 +392,7 @@ class Run:
 
     def finish(self, export: SaveFunction, tokenizer: Any) -> dict[str, float]:
         """Writes the trained model to ``output_dir/final`` and says what evaluation found before and after."""
-        folder = self.output_dir / "final"
+        folder = self.final
         self.write(folder, export, tokenizer, None)
         self.wait_until_written()
         if self.trackers is not None:
@@ -393,6 +403,10 @@ class Run:
                     told = [f"{value:.1%}" if shares else f"{value:.4g}" for value in (before, after)]
                     self.trackers.bar.write(f"{name}: {told[0]} before, {told[1]} after")
             self.trackers.bar.write(f"the model is in {folder}")
+            if (folder / "adapter").is_dir():  # LoRA's, as a backend exports it
+                self.trackers.bar.write(
+                    f"the adapter is merged into the weights of this model; alone it is in {folder / 'adapter'}"
+                )
             if self.best_checkpoint is not None and self.config.metric_for_best_model is not None:
                 judge = self.config.metric_for_best_model
                 self.trackers.bar.write(

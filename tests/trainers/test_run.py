@@ -346,7 +346,7 @@ def test_rows_that_fill_no_generation_may_be_left_out(
         "max_steps": -1,
         "num_iterations": 1,
     }
-    epochs: dict[str, Any] = {"num_iterations": 1, "num_train_epochs": 1, "dataloader_drop_last": drops}
+    epochs: dict[str, Any] = {"num_train_epochs": 1, "dataloader_drop_last": drops}
     config = grpo_config(model, tmp_path, **sizes, **epochs)
     plan = GenerationPlan.of(config, 10, 1, {})
     batches = Batches(10, plan.num_prompts, **order_of(config))

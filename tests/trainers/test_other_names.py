@@ -291,6 +291,23 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "min_lr is not supported with lr_scheduler_type inverse_sqrt",
     ),
     (SFTConfig, "deepspeed: {a: 1}", "or the fsdp_* keys themselves"),
+    (SFTConfig, "quant_bits: 4", "quant_bits is not supported: QLoRA is not built"),
+    (
+        SFTConfig,
+        "quant_method: bnb\nquant_bits: 4",
+        "quant_method and quant_bits are not supported: QLoRA is not built",
+    ),
+    (SFTConfig, "tuner_type: adalora", "tuner_type adalora is not supported: of tuners there is LoRA"),
+    (SFTConfig, "train_type: vera", "train_type vera is not supported: of tuners there is LoRA"),
+    (SFTConfig, "tuner_type: lorra", "tuner_type must be one of full, lora, got 'lorra' (did you mean lora?)"),
+    (
+        SFTConfig,
+        "eval_dataset: e\neval_steps: 0.5\nmax_steps: 100",
+        "write the number of optimizer steps; 0.5 of max_steps 100 is 50",
+    ),
+    (SFTConfig, "save_steps: 0.25\nmax_steps: 10", "0.25 of max_steps 10 is 3"),  # rounded up, as in transformers
+    (SFTConfig, "logging_steps: 0.1", "logging_steps 0.1 is a share of the run, which is not supported"),
+    (SFTConfig, "rlhf_type: no_such", "Write python -m trainers rlhf (of ms-swift's commands: swift rlhf or megatron"),
     (SFTConfig, "backend: megatron\ndeepspeed: zero3", "deepspeed zero3 is of backend: fsdp"),
     (SFTConfig, "sequence_parallel_size: 2", "Write that and context_parallel_size"),
     (SFTConfig, "use_dist_checkpointing: true", "weights are converted by the backend itself"),
@@ -388,6 +405,24 @@ def test_what_has_no_meaning_is_refused_with_what_to_write(
         assert words in str(error.value)
     else:
         assert words in told(kind, text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [(kind, "truncation_strategy") for kind in (SFTConfig, PretrainConfig, DPOConfig)] + [(SFTConfig, "deepspeed")],
+)
+def test_a_refused_value_names_all_that_are_accepted_and_no_other(kind: type[Any], key: str, tmp_path: Path) -> None:
+    candidates = ["left", "right", "delete", "split", *(f"zero{n}{end}" for n in range(5) for end in ("", "_offload"))]
+    accepted = []
+    for value in candidates:
+        try:
+            load(kind, f"{key}: {value}", tmp_path)
+        except ConfigError:
+            continue
+        accepted.append(value)
+    named = set(re.findall(r"\w+", told(kind, f"{key}: other", tmp_path).lower().partition("write ")[2]))
+    assert accepted
+    assert [value for value in candidates if value in named] == accepted
 
 
 @pytest.mark.parametrize("kind", [SFTConfig, GRPOConfig])

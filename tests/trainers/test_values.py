@@ -12,10 +12,10 @@ from typing import Any, get_type_hints
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen3MoeConfig
 
 from rayhelper import ConfigError
-from tests.golden.tiny import save_tiny
+from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.cli import load_config, main
 from trainers.configuration.folders import configurations
 from trainers.configuration.shared import RunConfig, TrainConfig
@@ -141,6 +141,44 @@ def test_arguments_that_a_model_does_not_take_are_named(kwargs: dict[str, Any], 
         return
     with pytest.raises(ConfigError, match=told):
         check_model_folder(config)
+
+
+LINEAR = "Its linear layers are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+
+
+@pytest.mark.parametrize(
+    ("targets", "kwargs", "told"),
+    [
+        (["query_key_value"], {}, f"is query_key_value, .*no layer of the model is named query_key_value. {LINEAR}"),
+        (["q_proj", "c_attn"], {}, f"is q_proj, c_attn, .*no layer of the model is named c_attn. {LINEAR}"),
+        (["self_attn"], {}, f": Target module Qwen3Attention is not supported. .*{LINEAR}"),
+        (["q_proj"], {"layers_to_transform": [7]}, LINEAR),
+        (["q_proj", "layers.1.mlp.up_proj", "embed_tokens", "lm_head"], {}, ""),
+        (["auto"], {}, ""),
+        (["all-linear"], {}, ""),
+    ],
+)
+def test_layers_of_an_adapter_that_the_model_lacks_are_named(
+    targets: list[str], kwargs: dict[str, Any], told: str, model: str
+) -> None:
+    keys = {"tuner_type": "lora", "lora_target_modules": targets, "lora_kwargs": kwargs}
+    config = SFTConfig(model=model, dataset="d", **keys)
+    if not told:
+        check_model_folder(config)
+        return
+    with pytest.raises(ConfigError, match=told) as error:
+        check_model_folder(config)
+    assert "\n" not in str(error.value)
+
+
+def test_names_of_stacked_experts_are_names_of_layers_to_an_adapter(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    Qwen3MoeConfig(vocab_size=260, num_key_value_heads=2, head_dim=16, **sizes).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    keys = {"model": str(tmp_path), "dataset": "d", "tuner_type": "lora"}
+    check_model_folder(SFTConfig(lora_target_modules=["gate_proj", "up_proj", "down_proj"], **keys))
+    with pytest.raises(ConfigError, match=r"without also targeting up_proj"):
+        check_model_folder(SFTConfig(lora_target_modules=["gate_proj"], **keys))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 from rayhelper import ConfigError
 from trainers.configuration.shared import TrainConfig
+from trainers.parts.models import lora_settings
 from trainers.parts.tokenizer import load_tokenizer
 
 # Arguments of from_pretrained that are no fields of a model's configuration
@@ -57,6 +58,7 @@ def check_model_folder(config: TrainConfig) -> None:
     if config.backend == "fsdp":
         check_arguments("model_init_kwargs", config.model_init_kwargs, config.model, config.trust_remote_code)
         check_saved_modules(found, config)
+        check_targets(config, config.model)
     if config.tokenizer is None or Path(config.tokenizer).is_dir():
         check_vocabulary(load_tokenizer(config, config.model), found, config.tokenizer or config.model, config.model)
 
@@ -73,6 +75,24 @@ def check_saved_modules(configuration: Any, config: TrainConfig) -> None:
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(configuration, trust_remote_code=config.trust_remote_code)
     check_tied(module, config.lora_kwargs)
+
+
+def check_targets(config: TrainConfig, model: str) -> None:
+    """Raises ConfigError for ``lora_target_modules``, or fields beside them, that are no layers of the model.
+
+    Those of ``backend: megatron`` are checked by ``megatron_checks.py``.
+    """
+    lora = lora_settings(config)
+    if lora is None or config.backend != "fsdp":
+        return
+    from trainers.backends.fsdp.adapters import target_mistake
+
+    if mistake := target_mistake(model, lora, trust_remote_code=config.trust_remote_code):
+        told = ", ".join(config.lora_target_modules) or "empty"
+        raise ConfigError(
+            f"lora_target_modules is {told}, which do not fit {model!r}: {mistake}. Name some of these, or write "
+            "all-linear for all."
+        )
 
 
 def check_whole(configuration: Any, model: str) -> None:

@@ -15,6 +15,8 @@ from rayhelper import ConfigError
 from trainers.backends.fresh_weights import adapter_a
 from trainers.backends.fsdp.sharding import as_placed, full
 
+# Those of peft's LoraConfig that say which layers get an adapter
+TARGET_FIELDS = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
 logger = logging.getLogger(__name__)
 
 
@@ -169,22 +171,71 @@ def layer_names(model: str | Path, target_modules: Sequence[str], *, trust_remot
     """
     if list(target_modules) not in (["all-linear"], ["auto"]):
         return {name.rpartition(".")[2] for name in target_modules}
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.pytorch_utils import Conv1D
-
-    settings = {"trust_remote_code": trust_remote_code}
     if list(target_modules) == ["auto"]:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as CHOSEN_BY_PEFT
+        from transformers import AutoConfig
 
-        return set(CHOSEN_BY_PEFT.get(AutoConfig.from_pretrained(model, **settings).model_type, ()))
+        found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        return set(CHOSEN_BY_PEFT.get(found.model_type, ()))
+    return linear_names(without_weights(model, trust_remote_code=trust_remote_code))
+
+
+def without_weights(model: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """The model on the meta device, as its configuration says. Raises ValueError if it is none that generates text."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {"trust_remote_code": trust_remote_code}
     with torch.device("meta"):
-        module: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, **settings), **settings)
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, **settings), **settings)
+
+
+def linear_names(module: Any) -> set[str]:
+    """Last parts of the names of all linear layers but the head."""
+    from transformers.pytorch_utils import Conv1D
+
     head = module.get_output_embeddings()
     return {
         name.rpartition(".")[2]
         for name, part in module.named_modules()
         if isinstance(part, (torch.nn.Linear, Conv1D)) and part is not head
     }
+
+
+def target_mistake(model: str | Path, lora: Mapping[str, Any], *, trust_remote_code: bool = False) -> str | None:
+    """Why the model has no adapter by ``lora``, fields of peft's LoraConfig; None if it has one.
+
+    peft itself is asked, with a model without weights. Every name must be that of some layer, or of a weight of stacked
+    experts. Nothing is known of a model that ``without_weights`` cannot build.
+    """
+    from peft import LoraConfig, NoMatchingPeftModuleError, get_peft_model
+
+    wanted = lora.get("target_modules")
+    if wanted == "all-linear":
+        return None
+    fields = {name: lora[name] for name in TARGET_FIELDS if name in lora}
+    try:
+        module = without_weights(model, trust_remote_code=trust_remote_code)
+    except ValueError:
+        return None
+    names, linear = [name for name, _ in module.named_modules()], sorted(linear_names(module))
+    for target in wanted or ():
+        if any(name == target or name.endswith(f".{target}") for name in names):
+            continue
+        alone = without_weights(model, trust_remote_code=trust_remote_code)
+        try:
+            get_peft_model(alone, LoraConfig(r=1, target_modules=[target]), low_cpu_mem_usage=True)
+        except NoMatchingPeftModuleError:
+            return f"no layer of the model is named {target}. Its linear layers are {', '.join(linear)}"
+        except ValueError:
+            continue  # a name of experts that needs another beside it
+    try:
+        get_peft_model(module, LoraConfig(r=1, **fields), low_cpu_mem_usage=True)
+    except ValueError as error:
+        told = " ".join(str(error).split())
+        if told.startswith("Target module "):  # and the whole of a module that is no layer
+            told = re.sub(r"\(.*\)", "", told)
+        return f"{told.rstrip('.')}. Its linear layers are {', '.join(linear)}"
+    return None
 
 
 def trained_names(module: Any) -> set[str]:

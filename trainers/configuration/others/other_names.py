@@ -118,7 +118,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_hf": (True,),
     "check_model": (False,),
     "device_map": (None,),
-    "quant_method": (None,),
+    **dict.fromkeys(("quant_method", "quant_bits", "hqq_axis", "bnb_4bit_compute_dtype"), (None,)),
+    "bnb_4bit_use_double_quant": (True,),
     "freeze_llm": (False,),
     "freeze_vit": ANY,  # a language model has none
     "freeze_aligner": ANY,
@@ -302,6 +303,10 @@ REFUSED = {
     "not supported. Write one of the first two",
     "num_labels": "sft with task_type: seq_cls classifies rows. Remove it elsewhere",
     "problem_type": "sft with task_type: seq_cls classifies rows. Remove it elsewhere",
+    **dict.fromkeys(
+        ("quant_method", "quant_bits", "hqq_axis", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant"),
+        trl_names.QLORA,
+    ),
     "target_regex": "write lora_target_modules, the names of layers",
     "new_special_tokens": "a model keeps its vocabulary. Add the tokens to the tokenizer with add_special_tokens and "
     "rows to the model with resize_token_embeddings, save both in one folder, and write that as model",

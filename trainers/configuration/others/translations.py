@@ -7,7 +7,8 @@ that are none of ours and puts ours in their place. A mistake is noted, so that 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -39,6 +40,18 @@ DEEPSPEED = {  # ZeRO stage, its optional offload: sharding strategy, whether we
     "zero2": ("full_shard", False),
     "zero3": ("full_shard", True),
 }
+OFFLOAD = "_offload"  # after a stage that shards: weights and optimizer lie on the host
+STAGES = (*DEEPSPEED, *(f"{stage}{OFFLOAD}" for stage, (strategy, _) in DEEPSPEED.items() if strategy == "full_shard"))
+TRUNCATIONS = {  # ms-swift's truncation_strategy: ours, and what becomes of rows that are too long
+    "right": ("keep_start", "rows keep their start"),
+    "left": ("keep_end", "rows keep their end"),
+    "delete": ("drop", "long rows are dropped"),
+}
+OTHER_TUNERS = (  # of ms-swift and peft
+    *("adalora", "adapter", "boft", "bone", "fourierft", "ia3", "llamapro", "loha", "lokr", "longlora"),
+    *("lora_llm", "oft", "prefix_tuning", "prompt_tuning", "p_tuning", "qlora", "reft", "vera"),
+)
+SHARES = ("eval_steps", "save_steps", "logging_steps")  # below 1 a share of the run's steps to transformers
 COSINE = {  # arguments of ms-swift's reward cosine, in TRL's words
     "cosine_max_len": "max_len",
     "cosine_min_len_value_wrong": "min_value_wrong",
@@ -71,6 +84,7 @@ def translate(
     _adapter(given)
     _evaluation(given)
     _saving(given)
+    _shares(given)
     _data(given, defaults)
     _long_rows(given, defaults)
     _rewards(given, defaults)
@@ -87,12 +101,15 @@ def _rlhf_type(given: GivenKeys, config_type: type, rlhf_types: Callable[[], Map
     if not given.foreign("rlhf_type"):
         return
     asked, known = given.take("rlhf_type"), rlhf_types()
-    if problem := rlhf_problem(asked, known):
+    folder, _, name = config_type.__module__.rpartition(".")
+    own = f"python -m {folder}" if name == "config" else f"a run of {config_type.__name__}"
+    remedy = "Write python -m trainers rlhf (of ms-swift's commands: swift rlhf or megatron rlhf)"
+    if config_type not in known.values():  # whatever it is
+        given.refuse("rlhf_type", f"rlhf_type is {asked}, but this is {own}, which has none. {remedy}, or remove it")
+    elif problem := rlhf_problem(asked, known):
         given.refuse("rlhf_type", problem)
     elif known[asked] is not config_type:
-        folder, _, name = config_type.__module__.rpartition(".")
-        own = f"python -m {folder}" if name == "config" else f"a run of {config_type.__name__}"
-        given.refuse("rlhf_type", f"rlhf_type is {asked}, but this is {own}. Write python -m trainers rlhf")
+        given.refuse("rlhf_type", f"rlhf_type is {asked}, but this is {own}. {remedy}")
 
 
 def rlhf_problem(asked: Any, known: Collection[str]) -> str | None:
@@ -193,14 +210,14 @@ def _sharding(given: GivenKeys) -> None:
             "optimizer_offload, or remove it",
         )
         return
-    stage = value.removesuffix("_offload") if isinstance(value, str) else value
-    if not isinstance(stage, str) or stage not in DEEPSPEED or value == "zero0_offload":
+    if not isinstance(value, str) or value not in STAGES:
         given.refuse(
             "deepspeed",
-            f"deepspeed {value} is not supported: weights, gradients and optimizer are sharded by FSDP2. Write zero0, "
-            "zero2, zero3, zero2_offload or zero3_offload, or the fsdp_* keys themselves",
+            f"deepspeed {value} is not supported: weights, gradients and optimizer are sharded by FSDP2. Write "
+            f"{_either(STAGES)}, or the fsdp_* keys themselves",
         )
         return
+    stage = value.removesuffix(OFFLOAD)
     strategy, frees = DEEPSPEED[stage]
     given.put("fsdp_sharding_strategy", strategy, "deepspeed")
     if frees is not None:
@@ -269,6 +286,14 @@ def is_installed(module: str) -> bool:
 
 
 def _adapter(given: GivenKeys) -> None:
+    if "tuner_type" in given.known and (tuner := given.get("tuner_type")) in OTHER_TUNERS:
+        given.take("tuner_type")
+        written = given.written.get("tuner_type", "tuner_type")
+        given.refuse(
+            "tuner_type",
+            f"{written} {tuner} is not supported: of tuners there is LoRA, on weights that are not quantized. Write "
+            "tuner_type: lora (or full)",
+        )
     for name, meant in (("use_rslora", "use_rslora"), ("use_dora", "use_dora"), ("init_weights", "init_lora_weights")):
         if given.foreign(name) and "lora_kwargs" in given.known:
             value = given.take(name)
@@ -322,6 +347,26 @@ def _saving(given: GivenKeys) -> None:
         given.refuse("finetune", "finetune begins anew, and resume_from_checkpoint goes on; remove one of them")
 
 
+def _shares(given: GivenKeys) -> None:
+    """A number between 0 and 1 is a share of the run's steps to transformers, and no number of steps here."""
+    for name in SHARES:
+        share = given.get(name)
+        if name not in given.known or not isinstance(share, float) or not 0 < share < 1:
+            continue
+        del given.values[name]  # or it would be told once more
+        steps = given.get("max_steps")
+        known = isinstance(steps, int) and not isinstance(steps, bool) and steps > 0
+        given.refuse(
+            name,
+            f"{name} {share} is a share of the run, which is not supported: write the number of optimizer steps; "
+            + (
+                f"{share} of max_steps {steps} is {math.ceil(share * steps)}"
+                if known
+                else f"multiply the steps of the run by {share} (without max_steps the first lines of a run say them)"
+            ),
+        )
+
+
 def _data(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     for name in ("dataset", "eval_dataset", "system"):
         value = given.values.get(name)
@@ -351,21 +396,29 @@ def _long_rows(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     if not given.foreign("truncation_strategy"):
         return
     value = given.take("truncation_strategy")
-    modes = {"left": "keep_end", "right": "keep_start"} | (
-        {"delete": "drop"} if {"loss_scale", "num_labels"} & set(given.known) else {}
-    )
+    drops = {"loss_scale", "num_labels"} & set(given.known)
+    packs = given.get("packing", defaults.get("packing")) is True  # which keeps the start of rows
+    lacks = {"left" if packs else None, None if drops else "delete"}
+    modes = {name: meaning for name, meaning in TRUNCATIONS.items() if name not in lacks}
     if "truncation_mode" not in given.known:
         done = "delete" if {"center_rewards_coefficient", "sampler_type"} & set(given.known) else "left"
         what = "are left out" if done == "delete" else "lose the beginning of their prompt"
         instead = None if value in (done, None) else f"{done}: long rows {what}"
-    elif value in modes:
-        given.put("truncation_mode", modes[value], "truncation_strategy")
+    elif isinstance(value, str) and value in modes:
+        given.put("truncation_mode", modes[value][0], "truncation_strategy")
         return
     else:
-        cuts_anyway = value == "split" and defaults.get("packing")  # pretraining, into rows of one stream
-        instead = None if cuts_anyway or value is None else "right (rows keep their start) or left (their end)"
+        splits = {"split": "into rows of one stream"} if defaults.get("packing") else {}  # pretraining does so anyway
+        accepted = {name: what for name, (_, what) in modes.items()} | splits
+        is_done = value is None or (isinstance(value, str) and value in splits)
+        instead = None if is_done else _either([f"{name} ({what})" for name, what in accepted.items()])
     if instead is not None:
         given.refuse("truncation_strategy", f"truncation_strategy {value} is not supported: write {instead}")
+
+
+def _either(choices: Sequence[str]) -> str:
+    """``a, b or c``."""
+    return " or ".join([", ".join(choices[:-1]), choices[-1]])
 
 
 def _rewards(given: GivenKeys, defaults: Mapping[str, Any]) -> None:

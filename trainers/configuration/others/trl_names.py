@@ -195,7 +195,7 @@ HINTS = {
 
 _HUB = "nothing is uploaded. Remove it, and upload output_dir/final yourself"
 _TRACKIO = "report_to is tensorboard, wandb or none. Remove it"
-_QLORA = "quantized weights are not trained. Remove it, and write tuner_type: lora with dtype: bfloat16"
+QLORA = "QLoRA is not built: quantized weights are not trained. Remove it, and write tuner_type: lora, dtype: bfloat16"
 _REVISION = "a revision is chosen where a model is downloaded. Download it, and write its folder as model"
 _PREDICTIONS = "there is no compute_metrics: evaluation gives the trainer's own numbers. Remove it"
 _FULL = "evaluation computes in dtype. Remove it"
@@ -245,8 +245,8 @@ REFUSED = {
     "loss_type": "this trainer has one loss. Remove it",
     "model_revision": _REVISION,
     "teacher_model_revision": _REVISION,
-    **dict.fromkeys(("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"), _QLORA),
-    "bnb_4bit_quant_storage": _QLORA,
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"), QLORA),
+    "bnb_4bit_quant_storage": QLORA,
     "vllm_structured_outputs_regex": "completions are not constrained. Remove it",
     "eos_token": "the chat template, or the tokenizer, says what ends a sequence. Remove it",
     "dataset_text_field": "rename the column with columns: {name: text}",

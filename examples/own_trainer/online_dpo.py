@@ -25,7 +25,7 @@ from rayhelper import RayHelper
 from trainers.batch import Ragged, Samples
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.roles import REFERENCE, REWARD, ROLLOUT, TRAIN
-from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, total_steps
+from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of, sequences_per_step, total_steps
 from trainers.data.preferences import Preferences
 from trainers.data.rows import Batches, prompt_of
 from trainers.losses.tokens import masked
@@ -82,7 +82,7 @@ class OnlineDPOTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         num_pairs = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
-        batches = Batches(len(self.rows), num_pairs, seed=config.seed, shuffle=config.shuffle_dataset)
+        batches = Batches(len(self.rows), num_pairs, **order_of(config))
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.reference.build(self.model_path)
         self.policy.build(self.model_path, num_steps)

@@ -23,7 +23,7 @@ from rayhelper import ConfigError, RayHelper
 from trainers.batch import Samples
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.roles import REWARD, ROLLOUT, TRAIN
-from trainers.configuration.shared import SEQUENCES_PER_STEP, at_least, sequences_per_step, total_steps
+from trainers.configuration.shared import SEQUENCES_PER_STEP, at_least, order_of, sequences_per_step, total_steps
 from trainers.data.rows import Batches, prompt_of
 from trainers.losses.tokens import sft_loss
 from trainers.metrics import Metrics
@@ -79,7 +79,7 @@ class RaftTrainer:
         config = self.config
         num_learned = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
         num_prompts = max(1, num_learned // config.num_kept)
-        batches = Batches(len(self.rows), num_prompts, seed=config.seed, shuffle=config.shuffle_dataset)
+        batches = Batches(len(self.rows), num_prompts, **order_of(config))
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.policy.build(self.model_path, num_steps)
         self.generator.build(self.model_path)

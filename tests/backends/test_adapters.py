@@ -145,6 +145,50 @@ def test_an_output_head_is_trained_too_where_the_adapter_says_so(kind: dict[str,
     np.testing.assert_allclose(scores(merged), scores(backend), atol=1e-5)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_head_that_are_trained_whole_are_written_as_peft_reads_them(tied: bool, tmp_path: Path) -> None:
+    """Resumed, merged, exported, sent to an engine, and read by peft itself: always the trained model."""
+    from peft import PeftModel
+
+    model = save_tiny(tmp_path / "model", tie_word_embeddings=tied)
+    whole = {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": tied}
+    settings = SETTINGS | {"lora": LORA | whole}
+    backend = FsdpBackend(model, **settings)
+    before = {name: weight.clone() for name, weight in backend.named_weights()}
+    for step in range(3):
+        backend.step(samples_of(seed=step), partial(mean_loss, 50), micro_batch_size=4)
+    after = dict(backend.named_weights())
+    for name in ["model.embed_tokens.weight"] + ["lm_head.weight"] * (not tied):
+        assert float((after[name] - before[name]).abs().max()) > 1e-3, name
+    backend.save(tmp_path / "checkpoint")
+    backend.export(tmp_path / "final")
+    resumed, engine = FsdpBackend(model, **settings), FsdpBackend(model)
+    resumed.load(tmp_path / "checkpoint")
+    engine.load_weights(after.items())
+    np.testing.assert_array_equal(scores(resumed), scores(backend))
+    np.testing.assert_allclose(scores(engine), scores(backend), atol=1e-5)
+    np.testing.assert_allclose(scores(FsdpBackend(tmp_path / "final")), scores(backend), atol=1e-5)
+    ids = torch.tensor([[5, 9, 40, 7, 100]])
+    expected = backend.module(ids).logits
+    for folder in (tmp_path / "checkpoint", tmp_path / "final" / "adapter"):
+        peft: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder)
+        torch.testing.assert_close(peft(ids).logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("names", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+def test_a_tied_weight_is_not_trained_as_two(names: list[str], folder: str) -> None:
+    from trainers.parts.model_checks import check_model_folder
+    from trainers.sft import SFTConfig
+
+    with pytest.raises(ConfigError, match="ensure_weight_tying: true"):
+        FsdpBackend(folder, **SETTINGS | {"lora": LORA | {"modules_to_save": names}})
+    kwargs: dict[str, Any] = {"modules_to_save": names}
+    with pytest.raises(ConfigError, match="ensure_weight_tying: true"):
+        check_model_folder(SFTConfig(model=folder, dataset="d", tuner_type="lora", lora_kwargs=kwargs))
+    kwargs["ensure_weight_tying"] = True
+    check_model_folder(SFTConfig(model=folder, dataset="d", tuner_type="lora", lora_kwargs=kwargs))
+
+
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 

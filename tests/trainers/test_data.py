@@ -396,7 +396,7 @@ def test_drop_last_leaves_the_incomplete_batch_out() -> None:
     batches = Batches(10, 4, drop_last=True)
     assert batches.steps_per_epoch == 2
     assert [len(batches[step]) for step in range(4)] == [4, 4, 4, 4]
-    with pytest.raises(ValueError, match="3 rows fill no batch of 4"):
+    with pytest.raises(ValueError, match="the rows fill no batch of 4"):
         Batches(3, 4, drop_last=True)
     with pytest.raises(ValueError, match="got 0 rows"):
         Batches(0, 4)

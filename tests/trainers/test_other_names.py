@@ -108,6 +108,13 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
         "tuner_type: lora\nuse_rslora: true\nuse_dora: false\ninit_weights: true",
         {"tuner_type": "lora", "lora_kwargs": {"use_rslora": True}},
     ),
+    (
+        SFTConfig,
+        "tuner_type: lora\nmodules_to_save: embed_tokens lm_head",
+        {"tuner_type": "lora", "lora_kwargs": {"modules_to_save": ["embed_tokens", "lm_head"]}},
+    ),
+    (SFTConfig, "modules_to_save: [lm_head]", {}),  # every weight is trained
+    (SFTConfig, "modules_to_save: []\nnew_special_tokens: []\ndecoder_first_pipeline_num_layers: null", {}),
     (SFTConfig, "truncation_strategy: left", {"truncation_mode": "keep_end"}),
     (SFTConfig, "truncation_strategy: right", {}),
     (PretrainConfig, "truncation_strategy: split", {}),
@@ -314,6 +321,18 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         SFTConfig,
         "backend: megatron\nrouter_aux_loss_coef: 0.01",
         "router_aux_loss_coef is of transformers' losses. Write megatron: {moe_aux_loss_coeff: ...}",
+    ),
+    (
+        SFTConfig,
+        "backend: megatron\ntuner_type: lora\nmodules_to_save: word_embeddings output_layer",
+        "modules_to_save: with backend: megatron an adapter trains no other weights",
+    ),
+    (SFTConfig, "tuner_type: lora\nmodules_to_save: all-embedding", "all-embedding is a word of ms-swift's"),
+    (SFTConfig, "new_special_tokens: [<a>]", "new_special_tokens is not supported: a model keeps its vocabulary"),
+    (
+        SFTConfig,
+        "backend: megatron\ndecoder_first_pipeline_num_layers: 3",
+        "decoder_first_pipeline_num_layers is not supported: all stages of a pipeline have equally many layers",
     ),
     (GRPOConfig, "truncation_strategy: delete", "write left: long rows lose the beginning of their prompt"),
     (SFTConfig, "save_strategy: epoch", "save_strategy epoch is not supported: write save_steps"),

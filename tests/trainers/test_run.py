@@ -18,7 +18,8 @@ from tests.e2e.runs import TEXTS, final_bytes, grpo_config, interrupted_after, l
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.checkpoint import Writing, checkpoints, read_state, resolve_resume
 from trainers.configuration.mistakes import mistakes_of
-from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig, sequences_per_step
+from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig, order_of, sequences_per_step
+from trainers.data.rows import Batches
 from trainers.grpo.plan import GenerationPlan
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.metrics import Metrics
@@ -359,6 +360,30 @@ def test_a_generation_of_a_resumed_run_keeps_its_size_too(model: str, tmp_path: 
     four = GenerationPlan.of(config, 6, 4, {})
     assert (four.step_size, four.num_prompts) == (8, 8)
     assert GenerationPlan.of(config, 6, 1, four.order()) == four
+
+
+@pytest.mark.parametrize(("drops", "rows", "num_steps"), [(False, [4, 4, 2], 5), (True, [4, 4], 4)])
+def test_rows_that_fill_no_generation_may_be_left_out(
+    drops: bool, rows: list[int], num_steps: int, model: str, tmp_path: Path
+) -> None:
+    sizes: dict[str, Any] = {
+        "num_generations": 2,
+        "global_batch_size": 4,
+        "generation_batch_size": 8,
+        "max_steps": -1,
+        "num_iterations": 1,
+    }
+    epochs: dict[str, Any] = {"num_train_epochs": 1, "dataloader_drop_last": drops}
+    config = grpo_config(model, tmp_path, **sizes, **epochs)
+    plan = GenerationPlan.of(config, 10, 1, {})
+    batches = Batches(10, plan.num_prompts, **order_of(config))
+    assert plan.num_steps == num_steps
+    generations = sorted({plan.generation(step) for step in range(plan.num_steps)})
+    assert [len(batches[number]) for number in generations] == rows
+    assert batches.epoch(plan.generation(num_steps)) == 1
+    if drops:
+        with pytest.raises(ConfigError, match="dataloader_drop_last: the rows fill no batch of 4"):
+            GenerationPlan.of(config, 3, 1, {}).check_rows()
 
 
 def test_a_resumed_run_may_be_longer(tmp_path: Path) -> None:

@@ -102,6 +102,14 @@ def test_the_console_shows_the_headline_every_logging_steps(tmp_path: Path, caps
     assert shown == ["step 2: loss 0.1235  reward 0.2", "step 4: loss 0.1235  reward 0.4"]
 
 
+def test_a_line_shows_rewards_of_an_earlier_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Several optimizer steps learn from one generation, and the first of them has its rewards."""
+    with opened(tmp_path) as trackers:
+        for step in (1, 2, 3, 4):
+            trackers.log(step, {"loss": 0.5} | ({"reward": 0.25} if step == 1 else {}))
+    assert capsys.readouterr().out.splitlines() == ["step 2: loss 0.5  reward 0.25", "step 4: loss 0.5"]
+
+
 def test_an_evaluation_is_shown_whole_and_is_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with opened(tmp_path) as trackers:
         trackers.log(1, {"eval_loss": 2.0}, advance=False)

@@ -58,8 +58,9 @@ MEANT: dict[str, Any] = {
     "epsilon": 0.2,
     "epsilon_high": 0.28,
     "delta": 3.0,
-    "loss_type": "dapo",
+    "loss_type": "bnpo",
     "scale_rewards": "group",
+    "dataloader_drop_last": True,
     "weight_decay": 0.01,
     "lr_scheduler_type": "constant_with_warmup",
     "eval_temperature": 0.0,
@@ -177,13 +178,47 @@ def test_a_script_of_verl_in_our_units(tmp_path: Path, capsys: pytest.CaptureFix
     assert "weight_decay: 0.01  # verl's default of" in out
     assert "without an equivalent: data.truncation" in err
     assert "# data.truncation: " in out
-    assert checked(out, tmp_path).loss_type == "dapo"
+    assert checked(out, tmp_path).loss_type == "bnpo"
 
 
 def test_every_line_says_where_it_came_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = translated(SCRIPT, "run.sh", tmp_path, capsys)
     lines = out.split("\n\n")[0].splitlines()
     assert all("  # " in line for line in lines if not line.startswith("#"))
+
+
+def test_what_differs_from_verl_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = translated(SCRIPT, "run.sh", tmp_path, capsys)
+    for told in ("the bound of the KL", "the floor of deviations", "the rule of data_source"):
+        assert told in err, told
+        assert f"# {told}: " in out
+    assert "trainer.test_freq" not in err
+
+
+@pytest.mark.parametrize(("before", "evaluates"), [("True", True), ("False", False)])
+def test_without_test_freq_nothing_is_evaluated_but_before_training(
+    before: str, evaluates: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = SCRIPT.replace("trainer.test_freq=5", f"trainer.test_freq=-1 trainer.val_before_train={before}")
+    out, err = translated(script, "run.sh", tmp_path, capsys)
+    found = parse_text(out, "ours")
+    assert ("eval_dataset" in found) == evaluates
+    assert found["val_before_train"] is evaluates
+    assert ("trainer.test_freq" if evaluates else "data.val_files") in err
+
+
+@pytest.mark.parametrize(
+    ("mode", "mini", "is_told"),
+    [("cispo", 16, True), ("cispo", 64, False), ("geo_mean", 16, False)],
+)
+def test_a_loss_that_averages_otherwise_than_verl_is_told(
+    mode: str, mini: int, is_told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = SCRIPT.replace("ppo_mini_batch_size=16", f"ppo_mini_batch_size={mini}").replace(
+        "trainer.nnodes=2", f"trainer.nnodes=2 actor_rollout_ref.actor.policy_loss.loss_mode={mode}"
+    )
+    _, err = translated(script, "run.sh", tmp_path, capsys)
+    assert ("the average of" in err) == is_told
 
 
 def test_the_environment_sets_what_a_script_leaves_open(

@@ -25,7 +25,7 @@ from trainers.classification.config import ClassificationConfig
 from trainers.classification.loss import label_loss
 from trainers.classification.rows import COLUMNS, Labelled, label_mistake, tokenize_labelled
 from trainers.configuration.mistakes import mistakes_of
-from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, total_steps
+from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of, sequences_per_step, total_steps
 from trainers.data.broken_rows import without_broken
 from trainers.data.packs import batches_of
 from trainers.metrics import Metrics
@@ -90,8 +90,7 @@ class ClassificationTrainer:
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
         pack_length = config.max_length if config.packing else None
-        settings: dict[str, Any] = {"seed": config.seed, "shuffle": config.shuffle_dataset, "pack_length": pack_length}
-        batches = batches_of(self.rows.row_lengths(), batch_size, **settings)
+        batches = batches_of(self.rows.row_lengths(), batch_size, pack_length=pack_length, **order_of(config))
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.build(num_steps)
         order = {"rows": len(self.rows), SEQUENCES_PER_STEP: batch_size}

@@ -162,6 +162,7 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         Default("beta", 0.04, RLHF),
         Default("loss_type", "grpo", RLHF),
         Default("use_bias_correction_kl", False, "swift/rlhf_trainers/grpo_trainer.py"),
+        Default("dataloader_drop_last", True, "swift/rlhf_trainers/arguments.py"),
         Default("gradient_accumulation_steps", 1, RLHF, _counts_steps),
         Default(
             "rollout_importance_sampling_clip_max",

@@ -220,6 +220,8 @@ class TrainConfig(MegatronConfig, RunConfig):
     """Optimizer steps in which the learning rate rises from 0."""
     warmup_ratio: float = 0.0
     """Share of all steps to warm up for, where ``warmup_steps`` is 0."""
+    dataloader_drop_last: bool = False
+    """Leave out the rows at the end of an epoch that do not fill a step (of GRPO a generation, of PPO a batch)."""
     num_train_epochs: float = 3.0
     """Times to go through the rows; may be a fraction."""
     max_steps: int = -1
@@ -563,6 +565,11 @@ def sequences_per_step(config: TrainConfig, num_shards: int, saved_order: Mappin
     if saved_order and SEQUENCES_PER_STEP in saved_order:
         return int(saved_order[SEQUENCES_PER_STEP])
     return config.per_device_train_batch_size * config.gradient_accumulation_steps * num_shards
+
+
+def order_of(config: TrainConfig) -> dict[str, Any]:
+    """What ``data.rows.Batches`` is told of the order in which a run goes through its rows."""
+    return {"seed": config.seed, "shuffle": config.shuffle_dataset, "drop_last": config.dataloader_drop_last}
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:

@@ -21,7 +21,7 @@ from rayhelper import DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.backends.scores.evaluated import TargetNumbers, evaluated
 from trainers.configuration.mistakes import mistakes_of
-from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, total_steps
+from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of, sequences_per_step, total_steps
 from trainers.cpo.config import ORPOConfig, PairConfig
 from trainers.cpo.loss import PairCounts, pair_loss
 from trainers.data.broken_rows import pair_mistake, without_broken
@@ -78,7 +78,7 @@ class CPOTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
-        batches = Batches(len(self.pairs), batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
+        batches = Batches(len(self.pairs), batch_size, **order_of(config))
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.policy.build(self.model_path, num_steps)
         order = {"pairs": len(self.pairs), SEQUENCES_PER_STEP: batch_size}

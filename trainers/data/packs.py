@@ -36,13 +36,19 @@ class PackedBatches:
 
 
 def batches_of(
-    lengths: np.ndarray, batch_size: int, *, seed: int, shuffle: bool, pack_length: int | None = None
+    lengths: np.ndarray,
+    batch_size: int,
+    *,
+    seed: int,
+    shuffle: bool,
+    drop_last: bool = False,
+    pack_length: int | None = None,
 ) -> Batches | PackedBatches:
     """Batches of ``batch_size`` rows, or of as many packs where there is a ``pack_length``. ``lengths``: in tokens."""
     if pack_length is None:
-        return Batches(len(lengths), batch_size, seed=seed, shuffle=shuffle)
+        return Batches(len(lengths), batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
     packs = packed(lengths, pack_length)
-    return PackedBatches(packs, Batches(len(packs), batch_size, seed=seed, shuffle=shuffle))
+    return PackedBatches(packs, Batches(len(packs), batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last))
 
 
 def packed(lengths: np.ndarray, pack_length: int) -> list[np.ndarray]:

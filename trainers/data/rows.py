@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from rayhelper import ConfigError
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.batch import Ragged, Sequences
 from trainers.data.answers import Turns, answer_spans, marked
@@ -521,7 +522,7 @@ class Batches:
         if self.num_rows < 1 or self.batch_size < 1:
             raise ValueError(f"batches need rows and a size, got {self.num_rows} rows, batch_size {self.batch_size}")
         if self.drop_last and self.num_rows < self.batch_size:
-            raise ValueError(f"{self.num_rows} rows fill no batch of {self.batch_size}, and drop_last drops the rest")
+            raise nothing_left(self.batch_size)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -537,6 +538,14 @@ class Batches:
         start = step % self.steps_per_epoch * self.batch_size
         order = _order(self.num_rows, self.seed, self.epoch(step)) if self.shuffle else np.arange(self.num_rows)
         return order[start : start + self.batch_size].copy()
+
+
+def nothing_left(batch_size: int) -> ConfigError:
+    """The error for rows that do not fill one batch where only whole batches are taken."""
+    return ConfigError(
+        f"dataloader_drop_last: the rows fill no batch of {batch_size}, and what fills none is left out. Remove it, or "
+        "make batches smaller."
+    )
 
 
 @functools.lru_cache(maxsize=4)

@@ -15,7 +15,7 @@ import numpy as np
 from rayhelper import ConfigError
 from trainers.batch import Samples
 from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step
-from trainers.data.rows import Batches
+from trainers.data.rows import Batches, nothing_left
 from trainers.grpo.config import GRPOConfig
 
 
@@ -24,6 +24,7 @@ class GenerationPlan:
     """How rows become generations and generations become optimizer steps. Sizes are sequences over all workers.
 
     The last generation of an epoch holds what is left of the rows; it has fewer optimizer steps, none of them empty.
+    With ``dataloader_drop_last`` what is left is not among ``num_rows``.
     With ``is_dynamic`` all are full, and an epoch is as many as go into the rows: the steps of a run are counted as if
     nothing were drawn again.
     """
@@ -59,10 +60,13 @@ class GenerationPlan:
                 f"a generation of {size} completions must be a multiple of num_generations={config.num_generations}, "
                 "so that no group is torn apart; change generation_batch_size, the batch size, or num_generations"
             )
+        num_prompts = size // config.num_generations
+        if config.dataloader_drop_last and not config.dynamic_sample:
+            num_rows -= num_rows % num_prompts
         return cls(
             num_rows,
             config.num_generations,
-            size // config.num_generations,
+            num_prompts,
             step_size,
             config.num_iterations,
             config.max_steps,
@@ -72,6 +76,8 @@ class GenerationPlan:
 
     def check_rows(self) -> None:
         """Raises ConfigError if there are not rows enough to fill a generation and to replace one of its prompts."""
+        if not self.num_rows:
+            raise nothing_left(self.num_prompts)
         if self.is_dynamic and self.num_rows <= self.num_prompts:
             raise ConfigError(
                 f"dynamic_sample has no further prompts to draw: a generation has {self.num_prompts} prompts, each row "

@@ -42,6 +42,7 @@ import numpy as np
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.batch import Samples
 from trainers.configuration.mistakes import mistakes_of
+from trainers.configuration.shared import order_of
 from trainers.data.rows import Batches, prompt_of
 from trainers.grpo.config import GRPOConfig, check_chosen
 from trainers.grpo.entropy_coefficient import EntropyCoefficient
@@ -232,7 +233,7 @@ class GRPOTrainer:
         """
         config, generation = self.config, plan.generation(run.step)
         if len(self.ahead) <= 1 or self.generator.in_flight:
-            batches = Batches(len(self.rows), plan.num_prompts, seed=config.seed, shuffle=config.shuffle_dataset)
+            batches = Batches(len(self.rows), plan.num_prompts, **order_of(config))
             last = min(generation + config.max_staleness, plan.generation(plan.num_steps - 1))
             for number in range(generation + len(self.ahead), last + 1):
                 self.ahead.append(self.started(batches[number], run, number))

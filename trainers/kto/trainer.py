@@ -33,7 +33,7 @@ from trainers.backends.base import Backend
 from trainers.backends.scores.evaluated import TargetNumbers, evaluated
 from trainers.batch import Ragged, Sequences
 from trainers.configuration.mistakes import mistakes_of
-from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, total_steps
+from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of, sequences_per_step, total_steps
 from trainers.data.broken_rows import judged_mistake, without_broken
 from trainers.data.rows import Batches
 from trainers.data.unpaired import COLUMNS, Judged, UnpairedPreferences, tokenize_unpaired
@@ -113,7 +113,7 @@ class KTOTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
-        batches = Batches(len(self.rows), batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
+        batches = Batches(len(self.rows), batch_size, **order_of(config))
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.prepare_reference(batches)
         self.policy.build(self.model_path, num_steps)

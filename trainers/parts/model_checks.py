@@ -57,9 +57,24 @@ def check_model_folder(config: TrainConfig) -> None:
     check_whole(found, config.model)
     if config.backend == "fsdp":
         check_arguments("model_init_kwargs", config.model_init_kwargs, config.model, config.trust_remote_code)
+        check_saved_modules(found, config)
         check_targets(config, config.model)
     if config.tokenizer is None or Path(config.tokenizer).is_dir():
         check_vocabulary(load_tokenizer(config, config.model), found, config.tokenizer or config.model, config.model)
+
+
+def check_saved_modules(configuration: Any, config: TrainConfig) -> None:
+    """Raises ConfigError for ``modules_to_save`` of which a merged model would have no place; no weights are read."""
+    if config.tuner_type != "lora" or not config.lora_kwargs.get("modules_to_save"):
+        return
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from trainers.backends.fsdp.adapters import check_tied
+
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(configuration, trust_remote_code=config.trust_remote_code)
+    check_tied(module, config.lora_kwargs)
 
 
 def check_targets(config: TrainConfig, model: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step
+from trainers.data.rows import nothing_left
 from trainers.ppo.config import PPOConfig
 
 
@@ -17,6 +18,7 @@ class BatchPlan:
     """How rows become batches and batches become optimizer steps. Sizes are completions over all workers.
 
     The last batch of an epoch holds what is left of the rows; it has fewer optimizer steps, none of them empty.
+    With ``dataloader_drop_last`` what is left is not among ``num_rows``.
     """
 
     num_rows: int
@@ -31,6 +33,10 @@ class BatchPlan:
         """A resumed run keeps the sizes it began with, which stand in ``saved_order``."""
         step_size = sequences_per_step(config, num_workers, saved_order)
         batch_size = step_size * config.num_mini_batches
+        if config.dataloader_drop_last:
+            num_rows -= num_rows % batch_size
+            if not num_rows:
+                raise nothing_left(batch_size)
         return cls(num_rows, batch_size, step_size, config.num_ppo_epochs, config.max_steps, config.num_train_epochs)
 
     def order(self) -> dict[str, int]:

@@ -31,6 +31,7 @@ import numpy as np
 
 from rayhelper import DeviceGroups, RayHelper
 from trainers.batch import Ragged, Rollouts
+from trainers.configuration.shared import order_of
 from trainers.data.rows import Batches, prompt_of
 from trainers.losses.ppo import with_ratio_variance
 from trainers.metrics import Metrics
@@ -120,7 +121,7 @@ class PPOTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         plan = BatchPlan.of(config, len(self.rows), self.policy.num_shards(), saved_order(config))
-        batches = Batches(len(self.rows), plan.batch_size, seed=config.seed, shuffle=config.shuffle_dataset)
+        batches = Batches(len(self.rows), plan.batch_size, **order_of(config))
         self.build(plan.num_steps)
         with Run(config, plan.num_steps, headline=HEADLINE, order=plan.order()) as run, self.generator.following(run):
             for step in run.rounds(self):

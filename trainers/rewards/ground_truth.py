@@ -2,18 +2,19 @@
 
     reward_funcs: [{name: trainers.rewards.ground_truth:GroundTruth, path: my_rule.py, function: compute_score}]
 
-The function is called for each completion as verl calls it; without ``path`` the completion's number is compared with
-the row's, as ``exact_answer`` does.
+The function is called for each completion as verl calls it. Without ``path`` verl's rule for the row's ``data_source``
+scores: that of openai/gsm8k is written here, other rules come from verl itself (``verl.utils.reward_score``), where it
+is installed.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainers.rewards.functions import exact_answer
 from trainers.rewards.texts import completion_text
 
 
@@ -43,12 +44,10 @@ class GroundTruth:
         if reward_model is None or not all(isinstance(one, Mapping) and "ground_truth" in one for one in reward_model):
             raise ValueError("rows need a column 'reward_model' of mappings with 'ground_truth', as verl's have")
         truths = [one["ground_truth"] for one in reward_model]
-        if self.rule is None:
-            return exact_answer(completions, answer=truths)
         nothing = [None] * len(truths)
         return [
             _number(
-                self.rule(
+                (self.rule or rule_of(source))(
                     data_source=source,
                     solution_str=completion_text(completion),
                     ground_truth=truth,
@@ -60,6 +59,33 @@ class GroundTruth:
                 completions, truths, data_source or nothing, extra_info or nothing, strict=True
             )
         ]
+
+
+def rule_of(data_source: Any) -> Callable[..., Any]:
+    """verl's rule for rows of a source. Raises ValueError where it is not here and verl is not installed."""
+    if data_source == "openai/gsm8k":
+        return gsm8k_score
+    try:
+        from verl.utils.reward_score import default_compute_score
+    except ImportError:
+        raise ValueError(
+            f"rows of data_source {data_source!r} are scored by a rule of verl, which is not installed. Install it, or "
+            "write the file of a rule: reward_funcs: [{name: 'trainers.rewards.ground_truth:GroundTruth', path: "
+            "rule.py, function: compute_score}]"
+        ) from None
+    found: Callable[..., Any] = default_compute_score
+    return found
+
+
+def gsm8k_score(
+    data_source: Any = None, solution_str: str = "", ground_truth: Any = "", extra_info: Any = None, **_: Any
+) -> float:
+    """1.0 if the last number that stands behind ``#### `` is the right answer, as text without commas; else 0.0.
+
+    Looked for in the last 300 characters (verl 0.8, ``reward_score/gsm8k.py``, method strict).
+    """
+    found = re.findall(r"#### (-?[0-9.,]+)", solution_str[-300:])
+    return float(bool(found) and found[-1].replace(",", "") == ground_truth)
 
 
 def _number(score: Any) -> float:

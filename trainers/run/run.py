@@ -82,7 +82,12 @@ class Run:
         self.headline = headline
         self.output_dir = Path(config.output_dir)
         self.checkpoint, state = resumed_state(config)
-        self.order = {**order, "seed": config.seed, "shuffle_dataset": config.shuffle_dataset}
+        self.order = {
+            **order,
+            "seed": config.seed,
+            "shuffle_dataset": config.shuffle_dataset,
+            "dataloader_drop_last": config.dataloader_drop_last,
+        }
         _check_same_order(state.get("order", {}), self.order, self.checkpoint)
         self.settings = {name: getattr(config, name) for name in KEPT_BY_CHECKPOINTS}
         _check_same_settings(state.get("settings", {}), self.settings, self.checkpoint)

@@ -44,6 +44,7 @@ class Trackers:
 
         self.output_dir = output_dir
         self.headline = headline
+        self.shown: dict[str, float] = {}  # since the last line: not every step has a reward
         self.logging_steps = logging_steps
         self.tensorboard: Any = None
         self.wandb: Any = None
@@ -83,12 +84,13 @@ class Trackers:
         if self.swanlab is not None:
             self.swanlab.log(dict(numbers), step=step)
         if advance:
-            self.bar.set_postfix(
-                {name: f"{numbers[name]:.4g}" for name in self.headline if name in numbers}, refresh=False
-            )
+            self.shown |= {name: numbers[name] for name in self.headline if name in numbers}
+            shown = {name: self.shown[name] for name in self.headline if name in self.shown}
+            self.bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items()}, refresh=False)
             self.bar.update(1)
             if step % self.logging_steps == 0:
-                self.say(step, {name: numbers[name] for name in self.headline if name in numbers})
+                self.say(step, shown)
+                self.shown = {}
         else:
             self.say(step, numbers)
 

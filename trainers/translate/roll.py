@@ -163,7 +163,7 @@ def _algorithm(theirs: Theirs, ours: Ours) -> None:
     if theirs.take("dual_clip_loss", False):
         ours.say("delta", 3.0, theirs, "dual_clip_loss", note="dual clip: the ratio of negative advantages")
     how = theirs.take("loss_agg_mode", "seq-mean-token-sum")
-    kinds = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum": "dr_grpo"}
+    kinds = {"token-mean": "bnpo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum": "dr_grpo"}
     if how in kinds:
         ours.say("loss_type", kinds[how], theirs, "loss_agg_mode")
         if how == "seq-mean-token-sum":

@@ -15,6 +15,7 @@ from trainers.translate.table import Line, Ours, Theirs
 from trainers.translate.verl_names import (
     ACTOR,
     AGGREGATIONS,
+    AVERAGED_BY_SEQUENCE,
     DIVIDED,
     ESTIMATORS,
     K3,
@@ -110,6 +111,7 @@ def _data(theirs: Theirs, ours: Ours) -> None:
     if (key := theirs.take("data.prompt_key")) != "prompt":
         ours.say("columns", {key: "prompt"}, theirs, "data.prompt_key")
     ours.say("shuffle_dataset", theirs.take("data.shuffle"), theirs, "data.shuffle")
+    ours.add("dataloader_drop_last", True, f"{theirs.system} leaves out the rows of an epoch that fill no batch")
     if (seed := theirs.take("data.seed")) is not None:
         ours.say("seed", seed, theirs, "data.seed")
     ours.say("max_prompt_length", theirs.take("data.max_prompt_length"), theirs, "data.max_prompt_length")
@@ -134,8 +136,8 @@ def _rewards(theirs: Theirs, ours: Ours) -> None:
     else:
         ours.add("reward_funcs", [spec], "theirs chooses a rule by the column data_source. See below")
         ours.without["the rule of data_source"] = (
-            "the last number, or the one in \\boxed{} or after ####, is compared with reward_model.ground_truth. For "
-            "another rule write reward_funcs"
+            "that of openai/gsm8k is built; other rules are verl's own, and need verl where the run is. Or write "
+            "custom_reward_function"
         )
     _overlong(theirs, ours)
     if theirs.take("reward_model.enable") in (True, None) and theirs.take("reward_model.model.path"):
@@ -172,6 +174,8 @@ def _advantages(theirs: Theirs, ours: Ours, estimator: str) -> None:
     scales = theirs.take("algorithm.norm_adv_by_std_in_grpo")
     if estimator == "grpo":
         ours.say("scale_rewards", "group" if scales else "none", theirs, "algorithm.norm_adv_by_std_in_grpo")
+        if scales:
+            ours.without["the floor of deviations"] = "rewards are divided by their deviation + 1e-4; theirs adds 1e-6"
     ours.drop(theirs, ["algorithm.gamma", "algorithm.lam"], "GRPO discounts nothing")
     if theirs.take("algorithm.kl_penalty", "kl") not in ("kl", "k1"):
         ours.refuse("algorithm.kl_penalty", f"{theirs.take('algorithm.kl_penalty')} is not built; write kl")
@@ -187,6 +191,8 @@ def _advantages(theirs: Theirs, ours: Ours, estimator: str) -> None:
         ours.refuse(f"{ACTOR}.kl_loss_type", f"{kind} is not built; the KL of the loss is {' or '.join(K3)}")
     elif in_loss:
         ours.say("beta", coef, theirs, f"{ACTOR}.kl_loss_coef", note="k3 in the loss")
+        if coef:
+            ours.without["the bound of the KL"] = "theirs holds the k3 of a token within 10; here it has no bound"
         if coef and estimator not in ("rloo", "remax") and not estimator.startswith("reinforce"):
             ours.say("use_bias_correction_kl", False, theirs, f"{ACTOR}.kl_loss_type", note="without the ratio")
         elif coef:
@@ -206,7 +212,10 @@ def _loss(theirs: Theirs, ours: Ours) -> None:
     how = theirs.take(f"{ACTOR}.loss_agg_mode")
     if mode in MODES:
         ours.say("loss_type", MODES[mode], theirs, f"{ACTOR}.policy_loss.loss_mode")
-        ours.drop(theirs, [f"{ACTOR}.loss_agg_mode"], f"{MODES[mode]} is averaged as its formula says")
+        if mode not in AVERAGED_BY_SEQUENCE and (how != "token-mean" or _mini_batches(theirs) > 1):
+            ours.without[f"the average of {MODES[mode]}"] = (
+                f"over the tokens of a generation; theirs is {how} of a mini-batch"
+            )
         for name, key in (("clip_cov_ratio",) * 2, ("clip_cov_lb",) * 2, ("clip_cov_ub",) * 2, ("kl_cov_ratio",) * 2):
             if f"{ACTOR}.policy_loss.{name}" in theirs:
                 value = theirs.take(f"{ACTOR}.policy_loss.{name}")
@@ -260,11 +269,15 @@ def _loss(theirs: Theirs, ours: Ours) -> None:
         ours.drop(theirs, ["algorithm.rollout_correction.rollout_is_threshold"], "rollout_is is off")
 
 
+def _mini_batches(theirs: Theirs) -> int:
+    """Optimizer steps of a generation, each of its own completions."""
+    prompts, mini = theirs.take("data.train_batch_size"), theirs.take(f"{ACTOR}.ppo_mini_batch_size")
+    return max(1, -(-int(prompts) // int(mini)))
+
+
 def generations(theirs: Theirs) -> tuple[int, int]:
     """Optimizer steps of a generation, and completions of a prompt."""
-    prompts, mini = theirs.take("data.train_batch_size"), theirs.take(f"{ACTOR}.ppo_mini_batch_size")
-    steps = max(1, -(-int(prompts) // int(mini)))
-    return steps * int(theirs.take(f"{ACTOR}.ppo_epochs")), int(theirs.take(f"{ROLLOUT}.n"))
+    return _mini_batches(theirs) * int(theirs.take(f"{ACTOR}.ppo_epochs")), int(theirs.take(f"{ROLLOUT}.n"))
 
 
 def _batches(theirs: Theirs, ours: Ours) -> None:
@@ -492,6 +505,11 @@ def _run(theirs: Theirs, ours: Ours) -> None:
         ours.say("eval_steps", test * steps, theirs, "trainer.test_freq", note=f"{test} {each}")
     before = bool(theirs.take("trainer.val_before_train")) and evaluates
     ours.say("val_before_train", before, theirs, "trainer.val_before_train")
+    if evaluates and test <= 0 and before:
+        ours.without["trainer.test_freq"] = "theirs evaluates before the first step alone; here after the last one too"
+    elif evaluates and test <= 0:
+        ours.lines = [line for line in ours.lines if line.key != "eval_dataset"]
+        ours.without["data.val_files"] = "trainer.test_freq says that nothing is evaluated"
     if theirs.take("trainer.val_only"):
         ours.refuse("trainer.val_only", "a run trains; python -m trainers sample completes alone")
     keep = theirs.take("trainer.max_actor_ckpt_to_keep")

@@ -82,12 +82,13 @@ ESTIMATORS = {
     "grpo_passk": "grpo_passk",
 }
 AGGREGATIONS = {
-    "token-mean": "dapo",
+    "token-mean": "bnpo",
     "seq-mean-token-mean": "grpo",
     "seq-mean-token-sum": "dr_grpo",
     "seq-mean-token-sum-norm": "dr_grpo",
 }
 DIVIDED = "dr_grpo is seq-mean-token-sum divided by max_completion_length"
+AVERAGED_BY_SEQUENCE = ("geo_mean", "sapo")  # there and here, whatever loss_agg_mode says
 MODES = {  # of policy_loss.loss_mode, whose aggregation is the loss's own; gspo changes the ratio alone
     "geo_mean": "gmpo",
     "gpg": "gpg",

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rayhelper import ConfigError
 from trainers.backends.fresh_weights import adapter_a
 from trainers.backends.fsdp.sharding import as_placed, full
 
@@ -26,6 +27,7 @@ def add_adapter(module: Any, settings: Mapping[str, Any], *, value_head: bool, s
     ``init_lora_weights`` says otherwise the adapter begins as ``fresh_weights.py`` draws it.
 
     Raises:
+        ConfigError: a tied embedding or head that would be trained without the other.
         ValueError: target modules that the model does not have.
     """
     from peft import LoraConfig, get_peft_model
@@ -34,7 +36,9 @@ def add_adapter(module: Any, settings: Mapping[str, Any], *, value_head: bool, s
     if fields.get("target_modules") == "all-linear" and (without := _without_adapter(module)):
         fields.setdefault("exclude_modules", without)
     if value_head:
-        fields["modules_to_save"] = ["score"]
+        fields["modules_to_save"] = ["score", *(fields.get("modules_to_save") or [])]
+    else:
+        check_tied(module, fields)
     adapted = get_peft_model(module, LoraConfig(task_type="SEQ_CLS" if value_head else "CAUSAL_LM", **fields))
     for parameter in adapted.parameters():
         if parameter.requires_grad:
@@ -44,6 +48,24 @@ def add_adapter(module: Any, settings: Mapping[str, Any], *, value_head: bool, s
             for a in part.lora_A.values():
                 a.weight.data.copy_(adapter_a(_a_name(name), a.weight.shape, seed))
     return adapted
+
+
+def check_tied(module: Any, settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError if ``modules_to_save`` would give a tied embedding and head weights of their own.
+
+    No weights are read: ``module`` may be on the meta device.
+    """
+    if not module.config.get_text_config().tie_word_embeddings or settings.get("ensure_weight_tying"):
+        return
+    tied = [module.get_input_embeddings(), module.get_output_embeddings()]
+    names = [name for name, part in module.named_modules() if any(part is one for one in tied)]
+    for asked in settings.get("modules_to_save") or ():
+        if any(name == asked or name.endswith(f".{asked}") for name in names):
+            raise ConfigError(
+                f"lora_kwargs: modules_to_save has {asked}, but the model ties {' and '.join(names)}: peft would train "
+                "a copy that a merged model has no place for. Write lora_kwargs: {ensure_weight_tying: true} too, "
+                "which trains the tied weight."
+            )
 
 
 def _without_adapter(module: Any) -> list[str]:
@@ -237,7 +259,7 @@ def load_adapter(adapted: Any, folder: Path) -> None:
     given = load_file(file)
     own = {
         name.replace(".default.", ".").replace(".modules_to_save.", "."): weight
-        for name, weight in adapted.named_parameters()
+        for name, weight in adapted.named_parameters(remove_duplicate=False)  # peft writes a tied weight twice
         if is_adapter(name)
     }
     if own.keys() != given.keys():

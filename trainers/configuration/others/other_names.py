@@ -128,6 +128,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "adapters": ([], None),
     "ref_adapters": ([], None),
     "modules_to_save": ([], None),
+    "new_special_tokens": ([], None),
+    "decoder_first_pipeline_num_layers": (None,),
+    "decoder_last_pipeline_num_layers": (None,),
     "use_galore": (False,),
     # data
     "streaming": (False,),
@@ -305,6 +308,13 @@ REFUSED = {
         trl_names.QLORA,
     ),
     "target_regex": "write lora_target_modules, the names of layers",
+    "new_special_tokens": "a model keeps its vocabulary. Add the tokens to the tokenizer with add_special_tokens and "
+    "rows to the model with resize_token_embeddings, save both in one folder, and write that as model",
+    **dict.fromkeys(
+        ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+        "all stages of a pipeline have equally many layers. Remove it, and write a pipeline_model_parallel_size that "
+        "divides the model's layers",
+    ),
     "template": _TEMPLATE,
     "template_backend": _TEMPLATE,
     "agent_template": _TEMPLATE,
@@ -367,7 +377,7 @@ REFUSED_BEGINNINGS = {
 TRANSLATED = (
     *("rlhf_type", "bf16", "fp16", "attn_impl", "attention_backend", "min_lr", "lr_decay_style", "deepspeed"),
     *("recompute_granularity", "save_strategy", "eval_strategy", "finetune", "truncation_strategy", "enable_dft_loss"),
-    *("use_rslora", "use_dora", "init_weights", "enable_thinking"),
+    *("use_rslora", "use_dora", "init_weights", "modules_to_save", "enable_thinking"),
 )
 
 

@@ -299,6 +299,22 @@ def _adapter(given: GivenKeys) -> None:
             value = given.take(name)
             if value is not (meant == "init_lora_weights") and value is not None:  # what peft does anyway
                 given.put_inner("lora_kwargs", meant, value, name)
+    name = "modules_to_save"
+    if given.foreign(name) and "lora_kwargs" in given.known and given.get(name):
+        value = given.get(name)
+        names = value.split() if isinstance(value, str) else value
+        if given.get("backend") == "megatron":
+            given.refuse(
+                name,
+                f"{name}: with backend: megatron an adapter trains no other weights. Remove it, or write backend: fsdp",
+            )
+        elif given.get("tuner_type", "full") == "lora" and (whole := [one for one in names if one.startswith("all-")]):
+            given.refuse(name, f"{name}: {whole[0]} is a word of ms-swift's. Write the names of modules")
+        elif given.get("tuner_type", "full") == "lora":
+            given.put_inner("lora_kwargs", name, names, name)
+        else:
+            given.notes[name] = "tuner_type is full: every weight is trained"
+        given.take(name)
 
 
 def _evaluation(given: GivenKeys) -> None:

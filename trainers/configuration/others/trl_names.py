@@ -129,7 +129,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "ddp_find_unused_parameters": (None, False),
     **dict.fromkeys(("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"), (None,)),
     "ignore_bias_buffers": (False,),
-    "dataloader_drop_last": (False,),
     "dataloader_num_workers": (0,),
     "dataloader_pin_memory": (True,),
     "dataloader_persistent_workers": (False,),
@@ -241,7 +240,6 @@ REFUSED = {
     "parallelism_config": "write backend: megatron with tensor_model_parallel_size and context_parallel_size, or the "
     "fsdp_* keys",
     "local_rank": "torchrun and Ray number their processes. Remove it",
-    "dataloader_drop_last": "the last step of an epoch learns from the rows that are left. Remove it",
     "length_column_name": "lengths are counted. Remove it",
     "dataset_kwargs": "rows are tokenized here. Remove it; chat_template_kwargs may be a column of the rows",
     "loss_type": "this trainer has one loss. Remove it",

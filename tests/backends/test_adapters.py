@@ -189,6 +189,17 @@ def test_a_tied_weight_is_not_trained_as_two(names: list[str], folder: str) -> N
     check_model_folder(SFTConfig(model=folder, dataset="d", tuner_type="lora", lora_kwargs=kwargs))
 
 
+def test_an_adapter_of_a_tied_head_is_refused(folder: str) -> None:
+    from trainers.parts.model_checks import check_model_folder
+    from trainers.sft import SFTConfig
+
+    with pytest.raises(ConfigError, match="lora_target_modules has lm_head, but the model ties"):
+        FsdpBackend(folder, **SETTINGS | {"lora": LORA | {"target_modules": ["q_proj", "lm_head"]}})
+    targets: dict[str, Any] = {"tuner_type": "lora", "lora_target_modules": ["q_proj", "lm_head"]}
+    with pytest.raises(ConfigError, match="lora_target_modules has lm_head, but the model ties"):
+        check_model_folder(SFTConfig(model=folder, dataset="d", **targets))
+
+
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 

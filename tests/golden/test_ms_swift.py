@@ -29,7 +29,13 @@ REWARDS = {
 OTHER_NAMES = {"packing_strategy": {"bfd": "binpack"}}  # the same thing
 # Defaults that ms-swift's source says in code, behind None
 IN_CODE = ("beta", "loss_type", "use_bias_correction_kl", "gradient_accumulation_steps", "truncation_mode")
-IN_CODE += ("system", "rollout_importance_sampling_clip_max", "gkd_topk_add_tail", "rollout_engine")
+IN_CODE += (
+    "system",
+    "rollout_importance_sampling_clip_max",
+    "gkd_topk_add_tail",
+    "rollout_engine",
+    "dataloader_drop_last",
+)
 
 
 def recorded(name: str) -> Any:

@@ -57,24 +57,24 @@ def check_model_folder(config: TrainConfig) -> None:
     check_whole(found, config.model)
     if config.backend == "fsdp":
         check_arguments("model_init_kwargs", config.model_init_kwargs, config.model, config.trust_remote_code)
-        check_saved_modules(found, config)
         check_targets(config, config.model)
+        check_tied_weights(config)
     if config.tokenizer is None or Path(config.tokenizer).is_dir():
         check_vocabulary(load_tokenizer(config, config.model), found, config.tokenizer or config.model, config.model)
 
 
-def check_saved_modules(configuration: Any, config: TrainConfig) -> None:
-    """Raises ConfigError for ``modules_to_save`` of which a merged model would have no place; no weights are read."""
-    if config.tuner_type != "lora" or not config.lora_kwargs.get("modules_to_save"):
+def check_tied_weights(config: TrainConfig) -> None:
+    """Raises ConfigError for an adapter, or ``modules_to_save``, that would part tied weights; no weights are read."""
+    lora = lora_settings(config)
+    if lora is None or not (lora.get("modules_to_save") or isinstance(lora["target_modules"], list)):
         return
-    import torch
-    from transformers import AutoModelForCausalLM
+    from trainers.backends.fsdp.adapters import check_tied, without_weights
 
-    from trainers.backends.fsdp.adapters import check_tied
-
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(configuration, trust_remote_code=config.trust_remote_code)
-    check_tied(module, config.lora_kwargs)
+    try:
+        module = without_weights(config.model, trust_remote_code=config.trust_remote_code)
+    except ValueError:  # nothing is known of it before it is loaded
+        return
+    check_tied(module, lora)
 
 
 def check_targets(config: TrainConfig, model: str) -> None:

@@ -51,16 +51,29 @@ def add_adapter(module: Any, settings: Mapping[str, Any], *, value_head: bool, s
 
 
 def check_tied(module: Any, settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError if ``modules_to_save`` would give a tied embedding and head weights of their own.
+    """Raises ConfigError if ``modules_to_save`` or an adapter would give a tied embedding and head different weights.
 
     No weights are read: ``module`` may be on the meta device.
     """
-    if not module.config.get_text_config().tie_word_embeddings or settings.get("ensure_weight_tying"):
+    if not module.config.get_text_config().tie_word_embeddings:
         return
     tied = [module.get_input_embeddings(), module.get_output_embeddings()]
     names = [name for name, part in module.named_modules() if any(part is one for one in tied)]
+
+    def is_tied(asked: str) -> bool:
+        return any(name == asked or name.endswith(f".{asked}") for name in names)
+
+    targets = settings.get("target_modules")
+    for asked in () if isinstance(targets, str) else targets or ():
+        if is_tied(asked):
+            raise ConfigError(
+                f"lora_target_modules has {asked}, but the model ties {' and '.join(names)}: an adapter of one of them "
+                "cannot be merged into a weight that both have. Remove it."
+            )
+    if settings.get("ensure_weight_tying"):
+        return
     for asked in settings.get("modules_to_save") or ():
-        if any(name == asked or name.endswith(f".{asked}") for name in names):
+        if is_tied(asked):
             raise ConfigError(
                 f"lora_kwargs: modules_to_save has {asked}, but the model ties {' and '.join(names)}: peft would train "
                 "a copy that a merged model has no place for. Write lora_kwargs: {ensure_weight_tying: true} too, "

@@ -28,6 +28,7 @@ from trainers.sft.config import PretrainConfig, SFTConfig
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ["--model", "tiny", "--dataset", "sums"]
+pytestmark = pytest.mark.xdist_group("outputs")  # the default output_dir, which one run at a time may have
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LONG_S = 600.0
 GROUPS = {
     "driver": {"timeout_s": 0.3},
-    "crew": {"device": "CPU", "ranks": 2, "workers": ["slow"], "timeout_s": 0.3},
+    "crew": {"device": "CPU", "ranks": 2, "workers": ["slow"], "timeout_s": 0.6},
     "patient": {"device": "CPU", "ranks": 1, "workers": ["patient"]},
 }
 
@@ -155,7 +155,7 @@ def test_a_call_beyond_timeout_s_is_interrupted_where_it_is(runtime: Any, made: 
         MADE[made](Slow())
     told = str(late.value)
     assert told.startswith(f"Slow.{name} (role 'slow')")
-    assert "did not finish within 0.3 s. The call was given up. Raise timeout_s of group 'crew'" in told
+    assert "did not finish within 0.6 s. The call was given up. Raise timeout_s of group 'crew'" in told
     assert f"in {name}\n" in told  # the stack
     assert [signal.getsignal(number) for number in signal.valid_signals()] == handlers
 

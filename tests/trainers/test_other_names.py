@@ -334,6 +334,11 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "backend: megatron\ndecoder_first_pipeline_num_layers: 3",
         "decoder_first_pipeline_num_layers is not supported: all stages of a pipeline have equally many layers",
     ),
+    (
+        DPOConfig,
+        "packing: true\nmax_length: 8\ntruncation_strategy: left",
+        "is not supported: write right (rows keep their start)",
+    ),
     (GRPOConfig, "truncation_strategy: delete", "write left: long rows lose the beginning of their prompt"),
     (SFTConfig, "save_strategy: epoch", "save_strategy epoch is not supported: write save_steps"),
     (SFTConfig, "save_strategy: 'no'\neval_strategy: epoch", "eval_strategy epoch is not supported: write eval_steps"),
@@ -423,6 +428,11 @@ def test_a_refused_value_names_all_that_are_accepted_and_no_other(kind: type[Any
     named = set(re.findall(r"\w+", told(kind, f"{key}: other", tmp_path).lower().partition("write ")[2]))
     assert accepted
     assert [value for value in candidates if value in named] == accepted
+
+
+def test_modules_to_save_are_saved_where_an_adapter_is_ms_swifts_default(tmp_path: Path) -> None:
+    config = load(SFTConfig, "defaults: ms-swift\nmodules_to_save: [lm_head]", tmp_path)
+    assert (config.tuner_type, config.lora_kwargs) == ("lora", {"modules_to_save": ["lm_head"]})
 
 
 @pytest.mark.parametrize("kind", [SFTConfig, GRPOConfig])

@@ -81,7 +81,7 @@ def translate(
     _sharding(given)
     _recomputation(given)
     _megatron(given, defaults)
-    _adapter(given)
+    _adapter(given, defaults)
     _evaluation(given)
     _saving(given)
     _shares(given)
@@ -285,7 +285,7 @@ def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def _adapter(given: GivenKeys) -> None:
+def _adapter(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     if "tuner_type" in given.known and (tuner := given.get("tuner_type")) in OTHER_TUNERS:
         given.take("tuner_type")
         written = given.written.get("tuner_type", "tuner_type")
@@ -303,14 +303,15 @@ def _adapter(given: GivenKeys) -> None:
     if given.foreign(name) and "lora_kwargs" in given.known and given.get(name):
         value = given.get(name)
         names = value.split() if isinstance(value, str) else value
+        has_adapter = given.get("tuner_type", defaults.get("tuner_type")) == "lora"
         if given.get("backend") == "megatron":
             given.refuse(
                 name,
                 f"{name}: with backend: megatron an adapter trains no other weights. Remove it, or write backend: fsdp",
             )
-        elif given.get("tuner_type", "full") == "lora" and (whole := [one for one in names if one.startswith("all-")]):
+        elif has_adapter and (whole := [one for one in names if one.startswith("all-")]):
             given.refuse(name, f"{name}: {whole[0]} is a word of ms-swift's. Write the names of modules")
-        elif given.get("tuner_type", "full") == "lora":
+        elif has_adapter:
             given.put_inner("lora_kwargs", name, names, name)
         else:
             given.notes[name] = "tuner_type is full: every weight is trained"
@@ -417,8 +418,9 @@ def _long_rows(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
 
 
 def _either(choices: Sequence[str]) -> str:
-    """``a, b or c``."""
-    return " or ".join([", ".join(choices[:-1]), choices[-1]])
+    """``a, b or c``; one alone as it is."""
+    *others, last = choices
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _rewards(given: GivenKeys, defaults: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.data.broken_rows import prompt_mistake, without_broken
 from trainers.data.rows import load_rows, prompt_of
-from trainers.parts.model_checks import check_targets, check_vocabulary, check_whole, configuration_of
+from trainers.parts.model_checks import check_adapter, check_vocabulary, check_whole, configuration_of
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.plugins import load_plugins, resolve_model
 
@@ -64,7 +64,7 @@ def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:
     check_whole(found, model)
     was_known = model == config.model and Path(model).is_dir()  # and so checked before anything started
     if isinstance(config, TrainConfig) and not was_known:
-        check_targets(config, model)
+        check_adapter(config, model)
     return model, tokenizer
 
 

@@ -57,37 +57,31 @@ def check_model_folder(config: TrainConfig) -> None:
     check_whole(found, config.model)
     if config.backend == "fsdp":
         check_arguments("model_init_kwargs", config.model_init_kwargs, config.model, config.trust_remote_code)
-        check_targets(config, config.model)
-        check_tied_weights(config)
+        check_adapter(config, config.model)
     if config.tokenizer is None or Path(config.tokenizer).is_dir():
         check_vocabulary(load_tokenizer(config, config.model), found, config.tokenizer or config.model, config.model)
 
 
-def check_tied_weights(config: TrainConfig) -> None:
-    """Raises ConfigError for an adapter, or ``modules_to_save``, that would part tied weights; no weights are read."""
-    lora = lora_settings(config)
-    if lora is None or not (lora.get("modules_to_save") or isinstance(lora["target_modules"], list)):
-        return
-    from trainers.backends.fsdp.adapters import check_tied, without_weights
+def check_adapter(config: TrainConfig, model: str) -> None:
+    """Raises ConfigError for an adapter, or fields beside it, that does not fit the model or parts its tied weights.
 
-    try:
-        module = without_weights(config.model, trust_remote_code=config.trust_remote_code)
-    except ValueError:  # nothing is known of it before it is loaded
-        return
-    check_tied(module, lora)
-
-
-def check_targets(config: TrainConfig, model: str) -> None:
-    """Raises ConfigError for ``lora_target_modules``, or fields beside them, that are no layers of the model.
-
-    Those of ``backend: megatron`` are checked by ``megatron_checks.py``.
+    No weights are read, and nothing is known of a model that cannot be built without them. Adapters of ``backend:
+    megatron`` are checked by ``megatron_checks.py``.
     """
     lora = lora_settings(config)
     if lora is None or config.backend != "fsdp":
         return
-    from trainers.backends.fsdp.adapters import target_mistake
+    is_all = lora["target_modules"] == "all-linear"
+    if is_all and not lora.get("modules_to_save"):
+        return
+    from trainers.backends.fsdp.adapters import check_tied, target_mistake, without_weights
 
-    if mistake := target_mistake(model, lora, trust_remote_code=config.trust_remote_code):
+    try:
+        module = without_weights(model, trust_remote_code=config.trust_remote_code)
+    except ValueError:
+        return
+    check_tied(module, lora)
+    if mistake := None if is_all else target_mistake(module, lora):
         told = ", ".join(config.lora_target_modules) or "empty"
         raise ConfigError(
             f"lora_target_modules is {told}, which do not fit {model!r}: {mistake}. Name some of these, or write "

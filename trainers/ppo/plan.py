@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step
-from trainers.data.rows import nothing_left
 from trainers.ppo.config import PPOConfig
 
 
@@ -35,8 +34,6 @@ class BatchPlan:
         batch_size = step_size * config.num_mini_batches
         if config.dataloader_drop_last:
             num_rows -= num_rows % batch_size
-            if not num_rows:
-                raise nothing_left(batch_size)
         return cls(num_rows, batch_size, step_size, config.num_ppo_epochs, config.max_steps, config.num_train_epochs)
 
     def order(self) -> dict[str, int]:

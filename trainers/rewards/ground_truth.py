@@ -77,9 +77,7 @@ def rule_of(data_source: Any) -> Callable[..., Any]:
     return found
 
 
-def gsm8k_score(
-    data_source: Any = None, solution_str: str = "", ground_truth: Any = "", extra_info: Any = None, **_: Any
-) -> float:
+def gsm8k_score(solution_str: str, ground_truth: Any, **_: Any) -> float:
     """1.0 if the last number that stands behind ``#### `` is the right answer, as text without commas; else 0.0.
 
     Looked for in the last 300 characters (verl 0.8, ``reward_score/gsm8k.py``, method strict).

@@ -25,10 +25,7 @@ from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 MOST_LINES = 15
 MOST_CHARACTERS = 200  # of a line
 # what the order of a run's data counts
-ROWS = {
-    **{"num_rows": "rows", "rows": "rows", "sequences": "sequences", "pairs": "pairs"},
-    "completions": "completions",
-}
+ROWS = {name: name.removeprefix("num_") for name in ("num_rows", "rows", "sequences", "pairs", "completions")}
 
 
 def header(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> list[str]:

@@ -501,15 +501,15 @@ def _run(theirs: Theirs, ours: Ours) -> None:
     note = f"{save} {each}" if save > 0 else "the final model alone"
     ours.say("save_steps", max(0, save) * steps, theirs, "trainer.save_freq", note=note)
     evaluates = any(line.key == "eval_dataset" for line in ours.lines)
+    before = bool(theirs.take("trainer.val_before_train")) and evaluates
     if evaluates and test > 0:
         ours.say("eval_steps", test * steps, theirs, "trainer.test_freq", note=f"{test} {each}")
-    before = bool(theirs.take("trainer.val_before_train")) and evaluates
-    ours.say("val_before_train", before, theirs, "trainer.val_before_train")
-    if evaluates and test <= 0 and before:
+    elif before:
         ours.without["trainer.test_freq"] = "theirs evaluates before the first step alone; here after the last one too"
-    elif evaluates and test <= 0:
+    elif evaluates:
         ours.lines = [line for line in ours.lines if line.key != "eval_dataset"]
         ours.without["data.val_files"] = "trainer.test_freq says that nothing is evaluated"
+    ours.say("val_before_train", before, theirs, "trainer.val_before_train")
     if theirs.take("trainer.val_only"):
         ours.refuse("trainer.val_only", "a run trains; python -m trainers sample completes alone")
     keep = theirs.take("trainer.max_actor_ckpt_to_keep")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,9 @@ def check_tied(module: Any, settings: Mapping[str, Any]) -> None:
         return
     tied = [module.get_input_embeddings(), module.get_output_embeddings()]
     names = [name for name, part in module.named_modules() if any(part is one for one in tied)]
-
-    def is_tied(asked: str) -> bool:
-        return any(name == asked or name.endswith(f".{asked}") for name in names)
-
     targets = settings.get("target_modules")
     for asked in () if isinstance(targets, str) else targets or ():
-        if is_tied(asked):
+        if _is_named(asked, names):
             raise ConfigError(
                 f"lora_target_modules has {asked}, but the model ties {' and '.join(names)}: an adapter of one of them "
                 "cannot be merged into a weight that both have. Remove it."
@@ -73,12 +70,17 @@ def check_tied(module: Any, settings: Mapping[str, Any]) -> None:
     if settings.get("ensure_weight_tying"):
         return
     for asked in settings.get("modules_to_save") or ():
-        if is_tied(asked):
+        if _is_named(asked, names):
             raise ConfigError(
                 f"lora_kwargs: modules_to_save has {asked}, but the model ties {' and '.join(names)}: peft would train "
                 "a copy that a merged model has no place for. Write lora_kwargs: {ensure_weight_tying: true} too, "
                 "which trains the tied weight."
             )
+
+
+def _is_named(asked: str, names: Iterable[str]) -> bool:
+    """Whether peft takes ``asked`` for one of the modules of these names."""
+    return any(name == asked or name.endswith(f".{asked}") for name in names)
 
 
 def _without_adapter(module: Any) -> list[str]:
@@ -214,29 +216,21 @@ def linear_names(module: Any) -> set[str]:
     }
 
 
-def target_mistake(model: str | Path, lora: Mapping[str, Any], *, trust_remote_code: bool = False) -> str | None:
-    """Why the model has no adapter by ``lora``, fields of peft's LoraConfig; None if it has one.
+def target_mistake(module: Any, lora: Mapping[str, Any]) -> str | None:
+    """Why a model has no adapter by ``lora``, fields of peft's LoraConfig; None if it has one.
 
-    peft itself is asked, with a model without weights. Every name must be that of some layer, or of a weight of stacked
-    experts. Nothing is known of a model that ``without_weights`` cannot build.
+    peft itself is asked, and adds it to ``module``, which is one of ``without_weights``. Every name must be that of
+    some layer, or of a weight of stacked experts.
     """
     from peft import LoraConfig, NoMatchingPeftModuleError, get_peft_model
 
-    wanted = lora.get("target_modules")
-    if wanted == "all-linear":
-        return None
     fields = {name: lora[name] for name in TARGET_FIELDS if name in lora}
-    try:
-        module = without_weights(model, trust_remote_code=trust_remote_code)
-    except ValueError:
-        return None
     names, linear = [name for name, _ in module.named_modules()], sorted(linear_names(module))
-    for target in wanted or ():
-        if any(name == target or name.endswith(f".{target}") for name in names):
+    for target in lora.get("target_modules") or ():
+        if _is_named(target, names):
             continue
-        alone = without_weights(model, trust_remote_code=trust_remote_code)
         try:
-            get_peft_model(alone, LoraConfig(r=1, target_modules=[target]), low_cpu_mem_usage=True)
+            get_peft_model(copy.deepcopy(module), LoraConfig(r=1, target_modules=[target]), low_cpu_mem_usage=True)
         except NoMatchingPeftModuleError:
             return f"no layer of the model is named {target}. Its linear layers are {', '.join(linear)}"
         except ValueError:

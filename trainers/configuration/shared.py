@@ -221,7 +221,7 @@ class TrainConfig(MegatronConfig, RunConfig):
     warmup_ratio: float = 0.0
     """Share of all steps to warm up for, where ``warmup_steps`` is 0."""
     dataloader_drop_last: bool = False
-    """Leave out the rows at the end of an epoch that do not fill a step (of GRPO a generation, of PPO a batch)."""
+    """Drop the last, incomplete step of an epoch (GRPO: generation, PPO: batch)."""
     num_train_epochs: float = 3.0
     """Times to go through the rows; may be a fraction."""
     max_steps: int = -1

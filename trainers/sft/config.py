@@ -75,7 +75,7 @@ class SFTConfig(TrainConfig):
                 "split_dataset_ratio holds rows out, and a stream has no last row that is known: give eval_dataset."
             )
         if self.streaming and self.dataloader_drop_last:
-            raise ConfigError("dataloader_drop_last: a stream is not cut into epochs of whole steps. Remove it.")
+            raise ConfigError("dataloader_drop_last is not supported with streaming. Remove it.")
         if not (self.streaming and self.shuffle_dataset):
             unread(self, "rows are not drawn from a stream's buffer", "shuffle_buffer_size")
         if self.packing and self.max_length is None:

@@ -7,6 +7,7 @@ megatron; tests that fork ranks preload it, ``take_back`` at once, and ``install
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -97,6 +98,17 @@ def uneven_reduce_scatter(scatter: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return scattered
+
+
+def end_groups() -> None:
+    """No process group is left but the default one: those of gloo have threads that look for work all the time."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    gc.collect()  # models, which have groups
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 @contextlib.contextmanager

@@ -166,13 +166,11 @@ def one(folder: Path, layout: Layout) -> dict[str, Any]:
 
 
 def of_layouts(rank: int, folder: Path, layouts: list[Layout]) -> list[dict[str, Any]]:
-    from megatron.core import parallel_state
-
     megatron_on_cpu.install()
     found = []
     for layout in layouts:
         found.append(one(folder, layout))
-        parallel_state.destroy_model_parallel()
+        megatron_on_cpu.end_groups()
     return found
 
 
@@ -337,8 +335,6 @@ def test_rotary_embeddings_of_every_kind_are_those_of_transformers(tmp_path: Pat
 
 def values_of(rank: int, folder: Path, head: torch.Tensor, layouts: list[Layout]) -> list[Any]:
     """Values, and the losses of three steps that learn them, from one ``head``."""
-    from megatron.core import parallel_state
-
     from trainers.backends.megatron.backend import MegatronBackend
     from trainers.backends.megatron.settings import MegatronSettings
 
@@ -349,7 +345,7 @@ def values_of(rank: int, folder: Path, head: torch.Tensor, layouts: list[Layout]
         own = {name: head if name == "score.weight" else weight for name, weight in backend.named_weights()}
         backend.load_weights(own.items())
         found.append((backend.shard, *learned_values(backend, *backend.shard[:2])))
-        parallel_state.destroy_model_parallel()
+        megatron_on_cpu.end_groups()
     return found
 
 

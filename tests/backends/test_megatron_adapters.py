@@ -176,13 +176,11 @@ def one(folder: Path, start: Path, lora: Lora, layout: Layout, export: Path) -> 
 
 
 def of_layouts(rank: int, folder: Path, start: Path, lora: Lora, layouts: list[Layout], export: Path) -> list[Any]:
-    from megatron.core import parallel_state
-
     megatron_on_cpu.install()
     found = []
     for k, layout in enumerate(layouts):
         found.append(one(folder, start, lora, layout, export / str(k)))
-        parallel_state.destroy_model_parallel()
+        megatron_on_cpu.end_groups()
     return found
 
 
@@ -313,8 +311,6 @@ def test_the_head_of_a_value_model_is_trained_whole_and_kept_with_the_adapter(
 
 
 def in_bfloat16(rank: int, folder: Path, start: Path, lora: Lora, layouts: list[Layout]) -> list[Any]:
-    from megatron.core import parallel_state
-
     megatron_on_cpu.install()
     found = []
     for layout in layouts:
@@ -326,7 +322,7 @@ def in_bfloat16(rank: int, folder: Path, start: Path, lora: Lora, layouts: list[
         frozen = {weight.dtype for stage in backend.stages for weight in stage.parameters() if not weight.requires_grad}
         adapter = {name: weight.clone() for name, weight in backend.adapter_weights()}
         found.append((losses, kinds, frozen, adapter, {weight.dtype for _, weight in backend.named_weights()}))
-        parallel_state.destroy_model_parallel()
+        megatron_on_cpu.end_groups()
     return found
 
 
@@ -351,8 +347,6 @@ def test_beside_a_bfloat16_model_the_adapter_is_float32(
 
 
 def with_dropout(rank: int, folder: Path, layouts: list[Layout]) -> list[Any]:
-    from megatron.core import parallel_state
-
     megatron_on_cpu.install()
     found = []
     for layout in layouts:
@@ -367,7 +361,7 @@ def with_dropout(rank: int, folder: Path, layouts: list[Layout]) -> list[Any]:
         ones = torch.ones(16, 1, 16)
         of_rate.append([one.low_rank._dropped(ones) for one in (attention.linear_qkv, attention.linear_proj)])
         found.append(of_rate)
-        parallel_state.destroy_model_parallel()
+        megatron_on_cpu.end_groups()
     return found
 
 
@@ -448,8 +442,6 @@ def refusals(rank: int, folder: Path, start: Path) -> list[str]:
 
 def resumed(rank: int, folder: Path, lora: Lora, layouts: list[Layout], saved: Path) -> list[tuple[Any, list[float]]]:
     """The losses of two steps behind a checkpoint: of the run that wrote it, then of each layout that reads it."""
-    from megatron.core import parallel_state
-
     megatron_on_cpu.install()
     found = []
     for k, layout in enumerate([layouts[0], *layouts]):
@@ -469,7 +461,7 @@ def resumed(rank: int, folder: Path, lora: Lora, layouts: list[Layout], saved: P
         else:
             backend.load(saved)
         found.append((leader, steps(2)))
-        parallel_state.destroy_model_parallel()
+        megatron_on_cpu.end_groups()
     return found
 
 

@@ -46,14 +46,12 @@ class Part:
 
 @contextmanager
 def backend_of(model: Path, layout: Layout, **arguments: Any) -> Iterator[Any]:
-    from megatron.core import parallel_state
-
     from trainers.backends.megatron.backend import MegatronBackend
     from trainers.backends.megatron.settings import MegatronSettings
 
     megatron_on_cpu.install()
     yield MegatronBackend(model, settings=MegatronSettings(**layout), **TRAINING | arguments)
-    parallel_state.destroy_model_parallel()
+    megatron_on_cpu.end_groups()
 
 
 def steps(backend: Any, count: int) -> list[float]:

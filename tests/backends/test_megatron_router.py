@@ -72,13 +72,11 @@ def one(folder: Path, layout: Layout, fields: dict[str, Any], micro_batch_size: 
 
 
 def of_cases(rank: int, folder: Path, cases: list[Any]) -> list[dict[str, Any]]:
-    from megatron.core import parallel_state
-
     megatron_on_cpu.install()
     found = []
     for case in cases:
         found.append(one(folder, *case))
-        parallel_state.destroy_model_parallel()
+        megatron_on_cpu.end_groups()
     return found
 
 

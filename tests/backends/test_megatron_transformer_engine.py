@@ -78,14 +78,12 @@ def with_engine(rank: int, function: Any, *args: Any) -> Any:
 
 def of_families(rank: int, models: dict[Path, list[Layout]]) -> list[tuple[dict[str, Any], int]]:
     """What a rank finds out about each model in each layout, and how many products fp8 would have computed."""
-    from megatron.core import parallel_state
-
     megatron_on_cpu.install()
     found = []
     for folder, layout in ((folder, layout) for folder, layouts in models.items() for layout in layouts):
         before = FP8GlobalStateManager.num_products
         found.append((one(folder, layout), FP8GlobalStateManager.num_products - before))
-        parallel_state.destroy_model_parallel()
+        megatron_on_cpu.end_groups()
     return found
 
 
@@ -139,7 +137,7 @@ def test_checkpoints_and_exports_do_not_tell_layers_apart(tmp_path: Path) -> Non
 
 def layers_of(rank: int, folder: Path, cases: list[tuple[Any, Any]]) -> list[tuple[str, str | None]]:
     """What models are made of, with an adapter or without, and why TransformerEngine's layers cannot be had."""
-    from megatron.core import parallel_state, utils
+    from megatron.core import utils
 
     from trainers.backends.megatron.backend import MegatronBackend
     from trainers.backends.megatron.layers import why_no_engine
@@ -154,7 +152,7 @@ def layers_of(rank: int, folder: Path, cases: list[tuple[Any, Any]]) -> list[tup
         loss = partial(weighted_loss, float(samples_of().target_mask.values.sum()))
         assert backend.step(samples_of(), loss, micro_batch_size=MICRO).values()["grad_norm"] > 0
         found.append((type(backend.stages[0].decoder.layers[0].mlp.linear_fc1).__name__, why_no_engine()))
-        parallel_state.destroy_model_parallel()
+        megatron_on_cpu.end_groups()
     return found
 
 

@@ -91,7 +91,9 @@ def begin(sizes: dict[str, int]) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    parallel_state.destroy_model_parallel()
+    from tests import megatron_on_cpu
+
+    megatron_on_cpu.end_groups()
     parallel_state.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(7)
 

@@ -312,6 +312,7 @@ def process(rank: int, num_processes: int, port: int, jobs: list[tuple[str, Any]
     with patch.object(Offload.__init__, "__defaults__", ("cpu", 2**20)):
         for trainer, config in jobs:
             run(UNDER_TEST[trainer], config)
+            megatron_on_cpu.end_groups()
 
 
 @pytest.fixture(scope="module")

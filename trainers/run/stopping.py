@@ -1,7 +1,7 @@
 """What asks a run to end before its last step: signals, and a limit of time.
 
-    SIGTERM, SIGUSR1, SIGHUP     finish the step, save, say how to go on, exit with 128 + the signal's number
-    SIGINT                       the same with ``save_on_interrupt``; the next one interrupts
+    SIGTERM, SIGUSR1, SIGHUP     finish the step, save, say how to go on, exit with 143
+    SIGINT                       the same with ``save_on_interrupt``, exit with 130; the next one interrupts
     save_before_s                the same, exit with 0
 
 ``Run`` asks between its rounds; nothing here saves. Under torchrun process 0 decides for all, on Ray the driver.
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+EXIT_CODE = 128 + signal.SIGTERM  # after each of SIGNALS, so that a scheduler looks for one code
 SAME_INTERRUPT_S = 3.0  # a terminal and torchrun's launcher both pass one Ctrl-C on
 LAUNCHER_LOOK_S = 1.0
 LAUNCHER_GRACE_S = 120.0  # for a step and a checkpoint, once the launcher is gone
@@ -70,12 +71,14 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def stop(self) -> Stop | None:
-        return None if self.noted is None else Stop(self.noted.name, 128 + self.noted)
+        if self.noted is None:
+            return None
+        return Stop(self.noted.name, 128 + self.noted if self.noted == signal.SIGINT else EXIT_CODE)
 
 
 @contextlib.contextmanager
 def ends_by_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM raises ``Stopped`` with 143.
+    """Inside, SIGTERM raises ``Stopped`` with ``EXIT_CODE``.
 
     Without a handler process 1 of a container never gets it, and Ray's own exits with 15, after a stack of C++.
     """
@@ -89,8 +92,8 @@ def ends_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _end(number: int, _: Any) -> NoReturn:
-    raise Stopped(128 + number)
+def _end(_number: int, _frame: Any) -> NoReturn:
+    raise Stopped(EXIT_CODE)
 
 
 @contextlib.contextmanager
@@ -115,5 +118,5 @@ def _watch_parent(parent: int, ended: threading.Event) -> None:
             os.write(2, b"\nthe launcher of this process is gone\n")
             os.kill(os.getpid(), signal.SIGTERM)
             if not ended.wait(LAUNCHER_GRACE_S):
-                os._exit(128 + signal.SIGTERM)
+                os._exit(EXIT_CODE)
             return

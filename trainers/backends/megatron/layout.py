@@ -69,6 +69,7 @@ def start(settings: MegatronSettings, *, seed: int) -> Coordinates:
     if parallel_state.model_parallel_is_initialized() and not _made.fits(sizes):
         parallel_state.destroy_model_parallel()
     if not parallel_state.model_parallel_is_initialized():
+        gc.collect()  # models that are used no more hold groups, whose threads and buffers would stay
         parallel_state.initialize_model_parallel(**sizes)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         _made.world, _made.sizes = weakref.ref(dist.group.WORLD), sizes

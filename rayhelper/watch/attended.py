@@ -87,7 +87,8 @@ class _Limited:
                 step = functools.partial(self.awaitable.send, sent)
 
     def _late(self, running: Call) -> Exception:
-        self.call.stack = running.stack
+        if not self.limit.expired():  # else it says already where the limit found it suspended
+            self.call.stack = running.stack
         return self.call.late()
 
 

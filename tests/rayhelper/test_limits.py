@@ -24,6 +24,7 @@ import pytest
 
 from rayhelper import ConfigError, DeadlineError, RayHelper
 from rayhelper.device_groups import DeviceGroups
+from rayhelper.watch.attended import attended
 from rayhelper.watch.watchdog import Call, Watched, watchdog
 from tests import warm
 
@@ -158,6 +159,25 @@ def test_a_call_beyond_timeout_s_is_interrupted_where_it_is(runtime: Any, made: 
     assert "did not finish within 0.6 s. The call was given up. Raise timeout_s of group 'crew'" in told
     assert f"in {name}\n" in told  # the stack
     assert [signal.getsignal(number) for number in signal.valid_signals()] == handlers
+
+
+def test_what_a_coroutine_does_when_it_is_cancelled_is_not_where_it_was() -> None:
+    """On a loaded machine the cancellation itself is late, and is interrupted in the middle of the event loop."""
+
+    class Endless:
+        def __await__(self) -> Endless:
+            return self
+
+        def send(self, value: None) -> None:
+            return None  # as ``asyncio.sleep(0)`` does: it goes on in the next round of the loop
+
+        def throw(self, error: BaseException) -> None:
+            time.sleep(LONG_S)
+
+    call = Call("it", 0.3, lambda late: DeadlineError(late.stack))
+    with pytest.raises(DeadlineError) as late:
+        asyncio.run(attended(call, Endless(), lambda: "where it was"))
+    assert str(late.value) == "where it was"
 
 
 @pytest.mark.parametrize("runtime", ["off", "inprocess"])

@@ -163,12 +163,16 @@ def test_a_configuration_does_not_change() -> None:
 SFT_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"max_length": 1}, ["max_length must be at least 2", "1"]),
     ({"packing": True, "max_length": None}, ["packing needs max_length"]),
+    ({"group_by_length": True, "packing": True}, ["group_by_length", "packing fills rows to one length"]),
+    ({"group_by_length": True, "shuffle_dataset": False}, ["group_by_length", "shuffle_dataset is false"]),
+    ({"group_by_length": True, "streaming": True, "max_steps": 2}, ["group_by_length", "while the run goes on"]),
     ({"packing": True, "truncation_mode": "keep_end"}, ["packing keeps the start", "truncation_mode is 'keep_end'"]),
     ({"loss_type": "nl"}, ["loss_type must be one of nll, dft", "Did you mean 'nll'?"]),
     ({"per_device_eval_batch_size": 0}, ["per_device_eval_batch_size must be at least 1"]),
     ({"dataset_num_proc": 0}, ["dataset_num_proc must be at least 1"]),
 ]
 GRPO_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
+    ({"group_by_length": True}, ["group_by_length", "how long their completions get is not known"]),
     ({"num_generations": 1}, ["num_generations must be at least 2", "got 1"]),
     ({"generation_batch_size": 16, "steps_per_generation": 2}, ["say the same thing", "set one of them"]),
     ({"reward_funcs": []}, ["reward_funcs is empty", "such as exact_answer"]),

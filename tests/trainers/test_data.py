@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.golden.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from trainers.batch import Ragged, Sequences
+from trainers.data.packs import batches_of
 from trainers.data.rows import Batches, drop_long_prompts, load_rows, pack, prompt_of, tokenize_prompts, tokenize_sft
 from trainers.plugins import DATASETS, register_dataset
 
@@ -383,6 +384,26 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert batches[0].tolist() != Batches(50, 50, seed=2)[0].tolist()
     assert [batches.epoch(step) for step in (0, 1, 2)] == [0, 1, 2]
     assert [Batches(10, 4).epoch(step) for step in (0, 2, 3, 6)] == [0, 0, 1, 2]
+
+
+def test_rows_of_a_batch_are_about_equally_long_where_they_are_grouped_by_length() -> None:
+    lengths = np.random.default_rng(0).integers(1, 1000, 90)
+
+    def spread(batches: Batches) -> float:
+        return float(np.mean([np.ptp(lengths[batches[step]]) for step in range(batches.steps_per_epoch)]))
+
+    grouped = batches_of(lengths, 4, seed=1, shuffle=True, by_length=True)
+    assert isinstance(grouped, Batches)
+    assert spread(grouped) < spread(Batches(90, 4, seed=1)) / 3
+    epochs = [[grouped[step].tolist() for step in range(epoch * 23, epoch * 23 + 23)] for epoch in range(2)]
+    for epoch in epochs:
+        assert sorted(row for batch in epoch for row in batch) == list(range(90))
+        assert lengths[epoch[0][0]] == lengths.max()  # what does not fit ends the run at once
+    assert epochs[0] != epochs[1]
+    resumed = batches_of(lengths, 4, seed=1, shuffle=True, by_length=True)
+    assert [resumed[step].tolist() for step in range(23, 46)] == epochs[1]
+    in_order = batches_of(lengths, 4, seed=1, shuffle=True, by_length=False)
+    assert in_order[0].tolist() == Batches(90, 4, seed=1)[0].tolist()
 
 
 def test_a_batch_that_is_changed_does_not_change_the_order() -> None:

@@ -53,6 +53,7 @@ MEANT: list[tuple[type[Any], str, dict[str, Any]]] = [
     (SFTConfig, "accelerate_config: multi_gpu", {"fsdp_sharding_strategy": "no_shard"}),
     (SFTConfig, "warmup_steps: 0.25", {"warmup_ratio": 0.25, "warmup_steps": 0}),
     (DPOConfig, "optim: sgd\noptim_args: momentum=0.9", {"optim_kwargs": {"momentum": 0.9}}),
+    (SFTConfig, "train_sampling_strategy: group_by_length", {"group_by_length": True, "shuffle_dataset": True}),
     (
         GRPOConfig,
         "reward_model_name_or_path: judge\nreward_funcs: [exact_answer]\nreward_weights: [2.0, 1.0]",
@@ -78,7 +79,11 @@ def test_what_trl_writes_means_the_same(kind: type[Any], text: str, meant: dict[
         (SFTConfig, "load_in_4bit: true", "quantized weights are not trained"),
         (DPOConfig, "dataset_streaming: true", "SFT and pretraining stream"),
         (SFTConfig, "dataset_streaming: true", "set max_steps"),
-        (SFTConfig, "train_sampling_strategy: group_by_length", "write random or sequential"),
+        (
+            GRPOConfig,
+            "reward_funcs: [exact_answer]\ntrain_sampling_strategy: group_by_length",
+            "write random or sequential",
+        ),
         (SFTConfig, "fsdp: hybrid_shard", "fsdp hybrid_shard is not supported"),
         (SFTConfig, "datasets: [{path: a, fraction: 1.0}, {path: b}]", "fraction is given for some"),
         (SFTConfig, "datasets: [{path: a, weight: 1.0}]", "a has weight, but only path"),

@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from rayhelper import ConfigError
-from trainers.configuration.shared import TrainConfig, at_least, check_seconds
+from trainers.configuration.shared import TrainConfig, at_least, check_seconds, unread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,7 @@ def check_completion(config: CompletionConfig) -> None:
     if not 0 < config.top_p <= 1:
         raise ConfigError(f"top_p must lie in (0, 1], got {config.top_p}; 1 keeps every token")
     at_least(config, 0, "top_k")
+    unread(config, "rows are prompts, and how long their completions get is not known", "group_by_length")
     check_stop_token_ids(config.stop_token_ids)
     at_least(config, 1, "vllm_tensor_parallel_size", "vllm_max_model_len", "vllm_max_num_seqs", "weight_bucket_mb")
     check_engine(config)

@@ -7,8 +7,6 @@ the command line is ``reading/command_line.py``.
 from __future__ import annotations
 
 import math
-import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -22,7 +20,7 @@ from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.backends.megatron.settings import MegatronSettings
 from trainers.configuration.megatron import OF_FSDP, MegatronConfig, key_mistakes, settings_of
 from trainers.configuration.roles import WELL_KNOWN, Role
-from trainers.configuration.values import check_values, is_there
+from trainers.configuration.values import check_file, check_folder, check_values, is_there
 from trainers.data.held_out import Part
 from trainers.run.trackers import check_installed
 
@@ -222,6 +220,8 @@ class TrainConfig(MegatronConfig, RunConfig):
     """Share of all steps to warm up for, where ``warmup_steps`` is 0."""
     dataloader_drop_last: bool = False
     """Drop the last, incomplete step of an epoch (GRPO: generation, PPO: batch)."""
+    group_by_length: bool = False
+    """Put rows of about the same length into a step, as Hugging Face's length-grouped sampler does."""
     num_train_epochs: float = 3.0
     """Times to go through the rows; may be a fraction."""
     max_steps: int = -1
@@ -312,14 +312,14 @@ def check_run(config: RunConfig) -> None:
     if config.dataset is None or config.dataset == [] or config.dataset == "":
         raise ConfigError("dataset is empty; give a file, a folder, a hub name, a plugin's dataset, or rows")
     for source in _listed(config.dataset):
-        _check_file("dataset", source, DATA_SUFFIXES)
+        check_file("dataset", source, DATA_SUFFIXES)
     for plugin in config.external_plugins:
-        _check_file("external_plugins", plugin, (".py",))
+        check_file("external_plugins", plugin, (".py",))
     check_init_kwargs("model_init_kwargs", config.model_init_kwargs, "trust_remote_code", "dtype", "torch_dtype")
     check_folder("model", config.model)
     check_folder("tokenizer", config.tokenizer)
     if config.chat_template is not None and "{" not in config.chat_template:
-        _check_file("chat_template", config.chat_template, ("",))
+        check_file("chat_template", config.chat_template, ("",))
     check_seconds(config, "timeout_s")
     if config.device_groups is not None:
         check_sections(DeviceGroups.parse(config.device_groups))
@@ -337,8 +337,11 @@ def check_shared(config: TrainConfig) -> None:
         raise ConfigError("model is empty. Give a folder, a hub name, or the name of a plugin's model.")
     _check_backend(config)
     _check_adapter(config)
+    if not config.shuffle_dataset or getattr(config, "packing", False):
+        why = "packing fills rows to one length" if config.shuffle_dataset else "shuffle_dataset is false"
+        unread(config, why, "group_by_length")
     for source in _listed(config.eval_dataset):
-        _check_file("eval_dataset", source, DATA_SUFFIXES)
+        check_file("eval_dataset", source, DATA_SUFFIXES)
     if not 0 <= config.activation_memory_budget <= 1:
         raise ConfigError(f"activation_memory_budget must lie in [0, 1], got {config.activation_memory_budget}")
     if not config.torch_compile:
@@ -581,21 +584,3 @@ def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
 
 def _listed(source: Any) -> list[Any]:
     return source if isinstance(source, list) else [source]
-
-
-def check_folder(name: str, folder: str | None) -> None:
-    if folder is not None and str(folder).startswith(("/", "./", "../")) and not is_there(folder):
-        raise ConfigError(f"{name}: there is no folder {folder!r} (looked from {Path.cwd()}). Give a folder or a name.")
-
-
-def _check_file(name: str, source: Any, suffixes: tuple[str, ...]) -> None:
-    if isinstance(source, str):
-        source = re.sub(r"#\d+$", "", source)  # so many of its rows
-    if not isinstance(source, str) or not source.endswith(suffixes) or any(mark in source for mark in "*?["):
-        return
-    path = Path(os.path.expanduser(source))
-    if not is_there(source, Path.is_file):
-        beside = [other.name for other in path.parent.iterdir()] if is_there(path.parent, Path.is_dir) else []
-        close = nearest(path.name, beside, "{}")
-        hint = DID_YOU_MEAN.format(str(path.parent / close)) if close else f" It was looked for from {Path.cwd()}."
-        raise ConfigError(f"{name}: there is no file {source!r}.{hint}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -16,6 +17,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rayhelper import ConfigError
+from rayhelper.text import DID_YOU_MEAN, nearest
 
 MOST = 1e12  # no number of a configuration is larger: steps, tokens, bytes in MiB
 MAX_SEED = 2**32 - 1  # of NumPy
@@ -172,3 +174,23 @@ def _check_env(env: Mapping[str, Any]) -> None:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_folder(name: str, folder: str | None) -> None:
+    """Raises ConfigError for a path at which nothing lies."""
+    if folder is not None and str(folder).startswith(("/", "./", "../")) and not is_there(folder):
+        raise ConfigError(f"{name}: there is no folder {folder!r} (looked from {Path.cwd()}). Give a folder or a name.")
+
+
+def check_file(name: str, source: Any, suffixes: tuple[str, ...]) -> None:
+    """Raises ConfigError for the name of a file (one that ends so) which is not there, with the nearest that is."""
+    if isinstance(source, str):
+        source = re.sub(r"#\d+$", "", source)  # so many of its rows
+    if not isinstance(source, str) or not source.endswith(suffixes) or any(mark in source for mark in "*?["):
+        return
+    path = Path(os.path.expanduser(source))
+    if not is_there(source, Path.is_file):
+        beside = [other.name for other in path.parent.iterdir()] if is_there(path.parent, Path.is_dir) else []
+        close = nearest(path.name, beside, "{}")
+        hint = DID_YOU_MEAN.format(str(path.parent / close)) if close else f" It was looked for from {Path.cwd()}."
+        raise ConfigError(f"{name}: there is no file {source!r}.{hint}")

@@ -25,8 +25,8 @@ from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of, sequence
 from trainers.cpo.config import ORPOConfig, PairConfig
 from trainers.cpo.loss import PairCounts, pair_loss
 from trainers.data.broken_rows import pair_mistake, without_broken
+from trainers.data.packs import batches_of
 from trainers.data.preferences import Preferences, tokenize_preferences
-from trainers.data.rows import Batches
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
 from trainers.parts.inputs import load_model_and_tokenizer, read_rows
@@ -78,7 +78,8 @@ class CPOTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
-        batches = Batches(len(self.pairs), batch_size, **order_of(config))
+        lengths = self.pairs.pair_lengths()
+        batches = batches_of(lengths, batch_size, by_length=config.group_by_length, **order_of(config))
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.policy.build(self.model_path, num_steps)
         order = {"pairs": len(self.pairs), SEQUENCES_PER_STEP: batch_size}

@@ -42,11 +42,16 @@ def batches_of(
     seed: int,
     shuffle: bool,
     drop_last: bool = False,
+    by_length: bool = False,
     pack_length: int | None = None,
 ) -> Batches | PackedBatches:
-    """Batches of ``batch_size`` rows, or of as many packs where there is a ``pack_length``. ``lengths``: in tokens."""
+    """Batches of ``batch_size`` rows, or of as many packs where there is a ``pack_length``. ``lengths``: in tokens.
+
+    ``by_length``: rows of about the same length come together (of rows that are not packed).
+    """
     if pack_length is None:
-        return Batches(len(lengths), batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
+        grouped = lengths if by_length else None
+        return Batches(len(lengths), batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last, lengths=grouped)
     packs = packed(lengths, pack_length)
     return PackedBatches(packs, Batches(len(packs), batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last))
 

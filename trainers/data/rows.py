@@ -14,13 +14,12 @@ where rows are read from is ``sources.py``.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -509,7 +508,9 @@ class Batches:
     """Indices of the rows of each step: a pure function of the step, so that a resume needs nothing but its number.
 
     ``batches[step]`` (batch_size,) int64, for every step >= 0. An epoch goes through all rows once, in an order drawn
-    from (seed, epoch) if ``shuffle``; its last batch holds what is left, unless ``drop_last``.
+    from (seed, epoch) if ``shuffle``; its last batch holds what is left, unless ``drop_last``. With
+    ``lengths`` (num_rows,) the rows of a batch are about equally long, in the order that
+    ``transformers.trainer_pt_utils.get_length_grouped_indices`` draws.
     """
 
     num_rows: int
@@ -517,6 +518,8 @@ class Batches:
     seed: int = 42
     shuffle: bool = True
     drop_last: bool = False
+    lengths: np.ndarray | None = field(default=None, compare=False, repr=False)
+    _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.num_rows < 1 or self.batch_size < 1:
@@ -536,8 +539,24 @@ class Batches:
         if step < 0:
             raise IndexError(f"steps start at 0, got {step}")
         start = step % self.steps_per_epoch * self.batch_size
-        order = _order(self.num_rows, self.seed, self.epoch(step)) if self.shuffle else np.arange(self.num_rows)
-        return order[start : start + self.batch_size].copy()
+        return self._order(self.epoch(step))[start : start + self.batch_size].copy()
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            self._orders.clear()  # of the epoch before
+            self._orders[epoch] = self._drawn(np.random.default_rng([self.seed, epoch]))
+        return self._orders[epoch]
+
+    def _drawn(self, random: np.random.Generator) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.num_rows)
+        if self.lengths is None:
+            return random.permutation(self.num_rows)
+        import torch
+        from transformers.trainer_pt_utils import get_length_grouped_indices
+
+        generator = torch.Generator().manual_seed(int(random.integers(2**63)))
+        return np.array(get_length_grouped_indices(self.lengths, self.batch_size, generator=generator), np.int64)
 
 
 def nothing_left(batch_size: int) -> ConfigError:
@@ -546,8 +565,3 @@ def nothing_left(batch_size: int) -> ConfigError:
         f"dataloader_drop_last: the rows fill no batch of {batch_size}, and incomplete batches are dropped. Remove it, "
         "or make batches smaller."
     )
-
-
-@functools.lru_cache(maxsize=4)
-def _order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(num_rows)

@@ -118,7 +118,13 @@ class DPOTrainer:
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
         pack_length = config.max_length if config.packing else None
-        batches = batches_of(self.pairs.pair_lengths(), batch_size, pack_length=pack_length, **order_of(config))
+        batches = batches_of(
+            self.pairs.pair_lengths(),
+            batch_size,
+            by_length=config.group_by_length,
+            pack_length=pack_length,
+            **order_of(config),
+        )
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.prepare_reference()
         self.policy.build(self.model_path, num_steps)

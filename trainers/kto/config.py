@@ -57,6 +57,7 @@ class KTOConfig(ReferenceConfig):
         at_least(self, 0, "desirable_weight", "undesirable_weight")
         if not self.beta > 0:
             raise ConfigError(f"beta must be positive, got {self.beta}")
+        unread(self, "the rows of a step also give the completions that estimate the KL", "group_by_length")
         if not self.estimates_kl:
             unread(self, f"loss_type is {self.loss_type}, which estimates no KL", "kl_batch_size")
         if self.precompute_ref_log_probs and self.estimates_kl and self.shuffle_dataset:

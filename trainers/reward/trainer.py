@@ -72,7 +72,13 @@ class RewardTrainer:
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
         pack_length = config.max_length if config.packing else None
-        batches = batches_of(self.pairs.pair_lengths(), batch_size, pack_length=pack_length, **order_of(config))
+        batches = batches_of(
+            self.pairs.pair_lengths(),
+            batch_size,
+            by_length=config.group_by_length,
+            pack_length=pack_length,
+            **order_of(config),
+        )
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.build(num_steps)
         order = {"pairs": len(self.pairs), SEQUENCES_PER_STEP: batch_size}

@@ -76,6 +76,8 @@ class SFTConfig(TrainConfig):
             )
         if self.streaming and self.dataloader_drop_last:
             raise ConfigError("dataloader_drop_last is not supported with streaming. Remove it.")
+        if self.streaming:
+            unread(self, "streaming reads rows while the run goes on", "group_by_length")
         if not (self.streaming and self.shuffle_dataset):
             unread(self, "rows are not drawn from a stream's buffer", "shuffle_buffer_size")
         if self.packing and self.max_length is None:

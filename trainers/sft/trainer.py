@@ -23,7 +23,8 @@ from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of, sequences_per_step, total_steps
 from trainers.data.broken_rows import supervised_mistake, without_broken
 from trainers.data.loss_scale import parsed
-from trainers.data.rows import Batches, pack, tokenize_sft
+from trainers.data.packs import batches_of
+from trainers.data.rows import pack, tokenize_sft
 from trainers.data.streaming import RowStream, StreamedSequences
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
@@ -95,7 +96,8 @@ class SFTTrainer:
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
         if config.streaming:
             return self.train_on_stream(batch_size)
-        batches = Batches(len(self.sequences), batch_size, **order_of(config))
+        lengths = self.sequences.input_ids.lengths
+        batches = batches_of(lengths, batch_size, by_length=config.group_by_length, **order_of(config))
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.policy.build(self.model_path, num_steps)
         order = {"sequences": len(self.sequences), SEQUENCES_PER_STEP: batch_size}

@@ -249,7 +249,6 @@ REFUSED = {
     **trl_names.REFUSED,
     # habits of transformers' Trainer
     "load_best_model_at_end": "the best checkpoint stays and is named at the end (metric_for_best_model). Remove it",
-    "group_by_length": "rows keep their random order; token_budget fills micro-batches by length. Remove it",
     "create_checkpoint_symlink": "checkpoint-N folders are found by resume_from_checkpoint: auto. Remove it",
     "ddp_backend": "NCCL on GPUs, gloo on CPUs. Remove it",
     # engines and backends

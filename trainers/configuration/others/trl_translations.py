@@ -4,7 +4,7 @@ dataset_name, dataset_config, datasets        a source of rows, and of evaluatio
 use_peft, lora_*                              tuner_type: lora, with ModelConfig's and peft's choices
 fsdp, fsdp_config, accelerate_config          how weights lie on the workers
 optim_args, warmup_steps below 1              optim_kwargs, warmup_ratio
-train_sampling_strategy                       shuffle_dataset
+train_sampling_strategy                       shuffle_dataset, group_by_length
 vllm_* without use_vllm                       nothing, as there
 """
 
@@ -188,11 +188,12 @@ def _order(given: GivenKeys, trl: bool) -> None:
         if strategy in ("random", "sequential"):
             if strategy == "sequential" or "reward_funcs" not in given.known:
                 given.put("shuffle_dataset", strategy == "random", "train_sampling_strategy")
+        elif strategy == "group_by_length" and "reward_funcs" not in given.known:
+            given.put("group_by_length", True, "train_sampling_strategy")
         elif strategy is not None:
             given.refuse(
                 "train_sampling_strategy",
-                f"train_sampling_strategy {strategy} is not supported: write random or sequential; token_budget fills "
-                "micro-batches by length",
+                f"train_sampling_strategy {strategy} is not supported: write random or sequential",
             )
 
 

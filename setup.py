@@ -18,6 +18,7 @@ setup(
         "accelerate>=1.0",
         "datasets>=3.0",
         "jsonargparse[signatures]>=4.40",
+        "math-verify>=0.8",
         "numpy>=1.26",
         "pandas",
         "pyyaml>=6.0",

@@ -53,6 +53,13 @@ SWIFT: list[tuple[type[Any], str, dict[str, Any]]] = [
         {"beta": 0.04, "loss_type": "grpo", "temperature": 0.9, "gradient_accumulation_steps": 1}
         | {"use_bias_correction_kl": False, "max_completion_length": 512, "rollout_importance_sampling_clip_max": 3.0},
     ),
+    (GRPOConfig, "advantage_estimator: rloo", {"beta": 0.04, "has_kl_in_reward": True}),
+    (GRPOConfig, "kl_in_reward: true", {"has_kl_in_reward": True}),
+    (
+        GRPOConfig,
+        "advantage_estimator: rloo\nkl_in_reward: false",
+        {"has_kl_in_reward": False, "use_bias_correction_kl": False},
+    ),
     (
         GRPOConfig,
         "use_vllm: true\nrollout_importance_sampling_mode: token_mask",

@@ -357,3 +357,13 @@ def test_soft_overlong_falls_over_its_last_tokens_under_either_name() -> None:
     assert rewards_BK[:, 0].tolist() == rewards_BK[:, 1].tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
     with pytest.raises(ValueError, match="soft_cache_length=0 must lie in"):
         resolve_rewards([{"name": "soft_overlong", "soft_max_length": 10, "soft_cache_length": 0}])
+
+
+@pytest.mark.parametrize("name", ["accuracy", "ms_swift_accuracy", "reasoning_accuracy", "ms_swift_cosine"])
+def test_a_reward_whose_package_is_not_installed_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a run starts, as all rewards are found then; else its first score would end it."""
+    arguments = {"max_len": 8} if name == "ms_swift_cosine" else {}
+    resolve_rewards([{"name": name, **arguments}])
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ValueError, match=r"needs math-verify, which is not installed: pip install math-verify"):
+        resolve_rewards([{"name": name, **arguments}])

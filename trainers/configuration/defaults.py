@@ -59,6 +59,15 @@ def _has_vllm(keys: Keys) -> bool:
     return bool(keys.get("rollout_engine") == "vllm")
 
 
+def _has_kl_in_loss(keys: Keys) -> bool:
+    import trainers.rewards.estimators  # noqa: F401 - which registers its own
+    from trainers.plugins import ADVANTAGES
+
+    estimator = ADVANTAGES.get(str(keys.get("advantage_estimator")))
+    by_default = bool(estimator and estimator.kl_in_reward)
+    return not (by_default if keys.get("kl_in_reward") is None else keys["kl_in_reward"])
+
+
 def _counts_steps(keys: Keys) -> bool:
     return _is_fsdp(keys) and not keys.get("global_batch_size") and not keys.get("token_budget")
 
@@ -161,7 +170,7 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
     "GRPOConfig": (
         Default("beta", 0.04, RLHF),
         Default("loss_type", "grpo", RLHF),
-        Default("use_bias_correction_kl", False, "swift/rlhf_trainers/grpo_trainer.py"),
+        Default("use_bias_correction_kl", False, "swift/rlhf_trainers/grpo_trainer.py", _has_kl_in_loss),
         Default("dataloader_drop_last", True, "swift/rlhf_trainers/arguments.py"),
         Default("gradient_accumulation_steps", 1, RLHF, _counts_steps),
         Default(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
+import importlib.util
 import inspect
 import itertools
 import math
@@ -36,6 +36,7 @@ from trainers.rewards.texts import completion_text
 RewardFunction = Callable[..., Any]
 RewardSpec = str | Mapping[str, Any] | RewardFunction
 LONGEST_NUMBER = 1000  # characters; Python refuses to read integers of more than 4300 digits, which models do write
+CALLS_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward", "ms_swift_accuracy", "ms_swift_cosine")
 _BLOCKED_S = 1.0  # so much later than it is cancelled, an async function is given up
 RESERVED_COLUMNS = ("prompt", "completion", "completion_ids", "prompts", "completions")
 
@@ -349,8 +350,10 @@ def _resolve(spec: RewardSpec) -> tuple[RewardFunction, str]:
     else:
         raise TypeError(f"a reward is a name, a mapping with a `name`, or a callable, got {spec!r}")
     if name in REWARDS:
+        _check_installed(name)
         return _bound(REWARDS[name], arguments, name), name
     if (trl_name := _trl_names().get(name)) is not None:
+        _check_installed(trl_name)
         function = _from_trl(trl_name, arguments)
     elif ":" in name or "." in name:
         function = _bound(_imported(name), arguments, name)
@@ -361,6 +364,12 @@ def _resolve(spec: RewardSpec) -> tuple[RewardFunction, str]:
             f"own with @register_reward({name!r}) in a file of external_plugins, or name it as module:function."
         )
     return function, reward_name(function)
+
+
+def _check_installed(name: str) -> None:
+    """Raises ValueError if a reward calls a package that is not here: it would end the run at the first score."""
+    if name in CALLS_MATH_VERIFY and importlib.util.find_spec("math_verify") is None:
+        raise ValueError(f"reward {name!r} needs math-verify, which is not installed: pip install math-verify")
 
 
 def _bound(target: Any, arguments: dict[str, Any], name: str) -> RewardFunction:

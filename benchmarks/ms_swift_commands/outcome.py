@@ -22,7 +22,7 @@ from rayhelper import ConfigError
 from trainers.cli import _check_run as check_run
 from trainers.cli import load_config, placement, uses_ray
 from trainers.commands import RLHF, command_named, task_of
-from trainers.configuration.others.ms_swift import spelled
+from trainers.configuration.others.ms_swift import engine_in_parts, spelled
 from trainers.configuration.reading.command_line import export_env, given_keys
 from trainers.configuration.reading.given_keys import plain
 
@@ -131,6 +131,7 @@ def _checked(words: list[str], environment: dict[str, str]) -> None:
     name, arguments = spelled(words)
     export_env(arguments)
     keys = given_keys(arguments, [])[0].values
+    arguments += engine_in_parts(keys, environment)
     rlhf_type = plain(keys.get("rlhf_type")) if name == RLHF else None
     command = command_named(name, rlhf_type, task_of(keys))
     config = load_config(command.config_type, arguments, prog="python -m trainers")

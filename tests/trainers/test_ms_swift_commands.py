@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
-from rayhelper import ConfigError
+from rayhelper import ConfigError, DeviceGroups
 from tests.conftest import registries_restored
 from tests.golden.tiny import tiny_tokenizer
 from tests.trainers.test_other_names import load, told
 from trainers.cli import load_config
 from trainers.configuration.others import translations
-from trainers.configuration.others.ms_swift import spelled, torchrun_options
+from trainers.configuration.others.ms_swift import engine_in_parts, spelled, torchrun_options
 from trainers.data.formats import with_names
 from trainers.data.held_out import Part
 from trainers.data.loss_scale import parsed
@@ -74,6 +75,42 @@ def test_variables_of_processes_start_torchrun_once() -> None:
     assert torchrun_options(variables) == asked
     assert torchrun_options({**variables, "TORCHELASTIC_RUN_ID": "r"}) == []
     assert torchrun_options({"MASTER_PORT": "1"}) == []
+
+
+IN_PARTS = {"use_vllm": "true", "vllm_mode": "colocate", "vllm_tensor_parallel_size": "4"}
+
+
+def test_a_colocated_engine_in_parts_runs_on_ray_beside_training(tmp_path: Path) -> None:
+    """A process of torchrun that trains holds no part of an engine here."""
+    words = ["swift", "rlhf", "--rlhf_type", "grpo", "--model", "m", "--dataset", "d", "--reward_funcs", "accuracy"]
+    words += [word for name, value in IN_PARTS.items() for word in (f"--{name}", value)]
+    command = [sys.executable, "-m", "trainers", *words, "--print_config"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NPROC_PER_NODE": "8"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, cwd=tmp_path)
+    config = yaml.safe_load(done.stdout)
+    assert (config["use_ray"], config["vllm_tensor_parallel_size"]) == (True, 4)
+    groups = DeviceGroups.parse(config["device_groups"])
+    assert groups.group_of("train").num_workers == 8
+    assert groups.share_devices("rollout", "train")
+    assert groups.group_of("rollout") != groups.group_of("train")
+
+
+@pytest.mark.parametrize(
+    ("keys", "environment"),
+    [
+        ({"vllm_tensor_parallel_size": "1"}, {}),
+        ({"use_vllm": "false"}, {}),
+        ({"vllm_mode": "server"}, {}),
+        ({"use_ray": "true"}, {}),
+        ({"device_groups": "{}"}, {}),
+        ({}, {"NPROC_PER_NODE": "6"}),
+        ({}, {"NNODES": "2"}),
+        ({}, {"TORCHELASTIC_RUN_ID": "r"}),
+    ],
+)
+def test_other_engines_run_where_they_are_told_to(keys: dict[str, str], environment: dict[str, str]) -> None:
+    assert engine_in_parts(IN_PARTS, {"NPROC_PER_NODE": "8"})
+    assert not engine_in_parts(IN_PARTS | keys, {"NPROC_PER_NODE": "8"} | environment)
 
 
 def test_a_command_of_ms_swift_prints_its_configuration(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@
 
 ``NAME`` is a script or file below ms-swift's ``examples``. A command keeps its keys, plugins and prompts. What the
 machine and the hub do not allow is changed: every model is ``--model``, the rows are GSM8K's in ms-swift's form, each
-role has one GPU (which accumulates what others would learn), sizes of layouts are 1, completions have at most
-``--tokens`` tokens, and the run takes ``--steps`` steps.
+role has ``--gpus`` GPUs (which accumulate what others would learn), sizes of layouts are at most that, completions have
+at most ``--tokens`` tokens, and the run takes ``--steps`` steps.
 
 Prints a table: exit code, seconds, steps, and of the last step loss, gradient norm and reward. Exit 1 if one failed.
 """
@@ -53,7 +53,7 @@ def rows_of(gsm8k: Path, folder: Path, count: int = 512) -> str:
 def fitted(name: str, value: Any, options: argparse.Namespace) -> Any:
     """A key's value, as far as one GPU and a small model allow it."""
     if name in ("gpus", "nnodes", "nproc_per_node") or LAYOUT.search(name):
-        return 1
+        return min(int(value), options.gpus)
     if name == "vllm_max_model_len":
         return min(int(value), options.most_tokens)
     if name in ("max_length", "max_completion_length"):
@@ -95,13 +95,15 @@ def ran(case: Case, number: int, folder: Path, options: argparse.Namespace) -> d
         if word.endswith(f"case_{number}.yaml"):
             fitted_file(Path(word), options)
     words = fitted_words(words, options)
-    processes = int(case.environment.get("NPROC_PER_NODE") or 1)
+    processes = max(1, int(case.environment.get("NPROC_PER_NODE") or 1) // options.gpus)
     if "--gradient_accumulation_steps" in words:  # a step has as many sequences as over all processes
         place = words.index("--gradient_accumulation_steps") + 1
         words[place] = str(int(words[place]) * processes)
     words += ["--max_steps", str(options.steps)]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = os.environ | {"PYTHONPATH": path}
+    if options.gpus > 1 and "NPROC_PER_NODE" in case.environment:
+        env["NPROC_PER_NODE"] = str(options.gpus)
     began = time.monotonic()
     with (folder / f"{number}.log").open("w") as log:
         try:
@@ -136,6 +138,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=512, help="at most, of a prompt and of a completion")
     parser.add_argument("--most_tokens", type=int, default=8192, help="that the model may see")
+    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--limit_s", type=float, default=200)
     parser.add_argument("--out", type=Path)

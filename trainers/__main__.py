@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -13,6 +14,8 @@ from trainers.cli import main, uses_ray
 from trainers.commands import commands
 from trainers.configuration.others.ms_swift import COMMANDS, PROGRAMS, engine_in_parts, spelled, torchrun_options
 from trainers.configuration.reading.command_line import given_keys
+
+ON_RAY_BECAUSE = "workers that train hold no part of an engine: role rollout has processes of its own on their GPUs"
 
 if __name__ == "__main__":
     name, arguments = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
@@ -23,11 +26,14 @@ if __name__ == "__main__":
     if name in PROGRAMS:
         try:
             name, arguments = spelled(sys.argv[1:])
-            on_ray = engine_in_parts(given_keys(arguments, [])[0].values, os.environ)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
-        arguments += on_ray
+        with contextlib.suppress(ConfigError):  # reported by ``main``
+            on_ray = engine_in_parts(given_keys(arguments, [])[0].values, os.environ)
+            arguments += on_ray
+            if on_ray:
+                print(f"on Ray, not torchrun, as {ON_RAY_BECAUSE}", file=sys.stderr)
         options = torchrun_options(os.environ)
         if options and not uses_ray(arguments):  # each of torchrun's processes comes here again
             command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "trainers", *sys.argv[1:]]

@@ -87,6 +87,7 @@ def test_a_colocated_engine_in_parts_runs_on_ray_beside_training(tmp_path: Path)
     command = [sys.executable, "-m", "trainers", *words, "--print_config"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NPROC_PER_NODE": "8"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, cwd=tmp_path)
+    assert "on Ray, not torchrun, as workers that train hold no part of an engine" in done.stderr
     config = yaml.safe_load(done.stdout)
     assert (config["use_ray"], config["vllm_tensor_parallel_size"]) == (True, 4)
     groups = DeviceGroups.parse(config["device_groups"])
@@ -104,6 +105,7 @@ def test_a_colocated_engine_in_parts_runs_on_ray_beside_training(tmp_path: Path)
         ({"use_ray": "true"}, {}),
         ({"device_groups": "{}"}, {}),
         ({}, {"NPROC_PER_NODE": "6"}),
+        ({}, {"NPROC_PER_NODE": "gpu"}),
         ({}, {"NNODES": "2"}),
         ({}, {"TORCHELASTIC_RUN_ID": "r"}),
     ],

@@ -9,7 +9,6 @@ Its keys are ``other_names.py`` and ``translations.py``.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +16,6 @@ from rayhelper import ConfigError
 from rayhelper.device_groups.keys import SHARE_KEY
 from rayhelper.text import nearest
 from trainers.configuration.reading.given_keys import plain
-
-logger = logging.getLogger(__name__)
 
 PROGRAMS = ("swift", "megatron")
 COMMANDS = {"sft": "sft", "pt": "pretrain", "rlhf": "rlhf", "sample": "sampling"}
@@ -87,13 +84,12 @@ def engine_in_parts(keys: Mapping[str, Any], environment: Mapping[str, str]) -> 
     same devices, as ``ms_swift_keys.engine_beside_training`` gives it. ``keys``: of file and command line, as written.
     """
     said = {name: plain(keys.get(name)) for name in ("use_vllm", "vllm_mode", "vllm_tensor_parallel_size", "use_ray")}
-    size, processes = said["vllm_tensor_parallel_size"], int(environment.get("NPROC_PER_NODE") or 1)
+    size, processes = said["vllm_tensor_parallel_size"], environment.get("NPROC_PER_NODE") or "1"
     is_colocated = said["use_vllm"] is True and said["vllm_mode"] in (None, "colocate") and "device_groups" not in keys
     is_placed = said["use_ray"] is True or "TORCHELASTIC_RUN_ID" in environment
     if not is_colocated or is_placed or environment.get("NNODES", "1") != "1":
         return []
-    if type(size) is not int or size < 2 or processes % size:
+    if type(size) is not int or size < 2 or not processes.isdecimal() or int(processes) % size:
         return []
-    logger.info("on Ray, not torchrun: an engine lies on %d of the %d GPUs that train too", size, processes)
-    groups = {"train": {"gpus": processes}, "rollout": {SHARE_KEY: "train"}}
+    groups = {"train": {"gpus": int(processes)}, "rollout": {SHARE_KEY: "train"}}
     return ["--use_ray", "true", "--device_groups", json.dumps(groups)]

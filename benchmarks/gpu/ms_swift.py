@@ -51,7 +51,7 @@ def rows_of(gsm8k: Path, folder: Path, count: int = 512) -> str:
 
 
 def fitted(name: str, value: Any, options: argparse.Namespace) -> Any:
-    """A key's value, as far as one GPU and a small model allow it."""
+    """A key's value, as far as ``--gpus`` and a small model allow it."""
     if name in ("gpus", "nnodes", "nproc_per_node") or LAYOUT.search(name):
         return min(int(value), options.gpus)
     if name == "vllm_max_model_len":

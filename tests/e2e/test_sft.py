@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tests.e2e.runs import sft_config
+from tests.e2e.runs import lines, sft_config
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.backends.scores import inputs
+from trainers.data.packs import batches_of
 from trainers.sft.trainer import SFTTrainer
 
 LETTERS = "abcdefgh"
@@ -51,3 +53,17 @@ def test_they_are_not_if_targets_are_scored_one_token_early(tmp_path: Path, monk
 
     monkeypatch.setattr("trainers.backends.fsdp.backend.model_inputs", one_off)
     assert accuracy_after_training(0, tmp_path) < 0.5
+
+
+def test_rows_that_are_grouped_by_length_are_learned_in_that_order(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model")
+    trainer = SFTTrainer(sft_config(model, tmp_path / "run", group_by_length=True, num_train_epochs=1))
+    lengths = trainer.sequences.input_ids.lengths
+    trainer.train()
+
+    def tokens(by_length: bool) -> list[int]:
+        batches = batches_of(lengths, 4, seed=7, shuffle=True, by_length=by_length)
+        return np.cumsum([lengths[batches[step]].sum() for step in range(3)]).tolist()
+
+    seen = [line["num_tokens"] for line in lines(tmp_path / "run") if "loss" in line]
+    assert seen == tokens(by_length=True) != tokens(by_length=False)

@@ -575,6 +575,11 @@ def order_of(config: TrainConfig) -> dict[str, Any]:
     return {"seed": config.seed, "shuffle": config.shuffle_dataset, "drop_last": config.dataloader_drop_last}
 
 
+def order_by_rows_of(config: TrainConfig) -> dict[str, Any]:
+    """What ``data.packs.batches_of`` is told of it, where the lengths of rows are known."""
+    return order_of(config) | {"by_length": config.group_by_length}
+
+
 def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
     """Optimizer steps of the whole run."""
     if config.max_steps > 0:

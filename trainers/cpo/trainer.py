@@ -21,7 +21,7 @@ from rayhelper import DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.backends.scores.evaluated import TargetNumbers, evaluated
 from trainers.configuration.mistakes import mistakes_of
-from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of, sequences_per_step, total_steps
+from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, sequences_per_step, total_steps
 from trainers.cpo.config import ORPOConfig, PairConfig
 from trainers.cpo.loss import PairCounts, pair_loss
 from trainers.data.broken_rows import pair_mistake, without_broken
@@ -78,8 +78,7 @@ class CPOTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
-        lengths = self.pairs.pair_lengths()
-        batches = batches_of(lengths, batch_size, by_length=config.group_by_length, **order_of(config))
+        batches = batches_of(self.pairs.pair_lengths(), batch_size, **order_by_rows_of(config))
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.policy.build(self.model_path, num_steps)
         order = {"pairs": len(self.pairs), SEQUENCES_PER_STEP: batch_size}

@@ -19,7 +19,7 @@ from typing import Any
 from rayhelper import DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.configuration.mistakes import mistakes_of
-from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of, sequences_per_step, total_steps
+from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, sequences_per_step, total_steps
 from trainers.data.broken_rows import pair_mistake, without_broken
 from trainers.data.packs import batches_of
 from trainers.data.preferences import Preferences, tokenize_comparisons
@@ -72,13 +72,7 @@ class RewardTrainer:
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
         pack_length = config.max_length if config.packing else None
-        batches = batches_of(
-            self.pairs.pair_lengths(),
-            batch_size,
-            by_length=config.group_by_length,
-            pack_length=pack_length,
-            **order_of(config),
-        )
+        batches = batches_of(self.pairs.pair_lengths(), batch_size, pack_length=pack_length, **order_by_rows_of(config))
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.build(num_steps)
         order = {"pairs": len(self.pairs), SEQUENCES_PER_STEP: batch_size}

@@ -20,7 +20,7 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.batch import Sequences
 from trainers.configuration.mistakes import mistakes_of
-from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of, sequences_per_step, total_steps
+from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, sequences_per_step, total_steps
 from trainers.data.broken_rows import supervised_mistake, without_broken
 from trainers.data.loss_scale import parsed
 from trainers.data.packs import batches_of
@@ -96,8 +96,7 @@ class SFTTrainer:
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
         if config.streaming:
             return self.train_on_stream(batch_size)
-        lengths = self.sequences.input_ids.lengths
-        batches = batches_of(lengths, batch_size, by_length=config.group_by_length, **order_of(config))
+        batches = batches_of(self.sequences.input_ids.lengths, batch_size, **order_by_rows_of(config))
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.policy.build(self.model_path, num_steps)
         order = {"sequences": len(self.sequences), SEQUENCES_PER_STEP: batch_size}

@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,8 @@ import pytest
 
 from rayhelper import DeadlineError, RayHelper, WorkerDiedError
 from rayhelper.roles.runtime import state
+from rayhelper.runtimes.ray.calls_under_way import Sent, unfinished
+from rayhelper.runtimes.ray.recovery import Recovery
 from tests.conftest import without_runtime
 
 
@@ -52,6 +54,23 @@ class Mortal:
             os.kill(os.getpid(), signal.SIGKILL)
         import torch  # here, as most of the workers that are started do without
 
+        value = torch.ones(1)
+        torch.distributed.all_reduce(value)
+        return [value.item()]
+
+    @RayHelper.function(group="train", collect="flatten")
+    def torn(self, die_once: str, go_on: str) -> list[float]:
+        """Rank 0 dies the first time, rank 1 fails then, but not before a file is there."""
+        import torch
+
+        RayHelper.init_process_group("gloo", timeout_s=60)
+        rank, marker = RayHelper.current().rank, Path(die_once)
+        torch.distributed.barrier()
+        if rank == 0 and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        while rank == 1 and not Path(go_on).exists():
+            time.sleep(0.01)
         value = torch.ones(1)
         torch.distributed.all_reduce(value)
         return [value.item()]
@@ -197,6 +216,23 @@ def test_a_call_that_all_have_answered_does_not_run_again(mortal: Mortal, tmp_pa
     assert mortal.summed(str(tmp_path / "died")) == [2.0, 2.0]
     assert call.result() == [0, 1]
     assert sorted(notes.read_text().split()) == ["0", "1", "1", "answered"]
+
+
+def test_a_failure_that_comes_while_a_peer_is_replaced_is_not_the_calls(
+    mortal: Mortal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, decide = tmp_path / "go on", Recovery._answered_again
+
+    def decided(self: Recovery, done: Mapping[Sent, set[int]]) -> dict[Sent, set[int]]:
+        again = decide(self, done)
+        go_on.touch()
+        for call in done:
+            assert not unfinished(call.refs, 60)
+        return again
+
+    monkeypatch.setattr(Recovery, "_answered_again", decided)
+    assert mortal.torn(str(tmp_path / "died"), str(go_on)) == [2.0, 2.0]
+    assert go_on.exists()
 
 
 def test_a_call_without_an_answer_is_told_again_and_again_with_its_stack(

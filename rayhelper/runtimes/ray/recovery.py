@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
@@ -147,9 +147,11 @@ class Recovery:
             is_paid = False
             first, ranks = min(ranks), set(range(len(crew.actors))) if together or displaced else ranks
             replaced |= ranks
-            again = self._answered_again(under_way) if together else {}
+            done = {other: _ranks_that_answered(other) for other in under_way}  # once: the living go on answering
+            again = self._answered_again(done) if together else {}
             for other in under_way:
-                lost[other] |= _to_repeat(other, ranks, other in again or other.is_construction)
+                called = {rank for rank in ranks if rank < len(other.refs)}
+                lost[other] |= called if other in again or other.is_construction else called - done[other]
             self._log_replacement(first, did, sorted(ranks), displaced, sum(map(bool, lost.values())))
             self._log_repeated(again)
             try:
@@ -167,21 +169,20 @@ class Recovery:
             other.send(sorted(lost[other]))
         return True
 
-    def _answered_again(self, under_way: Sequence[Sent]) -> dict[Sent, list[int]]:
-        """The calls that ranks which answered must run once more, with these ranks: the others wait for them there.
+    def _answered_again(self, done: Mapping[Sent, set[int]]) -> dict[Sent, set[int]]:
+        """Of the calls, with the ranks that answered: those that these ranks must run once more, as others wait there.
 
         That is known to be needless of a call that all have answered, and of one that those who answered ran without a
         collective.
         """
         found = {}
-        for call in under_way:
-            done = [rank for rank, ref in enumerate(call.refs) if not call.is_construction and answered(ref)]
-            if 0 < len(done) < len(call.refs):
-                tasks = {rank: [call.refs[rank].task_id().hex()] for rank in done}
+        for call, ranks in done.items():
+            if not call.is_construction and 0 < len(ranks) < len(call.refs):
+                tasks = {rank: [call.refs[rank].task_id().hex()] for rank in ranks}
                 apart = self.crew.ask("apart", {rank: tasks.get(rank, []) for rank in range(len(self.crew.actors))})
-                known = [apart[rank] == tasks[rank] for rank in done if rank in apart]  # the dead do not say
+                known = [apart[rank] == tasks[rank] for rank in ranks if rank in apart]  # the dead do not say
                 if not known or not all(known):
-                    found[call] = done
+                    found[call] = ranks
         return found
 
     def _construct_anew(self, ranks: list[int]) -> None:
@@ -220,13 +221,13 @@ class Recovery:
             self.restarts_left,
         )
 
-    def _log_repeated(self, again: Mapping[Sent, list[int]]) -> None:
+    def _log_repeated(self, again: Mapping[Sent, set[int]]) -> None:
         for call, ranks in again.items():
             _log.warning(
                 "%s: ranks %s had answered and run it again, side effects included: the ranks that had not answered "
                 "may need them in collectives",
                 self.calls.where(call.title),
-                ", ".join(runs(ranks)),
+                ", ".join(runs(sorted(ranks))),
             )
 
     def _send_with_new_sources(self, call: Sent) -> None:
@@ -256,10 +257,8 @@ class Recovery:
         return self.calls.dead
 
 
-def _to_repeat(call: Sent, ranks: set[int], whole: bool) -> set[int]:
-    """The ranks among those replaced whose part of the call must run again: all, or those that have not answered."""
-    called = {rank for rank in ranks if rank < len(call.refs)}
-    return called if whole else {rank for rank in called if not answered(call.refs[rank])}
+def _ranks_that_answered(call: Sent) -> set[int]:
+    return {rank for rank, ref in enumerate(call.refs) if answered(ref)}
 
 
 def _cause(error: Exception) -> str:

@@ -5,17 +5,43 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 
 from rayhelper import ConfigError
 from trainers.cli import main, uses_ray
 from trainers.commands import commands
-from trainers.configuration.others.ms_swift import COMMANDS, PROGRAMS, engine_in_parts, spelled, torchrun_options
+from trainers.configuration.others.ms_swift import (
+    COMMANDS,
+    PROGRAMS,
+    ROLLOUT,
+    engine_in_parts,
+    spelled,
+    torchrun_options,
+)
 from trainers.configuration.reading.command_line import given_keys
+from trainers.swift_rollout import engine_of_server, serve
 
 ON_RAY_BECAUSE = "workers that train hold no part of an engine: role rollout has processes of its own on their GPUs"
+
+
+def on_ray(arguments: list[str]) -> list[str]:
+    """What a command of ms-swift needs beside its own arguments where its engine has processes of its own."""
+    if {"--help", "-h"} & set(arguments):
+        return []
+    try:
+        keys = given_keys(arguments, [])[0].values
+    except ConfigError:
+        return []  # reported by ``main``
+    if in_parts := engine_in_parts(keys, os.environ):
+        print(f"on Ray, not torchrun, as {ON_RAY_BECAUSE}", file=sys.stderr)
+        return in_parts
+    served, variables = engine_of_server(keys, os.environ)
+    os.environ.update(variables)
+    if served:
+        print(f"on Ray, not torchrun: {served[3]}, with the devices of swift rollout", file=sys.stderr)
+    return served
+
 
 if __name__ == "__main__":
     name, arguments = (sys.argv[1] if len(sys.argv) > 1 else ""), sys.argv[2:]
@@ -25,15 +51,14 @@ if __name__ == "__main__":
         sys.exit(translate(arguments))
     if name in PROGRAMS:
         try:
+            if arguments[:1] == [ROLLOUT]:
+                serve(arguments[1:], os.environ)
+                sys.exit(0)
             name, arguments = spelled(sys.argv[1:])
+            arguments += on_ray(arguments)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             sys.exit(2)
-        with contextlib.suppress(ConfigError):  # reported by ``main``
-            on_ray = engine_in_parts(given_keys(arguments, [])[0].values, os.environ)
-            arguments += on_ray
-            if on_ray:
-                print(f"on Ray, not torchrun, as {ON_RAY_BECAUSE}", file=sys.stderr)
         options = torchrun_options(os.environ)
         if options and not uses_ray(arguments):  # each of torchrun's processes comes here again
             command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "trainers", *sys.argv[1:]]
@@ -45,5 +70,5 @@ if __name__ == "__main__":
         print(f"NAME is one of {', '.join(commands())},", file=sys.stderr)
         print("or translate FILE|-- COMMAND, which writes another system's in our keys,", file=sys.stderr)
         print("or your own trainer: my_package.my_module:MyTrainer, or path/to/file.py:MyTrainer,", file=sys.stderr)
-        print(f"or a command of ms-swift: swift (or megatron) {', '.join(COMMANDS)}.", file=sys.stderr)
+        print(f"or a command of ms-swift: swift (or megatron) {', '.join([*COMMANDS, ROLLOUT])}.", file=sys.stderr)
         sys.exit(0 if name in ("-h", "--help") else 2)

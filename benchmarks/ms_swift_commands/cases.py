@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.ms_swift_commands.shell import Command, commands_of, launched
+from benchmarks.ms_swift_commands.shell import Command, commands_of, launched, uncommented
 from benchmarks.ms_swift_commands.stand_ins import DATA_KEYS, MODEL_KEYS, data_for, missing, model_for
-from trainers.configuration.others.ms_swift import COMMANDS
+from trainers.configuration.others.ms_swift import COMMANDS, ROLLOUT
 
 FILES_ALONE = ("examples/ray",)  # YAML that no script names
 TO_DROP = ("output_dir", "save", "run_name")
@@ -26,6 +26,7 @@ class Case:
     environment: dict[str, str]
     file: dict[str, Any] = field(default_factory=dict)
     options: list[tuple[str, list[str]]] = field(default_factory=list)
+    servers: list[Command] = field(default_factory=list)  # swift rollout, as its script says to start it
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -59,13 +60,15 @@ def cases_of(ms_swift: Path) -> tuple[list[Case], Counter[str]]:
     cases: list[Case] = []
     others: Counter[str] = Counter()
     for script in sorted((ms_swift / "examples").rglob("*.sh")):
-        for written in commands_of(script.read_text(encoding="utf-8")):
+        text = script.read_text(encoding="utf-8")
+        servers = [one for one in map(launched, commands_of(uncommented(text))) if one and one.words[1] == ROLLOUT]
+        for written in commands_of(text):
             command = launched(written)
             if command is None:
                 continue
             name = str(script.relative_to(ms_swift / "examples"))
             if command.words[1] in COMMANDS:
-                cases.append(_case(name, command, ms_swift))
+                cases.append(replace(_case(name, command, ms_swift), servers=servers))
             else:
                 others[" ".join(command.words[:2])] += 1
     named = {Path(file).name for case in cases for file in case.words if file.endswith(".yaml")}

@@ -10,14 +10,15 @@ import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from benchmarks.ms_swift_commands.cases import Case
+from benchmarks.ms_swift_commands.shell import Command
 from rayhelper import ConfigError
 from trainers.cli import _check_run as check_run
 from trainers.cli import load_config, placement, uses_ray
@@ -25,6 +26,7 @@ from trainers.commands import RLHF, command_named, task_of
 from trainers.configuration.others.ms_swift import engine_in_parts, spelled
 from trainers.configuration.reading.command_line import export_env, given_keys
 from trainers.configuration.reading.given_keys import plain
+from trainers.swift_rollout import Offer, engine_of_server
 
 OUTCOMES = ("taken", "taken with a line", "refused, the remedy works", "cannot run here", "refused")
 NEVER = {  # what is missing, by the beginning of what is said of it
@@ -65,7 +67,7 @@ def outcomes_of(cases: list[Case], ms_swift: Path) -> list[Outcome]:
 
 def outcome_of(words: list[str], case: Case) -> Outcome:
     """Of one command, with the remedies tried that the refusal names."""
-    mistakes, notes = tried(words, case.environment)
+    mistakes, notes = tried(words, case.environment, case.servers)
     if not mistakes:
         return Outcome("taken with a line" if notes else "taken", notes, [_short(note) for note in notes])
     lines, reasons = list(mistakes), [_short(mistake) for mistake in mistakes]
@@ -76,7 +78,7 @@ def outcome_of(words: list[str], case: Case) -> Outcome:
         if changed == words:
             break
         words = changed
-        mistakes, _ = tried(words, case.environment)
+        mistakes, _ = tried(words, case.environment, case.servers)
         if not mistakes:
             return Outcome("refused, the remedy works", lines, reasons)
         lines += [f"then: {mistake}" for mistake in mistakes]
@@ -88,8 +90,8 @@ def outcome_of(words: list[str], case: Case) -> Outcome:
     return Outcome("cannot run here", lines, missing) if missing else Outcome("refused", lines, reasons)
 
 
-def tried(words: list[str], environment: dict[str, str]) -> tuple[list[str], list[str]]:
-    """The mistakes that stop a command, one a line, and what is said where none does."""
+def tried(words: list[str], environment: dict[str, str], servers: list[Command]) -> tuple[list[str], list[str]]:
+    """The mistakes that stop a command, one a line, and what is said where none does; ``servers`` run beside it."""
     held = _Held()
     root = logging.getLogger()
     level = root.level
@@ -102,7 +104,7 @@ def tried(words: list[str], environment: dict[str, str]) -> tuple[list[str], lis
             redirect_stdout(io.StringIO()),
             redirect_stderr(io.StringIO()),
         ):
-            _checked(words, environment)
+            _checked(words, environment, servers)
     except ConfigError as error:
         told = str(error)
         return (told.split("\n  - ")[1:] if told.startswith("several mistakes") else [told]), []
@@ -127,11 +129,11 @@ def with_gpus() -> Iterator[None]:
         yield
 
 
-def _checked(words: list[str], environment: dict[str, str]) -> None:
+def _checked(words: list[str], environment: dict[str, str], servers: list[Command]) -> None:
     name, arguments = spelled(words)
     export_env(arguments)
     keys = given_keys(arguments, [])[0].values
-    arguments += engine_in_parts(keys, environment)
+    arguments += engine_in_parts(keys, environment) or _served(keys, environment, servers)
     rlhf_type = plain(keys.get("rlhf_type")) if name == RLHF else None
     command = command_named(name, rlhf_type, task_of(keys))
     config = load_config(command.config_type, arguments, prog="python -m trainers")
@@ -141,6 +143,18 @@ def _checked(words: list[str], environment: dict[str, str]) -> None:
     alone = not config.use_ray and count == 1
     groups = None if alone else placement(command.trainer, config, count)
     check_run(command.trainer, config, groups)
+
+
+def _served(keys: Mapping[str, Any], environment: dict[str, str], servers: list[Command]) -> list[str]:
+    """What ``vllm_mode: server`` adds where the script's own ``swift rollout`` runs, with the model of the run."""
+    offers = [replace(Offer.of(one.words[2:], one.environment), model=str(keys.get("model"))) for one in servers]
+    if not offers:
+        return []
+    with patch("trainers.swift_rollout.asked", lambda port, wait_s: offers[0]):
+        arguments, variables = engine_of_server(keys, environment)
+    if arguments:
+        logging.getLogger(__name__).info("on Ray with the devices of swift rollout: %s", variables)
+    return arguments
 
 
 def with_remedy(words: list[str], mistake: str) -> list[str]:

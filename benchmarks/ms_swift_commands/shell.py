@@ -73,6 +73,11 @@ def launched(command: Command) -> Command | None:
     return None
 
 
+def uncommented(script: str) -> str:
+    """The script with the commands in its comments: another terminal's, that run beside its own."""
+    return re.sub(r"^#[ \t]?", "", script, flags=re.MULTILINE)
+
+
 def logical_lines(script: str) -> list[str]:
     """Lines with what continues them: after a backslash, or inside quotes. A comment ends a continued line."""
     found: list[str] = []

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from rayhelper import ConfigError
+from rayhelper.device_groups import DeviceGroups
 from rayhelper.text import nearest
 from trainers.configuration.others.other_names import ALIASES, HINTS, REFUSED, is_neutral, why_refused
 from trainers.configuration.reading.given_keys import GivenKeys, plain
+from trainers.configuration.reading.typed_values import bracketed
 
 PREFIX = "vllm_"
 TEACHER = "teacher_"  # before the keys of a section teacher that say something of vLLM
 SERVER = "vllm_server_"  # of an engine outside the run: refused, and no field of EngineArgs
+SERVED = ("vllm_mode", *(f"{SERVER}{name}" for name in ("host", "port", "base_url", "timeout", "group_port")))
 OF_ROLLOUT = ("use_vllm", "free_cache_engine", "sleep_level")  # and all of PREFIX: what role rollout alone reads
 
 HF = ("hf_infer", "transformers")  # other names of rollout_engine: hf
@@ -50,9 +54,25 @@ def translate_engine(given: GivenKeys) -> None:
         given.refuse("use_vllm", f"use_vllm must be true or false, got {uses_vllm!r}")
     if given.get("rollout_engine") in HF:
         given.values["rollout_engine"] = "hf"
+    _server_mode(given)
     _sleep(given)
     _generations_ahead(given)
     _vllm_keys(given, is_off=uses_vllm is False and given.get("rollout_engine") == "hf")
+
+
+def _server_mode(given: GivenKeys) -> None:
+    """``vllm_mode: server`` is an engine on devices of its own: the workers of role rollout, where they have some."""
+    if given.get("vllm_mode") != "server":
+        return
+    try:
+        groups = DeviceGroups.parse(bracketed(given.values.get("device_groups")))
+        is_apart = not groups.share_devices("train", "rollout")
+    except (ConfigError, TypeError, AttributeError):  # there are none, or mistakes that are told elsewhere
+        return
+    if is_apart:
+        for name in [name for name in given.values if name in SERVED]:
+            del given.values[name]
+            given.notes[name] = "role rollout has a device group of its own"
 
 
 def _sleep(given: GivenKeys) -> None:

@@ -18,10 +18,11 @@ from rayhelper.text import nearest
 from trainers.configuration.reading.given_keys import plain
 
 PROGRAMS = ("swift", "megatron")
+ROLLOUT = "rollout"  # ``trainers/swift_rollout.py``
 COMMANDS = {"sft": "sft", "pt": "pretrain", "rlhf": "rlhf", "sample": "sampling"}
 OTHER_PRODUCTS = {
     **dict.fromkeys(
-        ("infer", "deploy", "app", "web-ui", "rollout"),
+        ("infer", "deploy", "app", "web-ui"),
         "it serves a model. Roles complete prompts here: device_groups give role rollout devices of its own",
     ),
     "export": "it converts a model. The folder final of a run is a Hugging Face model, its adapter merged",

@@ -3,6 +3,7 @@
     reward_funcs: [accuracy]      [ms_swift_accuracy]; so are the other functions that come with ms-swift
     soft_*, cosine_*, repetition_*    arguments of these, which stand beside the other keys there
     max_length of GKD             max_length and max_prompt_length: it cuts what is to be completed too
+    epsilon of a loss that clips by no epsilon    nothing, as there
 
 Defaults are ``defaults.py``. What a key of ours says already, is left.
 """
@@ -29,12 +30,17 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "repetition": {"repetition_n_grams": "n_grams", "repetition_max_penalty": "max_penalty"},
     "soft_overlong": {"soft_max_length": "soft_max_length", "soft_cache_length": "soft_cache_length"},
 }
+SMOOTH = ("sapo", "vespo")  # losses whose weights fall smoothly instead of being clipped
 LIMITED = {"cosine": "max_len", "soft_overlong": "soft_max_length"}  # by max_completion_length, where nobody says
 
 
 def mean_as_there(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     """Puts our keys in place of ms-swift's in ``given``, before other translations."""
     _rewards(given, defaults)
+    if "epsilon_high" in given.known and (loss := given.get("loss_type", defaults.get("loss_type"))) in SMOOTH:
+        for name in {"epsilon", "epsilon_high"} & given.values.keys():
+            del given.values[name]
+            given.notes[name] = f"loss_type {loss} does not read it"
     is_distillation = {"gkd_logits_topk", "max_prompt_length", "max_length"} <= set(given.known)
     if is_distillation and given.get("max_length") is not None and "max_prompt_length" not in given.values:
         given.put("max_prompt_length", given.get("max_length"), "max_length")

@@ -124,6 +124,7 @@ def with_gpus() -> Iterator[None]:
     with (
         patch.object(torch.cuda, "is_available", lambda: True),
         patch.object(torch.cuda, "is_bf16_supported", lambda *_: True),
+        patch.object(torch.cuda, "current_device", lambda: 0),
         patch("trainers.run.trackers._is_installed", lambda _: True),
     ):
         yield

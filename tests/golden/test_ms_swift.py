@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from sympy import sympify
 
 from tests.golden.tiny import tiny_tokenizer
 from trainers.configuration.defaults import TABLE
 from trainers.data.loss_scale import parsed
 from trainers.data.rows import tokenize_sft
 from trainers.losses.distillation import topk_jsd, topk_logps
+from trainers.rewards import ms_swift
 from trainers.rewards.functions import resolve_rewards, score
 
 FOLDER = Path(__file__).parent / "ms_swift"
@@ -53,6 +55,23 @@ def test_ms_swifts_rewards_score_as_there(name: str, form: str) -> None:
     scores = score(functions, ["p"] * len(texts), completions, ids, {"solution": found["solutions"]})
     np.testing.assert_allclose(scores[:, 0], found[name], atol=1e-6)
     assert len(set(found[name])) > 1
+
+
+@pytest.mark.parametrize("reads_latex", [False, True])
+def test_ms_swifts_math_compares_with_the_last_turn(reads_latex: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = recorded("rewards")
+    texts, truths = zip(*found["boxed"], strict=True)
+    if reads_latex:  # as where antlr 4.11 is installed; these texts, without braces, are read alike by sympify
+        read = {"\\frac12": "1/2", "2x": "2*x"}
+        monkeypatch.setattr("sympy.parsing.latex.parse_latex", lambda text: sympify(read.get(text, text)))
+    monkeypatch.setattr(ms_swift, "_reads_latex", lambda: reads_latex)
+    messages = [[{"role": "user", "content": "q"}, {"role": "assistant", "content": truth}] for truth in truths]
+    wanted = found["math_by_sympy" if reads_latex else "math"]
+    assert ms_swift.ms_swift_math(texts, messages=messages) == wanted
+    assert ms_swift.ms_swift_math(texts, solution=truths) == wanted
+    assert len(set(wanted)) > 1
+    with pytest.raises(ValueError, match="needs the right answers"):
+        ms_swift.ms_swift_math(texts, messages=[turns[:1] for turns in messages])
 
 
 def test_our_own_meanings_of_these_names_are_others() -> None:

@@ -234,14 +234,10 @@ def test_others_keys_say_what_ours_say(kind: type[Any], text: str, keys: dict[st
     assert load(kind, text, tmp_path) == dataclasses.replace(load(kind, "", tmp_path), **keys)
 
 
-def test_sampling_on_vllm_is_refused_once_and_its_remedies_are_taken(tmp_path: Path) -> None:
-    assert told(SamplingConfig, "sampler_engine: vllm", tmp_path).count("sampler_engine vllm") == 1
-    assert "must be one of" not in told(SamplingConfig, "sampler_engine: vllm", tmp_path)
-    file = "sampler_engine: vllm\norm_model: math"
-    local = load(SamplingConfig, file, tmp_path, "--sampler_engine", "hf", "--orm_model", "ms_swift_accuracy")
-    assert (local.engine, local.orm_model) == ("hf", "ms_swift_accuracy")
-    server = ["--sampler_engine", "client", "--base_url", "http://localhost:8000/v1"]
-    assert load(SamplingConfig, "sampler_engine: vllm", tmp_path, *server).engine == "client"
+def test_sampling_of_ms_swift_has_its_engine_and_its_reward(tmp_path: Path) -> None:
+    found = load(SamplingConfig, "sampler_engine: vllm\norm_model: math", tmp_path)
+    assert (found.engine, found.orm_model) == ("vllm", "ms_swift_math")
+    assert "must be one of" not in told(SamplingConfig, "sampler_engine: lmdeploy", tmp_path)
     (tmp_path / "own.py").write_text("orms['math'] = object\n")
     own = load(SamplingConfig, f"orm_model: math\nexternal_plugins: {tmp_path}/own.py", tmp_path)
     assert own.orm_model == "math"
@@ -391,8 +387,7 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (GRPOConfig, "moe_permute_fusion: true", "it is a setting of Megatron's"),
     (SFTConfig, "lora_bias: all", 'lora_bias is not supported: what is done here is "none". Write that'),
     (GRPOConfig, "actor_rollout_ref: {actor: {optim: {lr: 1}}}", "translate FILE --from verl"),
-    (SamplingConfig, "sampler_engine: vllm", "sampler_engine vllm is not supported: write hf, or serve the model"),
-    (SamplingConfig, "orm_model: math", "write orm_model: ms_swift_accuracy, and the right answers into a column"),
+    (SamplingConfig, "sampler_engine: lmdeploy", "sampler_engine lmdeploy is not supported: write vllm, or hf"),
     (SamplingConfig, "orm_model: toolbench", "register a function of yours in a file of external_plugins"),
 ]
 

@@ -6,6 +6,7 @@
     cosine          ms_swift_cosine           none; TRL's cosine_scaled
     repetition      ms_swift_repetition       none; TRL's repetition_penalty counts tokens
     soft_overlong   ms_swift_soft_overlong    TRL's, which stops at -1
+    math            ms_swift_math             none; an orm_model of sampling
 
 In a file of ms-swift's names the names there mean these (``configuration/others/ms_swift_meanings.py``). Lengths are in
 tokens, with the end token.
@@ -13,6 +14,8 @@ tokens, with the end token.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import re
 import threading
@@ -21,6 +24,8 @@ from typing import Any
 
 from trainers.plugins import register_reward
 from trainers.rewards.texts import completion_text
+
+logger = logging.getLogger(__name__)
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _FORMAT = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>\Z", re.DOTALL)
@@ -67,6 +72,73 @@ def _is_right(text: str, truth: str) -> float:
 def _answer(text: str) -> str | None:
     match = _ANSWER.search(text)
     return None if match is None else match[1].strip()
+
+
+@register_reward("ms_swift_math")
+def ms_swift_math(
+    completions: Sequence[Any],
+    messages: Sequence[Any] | None = None,
+    solution: Sequence[str] | None = None,
+    **_: Any,
+) -> list[float]:
+    """1.0 where completion and right answer are the same text or, by sympy, the same expression; else 0.0.
+
+    The right answer is the last turn of the assistant in ``messages``, or ``solution``. Of both, the text behind
+    ``# Answer`` is read if there is one, of that the first ``\\boxed{...}`` up to its first closing brace. sympy reads
+    LaTeX only with antlr4-python3-runtime 4.11; without it texts are compared, and a warning says so once.
+
+    Raises:
+        ValueError: rows have neither.
+    """
+    if messages is not None and all(turns and turns[-1]["role"] == "assistant" for turns in messages):
+        truths = [str(turns[-1]["content"]) for turns in messages]
+    elif solution is not None:
+        truths = [str(one) for one in solution]
+    else:
+        raise ValueError(
+            "ms_swift_math needs the right answers: a last turn of the assistant in messages, or a column solution"
+        )
+    found = [completion_text(completion) for completion in completions]
+    return [float(_same_expression(*map(_in_box, pair))) for pair in zip(found, truths, strict=True)]
+
+
+@functools.cache
+def _reads_latex() -> bool:
+    """Whether sympy's parser of LaTeX works here. Warns once if it does not."""
+    from sympy.parsing.latex import parse_latex
+
+    try:
+        parse_latex("1")
+    except ImportError as error:
+        logger.warning("ms_swift_math compares texts only, as ms-swift would here: %s", error)
+        return False
+    return True
+
+
+def _in_box(text: str) -> str:
+    """What is compared of a text, without the delimiters and the braces of LaTeX."""
+    if "# Answer" in text:
+        text = text.split("# Answer")[1]
+    text = text.strip()
+    if match := re.search(r"\\boxed{([^}]*)}", text):
+        text = match[1].strip()
+    bare = re.sub(r"\\[()\[\]]", "", text)
+    return bare.replace("{", "").replace("}", "").strip()
+
+
+def _same_expression(first: str, second: str) -> bool:
+    if first == second:
+        return True
+    from sympy import simplify
+    from sympy.parsing.latex import parse_latex
+
+    if not _reads_latex():
+        return False
+    try:
+        one, other = (simplify(parse_latex(text)) for text in (first, second))
+        return bool(one.equals(other)) if hasattr(one, "equals") and hasattr(other, "equals") else bool(one == other)
+    except Exception:  # of the parser and of sympy, by what a model wrote
+        return False
 
 
 @register_reward("ms_swift_format")

@@ -15,7 +15,10 @@ from trainers.configuration.shared import RunConfig, at_least, check_seconds
 from trainers.configuration.values import is_there
 
 OUTPUT_TYPES = (".jsonl", ".parquet")
+SEQUENCES_AT_ONCE = 256  # of vLLM, in a batch of rows: its own default of sequences that run together
 ROUNDS_OF_REQUESTS = 4  # in a batch of rows that a server answers, so that its slowest request holds up little
+
+LOCAL = ("hf", "vllm")  # engines in the sampler's workers
 
 # The keys that decide what a row becomes: a run goes on only under the same ones.
 DECIDING = (
@@ -52,16 +55,17 @@ class SamplingConfig(RunConfig):
     data_range: list[int] = field(default_factory=list)
     """[shard, total]: take only this one, from 0, of so many near-equal shards of the rows; empty: take all."""
     num_sampling_batch_size: int | None = None
-    """Rows that travel together; null: 1, with client as many as keep ``max_concurrent_requests`` busy."""
+    """Rows that travel together; null: 1, with client as many as keep ``max_concurrent_requests`` busy, with vllm as
+    many as have 256 candidates."""
     num_sampling_batches: int | None = None
     """Batches of rows to take; null: all."""
 
     # Sampling
     sampler_type: Literal["sample", "distill"] = "sample"
     """sample: the answers as they are; distill: a server's reasoning in <think>, its answer in <answer>."""
-    sampler_engine: Literal["hf", "transformers", "client", "no"] | bool = "hf"
-    """hf (or transformers): generate; client: an OpenAI-compatible server; no (YAML reads it as false): only what
-    ``cache_files`` hold."""
+    sampler_engine: Literal["hf", "transformers", "vllm", "client", "no"] | bool = "hf"
+    """hf (or transformers): generate; vllm: vLLM, all rows of a batch at once; client: an OpenAI-compatible server; no
+    (YAML reads it as false): only what ``cache_files`` hold."""
     num_return_sequences: int = 64
     """Candidates a row, N."""
     temperature: float = 1.0
@@ -73,13 +77,14 @@ class SamplingConfig(RunConfig):
     max_completion_length: int = 2048
     """Tokens of a candidate, the stop token included."""
     stop_token_ids: list[int] = field(default_factory=list)
-    """hf: further tokens that end a candidate, beside the end-of-sequence tokens of model and tokenizer."""
+    """hf and vllm: further tokens that end a candidate, beside the end-of-sequence tokens of model and tokenizer."""
     max_prompt_length: int | None = None
     """Tokens; rows with a longer prompt fail."""
     rollout_batch_size: int | None = None
-    """Candidates that a local engine completes at once; null: all of a row."""
+    """Candidates that hf completes at once; null: all of a row."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """hf: further fields of transformers' GenerationConfig; client: further fields of a request, null takes one out."""
+    """hf: further fields of transformers' GenerationConfig; vllm: fields of vLLM's EngineArgs, such as
+    {tensor_parallel_size: 2}; client: further fields of a request, null takes one out."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: false}."""
     cache_files: list[str] = field(default_factory=list)
@@ -127,7 +132,7 @@ class SamplingConfig(RunConfig):
 
     @property
     def engine(self) -> str:
-        """``sampler_engine`` under our name: hf, client or no."""
+        """``sampler_engine`` under our name: hf, vllm, client or no."""
         if isinstance(self.sampler_engine, bool):
             return "no"
         return "hf" if self.sampler_engine == "transformers" else self.sampler_engine
@@ -136,6 +141,8 @@ class SamplingConfig(RunConfig):
     def rows_a_batch(self) -> int:
         if self.num_sampling_batch_size is not None:
             return self.num_sampling_batch_size
+        if self.engine == "vllm":
+            return max(1, SEQUENCES_AT_ONCE // self.num_return_sequences)
         if self.engine != "client":
             return 1
         return max(1, ROUNDS_OF_REQUESTS * self.max_concurrent_requests // self.num_return_sequences)
@@ -201,17 +208,17 @@ def _check_range(data_range: list[int]) -> None:
 
 def _check_engine(config: SamplingConfig) -> None:
     if config.sampler_engine is True:
-        raise ConfigError("sampler_engine must be one of hf, client, no; got true")
+        raise ConfigError("sampler_engine must be one of hf, vllm, client, no; got true")
     if not config.model and config.engine != "no":
         raise ConfigError("model must be given: a folder, a hub name, or with sampler_engine client the server's name")
     if config.engine == "no" and not config.cache_files:
         raise ConfigError("sampler_engine no samples nothing; name the outputs of an earlier run in cache_files")
-    if config.sampler_type == "distill" and config.engine == "hf":
+    if config.sampler_type == "distill" and config.engine in LOCAL:
         raise ConfigError("sampler_type distill asks a server for its reasoning; set sampler_engine client")
-    if config.stop_token_ids and config.engine != "hf":
+    if config.stop_token_ids and config.engine not in LOCAL:
         raise ConfigError(
-            f"stop_token_ids is for sampler_engine hf; sampler_engine is {config.sampler_engine}. A server takes "
-            "engine_kwargs: {stop: [text]}."
+            f"stop_token_ids is for sampler_engine hf and vllm; sampler_engine is {config.sampler_engine}. A server "
+            "takes engine_kwargs: {stop: [text]}."
         )
     if config.engine == "client":
         if not config.base_url.startswith(("http://", "https://")):
@@ -223,7 +230,9 @@ def _check_engine(config: SamplingConfig) -> None:
                 raise ConfigError(f"{name} is a key of its own; take it out of engine_kwargs, which are written down")
     elif config.base_url:
         raise ConfigError(f"base_url is for sampler_engine client; sampler_engine is {config.sampler_engine}")
-    if config.temperature == 0 and config.num_return_sequences > 1 and config.engine == "hf":
+    if config.engine == "vllm" and config.rollout_batch_size is not None:
+        raise ConfigError("rollout_batch_size is for sampler_engine hf; vllm takes engine_kwargs: {max_num_seqs: N}")
+    if config.temperature == 0 and config.num_return_sequences > 1 and config.engine in LOCAL:
         raise ConfigError(
             f"temperature 0 gives {config.num_return_sequences} times the same candidate; raise it, or set "
             "num_return_sequences: 1"

@@ -9,17 +9,21 @@ A row's candidates depend on the seed and the row's place in the dataset, not on
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from jinja2.exceptions import TemplateError
 
-from rayhelper import ConfigError, RayHelper
+from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.batch import Prompts, Ragged
 from trainers.data.rows import prompt_of, tokenize_prompts
+from trainers.parts.checks import check_model_fits, is_on_cpu
+from trainers.parts.engine import share_model
 from trainers.parts.models import resolve_dtype
 from trainers.parts.tokenizer import load_tokenizer
+from trainers.rewards.models import names_reward_model
 from trainers.rollout.base import Engine, Sampling
 from trainers.rollout.hf import HfEngine, check_stop_tokens
 from trainers.sampling.candidates import Candidates, Questions
@@ -56,24 +60,84 @@ class Sampler:
             self.kind = ClientSampler(client, config)
         else:
             tokenizer = load_tokenizer(config, model)
-            engine = HfEngine(
-                model,
-                tokenizer,
-                batch_size=config.rollout_batch_size,
-                dtype=resolve_dtype(config),
-                model_init_kwargs=config.model_init_kwargs,
-                trust_remote_code=config.trust_remote_code,
-            )
-            self.kind = LocalSampler(engine, tokenizer, config)
+            self.kind = LocalSampler(local_engine(config, model, tokenizer), tokenizer, config)
 
     @RayHelper.function(group="sampler", dispatch="slice", collect="flatten")
     def sample(self, questions: Questions) -> Candidates:
         """N candidates of every row, or the reasons why there are fewer."""
         return self.kind.sample(questions)
 
+    @RayHelper.function(group="sampler")
+    def close(self) -> None:
+        """Frees the engine, if it is vLLM's."""
+        if isinstance(self.kind, LocalSampler):
+            self.kind.close()
+
+
+def local_engine(config: SamplingConfig, model: str, tokenizer: Any) -> Engine:
+    """The engine of this worker, with the model as it is on disk."""
+    if config.engine == "hf":
+        return HfEngine(
+            model,
+            tokenizer,
+            batch_size=config.rollout_batch_size,
+            dtype=resolve_dtype(config),
+            model_init_kwargs=config.model_init_kwargs,
+            trust_remote_code=config.trust_remote_code,
+        )
+    from trainers.rollout.vllm.engine import VllmEngine
+
+    settings, size = engine_settings(config, judges_beside=judges_beside(config))
+    return VllmEngine(
+        model,
+        tokenizer,
+        dtype=resolve_dtype(config),
+        seed=config.seed,
+        tensor_parallel_size=size,
+        alone=not share_model(size),
+        trust_remote_code=config.trust_remote_code,
+        engine_kwargs=settings,
+        key="engine_kwargs",
+    )
+
+
+def check_vllm(config: SamplingConfig, groups: DeviceGroups | None) -> None:
+    """Raises ConfigError for a field that vLLM lacks, and for workers that cannot hold the model together."""
+    from trainers.rollout.vllm.settings import check_device, check_model_on_cpu, checked_engine_kwargs
+
+    given = dict(config.engine_kwargs)
+    size = given.pop("tensor_parallel_size", 1)
+    told = f"engine_kwargs: tensor_parallel_size={size}"
+    if type(size) is not int or size < 1:
+        raise ConfigError(f"{told} is no number of workers")
+    checked_engine_kwargs(given, key="engine_kwargs")
+    check_model_fits(told, size, groups, "sampler")
+    if is_on_cpu(groups, "sampler"):
+        check_device(True, dtype=resolve_dtype(config), sleep_level=0, lora_rank=0)
+        check_model_on_cpu(config.model, trust_remote_code=config.trust_remote_code)
+
+
+def engine_settings(config: SamplingConfig, *, judges_beside: bool) -> tuple[dict[str, Any], int]:
+    """Fields of vLLM's EngineArgs, and the workers that hold one model together.
+
+    ``judges_beside``: a reward model is on the device of this worker.
+    """
+    settings: dict[str, Any] = {"gpu_memory_utilization": 0.5 if judges_beside else 0.9}
+    if config.max_prompt_length is not None:
+        settings["max_model_len"] = config.max_prompt_length + config.max_completion_length
+    settings |= config.engine_kwargs
+    return settings, settings.pop("tensor_parallel_size", 1)
+
+
+def judges_beside(config: SamplingConfig) -> bool:
+    """Whether a reward model is on the device of this worker of role sampler."""
+    worker = RayHelper.current()
+    models = {role for role, spec in (("prm", config.prm_model), ("orm", config.orm_model)) if names_reward_model(spec)}
+    return bool(models) if not worker.roles else bool(models & {*worker.roles, *worker.neighbours})
+
 
 class LocalSampler:
-    """Candidates of an engine in this process: one call of it a row."""
+    """Candidates of an engine in this process: vLLM has all rows at once, hf one row after the other."""
 
     def __init__(self, engine: Engine, tokenizer: Any, config: SamplingConfig) -> None:
         self.engine = engine
@@ -86,16 +150,41 @@ class LocalSampler:
             top_p=config.top_p,
             top_k=config.top_k,
             stop_token_ids=tuple(config.stop_token_ids),
-            generation_kwargs=config.engine_kwargs,
+            generation_kwargs=config.engine_kwargs if config.engine == "hf" else {},
         )
 
     def sample(self, questions: Questions) -> Candidates:
-        return candidates_of(
-            questions, self.config.num_return_sequences, lambda rows: [self._complete(*row) for row in rows]
-        )
+        return candidates_of(questions, self.config.num_return_sequences, self._complete)
 
-    def _complete(self, position: int, row: dict[str, Any]) -> Found:
-        count = self.config.num_return_sequences
+    def _complete(self, rows: list[tuple[int, dict[str, Any]]]) -> list[Found]:
+        count, asked = self.config.num_return_sequences, [self._prompt(row) for _, row in rows]
+        found: list[Found] = [([], [one] * count if isinstance(one, str) else [], 0) for one in asked]
+        places = [place for place, one in enumerate(asked) if not isinstance(one, str)]
+        for together in [places] if self.config.engine == "vllm" else [[place] for place in places]:
+            prompt_ids = [asked[place] for place in together for _ in range(count)]
+            drawn = self._drawn(prompt_ids, [rows[place][0] for place in together])
+            for place, ids in zip(together, drawn, strict=True):
+                texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+                kept = [text for text in texts if text.strip()]
+                found[place] = kept, [EMPTY] * (count - len(kept)), sum(map(len, ids))
+        return found
+
+    def _drawn(self, prompt_ids: list[Any], positions: list[int]) -> list[list[Any]]:
+        """The completions of rows, as token ids. What a row draws depends on the seed and its position alone."""
+        count, seed = self.config.num_return_sequences, self.config.seed
+        if not prompt_ids:
+            return []
+        prompts = Prompts(Ragged.of(prompt_ids, np.int64))
+        if self.config.engine == "vllm":
+            numbers = np.array([position * count + k for position in positions for k in range(count)])
+            rollouts = self.engine.generate(dataclasses.replace(prompts, numbers=numbers), self.sampling, seed=seed)
+        else:
+            rollouts = self.engine.generate(prompts, self.sampling, seed=seed_of(seed, *positions))
+        ids = list(rollouts.completion_ids)
+        return [ids[start : start + count] for start in range(0, len(ids), count)]
+
+    def _prompt(self, row: dict[str, Any]) -> list[int] | str:
+        """The token ids of a row's prompt, or why it has none that could be completed."""
         if not (isinstance(prompt_of(row), str) or self.tokenizer.chat_template):
             raise ConfigError(
                 "the rows are conversations, but the tokenizer has no chat_template: set one, or use texts"
@@ -110,13 +199,27 @@ class LocalSampler:
             )
             if not prompt_ids:
                 raise ValueError("the prompt has no tokens")
+            room = self.room()
+            if room is not None and len(prompt_ids) > room:
+                raise ValueError(
+                    f"the prompt has {len(prompt_ids)} tokens, and vLLM's max_model_len has room for {room}"
+                )
         except (ValueError, TemplateError) as error:
-            return [], [str(error).replace("the prompt of row 0", "the prompt")] * count, 0
-        prompts = Prompts(Ragged.of([prompt_ids] * count, np.int64))
-        rollouts = self.engine.generate(prompts, self.sampling, seed=seed_of(self.config.seed, position))
-        texts = self.tokenizer.batch_decode(list(rollouts.completion_ids), skip_special_tokens=True)
-        kept = [text for text in texts if text.strip()]
-        return kept, [EMPTY] * (count - len(kept)), len(rollouts.completion_ids.values)
+            return str(error).replace("the prompt of row 0", "the prompt")
+        return prompt_ids
+
+    def room(self) -> int | None:
+        """Tokens that a prompt may have beside a completion; None: the engine has no limit of its own."""
+        if self.config.engine != "vllm":
+            return None
+        engine: Any = self.engine
+        return int(engine.engine.model_config.max_model_len) - self.config.max_completion_length
+
+    def close(self) -> None:
+        """Frees what vLLM holds."""
+        if self.config.engine == "vllm":
+            engine: Any = self.engine
+            engine.close()
 
 
 class ClientSampler:

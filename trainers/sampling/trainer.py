@@ -42,7 +42,7 @@ from trainers.rollout.hf import check_generation_kwargs
 from trainers.run.trackers import Trackers
 from trainers.sampling.candidates import Candidates, Questions, completion_of, judged
 from trainers.sampling.config import SamplingConfig
-from trainers.sampling.samplers import Sampler
+from trainers.sampling.samplers import Sampler, check_vllm
 from trainers.sampling.scorers import CandidateScorer, OutcomeScorer, ProcessScorer, Rewards, scoring_function
 from trainers.sampling.store import Entry, Ledger, cached_answers, check_writable, row_id, write_output
 
@@ -88,6 +88,8 @@ class SamplingTrainer:
         if config.engine == "hf":
             keys = [one.name for one in dataclasses.fields(config)]
             check_generation_kwargs(config.engine_kwargs, key="engine_kwargs", beside=keys)
+        elif config.engine == "vllm":
+            check_vllm(config, groups)
         if not config.resume and not config.override_exist_file:
             for path in (config.output_path, config.ledger_path):
                 if path.exists():
@@ -134,6 +136,7 @@ class SamplingTrainer:
                     self.end(waiting.popleft())
             for batch in waiting:
                 self.end(batch)
+            self.sampler.close()
             return self.finish()
 
     def scorers(self) -> dict[str, CandidateScorer]:

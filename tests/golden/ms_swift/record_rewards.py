@@ -2,6 +2,9 @@
 
 pip install ms-swift==4.6.0 --no-deps --target FOLDER
 python -m tests.golden.ms_swift.record_rewards FOLDER > tests/golden/ms_swift/rewards.json
+
+math_by_sympy is what MathORM gives where sympy reads LaTeX: pip install antlr4-python3-runtime==4.11.1 --target OTHER,
+and OTHER in PYTHONPATH. Without it this file keeps the numbers that it has.
 """
 
 from __future__ import annotations
@@ -24,6 +27,11 @@ COMPLETIONS = [
 SOLUTIONS = [
     *["72"] * 13,
     *("1/2", "$\\frac{1}{2}$", "0.5", "\\frac{1}{2}", "<answer>0.5</answer>", "four", "#### 72"),
+]
+BOXED = [  # completion and last turn of the assistant
+    *(("\\boxed{72}", "72"), ("so # Answer\n72", "\\boxed{72}"), ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}")),
+    *(("\\boxed{x+1}", "\\boxed{1+x}"), ("0.5", "\\frac{1}{2}"), ("\\(72\\)", "\\[72\\]"), ("", "72")),
+    *(("2x", "x+x"), ("71", "72"), ("I do not know", "72"), ("\\boxed{a} \\boxed{b}", "\\boxed{b}")),
 ]
 LENGTHS = [0, 1, 5, 9, 10, 11, 12, 15, 19, 20, 21, 25, 30, 31, 40, 7, 3, 2, 8, 16]
 ARGUMENTS = {
@@ -50,7 +58,23 @@ def main(folder: str) -> None:
     found["cosine"] = orm.CosineReward(arguments)(COMPLETIONS, SOLUTIONS, response_token_ids=ids)
     found["repetition"] = orm.RepetitionPenalty(arguments)(COMPLETIONS)
     found["soft_overlong"] = orm.SoftOverlong(arguments)(COMPLETIONS, response_token_ids=ids)
+    requests = [SimpleNamespace(messages=[{"role": "assistant", "content": text}]) for text, _ in BOXED]
+    before = json.loads((Path(__file__).parent / "rewards.json").read_text(encoding="utf-8"))
+    found["boxed"] = BOXED
+    for name in ("math", "math_by_sympy"):
+        is_so = reads_latex() == (name == "math_by_sympy")
+        found[name] = orm.MathORM()(requests, [truth for _, truth in BOXED]) if is_so else before.get(name)
     print(json.dumps(found, indent=1))
+
+
+def reads_latex() -> bool:
+    from sympy.parsing.latex import parse_latex
+
+    try:
+        parse_latex("1")
+    except ImportError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

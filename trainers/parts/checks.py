@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError, DeviceGroups
@@ -14,7 +15,7 @@ from trainers.configuration.megatron_checks import check_megatron
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import TrainConfig
 from trainers.data.rows import tokenize_prompts
-from trainers.parts.engine import sampling_of
+from trainers.parts.engine import lora_settings_of_engine, sampling_of
 from trainers.parts.model_checks import check_model_folder, check_optimizer
 from trainers.parts.models import lora_settings
 from trainers.plugins import load_plugins
@@ -51,10 +52,18 @@ def check_completions(config: CompletionConfig, groups: DeviceGroups | None) -> 
     Warns of keys that have no effect where role rollout has devices of its own.
     """
     if config.rollout_engine == "vllm":
+        from trainers.rollout.vllm.adapter import check_adapter
         from trainers.rollout.vllm.settings import check_model_on_cpu, check_sampling_kwargs, checked_engine_kwargs
 
         if is_on_cpu(groups, "rollout"):
             check_model_on_cpu(config.model, trust_remote_code=config.trust_remote_code)
+        if config.vllm_enable_lora and Path(config.model).is_dir():
+            check_adapter(
+                config.model,
+                lora_settings_of_engine(config, config.model)["lora_target_modules"],
+                on_cpu=is_on_cpu(groups, "rollout"),
+                trust_remote_code=config.trust_remote_code,
+            )
         checked_engine_kwargs(config.vllm_engine_kwargs)
         check_sampling_kwargs(sampling_of(config))
         if config.evaluates and (temperature := getattr(config, "eval_temperature", None)) is not None:

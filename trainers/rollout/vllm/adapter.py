@@ -16,11 +16,41 @@ from typing import Any, get_args
 import torch
 
 from rayhelper import ConfigError
+from trainers.backends.fsdp.adapters import without_weights
 from trainers.parts.fingerprints import added_up, fingerprint
 from trainers.rollout.vllm.processes import uninterrupted
 
 ID = 1
 MEMORY = Path("/dev/shm")
+
+
+# Layers of a model's type that vLLM (0.26 to 0.32) gives no adapter: it would run without what they have learned
+LAYERS_WITHOUT = {
+    "gemma4_text": ("per_layer_model_projection",),
+    "glm4": ("gate_up_proj",),
+    "lfm2": ("in_proj",),
+    "falcon_h1": ("in_proj", "out_proj"),
+    "nemotron_h": ("in_proj", "out_proj"),
+}
+REMEDY = "Set vllm_enable_lora: false, which merges the adapter into the weights that the engine gets"
+
+
+def check_adapter(model: str | Path, targets: Collection[str], *, on_cpu: bool, trust_remote_code: bool) -> None:
+    """Raises ConfigError where vLLM cannot hold an adapter of these layers apart from the model in this folder.
+
+    ``targets``: last parts of the names of adapted layers.
+    """
+    module = without_weights(model, trust_remote_code=trust_remote_code)
+    kind = module.config.get_text_config().model_type
+    without = sorted(set(LAYERS_WITHOUT.get(kind, ())) & set(targets))
+    if without:
+        others = ", ".join(sorted(set(targets) - set(without)))
+        raise ConfigError(
+            f"vllm_enable_lora: vLLM gives the layers {', '.join(without)} of {kind} no adapter. {REMEDY}, or leave "
+            f"them out: lora_target_modules: [{others}]."
+        )
+    if on_cpu and any(name.endswith(".experts") for name, _ in module.named_modules()):
+        raise ConfigError(f"vllm_enable_lora: vLLM runs no adapter beside experts on a CPU, as {kind} has. {REMEDY}.")
 
 
 def adapter_settings(rank: int, target_modules: Collection[str]) -> dict[str, Any]:

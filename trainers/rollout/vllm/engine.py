@@ -28,7 +28,12 @@ from trainers.backends.device import default_device
 from trainers.batch import Prompts, Ragged, Rollouts, Sequences
 from trainers.rollout.base import Completion, Sampling
 from trainers.rollout.hf import no_rollouts, refuse_empty_prompts
-from trainers.rollout.vllm.adapter import adapter_fingerprints, adapter_settings, put_adapter
+from trainers.rollout.vllm.adapter import (
+    adapter_fingerprints,
+    adapter_settings,
+    check_adapter,
+    put_adapter,
+)
 from trainers.rollout.vllm.core import Core, no_garbage_collection
 from trainers.rollout.vllm.model import check_experts, load, model_fingerprints
 from trainers.rollout.vllm.patches import leave_group
@@ -91,6 +96,8 @@ class VllmEngine:
         check_device(on_cpu, dtype=dtype, sleep_level=sleep_level, lora_rank=lora_rank)
         if on_cpu:
             check_model_on_cpu(model, trust_remote_code=trust_remote_code)
+        if lora_rank and Path(model).is_dir():
+            check_adapter(model, lora_target_modules, on_cpu=on_cpu, trust_remote_code=trust_remote_code)
         self.sleep_level, self.version = sleep_level, 0
         self.lora_rank = lora_rank
         self._has_weights, self._is_asleep = True, False

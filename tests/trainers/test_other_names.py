@@ -320,7 +320,7 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (
         SFTConfig,
         "backend: megatron\nrouter_aux_loss_coef: 0.01",
-        "router_aux_loss_coef is of transformers' losses. Write megatron: {moe_aux_loss_coeff: ...}",
+        "router_aux_loss_coef is 0.01, which is of transformers' losses, but backend is megatron. Write megatron: {",
     ),
     (
         SFTConfig,

@@ -27,6 +27,7 @@ from tests.golden.training import (
     logged_steps,
     recorded,
 )
+from tests.models.architectures import save
 from trainers.data.preferences import tokenize_preferences
 from trainers.dpo.trainer import DPOConfig, DPOTrainer
 
@@ -152,6 +153,22 @@ def test_steps_equal_trl(model: str, reference: str, plain: Training, tmp_path: 
         [step["grad_norm"] for step in plain.steps], rel=1e-3
     )
     assert name in ("sigmoid", "accumulated") or differs, "what this case changes makes no difference"
+
+
+def test_experts_are_balanced_as_by_trl(tmp_path: Path) -> None:
+    """In passes of the policy over both completions, and in none of the reference. TRL calls the number aux_loss."""
+    experts, case = save("qwen3_moe", tmp_path / "model"), Case({"router_aux_loss_coef": 0.5})
+
+    def train() -> tuple[Steps, torch.nn.Module]:
+        trainer = DPOTrainer(our_config(experts, case, tmp_path / "ours"))
+        trainer.train()
+        return logged_steps(tmp_path / "ours"), trainer.policy.built.module
+
+    ours = recorded(train)
+    theirs = train_trls(experts, None, case, tmp_path / "trl")
+    assert_same_training(ours, theirs, unlike=["aux_loss"])
+    for our_step, their_step in zip(ours.steps, theirs.steps, strict=True):
+        assert our_step["moe_aux_loss"] == pytest.approx(their_step["aux_loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["several", "weighted_pairs"])

@@ -29,6 +29,7 @@ from tests.golden.training import (
     logged_steps,
     recorded,
 )
+from tests.models.architectures import save
 from trainers.data.unpaired import tokenize_unpaired
 from trainers.kto.trainer import KTOConfig, KTOTrainer
 
@@ -58,6 +59,7 @@ class Case:
     other_reference: bool = False
     lora: bool = False
     ours: dict[str, Any] = field(default_factory=dict)  # keys of ours alone
+    experts: bool = False  # of a mixture, in place of the model
 
 
 SETTINGS: dict[str, Any] = {
@@ -79,6 +81,7 @@ CASES: dict[str, Case] = {
     "reference_follows": Case({"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.7}),
     "accumulated": Case(ACCUMULATED, unlike=AVERAGED, other_reference=True, ours={"kl_batch_size": 2}),
     "lora": Case({"learning_rate": 3e-3}, lora=True),
+    "experts": Case({"router_aux_loss_coef": 0.5}, unlike=["aux_loss"], experts=True),
 }
 # What has no KL above 0 in three steps is compared with a reference of other weights, in which it has.
 
@@ -120,6 +123,7 @@ def trls_trainer(model: str, reference: str | None, case: Case, folder: Path, **
 def test_steps_equal_trl(model: str, reference: str, tmp_path: Path, name: str) -> None:
     case = CASES[name]
     other = reference if case.other_reference else None
+    model = save("qwen3_moe", tmp_path / "experts") if case.experts else model
 
     def ours() -> tuple[Steps, torch.nn.Module]:
         trainer = KTOTrainer(our_config(model, case, tmp_path / "ours", ref_model=other))
@@ -143,7 +147,11 @@ def test_steps_equal_trl(model: str, reference: str, tmp_path: Path, name: str) 
         untrained.policy.build(model, 1)
         first |= {key: weight.detach().clone() for key, weight in untrained.policy.built.module.named_parameters()}
     expected = recorded(theirs)
-    assert_same_training(recorded(ours), expected, unlike=case.unlike)
+    found = recorded(ours)
+    assert_same_training(found, expected, unlike=case.unlike)
+    if case.experts:
+        balances = [step["aux_loss"] for step in expected.steps]
+        assert [step["moe_aux_loss"] for step in found.steps] == pytest.approx(balances, abs=1e-5)
     assert_moved(expected, model)
     is_estimated = case.settings.get("loss_type", "kto") == "kto" and case.other_reference
     assert any(step["kl"] > 0.01 for step in expected.steps) == is_estimated, "the KL says nothing"

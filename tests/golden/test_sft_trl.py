@@ -23,6 +23,7 @@ from tests.golden.training import (
     logged_steps,
     recorded,
 )
+from tests.models.architectures import save
 from trainers.sft.trainer import SFTConfig, SFTTrainer
 
 WORDS = "one two three four five six seven eight nine ten".split()
@@ -127,3 +128,28 @@ def test_steps_equal_trl(tmp_path: Path, name: str) -> None:
     ours = train_ours(model, case, tmp_path / "ours")
     theirs = train_trls(model, case, tmp_path / "trl")
     assert_same_training(ours, theirs, unlike=case.unlike)
+
+
+LONG: Rows = [{"prompt": f"{i % 10} is", "completion": f" {WORDS[i % 10]:>8}"} for i in range(12)]  # all of one length
+BALANCED: dict[str, Case] = {
+    "padded": Case(),
+    "packed": Case({"packing": True, "max_length": 64, "per_device_train_batch_size": 2}),
+    "accumulated": Case(ACCUMULATED, LONG, AVERAGED),  # TRL's micro-batches count alike
+    "recomputed": Case({"gradient_checkpointing": True}),
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), [*((name, "qwen3_moe") for name in BALANCED), ("padded", "mixtral")])
+def test_experts_are_balanced_as_by_trl(tmp_path: Path, name: str, kind: str) -> None:
+    """TRL calls the number aux_loss."""
+    case = BALANCED[name]
+    smooth = {"adam_epsilon": 1e-6}  # or a gradient of nearly 0 becomes a whole step
+    case = Case(case.settings | smooth | {"router_aux_loss_coef": 0.5}, case.rows, [*case.unlike, "aux_loss"])
+    model = save(kind, tmp_path / "model")
+    ours = train_ours(model, case, tmp_path / "ours")
+    theirs = train_trls(model, case, tmp_path / "trl")
+    assert_same_training(ours, theirs, unlike=case.unlike)
+    for our_step, their_step in zip(ours.steps, theirs.steps, strict=True):
+        assert our_step["moe_aux_loss"] == pytest.approx(their_step["aux_loss"], abs=1e-5)
+    without = train_ours(model, Case(case.settings | {"router_aux_loss_coef": 0.0}, case.rows), tmp_path / "without")
+    assert abs(ours.steps[0]["grad_norm"] - without.steps[0]["grad_norm"]) > 1e-2, "it pulls at something"

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from rayhelper import ConfigError
+from tests.models.architectures import save
 from trainers.cli import load_config, run, save_config
 from trainers.configuration.folders import configurations
 from trainers.configuration.others.ms_swift_only import MS_SWIFT_ONLY
@@ -161,6 +162,20 @@ def test_one_line_tells_whose_defaults_hold_and_why(tmp_path: Path) -> None:
 )
 def test_a_departure_from_trls_defaults_is_told(text: str, told: str, tmp_path: Path) -> None:
     assert line_of(GRPOConfig, text, tmp_path) == told
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "is_told"),
+    [(SFTConfig, "qwen3_moe", True), (CPOConfig, "qwen3_moe", False), (SFTConfig, "qwen3", False)],
+)
+def test_that_experts_are_not_balanced_unasked_is_told_where_trl_does_it(
+    kind: type[Any], name: str, is_told: bool, tmp_path: Path
+) -> None:
+    text = f"model: {save(name, tmp_path / name)}\ndataset: d\nrouter_aux_loss_coef: null\n"
+    (tmp_path / "x.yaml").write_text(text)
+    config, told = read_config(kind, ["--config", str(tmp_path / "x.yaml")])
+    assert config.router_aux_loss_coef == 0
+    assert ("router_aux_loss_coef 0.0 (TRL: the model's own)" in told) == is_told
 
 
 def test_a_run_tells_whose_defaults_hold_before_it_starts(caplog: pytest.LogCaptureFixture) -> None:

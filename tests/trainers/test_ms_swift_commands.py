@@ -191,6 +191,15 @@ def test_prompts_leave_room_for_their_completions(tmp_path: Path) -> None:
     assert "has no room" in told(GRPOConfig, text + "max_prompt_length: 100", tmp_path)  # a name of ours
 
 
+def test_a_loss_that_clips_nothing_reads_no_epsilon(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = "loss_type: sapo\nepsilon: 0.1\nepsilon_high: 0.2\n"
+    with caplog.at_level(logging.INFO):
+        config = load(GRPOConfig, text + "defaults: ms-swift", tmp_path)
+    assert (config.epsilon, config.epsilon_high) == (0.2, None)
+    assert "epsilon, epsilon_high (loss_type sapo does not read it)" in caplog.text
+    assert "nothing looks at" in told(GRPOConfig, text + "defaults: trl", tmp_path)
+
+
 def test_a_teacher_alone_judges_completions(tmp_path: Path) -> None:
     config = load(GRPOConfig, "teacher_model: t\nnum_generations: 1\nreward_funcs: []", tmp_path)
     assert (config.functions, config.num_rewards) == (["no_reward"], 1)

@@ -12,6 +12,7 @@ import peft  # noqa: F401  (it sets a variable of the environment when it is fir
 import pytest
 
 from rayhelper import ConfigError
+from tests.models.architectures import save
 from trainers.cli import load_config
 from trainers.configuration.folders import configurations
 from trainers.configuration.others.other_names import (
@@ -316,7 +317,7 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (
         SFTConfig,
         "backend: megatron\nrouter_aux_loss_coef: 0.01",
-        "router_aux_loss_coef is of transformers' losses. Write megatron: {moe_aux_loss_coeff: ...}",
+        "router_aux_loss_coef is 0.01, which is of transformers' losses, but backend is megatron. Write megatron: {",
     ),
     (
         SFTConfig,
@@ -494,6 +495,20 @@ NAMES_OF_VALUES = {  # that stand in the column of our keys
     *("gpg", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "sequence_truncate", "sequence_mean_k3"),
     *("true", "false", "float32", "keep_end", "megatron", "vllm", "sglang", "gae", "seed"),
 }
+
+
+@pytest.mark.parametrize(("name", "is_left_out"), [("nemotron_h", True), ("qwen3_moe", False), ("qwen3", False)])
+def test_a_loss_that_a_class_lacks_and_ms_swift_ignores_is_left_out_with_a_line(
+    name: str, is_left_out: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = save(name, tmp_path)
+    keys = f"model: {model}\ndataset: d\nrouter_aux_loss_coef: 0.01\n"
+    for whose, coef in (("trl", 0.01), ("ms-swift", 0.0 if is_left_out else 0.01)):
+        (tmp_path / "x.yaml").write_text(f"{keys}defaults: {whose}\n")
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            assert load_config(SFTConfig, ["--config", str(tmp_path / "x.yaml")]).router_aux_loss_coef == coef
+        assert ("NemotronHForCausalLM of transformers adds no such loss" in caplog.text) == (coef == 0)
 
 
 def test_so_many_rows_of_a_dataset_are_drawn_without_repetition_and_alike_in_every_run(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from transformers import AutoTokenizer, Qwen3MoeConfig
 
 from rayhelper import ConfigError
 from tests.golden.tiny import save_tiny, tiny_tokenizer
+from tests.models.architectures import save
+from trainers.classification.config import ClassificationConfig
 from trainers.cli import load_config, main
 from trainers.configuration.folders import configurations
 from trainers.configuration.shared import RunConfig, TrainConfig
@@ -28,6 +30,7 @@ from trainers.parts.model_checks import (
     check_whole,
     configuration_of,
 )
+from trainers.reward.config import RewardConfig
 from trainers.sft.config import SFTConfig
 
 NEEDED: dict[str, Any] = {"model": "m", "dataset": "d"}
@@ -169,6 +172,43 @@ def test_layers_of_an_adapter_that_the_model_lacks_are_named(
     with pytest.raises(ConfigError, match=told) as error:
         check_model_folder(config)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("qwen3_moe", ""),
+        ("qwen3", "router_aux_loss_coef is 0.01, but Qwen3ForCausalLM has no experts. Remove it"),
+        (
+            "nemotron_h",
+            "NemotronHForCausalLM of transformers has no loss that balances its experts, .* backend: megatron",
+        ),
+    ],
+)
+def test_a_model_whose_experts_cannot_be_balanced_is_refused_before_the_start(
+    name: str, told: str, tmp_path: Path
+) -> None:
+    check_model_folder(SFTConfig(model=save(name, tmp_path), dataset="d"))
+    config = SFTConfig(model=str(tmp_path), dataset="d", router_aux_loss_coef=0.01)
+    if not told:
+        check_model_folder(config)
+        return
+    with pytest.raises(ConfigError, match=told):
+        check_model_folder(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "told"),
+    [
+        (SFTConfig, {"router_aux_loss_coef": -0.1}, "router_aux_loss_coef must be at least 0"),
+        (RewardConfig, {"router_aux_loss_coef": 0.1}, "sequence classifiers give no logits of their routers. Remove"),
+        (ClassificationConfig, {"num_labels": 2, "router_aux_loss_coef": 0.1}, "give no logits of their routers. Rem"),
+        (SFTConfig, {"backend": "megatron", "router_aux_loss_coef": 0.1}, r"Write megatron: \{moe_aux_loss_coeff"),
+    ],
+)
+def test_experts_are_balanced_by_a_loss_of_language_models(kind: type[Any], keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        kind(model="m", dataset="d", **keys)
 
 
 def test_names_of_stacked_experts_are_names_of_layers_to_an_adapter(tmp_path: Path) -> None:

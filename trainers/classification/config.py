@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
-from trainers.configuration.shared import TrainConfig, at_least
+from trainers.configuration.shared import TrainConfig, at_least, unread
 from trainers.data.rows import SFTTruncation
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
@@ -44,6 +44,7 @@ class ClassificationConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        unread(self, "transformers' sequence classifiers give no logits of their routers", "router_aux_loss_coef")
         at_least(self, 1, "num_labels", "max_length", "dataset_num_proc", "per_device_eval_batch_size")
         if self.backend == "megatron":
             raise ConfigError(

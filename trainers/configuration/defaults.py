@@ -124,6 +124,17 @@ def _has_experts(keys: Keys) -> bool:
     return "num_experts" in found or "n_routed_experts" in found or "num_local_experts" in found
 
 
+def _has_router_loss(keys: Keys) -> bool:
+    """Whether TRL's trainer of the same name adds the loss of routers unasked: its coefficient is in the model."""
+    if not _is_fsdp(keys) or {"num_labels", "center_rewards_coefficient", "cpo_alpha"} & keys.keys():
+        return False
+    try:
+        found = (Path(str(keys.get("model"))).expanduser() / "config.json").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return '"router_aux_loss_coef"' in found
+
+
 # By the class of configurations that has the key; later rows see what earlier ones decided
 TABLE: Mapping[str, tuple[Default, ...]] = {
     "RunConfig": (Default("system", "", TEMPLATE),),  # use_chat_template: texts become conversations
@@ -208,6 +219,7 @@ class Departure:
 DEPARTURES = (
     Departure("gradient_checkpointing", True, lambda keys: keys.get("recompute_granularity") is None),
     Departure("rollout_importance_sampling_correction", True, _has_vllm),
+    Departure("router_aux_loss_coef", "the model's own", _has_router_loss),
 )
 # What TRL's own spelling of a key brings with it, in place of a departure: (what is written, key, value)
 OF_TRLS_NAMES = (("use_vllm", "rollout_importance_sampling_correction", True),)

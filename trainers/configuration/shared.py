@@ -244,6 +244,8 @@ class TrainConfig(MegatronConfig, RunConfig):
     """Compute activations twice instead of keeping them: less memory, more time."""
     disable_dropout: bool = True
     """Train without the model's dropout."""
+    router_aux_loss_coef: float = 0.0
+    """Of the loss that keeps a mixture of experts in even use, which is added to the trainer's (backend: fsdp)."""
     peak_tflops: float | None = None
     """What a device can do at most, in 10^12 floating-point operations a second, for ``throughput/mfu``; null: known of
     common GPUs (bfloat16), and without it no mfu."""
@@ -331,6 +333,7 @@ def check_shared(config: TrainConfig) -> None:
     at_least(config, 1, "global_batch_size", "eval_steps", "save_total_limit", "max_bad_steps")
     at_least(config, 0, "learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps", "save_steps")
     at_least(config, 0, "num_train_epochs", "lora_dropout", "logits_memory_gib", "resume_on_failure")
+    at_least(config, 0, "router_aux_loss_coef")
     at_least(config, 1, "lora_rank", "token_budget")
     at_least(config, 1, "recompute_num_layers", "infer_batch_size", *PARALLEL_KEYS)
     if not str(config.model).strip():
@@ -439,6 +442,11 @@ def _check_backend(config: TrainConfig) -> None:
     """Raises ConfigError for keys that the other backend reads, and for those of megatron that break each other."""
     if config.backend == "megatron":
         unread(config, "backend is megatron, which does not read it", *OF_FSDP)
+        if config.router_aux_loss_coef:
+            raise ConfigError(
+                f"router_aux_loss_coef is {config.router_aux_loss_coef}, which is of transformers' losses, but backend "
+                "is megatron. Write megatron: {moe_aux_loss_coeff: ...}"
+            )
         if getattr(config, "rollout_engine", "vllm") != "hf":  # whose model is transformers'
             unread(config, "backend is megatron, which builds the model itself", "model_init_kwargs")
         for mistake in key_mistakes(

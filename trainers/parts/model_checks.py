@@ -58,6 +58,7 @@ def check_model_folder(config: TrainConfig) -> None:
     if config.backend == "fsdp":
         check_arguments("model_init_kwargs", config.model_init_kwargs, config.model, config.trust_remote_code)
         check_adapter(config, config.model)
+        check_balance(config, found)
     if config.tokenizer is None or Path(config.tokenizer).is_dir():
         check_vocabulary(load_tokenizer(config, config.model), found, config.tokenizer or config.model, config.model)
 
@@ -87,6 +88,20 @@ def check_adapter(config: TrainConfig, model: str) -> None:
             f"lora_target_modules is {told}, which do not fit {model!r}: {mistake}. Name some of these, or write "
             "all-linear for all."
         )
+
+
+def check_balance(config: TrainConfig, configuration: Any) -> None:
+    """Raises ConfigError if experts shall be balanced, and transformers' class has none or no loss that does it.
+
+    A class that comes with the model is asked where it is built.
+    """
+    if not config.router_aux_loss_coef:
+        return
+    from trainers.backends.fsdp import router
+
+    kind = router.class_of(configuration)
+    if kind is not None and (mistake := router.mistake(kind, configuration)):
+        raise ConfigError(f"router_aux_loss_coef is {config.router_aux_loss_coef}, but {mistake}")
 
 
 def check_whole(configuration: Any, model: str) -> None:

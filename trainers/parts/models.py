@@ -80,6 +80,7 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
         "torch_compile": config.torch_compile,
         "activation_memory_budget": config.activation_memory_budget,
         "padding_free": config.padding_free,
+        "router_aux_loss_coef": config.router_aux_loss_coef,
         "model_init_kwargs": config.model_init_kwargs,
     }
     return FsdpBackend(model, **shared_arguments(config, num_training_steps) | arguments | settings)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
-from trainers.configuration.shared import TrainConfig, at_least
+from trainers.configuration.shared import TrainConfig, at_least, unread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class RewardConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        unread(self, "transformers' sequence classifiers give no logits of their routers", "router_aux_loss_coef")
         at_least(self, 1, "max_length", "dataset_num_proc", "per_device_eval_batch_size")
         if self.packing and self.max_length is None:
             raise ConfigError("packing needs max_length, the tokens of a pack")

@@ -49,6 +49,7 @@ from trainers.backends.fsdp.hf_model import (
 )
 from trainers.backends.fsdp.optimizer import OptimizerName, build_optimizer, load_whole_state, whole_state
 from trainers.backends.fsdp.resting_optimizer import RestingOptimizer
+from trainers.backends.fsdp.router import Balance
 from trainers.backends.fsdp.sharding import (
     accumulate_whole,
     can_accumulate_whole,
@@ -91,6 +92,7 @@ class FsdpBackend:
     weights. ``activation_memory_budget``: the share of activations that a compiled layer keeps for its backward pass;
     torch computes the others again, and chooses those that cost least (in one process, what it first compiled for one
     backend it takes for the next). ``logits_memory_gib``: what the head may keep for its own (see ``head.room_of``).
+    ``router_aux_loss_coef``: of the loss that balances experts (``router.py``), in steps of a language model.
     """
 
     vocabulary = WHOLE
@@ -126,6 +128,7 @@ class FsdpBackend:
         torch_compile: bool = False,
         activation_memory_budget: float = 1.0,
         logits_memory_gib: float | None = None,
+        router_aux_loss_coef: float = 0.0,
         padding_free: bool = False,
         token_budget: int | None = None,
         peak_tflops: float | None = None,
@@ -176,6 +179,10 @@ class FsdpBackend:
             self.adapted = add_adapter(self.module, lora, value_head=head == "value", seed=seed)
             if isinstance(self.scorer, Scorer):
                 self.scorer.head.linear = self.module.get_output_embeddings()  # which may have got an adapter too
+        self.balance: Balance | None = None
+        if router_aux_loss_coef and trains and isinstance(self.scorer, Scorer):
+            known = self.scorer.head.known
+            self.balance = self.scorer.balance = Balance(self.module, router_aux_loss_coef, has_backbone=known)
         self.module.train(trains)
         if gradient_checkpointing and trains:
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -350,15 +357,21 @@ class FsdpBackend:
             settings: dict[str, Any] = {}
             if isinstance(self.scorer, Scorer):
                 settings = {"entropy_gradient": entropy_gradient, "token_function": token_function}
+            if self.balance is not None:
+                self.balance.begin(batch.as_sequences(), self.device)
             for k in range(num_micro):
                 micro = batch[rows[k] if k < len(rows) else slice(0, 0)]
                 sequences = micro.as_sequences()
                 if token_function is not None:
                     settings["token_inputs"] = token_function.inputs(micro)
+                if self.balance is not None:
+                    settings["is_token_BT"] = self.balance.tokens(sequences, padding_free=self.padding_free)
                 with self._synchronised(last=k == num_micro - 1):
                     scores = self._run(self.forward, sequences, temperature=temperature, **settings)
                     names = () if token_function is None else token_function.names
                     loss = token_loss(scores, names, loss_function, micro, sequences, metrics)
+                    if self.balance is not None:
+                        loss = loss + self.balance.share(scores, sequences, metrics)
                     self.is_reducing = k == num_micro - 1
                     (loss * self.world_size).backward()
                     self.is_reducing = False

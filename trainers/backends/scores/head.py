@@ -37,6 +37,7 @@ class Scores(NamedTuple):
     entropy_N: torch.Tensor
     is_top1_N: torch.Tensor  # 1.0 where the target is the most probable token
     further: tuple[torch.Tensor, ...] = ()  # what a token function gave
+    router_loss: torch.Tensor | None = None  # of the whole micro-batch (fsdp/router.py), where it is asked for
 
 
 def room_of(given_gib: float | None, *, recomputes: bool) -> int:
@@ -172,12 +173,13 @@ class Head:
                 type(model).__name__,
             )
 
-    def features(self, model: Any, predicting_N: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    def outputs(self, model: Any, **inputs: Any) -> Any:
+        """What the model answers with: its backbone, or the whole of it if the head is not known."""
+        return (backbone(model) if self.known else model)(**inputs, use_cache=False)
+
+    def features(self, outputs: Any, predicting_N: torch.Tensor) -> torch.Tensor:
         """(N, H) hidden states at ``predicting_N``, places of the flattened (B, T); logits if the head is not known."""
-        if self.known:
-            outputs_BTX = backbone(model)(**inputs, use_cache=False).last_hidden_state
-        else:
-            outputs_BTX = model(**inputs, use_cache=False).logits
+        outputs_BTX = outputs.last_hidden_state if self.known else outputs.logits
         features_NX: torch.Tensor = outputs_BTX.flatten(0, 1).index_select(0, predicting_N)
         return features_NX
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +11,9 @@ from trainers.backends.fsdp.documents import Way, model_arguments
 from trainers.backends.fsdp.packed_attention import single_documents
 from trainers.backends.scores.head import Head, Scores
 from trainers.backends.scores.inputs import Inputs
+
+if TYPE_CHECKING:
+    from trainers.backends.fsdp.router import Balance
 
 
 class Scorer(torch.nn.Module):
@@ -23,6 +26,7 @@ class Scorer(torch.nn.Module):
         super().__init__()
         self.model, self.way = model, way
         self.head = Head(model, room=room)
+        self.balance: Balance | None = None  # for ``is_token_BT``
 
     def forward(
         self,
@@ -32,14 +36,20 @@ class Scorer(torch.nn.Module):
         token_function: TokenFunction | None = None,
         token_inputs: tuple[torch.Tensor, ...] = (),
         features_only: bool = False,
+        is_token_BT: torch.Tensor | None = None,
     ) -> Scores | tuple[torch.Tensor]:
-        """``head.Scores`` of each target and what ``token_function`` gives; or the features that the head takes."""
+        """``head.Scores`` of each target and what ``token_function`` gives; or the features that the head takes.
+
+        ``is_token_BT``: asks for the loss of routers, over what is True.
+        """
+        routes = {} if is_token_BT is None else {"output_router_logits": True}
         with single_documents(inputs):
             given = model_arguments(self.model, inputs, self.way)
-            features_NX = self.head.features(self.model, inputs.places_N, **given)
+            outputs = self.head.outputs(self.model, **given, **routes)
+        features_NX = self.head.features(outputs, inputs.places_N)
         if features_only:
             return (features_NX,)
-        return self.head.scores(
+        scores = self.head.scores(
             features_NX,
             inputs.target_ids_N,
             temperature,
@@ -47,6 +57,9 @@ class Scorer(torch.nn.Module):
             token_function=token_function,
             token_inputs=token_inputs,
         )
+        if is_token_BT is None or self.balance is None:
+            return scores
+        return scores._replace(router_loss=self.balance.loss(outputs.router_logits, is_token_BT))
 
 
 class ValueScorer(torch.nn.Module):

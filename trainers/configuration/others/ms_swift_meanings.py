@@ -3,7 +3,8 @@
     reward_funcs: [accuracy]      [ms_swift_accuracy]; so are the other functions that come with ms-swift
     soft_*, cosine_*, repetition_*    arguments of these, which stand beside the other keys there
     max_length of GKD             max_length and max_prompt_length: it cuts what is to be completed too
-    epsilon of a loss that clips by no epsilon    nothing, as there
+    epsilon, epsilon_high         nothing with a loss that clips nothing
+    router_aux_loss_coef          nothing with a model whose class adds no loss of its routers
 
 Defaults are ``defaults.py``. What a key of ours says already, is left.
 """
@@ -37,13 +38,19 @@ LIMITED = {"cosine": "max_len", "soft_overlong": "soft_max_length"}  # by max_co
 def mean_as_there(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     """Puts our keys in place of ms-swift's in ``given``, before other translations."""
     _rewards(given, defaults)
-    if "epsilon_high" in given.known and (loss := given.get("loss_type", defaults.get("loss_type"))) in SMOOTH:
-        for name in {"epsilon", "epsilon_high"} & given.values.keys():
-            del given.values[name]
-            given.notes[name] = f"loss_type {loss} does not read it"
+    _clipping(given, defaults)
+    _routers(given)
     is_distillation = {"gkd_logits_topk", "max_prompt_length", "max_length"} <= set(given.known)
     if is_distillation and given.get("max_length") is not None and "max_prompt_length" not in given.values:
         given.put("max_prompt_length", given.get("max_length"), "max_length")
+
+
+def _clipping(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    loss = given.get("loss_type", defaults.get("loss_type"))
+    for name in ("epsilon", "epsilon_high"):
+        if name in given.known and name in given.values and loss in SMOOTH:
+            del given.values[name]
+            given.notes[name] = f"loss_type {loss} does not read it"
 
 
 def _rewards(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
@@ -60,6 +67,29 @@ def _rewards(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     for name in [name for name in REWARDS if name in called and name not in own]:
         for key in ARGUMENTS.get(name, {}):
             given.values.pop(key, None)
+
+
+def _routers(given: GivenKeys) -> None:
+    """A class that adds no loss of its routers ignores the coefficient there. Nothing is known of a hub's model."""
+    name, folder = "router_aux_loss_coef", Path(str(given.get("model"))).expanduser()
+    coef = given.get(name)
+    is_asked = (
+        isinstance(coef, (int, float)) and coef > 0 and name in given.known and given.get("backend") != "megatron"
+    )
+    if not is_asked or not (folder / "config.json").is_file():
+        return
+    from transformers import AutoConfig
+
+    from trainers.backends.fsdp import router
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError):  # who loads the model says what is wrong with it
+        return
+    kind = router.class_of(config)
+    if kind is not None and router.lacks_loss(kind, config):
+        given.take(name)
+        given.notes[name] = f"{kind.__name__} of transformers adds no such loss, in ms-swift neither"
 
 
 def _meant(spec: Any, given: GivenKeys, longest: Any, own: set[str]) -> Any:

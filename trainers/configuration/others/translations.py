@@ -275,9 +275,6 @@ def _megatron(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
             continue
         if name.startswith("moe_") or name == "attention_softmax_in_fp32":  # as a field, known or not
             given.put_inner("megatron", name, given.take(name), name)
-        elif name == "router_aux_loss_coef":
-            given.refuse(name, f"{name} is of transformers' losses. Write megatron: {{moe_aux_loss_coeff: ...}}")
-            given.take(name)
 
 
 def is_installed(module: str) -> bool:

@@ -279,9 +279,10 @@ def _model(given: GivenKeys) -> None:
                 f"chat_template_path: {value!r} is no .jinja file and no folder with chat_template.jinja. Write the "
                 "file as chat_template",
             )
-    for name in ("data_seed", "router_aux_loss_coef"):
-        if given.foreign(name) and given.get(name) is None:
-            given.take(name)
+    if given.foreign("data_seed") and given.get("data_seed") is None:
+        given.take("data_seed")
+    if "router_aux_loss_coef" in given.values and given.get("router_aux_loss_coef") is None:  # as if it were not there
+        given.take("router_aux_loss_coef")
 
 
 def _columns(given: GivenKeys) -> None:

@@ -330,9 +330,9 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (SFTConfig, "tuner_type: lora\nmodules_to_save: all-embedding", "all-embedding is a word of ms-swift's"),
     (SFTConfig, "new_special_tokens: [<a>]", "new_special_tokens is not supported: a model keeps its vocabulary"),
     (
-        SFTConfig,
-        "backend: megatron\ndecoder_first_pipeline_num_layers: 3",
-        "decoder_first_pipeline_num_layers is not supported: all stages of a pipeline have equally many layers",
+        SamplingConfig,
+        "decoder_first_pipeline_num_layers: 3",
+        "decoder_first_pipeline_num_layers is not supported: nothing is trained or scored by a backend here",
     ),
     (
         DPOConfig,

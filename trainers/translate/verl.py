@@ -449,10 +449,13 @@ def _megatron(theirs: Theirs, ours: Ours) -> None:
     if (seed := theirs.take(f"{MEGATRON}.seed")) is not None:
         ours.say("seed", seed, theirs, f"{MEGATRON}.seed")
     fields = theirs.below(TRANSFORMER)
-    own = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
-    for name in own:
+    own = {
+        **{f"recompute_{name}": f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")},
+        **{f"num_layers_in_{x}_pipeline_stage": f"decoder_{x}_pipeline_num_layers" for x in ("first", "last")},
+    }
+    for name, key in own.items():
         if fields.get(name) is not None:
-            ours.say(name, fields.pop(name), theirs, f"{TRANSFORMER}{name}")
+            ours.say(key, fields.pop(name), theirs, f"{TRANSFORMER}{name}")
         fields.pop(name, None)
     checkpoints = f"{MODEL}.enable_gradient_checkpointing"
     recomputes = any(line.key == "recompute_granularity" for line in ours.lines)

@@ -26,6 +26,7 @@ from trainers.translate.verl_names import (
     REFUSED,
     ROLLOUT,
     SCHEDULES,
+    STAGES,
     TRANSFORMER,
     WITHOUT,
 )
@@ -451,7 +452,7 @@ def _megatron(theirs: Theirs, ours: Ours) -> None:
     fields = theirs.below(TRANSFORMER)
     own = {
         **{f"recompute_{name}": f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")},
-        **{f"num_layers_in_{x}_pipeline_stage": f"decoder_{x}_pipeline_num_layers" for x in ("first", "last")},
+        **STAGES,
     }
     for name, key in own.items():
         if fields.get(name) is not None:

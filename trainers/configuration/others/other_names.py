@@ -299,6 +299,8 @@ REFUSED = {
     "ref_adapters": _ADAPTERS,
     "teacher_adapters": _ADAPTERS,
     "reward_adapters": _ADAPTERS,
+    "model_kwargs": "of ms-swift's arguments of single models, those of images, videos and sounds alone may be there: "
+    "a language model reads none of them. Remove the others",
     "load": "write model, or resume_from_checkpoint for a checkpoint of this library",
     "task_type": "sft learns causal_lm or, with num_labels, seq_cls; embedding, reranker and generative_reranker are "
     "not supported. Write one of the first two",

@@ -34,6 +34,11 @@ ARCHITECTURES = (  # the first that matches the model's name; of a model with im
     (r"Phi", "phi3"),
     (r"", "qwen2"),
 )
+DEPTHS = (  # layers, as many as the real model has, where a command says how many of them a pipeline stage has
+    (r"Qwen1\.5-MoE-A2\.7B", 24),
+    (r"Moonlight-16B", 27),
+    (r"30B-A3B", 48),
+)
 MODEL_KEYS = ("model", "teacher_model", "reward_model", "ref_model", "mcore_model", "model_id_or_path")
 DATA_KEYS = ("dataset", "val_dataset", "eval_dataset", "cached_dataset", "cached_val_dataset", "chord_sft_dataset")
 
@@ -57,11 +62,12 @@ def model_for(name: str, folder: Path, program: str) -> str:
     if program == "megatron" and architecture not in MEGATRON:
         is_mixture = "moe" in architecture or architecture in ("gpt_oss", "qwen3_next", "deepseek_v3", "nemotron_h")
         architecture = "qwen3_moe" if is_mixture or "A" in re.findall(r"-(A)\d+B", name) else "qwen3"
-    target = folder / architecture
+    layers = next((depth for pattern, depth in DEPTHS if re.search(pattern, name)), 8)
+    target = folder / (architecture if layers == 8 else f"{architecture}_{layers}")
     if not (target / "config.json").is_file():
         fields: dict[str, Any] = {"max_position_embeddings": 131072}
         if program == "megatron" or architecture in MEGATRON:  # sizes that parallel layouts divide
-            fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 8, "head_dim": 8}
+            fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": layers, "head_dim": 8}
             fields |= {"vocab_size": 320} | ({"num_experts": 8} if "moe" in architecture else {})
         save(architecture, target, **fields)
     return str(target)

@@ -166,7 +166,8 @@ def training(shape: ModelShape, sizes: ParallelSizes, work: Work) -> tuple[Term,
 def _under_adapter(shape: ModelShape, sizes: ParallelSizes, work: Work) -> list[Term]:
     if work.backend == "megatron":
         num_bytes = work.compute_bytes * sum(megatron_parameters(shape, sizes))
-        own = math.ceil(work.adapter / sizes.pipeline)  # tensor-parallel workers may share a half: counted whole
+        most = max(sizes.stage_layers(shape.num_hidden_layers))  # layers of a stage
+        own = math.ceil(work.adapter * most / shape.num_hidden_layers)  # all of halves that TP workers may share
         states = math.ceil(own / (_optimizer_ways(sizes)[0] if work.distributed_optimizer else 1))
         return [
             Term("weights", num_bytes, freed_by=(OFFLOAD_MODEL, PARAM_OFFLOAD)),
@@ -226,39 +227,49 @@ def megatron_parameters(shape: ModelShape, sizes: ParallelSizes) -> tuple[int, i
 
     The first stage holds the embedding, the last the head (a copy of the embedding if they are tied) and the last norm.
     """
-    layers = math.ceil(shape.num_hidden_layers / sizes.pipeline)
-    moe_layers = min(layers, shape.num_moe_layers)
-    kinds: list[tuple[int, Weights]] = [(layers - moe_layers, shape.dense_layer)]
+    embedding = math.ceil(shape.vocab_size / sizes.tensor) * shape.hidden_size
+    layers = sizes.stage_layers(shape.num_hidden_layers)
+    ends = [0] * len(layers)
+    ends[0] += embedding
+    ends[-1] += shape.hidden_size + (0 if len(layers) == 1 and shape.tie_word_embeddings else embedding)
+    stages = (_layer_parameters(shape, sizes, count) for count in layers)
+    return max(((dense + end, experts) for (dense, experts), end in zip(stages, ends, strict=True)), key=sum)
+
+
+def _layer_parameters(shape: ModelShape, sizes: ParallelSizes, num_layers: int) -> tuple[int, int]:
+    """Parameters of so many layers on a worker, as many of them mixtures as there can be; those of experts apart."""
+    moe_layers = min(num_layers, shape.num_moe_layers)
+    kinds: list[tuple[int, Weights]] = [(num_layers - moe_layers, shape.dense_layer)]
     kinds += [(moe_layers, shape.moe_layer)] if moe_layers else []
     dense = sum(count * (math.ceil(part.split / sizes.tensor) + part.replicated) for count, part in kinds)
     experts = sum(count * math.ceil(part.experts / (sizes.expert * sizes.expert_tensor)) for count, part in kinds)
-    embedding = math.ceil(shape.vocab_size / sizes.tensor) * shape.hidden_size
-    both = sizes.pipeline == 1 and not shape.tie_word_embeddings
-    return dense + embedding * (2 if both else 1) + shape.hidden_size, experts
+    return dense, experts
 
 
 def activation_bytes(shape: ModelShape, sizes: ParallelSizes, work: Work) -> int:
     """What one worker keeps of its micro-batches from the forward pass to the backward pass.
 
-    The first stage of a pipeline holds a micro-batch for every stage after it (1F1B), so that its layers times those
-    micro-batches are as many as all layers; interleaving adds (p - 1) / (p m) for m pieces a stage (section 4.2.3).
-    With checkpointing each layer keeps its input alone, and one layer at a time is computed again. So is what a layer
-    does not keep, beside its input, for a ``kept_share`` below 1.
+    A stage of a pipeline holds a micro-batch for itself and for every stage after it (1F1B), so that the first one's
+    layers times its micro-batches are as many as all layers where stages have equally many; interleaving adds
+    (p - 1) / (p m) for m pieces a stage (section 4.2.3). With checkpointing each layer keeps its input alone, and one
+    layer at a time is computed again. So is what a layer does not keep, beside its input, for a ``kept_share`` below 1.
     """
     tokens, pipeline = _tokens(sizes, work), sizes.pipeline
-    layers = math.ceil(shape.num_hidden_layers / pipeline)
-    in_flight = float(pipeline)
-    if sizes.virtual_pipeline > 1:
-        in_flight *= 1 + (pipeline - 1) / (pipeline * sizes.virtual_pipeline)
-    if work.num_micro_batches is not None:
-        in_flight = min(in_flight, work.num_micro_batches)
+    more = 1 + (pipeline - 1) / (pipeline * sizes.virtual_pipeline) if sizes.virtual_pipeline > 1 else 1.0
+
+    def in_flight(stage: int) -> float:
+        held = (pipeline - stage) * more
+        return held if work.num_micro_batches is None else min(held, work.num_micro_batches)
+
+    stages = enumerate(sizes.stage_layers(shape.num_hidden_layers))
+    layers = max(count * in_flight(stage) for stage, count in stages)
     layer = _layer_bytes(shape, sizes, work)
     share = 0.0 if work.checkpointing else work.kept_share
     if share == 1:
-        return int(tokens * layer * layers * in_flight)
+        return int(tokens * layer * layers)
     entering = (4 if work.is_autocast else work.compute_bytes) * shape.hidden_size / _norm_ways(sizes)
     kept = entering + share * (layer - entering)
-    return int(tokens * (kept * layers * in_flight + layer))
+    return int(tokens * (kept * layers + layer))
 
 
 def _layer_bytes(shape: ModelShape, sizes: ParallelSizes, work: Work, *, trains: bool = True) -> int:

@@ -6,6 +6,7 @@ TP x PP x CP divides the workers is checked where device groups are read (``chec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,8 @@ MEGATRON_KEYS, (VLLM_KEY,) = PARALLEL_SIZES
 TENSOR_KEY, PIPELINE_KEY, CONTEXT_KEY = MEGATRON_KEYS
 EXPERT_KEY, EXPERT_TENSOR_KEY = "expert_model_parallel_size", "expert_tensor_parallel_size"
 VIRTUAL_KEY = "virtual_pipeline_model_parallel_size"
-SIZE_KEYS = (*MEGATRON_KEYS, EXPERT_KEY, EXPERT_TENSOR_KEY, VIRTUAL_KEY, VLLM_KEY)
+FIRST_KEY, LAST_KEY = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+SIZE_KEYS = (*MEGATRON_KEYS, EXPERT_KEY, EXPERT_TENSOR_KEY, VIRTUAL_KEY, FIRST_KEY, LAST_KEY, VLLM_KEY)
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class ParallelSizes:
     expert: int = 1
     expert_tensor: int = 1
     virtual_pipeline: int = 1  # pieces of a pipeline stage
+    first_stage: int | None = None  # layers of the first pipeline stage; None: as many as a stage without such a number
+    last_stage: int | None = None
     sequence: bool = False  # sequence parallelism: norms are divided over tensor-parallel workers too
 
     @classmethod
@@ -60,6 +64,8 @@ class ParallelSizes:
             expert=size(EXPERT_KEY),
             expert_tensor=size(EXPERT_TENSOR_KEY, tensor),
             virtual_pipeline=size(VIRTUAL_KEY),
+            first_stage=size(FIRST_KEY) if FIRST_KEY in given else None,
+            last_stage=size(LAST_KEY) if LAST_KEY in given else None,
             sequence=tensor > 1 if settings.get("sequence_parallel") is None else bool(settings["sequence_parallel"]),
         )
 
@@ -67,6 +73,21 @@ class ParallelSizes:
     def is_divided(self) -> bool:
         """Whether anything but the data is divided."""
         return max(self.tensor, self.pipeline, self.context, self.expert, self.expert_tensor) > 1
+
+    @property
+    def given_stages(self) -> dict[str, int]:
+        """The keys that say how many layers a pipeline stage has, with their numbers."""
+        both = {FIRST_KEY: self.first_stage, LAST_KEY: self.last_stage}
+        return {key: layers for key, layers in both.items() if layers is not None}
+
+    def stage_layers(self, num_layers: int) -> list[int]:
+        """Layers of each pipeline stage; of those without a number of their own equally many, rounded up."""
+        given = self.given_stages
+        others = max(1, self.pipeline - len(given))
+        layers = [math.ceil(max(0, num_layers - sum(given.values())) / others)] * self.pipeline
+        layers[0] = given.get(FIRST_KEY, layers[0])
+        layers[-1] = given.get(LAST_KEY, layers[-1])
+        return layers
 
 
 def size_mistakes(
@@ -87,6 +108,17 @@ def size_mistakes(
             f"{VIRTUAL_KEY} {sizes.virtual_pipeline} of {where} cuts stages of a pipeline, but {PIPELINE_KEY} is 1. "
             f"Remove it, or make {PIPELINE_KEY} larger."
         )
+    for key, layers in sizes.given_stages.items():
+        if sizes.pipeline == 1:
+            yield (
+                f"{key} {layers} of {where} says how many layers a stage of a pipeline has, but {PIPELINE_KEY} is 1. "
+                f"Remove it, or make {PIPELINE_KEY} larger."
+            )
+        elif layers % sizes.virtual_pipeline:
+            yield (
+                f"{key} {layers} of {where} cannot be cut into {VIRTUAL_KEY} {sizes.virtual_pipeline} equal pieces. "
+                f"Write a multiple of {sizes.virtual_pipeline}."
+            )
     if settings.get("sequence_parallel") and tp == 1:
         yield f"sequence_parallel of {where} divides over tensor-parallel workers, but {TENSOR_KEY} is 1. Remove it."
     if shape is not None:
@@ -107,7 +139,9 @@ def _shape_mistakes(where: str, sizes: ParallelSizes, settings: Mapping[str, Any
                 f"Choose among {_divisors(count)}."
             )
     pieces = sizes.pipeline * sizes.virtual_pipeline
-    if shape.num_hidden_layers % pieces:
+    if sizes.given_stages:
+        yield from _stage_mistakes(where, sizes, shape.num_hidden_layers)
+    elif shape.num_hidden_layers % pieces:
         virtual = f" x {VIRTUAL_KEY} {sizes.virtual_pipeline}" if sizes.virtual_pipeline > 1 else ""
         yield (
             f"{PIPELINE_KEY} {sizes.pipeline}{virtual} of {where} does not divide the model's num_hidden_layers "
@@ -140,6 +174,30 @@ def _shape_mistakes(where: str, sizes: ParallelSizes, settings: Mapping[str, Any
         yield (
             f"sequence_parallel of {where} is false, but a mixture of experts under {TENSOR_KEY} {tp} needs it. "
             "Write sequence_parallel: true."
+        )
+
+
+def _stage_mistakes(where: str, sizes: ParallelSizes, num_layers: int) -> Iterator[str]:
+    """Layers that the stages with a number of their own do not leave to the others in equal numbers."""
+    given, num_others = sizes.given_stages, sizes.pipeline - len(sizes.given_stages)
+    if num_others < 0:  # one stage has no first and last one
+        return
+    told = " and ".join(f"{key} {layers}" for key, layers in given.items())
+    rest = num_layers - sum(given.values())
+    if num_others == 0:
+        if rest:
+            yield (
+                f"{told} of {where} are all stages of {PIPELINE_KEY} {sizes.pipeline}, but {sum(given.values())} "
+                f"layers are not the model's num_hidden_layers {num_layers}. Write one of them alone, or a larger "
+                f"{PIPELINE_KEY}."
+            )
+        return
+    step = num_others * sizes.virtual_pipeline
+    if rest < step or rest % step:
+        pieces = f" in {VIRTUAL_KEY} {sizes.virtual_pipeline} pieces each" if sizes.virtual_pipeline > 1 else ""
+        yield (
+            f"{told} of {where} leave {rest} of the model's num_hidden_layers {num_layers} to the other {num_others} "
+            f"of {PIPELINE_KEY} {sizes.pipeline} stages, which have equally many{pieces}. Leave a multiple of {step}."
         )
 
 

@@ -138,6 +138,8 @@ def _role_text(role: RolePlan, planned: GroupPlan) -> str:
     sizes = role.sizes
     extra = f" ETP {sizes.expert_tensor}" if sizes.expert_tensor != sizes.tensor else ""
     extra += f" VPP {sizes.virtual_pipeline}" if sizes.virtual_pipeline > 1 else ""
+    if sizes.given_stages and role.shape is not None:
+        extra += f" (layers {' + '.join(map(str, sizes.stage_layers(role.shape.num_hidden_layers)))})"
     return (
         f"{verb}TP {sizes.tensor} PP {sizes.pipeline} CP {sizes.context} EP {sizes.expert}{extra} "
         f"DP {sizes.data:,} (= {planned.group.num_workers:,} workers / TP x PP x CP){size}"
@@ -258,6 +260,8 @@ def _role_dict(role: RolePlan) -> dict[str, Any]:
             "expert": sizes.expert,
             "expert_tensor": sizes.expert_tensor,
             "virtual_pipeline": sizes.virtual_pipeline,
+            "first_stage": sizes.first_stage,
+            "last_stage": sizes.last_stage,
             "vllm_tensor": role.engine_tensor,
             "data": sizes.data,
         },

@@ -36,6 +36,7 @@ TP, PP, VPP, CP = (
     *("virtual_pipeline_model_parallel_size", "context_parallel_size"),
 )
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 SP, WHOLE = {"sequence_parallel": True}, {"sequence_parallel": False}
 PLAIN = {"use_distributed_optimizer": False}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -72,7 +73,14 @@ MOE_ACT: Layout = {"recompute_granularity": "selective", "recompute_modules": ("
 CASES: dict[tuple[str, int], list[Layout]] = {
     ("llama", 2): [{}, {TP: 2} | WHOLE, {PP: 2} | PLAIN, {CP: 2} | PLAIN],
     ("qwen2", 1): [PLAIN],
-    ("qwen2", 2): [{TP: 2} | SP | PLAIN, {PP: 2} | PLAIN, {PP: 2, VPP: 2} | PLAIN, {PP: 2, VPP: 1}, OVERLAP],
+    ("qwen2", 2): [
+        {TP: 2} | SP | PLAIN,
+        {PP: 2} | PLAIN,
+        {PP: 2, FIRST: 3} | PLAIN,
+        {PP: 2, VPP: 2} | PLAIN,
+        {PP: 2, VPP: 1, FIRST: 1, LAST: 3},
+        OVERLAP,
+    ],
     ("qwen3", 2): [PLAIN, {TP: 2} | WHOLE | PLAIN, {TP: 2} | SP | SELECTIVE, {PP: 2, VPP: 2}, {CP: 2} | FULL | PLAIN],
     ("qwen3", 4): [
         {TP: 4} | SP | PLAIN,
@@ -101,7 +109,7 @@ CASES: dict[tuple[str, int], list[Layout]] = {
         {TP: 2, EP: 2, ETP: 2} | SP | PLAIN,
         {PP: 2, EP: 2} | PLAIN,
         {CP: 2, EP: 2, "moe_layer_recompute": True} | PLAIN,
-        {PP: 2, EP: 2, "moe_token_dispatcher_type": "allgather"} | PLAIN,
+        {PP: 2, LAST: 1, EP: 2, "moe_token_dispatcher_type": "allgather"} | PLAIN,
     ],
     ("qwen2_moe", 2): [{EP: 2} | PLAIN, {TP: 2} | SP | PLAIN],
 }
@@ -109,7 +117,7 @@ CASES: dict[tuple[str, int], list[Layout]] = {
 
 def told(layout: Layout) -> str:
     """The layout in a word for each size, such as TP2-SP."""
-    short = {TP: "TP", PP: "PP", VPP: "VPP", CP: "CP", EP: "EP", ETP: "ETP"}
+    short = {TP: "TP", PP: "PP", VPP: "VPP", CP: "CP", EP: "EP", ETP: "ETP", FIRST: "first", LAST: "last"}
     return "-".join(f"{short[key]}{value}" if key in short else f"{key}={value}" for key, value in layout.items())
 
 
@@ -154,6 +162,7 @@ def one(folder: Path, layout: Layout) -> dict[str, Any]:
     return {
         "index": index,
         "leader": leader,
+        "layers": [len(stage.decoder.layers) for stage in backend.stages],
         "logps": logps.values,
         "entropies": entropies.values,
         "top ids": ids.values,
@@ -222,6 +231,17 @@ def test_a_model_in_parts_is_the_model(
     ranks = run_ranks(num_ranks, of_layouts, folder, layouts, folder=tmp_path)
     for k, layout in enumerate(layouts):
         compare([rank[k] for rank in ranks], right, told(layout))
+
+
+def test_stages_have_as_many_layers_as_is_said(tmp_path: Path) -> None:
+    folder = save("llama", tmp_path, num_hidden_layers=6)
+    right = wanted(folder)
+    layouts = [{PP: 4, FIRST: 1, LAST: 1} | PLAIN, {PP: 2, VPP: 2, FIRST: 4, LAST: 2} | PLAIN]
+    ranks = run_ranks(4, of_layouts, folder, layouts, folder=tmp_path)
+    for k, layout in enumerate(layouts):
+        compare([rank[k] for rank in ranks], right, told(layout))
+    assert [rank[0]["layers"] for rank in ranks] == [[1], [2], [2], [1]]
+    assert [rank[1]["layers"] for rank in ranks] == [[2, 2], [2, 2], [1, 1], [1, 1]]
 
 
 def test_a_padding_token_is_counted_from_the_end_where_it_is_negative(tmp_path: Path) -> None:

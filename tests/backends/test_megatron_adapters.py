@@ -23,9 +23,11 @@ from tests.backends.test_megatron import (
     EP,
     ETP,
     FAMILIES,
+    FIRST,
     FULL,
     GROUPED,
     IDLE,
+    LAST,
     MICRO,
     MOE_ACT,
     OVERLAP,
@@ -58,12 +60,12 @@ STACKED: Lora = {"r": 4, "target_modules": [], "target_parameters": list(STACKS)
 # By family, adapter and number of ranks, which start once for all layouts
 CASES: list[tuple[str, Lora, int, list[Layout]]] = [
     ("qwen2", ALL, 1, [{}]),
-    ("qwen2", ALL, 2, [{TP: 2} | WHOLE | PLAIN, {TP: 2} | SP | FULL, {PP: 2}, OVERLAP]),
+    ("qwen2", ALL, 2, [{TP: 2} | WHOLE | PLAIN, {TP: 2} | SP | FULL, {PP: 2, FIRST: 3}, OVERLAP]),
     ("qwen3", SOME, 2, [{TP: 2} | SP | PLAIN, {PP: 2, VPP: 2} | FULL, {CP: 2} | PLAIN]),
     ("qwen3", ALL, 4, [{TP: 2, PP: 2} | SP | PLAIN, {TP: 2} | SP | OVERLAP, {PP: 2, CP: 2}]),
     ("qwen3_moe", ATTENTION, 2, [{EP: 2}, {EP: 2} | PLAIN, {TP: 2} | SP]),
     ("qwen2_moe", SHARED, 2, [{EP: 2}, {TP: 2} | SP | PLAIN]),
-    ("qwen3_moe", NAMED, 2, [{}, {EP: 2}, {PP: 2} | PLAIN]),
+    ("qwen3_moe", NAMED, 2, [{}, {EP: 2}, {PP: 2, LAST: 3} | PLAIN]),
     ("qwen3_moe", STACKED, 2, [{EP: 2} | FULL, {CP: 2} | PLAIN]),
     ("qwen3_moe", NAMED, 2, [GROUPED, {EP: 2} | GROUPED, {TP: 2} | SP, {TP: 2} | SP | GROUPED | PLAIN]),
     (
@@ -394,6 +396,7 @@ REFUSED: dict[str, tuple[str, Lora, int, str]] = {
     "no experts": ("qwen3", {"target_parameters": list(STACKS)}, 1, "this qwen3 model has none"),
     "dropout": ("qwen3_moe", {"target_parameters": list(STACKS), "lora_dropout": 0.1}, 1, "lora_dropout: 0"),
     "dense layers": ("qwen3_moe", {"target_modules": [], "target_parameters": list(STACKS)}, 2, r"\[2\].*every layer"),
+    "routers": ("qwen3_moe", {"target_modules": ["all-linear", "all-router"]}, 1, r"\['all-router'\].*alone"),
     "router": ("qwen3_moe", {"target_modules": ["gate"]}, 1, "only these layers"),
     "stages": ("qwen2_moe", {"target_modules": ["shared_expert.up_proj"]}, 2, r"\[2\].*every layer"),
 }
@@ -465,7 +468,7 @@ def resumed(rank: int, folder: Path, lora: Lora, layouts: list[Layout], saved: P
     return found
 
 
-DENSE_LAYOUTS: list[Layout] = [{TP: 2, PP: 2} | SP, {TP: 4} | PLAIN, {PP: 2}, {}, {TP: 2, CP: 2} | PLAIN]
+DENSE_LAYOUTS: list[Layout] = [{TP: 2, PP: 2} | SP, {TP: 4} | PLAIN, {PP: 2, LAST: 3}, {}, {TP: 2, CP: 2} | PLAIN]
 EXPERT_LAYOUTS: list[Layout] = [{PP: 2, EP: 2}, {EP: 4} | PLAIN | GROUPED, {TP: 2, EP: 2, ETP: 1} | SP, {}]
 EXPERT_LAYOUTS += [{EP: 2, ETP: 2} | GROUPED, {TP: 2, EP: 2} | SP | PLAIN]
 

@@ -20,7 +20,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests import megatron_on_cpu
 from tests.backends.batches import samples_of, weighted_loss
 from tests.backends.ranks import run_ranks
-from tests.backends.test_megatron import CP, EP, ETP, MICRO, OVERLAP, PLAIN, PP, SP, TP, TRAINING, VPP, Layout, save
+from tests.backends.test_megatron import (
+    CP,
+    EP,
+    ETP,
+    FIRST,
+    LAST,
+    MICRO,
+    OVERLAP,
+    PLAIN,
+    PP,
+    SP,
+    TP,
+    TRAINING,
+    VPP,
+    Layout,
+    save,
+)
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.hf_model import named_weights, read_weights
 from trainers.checkpoint import is_written
@@ -101,12 +117,12 @@ def started(num_ranks: int, model: Path, folder: Path, parts: list[Part]) -> lis
     return run_ranks(num_ranks, of_parts, model, folder, parts, folder=folder)
 
 
-SAVED: dict[str, Layout] = {"qwen3": {TP: 2, PP: 2} | SP, "qwen3_moe": {TP: 2, EP: 2, ETP: 1} | SP}
+SAVED: dict[str, Layout] = {"qwen3": {TP: 2, PP: 2, FIRST: 1} | SP, "qwen3_moe": {TP: 2, EP: 2, ETP: 1} | SP}
 OTHERS: dict[str, list[Layout]] = {
     "qwen3": [{TP: 4} | SP | PLAIN, {PP: 4}, {CP: 2}, PLAIN],
     "qwen3_moe": [{EP: 4} | PLAIN, {TP: 2, EP: 2, ETP: 2} | SP, {}],
 }
-SECOND: dict[str, Layout] = {"qwen3": {PP: 2, VPP: 2} | OVERLAP, "qwen3_moe": {PP: 2, EP: 2} | OVERLAP}
+SECOND: dict[str, Layout] = {"qwen3": {PP: 2, VPP: 2} | OVERLAP, "qwen3_moe": {PP: 2, LAST: 1, EP: 2} | OVERLAP}
 
 
 @pytest.mark.parametrize("family", SAVED)
@@ -137,8 +153,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_in_any_layout(family: str, tmp_p
 
 
 CHAINS: dict[str, list[Layout]] = {
-    "qwen2": [{PP: 2}, PLAIN, {TP: 2} | SP, {}],
-    "qwen3_moe": [{EP: 2}, {EP: 2, "moe_grouped_gemm": True}, {PP: 2} | PLAIN, {TP: 2} | SP],
+    "qwen2": [{PP: 2, FIRST: 3}, PLAIN, {TP: 2} | SP, {}],
+    "qwen3_moe": [{EP: 2}, {EP: 2, "moe_grouped_gemm": True}, {PP: 2, LAST: 3} | PLAIN, {TP: 2} | SP],
 }
 
 

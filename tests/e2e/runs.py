@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from rayhelper.roles.runtime import state
+from trainers.classification.config import ClassificationConfig
 from trainers.cpo.config import CPOConfig, ORPOConfig, SimPOConfig
 from trainers.dpo.config import DPOConfig
 from trainers.gkd.config import GKDConfig
@@ -57,6 +58,10 @@ def sft_config(model: str, folder: Path, **keys: Any) -> SFTConfig:
         "save_steps": 0,
     }
     return SFTConfig(**(settings | keys))
+
+
+def classification_config(model: str, folder: Path, **keys: Any) -> ClassificationConfig:
+    return ClassificationConfig(**shared(model, folder) | {"save_steps": 0} | keys)
 
 
 def pair_rows(count: int = 11) -> list[dict[str, Any]]:

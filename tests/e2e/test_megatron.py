@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from transformers import AutoModelForSequenceClassification
 
 from rayhelper import ConfigError, RayHelper
 from rayhelper.roles.runtime import state
@@ -30,13 +31,17 @@ from tests.conftest import RaySession
 from tests.e2e import runs
 from tests.e2e.runs import TEXTS, final_bytes, final_weights, lines, together
 from tests.e2e.test_vllm_runs import ROLES, VLLM, LedgerTrainer, assert_same_numbers, greedy_config
+from tests.golden.test_classification import LABELS, SETTINGS, classifier, plain_loop, rows_of, templated
+from tests.golden.test_classification import TEXTS as TO_CLASSIFY
 from tests.golden.tiny import save_tiny, tiny_tokenizer
+from tests.golden.training import OUR_ARGUMENTS
 from tests.rayhelper.test_torchrun import torchrun
 from tests.trainers.test_checkpoint import cut, flip_a_bit
 from tests.trainers.test_reward_models import save_reward_model
 from trainers.backends.offload import Offload
 from trainers.batch import Ragged, Rollouts
 from trainers.checkpoint import newest
+from trainers.classification.trainer import ClassificationTrainer
 from trainers.cli import run
 from trainers.configuration.shared import changed
 from trainers.cpo.trainer import CPOTrainer
@@ -99,6 +104,7 @@ UNDER_TEST: dict[str, Any] = {
     "kto": KTOTrainer,
     "orpo": CPOTrainer,
     "reward": RewardTrainer,
+    "classification": ClassificationTrainer,
     "ppo": PPOTrainer,
     "grpo": GRPOTrainer,
     "gkd": GKDTrainer,
@@ -112,6 +118,11 @@ EVEN = {"reward_funcs": ["tests.e2e.runs.evenness"], "reward_weights": None}  # 
 KL_COV = {"loss_type": "kl_cov", "kl_cov_ratio": 0.5}
 GMPO = {"loss_type": "gmpo", "epsilon": 0.05}
 GEOMETRIC = {"rollout_importance_sampling_clip_min": 0.99, "rollout_importance_sampling_clip_max": 1.01}
+MULTI = "multi_label_classification"
+CLASSES: Keys = OUR_ARGUMENTS | SETTINGS | {"problem_type": MULTI, "num_labels": 3, "eval_steps": 3}
+CLASSES |= {"dataset": rows_of(MULTI, LABELS[MULTI]), "eval_dataset": rows_of(MULTI, LABELS[MULTI])}
+CLASSES |= {"lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0, "save_steps": 2}
+CLASSES |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 3, "global_batch_size": 4}
 CASES: Wanted = {  # trainer and keys
     "sft": ("sft", {"eval_dataset": [{"text": "no one"}]}),
     "sft, saved": ("sft", {"save_steps": 1}),
@@ -123,6 +134,8 @@ CASES: Wanted = {  # trainer and keys
     "orpo": ("orpo", {}),
     "reward": ("reward", {"center_rewards_coefficient": 0.1}),
     "reward of a language model": ("reward", {}),  # the head is drawn anew
+    "classes": ("classification", CLASSES),
+    "classes, adapter": ("classification", CLASSES | {"tuner_type": "lora", "lora_rank": 4}),
     "ppo": ("ppo", {}),
     "ppo of a language model": ("ppo", {"value_model": None}),  # the critic's head is
     "grpo": ("grpo", {"max_steps": 4, "entropy_coef": 0.01, "sync_ref_model": True, "ref_model_sync_steps": 2}),
@@ -170,6 +183,8 @@ BY_TWO: dict[str, list[str]] = {
     "sft, adapter": ["tp", "pp"],
     "reward": ["tp", "pp"],
     "reward of a language model": ["pp"],
+    "classes": ["tp", "pp", "cp"],
+    "classes, adapter": ["pp"],
     "ppo": ["tp", "pp", "cp"],
     "ppo of a language model": ["tp"],
     "grpo": ["tp", "pp", "cp", "pp resting"],
@@ -246,6 +261,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         "policy": save_tiny(folder / "policy", num_hidden_layers=4),
         "teacher": save_tiny(folder / "teacher", seed=1, vocab_size=261),
+        "classifier": classifier(str(folder / "policy"), folder / "classifier", 3),
         "judge": save_reward_model(folder / "judge"),
         "experts": str(experts),
         "padding": str(folder / "padding"),
@@ -258,6 +274,8 @@ def config_of(case: str, models: dict[str, str], folder: Path, keys: Keys) -> An
     trainer = "grpo" if trainer == "unlike" else trainer
     model = models["judge" if case == "reward" else "experts" if case.endswith("of experts") else "policy"]
     settings: Keys = {"max_steps": 3, "adam_epsilon": 1e-4, "backend": "megatron"}
+    if case == "classes":
+        model = models["classifier"]
     if trainer == "gkd":
         settings["teacher_model"] = models["teacher"]
     if trainer == "reward":
@@ -388,6 +406,34 @@ def test_one_process_gives_the_numbers_of_fsdp(case: str, by_one: Runs) -> None:
 def test_an_engine_of_its_own_gets_the_weights_of_all_parts(name: str, by_four: Runs, by_one: Runs) -> None:
     """One engine draws what the one process draws."""
     assert_same_run(by_four(name), by_one("grpo fsdp"))
+
+
+def test_a_classifier_in_parts_is_transformers_and_is_read_by_it(by_two: Runs, models: dict[str, str]) -> None:
+    texts = [templated(text) for text in TO_CLASSIFY]
+    (*steps, evaluation), network = plain_loop(models["classifier"], MULTI, LABELS[MULTI], texts, 3)
+    for layout in BY_TWO["classes"]:
+        folder = by_two(f"classes {layout}")
+        *found, last = [line for line in lines(folder) if "loss" in line or "eval_loss" in line]
+        assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in steps], abs=1e-5)
+        assert last["eval_loss"] == pytest.approx(evaluation["eval_loss"], abs=1e-5)
+        exported = AutoModelForSequenceClassification.from_pretrained(folder / "final")
+        assert (exported.config.num_labels, exported.config.problem_type) == (3, MULTI)
+        for name, weight in network.state_dict().items():
+            torch.testing.assert_close(exported.state_dict()[name], weight, rtol=0, atol=1e-5, msg=lambda m: f"{m}")
+
+
+def test_a_classifier_goes_on_in_another_layout(by_two: Runs, models: dict[str, str], tmp_path: Path) -> None:
+    cases = ("classes", "classes, adapter")
+    saved = {case: str(by_two(f"{case} pp") / "checkpoint-2") for case in cases}
+    wanted = {case: (case, LAYOUTS["tp"] | {"resume_from_checkpoint": saved[case]}) for case in cases}
+    resumed = Runs(2, wanted, models, tmp_path)
+    for case in cases:
+        found, whole = lines(resumed(case)), lines(by_two(f"{case} fsdp"))
+        assert found[-1] == pytest.approx(whole[-1], rel=1e-5, abs=1e-5)
+        assert found[-2] == pytest.approx(whole[-2], rel=1e-5, abs=1e-5)
+        weights = final_weights(resumed(case))
+        for name, weight in final_weights(by_two(f"{case} fsdp")).items():
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_a_reward_model_is_written_with_the_padding_it_was_trained_with(by_two: Runs) -> None:

@@ -268,6 +268,20 @@ def test_tensor_and_pipeline_parallel_workers_hold_their_part() -> None:
     assert megatron_parameters(DENSE, ParallelSizes(pipeline=2)) == (2 * (layer + norms) + 101 * 64 + 64, 0)
 
 
+def test_the_fullest_stage_is_counted_where_stages_have_other_layers() -> None:
+    layer = sum(DENSE.dense_layer)
+    first, last = ParallelSizes(pipeline=2, first_stage=3), ParallelSizes(pipeline=2, last_stage=3)
+    assert megatron_parameters(DENSE, first) == (3 * layer + 101 * 64, 0)
+    assert megatron_parameters(DENSE, last) == (3 * layer + 101 * 64 + 64, 0)
+    short = ParallelSizes(pipeline=3, first_stage=1, last_stage=1)  # 1 + 2 + 1
+    assert megatron_parameters(DENSE, short) == (max(2 * layer, layer + 101 * 64 + 64), 0)
+    one = activation_bytes(DENSE, ONE, Work(1, 1, backend="megatron")) / 4
+    for sizes, held in ((first, 3 * 2), (last, max(1 * 2, 3 * 1)), (short, max(1 * 3, 2 * 2, 1 * 1))):
+        assert activation_bytes(DENSE, sizes, Work(1, 1, backend="megatron")) == held * one
+    work = Work(adapter=1000, backend="megatron")
+    assert terms(training(DENSE, first, work))["adapter"] == 4 * 750
+
+
 def test_a_frozen_model_has_neither_gradients_nor_states() -> None:
     found = terms(scoring(DENSE, ONE, Work(micro_batch=1, length=10)))
     assert found["weights"] == 2 * DENSE.num_parameters

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rayhelper.planning.plan_report import as_lines
 from tests.rayhelper.test_plan_report import SHAPE, mistakes, planned
 
 MOE = {**SHAPE, "model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
@@ -75,6 +76,52 @@ SIZE_MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
         "pipeline_model_parallel_size 4 x virtual_pipeline_model_parallel_size 2",
         "Choose a product among",
     ),
+    "layers of a stage without PP": (
+        {"decoder_first_pipeline_num_layers": 2},
+        "decoder_first_pipeline_num_layers 2 of role 'train' says how many layers a stage of a pipeline has",
+        "make pipeline_model_parallel_size larger",
+    ),
+    "layers of a stage that leave the others a rest": (
+        {"model": SHAPE, "pipeline_model_parallel_size": 4, "decoder_last_pipeline_num_layers": 5},
+        "decoder_last_pipeline_num_layers 5 of role 'train' leave 31 of the model's num_hidden_layers 36 to the other",
+        "Leave a multiple of 3.",
+    ),
+    "layers of a stage that leave the others none": (
+        {"model": SHAPE, "pipeline_model_parallel_size": 2, "decoder_last_pipeline_num_layers": 36},
+        "leave 0 of the model's num_hidden_layers 36 to the other 1 of pipeline_model_parallel_size 2 stages",
+        "Leave a multiple of 1.",
+    ),
+    "layers of all stages that are not the model's": (
+        {
+            "model": SHAPE,
+            "pipeline_model_parallel_size": 2,
+            "decoder_first_pipeline_num_layers": 17,
+            "decoder_last_pipeline_num_layers": 18,
+        },
+        "but 35 layers are not the model's num_hidden_layers 36",
+        "Write one of them alone",
+    ),
+    "layers of a stage that do not make its pieces": (
+        {
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "decoder_first_pipeline_num_layers": 17,
+        },
+        "cannot be cut into virtual_pipeline_model_parallel_size 2 equal pieces",
+        "Write a multiple of 2.",
+    ),
+    "layers of the others that do not make their pieces": (
+        {
+            "model": SHAPE,
+            "pipeline_model_parallel_size": 4,
+            "virtual_pipeline_model_parallel_size": 2,
+            "decoder_first_pipeline_num_layers": 6,
+            "decoder_last_pipeline_num_layers": 4,
+        },
+        "leave 26 of the model's num_hidden_layers 36 to the other 2 of pipeline_model_parallel_size 4 stages, which "
+        "have equally many in virtual_pipeline_model_parallel_size 2 pieces each",
+        "Leave a multiple of 4.",
+    ),
     "heads that leave a rest": (
         {"model": {**SHAPE, "num_attention_heads": 36}, "tensor_model_parallel_size": 8},
         "the model's num_attention_heads 36",
@@ -127,6 +174,13 @@ def test_legal_combinations_are_accepted(tmp_path: Path) -> None:
     assert (list(found.findings.mistakes), found.findings.warnings) == ([], [])
     (role,) = found.groups[0].roles
     assert (role.sizes.data, role.sizes.expert, role.sizes.expert_tensor) == (4, 8, 1)
+
+
+def test_a_stage_may_have_other_layers_than_the_rest(tmp_path: Path) -> None:
+    train = {"gpus": 4, "pipeline_model_parallel_size": 4, "decoder_last_pipeline_num_layers": 6}
+    found = planned(tmp_path, {"model": SHAPE, "train": train}, gpu_memory_gib=1000)
+    assert list(found.findings.mistakes) == []
+    assert "PP 4 CP 1 EP 1 (layers 10 + 10 + 10 + 6) DP 1" in "\n".join(as_lines(found))
 
 
 def test_sizes_beside_the_groups_are_meant_for_roles_that_train(tmp_path: Path) -> None:

@@ -77,7 +77,6 @@ def test_other_tasks_are_refused_by_name(task: str, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ("--backend megatron --num_labels 2", "Write backend: fsdp"),
         ("--num_labels 1 --problem_type single_label_classification", "num_labels must be 2 at least"),
         ("--num_labels 2 --problem_type ranking", "problem_type"),
         ("", "num_labels must be given"),

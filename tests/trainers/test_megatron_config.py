@@ -60,6 +60,7 @@ DENSE = {
 MOE = {**DENSE, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 SHARED = {**MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 41}
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 CP, EP, ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
 
 
@@ -82,7 +83,7 @@ def gpus(roles: str, num_workers: int = 8) -> DeviceGroups:
 
 def test_every_key_but_the_mapping_reaches_the_setting_of_its_name() -> None:
     keys: dict[str, Any] = {
-        **{TP: 2, PP: 3, VPP: 4, CP: 5, EP: 6, ETP: 7, "sequence_parallel": True},
+        **{TP: 2, PP: 3, VPP: 4, FIRST: 8, LAST: 4, CP: 5, EP: 6, ETP: 7, "sequence_parallel": True},
         **{"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
         **{"moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True, "moe_layer_recompute": True},
         **{"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
@@ -113,6 +114,11 @@ TRANSFORMER: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({PP: 2}, {PP: 2, VPP: None, "overlap_p2p_comm": False, "batch_p2p_comm": True}),
     ({PP: 2, VPP: 1}, {PP: 2, VPP: None, "batch_p2p_comm": True}),
     ({PP: 2, VPP: 2}, {PP: 2, VPP: 2, "overlap_p2p_comm": True, "batch_p2p_comm": False}),
+    (
+        {PP: 4, FIRST: 1, LAST: 3},
+        {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3},
+    ),
+    ({PP: 2, FIRST: 1, LAST: 7}, {"num_layers_in_first_pipeline_stage": 1}),
     ({CP: 4}, {CP: 4}),
     ({TP: 2, EP: 2, ETP: 1}, {EP: 2, ETP: 1, "moe_token_dispatcher_type": "alltoall"}),
     ({"moe_token_dispatcher_type": "allgather"}, {"moe_token_dispatcher_type": "allgather"}),
@@ -299,7 +305,14 @@ LAYOUT_MISTAKES: list[tuple[dict[str, Any], dict[str, Any], int, list[str]]] = [
     ({"moe_layer_recompute": True}, DENSE, 8, ["moe_layer_recompute: of experts"]),
     ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, DENSE, 8, ["recompute_modules moe"]),
     ({"megatron": {"moe_expert_capacity_factor": 1.0}}, DENSE, 8, ["moe_expert_capacity_factor: of experts"]),
-    ({PP: 4, "recompute_granularity": "full", "recompute_num_layers": 3}, DENSE, 8, ["the 2 layers of each stage"]),
+    ({PP: 4, "recompute_granularity": "full", "recompute_num_layers": 3}, DENSE, 8, ["the 2 layers of a stage"]),
+    (
+        {PP: 4, FIRST: 1, "recompute_granularity": "full", "recompute_num_layers": 4},
+        {**DENSE, "num_hidden_layers": 10},
+        8,
+        ["the 3 layers of a stage"],
+    ),
+    ({PP: 4, FIRST: 1}, DENSE, 8, [f"{FIRST} 1", "leave 7", "num_hidden_layers 8", "the other 3", "a multiple of 3"]),
     (
         {"disable_dropout": False},
         {**DENSE, "attention_dropout": 0.1},

@@ -114,6 +114,8 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
         "tuner_type: lora\nmodules_to_save: embed_tokens lm_head",
         {"tuner_type": "lora", "lora_kwargs": {"modules_to_save": ["embed_tokens", "lm_head"]}},
     ),
+    (SFTConfig, "model_kwargs: {max_pixels: 1003520, FPS_MAX_FRAMES: 12}", {}),  # a language model sees nothing
+    (SFTConfig, "model_kwargs: {}", {}),
     (SFTConfig, "modules_to_save: [lm_head]", {}),  # every weight is trained
     (SFTConfig, "modules_to_save: []\nnew_special_tokens: []\ndecoder_first_pipeline_num_layers: null", {}),
     (SFTConfig, "truncation_strategy: left", {"truncation_mode": "keep_end"}),
@@ -325,11 +327,12 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "modules_to_save: with backend: megatron an adapter trains no other weights",
     ),
     (SFTConfig, "tuner_type: lora\nmodules_to_save: all-embedding", "all-embedding is a word of ms-swift's"),
+    (SFTConfig, "model_kwargs: {reasoning_effort: high}", "model_kwargs is not supported: of ms-swift's arguments of"),
     (SFTConfig, "new_special_tokens: [<a>]", "new_special_tokens is not supported: a model keeps its vocabulary"),
     (
-        SFTConfig,
-        "backend: megatron\ndecoder_first_pipeline_num_layers: 3",
-        "decoder_first_pipeline_num_layers is not supported: all stages of a pipeline have equally many layers",
+        SamplingConfig,
+        "decoder_first_pipeline_num_layers: 3",
+        "decoder_first_pipeline_num_layers is not supported: nothing is trained or scored by a backend here",
     ),
     (
         DPOConfig,

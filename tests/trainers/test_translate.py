@@ -86,6 +86,8 @@ CMD=(
     actor_rollout_ref.model.path=\$MODEL_PATH actor_rollout_ref.model.enable_gradient_checkpointing=True
     actor_rollout_ref.actor.strategy=megatron actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2
     actor_rollout_ref.actor.megatron.sequence_parallel=False actor_rollout_ref.actor.megatron.param_offload=True
+    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2
+    +actor_rollout_ref.actor.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=11
     actor_rollout_ref.actor.ppo_mini_batch_size=32 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
     actor_rollout_ref.actor.grad_clip=0.5 actor_rollout_ref.actor.policy_drift_coeff=0.001
     actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=8
@@ -131,7 +133,8 @@ ROLL_SNIPPET = """
 actor_train:
   strategy_args:
     strategy_name: megatron_train
-    strategy_config: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, use_distributed_optimizer: true}
+    strategy_config: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, use_distributed_optimizer: true,
+      num_layers_in_first_pipeline_stage: 13}
   device_mapping: list(range(0,8))
 reference:
   strategy_args:
@@ -267,6 +270,7 @@ def test_a_script_of_siirl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     out, err = translated(SIIRL, "run.sh", tmp_path, capsys)
     found = parse_text(out, "ours")
     meant = {"backend": "megatron", "tensor_model_parallel_size": 2, "param_offload": True, "max_grad_norm": 0.5}
+    meant |= {"pipeline_model_parallel_size": 2, "decoder_last_pipeline_num_layers": 11}
     meant |= {"model": "/home/someone/models/m", "generation_batch_size": 256, "shuffle_dataset": False}
     assert {key: found[key] for key in meant} == meant
     assert "policy_drift_coeff: it belongs to CPGD" in err
@@ -295,6 +299,7 @@ def test_the_strategies_of_roll_alone(tmp_path: Path, capsys: pytest.CaptureFixt
     out, err = translated(ROLL_SNIPPET, "part.yaml", tmp_path, capsys)
     found = parse_text(out, "ours")
     meant = {"backend": "megatron", "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    meant["decoder_first_pipeline_num_layers"] = 13
     meant |= {"use_distributed_optimizer": True, "train": {"gpus": 8}, "reference": {"gpus": 8}}
     assert {key: found[key] for key in meant} == meant
     assert "a part of a file" in err

@@ -46,11 +46,6 @@ class ClassificationConfig(TrainConfig):
         super().__post_init__()
         unread(self, "transformers' sequence classifiers give no logits of their routers", "router_aux_loss_coef")
         at_least(self, 1, "num_labels", "max_length", "dataset_num_proc", "per_device_eval_batch_size")
-        if self.backend == "megatron":
-            raise ConfigError(
-                "task_type seq_cls needs a head of num_labels numbers, and backend: megatron has one of a single "
-                "number. Write backend: fsdp, without the sizes of Megatron (swift sft in place of megatron sft)."
-            )
         if self.problem == "single_label_classification" and self.num_labels < 2:
             raise ConfigError("single_label_classification chooses among labels: num_labels must be 2 at least")
         if self.system and not self.use_chat_template:

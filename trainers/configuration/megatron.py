@@ -25,6 +25,11 @@ class MegatronConfig:
     """Workers that have some of the layers each (PP)."""
     virtual_pipeline_model_parallel_size: int | None = None
     """Pieces of layers that a worker of a pipeline has, so that it waits less (VPP); null: 1."""
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first pipeline stage; null: as many as each stage between the first and the last."""
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last pipeline stage, which also has the head; null: as many as each stage between the first and the
+    last."""
     context_parallel_size: int = 1
     """Workers that have a part of every sequence (CP)."""
     expert_model_parallel_size: int = 1
@@ -80,6 +85,8 @@ def settings_of(config: MegatronConfig, *, gradient_checkpointing: bool, optimiz
         tensor_model_parallel_size=config.tensor_model_parallel_size,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        decoder_first_pipeline_num_layers=config.decoder_first_pipeline_num_layers,
+        decoder_last_pipeline_num_layers=config.decoder_last_pipeline_num_layers,
         context_parallel_size=config.context_parallel_size,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainers.translate.table import Ours, Theirs
-from trainers.translate.verl_names import DIVIDED
+from trainers.translate.verl_names import DIVIDED, STAGES
 
 ESTIMATORS = {"grpo": "grpo", "reinforce": "reinforce_plus_plus_token", "rloo": "rloo"}
 SIZES = (
@@ -214,11 +214,11 @@ def _strategies(theirs: Theirs, ours: Ours) -> None:
     ours.say("backend", TRAIN[name], theirs, "actor_train.strategy_args.strategy_name")
     if name == "deepspeed_train":
         _deepspeed(preset, ours)
-    for key in (*SIZES, *OF_MEGATRON) if TRAIN[name] == "megatron" else ():
+    for key in (*SIZES, *OF_MEGATRON, *STAGES) if TRAIN[name] == "megatron" else ():
         if config.get(key) is not None:
             source = f"actor_train.strategy_args.strategy_config.{key}"
-            ours.say(key, config.pop(key), theirs, source)
-    for key in ("use_flash_attn", *SIZES, *OF_MEGATRON):
+            ours.say(STAGES.get(key, key), config.pop(key), theirs, source)
+    for key in ("use_flash_attn", *SIZES, *OF_MEGATRON, *STAGES):
         config.pop(key, None)
     if TRAIN[name] == "megatron" and config:
         ours.say("megatron", config, theirs, *(f"actor_train.strategy_args.strategy_config.{key}" for key in config))

@@ -26,6 +26,7 @@ from trainers.translate.verl_names import (
     REFUSED,
     ROLLOUT,
     SCHEDULES,
+    STAGES,
     TRANSFORMER,
     WITHOUT,
 )
@@ -449,10 +450,13 @@ def _megatron(theirs: Theirs, ours: Ours) -> None:
     if (seed := theirs.take(f"{MEGATRON}.seed")) is not None:
         ours.say("seed", seed, theirs, f"{MEGATRON}.seed")
     fields = theirs.below(TRANSFORMER)
-    own = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
-    for name in own:
+    own = {
+        **{f"recompute_{name}": f"recompute_{name}" for name in ("granularity", "method", "num_layers", "modules")},
+        **STAGES,
+    }
+    for name, key in own.items():
         if fields.get(name) is not None:
-            ours.say(name, fields.pop(name), theirs, f"{TRANSFORMER}{name}")
+            ours.say(key, fields.pop(name), theirs, f"{TRANSFORMER}{name}")
         fields.pop(name, None)
     checkpoints = f"{MODEL}.enable_gradient_checkpointing"
     recomputes = any(line.key == "recompute_granularity" for line in ours.lines)

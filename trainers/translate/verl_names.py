@@ -7,6 +7,9 @@ from typing import Any
 ACTOR, ROLLOUT, REF, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
 MEGATRON = f"{ACTOR}.megatron"
 TRANSFORMER = f"{MEGATRON}.override_transformer_config."
+STAGES = {  # fields of megatron-core's TransformerConfig, and our keys
+    f"num_layers_in_{x}_pipeline_stage": f"decoder_{x}_pipeline_num_layers" for x in ("first", "last")
+}
 
 DEFAULTS: dict[str, Any] = {
     f"{ACTOR}.strategy": "fsdp",

@@ -37,6 +37,11 @@ def chosen_targets(config: Any, settings: Mapping[str, Any], *, num_stages: int 
         return known | chosen
     if isinstance(wanted, str):
         raise ConfigError(f"lora: target_modules is {wanted!r}; write all-linear or a list of names, not a pattern")
+    if "all-linear" in wanted:
+        raise ConfigError(
+            f"lora: target_modules has {sorted(set(wanted) - {'all-linear'})} beside all-linear, but with backend: "
+            "megatron no other layer can have an adapter. Write all-linear alone."
+        )
     lasts = sorted({_last(name) for name in known})
     for target in wanted:
         if in_experts and names_in_stacks(config, {"target_modules": [target]}):

@@ -53,7 +53,14 @@ class MegatronAdapter:
     """
 
     def __init__(
-        self, config: Any, stages: Sequence[Any], settings: Mapping[str, Any], *, value_head: bool, seed: int
+        self,
+        config: Any,
+        stages: Sequence[Any],
+        settings: Mapping[str, Any],
+        *,
+        value_head: bool,
+        num_labels: int = 1,
+        seed: int,
     ) -> None:
         from megatron.core import parallel_state
 
@@ -80,7 +87,7 @@ class MegatronAdapter:
             if expert_names(config, number) & self.targets:
                 self._blocks.append(list(self._added_to_experts(number, layer)))
         if value_head:
-            shape = {f"{PREFIX}score.weight": (1, config.hidden_size)}
+            shape = {f"{PREFIX}score.weight": (num_labels, config.hidden_size)}
             values = getattr(stages[-1], "values", None)
             self._blocks.append([Piece(Source((), shape), None if values is None else values.weight, self._tensor)])
         self._stages = self._found_stages()

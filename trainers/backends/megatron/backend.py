@@ -64,7 +64,8 @@ class MegatronBackend:
     In bfloat16 the weights are bfloat16, and the optimizer keeps them in float32 beside; a model that only scores
     (``learning_rate=None``) has neither gradients nor optimizer. ``settings`` say how the model is cut.
     ``lora``: fields of peft's LoraConfig that ``adapter_targets.py`` knows; the adapter alone is trained, in float32.
-    ``values_at``: where a value head is read off, at the token that predicts a target or at itself.
+    ``num_labels``: of a value head. ``values_at``: where it is read off, at the token that predicts a target or at
+    itself.
     ``model_init_kwargs``: other values of the model's configuration.
     ``logits_memory_gib``: what the head may keep for its backward pass (see ``head.room_of``).
     ``async_save``: checkpoints are written from a copy in the host's memory while training goes on.
@@ -80,6 +81,7 @@ class MegatronBackend:
         *,
         settings: MegatronSettings,
         head: ModelHead = "lm",
+        num_labels: int = 1,
         values_at: ReadAt = "predicting",
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: str | torch.device | None = None,
@@ -124,13 +126,21 @@ class MegatronBackend:
                 "backend megatron does not apply. Set disable_dropout: true."
             )
         self.stages = build_stages(
-            self.hf, settings, head=head, dtype=self.dtype, device=self.device, has_adapter=lora is not None, seed=seed
+            self.hf,
+            settings,
+            head=head,
+            num_labels=num_labels,
+            dtype=self.dtype,
+            device=self.device,
+            has_adapter=lora is not None,
+            seed=seed,
         )
-        self.weights = MegatronWeights(self.hf, self.stages, head=head)
+        self.weights = MegatronWeights(self.hf, self.stages, head=head, num_labels=num_labels)
         self.weights.load(model)
         self.adapter: MegatronAdapter | None = None
         if lora is not None:
-            self.adapter = MegatronAdapter(self.hf, self.stages, lora, value_head=head == "value", seed=seed)
+            values: dict[str, Any] = {"value_head": head == "value", "num_labels": num_labels}
+            self.adapter = MegatronAdapter(self.hf, self.stages, lora, **values, seed=seed)
         self.num_active = self._num_active()
         self.module: Any = None  # an engine has its own
         self.sent = SentWeights()
@@ -220,8 +230,12 @@ class MegatronBackend:
         return logps, entropies
 
     def token_values(self, sequences: Sequences, *, micro_batch_size: int) -> Ragged:
-        """float32 values at each row's targets, of a value head. Every rank."""
-        return self._each(sequences, micro_batch_size, lambda values: values, 1, 1.0)[0]
+        """float32 values at each row's targets, of a value head: (N,), or (N, num_labels) if there are several.
+
+        Every rank.
+        """
+        width = self.weights.num_labels if self.weights.num_labels > 1 else None
+        return self._each(sequences, micro_batch_size, lambda values: values, 1, 1.0, width=width)[0]
 
     def top_logps(
         self, sequences: Sequences, k: int, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True

@@ -40,6 +40,8 @@ ELSEWHERE = {  # and the key that says it
     **dict.fromkeys(("use_torch_optimizer_for_cpu_offload", "overlap_cpu_optimizer_d2h_h2d"), "optimizer_offload"),
     **dict.fromkeys(("cpu_offloading", "cpu_offloading_num_layers"), "recompute_granularity"),
     **dict.fromkeys(("fine_grained_activation_offloading", "offload_modules"), "recompute_granularity"),
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
     "moe_enable_deepep": "moe_token_dispatcher_type",
 }
 OF_MODEL = (
@@ -64,8 +66,8 @@ OF_BACKEND = (
     *("variable_seq_lengths", "overlap_p2p_comm", "batch_p2p_comm", "use_ring_exchange_p2p"),
     *("attention_backend", "calculate_per_token_loss", "cp_comm_type", "test_mode"),
     *("hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"),
-    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"),
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+    "pipeline_model_parallel_layout",
     *("num_microbatches_with_partial_activation_checkpoints", "cross_entropy_loss_fusion"),
     *("cross_entropy_fusion_impl", "average_in_collective", "gradient_reduce_div_fusion", "moe_extended_tp"),
     *("num_distributed_optimizer_instances", "use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy"),

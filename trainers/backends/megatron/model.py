@@ -39,6 +39,7 @@ class Stage(GPTModel):  # type: ignore[misc]
         hf: Any,
         *,
         head: Literal["lm", "value"],
+        num_labels: int,
         seed: int,
         balance: Balance | None = None,
         **settings: Any,
@@ -58,8 +59,8 @@ class Stage(GPTModel):  # type: ignore[misc]
         self.values: torch.nn.Linear | None = None
         if self.post_process and head == "value":
             del self.output_layer
-            self.values = torch.nn.Linear(config.hidden_size, 1, bias=False)
-            self.values.weight.data.copy_(value_head(config.hidden_size, hf.initializer_range, seed))
+            self.values = torch.nn.Linear(config.hidden_size, num_labels, bias=False)
+            self.values.weight.data.copy_(value_head(config.hidden_size, hf.initializer_range, seed, num_labels))
             self.values.to(config.params_dtype)
         elif self.post_process:
             self.output_layer.forward = self.head_weight
@@ -130,6 +131,7 @@ def build_stages(
     head: Literal["lm", "value"],
     dtype: torch.dtype,
     device: torch.device,
+    num_labels: int = 1,
     has_adapter: bool = False,
     seed: int = 0,
 ) -> list[Stage]:
@@ -157,6 +159,7 @@ def build_stages(
             config,
             hf,
             head=head,
+            num_labels=num_labels,
             seed=seed,
             balance=balance,
             transformer_layer_spec=layer_spec(config, vp_stage=which["vp_stage"], balanced=balance is not None),

@@ -36,6 +36,8 @@ class MegatronSettings:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     virtual_pipeline_model_parallel_size: int | None = None
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
@@ -94,6 +96,8 @@ class MegatronSettings:
             expert=self.expert_model_parallel_size,
             expert_tensor=self.expert_tensor_parallel_size or tensor,
             virtual_pipeline=self.num_pieces,
+            first_stage=self.decoder_first_pipeline_num_layers,
+            last_stage=self.decoder_last_pipeline_num_layers,
             sequence=self.is_sequence_parallel,
         )
 
@@ -112,6 +116,12 @@ class MegatronSettings:
             "moe_grouped_gemm": self.moe_grouped_gemm,
             **self._recomputation(),
         }
+        first, last = self.decoder_first_pipeline_num_layers, self.decoder_last_pipeline_num_layers
+        if first is not None:
+            fields["num_layers_in_first_pipeline_stage"] = first
+        # of two stages one says both; given both, megatron-core divides by the number of those between them
+        if last is not None and not (first is not None and self.pipeline_model_parallel_size == 2):
+            fields["num_layers_in_last_pipeline_stage"] = last
         if self.num_pieces > 1:  # batched, two messages to one neighbour are taken for each other (PP 2)
             fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
         return fields | dict(self.transformer)
@@ -213,10 +223,10 @@ def layout_mistakes(
         return
     if settings.fp8_rows > 1:
         yield from _fp8_mistakes(where, settings, sizes_given, shape)
-    layers = shape.num_hidden_layers // (sizes_given.pipeline * sizes_given.virtual_pipeline)
+    layers = max(sizes_given.stage_layers(shape.num_hidden_layers)) // sizes_given.virtual_pipeline
     if layers and (settings.recompute_num_layers or 1) > layers:
         yield (
-            f"recompute_num_layers {settings.recompute_num_layers} is more than the {layers} layers of each stage of "
+            f"recompute_num_layers {settings.recompute_num_layers} is more than the {layers} layers of a stage of "
             f"{where}. Write 1 to {layers}."
         )
 

@@ -152,8 +152,8 @@ class MegatronWeights:
 
     Every rank makes one once ``parallel_state`` is initialised, which costs a small all-reduce over the pipeline. It
     holds the parameters, so that what wraps the model later changes nothing. ``head``: of a language model, or the
-    linear layer of a sequence classifier with one label (``value``). ``bucket_bytes``: of a layer's experts at most
-    about so many bytes are gathered at a time.
+    linear layer of a sequence classifier (``value``) with ``num_labels`` labels. ``bucket_bytes``: of a layer's experts
+    at most about so many bytes are gathered at a time.
 
     Raises:
         ValueError: a model type that is not supported, more tensor-parallel ranks than it can be cut into, or a model
@@ -166,11 +166,12 @@ class MegatronWeights:
         chunks: Sequence[Any],
         *,
         head: Literal["lm", "value"] = "lm",
+        num_labels: int = 1,
         bucket_bytes: int = 1 << 30,
     ) -> None:
         from megatron.core import parallel_state as state
 
-        self.config, self.head = config, head
+        self.config, self.head, self.num_labels = config, head, num_labels
         self._is_tied = head == "lm" and config.tie_word_embeddings
         self._pipeline: dist.ProcessGroup = state.get_pipeline_model_parallel_group()
         tensor_group = state.get_tensor_model_parallel_group()
@@ -197,6 +198,7 @@ class MegatronWeights:
                 num_expert_ranks=cut.num_ranks,
                 num_padded=num_padded,
                 head=head,
+                num_labels=num_labels,
             )
             for block in range(config.num_hidden_layers + 2)
         ]
@@ -421,7 +423,7 @@ class MegatronWeights:
             config.architectures = [known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
         else:
             config.architectures = [known.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
-            config.num_labels = 1
+            config.num_labels = self.num_labels
         config.dtype = dtype
         config.save_pretrained(folder)
         if self.head == "lm" and self.generation is not None:
@@ -474,6 +476,7 @@ def block_sources(
     num_expert_ranks: int,
     num_padded: int,
     head: Literal["lm", "value"] = "lm",
+    num_labels: int = 1,
 ) -> Block:
     """The table: the embedding (block 0), a layer (from 1 on), or what follows the last layer.
 
@@ -487,7 +490,7 @@ def block_sources(
     if block > config.num_hidden_layers:
         end = [Source(("decoder.final_layernorm.weight",), {"model.norm.weight": (hidden,)})]
         if head == "value":
-            end.append(Source(("values.weight",), {VALUES: (1, hidden)}))
+            end.append(Source(("values.weight",), {VALUES: (num_labels, hidden)}))
         elif not config.tie_word_embeddings:
             end.append(Source(("output_layer.weight",), {HEAD: words}, 0, num_ranks, num_padded=num_padded))
         return Block(end)

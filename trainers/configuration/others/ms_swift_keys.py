@@ -19,6 +19,15 @@ logger = logging.getLogger(__name__)
 
 FULL_PRECISION = ("fp32", "float32", "torch.float32", None)
 PRECISIONS = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype", "main_params_dtype")
+OF_PICTURES = frozenset(  # of model_kwargs: what images, videos and sounds become, in ms-swift's models that take them
+    """
+    downsample_mode enable_audio_output fps fps_max_frames fps_min_frames frame_factor hd_num image_factor
+    image_max_token_num image_min_token_num init_audio init_tts input_size max_num max_num_frames max_partition
+    max_pixels max_ratio max_slice_nums min_pixels mix_pixels n_mels num_crops num_frames qwenvl_bbox_format
+    sampling_rate spatial_merge_size stack_frames use_audio_in_video video_max_num video_max_pixels
+    video_max_slice_nums video_max_token_num video_min_pixels video_min_token_num video_segments video_total_pixels
+    """.split()
+)
 FSDP2 = {  # ms-swift's swift/config/fsdp2.json
     "fsdp_sharding_strategy": "full_shard",
     "fsdp_reshard_after_forward": True,
@@ -36,6 +45,7 @@ def translate_ms_swift(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     _checkpoints(given)
     _templates(given)
     _best_checkpoint(given)
+    _model_arguments(given)
 
 
 def engine_beside_training(given: GivenKeys) -> None:
@@ -85,6 +95,15 @@ def _best_checkpoint(given: GivenKeys) -> None:
     """What ms-swift calls the accuracy of a classifier."""
     if "num_labels" in given.known and given.get("metric_for_best_model") in ("acc", "eval_acc"):
         given.values["metric_for_best_model"] = "accuracy"
+
+
+def _model_arguments(given: GivenKeys) -> None:
+    """Arguments of single models: a language model sees no images, videos or sounds, and reads none of theirs."""
+    if not given.foreign("model_kwargs"):
+        return
+    value = given.get("model_kwargs")
+    if not value or (isinstance(value, Mapping) and OF_PICTURES.issuperset(str(name).lower() for name in value)):
+        given.take("model_kwargs")
 
 
 def _templates(given: GivenKeys) -> None:

@@ -96,6 +96,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "expert_model_parallel_size": (1,),
     "expert_tensor_parallel_size": (1, None),
     "virtual_pipeline_model_parallel_size": (None,),
+    "decoder_first_pipeline_num_layers": (None,),
+    "decoder_last_pipeline_num_layers": (None,),
     "sequence_parallel": ANY,  # of Megatron: does nothing without tensor parallelism
     "sequence_parallel_size": (1,),
     "recompute_method": ("uniform", None),
@@ -129,8 +131,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "ref_adapters": ([], None),
     "modules_to_save": ([], None),
     "new_special_tokens": ([], None),
-    "decoder_first_pipeline_num_layers": (None,),
-    "decoder_last_pipeline_num_layers": (None,),
     "use_galore": (False,),
     # data
     "streaming": (False,),
@@ -266,6 +266,8 @@ REFUSED = {
             "expert_model_parallel_size",
             "expert_tensor_parallel_size",
             "virtual_pipeline_model_parallel_size",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
         ),
         _MEGATRON,
     ),
@@ -297,6 +299,8 @@ REFUSED = {
     "ref_adapters": _ADAPTERS,
     "teacher_adapters": _ADAPTERS,
     "reward_adapters": _ADAPTERS,
+    "model_kwargs": "of ms-swift's arguments of single models, those of images, videos and sounds alone may be there: "
+    "a language model reads none of them. Remove the others",
     "load": "write model, or resume_from_checkpoint for a checkpoint of this library",
     "task_type": "sft learns causal_lm or, with num_labels, seq_cls; embedding, reranker and generative_reranker are "
     "not supported. Write one of the first two",
@@ -309,11 +313,6 @@ REFUSED = {
     "target_regex": "write lora_target_modules, the names of layers",
     "new_special_tokens": "a model keeps its vocabulary. Add the tokens to the tokenizer with add_special_tokens and "
     "rows to the model with resize_token_embeddings, save both in one folder, and write that as model",
-    **dict.fromkeys(
-        ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-        "all stages of a pipeline have equally many layers. Remove it, and write a pipeline_model_parallel_size that "
-        "divides the model's layers",
-    ),
     "template": _TEMPLATE,
     "template_backend": _TEMPLATE,
     "agent_template": _TEMPLATE,

@@ -112,11 +112,12 @@ EVEN = {"reward_funcs": ["tests.e2e.runs.evenness"], "reward_weights": None}  # 
 KL_COV = {"loss_type": "kl_cov", "kl_cov_ratio": 0.5}
 GMPO = {"loss_type": "gmpo", "epsilon": 0.05}
 GEOMETRIC = {"rollout_importance_sampling_clip_min": 0.99, "rollout_importance_sampling_clip_max": 1.01}
+WEIGHTED = {"loss_scale": "react", "dataset": [{"text": f"Action: {text} Thought: {text}"} for text in TEXTS]}
 CASES: Wanted = {  # trainer and keys
     "sft": ("sft", {"eval_dataset": [{"text": "no one"}]}),
     "sft, saved": ("sft", {"save_steps": 1}),
     "sft of experts": ("sft", {}),
-    "sft, adapter": ("sft", {"tuner_type": "lora", "lora_rank": 4}),  # drawn anew
+    "sft, adapter": ("sft", {"tuner_type": "lora", "lora_rank": 4, **WEIGHTED}),  # drawn anew
     "dpo": ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2, "rpo_alpha": 0.5}),
     "dpo precomputed": ("dpo", {"precompute_ref_log_probs": True, "use_weighting": True}),
     "kto": ("kto", {"desirable_weight": 0.7}),

@@ -115,7 +115,7 @@ GEOMETRIC = {"rollout_importance_sampling_clip_min": 0.99, "rollout_importance_s
 WEIGHTED = {"loss_scale": "react", "dataset": [{"text": f"Action: {text} Thought: {text}"} for text in TEXTS]}
 CASES: Wanted = {  # trainer and keys
     "sft": ("sft", {"eval_dataset": [{"text": "no one"}]}),
-    "sft, saved": ("sft", {"save_steps": 1}),
+    "sft, saved": ("sft", {"save_steps": 1, "new_special_tokens": ["<new>"]}),
     "sft of experts": ("sft", {}),
     "sft, adapter": ("sft", {"tuner_type": "lora", "lora_rank": 4, **WEIGHTED}),  # drawn anew
     "dpo": ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2, "rpo_alpha": 0.5}),

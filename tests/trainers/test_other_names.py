@@ -114,7 +114,7 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
         {"tuner_type": "lora", "lora_kwargs": {"modules_to_save": ["embed_tokens", "lm_head"]}},
     ),
     (SFTConfig, "modules_to_save: [lm_head]", {}),  # every weight is trained
-    (SFTConfig, "modules_to_save: []\nnew_special_tokens: []\ndecoder_first_pipeline_num_layers: null", {}),
+    (SFTConfig, "modules_to_save: []\ndecoder_first_pipeline_num_layers: null", {}),
     (SFTConfig, "truncation_strategy: left", {"truncation_mode": "keep_end"}),
     (SFTConfig, "truncation_strategy: right", {}),
     (PretrainConfig, "truncation_strategy: split", {}),
@@ -328,7 +328,6 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "modules_to_save: with backend: megatron an adapter trains no other weights",
     ),
     (SFTConfig, "tuner_type: lora\nmodules_to_save: all-embedding", "all-embedding is a word of ms-swift's"),
-    (SFTConfig, "new_special_tokens: [<a>]", "new_special_tokens is not supported: a model keeps its vocabulary"),
     (
         SFTConfig,
         "backend: megatron\ndecoder_first_pipeline_num_layers: 3",

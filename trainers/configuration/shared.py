@@ -162,6 +162,8 @@ class TrainConfig(MegatronConfig, RunConfig):
     chooses for the architecture (backend: fsdp)."""
     lora_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of peft's LoraConfig, such as {use_rslora: true}."""
+    new_special_tokens: list[str] = field(default_factory=list)
+    """Tokens that tokenizer and model get beside their own, or .txt files of them with spaces or lines between."""
     fsdp_sharding_strategy: Literal["full_shard", "no_shard"] = "full_shard"
     """full_shard: weights, gradients and optimizer lie in shards over the train workers (FSDP2); no_shard: each worker
     has them whole (DDP)."""

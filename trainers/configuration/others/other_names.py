@@ -128,7 +128,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "adapters": ([], None),
     "ref_adapters": ([], None),
     "modules_to_save": ([], None),
-    "new_special_tokens": ([], None),
     "decoder_first_pipeline_num_layers": (None,),
     "decoder_last_pipeline_num_layers": (None,),
     "use_galore": (False,),
@@ -307,8 +306,6 @@ REFUSED = {
         trl_names.QLORA,
     ),
     "target_regex": "write lora_target_modules, the names of layers",
-    "new_special_tokens": "a model keeps its vocabulary. Add the tokens to the tokenizer with add_special_tokens and "
-    "rows to the model with resize_token_embeddings, save both in one folder, and write that as model",
     **dict.fromkeys(
         ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
         "all stages of a pipeline have equally many layers. Remove it, and write a pipeline_model_parallel_size that "

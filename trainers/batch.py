@@ -280,6 +280,7 @@ class Sequences(Batch):
     target_mask: Ragged  # bool, lengths of input_ids: True on targets
     segment_lengths: Ragged | None = None  # int64: lengths of the documents packed into each row; None: one a row
     row_ids: np.ndarray | None = None  # int64: places in the data, for messages
+    weights: Ragged | None = None  # float32, one a target: how much it counts in the loss of SFT; None: 1
 
     def as_sequences(self) -> Sequences:
         """Itself: what a backend asks of every batch that it learns from."""

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rayhelper import ConfigError
 from tests.backends.batches import largest_difference, mean_loss, plain_scores, samples_of
 from tests.golden.tiny import save_tiny
+from trainers.backends.fsdp.adapters import layer_names
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.rollout.vllm.adapter import put_adapter
 
@@ -145,14 +146,21 @@ def test_an_output_head_is_trained_too_where_the_adapter_says_so(kind: dict[str,
     np.testing.assert_allclose(scores(merged), scores(backend), atol=1e-5)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_embedding_and_head_that_are_trained_whole_are_written_as_peft_reads_them(tied: bool, tmp_path: Path) -> None:
+WHOLE = {"modules_to_save": ["embed_tokens", "lm_head"]}
+EVERYTHING = {"target_modules": ["all-linear", "embed_tokens", "lm_head"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied"), [(WHOLE, False), (WHOLE | {"ensure_weight_tying": True}, True), (EVERYTHING, False)]
+)
+def test_embedding_and_head_that_are_trained_are_written_as_peft_reads_them(
+    kind: dict[str, Any], tied: bool, tmp_path: Path
+) -> None:
     """Resumed, merged, exported, sent to an engine, and read by peft itself: always the trained model."""
     from peft import PeftModel
 
     model = save_tiny(tmp_path / "model", tie_word_embeddings=tied)
-    whole = {"modules_to_save": ["embed_tokens", "lm_head"], "ensure_weight_tying": tied}
-    settings = SETTINGS | {"lora": LORA | whole}
+    settings = SETTINGS | {"lora": LORA | kind}
     backend = FsdpBackend(model, **settings)
     before = {name: weight.clone() for name, weight in backend.named_weights()}
     for step in range(3):
@@ -173,6 +181,48 @@ def test_embedding_and_head_that_are_trained_whole_are_written_as_peft_reads_the
     for folder in (tmp_path / "checkpoint", tmp_path / "final" / "adapter"):
         peft: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), folder)
         torch.testing.assert_close(peft(ids).logits, expected, atol=1e-5, rtol=0)
+
+
+def test_three_steps_of_an_adapter_of_every_layer_are_those_of_peft_alone(tmp_path: Path) -> None:
+    """peft, transformers and torch's AdamW, from the same adapter; then the same merged model."""
+    from peft import LoraConfig, get_peft_model
+
+    model = save_tiny(tmp_path)
+    steady = {"lr_scheduler_type": "constant", "learning_rate": 1e-3, "adam_epsilon": 1e-3, "max_grad_norm": 0.0}
+    backend = FsdpBackend(model, **SETTINGS | steady | {"lora": LORA | EVERYTHING})
+    layers = [f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")]
+    targets = [*layers, "embed_tokens", "lm_head"]
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+    peft: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
+    ours = dict(backend.adapted.named_parameters())
+    trained = {name: weight for name, weight in peft.named_parameters() if weight.requires_grad}
+    assert trained.keys() == {name for name, weight in ours.items() if weight.requires_grad}
+    assert {name for name in trained if "embed" in name} == {
+        f"base_model.model.model.embed_tokens.lora_embedding_{half}.default" for half in "AB"
+    }
+    with torch.no_grad():
+        for name, weight in trained.items():
+            starts_at_zero = not float(weight.abs().max())
+            assert float(ours[name].std()) == pytest.approx(float(weight.std()), rel=0.2, abs=0), name
+            assert starts_at_zero is (not float(ours[name].abs().max()))
+            weight.copy_(ours[name])
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-3, eps=1e-3, weight_decay=0.0)
+    for step in range(3):
+        backend.step(samples_of(seed=step), partial(mean_loss, 50), micro_batch_size=4)
+        optimizer.zero_grad()
+        (-plain_scores(peft, samples_of(seed=step))[0].sum() / 50).backward()
+        optimizer.step()
+    for name, weight in trained.items():
+        torch.testing.assert_close(ours[name].detach(), weight.detach(), atol=1e-6, rtol=0, msg=name)
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= dict(backend.named_weights(trained_only=True)).keys()
+    sent = dict(backend.adapter_weights())  # under peft's names in a file, its scaling in B
+    for half, factor in (("A", 1.0), ("B", 2.0)):
+        name = f"base_model.model.model.embed_tokens.lora_embedding_{half}"
+        torch.testing.assert_close(sent[name], factor * trained[f"{name}.default"].detach(), atol=1e-5, rtol=0)
+    learned = trained["base_model.model.model.embed_tokens.lora_embedding_A.default"].detach()
+    assert float(learned.abs().max()) > 1e-4
+    merged = peft.merge_and_unload().state_dict()
+    assert largest_difference(dict(backend.named_weights()), merged) < 1e-6
 
 
 @pytest.mark.parametrize("names", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
@@ -198,6 +248,25 @@ def test_an_adapter_of_a_tied_head_is_refused(folder: str) -> None:
     targets: dict[str, Any] = {"tuner_type": "lora", "lora_target_modules": ["q_proj", "lm_head"]}
     with pytest.raises(ConfigError, match="lora_target_modules has lm_head, but the model ties"):
         check_model_folder(SFTConfig(model=folder, dataset="d", **targets))
+
+
+def test_names_beside_all_linear_are_those_of_layers(folder: str, tmp_path: Path) -> None:
+    from trainers.parts.model_checks import check_model_folder
+    from trainers.sft import SFTConfig
+
+    def check(model: str, *names: str, **keys: Any) -> None:
+        targets = ["all-linear", *names]
+        check_model_folder(SFTConfig(model=model, dataset="d", tuner_type="lora", lora_target_modules=targets, **keys))
+
+    untied = save_tiny(tmp_path)
+    check(untied, "embed_tokens", "lm_head")
+    with pytest.raises(ConfigError, match=r"no layer of the model is named embed_token\. "):
+        check(untied, "embed_token")
+    with pytest.raises(ConfigError, match="lora_target_modules has embed_tokens, but the model ties"):
+        check(folder, "embed_tokens", "lm_head")
+    with pytest.raises(ConfigError, match="with backend: megatron all-linear stands alone"):
+        check(untied, "lm_head", backend="megatron")
+    assert layer_names(untied, ["all-linear"]) | {"lm_head"} == layer_names(untied, ["all-linear", "model.lm_head"])
 
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

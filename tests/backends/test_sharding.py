@@ -40,13 +40,23 @@ CASES: dict[str, dict[str, Any]] = {
     "rmsprop": {"optim": "rmsprop", "optim_kwargs": {"eps": 1e-2}},
     "adagrad": {"optim": "adagrad", "optim_kwargs": {"eps": 1e-2}},
     "lora": {"lora": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}, "learning_rate": 1e-2},
+    "lora of every layer": {"lora": {"r": 4, "target_modules": ["all-linear", "embed_tokens", "lm_head"]}},
 }
+UNTIED = "lora of every layer"  # whose embedding and head are two weights
 Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_tiny(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
+    return save_tiny(tmp_path_factory.mktemp("models") / "tied", tie_word_embeddings=True)
+
+
+def model_of(folder: str, case: str) -> str:
+    """The folder of the case's model: that one, or another beside it."""
+    if case != UNTIED:
+        return folder
+    beside = Path(folder).parent / "untied"
+    return str(beside) if beside.exists() else save_tiny(beside)
 
 
 def weights_of(backend: FsdpBackend) -> Weights:
@@ -55,7 +65,7 @@ def weights_of(backend: FsdpBackend) -> Weights:
 
 def two_steps(rank: int, folder: str, cuts: list[int], case: str) -> tuple[Weights, np.ndarray, bool]:
     """Weights after two steps with a scoring pass between them, the scores, and whether weights were in shards."""
-    backend = FsdpBackend(folder, **SETTINGS | CASES[case])
+    backend = FsdpBackend(model_of(folder, case), **SETTINGS | CASES[case])
     scores = Ragged.of([], np.float32)
     for step in range(2):
         samples = samples_of(seed=step)
@@ -82,9 +92,8 @@ def test_shards_take_the_steps_of_one_process(
     folder: str, alone: dict[str, tuple[Weights, np.ndarray, bool]], num_ranks: int, tmp_path: Path
 ) -> None:
     ranks = run_ranks(num_ranks, steps_of_cases, folder, CUTS[num_ranks], folder=tmp_path)
-    untrained = weights_of(FsdpBackend(folder))
     for case, (expected, scores, _) in alone.items():
-        assert largest_difference(expected, untrained) > 1e-4
+        assert largest_difference(expected, weights_of(FsdpBackend(model_of(folder, case)))) > 1e-4
         for weights, _, is_sharded in (found[case] for found in ranks):
             assert is_sharded
             assert largest_difference(weights, expected) < 1e-6, case
@@ -118,7 +127,7 @@ def test_an_engine_completes_with_gathered_weights_each_rank_at_its_own_pace(fol
 
 
 def half_of_a_run(rank: int, folder: str, checkpoint: Path, case: str, num_ranks: int) -> Weights:
-    backend = FsdpBackend(folder, **SETTINGS | CASES[case])
+    backend = FsdpBackend(model_of(folder, case), **SETTINGS | CASES[case])
     start = 0
     if checkpoint.exists():
         backend.load(checkpoint)
@@ -136,7 +145,7 @@ def half_of_a_run(rank: int, folder: str, checkpoint: Path, case: str, num_ranks
 
 def halves_of_runs(rank: int, folder: str, runs: Path, num_ranks: int) -> dict[str, Weights]:
     """Of a plain one and of one with an adapter."""
-    cases = ("resharded", "lora")
+    cases = ("resharded", UNTIED)
     return {case: half_of_a_run(rank, folder, runs / case / "checkpoint", case, num_ranks) for case in cases}
 
 

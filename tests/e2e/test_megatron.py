@@ -123,11 +123,12 @@ CLASSES: Keys = OUR_ARGUMENTS | SETTINGS | {"problem_type": MULTI, "num_labels":
 CLASSES |= {"dataset": rows_of(MULTI, LABELS[MULTI]), "eval_dataset": rows_of(MULTI, LABELS[MULTI])}
 CLASSES |= {"lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0, "save_steps": 2}
 CLASSES |= {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 3, "global_batch_size": 4}
+WEIGHTED = {"loss_scale": "react", "dataset": [{"text": f"Action: {text} Thought: {text}"} for text in TEXTS]}
 CASES: Wanted = {  # trainer and keys
     "sft": ("sft", {"eval_dataset": [{"text": "no one"}]}),
-    "sft, saved": ("sft", {"save_steps": 1}),
+    "sft, saved": ("sft", {"save_steps": 1, "new_special_tokens": ["<new>"]}),
     "sft of experts": ("sft", {}),
-    "sft, adapter": ("sft", {"tuner_type": "lora", "lora_rank": 4}),  # drawn anew
+    "sft, adapter": ("sft", {"tuner_type": "lora", "lora_rank": 4, **WEIGHTED}),  # drawn anew
     "dpo": ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2, "rpo_alpha": 0.5}),
     "dpo precomputed": ("dpo", {"precompute_ref_log_probs": True, "use_weighting": True}),
     "kto": ("kto", {"desirable_weight": 0.7}),

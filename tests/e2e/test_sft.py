@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.e2e.runs import lines, sft_config
-from tests.golden.tiny import save_tiny, tiny_tokenizer
+from tests.golden.tiny import save_tiny, tiny_model, tiny_tokenizer
 from trainers.backends.scores import inputs
 from trainers.data.packs import batches_of
 from trainers.sft.trainer import SFTTrainer
@@ -53,6 +53,49 @@ def test_they_are_not_if_targets_are_scored_one_token_early(tmp_path: Path, monk
 
     monkeypatch.setattr("trainers.backends.fsdp.backend.model_inputs", one_off)
     assert accuracy_after_training(0, tmp_path) < 0.5
+
+
+WEIGHED = [  # pieces of completions, and how much their tokens count
+    [("so ", 1.0), ("Action:", 2.0), (" look ", 2.0), ("Observation:", 2.0), (" 3 ", 0.0), ("Thought: ok", 1.0)],
+    [("no", 1.0)],
+    [("Action Input:", 2.0), ("é", 2.0)],
+]
+
+
+def weighed_loss(model: torch.nn.Module) -> torch.Tensor:
+    """By a loop over tokens: sum(weight x nll) / number of tokens that count."""
+    tokenizer, total, count = tiny_tokenizer(), torch.zeros(()), 0
+    for pieces in WEIGHED:
+        ids = tokenizer("ask")["input_ids"]
+        for text, weight in [*pieces, ("<|im_end|>", 1.0)]:
+            for token in tokenizer(text)["input_ids"]:
+                nll = -model(torch.tensor([ids])).logits[0, -1].log_softmax(0)[token]
+                ids.append(token)
+                total, count = total + weight * nll, count + (weight > 0)
+    return total / count
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"packing": True, "max_length": 200, "global_batch_size": 1}, {"streaming": True, "shuffle_dataset": False}],
+    ids=["rows", "packed", "streamed"],
+)
+def test_weighted_tokens_give_the_loss_and_the_gradient_of_a_loop_over_them(tmp_path: Path, keys: Any) -> None:
+    model = save_tiny(tmp_path / "model")
+    rows = [{"prompt": "ask", "completion": "".join(text for text, _ in pieces)} for pieces in WEIGHED]
+    settings: dict[str, Any] = {"max_steps": 1, "global_batch_size": 3, "warmup_steps": 0, "loss_scale": "react"}
+    settings |= {"dataset": rows, "eval_dataset": rows, "learning_rate": 1e-12}
+    SFTTrainer(sft_config(model, tmp_path / "run", **settings | keys)).train()
+    found = {name: value for line in lines(tmp_path / "run") for name, value in line.items()}
+
+    naive = tiny_model()
+    loss = weighed_loss(naive)
+    loss.backward()  # type: ignore[no-untyped-call]
+    expected = loss.item()
+    norm = torch.stack([p.grad.norm() for p in naive.parameters() if p.grad is not None]).norm()
+    assert found["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    assert found["loss"] == pytest.approx(expected, rel=1e-5)
+    assert found["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
 def test_rows_that_are_grouped_by_length_are_learned_in_that_order(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import RaySession
-from tests.e2e.runs import final_bytes, grpo_config, lines, separate, sft_config, together
+from tests.e2e.runs import TEXTS, final_bytes, grpo_config, lines, separate, sft_config, together
 from tests.golden.tiny import save_tiny
 from trainers.batch import Ragged, Samples
 from trainers.grpo.trainer import GRPOTrainer
@@ -23,6 +23,7 @@ ROLES = list(GRPOTrainer.__rayhelper_roles__)  # type: ignore[attr-defined]
 CASES = {  # loss, sequences: four workers get 2, 2, 2, 1 of seven and 1, 1, 1, 0 of three; and micro-batches of
     "sft": ("nll", 7, (1, 2, 8)),
     "sft of three sequences": ("nll", 3, (2,)),
+    "sft of weighted tokens": ("nll", 7, (2,)),
     "grpo": ("dapo", 7, (1, 2, 8)),
     "grpo with the mean of means": ("grpo", 7, (2,)),
 }
@@ -53,6 +54,8 @@ def one_step(case: str, micro_batch_size: int, model: str, folder: Path) -> Step
     loss_type, num_sequences, _ = CASES[case]
     # Adam divides gradients by their own size: an epsilon above their rounding errors keeps those from growing
     keys: dict[str, Any] = {"per_device_train_batch_size": micro_batch_size, "warmup_steps": 0, "adam_epsilon": 1e-4}
+    if case == "sft of weighted tokens":
+        keys |= {"loss_scale": "react", "dataset": [{"text": f"Action: {text} Thought: {text}"} for text in TEXTS]}
     if case.startswith("sft"):
         sft = SFTTrainer(sft_config(model, folder, **keys))
         sft.policy.build(model, 10)

@@ -112,6 +112,32 @@ def test_the_tokens_that_are_learned_of_conversations_are_those_of_ms_swifts_tem
     assert learned == [place for place in case["learned"] if place]  # nothing predicts the first token
 
 
+@pytest.mark.parametrize("case", recorded("weights")["templates"], ids=lambda case: case["loss_scale"])
+def test_the_weights_of_tokens_are_those_of_ms_swifts_template(case: dict[str, Any]) -> None:
+    rows = Dataset.from_list([{"messages": case["messages"]}])
+    scale = parsed(case["loss_scale"])
+    assert scale is not None
+    found = tokenize_sft(rows, tiny_tokenizer(), max_length=None, loss_scale=scale)
+    assert found.input_ids[0].tolist() == case["input_ids"]
+    assert np.flatnonzero(found.target_mask[0]).tolist() == np.flatnonzero(case["weights"]).tolist()
+    assert (found.weights is not None) is scale.is_weighted
+    if found.weights is not None:
+        assert found.weights[0].tolist() == [weight for weight in case["weights"] if weight]
+        assert len(set(case["weights"])) > 2
+
+
+@pytest.mark.parametrize("case", recorded("weights")["agentflan"], ids=lambda case: case["query"])
+def test_agentflan_weighs_what_follows_a_call_or_a_whole_answer_by_its_question(case: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": case["query"]}, {"role": "assistant", "content": case["answer"]}]
+    tokenizer = tiny_tokenizer()
+    rows = Dataset.from_list([{"messages": messages}])
+    found = tokenize_sft(rows, tokenizer, max_length=None, loss_scale=parsed("agentflan"))
+    pairs = zip(case["pieces"], case["weights"], strict=True)
+    expected = [weight for text, weight in pairs for _ in tokenizer(text)["input_ids"] if weight]
+    assert found.weights is not None
+    assert found.weights[0].tolist() == [*expected, 1.0, 1.0]  # <|im_end|> and what follows it
+
+
 def test_the_table_of_defaults_has_the_values_that_ms_swifts_source_says() -> None:
     files, asked = recorded("defaults"), 0
     for default in [default for defaults in TABLE.values() for default in defaults]:

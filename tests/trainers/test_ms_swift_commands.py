@@ -211,7 +211,9 @@ def test_loss_scale_of_each_trainer(tmp_path: Path) -> None:
     assert load(SFTConfig, "loss_scale: last_round+ignore_empty_think", tmp_path).loss_scale is not None
     assert load(GKDConfig, "loss_scale: last_round\nteacher_model: t", tmp_path).lmbda is not None
     assert "loss_scale" in told(GKDConfig, "loss_scale: all\nteacher_model: t", tmp_path)
-    assert "hermes weighs tokens" in told(SFTConfig, "loss_scale: hermes", tmp_path)
+    weighted = load(SFTConfig, "loss_scale: last_round+hermes+react\nloss_type: loss_scale", tmp_path)
+    assert (weighted.loss_scale, weighted.loss_type) == ("last_round+hermes+react", "nll")
+    assert "Did you mean 'hermes'" in told(SFTConfig, "loss_scale: hermez", tmp_path)
     assert "no answer begins" in told(SFTConfig, "loss_scale: all+ignore_empty_think", tmp_path)
     assert "remove one of them" in told(SFTConfig, "loss_scale: all\nassistant_only_loss: true", tmp_path)
     assert "Did you mean 'last_round'" in told(SFTConfig, "loss_scale: last_rounds", tmp_path)

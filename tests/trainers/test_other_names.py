@@ -117,7 +117,7 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
     (SFTConfig, "model_kwargs: {max_pixels: 1003520, FPS_MAX_FRAMES: 12}", {}),  # a language model sees nothing
     (SFTConfig, "model_kwargs: {}", {}),
     (SFTConfig, "modules_to_save: [lm_head]", {}),  # every weight is trained
-    (SFTConfig, "modules_to_save: []\nnew_special_tokens: []\ndecoder_first_pipeline_num_layers: null", {}),
+    (SFTConfig, "modules_to_save: []\ndecoder_first_pipeline_num_layers: null", {}),
     (SFTConfig, "truncation_strategy: left", {"truncation_mode": "keep_end"}),
     (SFTConfig, "truncation_strategy: right", {}),
     (PretrainConfig, "truncation_strategy: split", {}),
@@ -328,7 +328,6 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     ),
     (SFTConfig, "tuner_type: lora\nmodules_to_save: all-embedding", "all-embedding is a word of ms-swift's"),
     (SFTConfig, "model_kwargs: {reasoning_effort: high}", "model_kwargs is not supported: of ms-swift's arguments of"),
-    (SFTConfig, "new_special_tokens: [<a>]", "new_special_tokens is not supported: a model keeps its vocabulary"),
     (
         SamplingConfig,
         "decoder_first_pipeline_num_layers: 3",

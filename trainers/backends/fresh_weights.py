@@ -23,5 +23,10 @@ def adapter_a(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=_generator(name, seed))
 
 
+def adapter_b_of_embedding(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """The matrix B of a LoRA adapter of an embedding, float32: standard normal, as peft draws it; A is zero."""
+    return torch.nn.init.normal_(torch.empty(shape), generator=_generator(name, seed))
+
+
 def _generator(name: str, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))

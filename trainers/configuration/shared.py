@@ -158,10 +158,12 @@ class TrainConfig(MegatronConfig, RunConfig):
     lora_dropout: float = 0.0
     """Dropout of what enters the adapter."""
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Names of the layers that get an adapter; all-linear: every linear layer but the head; auto: those that peft
-    chooses for the architecture (backend: fsdp)."""
+    """Names of the layers that get an adapter; all-linear: every linear layer but the head, and others named beside it
+    (backend: fsdp); auto: those that peft chooses for the architecture (backend: fsdp)."""
     lora_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of peft's LoraConfig, such as {use_rslora: true}."""
+    new_special_tokens: list[str] = field(default_factory=list)
+    """Tokens that tokenizer and model get beside their own, or .txt files of them with spaces or lines between."""
     fsdp_sharding_strategy: Literal["full_shard", "no_shard"] = "full_shard"
     """full_shard: weights, gradients and optimizer lie in shards over the train workers (FSDP2); no_shard: each worker
     has them whole (DDP)."""
@@ -486,6 +488,10 @@ def _check_adapter(config: TrainConfig) -> None:
         raise ConfigError("lora_target_modules names no layer. Name some, or write all-linear for every linear layer.")
     if config.backend == "megatron" and config.lora_target_modules == ["auto"]:
         raise ConfigError("lora_target_modules: auto is peft's choice, for backend: fsdp. Write all-linear, or names.")
+    if config.backend == "megatron" and "all-linear" in config.lora_target_modules != ["all-linear"]:
+        raise ConfigError(
+            "lora_target_modules: with backend: megatron all-linear stands alone. Remove the other names."
+        )
     if config.tuner_type == "full":
         unread(config, "tuner_type is full", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
     if config.fsdp_sharding_strategy == "no_shard":

@@ -10,7 +10,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path, PurePath
 from types import NoneType, UnionType
@@ -130,6 +130,7 @@ def _check_texts(config: Any) -> None:
     for key in ("tokenizer", "ref_model", "teacher_model", "sft_model", "value_model", "prompt_template"):
         if isinstance(text := getattr(config, key, None), str) and not text.strip():
             raise ConfigError(f"{key} is empty. Name something, or write null.")
+    read_tokens(getattr(config, "new_special_tokens", []))
     name = config.run_name
     if name is not None and (
         not name.strip() or not name.isprintable() or ".." in PurePath(name).parts or name.startswith("/")
@@ -153,6 +154,26 @@ def is_there(name: str | Path, look: Callable[[Path], bool] = Path.exists) -> bo
         return look(Path(name).expanduser())
     except (OSError, ValueError, RuntimeError):  # too long; a character of code 0; no such user
         return False
+
+
+def read_tokens(entries: Sequence[str]) -> list[str]:
+    """What ``new_special_tokens`` says, each token once: the words of .txt files, and other entries as they are.
+
+    Raises:
+        ConfigError: a file that is not there or holds no text, or an empty token.
+    """
+    tokens: list[str] = []
+    for entry in entries:
+        if not entry.endswith(".txt"):
+            tokens.append(entry)
+            continue
+        try:
+            tokens += Path(entry).expanduser().read_text(encoding="utf-8").split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"new_special_tokens: {entry!r} cannot be read: {error}") from None
+    if any(not token.strip() for token in tokens) or (entries and not tokens):
+        raise ConfigError("new_special_tokens holds an empty token. Write the tokens, or a .txt file that has some.")
+    return list(dict.fromkeys(tokens))
 
 
 def read_template(file: str | Path) -> str:

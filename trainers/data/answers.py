@@ -1,44 +1,74 @@
 """Which tokens of a conversation the assistant wrote, by what the chat template makes of its beginnings.
 
-    spans = answer_spans(messages, render, "default")     # [(start, end), ...] in the characters of render(messages)
+    answers = answers_of(messages, render, "default")     # [Answer(start, end, ...), ...]
 
 An answer begins where the template invites one (the generation prompt) and ends where the template is done with it: its
 end token belongs to it, and what follows up to the next turn. So it is in ms-swift, whose ``loss_scale`` these are:
 ``default`` is every answer, ``last_round`` those behind the last turn of a user. A message that says ``loss: true`` or
-``loss: false`` of itself is learned, or is not, whichever it is. No marks in the template are needed.
+``loss: false`` of itself is learned, or is not, whichever it is; its own ``loss_scale`` is the weight of what it says.
+No marks in the template are needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 Turns = Literal["default", "last_round"]
+OWN_KEYS = ("loss", "loss_scale")  # what a message says of itself, for nobody else
+PROBE = "probe"
 Render = Callable[[Sequence[Mapping[str, Any]], bool], str]  # messages, and whether an answer is invited
 
 
-def answer_spans(messages: Sequence[Mapping[str, Any]], render: Render, turns: Turns) -> list[tuple[int, int]]:
-    """Characters of ``render(messages, False)`` that are learned.
+class Answer(NamedTuple):
+    """Where an answer stands in a text: characters, the first and the one behind the last."""
+
+    start: int
+    end: int
+    content_end: int  # what stands from here to the end belongs to the template
+    query: str = ""  # the turns between the answer before and this one
+    weight: float | None = None  # its own ``loss_scale``
+
+
+def answers_of(messages: Sequence[Mapping[str, Any]], render: Render, turns: Turns) -> list[Answer]:
+    """The answers that are learned, in the characters of ``render(messages, False)``.
 
     Raises:
         ValueError: ``loss`` of a message that is no answer, or a template that writes an answer in another way once
             further turns follow.
     """
     last_user = max((k for k, message in enumerate(messages) if message["role"] == "user"), default=-1)
-    whole, spans = render(messages, False), []
+    whole, answers, ending = render(messages, False), [], None
+    queries: list[str] = []
     for place, message in enumerate(messages):
         says = message.get("loss")
         if message["role"] != "assistant":
             if says:
                 raise ValueError(f"message {place} is of role {message['role']!r} and says loss: of answers alone")
-        elif says or (says is None and (turns == "default" or place > last_user)):
-            spans.append(_span(messages, place, whole, render))
-    return spans
+            queries.append(str(message.get("content") or ""))
+            continue
+        query, queries = "\n".join(queries), []
+        weight = _own_weight(message, place)
+        if (says or (says is None and (turns == "default" or place > last_user))) and (weight is None or weight > 0):
+            start, end = _span(messages, place, whole, render)
+            if ending is None:
+                ending = _ending(messages[:place], render)
+            content_end = end - len(ending) if ending and whole.endswith(ending, start, end) else end
+            answers.append(Answer(start, end, content_end, query, weight))
+    return answers
 
 
-def marked(spans: Sequence[tuple[int, int]], offsets: Sequence[tuple[int, int]]) -> list[bool]:
-    """True for the tokens that begin inside of a span; ``offsets`` are those of the tokens."""
-    return [any(start <= first < end for start, end in spans) and last > first for first, last in offsets]
+def _own_weight(message: Mapping[str, Any], place: int) -> float | None:
+    weight = message.get("loss_scale")
+    if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
+        raise ValueError(f"loss_scale of message {place} must be a number, the weight of what it says; got {weight!r}")
+    return weight
+
+
+def _ending(messages: Sequence[Mapping[str, Any]], render: Render) -> str:
+    """What the template writes behind an answer."""
+    text = render([*messages, {"role": "assistant", "content": PROBE}], False)
+    return text[text.rfind(PROBE) + len(PROBE) :] if PROBE in text else ""
 
 
 def _span(messages: Sequence[Mapping[str, Any]], place: int, whole: str, render: Render) -> tuple[int, int]:

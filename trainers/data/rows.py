@@ -27,7 +27,7 @@ import numpy as np
 from rayhelper import ConfigError
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.batch import Ragged, Sequences
-from trainers.data.answers import Turns, answer_spans, marked
+from trainers.data.answers import OWN_KEYS, Answer, answers_of
 from trainers.data.formats import in_our_columns, with_names
 from trainers.data.loss_scale import LossScale
 from trainers.data.sources import read_source, shown
@@ -210,7 +210,7 @@ def tokenize_sft(
     where prompt and prompt + completion part as tokens; by default only completions are learned where there are any.
     ``assistant_only_loss`` learns what the template marks with ``{% generation %}``. Rows are cut to ``max_length``
     tokens, and those left without a target are dropped, with one line in the log. The first token is no target.
-    ``loss_scale`` chooses among the tokens that would be learned: see ``loss_scale.py``.
+    ``loss_scale`` chooses among the tokens that would be learned, and weighs them: see ``loss_scale.py``.
     ``pack`` with ``bfd_split`` or ``wrapped`` wants ``max_length=None``.
 
     Departures from TRL: it keeps rows without a target when it packs, and refuses rows without an assistant's turn.
@@ -218,30 +218,30 @@ def tokenize_sft(
     _check_choice("truncation_mode", truncation_mode, SFTTruncation)
     template = _chat_template(rows[0], tokenizer, assistant_only_loss)
     eos = eos or tokenizer.eos_token
-    turns: Any = None if loss_scale is None or loss_scale.base == "all" else loss_scale.base
-    encode = _SFTEncoder(tokenizer, template, completion_only_loss, assistant_only_loss, text_field, eos, turns)
+    encode = _SFTEncoder(tokenizer, template, completion_only_loss, assistant_only_loss, text_field, eos, loss_scale)
+    is_weighted = loss_scale is not None and loss_scale.is_weighted
     longest = max_length if truncation_mode == "drop" else None
     cut = slice(-max_length, None) if max_length and truncation_mode == "keep_end" else slice(max_length)
 
     def encode_all(table: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        ids, masks = [], []
+        ids, masks, weights = [], [], []
         for position, index in enumerate(indices):
             try:
                 row = {name: column[position] for name, column in table.items()}
-                row_ids, row_mask = encode(row)
-                if loss_scale is not None:
-                    row_mask = loss_scale.masked(row_ids, row_mask, tokenizer)
+                row_ids, row_weights = encode(row)
             except Exception as error:
                 error.add_note(f"while tokenizing row {index} of the dataset")
                 raise
-            row_mask = [False, *row_mask[cut][1:]]
-            if any(row_mask) and (longest is None or len(row_ids) <= longest):
+            row_weights = [0.0, *row_weights[cut][1:]]
+            if any(row_weights) and (longest is None or len(row_ids) <= longest):
                 ids.append(row_ids[cut])
-                masks.append(row_mask)
-        return {"input_ids": ids, "target_mask": masks}
+                masks.append([weight > 0 for weight in row_weights])
+                weights.append(row_weights)
+        columns: dict[str, list[Any]] = {"input_ids": ids, "target_mask": masks}
+        return columns | ({"weights": weights} if is_weighted else {})
 
     options: dict[str, Any] = {"batched": True, "with_indices": True, "num_proc": num_proc, "desc": "Tokenizing"}
-    table = rows.map(encode_all, remove_columns=rows.column_names, features=_features(), **options)
+    table = rows.map(encode_all, remove_columns=rows.column_names, features=_features(is_weighted), **options)
     if dropped := len(rows) - len(table):
         logger.warning(
             "dropped %d of %d rows that %s within max_length %s",
@@ -255,12 +255,13 @@ def tokenize_sft(
             f"none of {len(rows)} rows has a token to learn within max_length {max_length} ({truncation_mode}, "
             f"assistant_only_loss={assistant_only_loss}). Raise max_length, or look at one row's tokens."
         )
-    return Sequences(_ragged(table, "input_ids", np.int64), _ragged(table, "target_mask", np.bool_))
+    mask = _ragged(table, "target_mask", np.bool_)
+    return Sequences(_ragged(table, "input_ids", np.int64), mask, weights=_weights(table, mask))
 
 
 @dataclass(frozen=True)
 class _SFTEncoder:
-    """Token ids of a row, and which of them the loss counts."""
+    """Token ids of a row, and how much each counts in the loss."""
 
     tokenizer: Any
     chat_template: str | None
@@ -268,11 +269,11 @@ class _SFTEncoder:
     assistant_only_loss: bool
     text_field: str
     eos: str | None
-    turns: Turns | None = None
+    loss_scale: LossScale | None = None
 
-    def __call__(self, row: dict[str, Any]) -> tuple[list[int], list[bool]]:
+    def __call__(self, row: dict[str, Any]) -> tuple[list[int], list[float]]:
         if row.get("prompt") is not None and row.get("completion") is not None:
-            prompt_ids, ids, assistant = self._prompt_completion(row)
+            prompt_ids, ids, weights = self._prompt_completion(row)
             start = _common_prefix(prompt_ids, ids) if self.completion_only_loss is not False else 0
         elif self.completion_only_loss:
             raise ValueError(
@@ -280,59 +281,72 @@ class _SFTEncoder:
                 "'completion'. Of messages, loss_scale: default (or assistant_only_loss) learns the answers alone."
             )
         elif row.get("messages"):
-            ids, assistant = self._conversation(row["messages"], row)
+            ids, weights = self._conversation(row["messages"], row)
             start = 0
         elif row.get(self.text_field) is not None:
-            ids, assistant, start = self.tokenizer(self._ended(row[self.text_field]))["input_ids"], None, 0
+            ids, weights = self._text("", row[self.text_field])
+            start = 0
         else:
             raise ValueError(
                 f"a row to learn from has {self.text_field!r}, 'messages', or 'prompt' and 'completion'; this one has "
                 f"{', '.join(name for name, value in row.items() if value is not None)}. Rename with `columns`; "
                 "texts are learned as they are, and with system: '' as conversations, by the chat template."
             )
-        mask = [position >= start for position in range(len(ids))]
-        if assistant is not None:
-            mask = [kept and bool(marked) for kept, marked in zip(mask, assistant, strict=True)]
-        return list(ids), mask
+        return list(ids), [0.0] * start + [float(weight) for weight in weights[start:]]
 
-    def _prompt_completion(self, row: dict[str, Any]) -> tuple[list[int], list[int], list[int] | None]:
+    def _prompt_completion(self, row: dict[str, Any]) -> tuple[list[int], list[int], Sequence[float]]:
         if isinstance(row["prompt"], str):
-            whole = row["prompt"] + self._ended(row["completion"])
-            return self.tokenizer(row["prompt"])["input_ids"], self.tokenizer(whole)["input_ids"], None
+            return self.tokenizer(row["prompt"])["input_ids"], *self._text(row["prompt"], row["completion"])
         prompt_ids = self.tokenizer.apply_chat_template(
             _messages(row["prompt"]), add_generation_prompt=True, return_dict=False, **self._options(row)
         )
         return prompt_ids, *self._conversation(row["prompt"] + row["completion"], row)
 
-    def _conversation(self, messages: list[dict[str, Any]], row: dict[str, Any]) -> tuple[list[int], list[int] | None]:
-        if self.turns is not None:
-            return self._answers(messages, row, self.turns)
-        if any(message.get("loss") is not None for message in messages):
-            raise ValueError(
-                "messages say loss: true or false of themselves, which is obeyed where answers alone are learned: set "
-                "loss_scale: default, or take it out of the rows"
-            )
+    def _text(self, prompt: str, answer: str) -> tuple[list[int], Sequence[float]]:
+        whole = prompt + self._ended(answer)
+        if self.loss_scale is None or not self.loss_scale.names:
+            ids = self.tokenizer(whole)["input_ids"]
+            return ids, [1.0] * len(ids)
+        size = len(whole)
+        content_end = size - len(self.eos or "")
+        return self._weighed(whole, [Answer(len(prompt), size + 1, content_end, prompt)], self.loss_scale, True)
+
+    def _weighed(
+        self, text: str, answers: Sequence[Answer], loss_scale: LossScale, is_text: bool = False
+    ) -> tuple[list[int], list[float]]:
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise ValueError("answers are found by a fast tokenizer alone, which knows where its tokens begin")
+        encoded = self.tokenizer(text, add_special_tokens=is_text, return_offsets_mapping=True)
+        return encoded["input_ids"], loss_scale.weights(text, answers, encoded["offset_mapping"])
+
+    def _conversation(self, messages: list[dict[str, Any]], row: dict[str, Any]) -> tuple[list[int], Sequence[float]]:
+        if self.loss_scale is not None and self.loss_scale.base != "all":
+            return self._answers(messages, row, self.loss_scale)
+        for key in OWN_KEYS:
+            if any(message.get(key) is not None for message in messages):
+                raise ValueError(
+                    f"messages say {key} of themselves, which is obeyed where answers alone are learned: set "
+                    "loss_scale: default, or take it out of the rows"
+                )
         encoded = self.tokenizer.apply_chat_template(
             _messages(messages),
             return_dict=True,
             return_assistant_tokens_mask=self.assistant_only_loss,
             **self._options(row),
         )
-        return encoded["input_ids"], encoded.get("assistant_masks")
+        return encoded["input_ids"], encoded.get("assistant_masks") or [1.0] * len(encoded["input_ids"])
 
-    def _answers(self, messages: list[Any], row: dict[str, Any], turns: Turns) -> tuple[list[int], list[int]]:
+    def _answers(
+        self, messages: list[Any], row: dict[str, Any], loss_scale: LossScale
+    ) -> tuple[list[int], Sequence[float]]:
         def render(some: Any, invites: bool) -> str:
-            shown = [{key: value for key, value in message.items() if key != "loss"} for message in _messages(some)]
+            shown = [{k: v for k, v in message.items() if k not in OWN_KEYS} for message in _messages(some)]
             options = self._options(row) | {"tokenize": False, "add_generation_prompt": invites}
             text: str = self.tokenizer.apply_chat_template(shown, **options)
             return text
 
-        if not getattr(self.tokenizer, "is_fast", False):
-            raise ValueError("answers are found by a fast tokenizer alone, which knows where its tokens begin")
-        text = render(messages, False)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        kept = marked(answer_spans(messages, render, turns), encoded["offset_mapping"])
-        return encoded["input_ids"], [int(one) for one in kept]
+        turns: Any = loss_scale.base
+        return self._weighed(render(messages, False), answers_of(messages, render, turns), loss_scale)
 
     def _options(self, row: dict[str, Any]) -> dict[str, Any]:
         return {"chat_template": self.chat_template} | _template_options(row)
@@ -475,13 +489,21 @@ def pack(sequences: Sequences, *, max_length: int, strategy: PackingStrategy = "
     lengths = None if strategy == "wrapped" else _ragged(table, "seq_lengths", np.int64)
     pieces = ids.lengths if lengths is None else lengths.values
     mask.values[np.cumsum(pieces) - pieces] = False  # none is empty
-    return Sequences(ids, mask, lengths)
+    return Sequences(ids, mask, lengths, weights=_weights(table, mask))
 
 
-def _features() -> Any:
+def _weights(table: Dataset, mask: Ragged) -> Ragged | None:
+    """Of a table's weight a token, those of the targets."""
+    if "weights" not in table.column_names:
+        return None
+    return Ragged.split(_ragged(table, "weights", np.float32).values[mask.values], [int(row.sum()) for row in mask])
+
+
+def _features(is_weighted: bool = False) -> Any:
     from datasets import Features, LargeList, Value
 
-    return Features({"input_ids": LargeList(Value("int64")), "target_mask": LargeList(Value("bool"))})
+    types = {"input_ids": "int64", "target_mask": "bool"} | ({"weights": "float32"} if is_weighted else {})
+    return Features({name: LargeList(Value(type)) for name, type in types.items()})
 
 
 def _dataset(sequences: Sequences) -> Dataset:
@@ -489,6 +511,10 @@ def _dataset(sequences: Sequences) -> Dataset:
     from datasets import Dataset
 
     columns = {"input_ids": sequences.input_ids, "target_mask": sequences.target_mask}
+    if sequences.weights is not None:
+        weights = np.zeros(len(sequences.input_ids.values), np.float32)
+        weights[sequences.target_mask.values] = sequences.weights.values
+        columns["weights"] = Ragged(weights, sequences.input_ids.offsets)
     arrays = [pyarrow.LargeListArray.from_arrays(c.offsets, pyarrow.array(c.values)) for c in columns.values()]
     return Dataset(pyarrow.Table.from_arrays(arrays, names=list(columns)))
 

@@ -94,7 +94,9 @@ class DPOTrainer:
         self.reference_path = self.model_path
         if config.ref_model is not None:
             self.reference_path = resolved_models(config, self.model_path, [config.ref_model])[config.ref_model]
-            check_same_tokens("ref_model", self.reference_path, self.tokenizer, config.trust_remote_code)
+            check_same_tokens(
+                "ref_model", self.reference_path, self.tokenizer, config.trust_remote_code, policy=self.model_path
+            )
         self.pairs = self.read(*config.training_data)
         self.eval_pairs = self.read(*config.evaluation_data) if config.evaluates else None
 

@@ -97,7 +97,8 @@ class GKDTrainer:
         check_staleness(config.max_staleness, groups)
         check_placement(config, groups)
         check_vllm_teacher(config, groups)
-        if config.teacher_model is not None and not {config.model, config.teacher_model} & set(MODELS):
+        is_own = bool(config.new_special_tokens) and config.teacher_model == config.model  # which gets the tokens too
+        if config.teacher_model is not None and not is_own and not {config.model, config.teacher_model} & set(MODELS):
             common_vocab_size(config, config.model, config.teacher_model, load_tokenizer(config, config.model))
 
     @RayHelper.function(group="driver")

@@ -137,7 +137,9 @@ class GRPOTrainer:
         self.models = resolved_models(config, self.model_path, named)
         for key, name in judges.items():
             if name is not None:
-                check_same_tokens(key, self.models[name], self.tokenizer, config.trust_remote_code)
+                check_same_tokens(
+                    key, self.models[name], self.tokenizer, config.trust_remote_code, policy=self.model_path
+                )
         self.rewarder.prepare(self.tokenizer)
         self.rows: Any = self.read(*config.training_data)
         self.eval_rows: Any = self.read(*config.evaluation_data) if config.evaluates else None

@@ -40,17 +40,23 @@ def token_entropy(logits: torch.Tensor, temperature: float = 1.0, *, vocabulary:
 
 
 def sft_loss(
-    logps_BT: torch.Tensor, mask_BT: torch.Tensor, *, normaliser: float, loss_type: SFTLossType = "nll"
+    logps_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    normaliser: float,
+    loss_type: SFTLossType = "nll",
+    weights_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The supervised loss: -sum(logps) / normaliser, which is the number of loss tokens of the optimizer step.
+    """The supervised loss: -sum(weights x logps) / normaliser, the number of loss tokens of the optimizer step.
 
-    ``dft`` weighs each token by its own probability, held constant (arXiv 2508.05629). A normaliser of 0,
-    a step without loss tokens, gives 0.
+    ``weights_BT`` None: 1. ``dft`` weighs each token by its own probability as well, held constant (arXiv 2508.05629).
+    A normaliser of 0, a step without loss tokens, gives 0.
     """
     check_choice("loss_type", loss_type, SFTLossType)
     logps = masked(logps_BT, mask_BT, "logps_BT")
-    weights = logps.detach().exp() if loss_type == "dft" else 1.0
-    return -(weights * logps).sum() / (normaliser or 1.0)
+    probabilities = logps.detach().exp() if loss_type == "dft" else 1.0
+    weights = 1.0 if weights_BT is None else masked(weights_BT, mask_BT, "weights_BT")
+    return -(weights * probabilities * logps).sum() / (normaliser or 1.0)
 
 
 def present(diagnostics: object) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import TrainConfig
 from trainers.data.rows import tokenize_prompts
 from trainers.parts.engine import lora_settings_of_engine, sampling_of
-from trainers.parts.model_checks import check_model_folder, check_optimizer
+from trainers.parts.model_checks import check_model_folder, check_new_tokens, check_optimizer
 from trainers.parts.models import lora_settings
 from trainers.plugins import load_plugins
 from trainers.rollout.hf import check_generation_kwargs
@@ -37,6 +37,7 @@ def check_before_start(config: TrainConfig, groups: DeviceGroups | None) -> None
         check_megatron(config, groups, lora_settings(config))
     check_optimizer(config)
     check_model_folder(config)
+    check_new_tokens(config)
     resumed_state(config)
 
 

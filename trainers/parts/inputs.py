@@ -12,7 +12,7 @@ from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.data.broken_rows import prompt_mistake, without_broken
 from trainers.data.rows import load_rows, prompt_of
 from trainers.parts.model_checks import check_adapter, check_vocabulary, check_whole, configuration_of
-from trainers.parts.tokenizer import load_tokenizer
+from trainers.parts.tokenizer import grown_model, load_tokenizer
 from trainers.plugins import load_plugins, resolve_model
 
 
@@ -50,7 +50,7 @@ def skips_broken(config: RunConfig) -> bool:
 
 
 def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:
-    """The folder or hub name of the model, built first if a plugin builds it, and its tokenizer.
+    """The folder or hub name of the model, built first if a plugin builds it or it grows, and its tokenizer.
 
     Raises:
         ConfigError: a tokenizer that cannot be loaded, has no end-of-sequence token, or has more tokens than the model.
@@ -70,5 +70,8 @@ def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:
 
 @RayHelper.function(group="driver", execute="first")
 def model_path(config: RunConfig) -> str:
-    """The folder or hub name of the model. One that a plugin builds is built once, and needs a folder that all see."""
-    return resolve_model(config.model, output_dir=config.output_dir, seed=config.seed)
+    """The folder or hub name of the model, with rows for ``new_special_tokens``.
+
+    One that a plugin builds, or that grows, is built once, and needs a folder that all see.
+    """
+    return grown_model(config, resolve_model(config.model, output_dir=config.output_dir, seed=config.seed))

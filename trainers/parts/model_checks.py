@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError
 from trainers.configuration.shared import TrainConfig
-from trainers.parts.models import lora_settings
-from trainers.parts.tokenizer import load_tokenizer
+from trainers.parts.models import check_same_tokens, lora_settings
+from trainers.parts.tokenizer import load_tokenizer, new_tokens, tokenizer_there
+
+logger = logging.getLogger(__name__)
 
 # Arguments of from_pretrained that are no fields of a model's configuration
 OF_FROM_PRETRAINED = (
@@ -60,7 +63,30 @@ def check_model_folder(config: TrainConfig) -> None:
         check_adapter(config, config.model)
         check_balance(config, found)
     if config.tokenizer is None or Path(config.tokenizer).is_dir():
-        check_vocabulary(load_tokenizer(config, config.model), found, config.tokenizer or config.model, config.model)
+        tokenizer, name = load_tokenizer(config, config.model), config.tokenizer or config.model
+        check_vocabulary(tokenizer, found, name, config.model, without=new_tokens(config))
+
+
+def check_new_tokens(config: TrainConfig) -> None:
+    """Raises ConfigError for a model beside the policy that does not know the tokens of ``new_special_tokens``.
+
+    Warns of an adapter that leaves their embeddings as they are drawn.
+    """
+    if not config.new_special_tokens:
+        return
+    tokenizer = tokenizer_there(config)
+    for key in ("ref_model", "teacher_model", "critic_model"):
+        model = getattr(config, key, None)
+        if tokenizer is not None and model not in (None, config.model) and Path(model).is_dir():
+            with_key = "value_model" if key == "critic_model" else key
+            check_same_tokens(with_key, model, tokenizer, config.trust_remote_code)
+    lora = lora_settings(config)
+    whole = ("modules_to_save", "trainable_token_indices")
+    if lora and not any(lora.get(name) for name in whole) and "embed_tokens" not in config.lora_target_modules:
+        logger.warning(
+            "new_special_tokens: the adapter leaves embeddings and head as they are, so that the new tokens keep what "
+            "is drawn for them. lora_kwargs: {modules_to_save: [embed_tokens, lm_head]} trains both"
+        )
 
 
 def check_adapter(config: TrainConfig, model: str) -> None:
@@ -155,10 +181,12 @@ def check_arguments(name: str, kwargs: Mapping[str, Any], model: str, trust_remo
         raise ConfigError(f"{name}: attn_implementation must be a name, got {attention!r}")
 
 
-def check_vocabulary(tokenizer: Any, configuration: Any, tokenizer_name: str, model: str) -> None:
-    """Raises ConfigError if the tokenizer has ids that the model has no embeddings of."""
+def check_vocabulary(
+    tokenizer: Any, configuration: Any, tokenizer_name: str, model: str, *, without: Sequence[str] = ()
+) -> None:
+    """Raises ConfigError if the tokenizer has ids that the model has no embeddings of, ``without`` some tokens."""
     size = getattr(configuration.get_text_config(), "vocab_size", None)
-    highest = max(tokenizer.get_vocab().values(), default=-1)
+    highest = max((k for token, k in tokenizer.get_vocab().items() if token not in without), default=-1)
     if isinstance(size, int) and highest >= size:
         raise ConfigError(
             f"tokenizer: {tokenizer_name!r} has token ids up to {highest}, but the model {model!r} has embeddings of "

@@ -27,10 +27,17 @@ def resolved_models(config: TrainConfig, policy: str, names: Iterable[str]) -> d
     return found
 
 
-def check_same_tokens(key: str, model: str, tokenizer: Any, trust_remote_code: bool = False) -> None:
-    """Raises ConfigError if a model that reads the policy's token ids has a tokenizer, and it is another one."""
+def check_same_tokens(
+    key: str, model: str, tokenizer: Any, trust_remote_code: bool = False, *, policy: str | None = None
+) -> None:
+    """Raises ConfigError if a model that reads the policy's token ids has a tokenizer, and it is another one.
+
+    ``policy``: the model that the policy begins as, whose tokens are known.
+    """
     from transformers import AutoTokenizer
 
+    if model == policy:
+        return
     if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
         return  # weights alone
     try:

@@ -106,7 +106,7 @@ class PPOTrainer:
         found = resolved_models(config, self.model_path, given.values())
         self.models = {key: found[name] for key, name in given.items()}
         for key in ("value_model", "ref_model"):
-            check_same_tokens(key, self.models[key], self.tokenizer, config.trust_remote_code)
+            check_same_tokens(key, self.models[key], self.tokenizer, config.trust_remote_code, policy=self.model_path)
         self.rewarder.prepare(self.tokenizer)
         self.rows: Any = self.read(*config.training_data)
         self.eval_rows: Any = self.read(*config.evaluation_data) if config.evaluates else None

@@ -45,9 +45,10 @@ class SFTConfig(TrainConfig):
     """Learn only assistant turns; the chat template must mark them with {% generation %}."""
     loss_scale: str | None = None
     """What is learned of conversations, in ms-swift's names. default: what the assistant wrote, and what ends it;
-    last_round: of that, what follows the last turn of a user; all; and behind them, each after a +, ignore_empty_think
-    or ignore_think_prefix. A message may say ``loss: true`` or ``loss: false`` of itself. null: as the two keys above
-    say."""
+    last_round: of that, what follows the last turn of a user; all. Behind them, each after a +: ignore_empty_think or
+    ignore_think_prefix; and what weighs parts of answers, such as tool calls by 2: hermes, react, qwen, agentflan or
+    alpha_umi. The loss is sum(weight x nll) / number of learned tokens. A message may say ``loss: true`` or ``loss:
+    false`` of itself, or its own weight as ``loss_scale``. null: as the two keys above say."""
     loss_type: SFTLossType = "nll"
     """nll: negative log-likelihood; dft: weighed by the token's probability (arXiv 2508.05629)."""
     per_device_eval_batch_size: int = 8

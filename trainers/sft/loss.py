@@ -21,4 +21,5 @@ def supervised_loss(
 ) -> torch.Tensor:
     """The loss of one micro-batch, divided by the loss tokens of the whole optimizer step."""
     metrics.mean("entropy", (entropy_BT * mask_BT).sum(), mask_BT.sum())
-    return sft_loss(logps_BT, mask_BT, normaliser=num_tokens, loss_type=config.loss_type)
+    weights_BT = None if micro.weights is None else micro.weights.padded(0.0, device=logps_BT.device)
+    return sft_loss(logps_BT, mask_BT, normaliser=num_tokens, loss_type=config.loss_type, weights_BT=weights_BT)

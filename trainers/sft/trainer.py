@@ -6,7 +6,7 @@
     batch of sequences ──────────────────► step        one optimizer step; balanced, merge
 
 The loss is the mean over the loss tokens of the whole optimizer step, over all workers, however the batch is cut into
-micro-batches and slices. Names, defaults and metrics are TRL's.
+micro-batches and slices; ``loss_scale`` may weigh the tokens. Names, defaults and metrics are TRL's.
 """
 
 from __future__ import annotations
@@ -149,5 +149,6 @@ def mean_loss(backend: Backend, config: SFTConfig, sequences: Sequences, _: None
     """The loss of a worker's slice of evaluation data."""
     logps = backend.token_logps(sequences, micro_batch_size=config.per_device_eval_batch_size)
     metrics = Metrics()
-    metrics.mean("loss", -float(logps.values.sum(dtype="float64")), len(logps.values))
+    weighed = logps.values if sequences.weights is None else logps.values * sequences.weights.values
+    metrics.mean("loss", -float(weighed.sum(dtype="float64")), len(logps.values))
     return metrics

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from rayhelper import ConfigError
-from trainers.backends.fresh_weights import adapter_a
+from trainers.backends.fresh_weights import adapter_a, adapter_b_of_embedding
 from trainers.backends.fsdp.sharding import as_placed, full
 
 # Those of peft's LoraConfig that say which layers get an adapter
 TARGET_FIELDS = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
+ALL_LINEAR = "all-linear"
 logger = logging.getLogger(__name__)
 
 
@@ -34,8 +35,9 @@ def add_adapter(module: Any, settings: Mapping[str, Any], *, value_head: bool, s
     from peft import LoraConfig, get_peft_model
 
     fields = dict(settings)
-    if fields.get("target_modules") == "all-linear" and (without := _without_adapter(module)):
+    if _has_all_linear(fields.get("target_modules")) and (without := _without_adapter(module)):
         fields.setdefault("exclude_modules", without)
+    fields = spelled_out(module, fields)
     if value_head:
         fields["modules_to_save"] = ["score", *(fields.get("modules_to_save") or [])]
     else:
@@ -48,7 +50,25 @@ def add_adapter(module: Any, settings: Mapping[str, Any], *, value_head: bool, s
         for name, part in _layers(module).items():
             for a in part.lora_A.values():
                 a.weight.data.copy_(adapter_a(_a_name(name), a.weight.shape, seed))
+            for b in part.lora_embedding_B.values():
+                b.data.copy_(adapter_b_of_embedding(_b_name(name), b.shape, seed))
     return adapted
+
+
+def spelled_out(module: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """``settings`` with the names of all linear layers but the head in the place of an all-linear among other targets.
+
+    By itself it stays: peft knows it then.
+    """
+    targets = settings.get("target_modules")
+    if isinstance(targets, str) or not _has_all_linear(targets):
+        return dict(settings)
+    others = [name for name in targets or () if name != ALL_LINEAR]
+    return {**settings, "target_modules": [*_linear_layers(module), *others]}
+
+
+def _has_all_linear(targets: Any) -> bool:
+    return targets == ALL_LINEAR or (not isinstance(targets, str) and ALL_LINEAR in (targets or ()))
 
 
 def check_tied(module: Any, settings: Mapping[str, Any]) -> None:
@@ -144,6 +164,10 @@ def _adapted(module: Any) -> dict[str, Any]:
 
 def _delta(part: Any) -> torch.Tensor:
     """float32, whole: what a layer of peft makes its weight another by. Of stacked experts B has the expert last."""
+    if "default" in part.lora_embedding_A:
+        a, b = (full(half["default"].detach()).float() for half in (part.lora_embedding_A, part.lora_embedding_B))
+        embeddings_VH = (b @ a).T
+        return embeddings_VH * float(part.scaling["default"])
     a, b = (full(half["default"].weight.detach()).float() for half in (part.lora_A, part.lora_B))
     num_experts = getattr(part, "num_experts", 1)
     if num_experts > 1:
@@ -163,6 +187,10 @@ def adapter_weights(module: Any) -> Iterator[tuple[str, torch.Tensor]]:
     shards, every rank must go through all of them.
     """
     for name, part in _layers(module).items():
+        if "default" in part.lora_embedding_A:
+            yield f"base_model.model.{name}.lora_embedding_A", full(part.lora_embedding_A["default"].detach())
+            yield _b_name(name), full(part.lora_embedding_B["default"].detach()) * part.scaling["default"]
+            continue
         yield _a_name(name), full(part.lora_A["default"].weight.detach())
         b = full(part.lora_B["default"].weight.detach())
         yield f"base_model.model.{name}.lora_B.weight", b * part.scaling["default"]
@@ -178,21 +206,26 @@ def _a_name(layer: str) -> str:
     return f"base_model.model.{layer}.lora_A.weight"
 
 
+def _b_name(embedding: str) -> str:
+    return f"base_model.model.{embedding}.lora_embedding_B"
+
+
 def layer_names(model: str | Path, target_modules: Sequence[str], *, trust_remote_code: bool = False) -> set[str]:
     """Last parts of the names of layers that an adapter with these ``target_modules`` may change.
 
-    ``["all-linear"]``: of all linear layers but the head, as peft reads it. ``["auto"]``: those that peft chooses for
-    the architecture. The model is not loaded.
+    ``all-linear`` among them: of all linear layers but the head, as peft reads it. ``["auto"]``: those that peft
+    chooses for the architecture. The model is not loaded.
     """
-    if list(target_modules) not in (["all-linear"], ["auto"]):
+    if ALL_LINEAR in target_modules:
+        others = {name.rpartition(".")[2] for name in target_modules if name != ALL_LINEAR}
+        return others | linear_names(without_weights(model, trust_remote_code=trust_remote_code))
+    if list(target_modules) != ["auto"]:
         return {name.rpartition(".")[2] for name in target_modules}
-    if list(target_modules) == ["auto"]:
-        from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as CHOSEN_BY_PEFT
-        from transformers import AutoConfig
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as CHOSEN_BY_PEFT
+    from transformers import AutoConfig
 
-        found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        return set(CHOSEN_BY_PEFT.get(found.model_type, ()))
-    return linear_names(without_weights(model, trust_remote_code=trust_remote_code))
+    found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+    return set(CHOSEN_BY_PEFT.get(found.model_type, ()))
 
 
 def without_weights(model: str | Path, *, trust_remote_code: bool = False) -> Any:
@@ -206,14 +239,15 @@ def without_weights(model: str | Path, *, trust_remote_code: bool = False) -> An
 
 def linear_names(module: Any) -> set[str]:
     """Last parts of the names of all linear layers but the head."""
+    return {name.rpartition(".")[2] for name in _linear_layers(module)}
+
+
+def _linear_layers(module: Any) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
-    head = module.get_output_embeddings()
-    return {
-        name.rpartition(".")[2]
-        for name, part in module.named_modules()
-        if isinstance(part, (torch.nn.Linear, Conv1D)) and part is not head
-    }
+    head = module.get_output_embeddings() or getattr(module, "score", None)
+    layers = [(name, part) for name, part in module.named_modules() if isinstance(part, (torch.nn.Linear, Conv1D))]
+    return [name for name, part in layers if part is not head]
 
 
 def target_mistake(module: Any, lora: Mapping[str, Any]) -> str | None:
@@ -224,10 +258,10 @@ def target_mistake(module: Any, lora: Mapping[str, Any]) -> str | None:
     """
     from peft import LoraConfig, NoMatchingPeftModuleError, get_peft_model
 
-    fields = {name: lora[name] for name in TARGET_FIELDS if name in lora}
+    fields = spelled_out(module, {name: lora[name] for name in TARGET_FIELDS if name in lora})
     names, linear = [name for name, _ in module.named_modules()], sorted(linear_names(module))
     for target in lora.get("target_modules") or ():
-        if _is_named(target, names):
+        if target == ALL_LINEAR or _is_named(target, names):
             continue
         try:
             get_peft_model(copy.deepcopy(module), LoraConfig(r=1, target_modules=[target]), low_cpu_mem_usage=True)
@@ -265,7 +299,7 @@ def load_adapter(adapted: Any, folder: Path) -> None:
         raise FileNotFoundError(f"{folder} holds no adapter_model.safetensors, so it is no checkpoint of a LoRA run")
     given = load_file(file)
     own = {
-        name.replace(".default.", ".").replace(".modules_to_save.", "."): weight
+        name.replace(".default.", ".").replace(".modules_to_save.", ".").removesuffix(".default"): weight
         for name, weight in adapted.named_parameters(remove_duplicate=False)  # peft writes a tied weight twice
         if is_adapter(name)
     }

@@ -311,8 +311,6 @@ REFUSED = {
         trl_names.QLORA,
     ),
     "target_regex": "write lora_target_modules, the names of layers",
-    "new_special_tokens": "a model keeps its vocabulary. Add the tokens to the tokenizer with add_special_tokens and "
-    "rows to the model with resize_token_embeddings, save both in one folder, and write that as model",
     "template": _TEMPLATE,
     "template_backend": _TEMPLATE,
     "agent_template": _TEMPLATE,

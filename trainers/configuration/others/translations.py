@@ -387,6 +387,8 @@ def _data(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
         given.take("packing_length")
     if given.foreign("enable_dft_loss") and "packing" in given.known and given.take("enable_dft_loss") is True:
         given.put("loss_type", "dft", "enable_dft_loss")
+    if {"loss_scale", "packing"} <= set(given.known) and given.get("loss_type") == "loss_scale":
+        given.values["loss_type"] = "nll"  # the name that ms-swift's example has for the loss that loss_scale weighs
 
 
 def _long_rows(given: GivenKeys, defaults: Mapping[str, Any]) -> None:

@@ -27,8 +27,13 @@ from tests.golden.tiny import save_tiny
 from trainers.cli import load_config, placement, run
 from trainers.commands import command_named
 from trainers.cpo.trainer import CPOTrainer, counts_of
+from trainers.data.packs import packed
+from trainers.data.rows import Batches
+from trainers.dpo.trainer import DPOTrainer
+from trainers.dpo.trainer import counts_of as dpo_counts_of
 from trainers.kto.trainer import KTOTrainer, with_margins
 from trainers.parts.frozen import Reference
+from trainers.reward.trainer import RewardTrainer
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {  # rows, keys; four workers get 2, 2, 2, 1 of seven and 1, 1, 1, 0
     "kto": (7, {"desirable_weight": 0.6}),
@@ -39,6 +44,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {  # rows, keys; four workers get
     "orpo": (7, {"beta": 0.8}),
     "orpo of three pairs": (3, {"max_length": 30}),
 }
+
+
+# One pack in a micro-batch; a step of two packs holds two to five pairs, or three to seven completions
+PACKED: dict[str, Any] = {"packing": True, "max_length": 100, "global_batch_size": 2, "per_device_train_batch_size": 1}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +71,8 @@ def config_of(name: str, model: str, folder: Path, **keys: Any) -> Any:
 
 
 def trainer_of(config: Any) -> Any:
-    return KTOTrainer(config) if type(config).__name__ == "KTOConfig" else CPOTrainer(config)
+    trainers: dict[str, Any] = {"KTOConfig": KTOTrainer, "DPOConfig": DPOTrainer, "RewardConfig": RewardTrainer}
+    return trainers.get(type(config).__name__, CPOTrainer)(config)
 
 
 def one_step(case: str, model: str, reference: str, folder: Path, **cut: Any) -> Step:
@@ -117,27 +127,85 @@ def test_a_step_over_four_workers_is_the_step_of_one(
 def test_ray_equals_ray_off_bit_for_bit_with_the_reference_on_its_own_group(
     model: str, tmp_path: Path, ray_session: RaySession
 ) -> None:
-    for kind, keys in (("kto", FOLLOWED), ("cpo", {"eval_steps": 2})):
+    for kind, keys in (("kto", FOLLOWED | PACKED), ("cpo", {"eval_steps": 2})):
         trainer_of(config_of(kind, model, tmp_path / "off" / kind, **keys)).train()
     groups = {"cpus": {"device": "CPU", "ranks": 1, "workers": ["default", "reference", "train"]}}
     with RayHelper.session(groups, runtime="inprocess"):
-        trainer_of(kto_config(model, tmp_path / "inprocess" / "kto", **FOLLOWED)).train()
+        trainer_of(kto_config(model, tmp_path / "inprocess" / "kto", **FOLLOWED, **PACKED)).train()
     with ray_session(separate()):
-        for kind, keys in (("kto", FOLLOWED), ("cpo", {"eval_steps": 2})):
+        for kind, keys in (("kto", FOLLOWED | PACKED), ("cpo", {"eval_steps": 2})):
             trainer_of(config_of(kind, model, tmp_path / "ray" / kind, **keys)).train()
     for found in (tmp_path / "inprocess" / "kto", tmp_path / "ray" / "kto", tmp_path / "ray" / "cpo"):
         assert lines(found) == lines(tmp_path / "off" / found.name)
         assert final_bytes(found) == final_bytes(tmp_path / "off" / found.name)
 
 
+# Packs
+
+
+@pytest.mark.parametrize("kind", ["kto", "orpo", "dpo", "reward"])
+def test_a_packed_run_learns_what_its_rows_teach_without_packing(
+    kind: str, model: str, reference: str, tmp_path: Path, ray_session: RaySession
+) -> None:
+    """Beside a plain loop over the same rows, which lie padded in micro-batches of two."""
+    keys: dict[str, Any] = {"max_steps": 3, "adam_epsilon": 1e-4, "warmup_steps": 0}
+    keys |= {"ref_model": reference} if kind in ("kto", "dpo") else {}
+    trainer = trainer_of(config_of(kind, model, tmp_path / "packed", **keys, **PACKED))
+    trainer.train()
+    assert (trainer.policy.built.token_budget, trainer.policy.built.padding_free) == (100, True)
+    with ray_session(together(2)):
+        trainer_of(config_of(kind, model, tmp_path / "workers", **keys, **PACKED)).train()
+
+    plain = trainer_of(config_of(kind, model, tmp_path / "plain", **keys, max_length=100))
+    data = plain.rows if kind == "kto" else plain.pairs
+    lengths = 2 * data.sequence_lengths(100) if kind == "kto" else data.pair_lengths()
+    packs = packed(lengths, 100)
+    order = Batches(len(packs), 2, seed=7)
+    if kind in ("kto", "dpo"):
+        plain.reference.build(reference)
+    plain.build(3) if kind == "reward" else plain.policy.build(model, 3)
+    num_rows, kl = set(), 0.0
+    for step, line in enumerate(lines(tmp_path / "packed")[:3]):
+        rows = data[np.concatenate([packs[pack] for pack in order[step]])]
+        num_rows.add(len(rows))
+        if kind == "kto":
+            batch = plain.with_reference(rows, None, 2)
+            numbers: Any = len(rows)
+        elif kind == "dpo":
+            batch, numbers = plain.with_reference(rows, 2), dpo_counts_of(rows)
+        else:
+            batch, numbers = rows, len(rows) if kind == "reward" else counts_of(rows)
+        found = plain.policy.step(batch, numbers).values()
+        kl += found.get("kl", 0.0)
+        assert {name: line[name] for name in ("loss", "grad_norm")} == pytest.approx(
+            {name: found[name] for name in ("loss", "grad_norm")}, rel=1e-5
+        )
+    assert len(num_rows) > 1, "every step has as many rows, as without packing"
+    assert kl > 0 or kind != "kto", "the KL says nothing"
+    plain.policy.export(tmp_path / "plain" / "final")
+    expected = load_file(tmp_path / "plain" / "final" / "model.safetensors")
+    for folder in ("packed", "workers"):
+        weights = load_file(tmp_path / folder / "final" / "model.safetensors")
+        assert max(float((weights[name] - weight).abs().max()) for name, weight in expected.items()) < 1e-6, folder
+
+
+def test_a_run_that_is_gone_on_with_keeps_its_packs(model: str, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"save_steps": 2, "loss_type": "apo_zero_unpaired", "global_batch_size": 2, "max_steps": 4}
+    with interrupted_after(3), pytest.raises(KeyboardInterrupt):
+        KTOTrainer(kto_config(model, tmp_path, **keys)).train()
+    packed_keys = PACKED | keys | {"resume_from_checkpoint": "auto"}
+    with pytest.raises(ConfigError, match="tokens a pack was None and is 100"):
+        KTOTrainer(kto_config(model, tmp_path, **packed_keys)).train()
+
+
 # The reference
 
 
-@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
+@pytest.mark.parametrize("case", [{}, {"loss_type": "apo_zero_unpaired"}, PACKED], ids=["kto", "apo", "packed"])
 def test_references_computed_beforehand_change_nothing(
-    loss_type: str, model: str, reference: str, tmp_path: Path
+    case: dict[str, Any], model: str, reference: str, tmp_path: Path
 ) -> None:
-    keys: dict[str, Any] = {"ref_model": reference, "eval_steps": 2, "adam_epsilon": 1e-4, "loss_type": loss_type}
+    keys: dict[str, Any] = {"ref_model": reference, "eval_steps": 2, "adam_epsilon": 1e-4, **case}
     keys |= {"shuffle_dataset": False}
     KTOTrainer(kto_config(model, tmp_path / "each", **keys)).train()
     trainer = KTOTrainer(kto_config(model, tmp_path / "before", **keys, precompute_ref_log_probs=True))
@@ -165,7 +233,7 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
         "kto",
         {"precompute_ref_log_probs": True, "shuffle_dataset": False, "save_steps": 2, "eval_steps": 3},
     ),
-    "an adapter": ("kto", {"tuner_type": "lora", "save_steps": 4}),
+    "an adapter": ("kto", {"tuner_type": "lora", "save_steps": 4, **PACKED}),
     "without a reference": ("orpo", {"save_steps": 2}),
 }
 
@@ -228,3 +296,5 @@ def test_a_step_of_one_row_has_no_kl_to_estimate(model: str, tmp_path: Path) -> 
     KTOTrainer.check(kto_config(model, tmp_path, global_batch_size=1, loss_type="apo_zero_unpaired"), groups)
     with pytest.raises(ConfigError, match=r"a step has one row. Raise global_batch_size"):
         KTOTrainer.check(kto_config(model, tmp_path, global_batch_size=1), groups)
+    with pytest.raises(ConfigError, match=r"a step is one pack, which may be one row. Raise global_batch_size"):
+        KTOTrainer.check(kto_config(model, tmp_path, global_batch_size=1, packing=True), groups)

@@ -131,7 +131,7 @@ CASES: Wanted = {  # trainer and keys
     "sft, adapter": ("sft", {"tuner_type": "lora", "lora_rank": 4, **WEIGHTED}),  # drawn anew
     "dpo": ("dpo", {"sync_ref_model": True, "ref_model_sync_steps": 2, "rpo_alpha": 0.5}),
     "dpo precomputed": ("dpo", {"precompute_ref_log_probs": True, "use_weighting": True}),
-    "kto": ("kto", {"desirable_weight": 0.7}),
+    "kto": ("kto", {"desirable_weight": 0.7, "packing": True, "max_length": 100}),
     "orpo": ("orpo", {}),
     "reward": ("reward", {"center_rewards_coefficient": 0.1}),
     "reward of a language model": ("reward", {}),  # the head is drawn anew

@@ -48,6 +48,7 @@ CUTS: dict[str, dict[str, Any]] = {
     "two pairs at a time": {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2},
     "padding-free": {"per_device_train_batch_size": 3, "padding_free": True},
     "by tokens": {"token_budget": 90},
+    "by packs": {"packing": True, "per_device_train_batch_size": 1},
     "by tokens, padding-free": {"token_budget": 90, "padding_free": True},
     "computed twice": {"gradient_checkpointing": True},
 }

@@ -797,6 +797,8 @@ def test_a_generation_is_planned_for_shards_not_workers() -> None:
     with pytest.raises(ConfigError, match="sorts all pairs of an optimizer step"):
         DPOTrainer.check(config(DPOConfig, **sorting), gpus("default reference", 2))
     DPOTrainer.check(config(DPOConfig, **sorting, **{TP: 2}), gpus("default reference", 2))  # one shard
+    with pytest.raises(ConfigError, match="Remove packing"):
+        DPOTrainer.check(config(DPOConfig, **sorting, packing=True, **{TP: 2}), gpus("default reference", 2))
 
 
 def test_the_hf_engine_has_a_model_of_its_own_beside_megatron(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from tests.trainers.test_other_names import load, told
 from trainers.cli import load_config
 from trainers.configuration.others import translations
 from trainers.configuration.others.ms_swift import engine_in_parts, spelled, torchrun_options
+from trainers.configuration.packs import micro_batch_tokens, pack_length
+from trainers.cpo.config import CPOConfig, ORPOConfig, SimPOConfig
 from trainers.data.formats import with_names
 from trainers.data.held_out import Part
 from trainers.data.loss_scale import parsed
@@ -29,7 +31,9 @@ from trainers.data.sources import read_source
 from trainers.dpo.config import DPOConfig
 from trainers.gkd.config import GKDConfig
 from trainers.grpo.config import GRPOConfig
+from trainers.kto.config import KTOConfig
 from trainers.plugins import DATASETS, load_plugins
+from trainers.ppo.config import PPOConfig
 from trainers.reward.config import RewardConfig
 from trainers.rewards.functions import resolve_rewards, score
 from trainers.sft.config import SFTConfig
@@ -219,10 +223,31 @@ def test_loss_scale_of_each_trainer(tmp_path: Path) -> None:
     assert "Did you mean 'last_round'" in told(SFTConfig, "loss_scale: last_rounds", tmp_path)
 
 
-@pytest.mark.parametrize("kind", [DPOConfig, RewardConfig])
-def test_packing_of_pairs_needs_a_length(kind: type[Any], tmp_path: Path) -> None:
-    assert load(kind, "packing: true", tmp_path).packing
+@pytest.mark.parametrize("kind", [DPOConfig, RewardConfig, KTOConfig, CPOConfig, SimPOConfig, ORPOConfig])
+def test_packing_of_rows_needs_a_length(kind: type[Any], tmp_path: Path) -> None:
+    config = load(kind, "packing: true\npacking_strategy: binpack", tmp_path)
+    assert pack_length(config) == config.max_length == 1024
+    assert micro_batch_tokens(config) == config.per_device_train_batch_size * config.max_length
+    assert micro_batch_tokens(load(kind, "packing: true\ntoken_budget: 9", tmp_path)) == 9
     assert "packing needs max_length" in told(kind, "packing: true\nmax_length: null", tmp_path)
+    assert "infer_batch_size is 2, but with packing" in told(
+        kind, "packing: true\nbackend: megatron\ninfer_batch_size: 2", tmp_path
+    )
+
+
+def test_rows_that_are_joined_fill_no_packs(tmp_path: Path) -> None:
+    config = load(SFTConfig, "packing: true\npacking_strategy: binpack", tmp_path)
+    assert (config.packing_strategy, pack_length(config), micro_batch_tokens(config)) == ("bfd", None, None)
+
+
+def test_packing_of_rows_that_ms_swift_does_not_pack_is_padding_free(tmp_path: Path) -> None:
+    for kind, further in ((GKDConfig, "teacher_model: t"), (GRPOConfig, "reward_funcs: [accuracy]")):
+        assert load(kind, f"packing: true\n{further}", tmp_path).padding_free
+        assert not load(kind, f"packing: false\n{further}", tmp_path).padding_free
+        assert "packing means padding_free: True, but padding_free is False" in told(
+            kind, f"packing: true\npadding_free: false\n{further}", tmp_path
+        )
+    assert "write padding_free: true" in told(PPOConfig, "packing: true\nreward_model: r", tmp_path)
 
 
 # Rows
@@ -333,6 +358,20 @@ def test_packs_hold_at_most_their_length() -> None:
     batches = batches_of(lengths, 2, seed=0, shuffle=False, pack_length=10)
     assert (batches.steps_per_epoch, batches[0].tolist()) == (2, [4, 1, 5])
     assert batches_of(lengths, 2, seed=0, shuffle=False).steps_per_epoch == 3
+
+
+def test_packs_are_filled_as_a_plain_loop_fills_them() -> None:
+    random = np.random.default_rng(0)
+    for most in (1, 30, 100):
+        lengths = random.integers(1, 40, size=200)
+        packs: list[list[int]] = []
+        for row in sorted(range(200), key=lambda row: -lengths[row]):  # the longest first, rows of one length in order
+            fitting = [pack for pack in packs if lengths[pack].sum() + lengths[row] <= most]
+            if fitting:
+                max(fitting, key=lambda pack: lengths[pack].sum()).append(row)
+            else:
+                packs.append([row])
+        assert [pack.tolist() for pack in packed(lengths, most)] == packs
 
 
 # Plugins

@@ -56,6 +56,7 @@ COSINE |= {"min_value_correct": 0.5, "max_value_correct": 2.0}
 VLLM, GPU, KWARGS = {"rollout_engine": "vllm"}, "vllm_gpu_memory_utilization", "vllm_engine_kwargs"
 MEGATRON = {"backend": "megatron"}
 SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and our keys that say it
+    (DPOConfig, "packing: true\ntruncation_strategy: left", {"packing": True, "truncation_mode": "keep_end"}),
     (SFTConfig, "torch_dtype: bfloat16", {"dtype": "bfloat16"}),
     (SFTConfig, "bf16: true", {"dtype": "bfloat16"}),
     (SFTConfig, "bf16: 'false'\nfp16: false", {"dtype": "float32"}),
@@ -334,7 +335,7 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "decoder_first_pipeline_num_layers is not supported: nothing is trained or scored by a backend here",
     ),
     (
-        DPOConfig,
+        SFTConfig,
         "packing: true\nmax_length: 8\ntruncation_strategy: left",
         "is not supported: write right (rows keep their start)",
     ),

@@ -36,7 +36,8 @@ class ClassificationConfig(TrainConfig):
     truncation_mode: SFTTruncation = "keep_start"
     """keep_start or keep_end of a row that is too long, or drop it."""
     packing: bool = False
-    """Batch sizes count packs in the place of rows: a pack is rows of max_length tokens together at most."""
+    """Batch sizes count packs in the place of rows: a pack is rows of max_length tokens together at most,
+    which pass through the model without padding, as with padding_free."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     per_device_eval_batch_size: int = 8
@@ -50,8 +51,6 @@ class ClassificationConfig(TrainConfig):
             raise ConfigError("single_label_classification chooses among labels: num_labels must be 2 at least")
         if self.system and not self.use_chat_template:
             raise ConfigError("use_chat_template: false leaves the system message out. Remove system")
-        if self.packing and self.max_length is None:
-            raise ConfigError("packing needs max_length, the tokens of a pack")
 
     @property
     def problem(self) -> ProblemType:

@@ -25,6 +25,7 @@ from trainers.classification.config import ClassificationConfig
 from trainers.classification.loss import label_loss
 from trainers.classification.rows import COLUMNS, Labelled, label_mistake, tokenize_labelled
 from trainers.configuration.mistakes import mistakes_of
+from trainers.configuration.packs import pack_length
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, sequences_per_step, total_steps
 from trainers.data.broken_rows import without_broken
 from trainers.data.packs import batches_of
@@ -89,8 +90,9 @@ class ClassificationTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
-        pack_length = config.max_length if config.packing else None
-        batches = batches_of(self.rows.row_lengths(), batch_size, pack_length=pack_length, **order_by_rows_of(config))
+        batches = batches_of(
+            self.rows.row_lengths(), batch_size, pack_length=pack_length(config), **order_by_rows_of(config)
+        )
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.build(num_steps)
         order = {"rows": len(self.rows), SEQUENCES_PER_STEP: batch_size}

@@ -19,6 +19,7 @@ from rayhelper.planning.parallel_sizes import SIZE_KEYS, VLLM_KEY
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.backends.megatron.settings import MegatronSettings
 from trainers.configuration.megatron import OF_FSDP, MegatronConfig, key_mistakes, settings_of
+from trainers.configuration.packs import check_packing, micro_batch_tokens
 from trainers.configuration.roles import WELL_KNOWN, Role
 from trainers.configuration.values import check_file, check_folder, check_values, is_there
 from trainers.data.held_out import Part
@@ -144,6 +145,9 @@ class RunConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(MegatronConfig, RunConfig):
     """The keys that all trainers share."""
+
+    JOINS_ROWS: ClassVar[bool] = False
+    """Whether ``packing`` makes longer rows of the rows; see ``packs.py``."""
 
     # Backend and tuner
     backend: Literal["fsdp", "megatron"] = "fsdp"
@@ -340,6 +344,7 @@ def check_shared(config: TrainConfig) -> None:
     at_least(config, 1, "recompute_num_layers", "infer_batch_size", *PARALLEL_KEYS)
     if not str(config.model).strip():
         raise ConfigError("model is empty. Give a folder, a hub name, or the name of a plugin's model.")
+    check_packing(config)
     _check_backend(config)
     _check_adapter(config)
     if not config.shuffle_dataset or getattr(config, "packing", False):
@@ -456,7 +461,7 @@ def _check_backend(config: TrainConfig) -> None:
             megatron_settings(config),
             optim=config.optim,
             optim_kwargs=config.optim_kwargs,
-            token_budget=config.token_budget,
+            token_budget=micro_batch_tokens(config),
             gradient_checkpointing=config.gradient_checkpointing,
         ):
             raise ConfigError(mistake)

@@ -28,6 +28,9 @@ class PairConfig(TrainConfig):
     """keep_start or keep_end of a sequence that is too long."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
+    packing: bool = False
+    """Batch sizes count packs in the place of pairs: a pack is pairs of max_length tokens together at most. Its
+    sequences pass through the model without padding, as with padding_free."""
 
     # Loss
     beta: float = 0.1

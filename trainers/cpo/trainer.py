@@ -21,6 +21,7 @@ from rayhelper import DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.backends.scores.evaluated import TargetNumbers, evaluated
 from trainers.configuration.mistakes import mistakes_of
+from trainers.configuration.packs import pack_length
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, sequences_per_step, total_steps
 from trainers.cpo.config import ORPOConfig, PairConfig
 from trainers.cpo.loss import PairCounts, pair_loss
@@ -78,7 +79,9 @@ class CPOTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
-        batches = batches_of(self.pairs.pair_lengths(), batch_size, **order_by_rows_of(config))
+        batches = batches_of(
+            self.pairs.pair_lengths(), batch_size, pack_length=pack_length(config), **order_by_rows_of(config)
+        )
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.policy.build(self.model_path, num_steps)
         order = {"pairs": len(self.pairs), SEQUENCES_PER_STEP: batch_size}

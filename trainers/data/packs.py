@@ -1,4 +1,4 @@
-"""The order of rows that are packed before they are batched: ms-swift's ``packing`` of pairs.
+"""The order of rows that are packed before they are batched: ms-swift's ``packing``, of all trainers but SFT.
 
     batches = batches_of(lengths, batch_size=8, pack_length=4096)     # batches[step]: indices of rows, as Batches gives
 
@@ -9,6 +9,7 @@ their number.
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,14 +63,16 @@ def packed(lengths: np.ndarray, pack_length: int) -> list[np.ndarray]:
     A row of more than ``pack_length`` tokens is a pack of its own.
     """
     packs: list[list[int]] = []
-    rooms: list[int] = []
+    rooms: list[tuple[int, int]] = []  # sorted: the room that is left, and whose
     for row in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[row])
-        fitting = [pack for pack, room in enumerate(rooms) if room >= length]
-        pack = min(fitting, key=lambda pack: rooms[pack], default=len(packs))
-        if pack == len(packs):
+        fullest = bisect.bisect_left(rooms, (length, 0))
+        if fullest < len(rooms):
+            room, pack = rooms.pop(fullest)
+        else:
+            room, pack = pack_length, len(packs)
             packs.append([])
-            rooms.append(pack_length)
         packs[pack].append(row)
-        rooms[pack] -= length
+        if room > length:
+            bisect.insort(rooms, (room - length, pack))
     return [np.array(pack, np.int64) for pack in packs]

@@ -59,6 +59,11 @@ class UnpairedPreferences(Batch):
             mask[:1] = False
         return Sequences(Ragged.of(ids, np.int64), Ragged.of(masks, bool))
 
+    def sequence_lengths(self, max_length: int | None) -> np.ndarray:
+        """(rows,) int64: the tokens of each of ``sequences``."""
+        lengths: np.ndarray = self.prompt_ids.lengths + self.completion_ids.lengths
+        return lengths if max_length is None else np.minimum(lengths, max_length)
+
     def judged(self, *, max_length: int | None, truncation_mode: TruncationMode = "keep_start") -> Judged:
         """The sequences, with what was found of each."""
         found = self.sequences(max_length=max_length, truncation_mode=truncation_mode)

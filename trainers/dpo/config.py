@@ -34,7 +34,8 @@ class DPOConfig(ReferenceConfig):
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     packing: bool = False
-    """Batch sizes count packs in the place of pairs: a pack is pairs of max_length tokens together at most."""
+    """Batch sizes count packs in the place of pairs: a pack is pairs of max_length tokens together at most. Its
+    sequences pass through the model without padding, as with padding_free."""
 
     # Loss
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
@@ -82,8 +83,6 @@ def weighted_losses(config: DPOConfig) -> tuple[list[Any], list[float]]:
 def check_dpo(config: DPOConfig) -> None:
     """Raises ConfigError naming the first key whose value has no meaning."""
     at_least(config, 2, "max_length")
-    if config.packing and config.max_length is None:
-        raise ConfigError("packing needs max_length, the tokens of a pack")
     at_least(config, 1, "dataset_num_proc", "per_device_eval_batch_size")
     at_least(config, 0, "rpo_alpha")
     defaults = {one.name: one.default for one in fields(config)}

@@ -25,6 +25,7 @@ from trainers.backends.base import Backend
 from trainers.backends.scores.evaluated import TargetNumbers, evaluated
 from trainers.batch import Ragged
 from trainers.configuration.mistakes import mistakes_of
+from trainers.configuration.packs import pack_length
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, sequences_per_step, total_steps
 from trainers.data.broken_rows import pair_mistake, without_broken
 from trainers.data.packs import batches_of
@@ -76,6 +77,11 @@ class DPOTrainer:
         num_workers = num_train_shards(config, groups, "default")
         num_pairs = sequences_per_step(config, num_workers, saved_order(config))
         sorting = SORTING_LOSSES & set(weighted_losses(config)[0])
+        if sorting and config.packing:
+            raise ConfigError(
+                f"loss_type {', '.join(sorted(sorting))} sorts all pairs of an optimizer step, which must be one "
+                "micro-batch, and packing: true says how many tokens a micro-batch has. Remove packing."
+            )
         if sorting and (num_workers > 1 or num_pairs > config.per_device_train_batch_size or config.token_budget):
             raise ConfigError(
                 f"loss_type {', '.join(sorted(sorting))} sorts all pairs of an optimizer step: they must be one "
@@ -119,8 +125,9 @@ class DPOTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
-        pack_length = config.max_length if config.packing else None
-        batches = batches_of(self.pairs.pair_lengths(), batch_size, pack_length=pack_length, **order_by_rows_of(config))
+        batches = batches_of(
+            self.pairs.pair_lengths(), batch_size, pack_length=pack_length(config), **order_by_rows_of(config)
+        )
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.prepare_reference()
         self.policy.build(self.model_path, num_steps)

@@ -33,6 +33,10 @@ class KTOConfig(ReferenceConfig):
     """keep_start or keep_end of a sequence that is too long."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
+    packing: bool = False
+    """Batch sizes count packs in the place of completions: a pack is completions of max_length tokens together at most,
+    which pass through the model without padding, as with padding_free. Where the KL is estimated each counts twice, as
+    its prompt is scored with another completion too."""
 
     # Loss
     loss_type: KTOLossType = "kto"

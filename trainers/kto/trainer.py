@@ -33,8 +33,10 @@ from trainers.backends.base import Backend
 from trainers.backends.scores.evaluated import TargetNumbers, evaluated
 from trainers.batch import Ragged, Sequences
 from trainers.configuration.mistakes import mistakes_of
+from trainers.configuration.packs import pack_length
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of, sequences_per_step, total_steps
 from trainers.data.broken_rows import judged_mistake, without_broken
+from trainers.data.packs import PackedBatches, batches_of
 from trainers.data.rows import Batches
 from trainers.data.unpaired import COLUMNS, Judged, UnpairedPreferences, tokenize_unpaired
 from trainers.kto.config import KTOConfig
@@ -74,8 +76,9 @@ class KTOTrainer:
         check_before_start(config, groups)
         num_rows = sequences_per_step(config, num_train_shards(config, groups, "default"), saved_order(config))
         if config.estimates_kl and num_rows < 2:
+            held = "is one pack, which may be one row" if config.packing else "has one row"
             raise ConfigError(
-                "loss_type kto estimates the KL from completions of other rows of the step, and a step has one row. "
+                f"loss_type kto estimates the KL from completions of other rows of the step, and a step {held}. "
                 "Raise global_batch_size (or per_device_train_batch_size), or set loss_type: apo_zero_unpaired."
             )
 
@@ -115,7 +118,7 @@ class KTOTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
-        batches = Batches(len(self.rows), batch_size, **order_of(config))
+        batches = batches_of(self.pack_lengths(), batch_size, pack_length=pack_length(config), **order_of(config))
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.prepare_reference(batches)
         self.policy.build(self.model_path, num_steps)
@@ -135,7 +138,15 @@ class KTOTrainer:
                     self.reference.follow(self.policy, run.step)
             return run.finish(self.policy.export, self.tokenizer)
 
-    def prepare_reference(self, batches: Batches) -> None:
+    def pack_lengths(self) -> np.ndarray:
+        """(rows,) int64: the tokens of a step that each row adds.
+
+        Prompts with completions of other rows are as many tokens as the rows themselves, as completions go round.
+        """
+        lengths = self.rows.sequence_lengths(self.config.max_length)
+        return 2 * lengths if self.config.estimates_kl else lengths
+
+    def prepare_reference(self, batches: Batches | PackedBatches) -> None:
         """Loads the reference model; or, to precompute, takes from it all there is to know and frees it."""
         config = self.config
         if not config.precompute_ref_log_probs:
@@ -143,15 +154,20 @@ class KTOTrainer:
                 self.reference.build(self.reference_path)
             return
         parts: list[Sequences] = [self.judged(self.rows)]
-        if config.estimates_kl:  # rows keep their order, so that an epoch has the steps of every other one
-            steps = [self.mismatched(self.rows[batches[step]]) for step in range(batches.steps_per_epoch)]
-            parts.append(Sequences.concat(steps))
+        if config.estimates_kl:  # rows are not shuffled, so that an epoch has the steps of every other one
+            steps = [batches[step] for step in range(batches.steps_per_epoch)]
+            parts.append(Sequences.concat([self.mismatched(self.rows[rows]) for rows in steps]))
         if self.eval_rows is not None:
             parts += [self.judged(self.eval_rows)]
             parts += [self.mismatched(self.eval_rows)] if config.estimates_kl else []
         size = config.precompute_ref_batch_size or config.per_device_train_batch_size
         found = iter(self.reference.precomputed(self.reference_path, parts, micro_batch_size=size))
-        self.known = Known(next(found), next(found) if config.estimates_kl else None)
+        self.known = Known(next(found), None)
+        if config.estimates_kl:  # a step holds rows of anywhere where they are packed
+            places = np.zeros(len(self.rows), np.int64)  # a row that no step has gets another's, which nobody reads
+            seen = np.concatenate(steps)
+            places[seen] = np.arange(len(seen))
+            self.known = Known(self.known.matched, next(found)[places])
         if self.eval_rows is not None:
             self.eval_known = Known(next(found), next(found) if config.estimates_kl else None)
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from rayhelper import ConfigError, RayHelper
 from trainers.backends.base import Backend
 from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.configuration.packs import micro_batch_tokens, pack_length
 from trainers.configuration.shared import RunConfig, TrainConfig, megatron_settings
 from trainers.plugins import load_plugins, resolve_model
 
@@ -86,7 +87,7 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
         "optimizer_offload": config.optimizer_offload,
         "torch_compile": config.torch_compile,
         "activation_memory_budget": config.activation_memory_budget,
-        "padding_free": config.padding_free,
+        "padding_free": config.padding_free or pack_length(config) is not None,
         "router_aux_loss_coef": config.router_aux_loss_coef,
         "model_init_kwargs": config.model_init_kwargs,
     }
@@ -124,7 +125,7 @@ def shared_arguments(config: TrainConfig, num_training_steps: int | None) -> dic
         "disable_dropout": config.disable_dropout,
         "lora": lora_settings(config) if trains else None,
         "logits_memory_gib": config.logits_memory_gib,
-        "token_budget": config.token_budget,
+        "token_budget": micro_batch_tokens(config),
         "peak_tflops": config.peak_tflops,
         "seed": config.seed,
         "trust_remote_code": config.trust_remote_code,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
 from trainers.configuration.shared import TrainConfig, at_least, unread
 
@@ -25,7 +24,8 @@ class RewardConfig(TrainConfig):
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     packing: bool = False
-    """Batch sizes count packs in the place of pairs: a pack is pairs of max_length tokens together at most."""
+    """Batch sizes count packs in the place of pairs: a pack is pairs of max_length tokens together at most. Its
+    sequences pass through the model without padding, as with padding_free."""
     center_rewards_coefficient: float | None = None
     """Weight of a term that holds the mean reward near 0 (arXiv 2312.09244); null: none."""
     per_device_eval_batch_size: int = 8
@@ -35,6 +35,4 @@ class RewardConfig(TrainConfig):
         super().__post_init__()
         unread(self, "transformers' sequence classifiers give no logits of their routers", "router_aux_loss_coef")
         at_least(self, 1, "max_length", "dataset_num_proc", "per_device_eval_batch_size")
-        if self.packing and self.max_length is None:
-            raise ConfigError("packing needs max_length, the tokens of a pack")
         at_least(self, 0, "center_rewards_coefficient")

@@ -19,6 +19,7 @@ from typing import Any
 from rayhelper import DeviceGroups, RayHelper
 from trainers.backends.base import Backend
 from trainers.configuration.mistakes import mistakes_of
+from trainers.configuration.packs import pack_length
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, sequences_per_step, total_steps
 from trainers.data.broken_rows import pair_mistake, without_broken
 from trainers.data.packs import batches_of
@@ -71,8 +72,9 @@ class RewardTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
-        pack_length = config.max_length if config.packing else None
-        batches = batches_of(self.pairs.pair_lengths(), batch_size, pack_length=pack_length, **order_by_rows_of(config))
+        batches = batches_of(
+            self.pairs.pair_lengths(), batch_size, pack_length=pack_length(config), **order_by_rows_of(config)
+        )
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.build(num_steps)
         order = {"pairs": len(self.pairs), SEQUENCES_PER_STEP: batch_size}

@@ -30,6 +30,7 @@ from trainers.checkpoint import (
     unfinished_folder,
     write_state,
 )
+from trainers.configuration.packs import pack_length
 from trainers.configuration.reading.secrets import masked
 from trainers.configuration.reading.text import save_config
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
@@ -87,6 +88,7 @@ class Run:
             "seed": config.seed,
             "shuffle_dataset": config.shuffle_dataset,
             "dataloader_drop_last": config.dataloader_drop_last,
+            "tokens a pack": pack_length(config),
         }
         _check_same_order(state.get("order", {}), self.order, self.checkpoint)
         self.settings = {name: getattr(config, name) for name in KEPT_BY_CHECKPOINTS}

@@ -18,6 +18,7 @@ class SFTConfig(TrainConfig):
     """SFT's keys beside the shared ones."""
 
     ROLES: ClassVar = {"train": TRAIN}
+    JOINS_ROWS: ClassVar = True
 
     output_dir: str = "outputs/sft"
     disable_dropout: bool = False
@@ -81,8 +82,6 @@ class SFTConfig(TrainConfig):
             unread(self, "streaming reads rows while the run goes on", "group_by_length")
         if not (self.streaming and self.shuffle_dataset):
             unread(self, "rows are not drawn from a stream's buffer", "shuffle_buffer_size")
-        if self.packing and self.max_length is None:
-            raise ConfigError("packing needs max_length, the tokens of a packed row")
         if scale is not None and self.assistant_only_loss:
             raise ConfigError("assistant_only_loss and loss_scale both say which turns are learned; remove one of them")
         if self.packing and self.truncation_mode == "keep_end":

@@ -427,7 +427,7 @@ class FsdpBackend:
         return torch.autocast(self.device.type, self.dtype, enabled=self.casts)
 
     def _cut(self, batch: Any, micro_batch_size: int) -> list[np.ndarray]:
-        lengths = batch.row_lengths()
+        lengths = batch.row_lengths(padded=not self.padding_free)
         return micro_batches(lengths, micro_batch_size, token_budget=self.token_budget, padding_free=self.padding_free)
 
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:

@@ -442,7 +442,7 @@ class MegatronBackend:
         return summed
 
     def _cut(self, batch: Any, micro_batch_size: int) -> list[np.ndarray]:
-        lengths = batch.row_lengths()
+        lengths = batch.row_lengths(padded=False)
         return micro_batches(lengths, micro_batch_size, token_budget=self.token_budget, padding_free=True)
 
     # Weights

@@ -385,10 +385,21 @@ def _data(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
         given.get("max_length", defaults.get("max_length")),
     ):
         given.take("packing_length")
+    _packing(given)
     if given.foreign("enable_dft_loss") and "packing" in given.known and given.take("enable_dft_loss") is True:
         given.put("loss_type", "dft", "enable_dft_loss")
     if {"loss_scale", "packing"} <= set(given.known) and given.get("loss_type") == "loss_scale":
         given.values["loss_type"] = "nll"  # the name that ms-swift's example has for the loss that loss_scale weighs
+
+
+def _packing(given: GivenKeys) -> None:
+    """ms-swift fills packs as is done here. Of GRPO and GKD it packs no rows: they pass the model without padding."""
+    if given.get("packing_strategy") == "binpack":
+        given.values["packing_strategy"] = "bfd"
+    draws = {"gkd_logits_topk", "num_generations"} & set(given.known)
+    if given.foreign("packing") and draws and "padding_free" in given.known and given.get("packing") is True:
+        given.take("packing")
+        given.put("padding_free", True, "packing")
 
 
 def _long_rows(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
@@ -397,8 +408,8 @@ def _long_rows(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
         return
     value = given.take("truncation_strategy")
     drops = {"loss_scale", "num_labels"} & set(given.known)
-    packs = given.get("packing", defaults.get("packing")) is True  # which keeps the start of rows
-    lacks = {"left" if packs else None, None if drops else "delete"}
+    joins = "packing_strategy" in given.known and given.get("packing", defaults.get("packing")) is True
+    lacks = {"left" if joins else None, None if drops else "delete"}  # joined rows keep their start
     modes = {name: meaning for name, meaning in TRUNCATIONS.items() if name not in lacks}
     if "truncation_mode" not in given.known:
         done = "delete" if {"center_rewards_coefficient", "sampler_type"} & set(given.known) else "left"

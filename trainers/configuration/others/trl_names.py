@@ -199,7 +199,6 @@ QLORA = "QLoRA is not built: quantized weights are not trained. Remove it, and w
 _REVISION = "a revision is chosen where a model is downloaded. Download it, and write its folder as model"
 _PREDICTIONS = "there is no compute_metrics: evaluation gives the trainer's own numbers. Remove it"
 _FULL = "evaluation computes in dtype. Remove it"
-_PACKED_BY_SFT = "this trainer packs no rows. Remove it"
 _LEARNED = "this trainer learns from completions alone. Remove it"
 
 REFUSED = {
@@ -250,8 +249,9 @@ REFUSED = {
     "vllm_structured_outputs_regex": "completions are not constrained. Remove it",
     "eos_token": "the chat template, or the tokenizer, says what ends a sequence. Remove it",
     "dataset_text_field": "rename the column with columns: {name: text}",
-    "packing": _PACKED_BY_SFT,
-    "packing_strategy": _PACKED_BY_SFT,
+    "packing": "this trainer packs no rows. Remove it, or write padding_free: true",
+    "packing_strategy": "rows are packed as bfd packs them: the longest first, each into the fullest pack with room. "
+    "Remove it",
     "completion_only_loss": _LEARNED,
     "assistant_only_loss": _LEARNED,
     "truncation_mode": "long rows lose the beginning of their prompt. Remove it",

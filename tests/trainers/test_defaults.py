@@ -45,6 +45,8 @@ SWIFT: list[tuple[type[Any], str, dict[str, Any]]] = [
     (SFTConfig, "per_device_train_batch_size: 4", {"gradient_accumulation_steps": 4}),
     (SFTConfig, "global_batch_size: 8", {"gradient_accumulation_steps": 1}),
     (SFTConfig, "eval_dataset: e\nsave_steps: 50", {"eval_steps": 50}),
+    (SFTConfig, "split_dataset_ratio: 0.1\nsave_strategy: epoch\neval_steps: 5", {"eval_strategy": "epoch"}),
+    (SFTConfig, "split_dataset_ratio: 0.1\nsave_strategy: no", {"eval_strategy": "no", "is_divided": False}),
     (PretrainConfig, "", {"packing": False, "packing_strategy": "bfd", "loss_scale": "all"}),
     (DPOConfig, "", {"max_length": None, "beta": 0.1, "learning_rate": 1e-4}),
     (

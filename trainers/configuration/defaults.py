@@ -90,8 +90,16 @@ def _workers(keys: Keys) -> int:
         return 1  # what is wrong with it is told elsewhere
 
 
-def _evaluates(keys: Keys) -> bool:
-    return bool(keys.get("eval_dataset")) and bool(keys.get("save_steps"))
+def _has_rows(keys: Keys) -> bool:
+    return bool(keys.get("eval_dataset")) or bool(keys.get("split_dataset_ratio"))
+
+
+def _evaluates_as_it_saves(keys: Keys) -> bool:
+    return _has_rows(keys) and keys.get("save_strategy") in ("epoch", "no")
+
+
+def _evaluates_by_steps(keys: Keys) -> bool:
+    return _has_rows(keys) and bool(keys.get("save_steps")) and keys.get("eval_strategy") == "steps"
 
 
 def _learning_rate(keys: Keys) -> float:
@@ -143,7 +151,8 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         Default("moe_grouped_gemm", True, MEGATRON, _multiplies_in_bfloat16),
         Default("max_length", _positions, BASE),
         Default("per_device_eval_batch_size", 1, ARGUMENTS),
-        Default("eval_steps", lambda keys: keys.get("save_steps"), SFT, _evaluates),
+        Default("eval_strategy", lambda keys: keys.get("save_strategy"), SFT, _evaluates_as_it_saves),
+        Default("eval_steps", lambda keys: keys.get("save_steps"), SFT, _evaluates_by_steps),
     ),
     "CompletionConfig": (
         Default("temperature", 0.9, RLHF),

@@ -1,0 +1,86 @@
+"""The best checkpoint of a run, by the evaluation at its step: ``metric_for_best_model``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rayhelper import ConfigError
+from trainers.configuration.saving import SavingConfig
+
+
+class Best:
+    """The best evaluation so far, and the best checkpoint; ``state()`` goes into every checkpoint."""
+
+    def __init__(self, config: SavingConfig, state: Mapping[str, Any]) -> None:
+        self.config = config
+        self.metric: float | None = state.get("best_metric")  # of the checkpoint
+        self.checkpoint: str | None = state.get("best_model_checkpoint")  # its folder's name
+        self.seen: float | None = state.get("best_seen", self.metric)  # of all evaluations
+
+    def state(self) -> dict[str, Any]:
+        return {"best_metric": self.metric, "best_model_checkpoint": self.checkpoint, "best_seen": self.seen}
+
+    def see(self, numbers: Mapping[str, float]) -> bool:
+        """Notes an evaluation; whether it is better than all before.
+
+        Raises ConfigError if it does not hold the number that ``metric_for_best_model`` names.
+        """
+        value = judged_by(self.config, numbers)
+        if not self._is_better(value, self.seen):
+            return False
+        self.seen = value
+        return True
+
+    def judge(self, folder: Path, numbers: Mapping[str, float]) -> None:
+        """Notes ``folder`` as the best checkpoint if ``numbers``, of its evaluation, are better than ever before."""
+        value = judged_by(self.config, numbers)
+        if self._is_better(value, self.metric):
+            self.metric, self.checkpoint = value, folder.name
+
+    def is_beaten_by(self, numbers: Mapping[str, float]) -> bool:
+        """Whether ``numbers`` are better than those of the best checkpoint, or there is none."""
+        return self.checkpoint is None or self._is_better(judged_by(self.config, numbers), self.metric)
+
+    def check_there(self, output_dir: Path) -> None:
+        """Raises ConfigError if the best checkpoint is to be loaded at the end and is not in ``output_dir``."""
+        name = self.checkpoint
+        if self.config.load_best_model_at_end and name is not None and not (output_dir / name).is_dir():
+            raise ConfigError(
+                f"load_best_model_at_end: the best checkpoint of the run that goes on is {name}, which is not in "
+                f"{output_dir}. Copy it there, or remove load_best_model_at_end."
+            )
+
+    def told(self, output_dir: Path) -> str:
+        """One line of the best checkpoint; empty without one."""
+        name = self.config.metric_for_best_model
+        if self.checkpoint is None or name is None:
+            return ""
+        return f"the best checkpoint is {output_dir / self.checkpoint} ({name} {self.metric:.4g})"
+
+    def _is_better(self, value: float | None, than: float | None) -> bool:
+        """Whether ``value`` is a number, and better; anything is better than None."""
+        if value is None or math.isnan(value):
+            return False
+        sign = 1 if is_greater_better(self.config) else -1
+        return than is None or sign * value > sign * than
+
+
+def judged_by(config: SavingConfig, numbers: Mapping[str, float]) -> float | None:
+    """The number by which checkpoints are compared; None if they are not. Raises ConfigError if it is not there."""
+    name = config.metric_for_best_model
+    if name is None:
+        return None
+    name = name if name.startswith("eval_") else f"eval_{name}"
+    if name not in numbers:
+        raise ConfigError(f"metric_for_best_model: evaluation gives no {name!r}; it gives {', '.join(numbers)}")
+    return numbers[name]
+
+
+def is_greater_better(config: SavingConfig) -> bool:
+    """``greater_is_better``, or what the name of the metric says of it."""
+    if config.greater_is_better is None:
+        return not str(config.metric_for_best_model).endswith("loss")
+    return config.greater_is_better

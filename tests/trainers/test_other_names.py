@@ -352,6 +352,11 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (SFTConfig, "save_strategy: best", "save_strategy best saves the best model so far: set metric_for_best_model"),
     (
         SFTConfig,
+        "split_dataset_ratio: 0.1\neval_strategy: epoch\nsave_strategy: best\nmetric_for_best_model: loss\nearly_stop_interval: 2",
+        "early_stop_interval counts checkpoints that are no better, and save_strategy best saves none of them",
+    ),
+    (
+        SFTConfig,
         "split_dataset_ratio: 0.1\nload_best_model_at_end: true\neval_strategy: epoch",
         "save_strategy and eval_strategy must be the same; got steps and epoch",
     ),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
 from rayhelper import ConfigError
 from tests.e2e.runs import TEXTS, final_bytes, grpo_config, interrupted_after, lines, sft_config
@@ -49,6 +49,16 @@ class Scripted(Trainer):
         numbers = {"eval_loss": LOSSES[len(self.evaluated) - 1]}
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, numbers)
         return numbers
+
+
+def theirs(folder: Path, callbacks: list[Any], **keys: Any) -> Scripted:
+    """After it has trained."""
+    settings: dict[str, Any] = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "num_train_epochs": EPOCHS}
+    arguments = TrainingArguments(str(folder / "theirs"), per_device_train_batch_size=2, **(settings | keys))
+    rows = [{"x": torch.ones(1)}] * ROWS
+    trainer = Scripted(Line(), arguments, train_dataset=rows, eval_dataset=rows[:1], callbacks=callbacks)
+    trainer.train()
+    return trainer
 
 
 class Ours:
@@ -101,22 +111,7 @@ def test_a_run_saves_and_evaluates_when_transformers_does(
     accumulation: int, keys: dict[str, Any], tmp_path: Path
 ) -> None:
     """But for the last step, whose model is in the folder final."""
-    theirs = Scripted(
-        Line(),
-        TrainingArguments(
-            str(tmp_path / "theirs"),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=accumulation,
-            num_train_epochs=EPOCHS,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            **keys,
-        ),
-        train_dataset=[{"x": torch.ones(1)}] * ROWS,
-        eval_dataset=[{"x": torch.ones(1)}],
-    )
-    theirs.train()
+    trainer = theirs(tmp_path, [], gradient_accumulation_steps=accumulation, **keys)
     steps_per_epoch = Batches(ROWS, 2 * accumulation).steps_per_epoch
     config = TrainConfig(
         model="m", dataset=[{}], eval_dataset=[{}], output_dir=str(tmp_path), report_to=["none"], **keys
@@ -124,12 +119,48 @@ def test_a_run_saves_and_evaluates_when_transformers_does(
     with Run(config, EPOCHS * steps_per_epoch, headline=(), order={}) as run:
         ours = Ours()
         ours.train(run, steps_per_epoch)
-    assert run.num_steps == theirs.state.global_step
-    assert ours.evaluated == getattr(theirs, "evaluated", [])
+    assert run.num_steps == trainer.state.global_step
+    assert ours.evaluated == getattr(trainer, "evaluated", [])
     saved = {path.name for path in (tmp_path / "theirs").glob("checkpoint-*")}
     assert {path.name for path in checkpoints(tmp_path)} == saved - {f"checkpoint-{run.num_steps}"}
     if config.load_best_model_at_end:
-        assert f"checkpoint-{ours.weight}" == Path(str(theirs.state.best_model_checkpoint)).name
+        assert f"checkpoint-{ours.weight}" == Path(str(trainer.state.best_model_checkpoint)).name
+
+
+def run_of(folder: Path, num_steps: int, **keys: Any) -> Run:
+    data: dict[str, Any] = {"model": "m", "dataset": [{}], "eval_dataset": [{}], "report_to": ["none"]}
+    return Run(TrainConfig(**data, output_dir=str(folder), **keys), num_steps, headline=(), order={})
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 4])
+def test_a_run_ends_where_transformers_patience_ends(interval: int, tmp_path: Path) -> None:
+    """Which counts evaluations, one at each checkpoint here."""
+    keys: dict[str, Any] = BY_EPOCH | BEST
+    trainer = theirs(tmp_path, [EarlyStoppingCallback(interval)], num_train_epochs=9, **keys)
+    with run_of(tmp_path, 9 * 6, early_stop_interval=interval, **keys) as run:
+        ours = Ours()
+        ours.train(run, steps_per_epoch=6)
+    assert (run.step, ours.evaluated) == (trainer.state.global_step, trainer.evaluated)
+    assert f"checkpoint-{ours.weight}" == Path(str(trainer.state.best_model_checkpoint)).name
+
+
+@pytest.mark.parametrize("stop", range(1, 7))
+def test_a_resumed_run_counts_on(stop: int, tmp_path: Path) -> None:
+    """An evaluation between two checkpoints counts: 4.0, 3.0 and then 3.0 once more are the best at each of them."""
+    keys: dict[str, Any] = {"eval_steps": 1, "save_steps": 2, "metric_for_best_model": "loss", "early_stop_interval": 1}
+    with interrupted_after(stop), pytest.raises(KeyboardInterrupt), run_of(tmp_path, 9, **keys) as run:
+        Ours().train(run, steps_per_epoch=1)
+    with run_of(tmp_path, 9, resume_from_checkpoint="auto", **keys) as resumed:
+        ours = Ours()
+        ours.evaluated = list(range(1, resumed.step + 1))
+        ours.train(resumed, steps_per_epoch=1)
+    assert (resumed.step, ours.evaluated) == (6, [1, 2, 3, 4, 5, 6])
+    with run_of(tmp_path, 9, resume_from_checkpoint="auto", **keys) as over:
+        ours.train(over, steps_per_epoch=1)
+    assert (over.step, ours.evaluated) == (6, [1, 2, 3, 4, 5, 6])  # it has ended, and is not evaluated again
+    with run_of(tmp_path, 9, resume_from_checkpoint="auto", **keys | {"early_stop_interval": 2}) as patient:
+        ours.train(patient, steps_per_epoch=1)
+    assert patient.step == 9
 
 
 def test_rounds_of_several_steps_end_with_the_epoch_that_they_pass(tmp_path: Path) -> None:

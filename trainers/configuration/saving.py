@@ -32,6 +32,9 @@ class SavingConfig:
     """Whether more of ``metric_for_best_model`` is better; null: unless its name ends in loss."""
     load_best_model_at_end: bool = False
     """The final model is that of the best checkpoint, unless the last evaluation is better still."""
+    early_stop_interval: int | None = None
+    """Checkpoints in a row without a better ``metric_for_best_model`` after which the run ends, as in ms-swift; null:
+    never."""
     end_after_epochs: int | None = None
     """Epochs after which the run ends, though ``max_steps`` or ``num_train_epochs`` say more; a stream's too. The
     schedule does not change. null: no limit."""
@@ -79,11 +82,17 @@ def _best_mistakes(config: SavingConfig) -> Iterator[str]:
     if config.metric_for_best_model is None:
         asks = {"greater_is_better": config.greater_is_better is not None}
         asks["load_best_model_at_end"] = config.load_best_model_at_end
+        asks["early_stop_interval"] = config.early_stop_interval is not None
         for name in [name for name, is_set in asks.items() if is_set]:
             yield f"{name} is set, but metric_for_best_model is not. Set both, or neither."
         if config.save_strategy == "best":
             yield "save_strategy best saves the best model so far: set metric_for_best_model, the number that says it."
         return
+    if config.early_stop_interval is not None and config.save_strategy == "best":
+        yield (
+            "early_stop_interval counts checkpoints that are no better, and save_strategy best saves none of them. "
+            "Write save_strategy: steps or epoch, or remove early_stop_interval."
+        )
     told = f"metric_for_best_model={config.metric_for_best_model} judges a checkpoint by the evaluation at its step: "
     saves, evaluates = config.save_strategy, config.eval_strategy
     if saves == "best" and not config.evaluates_before_end:

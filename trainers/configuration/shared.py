@@ -311,7 +311,7 @@ def check_shared(config: TrainConfig) -> None:
     """Raises ConfigError naming the first key of any training whose value has no meaning."""
     at_least(config, 1, "per_device_train_batch_size", "gradient_accumulation_steps")
     at_least(config, 1, "global_batch_size", "eval_steps", "save_total_limit", "max_bad_steps")
-    at_least(config, 1, "end_after_epochs")
+    at_least(config, 1, "end_after_epochs", "early_stop_interval")
     at_least(config, 0, "learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps", "save_steps")
     at_least(config, 0, "num_train_epochs", "lora_dropout", "logits_memory_gib", "resume_on_failure")
     at_least(config, 1, "lora_rank", "token_budget")

@@ -1,4 +1,7 @@
-"""The best checkpoint of a run, by the evaluation at its step: ``metric_for_best_model``."""
+"""The best checkpoint of a run, by the evaluation at its step, and the end of a run that gets no better.
+
+``metric_for_best_model`` says by which number; ``early_stop_interval`` how many checkpoints in a row may be no better.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,23 @@ class Best:
         self.metric: float | None = state.get("best_metric")  # of the checkpoint
         self.checkpoint: str | None = state.get("best_model_checkpoint")  # its folder's name
         self.seen: float | None = state.get("best_seen", self.metric)  # of all evaluations
+        self.seen_at_save: float | None = state.get("best_seen_at_save")  # when a checkpoint was last saved
+        self.no_better: int | None = state.get("checkpoints_no_better")  # in a row; None: none was saved
 
     def state(self) -> dict[str, Any]:
-        return {"best_metric": self.metric, "best_model_checkpoint": self.checkpoint, "best_seen": self.seen}
+        return {
+            "best_metric": self.metric,
+            "best_model_checkpoint": self.checkpoint,
+            "best_seen": self.seen,
+            "best_seen_at_save": self.seen_at_save,
+            "checkpoints_no_better": self.no_better,
+        }
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether as many checkpoints as ``early_stop_interval`` says were no better."""
+        limit = self.config.early_stop_interval
+        return limit is not None and self.no_better is not None and self.no_better >= limit
 
     def see(self, numbers: Mapping[str, float]) -> bool:
         """Notes an evaluation; whether it is better than all before.
@@ -35,8 +52,17 @@ class Best:
         return True
 
     def judge(self, folder: Path, numbers: Mapping[str, float]) -> None:
-        """Notes ``folder`` as the best checkpoint if ``numbers``, of its evaluation, are better than ever before."""
+        """Notes ``folder`` as the best checkpoint if ``numbers``, of its evaluation, are better than ever before.
+
+        Counts it as no better if no evaluation since the checkpoint before was better than all earlier ones; the first
+        checkpoint is what later ones are compared with.
+        """
         value = judged_by(self.config, numbers)
+        if value is None:
+            return
+        is_first = self.no_better is None
+        self.no_better = 0 if is_first or self._is_better(self.seen, self.seen_at_save) else (self.no_better or 0) + 1
+        self.seen_at_save = self.seen
         if self._is_better(value, self.metric):
             self.metric, self.checkpoint = value, folder.name
 

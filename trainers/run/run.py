@@ -170,7 +170,9 @@ class Run:
     @property
     def is_over(self) -> bool:
         last = self.config.end_after_epochs
-        return self.step >= self.num_steps or (last is not None and (self.num_epochs or 0) >= last)
+        return (
+            self.step >= self.num_steps or self.best.ends_run or (last is not None and (self.num_epochs or 0) >= last)
+        )
 
     def rounds(self, trainer: Trainer, state: Callable[[], Mapping[str, Any]] = dict) -> Iterator[int]:
         """Its step, again and again until the run is over; each time the caller makes one optimizer step or several.
@@ -199,6 +201,10 @@ class Run:
                 self.is_due = False
             if stop is not None:
                 self.end_early(stop)
+        if self.best.ends_run:
+            logger.info(
+                "early_stop_interval: the run ends after step %d, %s", self.step, self.best.told(self.output_dir)
+            )
         if config.evaluates and self.evaluated_step != self.step:
             self.evaluate(trainer.evaluate)
         if config.load_best_model_at_end:

@@ -43,7 +43,10 @@ class SFTTrainer:
 
     def __init__(self, config: SFTConfig) -> None:
         self.config = config
-        self.policy = Policy(config, loss=supervised_loss, measure=mean_loss)
+        noise: dict[str, Any] = (
+            {"neftune_noise_alpha": config.neftune_noise_alpha} if config.neftune_noise_alpha else {}
+        )
+        self.policy = Policy(config, loss=supervised_loss, measure=mean_loss, **noise)
         self.prepare()
 
     @staticmethod

@@ -32,7 +32,13 @@ from trainers.sft.trainer import SFTTrainer
 
 CASES: dict[str, tuple[Any, Any, int, int, dict[str, Any]]] = {  # trainer, config, steps, interrupted after, keys
     "sft": (SFTTrainer, sft_config, 9, 6, {"save_steps": 2}),
-    "sft with dropout": (SFTTrainer, sft_config, 9, 5, {"save_steps": 4, "disable_dropout": False}),
+    "sft with dropout": (
+        SFTTrainer,
+        sft_config,
+        9,
+        5,
+        {"save_steps": 4, "disable_dropout": False, "neftune_noise_alpha": 5.0},
+    ),
     "sft packed": (SFTTrainer, sft_config, 9, 7, {"save_steps": 3, "packing": True, "max_length": 64, "max_steps": 9}),
     "grpo": (GRPOTrainer, grpo_config, 12, 9, {"save_steps": 4, "eval_steps": 4, "val_before_train": True}),
 }
@@ -64,7 +70,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(name: str, model: str, tmp_
 
 def test_two_workers_resume_bit_for_bit(model: str, tmp_path: Path, ray_session: RaySession) -> None:
     whole, parted = tmp_path / "whole", tmp_path / "parted"
-    keys: dict[str, Any] = {"save_steps": 2, "disable_dropout": False}
+    keys: dict[str, Any] = {"save_steps": 2, "disable_dropout": False, "neftune_noise_alpha": 5.0}
     with ray_session(together(2)):
         SFTTrainer(sft_config(model, whole, **keys)).train()
         with interrupted_after(5), pytest.raises(KeyboardInterrupt):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.runs import lines, sft_config
+from tests.e2e.runs import TEXTS, lines, sft_config
 from tests.golden.tiny import save_tiny, tiny_model, tiny_tokenizer
 from trainers.backends.scores import inputs
 from trainers.data.packs import batches_of
@@ -110,3 +110,17 @@ def test_rows_that_are_grouped_by_length_are_learned_in_that_order(tmp_path: Pat
 
     seen = [line["num_tokens"] for line in lines(tmp_path / "run") if "loss" in line]
     assert seen == tokens(by_length=True) != tokens(by_length=False)
+
+
+def test_noise_is_on_embeddings_in_training_alone(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model")
+    keys: dict[str, Any] = {"learning_rate": 0.0, "max_steps": 1, "eval_dataset": [{"text": text} for text in TEXTS]}
+    for name, alpha in (("none", None), ("zero", 0.0), ("noise", 500.0)):
+        SFTTrainer(sft_config(model, tmp_path / name, neftune_noise_alpha=alpha, **keys)).train()
+    (loss, evaluated), zero, (noisy_loss, noisy_evaluated) = (
+        [line[key] for line in lines(tmp_path / name) for key in ("loss", "eval_loss") if key in line]
+        for name in ("none", "zero", "noise")
+    )
+    assert zero == [loss, evaluated]
+    assert noisy_evaluated == evaluated
+    assert abs(noisy_loss - loss) > 0.01

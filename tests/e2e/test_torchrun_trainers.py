@@ -157,6 +157,8 @@ def whole_runs(model: str, folder: Path) -> None:
 def other_config(name: str, model: str, folder: Path) -> Any:
     """Three steps and a checkpoint of a trainer of ``OTHERS``."""
     keys: dict[str, Any] = {"max_steps": 3, "save_steps": 2}
+    if name == "reward":
+        keys = {"max_steps": 4, "save_strategy": "epoch", "eval_strategy": "epoch"}
     if name == "raft":
         return configured(name, model, folder, num_kept=2, report_to=["none"], **keys)
     if name == "gkd":
@@ -166,10 +168,11 @@ def other_config(name: str, model: str, folder: Path) -> Any:
 
 
 def judged_config(model: str, folder: Path) -> SFTConfig:
-    """Evaluated and saved every two steps, on what the training data makes it forget."""
+    """Evaluated and saved every two steps, on what the training data makes it forget; ends with its best model."""
     keys: dict[str, Any] = {"eval_dataset": [{"text": "QZX 741 %&$ KJWVQ 963"}], "eval_steps": 2, "save_steps": 2}
     keys |= {"learning_rate": 1e-2}
     keys |= {"save_total_limit": 1, "metric_for_best_model": "loss", "val_before_train": True}
+    keys |= {"load_best_model_at_end": True}
     return sft_config(model, folder, **keys)
 
 
@@ -222,6 +225,7 @@ def test_two_processes_of_torchrun_equal_two_ray_workers_bit_for_bit(
         assert final_bytes(by_torchrun / name) == final_bytes(tmp_path / name)
         written = [{path.name for path in (folder / name).iterdir()} for folder in (by_torchrun, tmp_path)]
         assert written[0] == written[1]
+    assert "checkpoint-3" in {path.name for path in (by_torchrun / "reward").iterdir()}  # the end of its first epoch
 
 
 def test_the_best_checkpoint_is_kept_and_told(by_torchrun: Path) -> None:

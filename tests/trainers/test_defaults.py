@@ -46,6 +46,15 @@ SWIFT: list[tuple[type[Any], str, dict[str, Any]]] = [
     (SFTConfig, "per_device_train_batch_size: 4", {"gradient_accumulation_steps": 4}),
     (SFTConfig, "global_batch_size: 8", {"gradient_accumulation_steps": 1}),
     (SFTConfig, "eval_dataset: e\nsave_steps: 50", {"eval_steps": 50}),
+    (SFTConfig, "split_dataset_ratio: 0.1\nsave_strategy: epoch\neval_steps: 5", {"eval_strategy": "epoch"}),
+    (SFTConfig, "split_dataset_ratio: 0.1\nsave_strategy: no", {"eval_strategy": "no", "is_divided": False}),
+    (
+        SFTConfig,
+        "split_dataset_ratio: 0.1\nearly_stop_interval: 3",
+        {"metric_for_best_model": "loss", "eval_steps": 500},
+    ),
+    (GRPOConfig, "eval_dataset: e\nearly_stop_interval: 3", {"metric_for_best_model": "reward"}),
+    (SFTConfig, "early_stop_interval: 0", {"early_stop_interval": None, "metric_for_best_model": None}),
     (PretrainConfig, "", {"packing": False, "packing_strategy": "bfd", "loss_scale": "all"}),
     (DPOConfig, "", {"max_length": None, "beta": 0.1, "learning_rate": 1e-4}),
     (
@@ -222,6 +231,7 @@ def test_no_key_of_ours_makes_a_file_ms_swifts() -> None:
     for kind in configurations().values():
         shared = MS_SWIFT_ONLY & {one.name for one in dataclasses.fields(kind)}
         taken_from_there = {"model_name", "model_author", "split_dataset_ratio", "loss_scale", "use_chat_template"}
+        taken_from_there |= {"early_stop_interval"}
         assert shared <= taken_from_there, kind
 
 

@@ -129,8 +129,16 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
     (SFTConfig, "eval_steps: 10\nsplit_dataset_ratio: 0.0", {}),
     (SFTConfig, "eval_steps: 10\nsplit_dataset_ratio: 0\nval_dataset: e", {"eval_steps": 10, "eval_dataset": "e"}),
     (SFTConfig, "eval_strategy: 'no'\neval_steps: 10", {}),
-    (SFTConfig, "save_strategy: 'no'", {"save_steps": 0}),
+    (SFTConfig, "save_strategy: no\nsave_steps: 10", {"save_strategy": "no"}),
     (SFTConfig, "save_strategy: steps\nsave_steps: 10\neval_strategy: steps", {"save_steps": 10}),
+    (SFTConfig, "save_strategy: epoch\nsave_steps: 10\neval_strategy: epoch", {"save_strategy": "epoch"}),
+    (
+        SFTConfig,
+        "eval_dataset: e\neval_strategy: epoch\neval_steps: 5\nsave_strategy: best\nload_best_model_at_end: true",
+        {"eval_dataset": "e", "eval_strategy": "epoch", "save_strategy": "best"}
+        | {"load_best_model_at_end": True, "metric_for_best_model": "loss"},
+    ),
+    (SFTConfig, "max_epochs: 5\nmax_steps: 9\ndefaults: trl", {"max_steps": 9, "end_after_epochs": 5}),
     (SFTConfig, "finetune: true\nno_save_optim: true\nno_save_rng: true", {}),
     (SFTConfig, "dataset_shuffle: false\ndata_seed: 42\npacking_length: 1024", {"shuffle_dataset": False}),
     (SamplingConfig, "data_seed: 7", {"dataset_seed": 7}),
@@ -276,6 +284,9 @@ def test_without_vllm_its_keys_do_not_matter_and_are_told(tmp_path: Path, caplog
 
 
 REFUSALS: list[tuple[type[Any], str, str]] = [
+    (SFTConfig, "neftune_noise_alpha: 5\nbackend: megatron", "but backend megatron adds no noise to embeddings"),
+    (SFTConfig, "neftune_noise_alpha: 5\npacking: true", "Set padding_free: true, or per_device_train_batch_size: 1"),
+    (DPOConfig, "neftune_noise_alpha: 5", "neftune_noise_alpha is not supported: what is done here is 0, null"),
     (SFTConfig, "fp16: true", "float16 is not offered. Write dtype: bfloat16"),
     (SFTConfig, "bf16: true\ndtype: float32", "bf16 means dtype: bfloat16, but dtype is float32; remove one"),
     (
@@ -340,8 +351,18 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "is not supported: write right (rows keep their start)",
     ),
     (GRPOConfig, "truncation_strategy: delete", "write left: long rows lose the beginning of their prompt"),
-    (SFTConfig, "save_strategy: epoch", "save_strategy epoch is not supported: write save_steps"),
-    (SFTConfig, "save_strategy: 'no'\neval_strategy: epoch", "eval_strategy epoch is not supported: write eval_steps"),
+    (SFTConfig, "save_strategy: epochs", "save_strategy must be one of steps, epoch, best, no, got 'epochs' (did you"),
+    (SFTConfig, "save_strategy: best", "save_strategy best saves the best model so far: set metric_for_best_model"),
+    (
+        SFTConfig,
+        "split_dataset_ratio: 0.1\nsave_strategy: best\nmetric_for_best_model: loss\nearly_stop_interval: 2",
+        "early_stop_interval counts checkpoints that are no better, and save_strategy best saves none of them",
+    ),
+    (
+        SFTConfig,
+        "split_dataset_ratio: 0.1\nload_best_model_at_end: true\neval_strategy: epoch",
+        "save_strategy and eval_strategy must be the same; got steps and epoch",
+    ),
     (SFTConfig, "data_seed: 7", "seed is that of the data too"),
     (SFTConfig, "enable_thinking: false", "Write a chat_template"),
     (SFTConfig, "max_new_tokens: 3", "another name of max_completion_length, which is no key of this trainer"),

@@ -90,8 +90,20 @@ def _workers(keys: Keys) -> int:
         return 1  # what is wrong with it is told elsewhere
 
 
-def _evaluates(keys: Keys) -> bool:
-    return bool(keys.get("eval_dataset")) and bool(keys.get("save_steps"))
+def _has_rows(keys: Keys) -> bool:
+    return bool(keys.get("eval_dataset")) or bool(keys.get("split_dataset_ratio"))
+
+
+def _ends_early(keys: Keys) -> bool:
+    return bool(keys.get("early_stop_interval"))
+
+
+def _evaluates_as_it_saves(keys: Keys) -> bool:
+    return _has_rows(keys) and keys.get("save_strategy") in ("epoch", "no")
+
+
+def _evaluates_by_steps(keys: Keys) -> bool:
+    return _has_rows(keys) and bool(keys.get("save_steps")) and keys.get("eval_strategy") == "steps"
 
 
 def _learning_rate(keys: Keys) -> float:
@@ -154,7 +166,9 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         Default("moe_grouped_gemm", True, MEGATRON, _multiplies_in_bfloat16),
         Default("max_length", _positions, BASE),
         Default("per_device_eval_batch_size", 1, ARGUMENTS),
-        Default("eval_steps", lambda keys: keys.get("save_steps"), SFT, _evaluates),
+        Default("eval_strategy", lambda keys: keys.get("save_strategy"), SFT, _evaluates_as_it_saves),
+        Default("eval_steps", lambda keys: keys.get("save_steps"), SFT, _evaluates_by_steps),
+        Default("metric_for_best_model", "loss", SFT, _ends_early),
     ),
     "CompletionConfig": (
         Default("temperature", 0.9, RLHF),
@@ -181,6 +195,7 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
     "GRPOConfig": (
         Default("beta", 0.04, RLHF),
         Default("loss_type", "grpo", RLHF),
+        Default("metric_for_best_model", "reward", RLHF, _ends_early),
         Default("use_bias_correction_kl", False, "swift/rlhf_trainers/grpo_trainer.py", _has_kl_in_loss),
         Default("dataloader_drop_last", True, "swift/rlhf_trainers/arguments.py"),
         Default("gradient_accumulation_steps", 1, RLHF, _counts_steps),

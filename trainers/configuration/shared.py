@@ -21,6 +21,7 @@ from trainers.backends.megatron.settings import MegatronSettings
 from trainers.configuration.megatron import OF_FSDP, MegatronConfig, key_mistakes, settings_of
 from trainers.configuration.packs import check_packing, micro_batch_tokens
 from trainers.configuration.roles import WELL_KNOWN, Role
+from trainers.configuration.saving import SavingConfig, saving_mistakes
 from trainers.configuration.values import check_file, check_folder, check_values, is_there
 from trainers.data.held_out import Part
 from trainers.run.trackers import check_installed
@@ -143,7 +144,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(MegatronConfig, RunConfig):
+class TrainConfig(SavingConfig, MegatronConfig, RunConfig):
     """The keys that all trainers share."""
 
     JOINS_ROWS: ClassVar[bool] = False
@@ -256,30 +257,6 @@ class TrainConfig(MegatronConfig, RunConfig):
     """What a device can do at most, in 10^12 floating-point operations a second, for ``throughput/mfu``; null: known of
     common GPUs (bfloat16), and without it no mfu."""
 
-    # Evaluation and checkpoints
-    eval_steps: int | None = None
-    """Optimizer steps between evaluations; null: only at the end."""
-    val_before_train: bool = False
-    """Evaluate before the first step too."""
-    save_steps: int = 500
-    """Optimizer steps between checkpoints; 0: only the final model is saved."""
-    save_total_limit: int | None = None
-    """Checkpoints to keep, the best one among them if ``metric_for_best_model`` is set; the oldest go first."""
-    metric_for_best_model: str | None = None
-    """The number of an evaluation (with or without eval_) by which the best checkpoint is known and kept."""
-    greater_is_better: bool | None = None
-    """Whether more of ``metric_for_best_model`` is better; null: unless its name ends in loss."""
-    resume_from_checkpoint: bool | str | None = None
-    """A checkpoint folder; true or 'auto': the newest undamaged one of output_dir, if there is one."""
-    resume_on_failure: int = 0
-    """With Ray: when workers died or did not answer within ``timeout_s``, all are started anew and the run goes on from
-    its newest checkpoint, this many times at most."""
-    save_before_s: float | None = None
-    """Seconds after which the run finishes its step, saves a checkpoint and ends with exit code 0, counted from the
-    start of the command; null: no limit."""
-    save_on_interrupt: bool = False
-    """The first Ctrl-C finishes the step, saves a checkpoint and ends the run; the second one interrupts."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_shared(self)
@@ -287,12 +264,17 @@ class TrainConfig(MegatronConfig, RunConfig):
     @property
     def is_divided(self) -> bool:
         """Whether rows of ``dataset`` are held out for evaluation: with an ``eval_dataset`` none are."""
-        return self.split_dataset_ratio > 0 and not self.eval_dataset
+        return self.split_dataset_ratio > 0 and not self.eval_dataset and self.eval_strategy != "no"
 
     @property
     def evaluates(self) -> bool:
+        """Whether rows are evaluated, at the end at least."""
+        return self.has_evaluation_rows and self.eval_strategy != "no"
+
+    @property
+    def has_evaluation_rows(self) -> bool:
         """Whether there are rows to evaluate on."""
-        return bool(self.eval_dataset) or self.is_divided
+        return bool(self.eval_dataset) or self.split_dataset_ratio > 0
 
     @property
     def training_data(self) -> tuple[Any, str]:
@@ -337,6 +319,7 @@ def check_shared(config: TrainConfig) -> None:
     """Raises ConfigError naming the first key of any training whose value has no meaning."""
     at_least(config, 1, "per_device_train_batch_size", "gradient_accumulation_steps")
     at_least(config, 1, "global_batch_size", "eval_steps", "save_total_limit", "max_bad_steps")
+    at_least(config, 1, "end_after_epochs", "early_stop_interval")
     at_least(config, 0, "learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps", "save_steps")
     at_least(config, 0, "num_train_epochs", "lora_dropout", "logits_memory_gib", "resume_on_failure")
     at_least(config, 0, "router_aux_loss_coef")
@@ -378,12 +361,9 @@ def check_shared(config: TrainConfig) -> None:
     _check_schedule(config.lr_scheduler_type, config.lr_scheduler_kwargs)
     if not 0 <= config.split_dataset_ratio < 1:
         raise ConfigError(f"split_dataset_ratio must lie in [0, 1), got {config.split_dataset_ratio}")
-    if config.eval_steps is not None and not config.evaluates:
-        raise ConfigError(f"eval_steps is {config.eval_steps}, but there is no eval_dataset to evaluate on. Add one.")
-    if config.val_before_train and not config.evaluates:
-        raise ConfigError("val_before_train is set, but there is no eval_dataset to evaluate on. Add one.")
+    for mistake in saving_mistakes(config, has_rows=config.has_evaluation_rows):
+        raise ConfigError(mistake)
     check_seconds(config, "save_before_s")
-    _check_best(config)
     if config.resume_on_failure and not config.use_ray:
         raise ConfigError(
             f"resume_on_failure is {config.resume_on_failure}, but only with use_ray the workers are other processes "
@@ -395,18 +375,6 @@ def check_shared(config: TrainConfig) -> None:
         raise ConfigError(
             f"resume_from_checkpoint: there is no folder {resume!r}. Give a checkpoint-N folder, or 'auto' for the "
             "newest of output_dir."
-        )
-
-
-def _check_best(config: TrainConfig) -> None:
-    if config.metric_for_best_model is None:
-        if config.greater_is_better is not None:
-            raise ConfigError("greater_is_better is set, but metric_for_best_model is not. Set both, or neither.")
-        return
-    if not config.eval_steps or not config.save_steps or config.save_steps % config.eval_steps:
-        raise ConfigError(
-            f"metric_for_best_model={config.metric_for_best_model} judges a checkpoint by the evaluation at its step: "
-            f"save_steps must be a multiple of eval_steps; got {config.save_steps} and {config.eval_steps}"
         )
 
 

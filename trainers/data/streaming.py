@@ -94,6 +94,12 @@ class StreamedSequences:
         batch = Sequences.concat(parts)
         return dataclasses.replace(batch, row_ids=np.arange(place, place + len(batch)))
 
+    @property
+    def num_epochs(self) -> int:
+        """How often the stream has been gone through to its end; reads ahead to know it."""
+        has_ended = self.chunk is None and not self._read()
+        return self.state["epoch"] + has_ended
+
     def _read(self) -> bool:
         """Prepares the chunk at ``state``; False at the end of the epoch."""
         if self.chunks is None:

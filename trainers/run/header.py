@@ -65,7 +65,8 @@ def _rows(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iter
     if getattr(config, "streaming", False):
         counts = ["a stream"]
     source = config.dataset if isinstance(config.dataset, (str, dict)) else None
-    evaluated = f", evaluated every {config.eval_steps or num_steps} steps" if config.eval_dataset else ""
+    every = "epoch" if config.eval_strategy == "epoch" else f"{config.eval_steps or num_steps} steps"
+    evaluated = f", evaluated every {every}" if config.eval_dataset and config.evaluates else ""
     if counts or source:
         yield f"data: {', '.join(counts) or 'read'}{f' of {source}' if source else ''}{evaluated}"
 

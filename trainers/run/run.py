@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -36,6 +35,7 @@ from trainers.configuration.reading.text import save_config
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 from trainers.metrics import Metrics
 from trainers.run.bad_steps import BAD_STEPS, BadSteps
+from trainers.run.best import Best
 from trainers.run.folder_lock import FolderLock, held
 from trainers.run.going_on import is_going_on
 from trainers.run.header import header
@@ -102,12 +102,14 @@ class Run:
         self.num_tokens: float = state.get("num_tokens", 0.0)
         self.trainer_state: dict[str, Any] = state.get("trainer", {})
         self.first_evaluation: dict[str, float] = state.get("first_evaluation", {})
-        self.best_metric: float | None = state.get("best_metric")
-        self.best_checkpoint: str | None = state.get("best_model_checkpoint")
+        self.num_epochs: int | None = state.get("num_epochs", None if state else 0)  # None: an earlier version's
+        self.best = Best(config, state)
         self.bad_steps = BadSteps(config.max_bad_steps, state.get("bad_steps", 0))
         self.is_due = False  # a checkpoint, which waits for a step that is not bad
         self.last: dict[str, float] = {}
-        self.last_evaluation: dict[str, float] = {}
+        self.last_evaluation: dict[str, float] = state.get("last_evaluation", {})
+        self.evaluated_step: int | None = state.get("evaluated_step")
+        self.has_ended_epoch = False  # since the last round
         self.trackers: Trackers | None = None  # process 0 has them
         self.unnamed: Path | None = None  # a folder that workers still write into
         self.lock: FolderLock | None = None  # process 0 has it
@@ -144,6 +146,7 @@ class Run:
         )
         for line in header(config, self.num_steps, self.order):
             self.trackers.bar.write(line)
+        self.best.check_there(self.output_dir)
         if self.checkpoint is None and self.final.exists():
             self.trackers.bar.write(
                 f"{self.final} is of an earlier run, and is replaced at the end of this one. To keep it, write another "
@@ -168,7 +171,10 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        return self.step >= self.num_steps
+        last = self.config.end_after_epochs
+        return (
+            self.step >= self.num_steps or self.best.ends_run or (last is not None and (self.num_epochs or 0) >= last)
+        )
 
     def rounds(self, trainer: Trainer, state: Callable[[], Mapping[str, Any]] = dict) -> Iterator[int]:
         """Its step, again and again until the run is over; each time the caller makes one optimizer step or several.
@@ -184,20 +190,27 @@ class Run:
         if config.val_before_train and self.step == 0:
             self.evaluate(trainer.evaluate)
         while not self.is_over:
-            start = self.step
+            start, self.has_ended_epoch = self.step, False
             yield start
-            if self.due(config.eval_steps, self.step - start):
-                self.evaluate(trainer.evaluate)
-            self.is_due |= self.due(config.save_steps, self.step - start)
+            is_better = False
+            if config.evaluates and self.is_time(config.eval_strategy, config.eval_steps, self.step - start):
+                is_better = self.evaluate(trainer.evaluate)
+            self.is_due |= self.is_time(config.save_strategy, config.save_steps, self.step - start, is_better=is_better)
             may_save = not self.is_over and not self.bad_steps.is_last  # after the next step that is not bad
             stop = self.stop_reason() if may_save else None
             if may_save and (self.is_due or stop is not None):
+                self.save_checkpoint(trainer.save, trainer.tokenizer, state(), is_due=self.is_due)
                 self.is_due = False
-                self.save_checkpoint(trainer.save, trainer.tokenizer, state())
             if stop is not None:
                 self.end_early(stop)
-        if config.evaluates:
+        if self.best.ends_run:
+            logger.info(
+                "early_stop_interval: the run ends after step %d, %s", self.step, self.best.told(self.output_dir)
+            )
+        if config.evaluates and self.evaluated_step != self.step:
             self.evaluate(trainer.evaluate)
+        if config.load_best_model_at_end:
+            self.load_best(trainer.load)
 
     @RayHelper.function(group="driver", execute="first")
     def stop_reason(self) -> Stop | None:
@@ -240,13 +253,18 @@ class Run:
         """Inside, the driver's time counts as this phase of the step; the step is that of the next ``log_step``."""
         return self.stopwatch.phase(name)
 
-    def log_step(self, metrics: Metrics, *, epoch: float) -> None:
+    def log_step(self, metrics: Metrics, *, epoch: float, num_epochs: int | None = None) -> None:
         """Counts an optimizer step and writes its numbers, under TRL's names, and where its time went.
+
+        ``num_epochs`` is how often the rows have been gone through to their end; None: as ``epoch`` says.
 
         Raises:
             BadStepsError: the last ``max_bad_steps`` steps had a loss or gradient norm that is not finite.
         """
         self.step += 1
+        num_epochs = int(epoch) if num_epochs is None else num_epochs
+        self.has_ended_epoch |= self.num_epochs is not None and num_epochs > self.num_epochs
+        self.num_epochs = num_epochs
         seconds = self.stopwatch.lap()
         times = step_times(seconds)
         numbers = {name: value for name, value in metrics.values().items() if name not in WORK}
@@ -262,23 +280,28 @@ class Run:
             self._name_if_written()
         self.bad_steps.check()
 
-    def evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> None:
-        """Writes the numbers that ``evaluate`` finds. Its time is of no step, whatever phases it goes through."""
-        with self.stopwatch.stopped():
-            self.log_evaluation(evaluate())
+    def evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> bool:
+        """Writes the numbers that ``evaluate`` finds. Its time is of no step, whatever phases it goes through.
 
-    def log_evaluation(self, numbers: Mapping[str, float]) -> None:
+        Returns whether the model is better than at any evaluation before.
+        """
+        with self.stopwatch.stopped():
+            return self.log_evaluation(evaluate())
+
+    def log_evaluation(self, numbers: Mapping[str, float]) -> bool:
         """Writes the numbers of an evaluation; the first and the last are shown side by side at the end.
 
-        Raises ConfigError if they do not hold the one that ``metric_for_best_model`` names.
+        Returns whether the model is better than at any evaluation before. Raises ConfigError if the numbers do not hold
+        the one that ``metric_for_best_model`` names.
         """
-        judged_by(self.config, numbers)
+        is_better = self.best.see(numbers)
         if self.step == 0:
             self.first_evaluation = dict(numbers)
-        self.last_evaluation = dict(numbers)
+        self.last_evaluation, self.evaluated_step = dict(numbers), self.step
         self.last |= numbers
         if self.trackers is not None:
             self.trackers.log(self.step, numbers, advance=False)
+        return is_better
 
     def shows_completions(self, num_steps: int) -> bool:
         """Whether the first step or a multiple of ``logging_steps`` is among the next ``num_steps`` steps."""
@@ -292,45 +315,67 @@ class Run:
 
     def due(self, every: int | None, num_steps: int = 1) -> bool:
         """Whether a multiple of ``every`` was passed in the last ``num_steps`` steps, and steps remain."""
-        if not every or self.step >= self.num_steps:
+        if not every or self.is_over:
             return False
         return self.step // every > (self.step - num_steps) // every
 
+    def is_time(self, strategy: str, every: int | None, num_steps: int, *, is_better: bool = False) -> bool:
+        """Whether ``eval_strategy`` or ``save_strategy`` asks for something after a round of ``num_steps`` steps.
+
+        Not at the end of the run, where all is evaluated and saved anyway.
+        """
+        if strategy == "steps":
+            return self.due(every, num_steps)
+        is_asked = {"epoch": self.has_ended_epoch, "best": is_better}
+        return is_asked.get(strategy, False) and not self.is_over
+
     def save_checkpoint(
-        self, save: SaveFunction, tokenizer: Any, trainer_state: Mapping[str, Any] | None = None
+        self,
+        save: SaveFunction,
+        tokenizer: Any,
+        trainer_state: Mapping[str, Any] | None = None,
+        *,
+        is_due: bool = True,
     ) -> None:
         """Writes ``checkpoint-N``: the workers' part, tokenizer, position in the data; old ones beyond the limit go.
 
         ``trainer_state`` is what else the trainer needs to go on, as JSON knows it; a resumed run finds it under this
         name.
 
-        An evaluation that is due at the same step comes first: it tells whether this is the best checkpoint so far.
-        The time is of no step.
+        An evaluation that is due at the same step comes first: it tells whether this is the best checkpoint so far. One
+        that is not due, as of a run that was stopped, is not judged. The time is of no step.
         """
         folder = checkpoint_folder(self.output_dir, self.step)
-        self.judge(folder)
+        if is_due and self.last_evaluation:
+            self.best.judge(folder, self.last_evaluation)
         state = {
             "step": self.step,
+            "num_epochs": self.num_epochs,
             "num_tokens": self.num_tokens,
             "first_evaluation": self.first_evaluation,
-            "best_metric": self.best_metric,
+            "last_evaluation": self.last_evaluation,
+            "evaluated_step": self.evaluated_step,
             "bad_steps": self.bad_steps.count,
             "settings": self.settings,
-            "best_model_checkpoint": self.best_checkpoint,
             "order": self.order,
             "trainer": dict(trainer_state or {}),
+            **self.best.state(),
         }
         with self.stopwatch.stopped():
             self.write(folder, save, tokenizer, state)
 
-    def judge(self, folder: Path) -> None:
-        """Notes ``folder`` as the best checkpoint if the last evaluation found the model better than ever before."""
-        value = judged_by(self.config, self.last_evaluation) if self.last_evaluation else None
-        if value is None or math.isnan(value):
+    def load_best(self, load: SaveFunction) -> None:
+        """Goes back to the model of the best checkpoint, unless the last evaluation is better, or is of that model."""
+        if self.best.is_beaten_by(self.last_evaluation):
             return
-        sign = 1 if is_greater_better(self.config) else -1
-        if self.best_metric is None or sign * value > sign * self.best_metric:
-            self.best_metric, self.best_checkpoint = value, folder.name
+        assert self.best.checkpoint is not None
+        folder = self.output_dir / self.best.checkpoint
+        if folder == checkpoint_folder(self.output_dir, self.step):
+            return
+        self.wait_until_written()
+        logger.info("load_best_model_at_end: the final model is that of %s", folder)
+        with self.stopwatch.stopped():
+            load(folder)
 
     def write(self, folder: Path, save: SaveFunction, tokenizer: Any, state: Mapping[str, Any] | None) -> None:
         """Writes ``folder``: the workers their parts, process 0 the rest; it has its name once all is written.
@@ -394,8 +439,7 @@ class Run:
         self.unnamed = None
         complete(folder)
         if (folder / STATE_FILE).exists():
-            best = None if self.best_checkpoint is None else Path(self.best_checkpoint).name
-            rotate(self.output_dir, self.config.save_total_limit, best)
+            rotate(self.output_dir, self.config.save_total_limit, self.best.checkpoint)
 
     def finish(self, export: SaveFunction, tokenizer: Any) -> dict[str, float]:
         """Writes the trained model to ``output_dir/final`` and says what evaluation found before and after."""
@@ -414,11 +458,8 @@ class Run:
                 self.trackers.bar.write(
                     f"the adapter is merged into the weights of this model; alone it is in {folder / 'adapter'}"
                 )
-            if self.best_checkpoint is not None and self.config.metric_for_best_model is not None:
-                judge = self.config.metric_for_best_model
-                self.trackers.bar.write(
-                    f"the best checkpoint is {self.output_dir / self.best_checkpoint} ({judge} {self.best_metric:.4g})"
-                )
+            if best := self.best.told(self.output_dir):
+                self.trackers.bar.write(best)
         return self.last
 
 
@@ -443,24 +484,6 @@ def saved_order(config: TrainConfig) -> Mapping[str, Any]:
     _, state = resumed_state(config)
     order: dict[str, Any] = state.get("order", {})
     return order
-
-
-def judged_by(config: TrainConfig, numbers: Mapping[str, float]) -> float | None:
-    """The number by which checkpoints are compared; None if they are not. Raises ConfigError if it is not there."""
-    name = config.metric_for_best_model
-    if name is None:
-        return None
-    name = name if name.startswith("eval_") else f"eval_{name}"
-    if name not in numbers:
-        raise ConfigError(f"metric_for_best_model: evaluation gives no {name!r}; it gives {', '.join(numbers)}")
-    return numbers[name]
-
-
-def is_greater_better(config: TrainConfig) -> bool:
-    """``greater_is_better``, or what the name of the metric says of it."""
-    if config.greater_is_better is None:
-        return not str(config.metric_for_best_model).endswith("loss")
-    return config.greater_is_better
 
 
 def _check_same_settings(saved: Mapping[str, Any], settings: Mapping[str, Any], checkpoint: Path | None) -> None:

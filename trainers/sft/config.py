@@ -52,12 +52,27 @@ class SFTConfig(TrainConfig):
     false`` of itself, or its own weight as ``loss_scale``. null: as the two keys above say."""
     loss_type: SFTLossType = "nll"
     """nll: negative log-likelihood; dft: weighed by the token's probability (arXiv 2508.05629)."""
+    neftune_noise_alpha: float | None = None
+    """Add noise to the embeddings in training, uniform and at most this / sqrt(length of a row x hidden size) (NEFTune,
+    arXiv 2310.05914); null or 0: none. Backend fsdp."""
     per_device_eval_batch_size: int = 8
     """Sequences that a worker passes through the model at once in evaluation."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 2, "max_length")
+        at_least(self, 0, "neftune_noise_alpha")
+        if self.neftune_noise_alpha and self.backend == "megatron":
+            raise ConfigError(
+                f"neftune_noise_alpha is {self.neftune_noise_alpha}, but backend megatron adds no noise to embeddings. "
+                "Remove it, or write backend: fsdp."
+            )
+        joins = self.padding_free or (self.per_device_train_batch_size == 1 and self.token_budget is None)
+        if self.neftune_noise_alpha and self.packing and self.packing_strategy != "wrapped" and not joins:
+            raise ConfigError(
+                "neftune_noise_alpha: the length of what passes through the model says how large the noise is, and "
+                "elsewhere packed rows are joined there. Set padding_free: true, or per_device_train_batch_size: 1"
+            )
         at_least(self, 1, "dataset_num_proc", "per_device_eval_batch_size")
         try:
             scale = parsed(self.loss_scale)

@@ -43,7 +43,10 @@ class SFTTrainer:
 
     def __init__(self, config: SFTConfig) -> None:
         self.config = config
-        self.policy = Policy(config, loss=supervised_loss, measure=mean_loss)
+        noise: dict[str, Any] = (
+            {"neftune_noise_alpha": config.neftune_noise_alpha} if config.neftune_noise_alpha else {}
+        )
+        self.policy = Policy(config, loss=supervised_loss, measure=mean_loss, **noise)
         self.prepare()
 
     @staticmethod
@@ -131,7 +134,9 @@ class SFTTrainer:
                 with run.phase("update"):
                     metrics = self.policy.step(batch, int(batch.target_mask.values.sum()))
                 metrics.sum("num_tokens", len(batch.input_ids.values))
-                run.log_step(metrics, epoch=(step + 1) / config.max_steps)
+                with run.phase("data"):
+                    num_epochs = stream.num_epochs
+                run.log_step(metrics, epoch=(step + 1) / config.max_steps, num_epochs=num_epochs)
             return run.finish(self.policy.export, self.tokenizer)
 
     def evaluate(self) -> dict[str, float]:

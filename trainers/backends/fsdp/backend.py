@@ -38,6 +38,7 @@ from trainers.backends.fsdp.adapters import (
 )
 from trainers.backends.fsdp.hf_model import (
     ModelHead,
+    add_noise,
     build_model,
     evaluating,
     load_named_weights,
@@ -93,6 +94,7 @@ class FsdpBackend:
     torch computes the others again, and chooses those that cost least (in one process, what it first compiled for one
     backend it takes for the next). ``logits_memory_gib``: what the head may keep for its own (see ``head.room_of``).
     ``router_aux_loss_coef``: of the loss that balances experts (``router.py``), in steps of a language model.
+    ``neftune_noise_alpha``: noise on the embeddings of ``step`` alone (see ``hf_model.add_noise``); None and 0: none.
     """
 
     vocabulary = WHOLE
@@ -132,6 +134,7 @@ class FsdpBackend:
         padding_free: bool = False,
         token_budget: int | None = None,
         peak_tflops: float | None = None,
+        neftune_noise_alpha: float | None = None,
         seed: int = 42,
         model_init_kwargs: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
@@ -184,6 +187,8 @@ class FsdpBackend:
             known = self.scorer.head.known
             self.balance = self.scorer.balance = Balance(self.module, router_aux_loss_coef, has_backbone=known)
         self.module.train(trains)
+        if neftune_noise_alpha and trains:
+            add_noise(self.module, neftune_noise_alpha)
         if gradient_checkpointing and trains:
             self.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if not trains:

@@ -87,6 +87,19 @@ def zero_dropout(module: torch.nn.Module) -> None:
                     setattr(holder, name, 0.0)
 
 
+def add_noise(module: Any, alpha: float) -> None:
+    """In training mode embeddings get uniform noise of at most alpha / sqrt(L d): NEFTune (arXiv 2310.05914).
+
+    L is the length of the rows as the model gets them, with padding or with all documents of a row, as in transformers,
+    whose hook it is. The noise is drawn by torch's generator, so that a checkpoint holds where it goes on.
+    """
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    embeddings = module.get_input_embeddings()
+    embeddings.neftune_noise_alpha = alpha
+    embeddings.register_forward_hook(neftune_post_forward_hook)
+
+
 @contextlib.contextmanager
 def evaluating(module: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode inside; afterwards every part is in the mode it was in."""

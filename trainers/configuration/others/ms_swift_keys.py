@@ -186,6 +186,8 @@ def _checkpoints(given: GivenKeys) -> None:
     limit = given.get("save_total_limit")
     if isinstance(limit, int) and limit <= 0:
         del given.values["save_total_limit"]
+    if given.get("early_stop_interval") in (0, None):  # which is never there
+        given.values.pop("early_stop_interval", None)
     if given.foreign("save_safetensors") and given.get("save_safetensors") is False:
         given.take("save_safetensors")
         given.notes["save_safetensors"] = "a checkpoint holds what a run goes on from, the folder final the model"

@@ -248,7 +248,6 @@ _WATCHED = "write report_to: tensorboard, wandb or none"
 REFUSED = {
     **trl_names.REFUSED,
     # habits of transformers' Trainer
-    "load_best_model_at_end": "the best checkpoint stays and is named at the end (metric_for_best_model). Remove it",
     "create_checkpoint_symlink": "checkpoint-N folders are found by resume_from_checkpoint: auto. Remove it",
     "ddp_backend": "NCCL on GPUs, gloo on CPUs. Remove it",
     # engines and backends
@@ -372,7 +371,7 @@ REFUSED_BEGINNINGS = {
 # Keys of translations.py, which hold for the whole run
 TRANSLATED = (
     *("rlhf_type", "bf16", "fp16", "attn_impl", "attention_backend", "min_lr", "lr_decay_style", "deepspeed"),
-    *("recompute_granularity", "save_strategy", "eval_strategy", "finetune", "truncation_strategy", "enable_dft_loss"),
+    *("recompute_granularity", "finetune", "truncation_strategy", "enable_dft_loss"),
     *("use_rslora", "use_dora", "init_weights", "modules_to_save", "enable_thinking"),
 )
 

@@ -25,6 +25,7 @@ from trainers.configuration.others.other_names import HINTS, is_neutral
 from trainers.configuration.others.trl_translations import translate_trl
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 from trainers.configuration.reading.typed_values import typed
+from trainers.configuration.saving import SavingConfig
 
 ATTENTION = {  # ms-swift's attn_impl and Megatron's attention_backend, in transformers' words
     "flash_attn": "flash_attention_2",
@@ -82,8 +83,8 @@ def translate(
     _recomputation(given)
     _megatron(given, defaults)
     _adapter(given, defaults)
-    _evaluation(given)
-    _saving(given)
+    _evaluation(given, defaults)
+    _saving(given, defaults)
     _shares(given)
     _data(given, defaults)
     _long_rows(given, defaults)
@@ -315,34 +316,50 @@ def _adapter(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
         given.take(name)
 
 
-def _evaluation(given: GivenKeys) -> None:
-    """Without evaluation data ms-swift does not evaluate, whatever ``eval_steps`` says."""
+def _evaluation(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    """Without evaluation data ms-swift does not evaluate, whatever ``eval_strategy`` and ``eval_steps`` say."""
+    if "eval_strategy" not in given.known:
+        return
+    _strategy(given, defaults, "eval_strategy", "eval_steps")
     has_rows = bool(given.get("eval_dataset")) or bool(given.get("split_dataset_ratio"))
-    if "eval_steps" in given.values and not has_rows:
-        del given.values["eval_steps"]
-        given.notes["eval_steps"] = "there is no eval_dataset"
-    if given.foreign("eval_strategy"):
-        strategy = given.take("eval_strategy") or "no"  # which YAML reads as false
-        if strategy == "epoch" or (strategy == "no" and has_rows):
-            instead = "eval_steps" if strategy == "epoch" else "no eval_dataset"
-            given.refuse("eval_strategy", f"eval_strategy {strategy} is not supported: write {instead}")
-        elif strategy == "no" and "eval_steps" in given.values:
-            del given.values["eval_steps"]
+    for name in [] if has_rows else [name for name in ("eval_steps", "eval_strategy") if name in given.values]:
+        if given.get(name) not in (None, "no"):
+            given.notes[name] = "there is no eval_dataset"
+        del given.values[name]
 
 
-def _saving(given: GivenKeys) -> None:
-    if given.foreign("save_strategy") and "save_steps" in given.known:
-        strategy = given.take("save_strategy") or "no"  # which YAML reads as false
-        if strategy == "no":
-            given.values.pop("save_steps", None)
-            given.put("save_steps", 0, "save_strategy")
-        elif strategy != "steps":
-            given.refuse(
-                "save_strategy",
-                f"save_strategy {strategy} is not supported: write save_steps, 0 to keep the final model",
-            )
+def _saving(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    if "save_strategy" in given.known:
+        _strategy(given, defaults, "save_strategy", "save_steps")
+        _end(given)
+        if given.get("load_best_model_at_end") is True and given.get("metric_for_best_model") is None:
+            given.values.pop("metric_for_best_model", None)
+            given.put("metric_for_best_model", "loss", "load_best_model_at_end")  # as in transformers
     if given.foreign("finetune") and given.take("finetune") is True and given.get("resume_from_checkpoint"):
         given.refuse("finetune", "finetune begins anew, and resume_from_checkpoint goes on; remove one of them")
+
+
+def _strategy(given: GivenKeys, defaults: Mapping[str, Any], name: str, steps: str) -> None:
+    """Under another strategy than steps nobody reads ``eval_steps`` or ``save_steps``; no is false to YAML."""
+    if name in given.values and given.get(name) is None:
+        del given.values[name]
+    elif given.get(name) is False:
+        given.values[name] = "no"
+    strategy = given.get(name, defaults[name])
+    if strategy in ("epoch", "best", "no") and steps in given.values:
+        count = given.get(steps)
+        del given.values[steps]
+        if count not in (None, 0, SavingConfig.save_steps):
+            given.notes[steps] = f"{name} is {strategy}"
+
+
+def _end(given: GivenKeys) -> None:
+    """ms-swift's ``max_epochs`` ends a run before its ``max_steps`` too; without these it says how long the run is."""
+    steps = given.get("max_steps")
+    is_limit = given.written.get("num_train_epochs") == "max_epochs" and isinstance(steps, int) and steps > 0
+    if is_limit and "num_train_epochs" in given.values:
+        given.put("end_after_epochs", given.get("num_train_epochs"), "num_train_epochs")
+        del given.values["num_train_epochs"]
 
 
 def _shares(given: GivenKeys) -> None:

@@ -106,7 +106,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "eval_accumulation_steps": (None,),
     "include_for_metrics": ([],),
     "batch_eval_metrics": (False,),
-    "load_best_model_at_end": (False,),
     "label_names": (None, []),
     "eval_packing": (None,),
     # checkpoints and the hub

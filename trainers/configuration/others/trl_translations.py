@@ -154,7 +154,7 @@ def mixture_mistake(listed: Any) -> str | None:
 
 def _evaluation(given: GivenKeys, trl: bool, defaults: Mapping[str, Any]) -> None:
     """TRL's scripts evaluate on another split of the same rows, every ``logging_steps`` unless told otherwise."""
-    strategy = given.get("eval_strategy") if given.foreign("eval_strategy") else None
+    strategy = given.get("eval_strategy")
     if not trl or strategy not in ("steps", "epoch") or "eval_dataset" not in given.known:
         return
     source = given.get("dataset")

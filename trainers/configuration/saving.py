@@ -1,0 +1,107 @@
+"""The keys that say when a run evaluates, saves and ends, and which values of them have a meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavingConfig:
+    """When a run evaluates, saves and ends."""
+
+    # Evaluation and checkpoints
+    eval_strategy: Literal["steps", "epoch", "no"] = "steps"
+    """When the rows of evaluation are evaluated, besides at the end. steps: every ``eval_steps``; epoch: at the end of
+    every epoch; no: never, not at the end either."""
+    eval_steps: int | None = None
+    """Optimizer steps between evaluations; null: only at the end."""
+    val_before_train: bool = False
+    """Evaluate before the first step too."""
+    save_strategy: Literal["steps", "epoch", "best", "no"] = "steps"
+    """When a checkpoint is saved. steps: every ``save_steps``; epoch: at the end of every epoch; best: after each
+    evaluation that is better than all before; no: only the final model is saved."""
+    save_steps: int = 500
+    """Optimizer steps between checkpoints; 0: only the final model is saved."""
+    save_total_limit: int | None = None
+    """Checkpoints to keep, the best one among them if ``metric_for_best_model`` is set; the oldest go first."""
+    metric_for_best_model: str | None = None
+    """The number of an evaluation (with or without eval_) by which the best checkpoint is known and kept."""
+    greater_is_better: bool | None = None
+    """Whether more of ``metric_for_best_model`` is better; null: unless its name ends in loss."""
+    load_best_model_at_end: bool = False
+    """The final model is that of the best checkpoint, unless the last evaluation is better still."""
+    early_stop_interval: int | None = None
+    """Checkpoints in a row without a better ``metric_for_best_model`` after which the run ends, as in ms-swift; null:
+    never."""
+    end_after_epochs: int | None = None
+    """Epochs after which the run ends, though ``max_steps`` or ``num_train_epochs`` say more; a stream's too. The
+    schedule does not change. null: no limit."""
+    resume_from_checkpoint: bool | str | None = None
+    """A checkpoint folder; true or 'auto': the newest undamaged one of output_dir, if there is one."""
+    resume_on_failure: int = 0
+    """With Ray: when workers died or did not answer within ``timeout_s``, all are started anew and the run goes on from
+    its newest checkpoint, this many times at most."""
+    save_before_s: float | None = None
+    """Seconds after which the run finishes its step, saves a checkpoint and ends with exit code 0, counted from the
+    start of the command; null: no limit."""
+    save_on_interrupt: bool = False
+    """The first Ctrl-C finishes the step, saves a checkpoint and ends the run; the second one interrupts."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether there are checkpoints before the end."""
+        return self.save_strategy != "no" and (self.save_strategy != "steps" or self.save_steps > 0)
+
+    @property
+    def evaluates_before_end(self) -> bool:
+        """Whether there are evaluations before the end, behind the first step."""
+        return self.eval_strategy == "epoch" or (self.eval_strategy == "steps" and bool(self.eval_steps))
+
+
+def saving_mistakes(config: SavingConfig, *, has_rows: bool) -> Iterator[str]:
+    """What the keys break. ``has_rows``: there are rows to evaluate on."""
+    if config.eval_steps is not None and config.eval_strategy != "steps":
+        yield f"eval_steps is {config.eval_steps}, but eval_strategy is {config.eval_strategy}. Remove one of them."
+    if config.save_steps not in (0, SavingConfig.save_steps) and config.save_strategy != "steps":
+        yield f"save_steps is {config.save_steps}, but save_strategy is {config.save_strategy}. Remove one of them."
+    asks = {
+        f"eval_steps is {config.eval_steps}": config.eval_steps is not None,
+        "eval_strategy is epoch": config.eval_strategy == "epoch",
+        "val_before_train is set": config.val_before_train,
+    }
+    for told in [told for told, is_asked in asks.items() if is_asked and not has_rows]:
+        yield f"{told}, but there is no eval_dataset to evaluate on. Add one."
+    if config.eval_strategy == "no" and config.val_before_train:
+        yield "val_before_train is set, but eval_strategy is no. Remove one of them."
+    yield from _best_mistakes(config)
+
+
+def _best_mistakes(config: SavingConfig) -> Iterator[str]:
+    if config.metric_for_best_model is None:
+        asks = {"greater_is_better": config.greater_is_better is not None}
+        asks["load_best_model_at_end"] = config.load_best_model_at_end
+        asks["early_stop_interval"] = config.early_stop_interval is not None
+        for name in [name for name, is_set in asks.items() if is_set]:
+            yield f"{name} is set, but metric_for_best_model is not. Set both, or neither."
+        if config.save_strategy == "best":
+            yield "save_strategy best saves the best model so far: set metric_for_best_model, the number that says it."
+        return
+    if config.early_stop_interval is not None and config.save_strategy == "best":
+        yield (
+            "early_stop_interval counts checkpoints that are no better, and save_strategy best saves none of them. "
+            "Write save_strategy: steps or epoch, or remove early_stop_interval."
+        )
+    told = f"metric_for_best_model={config.metric_for_best_model} judges a checkpoint by the evaluation at its step: "
+    saves, evaluates = config.save_strategy, config.eval_strategy
+    if saves == "best" and not config.evaluates_before_end:
+        yield f"{told}save_strategy best needs eval_steps, or eval_strategy: epoch"
+    elif saves == "no":
+        yield f"{told}save_strategy is no, so that there is none. Remove one of them."
+    elif saves == "steps" and evaluates == "steps":
+        if not config.eval_steps or not config.save_steps or config.save_steps % config.eval_steps:
+            got = f"{config.save_steps} and {config.eval_steps}"
+            yield f"{told}save_steps must be a multiple of eval_steps; got {got}"
+    elif saves in ("steps", "epoch") and saves != evaluates:
+        yield f"{told}save_strategy and eval_strategy must be the same; got {saves} and {evaluates}"

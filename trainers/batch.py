@@ -286,7 +286,7 @@ class Sequences(Batch):
         """Itself: what a backend asks of every batch that it learns from."""
         return self
 
-    def row_lengths(self, padded: bool = True) -> np.ndarray:
+    def row_lengths(self) -> np.ndarray:
         """(rows,) int64: the tokens of each row."""
         return self.input_ids.lengths
 

@@ -158,7 +158,7 @@ def test_a_packed_run_learns_what_its_rows_teach_without_packing(
 
     plain = trainer_of(config_of(kind, model, tmp_path / "plain", **keys, max_length=100))
     data = plain.rows if kind == "kto" else plain.pairs
-    lengths = 2 * data.sequence_lengths(100) if kind == "kto" else data.pair_lengths()
+    lengths = 2 * data.sequence_lengths(100) if kind == "kto" else data.unpadded_lengths()
     packs = packed(lengths, 100)
     order = Batches(len(packs), 2, seed=7)
     if kind in ("kto", "dpo"):

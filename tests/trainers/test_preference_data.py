@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset
 
 from tests.golden.tiny import tiny_tokenizer
+from trainers.backends.base import token_lengths
 from trainers.backends.scores.inputs import micro_batches
 from trainers.data.preferences import Preferences, tokenize_comparisons, tokenize_preferences
 
@@ -57,7 +58,7 @@ def test_all_chosen_sequences_come_before_the_rejected_and_pairs_stay_together()
 def test_a_budget_of_tokens_holds_both_sides_of_a_pair_with_their_padding() -> None:
     pairs = tokenized(*(PAIR | {"rejected": "d" * length} for length in (1, 9, 9, 2, 30)))
     both = pairs.as_sequences().input_ids.lengths.reshape(2, -1)  # chosen above rejected
-    assert pairs.row_lengths(padded=False).tolist() == both.sum(0).tolist() != pairs.row_lengths().tolist()
+    assert token_lengths(pairs, padded=False).tolist() == both.sum(0).tolist() != pairs.row_lengths().tolist()
     for rows in micro_batches(pairs.row_lengths(), 8, token_budget=50):
         sequences = pairs[rows].as_sequences()
         assert len(rows) == 1 or len(sequences) * int(sequences.input_ids.lengths.max()) <= 50

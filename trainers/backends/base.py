@@ -40,7 +40,13 @@ class Steppable(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, index: Any) -> Any: ...
     def as_sequences(self) -> Sequences: ...
-    def row_lengths(self, padded: bool = True) -> Any: ...  # (rows,) int64: tokens of each row, of all its sequences
+    def row_lengths(self) -> Any: ...  # (rows,) int64: tokens of each row, of all its sequences, padded to the longest
+
+
+def token_lengths(batch: Steppable, *, padded: bool) -> Any:
+    """(rows,) int64: the tokens of each row. A batch whose rows have several sequences may have ``unpadded_lengths``."""
+    unpadded = None if padded else getattr(batch, "unpadded_lengths", None)
+    return batch.row_lengths() if unpadded is None else unpadded()
 
 
 class LossFunction(Protocol[BatchT]):

@@ -80,7 +80,7 @@ class CPOTrainer:
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
         batches = batches_of(
-            self.pairs.pair_lengths(), batch_size, pack_length=pack_length(config), **order_by_rows_of(config)
+            self.pairs.unpadded_lengths(), batch_size, pack_length=pack_length(config), **order_by_rows_of(config)
         )
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.policy.build(self.model_path, num_steps)

@@ -66,12 +66,12 @@ class Preferences(Batch):
             Ragged.concat([self.chosen_ids, self.rejected_ids]), Ragged.concat([self.chosen_mask, self.rejected_mask])
         )
 
-    def row_lengths(self, padded: bool = True) -> np.ndarray:
-        """(rows,) int64: the tokens of each pair, the shorter sequence ``padded`` to the longer."""
+    def row_lengths(self) -> np.ndarray:
+        """(rows,) int64: the tokens of each pair, the shorter sequence padded to the longer."""
         lengths: np.ndarray = 2 * np.maximum(self.chosen_ids.lengths, self.rejected_ids.lengths)
-        return lengths if padded else self.pair_lengths()
+        return lengths
 
-    def pair_lengths(self) -> np.ndarray:
+    def unpadded_lengths(self) -> np.ndarray:
         """(rows,) int64: the tokens of both sequences of each pair."""
         lengths: np.ndarray = self.chosen_ids.lengths + self.rejected_ids.lengths
         return lengths

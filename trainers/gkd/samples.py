@@ -58,7 +58,7 @@ class DistillationSamples(Sequences):
         assert self.teacher_target_mask is not None, "the teacher's sequences come with their targets"
         return Sequences(self.teacher_input_ids, self.teacher_target_mask)
 
-    def row_lengths(self, padded: bool = True) -> np.ndarray:
+    def row_lengths(self) -> np.ndarray:
         """(rows,) int64: the tokens of each row on the side where they are more."""
         lengths = self.input_ids.lengths
         return lengths if self.teacher_input_ids is None else np.maximum(lengths, self.teacher_input_ids.lengths)

@@ -24,7 +24,7 @@ from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
 from rayhelper import ConfigError
-from trainers.backends.base import SentWeights, TokenFunction
+from trainers.backends.base import SentWeights, TokenFunction, token_lengths
 from trainers.backends.device import default_device
 from trainers.backends.finite import FiniteStep
 from trainers.backends.fsdp import documents, packed_attention
@@ -432,7 +432,7 @@ class FsdpBackend:
         return torch.autocast(self.device.type, self.dtype, enabled=self.casts)
 
     def _cut(self, batch: Any, micro_batch_size: int) -> list[np.ndarray]:
-        lengths = batch.row_lengths(padded=not self.padding_free)
+        lengths = token_lengths(batch, padded=not self.padding_free)
         return micro_batches(lengths, micro_batch_size, token_budget=self.token_budget, padding_free=self.padding_free)
 
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:

@@ -27,7 +27,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from rayhelper import ConfigError
-from trainers.backends.base import SentWeights, TokenFunction
+from trainers.backends.base import SentWeights, TokenFunction, token_lengths
 from trainers.backends.device import default_device
 from trainers.backends.finite import FiniteStep
 from trainers.backends.fsdp.hf_model import ModelHead
@@ -442,7 +442,7 @@ class MegatronBackend:
         return summed
 
     def _cut(self, batch: Any, micro_batch_size: int) -> list[np.ndarray]:
-        lengths = batch.row_lengths(padded=False)
+        lengths = token_lengths(batch, padded=False)
         return micro_batches(lengths, micro_batch_size, token_budget=self.token_budget, padding_free=True)
 
     # Weights

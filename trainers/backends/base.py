@@ -44,7 +44,7 @@ class Steppable(Protocol):
 
 
 def token_lengths(batch: Steppable, *, padded: bool) -> Any:
-    """(rows,) int64: the tokens of each row. A batch whose rows have several sequences may have ``unpadded_lengths``."""
+    """(rows,) int64: the tokens of each row; without padding by ``unpadded_lengths``, if the batch has that."""
     unpadded = None if padded else getattr(batch, "unpadded_lengths", None)
     return batch.row_lengths() if unpadded is None else unpadded()
 

@@ -30,7 +30,7 @@ class Command:
 
 def commands_of(script: str) -> list[Command]:
     """All commands of a script, in its order."""
-    variables: dict[str, str] = {}
+    variables = {"WORLD_SIZE": "2", "RANK": "0"}  # nodes and this one's number, as the services of its scripts set them
     exported: dict[str, str] = {}
     found = []
     for line in logical_lines(script):

@@ -56,6 +56,10 @@ def test_rpo_is_the_supervised_loss_beside_the_others() -> None:
     assert weighted_losses(config(rpo_alpha=0.5)) == (["sigmoid", "sft"], [1.0, 0.5])
     both = config(loss_type=["ipo", "hinge"], loss_weights=[1.0, 2.0])
     assert weighted_losses(both) == (["ipo", "hinge"], [1.0, 2.0])
+    mixed = {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.8, 0.2]}
+    assert weighted_losses(config(rpo_alpha=0.0, **mixed)) == (["sigmoid", "sft"], [0.8, 0.2])  # ms-swift's mpo.sh
+    with pytest.raises(ConfigError, match="rpo_alpha adds the loss type sft"):
+        config(rpo_alpha=0.1, **mixed)
 
 
 def test_one_loss_or_several_are_read_from_the_command_line() -> None:

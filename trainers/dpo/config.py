@@ -77,7 +77,10 @@ def weighted_losses(config: DPOConfig) -> tuple[list[Any], list[float]]:
     """The loss types with what ``rpo_alpha`` adds, and their weights."""
     types: list[Any] = [config.loss_type] if isinstance(config.loss_type, str) else list(config.loss_type)
     weights = [1.0] * len(types) if config.loss_weights is None else list(config.loss_weights)
-    return (types, weights) if config.rpo_alpha is None else ([*types, "sft"], [*weights, config.rpo_alpha])
+    is_there = config.rpo_alpha == 0 and "sft" in types  # and rpo_alpha adds nothing to it
+    if config.rpo_alpha is None or is_there:
+        return types, weights
+    return [*types, "sft"], [*weights, config.rpo_alpha]
 
 
 def check_dpo(config: DPOConfig) -> None:

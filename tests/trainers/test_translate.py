@@ -14,6 +14,7 @@ from rayhelper.text import parse_text
 from trainers.configuration.folders import configuration_named
 from trainers.configuration.reading.command_line import load_config
 from trainers.translate.command import main
+from trainers.translate.roll import ranks_of
 from trainers.translate.shell import commands, unknown_in
 
 SCRIPT = r"""
@@ -293,6 +294,58 @@ def test_a_pipeline_of_roll(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert {key: found[key] for key in meant} == meant
     assert "reference.strategy_args.strategy_name: the reference lies as the policy does" in err
     assert checked(out, tmp_path).advantage_estimator == "reinforce_plus_plus_token"
+
+
+@pytest.mark.parametrize(
+    ("further", "told"),
+    [
+        ("train_env_manager: {max_env_num_per_worker: 16}", "of ROLL's agentic pipeline, and only RLVR is translated"),
+        ("sft_train: {training_args: {learning_rate: 1.0e-5}}", "python -m trainers sft"),
+        ("chosen_key: chosen", "python -m trainers dpo"),
+        ("student_train: {}\nstudent: {infer_batch_size: 1}", "python -m trainers gkd"),
+        ("async_generation_ratio: 1", "max_staleness: 1 into the translated file"),
+        ("importance_sampling: geometric", "geometric is not built (known: token, seq)"),
+        ("actor_train.model_args.freeze_module_prefix: vision_model", "models that see images or hear"),
+    ],
+)
+def test_what_roll_has_beside_is_refused_by_name(
+    further: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, err = translated(f"{ROLL}\n{further}\n", "rlvr.yaml", tmp_path, capsys)
+    assert (out, told in err) == ("", True), err
+
+
+@pytest.mark.parametrize(
+    ("mapping", "ranks"),
+    [
+        ("list(range(0, 3))", [0, 1, 2]),
+        ("list(range(2))", [0, 1]),
+        ("list(range(0,2)) + list(range(4,6))", [0, 1, 4, 5]),
+        ("list([6,7,14])", [6, 7, 14]),
+        ("[6, 7]", [6, 7]),
+        ([1, 2], [1, 2]),
+        (None, []),
+    ],
+)
+def test_device_mappings_of_roll(mapping: Any, ranks: list[int]) -> None:
+    assert ranks_of(mapping) == ranks
+
+
+@pytest.mark.parametrize("mapping", ["__import__('os').getcwd()", "list(range(4", "range(4)", "${other}"])
+def test_a_device_mapping_that_is_none_is_refused(mapping: str) -> None:
+    with pytest.raises(ConfigError, match="is no list of ranks"):
+        ranks_of(mapping)
+
+
+def test_engines_of_roll_on_a_part_of_the_devices_that_train_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, part = "device_mapping: list(range(0,8))", "device_mapping: list(range(0, 3))"
+    first, second, third, rest = ROLL.split(whole)
+    text = f"{first}{whole}{second}{part}{third}{whole}{rest}"
+    out, err = translated(text, "rlvr.yaml", tmp_path, capsys)
+    assert out == ""
+    assert "actor_infer.device_mapping: 3 of the 8 devices of actor_train" in err
 
 
 def test_the_strategies_of_roll_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from rayhelper import ConfigError
 from trainers.translate.table import Ours, Theirs
 from trainers.translate.verl_names import DIVIDED, STAGES
 
@@ -51,6 +52,11 @@ WITHOUT = {
     "is_num_return_sequences_expand": "an engine gets the prompts of a group as it chooses",
     "generate_opt_level": "prompts enter the engine while others are completed",
     "save_logging_board_dir": "logs lie in output_dir",
+    "offload_nccl": "process groups stay",
+    "actor_train.offload_nccl": "process groups stay",
+    "actor_infer.offload_nccl": "process groups stay",
+    "reference.offload_nccl": "process groups stay",
+    "global_template": "the model's own chat template is used",
     "query_filter_config.": "dynamic_sample: true leaves out prompts rewarded alike",
     "max_running_requests": "vllm_max_num_seqs says it",
 }
@@ -63,11 +69,41 @@ REFUSED_ON = {  # switches that change numbers, and are not built
     "add_token_level_kl": "write kl_in_reward and beta by hand: theirs is added for each token",
     "use_reward_scaling": "rewards are not scaled by a running mean. Write false",
     "use_reward_norm": "rewards are not normalised by a running mean. Write false",
+    "reward_norm": "write norm_mean_type and norm_std_type, which took its place",
+    "reward_shift": "write norm_mean_type, which took its place",
+    "reward_scale": "write norm_std_type, which took its place",
+    "async_generation_ratio": "it counts requests ahead. Write 0, and max_staleness: 1 into the translated file",
+    **dict.fromkeys(
+        ("actor_train.model_args.freeze_module_prefix", "actor_train.data_args.image_max_pixels"),
+        "models that see images or hear are not trained",
+    ),
 }
+LEVELS = {"token": "token", "seq": "sequence"}  # of importance_sampling
+
+
+# ROLL's other pipelines: a key that each alone has, and the trainer here
+PIPELINES = (
+    ("train_env_manager", "agentic", "grpo, with environment: NAME in a file of external_plugins (docs/rollouts.md)"),
+    ("custom_envs", "agentic", "grpo, with environment: NAME in a file of external_plugins (docs/rollouts.md)"),
+    ("sft_train", "SFT", "sft (docs/trainers/sft.md)"),
+    ("chosen_key", "DPO", "dpo (docs/trainers/dpo.md)"),
+    ("student_train", "distillation", "gkd (docs/trainers/gkd.md)"),
+    ("student", "distillation", "gkd (docs/trainers/gkd.md)"),
+)
 
 
 def translate(theirs: Theirs, ours: Ours) -> None:
-    """Fills ``ours`` from the keys of ROLL."""
+    """Fills ``ours`` from the keys of ROLL's RLVR pipeline."""
+    sections = {name.partition(".")[0] for name in theirs.values}
+    for key, pipeline, trainer in PIPELINES:
+        if key in sections:
+            ours.refuse(
+                key,
+                f"this file is of ROLL's {pipeline} pipeline, and only RLVR is translated. Here that is "
+                f"python -m trainers {trainer}",
+            )
+            theirs.taken |= set(theirs.values)
+            return
     if "pretrain" not in theirs and "rollout_batch_size" not in theirs:
         ours.without["pretrain, rollout_batch_size, rewards, ..."] = (
             "a part of a file: write model, dataset, reward_funcs and the sizes of batches"
@@ -83,7 +119,7 @@ def translate(theirs: Theirs, ours: Ours) -> None:
     _run(theirs, ours)
     for name, reason in REFUSED_ON.items():
         value = theirs.take(name)
-        if value not in (None, False) and reason:
+        if value not in (None, False, 0, "None") and reason:
             ours.refuse(name, reason)
         elif name in theirs and value and reason is None:
             ours.without[name] = "there is no critic"
@@ -91,7 +127,7 @@ def translate(theirs: Theirs, ours: Ours) -> None:
     for beginning, reason in WITHOUT.items():
         ours.drop(theirs, [name for name in theirs.left() if name.startswith(beginning)], reason)
     for name in theirs.left():
-        if re.search(r"\.(model_type|attn_implementation|template|use_flash_attn)$", name):
+        if re.search(r"\.(model_type|attn_implementation|flash_attn|template|use_flash_attn)$", name):
             ours.drop(theirs, [name], "the model's own config.json and chat template say it")
 
 
@@ -162,12 +198,21 @@ def _algorithm(theirs: Theirs, ours: Ours) -> None:
     ours.say("max_grad_norm", theirs.take("max_grad_norm", 1.0), theirs, "max_grad_norm")
     if theirs.take("dual_clip_loss", False):
         ours.say("delta", 3.0, theirs, "dual_clip_loss", note="dual clip: the ratio of negative advantages")
+    level = theirs.take("importance_sampling", "token")
+    if level in LEVELS:
+        ours.say("importance_sampling_level", LEVELS[level], theirs, "importance_sampling")
+    else:
+        ours.refuse("importance_sampling", f"{level} is not built (known: {', '.join(LEVELS)})")
     how = theirs.take("loss_agg_mode", "seq-mean-token-sum")
     kinds = {"token-mean": "bnpo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum": "dr_grpo"}
     if how in kinds:
         ours.say("loss_type", kinds[how], theirs, "loss_agg_mode")
         if how == "seq-mean-token-sum":
-            ours.divide_gradients(int(theirs.take("response_length")), DIVIDED)
+            longest = theirs.take("response_length", theirs.take("actor_infer.generating_args.max_new_tokens"))
+            if isinstance(longest, int):
+                ours.divide_gradients(longest, DIVIDED)
+            else:
+                ours.refuse("response_length", "it is not given, and loss_agg_mode seq-mean-token-sum divides by it")
     else:
         ours.refuse("loss_agg_mode", f"{how} is not built (known: {', '.join(kinds)})")
     ours.say("mask_truncated_completions", bool(theirs.take("max_len_mask", False)), theirs, "max_len_mask")
@@ -231,7 +276,7 @@ def _strategies(theirs: Theirs, ours: Ours) -> None:
     elif dtype is not None:
         ours.say("dtype", names[dtype], theirs, "actor_train.model_args.dtype")
     off = theirs.take("actor_train.model_args.disable_gradient_checkpointing", False)
-    if not any(line.key == "recompute_granularity" for line in ours.lines):
+    if not any(line.key in ("recompute_granularity", "moe_layer_recompute") for line in ours.lines):
         source = "actor_train.model_args.disable_gradient_checkpointing"
         ours.say("gradient_checkpointing", not off, theirs, source, note="the other way round")
     _adapter(theirs, ours)
@@ -323,8 +368,17 @@ def _placement(theirs: Theirs, ours: Ours) -> None:
     if not ranks["actor_train"] or not ranks["actor_infer"]:
         ours.refuse("actor_train.device_mapping", "device_mapping of actor_train and actor_infer say where roles run")
         return
-    engine = next((line.value for line in ours.lines if line.key == "vllm_tensor_parallel_size"), 1)
     groups: dict[str, Any] = {"nproc_per_node": theirs.take("num_gpus_per_node", 8)}
+    for role in ("actor_infer", "reference"):
+        shared = set(ranks[role]) & set(ranks["actor_train"])
+        if shared and set(ranks[role]) != set(ranks["actor_train"]):
+            ours.refuse(
+                f"{role}.device_mapping",
+                f"{len(shared)} of the {len(ranks['actor_train'])} devices of actor_train: here a role has all devices "
+                "of another role, or none of them. Give both the same device_mapping, or others",
+            )
+            return
+    engine = next((line.value for line in ours.lines if line.key == "vllm_tensor_parallel_size"), 1)
     colocated = ranks["actor_infer"] == ranks["actor_train"]
     groups["trainers"] = {"device": "GPU", "ranks": ranks["actor_train"], "workers": ["train"]}
     if colocated and engine > 1:
@@ -347,12 +401,30 @@ def _placement(theirs: Theirs, ours: Ours) -> None:
 
 
 def ranks_of(mapping: Any) -> list[int]:
-    """The ranks of a device_mapping: ``list(range(0, 4))``, a list, or text that holds one."""
-    if mapping is None:
-        return []
-    found = re.fullmatch(r"\s*list\(range\((\d+)\s*,\s*(\d+)\)\)\s*", str(mapping))
-    ranks = list(range(int(found[1]), int(found[2]))) if found else ast.literal_eval(str(mapping))
-    return [int(rank) for rank in ranks]
+    """The ranks of a device_mapping: ``list(range(0, 4))``, a list, several of them with ``+``, or text that holds one.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    try:
+        return [] if mapping is None else _listed(ast.parse(str(mapping).strip(), mode="eval").body)
+    except (SyntaxError, TypeError, ValueError):
+        raise ConfigError(f"device_mapping {mapping} is no list of ranks, such as list(range(0, 4))") from None
+
+
+def _listed(node: ast.expr) -> list[int]:
+    match node:
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return [*_listed(left), *_listed(right)]
+        case ast.Call(
+            func=ast.Name("list"), args=[ast.Call(func=ast.Name("range"), args=ends, keywords=[])], keywords=[]
+        ):
+            return list(range(*map(ast.literal_eval, ends)))
+        case ast.Call(func=ast.Name("list"), args=[ast.List() as inner], keywords=[]):
+            return _listed(inner)
+        case ast.List(elts=elements):
+            return [int(ast.literal_eval(one)) for one in elements]
+    raise ValueError
 
 
 def _run(theirs: Theirs, ours: Ours) -> None:

@@ -37,6 +37,7 @@ IN_CODE += (
     "gkd_topk_add_tail",
     "rollout_engine",
     "dataloader_drop_last",
+    "metric_for_best_model",
 )
 
 

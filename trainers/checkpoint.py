@@ -27,6 +27,7 @@ from rayhelper import ConfigError
 from trainers.manifest import MANIFEST_FILE, damage, has_manifest, write_manifest
 
 STATE_FILE = "trainer_state.json"
+GROWN = "model_with_new_tokens"  # folder in output_dir: the model with rows for new_special_tokens
 WRITING, FAILED = ".writing", ".failed"
 _NAME = re.compile(r"checkpoint-\d+")
 

@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError
@@ -85,7 +86,14 @@ class Offer:
             name: str(value) for name, value in keys.items() if name.startswith("vllm_") and name not in WITHOUT_EFFECT
         }
         del engine[COPIES]
-        return cls(str(keys[MODEL]), gpus[:num_workers], num_workers, engine)
+        return cls(_place(str(keys[MODEL])), gpus[:num_workers], num_workers, engine)
+
+
+USAGE = (
+    "usage: python -m trainers swift rollout --model MODEL [--port 8000] [--vllm_tensor_parallel_size N] "
+    "[--vllm_data_parallel_size N] [--vllm_...]\n"
+    "Holds the GPUs of CUDA_VISIBLE_DEVICES for runs of this node with --vllm_mode server."
+)
 
 
 def serve(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -94,6 +102,9 @@ def serve(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     Raises:
         ConfigError: as ``Offer.of``; or the port is taken.
     """
+    if {"--help", "-h"} & set(arguments):
+        print(USAGE)
+        return
     offer, port = Offer.of(arguments, environment), plain(given_keys(arguments, [])[0].values.get("port", PORT))
     if type(port) is not int or not 0 <= port < 2**16:
         raise ConfigError(f"swift rollout: port must be a whole number from 0 to 65535, got {port!r}.")
@@ -101,10 +112,10 @@ def serve(arguments: Sequence[str], environment: Mapping[str, str]) -> None:
         server = answering(offer, port)
     except OSError as error:
         raise ConfigError(f"swift rollout: port {port} cannot be used: {error}. Write another --port.") from None
-    held = f"GPUs {','.join(offer.gpus)} wait" if offer.gpus else f"{offer.num_workers} processes wait"
+    places = f"GPUs {','.join(offer.gpus)}" if offer.gpus else f"places for {offer.num_workers} processes"
     print(
-        f"{held} at 127.0.0.1:{server.server_port} for a run with vllm_mode: server. The run starts the engines; "
-        "Ctrl-C ends the waiting.",
+        f"holding {places} at 127.0.0.1:{server.server_port} for runs with vllm_mode: server. A run starts the "
+        "engines; Ctrl-C ends this.",
         flush=True,
     )
     try:
@@ -129,6 +140,8 @@ def answering(offer: Offer, port: int) -> ThreadingHTTPServer:
             elif holding not in ([], [int(asking)]) and is_alive(holding[0]):
                 self.answer(409, {"held_by": holding[0]})
             else:
+                if holding != [int(asking)]:
+                    print(f"given to the run of process {asking}", flush=True)
                 holding[:] = [int(asking)]
                 self.answer(200, asdict(offer))
 
@@ -171,7 +184,7 @@ def asked(port: int, wait_s: float) -> Offer:
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"vllm_mode server: nobody answers at {where} ({error}). Start python -m trainers swift rollout "
-                    "--model MODEL there first, on the GPUs of the engine."
+                    f"--model MODEL --port {port} first, on the GPUs of the engine."
                 ) from None
             if not is_told:
                 print(f"waiting up to {wait_s:g} s for swift rollout at {where}", file=sys.stderr, flush=True)
@@ -205,7 +218,7 @@ def engine_of_server(keys: Mapping[str, Any], environment: Mapping[str, str]) ->
     offers = [asked(port, float(wait_s) if isinstance(wait_s, int | float) else WAIT_S) for port in ports]
     first, mine = offers[0], environment.get("NPROC_PER_NODE", "1")
     for offer in offers:
-        if offer.model != str(said.get(MODEL)):
+        if _place(offer.model) != _place(str(said.get(MODEL))):
             raise ConfigError(
                 f"vllm_mode server: swift rollout has model {offer.model}, and this run trains {said.get(MODEL)}. "
                 "Start it with the model of the run."
@@ -228,6 +241,11 @@ def engine_of_server(keys: Mapping[str, Any], environment: Mapping[str, str]) ->
     for name, value in first.engine.items():
         arguments += [f"--{name}", value] if name not in said else []
     return arguments, {VISIBLE: ",".join([*own, *theirs])} if theirs else {}
+
+
+def _place(model: str) -> str:
+    """The folder of a model, whichever way it is written; a name of the hub as it is."""
+    return str(Path(model).expanduser().resolve()) if Path(model).expanduser().is_dir() else model
 
 
 def _ports(said: Mapping[str, Any]) -> list[int]:

@@ -14,9 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rayhelper import ConfigError
 from tests.backends.batches import largest_difference, mean_loss, plain_scores, samples_of
 from tests.golden.tiny import save_tiny
+from tests.models import architectures
 from trainers.backends.fsdp.adapters import layer_names
 from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.dpo.config import DPOConfig
+from trainers.parts.models import lora_settings
 from trainers.rollout.vllm.adapter import put_adapter
+from trainers.sft.config import SFTConfig
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-2, "num_training_steps": 10, "lora": LORA}
@@ -310,3 +314,36 @@ def test_experts_that_lie_stacked_are_merged_and_written_as_others(
 def test_a_layer_that_the_model_does_not_have_is_refused(folder: str) -> None:
     with pytest.raises(ValueError, match=r"no_such_layer"):
         FsdpBackend(folder, **SETTINGS | {"lora": LORA | {"target_modules": ["no_such_layer"]}})
+
+
+@pytest.mark.parametrize(
+    ("name", "adapted"),
+    [
+        ("qwen3_moe", {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ("deepseek_v3", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
+        ("qwen3", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+    ],
+)
+def test_dropout_leaves_experts_out_of_all_linear(name: str, adapted: set[str], tmp_path: Path) -> None:
+    """peft ends in an error else: ms-swift's defaults are all-linear and a dropout of 0.05."""
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.05}
+    model = architectures.save(name, tmp_path / name)
+    backend = FsdpBackend(model, learning_rate=1e-2, num_training_steps=2, lora=settings)
+    layers = [key.partition(".lora_")[0] for key, _ in backend.module.named_parameters() if ".lora_" in key]
+    names = {layer.rpartition(".")[2] for layer in layers}
+    assert names == adapted
+    before = scores(backend)
+    assert np.array_equal(scores(backend), before)  # no dropout as it scores
+    for _ in range(2):
+        backend.step(samples_of(), partial(mean_loss, 9), micro_batch_size=4)
+    assert scores(backend).mean() > before.mean()
+
+
+def test_without_dropout_an_adapter_has_none_either() -> None:
+    """As in TRL, which disables dropout once the adapter is there. TRL's DPO does so by default, its SFT does not."""
+    settings: dict[str, Any] = {"model": "m", "dataset": "d", "tuner_type": "lora", "lora_dropout": 0.5}
+    for kind, dropout in ((DPOConfig, 0.0), (SFTConfig, 0.5)):
+        found = lora_settings(kind(**settings))
+        assert found is not None
+        assert found["lora_dropout"] == dropout
+    assert (lora_settings(DPOConfig(**settings, disable_dropout=False)) or {})["lora_dropout"] == 0.5

@@ -63,7 +63,15 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"eval_steps": 10}, ["eval_steps is 10", "eval_dataset", "Add one"]),
     ({"val_before_train": True}, ["val_before_train", "eval_dataset", "Add one"]),
     ({"greater_is_better": True}, ["greater_is_better", "metric_for_best_model"]),
-    ({"metric_for_best_model": "loss"}, ["metric_for_best_model=loss", "multiple of eval_steps", "500 and None"]),
+    ({"metric_for_best_model": "loss"}, ["metric_for_best_model compares evaluations", "no eval_dataset"]),
+    (
+        {"metric_for_best_model": "loss", "early_stop_interval": 2},
+        ["early_stop_interval compares evaluations", "no eval_dataset"],
+    ),
+    (
+        {"metric_for_best_model": "loss", "eval_dataset": "d"},
+        ["metric_for_best_model=loss", "multiple of eval_steps", "500 and None"],
+    ),
     (
         {"metric_for_best_model": "loss", "eval_dataset": "d", "eval_steps": 4, "save_steps": 6},
         ["save_steps must be a multiple of eval_steps", "6 and 4"],

@@ -286,7 +286,7 @@ def test_without_vllm_its_keys_do_not_matter_and_are_told(tmp_path: Path, caplog
 REFUSALS: list[tuple[type[Any], str, str]] = [
     (SFTConfig, "neftune_noise_alpha: 5\nbackend: megatron", "but backend megatron adds no noise to embeddings"),
     (SFTConfig, "neftune_noise_alpha: 5\npacking: true", "Set padding_free: true, or per_device_train_batch_size: 1"),
-    (DPOConfig, "neftune_noise_alpha: 5", "neftune_noise_alpha is not supported: what is done here is 0, null"),
+    (DPOConfig, "neftune_noise_alpha: 5", "only SFT and pretraining add noise to embeddings"),
     (SFTConfig, "fp16: true", "float16 is not offered. Write dtype: bfloat16"),
     (SFTConfig, "bf16: true\ndtype: float32", "bf16 means dtype: bfloat16, but dtype is float32; remove one"),
     (

@@ -115,7 +115,7 @@ def test_nobody_at_the_port_ends_after_the_wait(capsys: pytest.CaptureFixture[st
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(ConfigError, match="Start python -m trainers swift rollout"):
+    with pytest.raises(ConfigError, match=f"Start python -m trainers swift rollout --model MODEL --port {port}"):
         asked(port, 0.01)
     assert f"waiting up to 0.01 s for swift rollout at 127.0.0.1:{port}" in capsys.readouterr().err
 
@@ -158,6 +158,15 @@ def test_without_gpus_roles_have_processes(monkeypatch: pytest.MonkeyPatch) -> N
     arguments, variables = engine_of_server(SERVER, {})
     assert arguments[3] == '{"train": {"cpus": 1}, "rollout": {"cpus": 1}}'
     assert variables == {}
+
+
+def test_one_folder_may_be_written_in_several_ways(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    with_offers(monkeypatch, at8000=Offer.of(["--model", "model"], {"CUDA_VISIBLE_DEVICES": "7"}))
+    assert engine_of_server(SERVER | {"model": str(tmp_path / "model")}, SIX)[0]
+    with pytest.raises(ConfigError, match="and this run trains"):
+        engine_of_server(SERVER | {"model": str(tmp_path / "other")}, SIX)
 
 
 def test_what_does_not_fit_together_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +218,7 @@ def test_both_commands_meet(tmp_path: Path) -> None:
     try:
         assert server.stdout is not None
         line = server.stdout.readline()
-        assert line.startswith("GPUs 6 wait at 127.0.0.1:")
+        assert line.startswith("holding GPUs 6 at 127.0.0.1:")
         port = line.partition("127.0.0.1:")[2].split()[0]
         run = ["swift", "rlhf", "--rlhf_type", "grpo", "--dataset", "d", "--reward_funcs", "accuracy"]
         run += ["--vllm_server_port", port, "--max_completion_length", "8", "--print_config"]

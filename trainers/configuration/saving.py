@@ -75,10 +75,10 @@ def saving_mistakes(config: SavingConfig, *, has_rows: bool) -> Iterator[str]:
         yield f"{told}, but there is no eval_dataset to evaluate on. Add one."
     if config.eval_strategy == "no" and config.val_before_train:
         yield "val_before_train is set, but eval_strategy is no. Remove one of them."
-    yield from _best_mistakes(config)
+    yield from _best_mistakes(config, has_rows=has_rows)
 
 
-def _best_mistakes(config: SavingConfig) -> Iterator[str]:
+def _best_mistakes(config: SavingConfig, *, has_rows: bool) -> Iterator[str]:
     if config.metric_for_best_model is None:
         asks = {"greater_is_better": config.greater_is_better is not None}
         asks["load_best_model_at_end"] = config.load_best_model_at_end
@@ -93,6 +93,11 @@ def _best_mistakes(config: SavingConfig) -> Iterator[str]:
             "early_stop_interval counts checkpoints that are no better, and save_strategy best saves none of them. "
             "Write save_strategy: steps or epoch, or remove early_stop_interval."
         )
+    if not has_rows:
+        asked = "early_stop_interval" if config.early_stop_interval is not None else "metric_for_best_model"
+        asked = "load_best_model_at_end" if config.load_best_model_at_end else asked
+        yield f"{asked} compares evaluations, but there is no eval_dataset to evaluate on. Add one, and eval_steps."
+        return
     told = f"metric_for_best_model={config.metric_for_best_model} judges a checkpoint by the evaluation at its step: "
     saves, evaluates = config.save_strategy, config.eval_strategy
     if saves == "best" and not config.evaluates_before_end:

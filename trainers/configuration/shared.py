@@ -161,7 +161,7 @@ class TrainConfig(SavingConfig, MegatronConfig, RunConfig):
     lora_alpha: float = 32
     """The adapter is multiplied by lora_alpha / lora_rank."""
     lora_dropout: float = 0.0
-    """Dropout of what enters the adapter."""
+    """Dropout of what enters the adapter; none with ``disable_dropout``, as in TRL."""
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
     """Names of the layers that get an adapter; all-linear: every linear layer but the head, and others named beside it
     (backend: fsdp); auto: those that peft chooses for the architecture (backend: fsdp)."""
@@ -250,7 +250,7 @@ class TrainConfig(SavingConfig, MegatronConfig, RunConfig):
     gradient_checkpointing: bool = False
     """Compute activations twice instead of keeping them: less memory, more time."""
     disable_dropout: bool = True
-    """Train without the model's dropout."""
+    """Train without dropout, the model's and the adapter's."""
     router_aux_loss_coef: float = 0.0
     """Of the loss that keeps a mixture of experts in even use, which is added to the trainer's (backend: fsdp)."""
     peak_tflops: float | None = None

@@ -142,7 +142,10 @@ def resolve_dtype(config: RunConfig) -> Dtype:
 
 
 def lora_settings(config: TrainConfig) -> dict[str, Any] | None:
-    """Fields of peft's LoraConfig; None: all weights are trained."""
+    """Fields of peft's LoraConfig; None: all weights are trained.
+
+    ``disable_dropout`` is of the adapter too, as in TRL, which disables all dropout once the adapter is there.
+    """
     if config.tuner_type == "full":
         return None
     targets: Any = config.lora_target_modules
@@ -151,7 +154,7 @@ def lora_settings(config: TrainConfig) -> dict[str, Any] | None:
     return {
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha,
-        "lora_dropout": config.lora_dropout,
+        "lora_dropout": 0.0 if config.disable_dropout else config.lora_dropout,
         "target_modules": targets,
         **config.lora_kwargs,
     }

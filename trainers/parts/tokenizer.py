@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError
+from trainers.checkpoint import GROWN
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.configuration.values import is_there, read_template, read_tokens
 from trainers.run.folder_lock import held
 from trainers.run.run import resumed_state
 
-GROWN = "model_with_new_tokens"  # the folder
 ABOUT = "new_special_tokens.json"  # a file of it
 MULTIPLE = 128
 logger = logging.getLogger(__name__)

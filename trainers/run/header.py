@@ -18,6 +18,7 @@ from typing import Any
 
 from rayhelper import DeviceGroups
 from rayhelper.planning.model_shape import ModelShape
+from trainers.checkpoint import GROWN
 from trainers.configuration.folders import names_of
 from trainers.configuration.reading.command_line import read_from
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
@@ -37,7 +38,8 @@ def header(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> lis
 
 
 def _model(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
-    count = num_parameters(config.model)
+    grown = Path(config.output_dir) / GROWN  # with rows for new_special_tokens
+    count = num_parameters(str(grown) if config.new_special_tokens and grown.is_dir() else config.model)
     size = "" if count is None else f" ({count:,} parameters)"
     tuned = f"lora of rank {config.lora_rank}" if config.tuner_type == "lora" else "all weights"
     dtype = "bfloat16 on GPUs that have it, else float32" if config.dtype == "auto" else config.dtype

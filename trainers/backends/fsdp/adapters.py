@@ -58,13 +58,40 @@ def add_adapter(module: Any, settings: Mapping[str, Any], *, value_head: bool, s
 def spelled_out(module: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """``settings`` with the names of all linear layers but the head in the place of an all-linear among other targets.
 
-    By itself it stays: peft knows it then.
+    By itself it stays, as peft knows it: then experts have an adapter too. But peft has no dropout for experts in one
+    weight: with ``lora_dropout`` they are left out, with other layers of their names, and the log says so.
     """
     targets = settings.get("target_modules")
-    if isinstance(targets, str) or not _has_all_linear(targets):
+    has_experts = any(name.endswith(".experts") for name, _ in module.named_modules())
+    leaves_out = bool(settings.get("lora_dropout")) and has_experts
+    if not _has_all_linear(targets) or (isinstance(targets, str) and not leaves_out):
         return dict(settings)
-    others = [name for name in targets or () if name != ALL_LINEAR]
-    return {**settings, "target_modules": [*_linear_layers(module), *others]}
+    if leaves_out:
+        logger.info(
+            "lora_target_modules: all-linear leaves out the experts and layers of their names, as peft has no dropout "
+            "for them. With lora_dropout: 0 they get an adapter too"
+        )
+    others = [name for name in ([] if isinstance(targets, str) else targets or ()) if name != ALL_LINEAR]
+    found = _linear_layers(module)
+    if leaves_out:
+        of_experts = _names_of_experts(module, {name.rpartition(".")[2] for name in found})
+        found = [name for name in found if name.rpartition(".")[2] not in of_experts]
+    return {**settings, "target_modules": [*found, *others]}
+
+
+def _names_of_experts(module: Any, names: Iterable[str]) -> set[str]:
+    """Those of the last parts of names that peft takes for weights of stacked experts, wherever they stand."""
+    from peft import LoraConfig, get_peft_model
+
+    found = set()
+    for name in names:
+        with torch.device("meta"):
+            model = type(module)(module.config)
+        try:
+            get_peft_model(model, LoraConfig(r=1, target_modules=[name], lora_dropout=0.5), low_cpu_mem_usage=True)
+        except ValueError:
+            found.add(name)
+    return found
 
 
 def _has_all_linear(targets: Any) -> bool:
@@ -258,7 +285,8 @@ def target_mistake(module: Any, lora: Mapping[str, Any]) -> str | None:
     """
     from peft import LoraConfig, NoMatchingPeftModuleError, get_peft_model
 
-    fields = spelled_out(module, {name: lora[name] for name in TARGET_FIELDS if name in lora})
+    fields = {name: lora[name] for name in (*TARGET_FIELDS, "lora_dropout") if name in lora}
+    fields = spelled_out(module, fields)
     names, linear = [name for name, _ in module.named_modules()], sorted(linear_names(module))
     for target in lora.get("target_modules") or ():
         if target == ALL_LINEAR or _is_named(target, names):

@@ -309,6 +309,7 @@ REFUSED = {
         ("quant_method", "quant_bits", "hqq_axis", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant"),
         trl_names.QLORA,
     ),
+    "neftune_noise_alpha": "only SFT and pretraining add noise to embeddings. Remove it",
     "target_regex": "write lora_target_modules, the names of layers",
     "template": _TEMPLATE,
     "template_backend": _TEMPLATE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import logging
@@ -12,12 +13,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from rayhelper import DeadlineError, RayHelper, WorkerDiedError
-from rayhelper.roles.runtime import state
+from rayhelper.roles.runtime import Shard, WorkerInfo, state
 from rayhelper.runtimes.ray.calls_under_way import Sent, unfinished
 from rayhelper.runtimes.ray.recovery import Recovery
 from tests.conftest import without_runtime
@@ -450,3 +452,29 @@ def workers() -> list[psutil.Process]:
             if process.status() != "zombie" and "ray::Host" in " ".join(process.cmdline()):
                 found.append(process)
     return found
+
+
+def test_members_that_join_again_find_nothing_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo's members write where they listen; the address of the group before would connect them to what is left."""
+    import torch.distributed as dist
+
+    from rayhelper.worker import process_group
+
+    store, seen = dist.HashStore(), []  # type: ignore[attr-defined]
+
+    def joined(backend: str, store: Any, rank: int, **settings: Any) -> None:
+        seen.append(store.check(["where"]))
+        store.set("where", "here")
+
+    monkeypatch.setattr(dist, "init_process_group", joined)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(process_group, "_joins", collections.Counter())
+    info = WorkerInfo(("train",), "cpus", 0, 2, 0, 2, 0, Shard(0, 2))
+    for generation in ("0", "0", "1", "1"):
+        monkeypatch.setenv(process_group.GENERATION, generation)
+        process_group.join_process_group(info, "gloo", 1.0, store)
+    assert seen == [False] * 4
+    monkeypatch.setattr(process_group, "_joins", collections.Counter())  # another member, as old
+    monkeypatch.setenv(process_group.GENERATION, "0")
+    process_group.join_process_group(info, "gloo", 1.0, store)
+    assert seen[-1] is True

@@ -17,9 +17,8 @@ from typing import Any
 from rayhelper.roles.runtime import WorkerInfo
 from rayhelper.worker.patches import abort_process_group, num_collectives
 
-GENERATION = "RAYHELPER_GENERATION"  # variable: how often workers of this process's group were replaced
+PLACE = "rayhelper/place"  # in a store: the number of the place where its members meet next
 _requests: collections.Counter[str] = collections.Counter()  # to join, of this process
-_joins: collections.Counter[str] = collections.Counter()  # of this process, by generation
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,11 @@ def join_process_group(info: WorkerInfo, backend: str | None, timeout_s: float, 
             torch.cuda.set_device(info.local_rank if info.gpus_per_worker == 1 else 0)  # with several it sees its own
         if store is None:
             store = _store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), info, timeout_s)
-        if info.world_size > 1:
-            # what members wrote as they joined before is still in the store: where they listened then, above all
-            generation = os.environ.get(GENERATION, "0")
-            _joins[generation] += 1
-            store = dist.PrefixStore(f"{generation}.{_joins[generation]}", store)  # type: ignore[attr-defined]
+        place = store.add(PLACE, 0)  # where a group met that was left, the addresses of its members still stand
+        meeting = dist.PrefixStore(str(place), store)  # type: ignore[attr-defined]
         timeout = timedelta(seconds=timeout_s)
-        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=timeout)
+        dist.init_process_group(backend, store=meeting, rank=info.rank, world_size=info.world_size, timeout=timeout)
+        store.set(PLACE, str(place + 1))  # by every member, before it can leave: all of them have met
         if info.world_size == 1:
             atexit.register(_leave_alone)  # NCCL warns of a group that is still there at the end
     return Joined(str(dist.get_backend()), timeout_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import gc
 import logging
@@ -73,6 +72,23 @@ class Mortal:
             os.kill(os.getpid(), signal.SIGKILL)
         while rank == 1 and not Path(go_on).exists():
             time.sleep(0.01)
+        value = torch.ones(1)
+        torch.distributed.all_reduce(value)
+        return [value.item()]
+
+    @RayHelper.function(group="train", collect="flatten")
+    def late(self, die_once: str) -> list[float]:
+        """Rank 0 waits for rank 1 in a process group, which dies before it joins the first time."""
+        import torch
+
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        marker = Path(die_once)
+        if RayHelper.current().rank == 1 and not marker.exists():
+            time.sleep(1.0)
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        RayHelper.init_process_group("gloo", timeout_s=60)
         value = torch.ones(1)
         torch.distributed.all_reduce(value)
         return [value.item()]
@@ -235,6 +251,10 @@ def test_a_failure_that_comes_while_a_peer_is_replaced_is_not_the_calls(
     monkeypatch.setattr(Recovery, "_answered_again", decided)
     assert mortal.torn(str(tmp_path / "died"), str(go_on)) == [2.0, 2.0]
     assert go_on.exists()
+
+
+def test_a_worker_that_is_replaced_joins_those_that_wait_for_it(mortal: Mortal, tmp_path: Path) -> None:
+    assert mortal.late(str(tmp_path / "died")) == [2.0, 2.0]
 
 
 def test_a_call_without_an_answer_is_told_again_and_again_with_its_stack(
@@ -468,13 +488,17 @@ def test_members_that_join_again_find_nothing_of_before(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(dist, "init_process_group", joined)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    monkeypatch.setattr(process_group, "_joins", collections.Counter())
     info = WorkerInfo(("train",), "cpus", 0, 2, 0, 2, 0, Shard(0, 2))
-    for generation in ("0", "0", "1", "1"):
-        monkeypatch.setenv(process_group.GENERATION, generation)
+    for _ in range(3):
         process_group.join_process_group(info, "gloo", 1.0, store)
-    assert seen == [False] * 4
-    monkeypatch.setattr(process_group, "_joins", collections.Counter())  # another member, as old
-    monkeypatch.setenv(process_group.GENERATION, "0")
-    process_group.join_process_group(info, "gloo", 1.0, store)
-    assert seen[-1] is True
+    assert seen == [False] * 3
+
+    def failed(backend: str, store: Any, **settings: Any) -> None:
+        joined(backend, store, 0)
+        raise RuntimeError("a member died")
+
+    monkeypatch.setattr(dist, "init_process_group", failed)  # the others still wait at that place
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a member died"):
+            process_group.join_process_group(info, "gloo", 1.0, store)
+    assert seen[3:] == [False, True]

@@ -28,7 +28,6 @@ from rayhelper.runtimes.ray.patches import current_task, id_of_actor
 from rayhelper.runtimes.ray.placement import NodeLostError, Reservation
 from rayhelper.values.shards import is_within
 from rayhelper.worker.host import NUM_SLOTS, Host, boot_id
-from rayhelper.worker.process_group import GENERATION
 from rayhelper.worker.side_door import Address, ask
 
 _LOOK_S = 2.0  # so often it is looked whether the nodes of processes that start still live
@@ -59,7 +58,6 @@ class Crew:
         self.facts: list[Mapping[str, Any]] = []
         self.port = 0
         self.remotes: dict[str, list[Callable[..., Any]]] = {}  # by location of a method
-        self.generation = 0  # how often workers were replaced
         self.bound: dict[str, int] = {}  # numbers of the hosts' slots, by location
 
     @property
@@ -148,7 +146,6 @@ class Crew:
         if "OMP_NUM_THREADS" not in env and slot.local_world_size > 1:
             env["OMP_NUM_THREADS"] = "1"  # as torchrun does; one worker alone is left to torch, like one process
         env |= {
-            GENERATION: str(self.generation),
             "RANK": str(slot.rank),
             "WORLD_SIZE": str(len(self.slots)),
             "LOCAL_RANK": str(slot.local_rank),
@@ -213,13 +210,12 @@ class Crew:
                 raise NodeLostError(f"a node of group {self.group.name!r} was lost meanwhile: {lost}")
             self.reservation.move(wait_s)
         self.num_moves = self.reservation.num_moves
-        self.generation += 1
         for rank in chosen:
             self.actors[rank] = self._actor(self.slots[rank])
         self.prepare(chosen)
-        changed = {GENERATION: str(self.generation), "MASTER_PORT": str(self.port)}
-        for rank in set(range(len(self.actors))) - set(chosen):  # not waited for: they may be busy
-            self.actors[rank].set_environment.remote(changed)
+        if 0 in chosen:
+            for rank in set(range(len(self.actors))) - set(chosen):  # not waited for: they may be busy
+                self.actors[rank].set_environment.remote({"MASTER_PORT": str(self.port)})
         for location, known in self.remotes.items():
             for rank in chosen:
                 known[rank] = self._bound_call(rank, location)

@@ -20,13 +20,14 @@ from trainers.configuration.others.ms_swift import (
     torchrun_options,
 )
 from trainers.configuration.reading.command_line import given_keys
-from trainers.swift_rollout import engine_of_server, serve
 
 ON_RAY_BECAUSE = "workers that train hold no part of an engine: role rollout has processes of its own on their GPUs"
 
 
 def on_ray(arguments: list[str]) -> list[str]:
     """What a command of ms-swift needs beside its own arguments where its engine has processes of its own."""
+    from trainers.swift_rollout import engine_of_server
+
     if {"--help", "-h"} & set(arguments):
         return []
     try:
@@ -39,7 +40,7 @@ def on_ray(arguments: list[str]) -> list[str]:
     served, variables = engine_of_server(keys, os.environ)
     os.environ.update(variables)
     if served:
-        print(f"on Ray, not torchrun: {served[3]}, with the devices of swift rollout", file=sys.stderr)
+        print(f"on Ray, not torchrun, with the devices of swift rollout: {' '.join(served)}", file=sys.stderr)
     return served
 
 
@@ -52,6 +53,8 @@ if __name__ == "__main__":
     if name in PROGRAMS:
         try:
             if arguments[:1] == [ROLLOUT]:
+                from trainers.swift_rollout import serve
+
                 serve(arguments[1:], os.environ)
                 sys.exit(0)
             name, arguments = spelled(sys.argv[1:])

@@ -26,6 +26,7 @@ from typing import Any
 
 from rayhelper import ConfigError
 from rayhelper.authenticated.own_files import is_alive
+from trainers.configuration.others.ms_swift import is_placed
 from trainers.configuration.reading.command_line import given_keys
 from trainers.configuration.reading.given_keys import plain
 
@@ -208,11 +209,10 @@ def engine_of_server(keys: Mapping[str, Any], environment: Mapping[str, str]) ->
         ConfigError: as ``asked``; the offers do not fit together, or do not fit the run.
     """
     said = {name: plain(value) for name, value in keys.items()}
-    is_placed = said.get("use_ray") is True or "device_groups" in said or "TORCHELASTIC_RUN_ID" in environment
-    if said.get("vllm_mode") != "server" or said.get("use_vllm") is not True or is_placed:
+    if said.get("vllm_mode") != "server" or said.get("use_vllm") is not True or is_placed(keys, environment):
         return [], {}
     ports = _ports(said)
-    if not ports or environment.get("NNODES", "1") != "1":
+    if not ports:
         return [], {}  # engines on other nodes: refused with what to write
     wait_s = said.get("vllm_server_timeout", WAIT_S)
     offers = [asked(port, float(wait_s) if isinstance(wait_s, int | float) else WAIT_S) for port in ports]

@@ -22,9 +22,8 @@ from trainers.backends.device import default_device
 from trainers.batch import Prompts, Ragged, Rollouts, Sequences
 from trainers.gkd.config import GKDConfig
 from trainers.parts.checks import check_can_sleep, check_model_fits
-from trainers.parts.engine import build_engine, sampling_of, seed_of, share_model
+from trainers.parts.engine import build_engine, sampling_of, seed_of, vllm_engine
 from trainers.parts.frozen import Teacher
-from trainers.parts.models import resolve_dtype
 from trainers.parts.policy import Model
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.rollout.base import Engine
@@ -89,20 +88,15 @@ class VllmTeacher:
     """
 
     def __init__(self, config: GKDConfig, model: str, tokenizer: Any, *, shares_devices: bool) -> None:
-        from trainers.rollout.vllm.engine import VllmEngine
-
         settings = teacher_settings(config, shares_devices=shares_devices)
         size = settings.pop("tensor_parallel_size", 1)
         sleeps = config.offload_teacher_model and default_device().type == "cuda"  # else nothing moves, as with hf
-        self.engine = VllmEngine(
+        self.engine = vllm_engine(
+            config,
             model,
             tokenizer,
-            dtype=resolve_dtype(config),
-            seed=config.seed,
-            tensor_parallel_size=size,
-            alone=not share_model(size),
+            size,
             sleep_level=1 if sleeps else 0,
-            trust_remote_code=config.trust_remote_code,
             engine_kwargs=settings,
             patches=config.vllm_patches,
             key="teacher_engine_kwargs",

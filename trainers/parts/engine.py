@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -13,11 +13,15 @@ from trainers.backends.base import Backend
 from trainers.backends.fsdp.adapters import layer_names
 from trainers.batch import Prompts, Ragged, Tasks
 from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.shared import RunConfig
 from trainers.data.rows import tokenize_prompts
 from trainers.parts.models import resolve_dtype
 from trainers.parts.weights import is_beside
 from trainers.rollout.base import Engine, Sampling
 from trainers.rollout.hf import HfEngine
+
+if TYPE_CHECKING:
+    from trainers.rollout.vllm.engine import VllmEngine
 
 StartsT = TypeVar("StartsT", bound=Prompts | Tasks)
 
@@ -70,9 +74,22 @@ def check_shards_are_here(config: CompletionConfig, backend: Backend | None) -> 
 
 def build_vllm(config: CompletionConfig, model: str, tokenizer: Any, *, shares_devices: bool) -> Engine:
     """vLLM with the configuration's settings; ``shares_devices``: on the device of this worker a model is trained."""
+    return vllm_engine(
+        config,
+        model,
+        tokenizer,
+        config.vllm_tensor_parallel_size,
+        sleep_level=config.sleep_level if shares_devices else 0,
+        **lora_settings_of_engine(config, model),
+        patches=config.vllm_patches,
+        engine_kwargs=vllm_settings(config, shares_devices=shares_devices),
+    )
+
+
+def vllm_engine(config: RunConfig, model: str, tokenizer: Any, size: int, **settings: Any) -> VllmEngine:
+    """vLLM on this worker and the others of ``size`` that hold one model; ``settings``: further ones of VllmEngine."""
     from trainers.rollout.vllm.engine import VllmEngine
 
-    size = config.vllm_tensor_parallel_size
     return VllmEngine(
         model,
         tokenizer,
@@ -80,11 +97,8 @@ def build_vllm(config: CompletionConfig, model: str, tokenizer: Any, *, shares_d
         seed=config.seed,
         tensor_parallel_size=size,
         alone=not share_model(size),
-        sleep_level=config.sleep_level if shares_devices else 0,
         trust_remote_code=config.trust_remote_code,
-        **lora_settings_of_engine(config, model),
-        patches=config.vllm_patches,
-        engine_kwargs=vllm_settings(config, shares_devices=shares_devices),
+        **settings,
     )
 
 

@@ -20,7 +20,7 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.batch import Prompts, Ragged
 from trainers.data.rows import prompt_of, tokenize_prompts
 from trainers.parts.checks import check_model_fits, is_on_cpu
-from trainers.parts.engine import share_model
+from trainers.parts.engine import vllm_engine
 from trainers.parts.models import resolve_dtype
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.rewards.models import names_reward_model
@@ -85,20 +85,8 @@ def local_engine(config: SamplingConfig, model: str, tokenizer: Any) -> Engine:
             model_init_kwargs=config.model_init_kwargs,
             trust_remote_code=config.trust_remote_code,
         )
-    from trainers.rollout.vllm.engine import VllmEngine
-
     settings, size = engine_settings(config, judges_beside=judges_beside(config))
-    return VllmEngine(
-        model,
-        tokenizer,
-        dtype=resolve_dtype(config),
-        seed=config.seed,
-        tensor_parallel_size=size,
-        alone=not share_model(size),
-        trust_remote_code=config.trust_remote_code,
-        engine_kwargs=settings,
-        key="engine_kwargs",
-    )
+    return vllm_engine(config, model, tokenizer, size, engine_kwargs=settings, key="engine_kwargs")
 
 
 def check_vllm(config: SamplingConfig, groups: DeviceGroups | None) -> None:

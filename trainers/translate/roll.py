@@ -81,26 +81,25 @@ REFUSED_ON = {  # switches that change numbers, and are not built
 LEVELS = {"token": "token", "seq": "sequence"}  # of importance_sampling
 
 
-# ROLL's other pipelines: a key that each alone has, and the trainer here
-PIPELINES = (
-    ("train_env_manager", "agentic", "grpo, with environment: NAME in a file of external_plugins (docs/rollouts.md)"),
-    ("custom_envs", "agentic", "grpo, with environment: NAME in a file of external_plugins (docs/rollouts.md)"),
-    ("sft_train", "SFT", "sft (docs/trainers/sft.md)"),
-    ("chosen_key", "DPO", "dpo (docs/trainers/dpo.md)"),
-    ("student_train", "distillation", "gkd (docs/trainers/gkd.md)"),
-    ("student", "distillation", "gkd (docs/trainers/gkd.md)"),
-)
+AGENTIC = "grpo, with environment: NAME in a file of external_plugins (docs/rollouts.md)"
+# ROLL's other pipelines: keys that each alone has, and the trainer here
+PIPELINES = {
+    "agentic": (("train_env_manager", "custom_envs"), AGENTIC),
+    "SFT": (("sft_train",), "sft (docs/trainers/sft.md)"),
+    "DPO": (("chosen_key",), "dpo (docs/trainers/dpo.md)"),
+    "distillation": (("student_train", "student"), "gkd (docs/trainers/gkd.md)"),
+}
 
 
 def translate(theirs: Theirs, ours: Ours) -> None:
     """Fills ``ours`` from the keys of ROLL's RLVR pipeline."""
     sections = {name.partition(".")[0] for name in theirs.values}
-    for key, pipeline, trainer in PIPELINES:
-        if key in sections:
+    for pipeline, (keys, trainer) in PIPELINES.items():
+        if found := [key for key in keys if key in sections]:
             ours.refuse(
-                key,
-                f"this file is of ROLL's {pipeline} pipeline, and only RLVR is translated. Here that is "
-                f"python -m trainers {trainer}",
+                found[0],
+                f"this file is of ROLL's {pipeline} pipeline, and only RLVR is translated. Here that is python -m "
+                f"trainers {trainer}",
             )
             theirs.taken |= set(theirs.values)
             return

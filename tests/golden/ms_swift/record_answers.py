@@ -30,20 +30,26 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 SCALES = ("default", "last_round", "all")
 
 
-def main() -> None:
+def encoded_by_ms_swift(messages: list[dict[str, Any]], scale: str) -> dict[str, Any]:
+    """What ms-swift's template chatml makes of a conversation in training."""
     from swift.template import TemplateInputs, get_template
 
+    tokenizer = tiny_tokenizer()
+    tokenizer.model_info = SimpleNamespace(
+        config=None, task_type="causal_lm", max_model_len=4096, model_dir=".", torch_dtype=None
+    )
+    tokenizer.model_meta = SimpleNamespace(is_multimodal=False, template="chatml", model_type="qwen2")
+    template = get_template(tokenizer, template_type="chatml", loss_scale=scale)
+    template.set_mode("train")
+    encoded: dict[str, Any] = template.encode(TemplateInputs.from_dict({"messages": copy.deepcopy(messages)}))
+    return encoded
+
+
+def main() -> None:
     found = []
     for messages in CONVERSATIONS:
         for scale in SCALES:
-            tokenizer = tiny_tokenizer()
-            tokenizer.model_info = SimpleNamespace(
-                config=None, task_type="causal_lm", max_model_len=4096, model_dir=".", torch_dtype=None
-            )
-            tokenizer.model_meta = SimpleNamespace(is_multimodal=False, template="chatml", model_type="qwen2")
-            template = get_template(tokenizer, template_type="chatml", loss_scale=scale)
-            template.set_mode("train")
-            encoded = template.encode(TemplateInputs.from_dict({"messages": copy.deepcopy(messages)}))
+            encoded = encoded_by_ms_swift(messages, scale)
             learned = [k for k, label in enumerate(encoded["labels"]) if label != -100]
             row = {"messages": messages, "loss_scale": scale, "input_ids": encoded["input_ids"], "learned": learned}
             found.append(row)

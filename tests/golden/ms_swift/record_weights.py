@@ -9,12 +9,10 @@ questions of agentflan in the end of an answer, which has none.
 
 from __future__ import annotations
 
-import copy
 import json
-from types import SimpleNamespace
 from typing import Any
 
-from tests.golden.tiny import tiny_tokenizer
+from tests.golden.ms_swift.record_answers import encoded_by_ms_swift
 
 ASKED = {"role": "user", "content": "how warm? <tool_call>no</tool_call> Action: none"}
 ANSWERS = {
@@ -47,18 +45,10 @@ def cases() -> list[tuple[str, list[dict[str, Any]]]]:
 
 def main() -> None:
     from swift.loss_scale import get_loss_scale
-    from swift.template import TemplateInputs, get_template
 
     recorded = []
     for scale, messages in cases():
-        tokenizer = tiny_tokenizer()
-        tokenizer.model_info = SimpleNamespace(
-            config=None, task_type="causal_lm", max_model_len=4096, model_dir=".", torch_dtype=None
-        )
-        tokenizer.model_meta = SimpleNamespace(is_multimodal=False, template="chatml", model_type="qwen2")
-        template = get_template(tokenizer, template_type="chatml", loss_scale=scale)
-        template.set_mode("train")
-        encoded = template.encode(TemplateInputs.from_dict({"messages": copy.deepcopy(messages)}))
+        encoded = encoded_by_ms_swift(messages, scale)
         learned = [label != -100 for label in encoded["labels"]]
         weights = encoded.get("loss_scale") or [float(is_in) for is_in in learned]
         assert learned == [weight > 0 for weight in weights]

@@ -78,17 +78,25 @@ def torchrun_options(environment: Mapping[str, str]) -> list[str]:
     return [f"--{option}={environment[name]}" for name, option in TORCHRUN.items() if environment.get(name)]
 
 
+def is_placed(keys: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
+    """Whether a command says itself where its roles run: on Ray, in device groups, under torchrun, on several nodes.
+
+    ``keys``: of file and command line, as written.
+    """
+    is_on_ray = plain(keys.get("use_ray")) is True or "device_groups" in keys
+    return is_on_ray or "TORCHELASTIC_RUN_ID" in environment or environment.get("NNODES", "1") != "1"
+
+
 def engine_in_parts(keys: Mapping[str, Any], environment: Mapping[str, str]) -> list[str]:
     """Arguments with which a colocated engine in parts runs beside training, on Ray; none for any other command.
 
     A process of torchrun that trains holds no part of an engine here. On Ray the engine has processes of its own on the
     same devices, as ``ms_swift_keys.engine_beside_training`` gives it. ``keys``: of file and command line, as written.
     """
-    said = {name: plain(keys.get(name)) for name in ("use_vllm", "vllm_mode", "vllm_tensor_parallel_size", "use_ray")}
+    said = {name: plain(keys.get(name)) for name in ("use_vllm", "vllm_mode", "vllm_tensor_parallel_size")}
     size, processes = said["vllm_tensor_parallel_size"], environment.get("NPROC_PER_NODE") or "1"
-    is_colocated = said["use_vllm"] is True and said["vllm_mode"] in (None, "colocate") and "device_groups" not in keys
-    is_placed = said["use_ray"] is True or "TORCHELASTIC_RUN_ID" in environment
-    if not is_colocated or is_placed or environment.get("NNODES", "1") != "1":
+    is_colocated = said["use_vllm"] is True and said["vllm_mode"] in (None, "colocate")
+    if not is_colocated or is_placed(keys, environment):
         return []
     if type(size) is not int or size < 2 or not processes.isdecimal() or int(processes) % size:
         return []

@@ -67,14 +67,14 @@ def model_for(name: str, folder: Path, program: str) -> str:
     if not (target / "config.json").is_file():
         fields: dict[str, Any] = {"max_position_embeddings": 131072}
         if program == "megatron" or architecture in MEGATRON:  # sizes that parallel layouts divide
-            fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": layers, "head_dim": 8}
+            fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": layers, "head_dim": 32}
             fields |= {"vocab_size": 320} | ({"num_experts": 8} if "moe" in architecture else {})
         save(architecture, target, **fields)
     return str(target)
 
 
-def data_for(command: str, keys: dict[str, Any], folder: Path) -> str:
-    """A file of a dozen rows of the kind that the command learns from, in ms-swift's own format."""
+def data_for(command: str, keys: dict[str, Any], folder: Path, rows: int = 12) -> str:
+    """A file of some rows of the kind that the command learns from, in ms-swift's own format."""
     kind = str(keys.get("rlhf_type", command))
     if "cls" in str(keys.get("task_type", "")):
         kind = "cls"
@@ -82,7 +82,7 @@ def data_for(command: str, keys: dict[str, Any], folder: Path) -> str:
         kind = "pairs"
     target = folder / f"{kind}.jsonl"
     if not target.is_file():
-        target.write_text("".join(f"{json.dumps(_row(kind, number))}\n" for number in range(12)))
+        target.write_text("".join(f"{json.dumps(_row(kind, number))}\n" for number in range(rows)))
     return str(target)
 
 

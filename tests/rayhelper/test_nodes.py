@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -288,3 +289,14 @@ def test_a_port_that_accepts_and_does_not_answer_as_ray_does(
 
 def test_a_cluster_answers_the_probe(ray_cluster: None) -> None:
     placement.probe(ray.get_runtime_context().gcs_address)
+
+
+def test_a_cluster_that_listens_on_loopback_alone_is_joined(ray_cluster: None) -> None:
+    address = ray.get_runtime_context().gcs_address
+    code = (
+        "from rayhelper.runtimes.ray import placement\n"
+        f"assert placement.connect({address!r})\n"
+        "print(placement.cluster_nodes()[0].address)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout.splitlines()[-1:] == ["127.0.0.1"], done.stderr

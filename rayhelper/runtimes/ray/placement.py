@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -49,11 +50,24 @@ def connect(address: str | None) -> bool:
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # says at every start that it is on
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address:
-        ray.init(address=address, logging_level=logging.WARNING)
+        with ray_on_loopback() if _listens_on_loopback_alone(address) else nullcontext():
+            ray.init(address=address, logging_level=logging.WARNING)
         return True
     with ray_on_loopback():
         ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
     return True
+
+
+def _listens_on_loopback_alone(address: str) -> bool:
+    """Whether nobody answers where Ray would look instead: it takes the machine's outward address for 127.0.0.1."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host not in ("127.0.0.1", "localhost"):
+        return False
+    try:
+        probe(f"{ray.util.get_node_ip_address()}:{port}")
+    except PlacementError:
+        return True
+    return False
 
 
 def probe(address: str) -> None:

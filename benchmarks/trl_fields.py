@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import logging
 import os
 import tempfile
@@ -267,13 +268,12 @@ def read(trainer: str, name: str, value: Any, beside: dict[str, Any], *, at_defa
     logger.addHandler(told)
     level = logger.level
     logger.setLevel(logging.INFO)
-    try:
-        plain = load(config_type, {**base, **{k: v for k, v in beside.items() if k not in stands_for}})
-    except ConfigError:
-        plain = None
+    plain = without_field(
+        config_type, yaml.safe_dump({**base, **{k: beside[k] for k in beside if k not in stands_for}})
+    )
     lines.clear()
     try:
-        config = load(config_type, {**kept, **beside, name: value})
+        config = load(config_type, yaml.safe_dump({**kept, **beside, name: value}))
     except ConfigError as error:
         is_unknown = "unknown key" in str(error) or "is another name of" in str(error)
         return ("unknown" if is_unknown else "refused"), str(error)
@@ -293,10 +293,19 @@ def read(trainer: str, name: str, value: Any, beside: dict[str, Any], *, at_defa
     return "silent", ""
 
 
-def load(config_type: type[Any], keys: dict[str, Any]) -> Any:
-    """The configuration of a file with these keys."""
+@functools.cache
+def without_field(config_type: Any, text: str) -> Any:
+    """The configuration to compare with, that many fields have in common; None if there is none without the field."""
+    try:
+        return load(config_type, text)
+    except ConfigError:
+        return None
+
+
+def load(config_type: type[Any], text: str) -> Any:
+    """The configuration of a file with this text."""
     file = Path("keys.yaml")
-    file.write_text(yaml.safe_dump(keys))
+    file.write_text(text)
     return load_config(config_type, ["--config", str(file)])
 
 

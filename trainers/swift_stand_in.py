@@ -104,9 +104,12 @@ class Found(SimpleNamespace):
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[Found]:
-    """Inside, ``import swift`` finds the stand-in, unless ms-swift is installed or ``swift`` was imported before."""
+    """Inside, ``import swift`` finds the stand-in, unless ms-swift is installed or ``swift`` was imported before.
+
+    In a folder with its sources alone ``swift`` is found, and cannot be imported without ``modelscope``.
+    """
     found = Found(orms={}, prms={}, datasets=[])
-    if "swift" in sys.modules or importlib.util.find_spec("swift") is not None:
+    if "swift" in sys.modules or all(map(importlib.util.find_spec, ("swift", "modelscope"))):
         yield found
         return
     known = {

@@ -415,7 +415,14 @@ def made():
 """
 
 
-def test_plugins_written_for_ms_swift_are_taken_without_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", ["nothing", "its sources alone"])
+def test_plugins_written_for_ms_swift_are_taken_without_it(
+    beside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if beside != "nothing":  # as in a clone of ms-swift, whose dependencies are not installed
+        (tmp_path / "swift").mkdir()
+        (tmp_path / "swift" / "__init__.py").write_text("import modelscope\n")
+        monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "plugin.py").write_text(PLUGIN.replace("ROWS", str(tmp_path / "rows.jsonl")))
     with registries_restored():

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from rayhelper import ConfigError, DeviceGroups
 from rayhelper.device_groups.keys import SECTION_KEYS
@@ -22,7 +22,7 @@ from trainers.configuration.megatron import OF_FSDP, MegatronConfig, key_mistake
 from trainers.configuration.packs import check_packing, micro_batch_tokens
 from trainers.configuration.roles import WELL_KNOWN, Role
 from trainers.configuration.saving import SavingConfig, saving_mistakes
-from trainers.configuration.values import check_file, check_folder, check_values, is_there
+from trainers.configuration.values import check_file, check_folder, check_values, is_there, types_of
 from trainers.data.held_out import Part
 from trainers.run.trackers import check_installed
 
@@ -511,7 +511,7 @@ def _check_schedule(name: str, kwargs: dict[str, Any]) -> None:
 
 def check_choices(config: Any) -> None:
     """Raises ConfigError for a key that has none of the values it may have: Python checks no types."""
-    for name, hint in get_type_hints(type(config)).items():
+    for name, hint in types_of(type(config)).items():
         kinds = [hint, *get_args(hint)]
         allowed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
         value = getattr(config, name)

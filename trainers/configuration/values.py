@@ -6,14 +6,15 @@ ranges that have a meaning of their own stand beside the keys. Imports no torch.
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path, PurePath
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rayhelper import ConfigError
@@ -35,7 +36,7 @@ VARIABLE = re.compile(r"[^=\0\s]+")
 
 def check_values(config: Any) -> None:
     """Raises ConfigError naming the first key whose value has another type than the key, or is no sensible number."""
-    hints = get_type_hints(type(config))
+    hints = types_of(type(config))
     for one in fields(config):
         value = getattr(config, one.name)
         if one.name not in TYPES_SAID_BETTER and not _fits(value, hints[one.name]):
@@ -44,6 +45,16 @@ def check_values(config: Any) -> None:
             _check_numbers(one.name, value)
     _check_texts(config)
     _check_env(config.env)
+
+
+def types_of(config_type: type[Any]) -> Mapping[str, Any]:
+    """The types of a configuration's keys: read once, as that takes as long as all checks together."""
+    return _types_of(config_type)  # type: ignore[arg-type]  # a class can be hashed
+
+
+@functools.lru_cache(maxsize=64)
+def _types_of(config_type: Hashable) -> Mapping[str, Any]:
+    return MappingProxyType(get_type_hints(config_type))
 
 
 def expected(hint: Any) -> str:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from rayhelper import ConfigError
 from trainers.configuration.megatron import MegatronConfig
@@ -26,6 +26,7 @@ from trainers.configuration.others.trl_translations import translate_trl
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 from trainers.configuration.reading.typed_values import typed
 from trainers.configuration.saving import SavingConfig
+from trainers.configuration.values import types_of
 
 ATTENTION = {  # ms-swift's attn_impl and Megatron's attention_backend, in transformers' words
     "flash_attn": "flash_attention_2",
@@ -251,7 +252,7 @@ def _megatron(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     if "megatron" not in given.known:
         return
     if given.get("backend") != "megatron":
-        hints = get_type_hints(MegatronConfig)
+        hints = types_of(MegatronConfig)
         for name in [name for name in own if name in given.values]:
             value = given.get(name)
             if is_neutral(name, value) or (type(value), value) == (type(defaults[name]), defaults[name]):

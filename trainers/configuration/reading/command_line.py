@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from rayhelper import ConfigError
 from rayhelper.device_groups.keys import SECTION_KEYS, SIZE_KEYS
@@ -48,6 +48,7 @@ from trainers.configuration.reading.secrets import masked, unmasked
 from trainers.configuration.reading.text import as_yaml, default_of, print_help
 from trainers.configuration.reading.typed_values import admits_bool, bracketed, typed
 from trainers.configuration.roles import Role
+from trainers.configuration.values import types_of
 
 ConfigT = TypeVar("ConfigT")
 Options = list[tuple[list[str], list[str]]]
@@ -74,7 +75,7 @@ def read_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | Non
     if {"--help", "-h"} & set(argv):
         print_help(config_type, prog)
     fields = {field.name: field for field in dataclasses.fields(config_type) if field.init}  # type: ignore[arg-type]
-    types = get_type_hints(config_type)
+    types = types_of(config_type)
     ours = {name: default_of(field) for name, field in fields.items()}
     given, foreign, held = _understood(argv, config_type, ours)
     defaults = defaults_of(held, config_type, ours, given)

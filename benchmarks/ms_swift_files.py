@@ -41,7 +41,8 @@ ON_CPU = {"sleep_level": 0, "bf16": False, "torch_dtype": "float32", "attn_impl"
 SMALL = {
     "gpus": DEVICES,
     **dict.fromkeys(("max_completion_length", "max_new_tokens"), TOKENS),
-    **dict.fromkeys(("max_length", "vllm_max_model_len"), MOST_TOKENS),
+    "max_length": MOST_TOKENS,
+    "vllm_max_model_len": 2 * MOST_TOKENS,
     "report_to": ["none"],
 }
 REMOVED = ("train_iters", "max_steps")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import logging
 import os
 import pickle
 import signal
@@ -63,6 +64,15 @@ class Stopped(BaseException):
     """Raised in the main thread of a worker whose call the driver has given up."""
 
 
+def enter(folder: str) -> None:
+    """So that relative paths mean in this process what they mean in its driver."""
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        told = f"the driver's folder {folder} cannot be entered on this node ({error})"
+        logging.getLogger(__name__).warning("%s: relative paths start at %s", told, os.getcwd())
+
+
 class Host:
     """A worker process as its group's handle sees it."""
 
@@ -106,12 +116,22 @@ class Host:
         return int(held.getsockname()[1])
 
     def prepare(
-        self, info: WorkerInfo, env: dict[str, str], forgotten: list[str], node: str, key: bytes, trace: bool
+        self,
+        info: WorkerInfo,
+        env: dict[str, str],
+        forgotten: list[str],
+        node: str,
+        key: bytes,
+        trace: bool,
+        folder: str | None,
     ) -> tuple[str, int]:
         """Makes this process worker ``info`` of its group, its environment cleared of ``forgotten``, ``env`` added.
 
-        The reply is the address of the process's door, which opens to ``key``.
+        It works in ``folder`` as its driver does, if this node has it; None: it stays where it is. The reply is the
+        address of the process's door, which opens to ``key``.
         """
+        if folder is not None:
+            enter(folder)
         for name in forgotten:
             os.environ.pop(name, None)
         os.environ.update(env)

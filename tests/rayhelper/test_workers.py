@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from rayhelper import PlacementError, RayHelper, RayHelperError, ShardError, WorkerDiedError, WorkerError
+from rayhelper.worker.host import enter
 from tests.conftest import without_runtime
 
 NAMES = (
@@ -39,6 +40,10 @@ class Probe:
     @RayHelper.function(group="train")
     def train_env(self) -> dict[str, str | None]:
         return {name: os.environ.get(name) for name in NAMES}
+
+    @RayHelper.function(group="train", collect="flatten")
+    def folders(self) -> list[str]:
+        return [os.getcwd()]
 
     @RayHelper.function(group="rollout")
     def rollout_env(self) -> dict[str, str | None]:
@@ -108,8 +113,9 @@ GROUPS = {
 
 
 @pytest.fixture(scope="module")
-def probe(ray_cluster: None) -> Iterator[Probe]:
+def probe(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe]:
     with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("drivers"))
         patch.setenv("DRIVER_SECRET", "not for workers")
         patch.setenv("HF_HUB_OFFLINE", "1")
         with RayHelper.session(GROUPS):
@@ -142,6 +148,22 @@ def test_only_the_declared_variables_of_the_driver_reach_a_worker(probe: Probe) 
     assert env["DRIVER_SECRET"] is None
     assert env["HF_HUB_OFFLINE"] == "1"
     assert env["MY_SETTING"] == "5"
+
+
+def test_a_worker_works_in_the_folder_of_its_driver(probe: Probe) -> None:
+    assert probe.folders() == [os.getcwd()] * 4
+    assert Path.cwd().name.startswith("drivers")
+
+
+def test_a_folder_of_the_driver_that_a_node_lacks_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    enter(str(tmp_path / "missing"))
+    assert Path.cwd() == tmp_path
+    (told,) = caplog.messages
+    assert f"the driver's folder {tmp_path}/missing cannot be entered on this node" in told
+    assert told.endswith(f"relative paths start at {tmp_path}")
 
 
 def test_current_tells_a_worker_who_it_is(probe: Probe) -> None:

@@ -98,6 +98,10 @@ class Crew:
             self.clock_offsets_ns[rank] = 0 if same_machine else middle_ns - fact["time_ns"]
         if 0 in chosen:
             self.port = self._started([self.actors[0].hold_port.remote()])[0]
+        has_own_folder = bool(
+            ray.get_runtime_context().runtime_env.get("working_dir")
+        )  # Ray's copy of it, on each node
+        folder = None if has_own_folder else os.getcwd()
         doors = self._started(
             [
                 self.actors[rank].prepare.remote(
@@ -107,6 +111,7 @@ class Crew:
                     self.slots[rank].address,
                     self.key,
                     self.trace,
+                    folder,
                 )
                 for rank in chosen
             ]

@@ -39,7 +39,7 @@ DEPTHS = (  # layers, as many as the real model has, where a command says how ma
     (r"Moonlight-16B", 27),
     (r"30B-A3B", 48),
 )
-MODEL_KEYS = ("model", "teacher_model", "reward_model", "ref_model", "mcore_model", "model_id_or_path")
+MODEL_KEYS = ("model", "teacher_model", "reward_model", "prm_model", "ref_model", "mcore_model", "model_id_or_path")
 DATA_KEYS = ("dataset", "val_dataset", "eval_dataset", "cached_dataset", "cached_val_dataset", "chord_sft_dataset")
 
 
@@ -68,7 +68,7 @@ def model_for(name: str, folder: Path, program: str) -> str:
         fields: dict[str, Any] = {"max_position_embeddings": 131072}
         if program == "megatron" or architecture in MEGATRON:  # sizes that parallel layouts divide
             fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": layers, "head_dim": 32}
-            fields |= {"vocab_size": 320} | ({"num_experts": 8} if "moe" in architecture else {})
+            fields |= {"vocab_size": 320, "hidden_size": 256} | ({"num_experts": 8} if "moe" in architecture else {})
         save(architecture, target, **fields)
     return str(target)
 

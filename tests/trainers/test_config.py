@@ -161,6 +161,17 @@ def test_max_steps_come_before_epochs_and_epochs_may_be_parts() -> None:
     assert total_steps(config(max_steps=7), 10) == 7
 
 
+@pytest.mark.parametrize("epochs", [0.25, 0.5, 1.3, 2.0])
+def test_a_part_of_a_step_is_a_step_as_in_transformers(epochs: float, tmp_path: Path) -> None:
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    args = TrainingArguments(str(tmp_path), num_train_epochs=epochs, per_device_train_batch_size=1, report_to=[])
+    trainer = Trainer(torch.nn.Linear(1, 1), args, train_dataset=[{"x": 0.0}] * 7)
+    *_, theirs = trainer.set_initial_training_values(args, trainer.get_train_dataloader())
+    assert total_steps(config(num_train_epochs=epochs), 7) == theirs
+
+
 def test_a_configuration_does_not_change() -> None:
     with pytest.raises(AttributeError):
         config().seed = 1  # type: ignore[misc]

@@ -571,7 +571,12 @@ def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
     """Optimizer steps of the whole run."""
     if config.max_steps > 0:
         return config.max_steps
-    return max(1, round(config.num_train_epochs * steps_per_epoch))
+    return steps_of_epochs(config.num_train_epochs, steps_per_epoch)
+
+
+def steps_of_epochs(epochs: float, steps_per_epoch: int) -> int:
+    """Optimizer steps of so many epochs, a part of a step counted as one, as transformers' Trainer counts them."""
+    return max(1, math.ceil(epochs * steps_per_epoch))
 
 
 def _listed(source: Any) -> list[Any]:

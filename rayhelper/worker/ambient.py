@@ -1,7 +1,8 @@
 """What the driver's process has set beside its variables, which a worker's code must find as with Ray off.
 
     with the construction of an object     Ambient     seeds, torch's defaults, levels and format of logging
-    with a call                            Mode        grad mode, autocast; new seeds, if the driver has set some since
+    with a call                            Mode        grad mode, autocast; what the driver has set since: seeds and
+                                                       torch's defaults
 
 No library is imported for it: what a process has not loaded has its defaults there. A worker that loads torch later
 than it is told sets torch up at that moment (``when_loaded``).
@@ -10,6 +11,7 @@ than it is told sets torch up at that moment (``when_loaded``).
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.util
 import logging
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rayhelper.runtimes.ray.modules import installed_modules
+from rayhelper.worker.patches import default_device
 
 _DEVICE_TYPES = ("cpu", "cuda")  # of which autocast is asked
 _OWN_LOGGERS = ("ray", "rayhelper.worker")  # which Ray sets up on its workers itself
@@ -79,23 +82,20 @@ class Ambient:
     @classmethod
     def here(cls) -> Ambient:
         torch = sys.modules.get("torch")
-        flags = None if torch is None else {name: get(torch) for name, (get, _) in _TORCH.items()}
-        return cls(RandomState.here(), flags, tuple(_loggers()), logging.root.manager.disable)
+        return cls(
+            RandomState.here(),
+            None if torch is None else _flags(torch),
+            tuple(_loggers()),
+            logging.root.manager.disable,
+        )
 
     def apply(self) -> None:
         """Sets this process up in the same way, but for its random generators."""
         if self.torch is not None:
-            when_loaded("torch", self._set_torch)
+            when_loaded("torch", functools.partial(_set_flags, self.torch))
         logging.disable(self.disabled_below)
         for state in self.loggers:
             _set_logger(state)
-
-    def _set_torch(self, torch: Any) -> None:
-        assert self.torch is not None, "torch is loaded on the driver"
-        for name, value in self.torch.items():
-            get, put = _TORCH[name]
-            if get(torch) != value:
-                put(torch, value)
 
 
 def _dtype(torch: Any, name: str) -> Any:
@@ -112,7 +112,7 @@ _TORCH: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
         lambda torch, name: torch.set_default_dtype(_dtype(torch, name)),
     ),
     "default device": (
-        lambda torch: torch.get_default_device().type,
+        default_device,
         lambda torch, name: torch.set_default_device(None if name == "cpu" else name),
     ),
     "matmul precision": (
@@ -133,6 +133,18 @@ _TORCH: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
 }
 
 
+def _flags(torch: Any) -> dict[str, Any]:
+    """What ``_TORCH`` names, as it is set here."""
+    return {name: get(torch) for name, (get, _) in _TORCH.items()}
+
+
+def _set_flags(flags: dict[str, Any], torch: Any) -> None:
+    for name, value in flags.items():
+        get, put = _TORCH[name]
+        if get(torch) != value:
+            put(torch, value)
+
+
 class Mode(NamedTuple):
     """What the driver's process has set when it makes a call."""
 
@@ -141,19 +153,21 @@ class Mode(NamedTuple):
     autocast: tuple[tuple[str, str], ...]  # device types for which it is on, with the dtype
     autocast_cache: bool
     random: RandomState | None  # new seeds
+    torch: dict[str, Any] | None  # new defaults of torch, by name in ``_TORCH``
 
-    def seeded(self) -> Mode:
-        """The rest of the mode, after new seeds have been set."""
+    def settled(self) -> Mode:
+        """The rest of the mode, after new seeds and defaults have been set: they stay."""
         if self.random is not None:
             self.random.restore()
-        return self._replace(random=None)
+        if self.torch is not None:
+            when_loaded("torch", functools.partial(_set_flags, self.torch))
+        return self._replace(random=None, torch=None)
 
     def applied(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, this thread is in the same mode."""
         import torch
 
-        if self.random is not None:
-            self.random.restore()
+        self.settled()
         inference = [torch.inference_mode()] if self.inference else []
         grad = torch.enable_grad() if self.grad else torch.no_grad()
         autocast = [
@@ -168,17 +182,26 @@ class DriverMode:
 
     def __init__(self) -> None:
         self.seed: int | None = None  # of torch, as the workers were told
+        self.flags: dict[str, Any] | None = None  # likewise
+        self.restarts_left: int | None = None  # when they were told the flags
 
     def constructing(self) -> None:
-        """The workers are told all seeds now."""
+        """The workers are told all seeds and defaults now."""
         torch = sys.modules.get("torch")
         self.seed = None if torch is None else torch.initial_seed()
+        self.flags = None if torch is None else _flags(torch)
 
-    def of_call(self) -> Mode | None:
-        """The mode in which a call is made; None: as a process is at first."""
+    def of_call(self, restarts_left: int) -> Mode | None:
+        """The mode in which a call is made; None: as the workers are.
+
+        A worker in the place of one that died was told what was set at construction, so all are told again.
+        """
         torch = sys.modules.get("torch")
         if torch is None:
             return None
+        flags = _flags(torch)
+        is_told = flags == self.flags and self.restarts_left in (None, restarts_left)
+        self.flags, self.restarts_left = flags, restarts_left
         seed, new_seeds = torch.initial_seed(), None
         if seed != self.seed:
             if self.seed is not None:
@@ -186,10 +209,10 @@ class DriverMode:
             self.seed = seed
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         on = [device for device in _DEVICE_TYPES if torch.is_autocast_enabled(device)]
-        if grad and not inference and not on and new_seeds is None:
+        if grad and not inference and not on and new_seeds is None and is_told:
             return None
         autocast = tuple((device, str(torch.get_autocast_dtype(device))) for device in on)
-        return Mode(grad, inference, autocast, torch.is_autocast_cache_enabled(), new_seeds)
+        return Mode(grad, inference, autocast, torch.is_autocast_cache_enabled(), new_seeds, None if is_told else flags)
 
 
 class RandomStream:

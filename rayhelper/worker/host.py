@@ -395,7 +395,7 @@ async def _awaited(host: Host, task: Any, location: str, arguments: Any, parts: 
         del arguments
         with placement.runtime.task_inside(placement, method.role):
             coroutine: Any = method.coroutine(instance, args, kwargs)
-            value = await (coroutine if mode is None else Stepped(coroutine, mode.seeded().applied))
+            value = await (coroutine if mode is None else Stepped(coroutine, mode.settled().applied))
         ended = time.time_ns() if host.tracer is not None else 0
         del args, kwargs, coroutine
         return host._answer(value, method, identity, task, started, ended)

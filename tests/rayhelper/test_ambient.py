@@ -166,6 +166,23 @@ def test_defaults_of_torch_hold_on_workers(on_ray: None) -> None:
     assert Net().defaults() == [["torch.float32", "highest", False, False, (False, False)]] * 2
 
 
+def test_defaults_of_torch_that_are_set_later_hold_from_the_next_call_on(on_ray: None) -> None:
+    net = Net()
+    before = net.defaults()
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = True
+        with torch.no_grad():
+            assert net.defaults() == [["torch.float64", "high", False, False, (False, True)]] * 2
+        assert net.defaults() == [["torch.float64", "high", False, False, (False, True)]] * 2
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.benchmark = False
+    assert net.defaults() == before == [["torch.float32", "highest", False, False, (False, False)]] * 2
+
+
 def test_the_mode_of_a_call_holds_on_workers(on_ray: None) -> None:
     net = Net()
     assert net.modes() == [["torch.float32", True, False]] * 2

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rayhelper.channel import patches as channel_patches
 from rayhelper.runtimes.ray import patches
-from rayhelper.worker.patches import abort_process_group, take_over
+from rayhelper.worker.patches import abort_process_group, default_device, take_over
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -48,6 +48,18 @@ def test_free_resources_are_those_of_each_node_or_all_that_it_has(monkeypatch: p
 def test_an_actor_without_the_private_name_is_none_of_ours() -> None:
     known = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "0a"))
     assert (patches.id_of_actor(known), patches.id_of_actor(SimpleNamespace())) == ("0a", "")
+
+
+@pytest.mark.parametrize("version", ["with the private name", "without it"])
+def test_the_default_device_is_what_torch_says(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if version == "without it":
+        monkeypatch.delattr(torch._C, "_len_torch_function_stack")
+    assert default_device(torch) == "cpu"
+    try:
+        torch.set_default_device("meta")
+        assert default_device(torch) == "meta"
+    finally:
+        torch.set_default_device(None)
 
 
 def test_a_future_that_is_taken_over_can_be_awaited_again_and_one_without_a_mark_stays_as_it_is() -> None:

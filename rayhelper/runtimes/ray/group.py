@@ -149,7 +149,7 @@ class WorkerGroup:
         sent, num_bytes = self._payloads(calls, layout.shard_of, where) if args or kwargs else ([()], 0)
         if self.recording:
             self.recording.span("serialise", name, started_ns, number, num_bytes)
-        mode = self.mode.of_call()
+        mode = self.mode.of_call(self.recovery.restarts_left)
         return kind(self.recovery, method, title, name, location, layout, order, sent, mode, sources, number)
 
     def _payloads(self, calls: list[Any], shard_of: tuple[int, ...], where: str) -> tuple[list[tuple[Any, ...]], int]:

@@ -10,7 +10,15 @@ from typing import Any
 import yaml
 
 from benchmarks.ms_swift_commands.shell import Command, commands_of, launched, uncommented
-from benchmarks.ms_swift_commands.stand_ins import DATA_KEYS, MODEL_KEYS, data_for, missing, model_for
+from benchmarks.ms_swift_commands.stand_ins import (
+    DATA_KEYS,
+    JUDGE_KEYS,
+    MODEL_KEYS,
+    data_for,
+    judge_for,
+    missing,
+    model_for,
+)
 from trainers.configuration.others.ms_swift import COMMANDS, ROLLOUT
 
 FILES_ALONE = ("examples/ray",)  # YAML that no script names
@@ -120,8 +128,11 @@ def _file_replaced(keys: dict[str, Any], folder: Path, data: str, program: str) 
 
 
 def _replaced(name: str, values: list[str], folder: Path, data: str, program: str) -> list[str]:
+    if name in JUDGE_KEYS:
+        return [judge_for(value, folder) for value in values]
     if name in MODEL_KEYS:
-        return [model_for(value, folder, program) for value in values]
+        seed = int(name == "teacher_model")  # a teacher knows something else
+        return [model_for(value, folder, program, seed) for value in values]
     if name in DATA_KEYS:
         return [data + (f"#{value.rpartition('#')[2]}" if "#" in value else "") for value in values]
     return values

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ DEPTHS = (  # layers, as many as the real model has, where a command says how ma
     (r"30B-A3B", 48),
 )
 MODEL_KEYS = ("model", "teacher_model", "reward_model", "prm_model", "ref_model", "mcore_model", "model_id_or_path")
+JUDGE_KEYS = ("reward_model", "prm_model")  # of MODEL_KEYS: those that score a text
 DATA_KEYS = ("dataset", "val_dataset", "eval_dataset", "cached_dataset", "cached_val_dataset", "chord_sft_dataset")
 
 
@@ -51,7 +53,7 @@ def architecture_of(name: str) -> str:
     return next(made for pattern, made in ARCHITECTURES if re.search(pattern, name))
 
 
-def model_for(name: str, folder: Path, program: str) -> str:
+def model_for(name: str, folder: Path, program: str, seed: int = 0) -> str:
     """A folder with a tiny model of the architecture that the name says; made once.
 
     For ``megatron`` one that our backend builds: mixtures are Qwen3's, others Qwen3. See ``missing``.
@@ -64,12 +66,25 @@ def model_for(name: str, folder: Path, program: str) -> str:
         architecture = "qwen3_moe" if is_mixture or "A" in re.findall(r"-(A)\d+B", name) else "qwen3"
     layers = next((depth for pattern, depth in DEPTHS if re.search(pattern, name)), 8)
     target = folder / (architecture if layers == 8 else f"{architecture}_{layers}")
+    target = target.with_name(f"{target.name}_{seed}") if seed else target
     if not (target / "config.json").is_file():
         fields: dict[str, Any] = {"max_position_embeddings": 131072}
         if program == "megatron" or architecture in MEGATRON:  # sizes that parallel layouts divide
             fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": layers, "head_dim": 32}
             fields |= {"vocab_size": 320, "hidden_size": 256} | ({"num_experts": 8} if "moe" in architecture else {})
-        save(architecture, target, **fields)
+        save(architecture, target, seed, **fields)
+    return str(target)
+
+
+def judge_for(name: str, folder: Path) -> str:
+    """A folder with a tiny reward model of the architecture that the name says, or of Qwen2's."""
+    from transformers import AutoModelForSequenceClassification
+
+    target = folder / "judge"
+    if not target.is_dir():
+        shutil.copytree(model_for(name, folder, "swift"), target)
+        model = AutoModelForSequenceClassification.from_pretrained(target, num_labels=1)
+        model.save_pretrained(target)
     return str(target)
 
 

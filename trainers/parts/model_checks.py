@@ -101,7 +101,7 @@ def check_adapter(config: TrainConfig, model: str) -> None:
     is_all = lora["target_modules"] == "all-linear"
     if is_all and not lora.get("modules_to_save"):
         return
-    from trainers.backends.fsdp.adapters import check_tied, target_mistake, without_weights
+    from trainers.backends.fsdp.tuners.adapters import check_tied, target_mistake, without_weights
 
     try:
         module = without_weights(model, trust_remote_code=config.trust_remote_code)

@@ -27,6 +27,7 @@ ALL_LINEAR = "all-linear"
 OF_LAYERS = ("lora_", "boft_", "fourierft_", "ia3_", "miss_", "vera_")
 OF_MODULES_TO_SAVE = ".modules_to_save."
 SHARED = re.compile(r"\.vera_[AB]\.")
+MANY_STEPS = 10**9  # where the length of a run is not known
 SHARED_BY_PEFT = "base_model.vera_"  # where peft saves them
 logger = logging.getLogger(__name__)
 
@@ -423,6 +424,41 @@ def target_mistake(module: Any, lora: Mapping[str, Any]) -> str | None:
             told = re.sub(r"\(.*\)", "", told)
         return f"{told.rstrip('.')}. Its linear layers are {', '.join(linear)}"
     return None
+
+
+def tuner_mistake(module: Any, tuner: str, settings: Mapping[str, Any]) -> str | None:
+    """Why a layer of a model cannot have an adapter of a tuner beside LoRA; None if all can that shall have one.
+
+    peft itself is asked, on the smallest layers and the largest; ``module`` is one of ``without_weights``.
+    """
+    if tuner == "lora":
+        return None
+    fields = targets_of(module, tuner, settings)
+    if tuner == "boft":  # whose matrices are as large as the layers' and would be made here
+        return _block_mistake(module, fields)
+    from peft import get_peft_model
+
+    try:
+        config = peft_config(tuner, fields, num_training_steps=MANY_STEPS)
+        get_peft_model(module, config, low_cpu_mem_usage=True)
+    except (ValueError, TypeError) as error:
+        return re.sub(r"\(.*\)", "", " ".join(str(error).split()))
+    return None
+
+
+def _block_mistake(module: Any, fields: Mapping[str, Any]) -> str | None:
+    """Why the blocks of BOFT do not divide the input of a layer."""
+    size, count = fields.get("boft_block_size", 4), fields.get("boft_block_num", 0)
+    targets = fields.get("target_modules")
+    for name, part in module.named_modules():
+        is_asked = isinstance(targets, list) and _is_named_any(name, targets)
+        if is_asked and (width := getattr(part, "in_features", None)) and width % (size or count):
+            return f"{name} has {width} inputs, which {size or count} (boft_block_size or boft_block_num) must divide"
+    return None
+
+
+def _is_named_any(name: str, targets: Sequence[str]) -> bool:
+    return any(_is_named(target, [name]) for target in targets)
 
 
 def trained_names(module: Any) -> set[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from peft.utils.integrations import dequantize_module_weight
+from peft.utils.integrations import dequantize_bnb_weight
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.backends.batches import largest_difference, mean_loss, plain_scores, samples_of
@@ -44,6 +44,7 @@ def case(model: str, bits: str, folder: Path) -> dict[str, float]:
         model, quantization_config=config, dtype=torch.float32, device_map={"": "cpu"}
     )
     peft: Any = get_peft_model(loaded, LoraConfig(**LORA, target_modules=LAYERS, task_type="CAUSAL_LM"))
+    peft.train()  # in which the products of 8 bits are those of floating-point inputs
     own = dict(backend.adapted.named_parameters())
     trained = {name: weight for name, weight in peft.named_parameters() if weight.requires_grad}
     start = {name: own[name].detach().clone() for name in trained}
@@ -63,10 +64,11 @@ def case(model: str, bits: str, folder: Path) -> dict[str, float]:
     for name, layer in peft.base_model.model.named_modules():
         if name.endswith(tuple(LAYERS)):
             delta = 2.0 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
-            expected = dequantize_module_weight(layer.base_layer).float() + delta.detach()
+            state = getattr(layer.base_layer, "state", None)
+            expected = dequantize_bnb_weight(layer.base_layer.weight, state=state).float() + delta.detach()
             far = max(far, float((merged[f"{name}.weight"] - expected).abs().max()))
     found["merged"] = far
-    plain = {name: weight for name, weight in FsdpBackend(model).named_weights()}
+    plain = dict(FsdpBackend(model).named_weights())
     found["names"] = float(merged.keys() == plain.keys() == dict(backend.named_weights()).keys())
     found["quantized"] = largest_difference(merged, plain)
     scores = backend.token_logps(samples_of(), micro_batch_size=4).values

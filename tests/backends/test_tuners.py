@@ -13,11 +13,15 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from rayhelper import ConfigError
+from rayhelper.planning.adapter import adapter_parameters
+from rayhelper.planning.model_shape import ModelShape
 from tests.backends.batches import largest_difference, mean_loss, plain_scores, samples_of, weighted_loss
 from tests.backends.ranks import run_ranks
 from tests.golden.tiny import save_tiny
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.tuners.kinds import CONFIGS
+from trainers.parts.model_checks import check_model_folder
+from trainers.sft.config import SFTConfig
 
 FIELDS: dict[str, dict[str, Any]] = {
     "adalora": {"init_r": 4, "target_r": 2, "lora_alpha": 8, "tinit": 1, "tfinal": 1, "orth_reg_weight": 0.5},
@@ -199,3 +203,52 @@ def test_values_that_peft_refuses_are_named(folder: str) -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             FsdpBackend(folder, **settings_of(tuner, lora={"target_modules": LAYERS, **fields}))
+
+
+KEYS: dict[str, Any] = {"model": "m", "dataset": "d"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"tuner_type": "vera", "backend": "megatron"}, "tuner_type: vera is for backend: fsdp; backend: megatron has"),
+        ({"tuner_type": "ia3", "lora_rank": 16}, "lora_rank is 16, but tuner_type is ia3"),
+        ({"tuner_type": "boft", "lora_dropout": 0.1}, "lora_dropout is 0.1, but tuner_type is boft"),
+        ({"tuner_type": "vera", "tuner_kwargs": {"rank": 4}}, "tuner_kwargs must be one of .*; got 'rank'"),
+        ({"tuner_type": "lora", "tuner_kwargs": {"r": 4}}, "tuner_kwargs are for tuner_type: another tuner than lora"),
+        ({"tuner_type": "miss", "lora_kwargs": {"r": 4}}, "lora_kwargs are for tuner_type: lora"),
+        ({"tuner_type": "adalora", "tuner_kwargs": {"lora_alpha": 4}}, "is the key lora_alpha; write it there"),
+        ({"tuner_type": "adalora", "tuner_kwargs": {"tinit": 9}, "max_steps": 9}, "allow for a budgeting phase"),
+        ({"tuner_type": "adalora", "tuner_kwargs": {"init_r": 8}}, "init_r is 8, which must be above target_r, 8"),
+    ],
+)
+def test_keys_that_nobody_would_read_are_refused(keys: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SFTConfig(**KEYS | keys)
+
+
+@pytest.mark.parametrize(
+    ("tuner", "kwargs", "words"),
+    [
+        ("boft", {"boft_block_size": 7}, r"q_proj has 64 inputs, which 7 \(boft_block_size or boft_block_num\) must"),
+        ("miss", {"r": 4096}, "tuner_type: miss does not fit .* must be less than or equal to in_features"),
+    ],
+)
+def test_layers_that_cannot_have_an_adapter_are_found_before_the_start(
+    tuner: str, kwargs: dict[str, Any], words: str, folder: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_model_folder(SFTConfig(model=folder, dataset="d", tuner_type=tuner, tuner_kwargs=kwargs))
+    for name, fields in FIELDS.items():
+        fitting = {key: value for key, value in fields.items() if key != "lora_alpha"}
+        check_model_folder(SFTConfig(model=folder, dataset="d", tuner_type=name, tuner_kwargs=fitting))
+
+
+def test_a_plan_counts_what_each_tuner_trains(folder: str) -> None:
+    shape = ModelShape.of(folder, "model")
+    assert shape is not None
+    for tuner, fields in FIELDS.items():
+        backend = FsdpBackend(folder, **settings_of(tuner))
+        trained = sum(weight.numel() for weight in backend.module.parameters() if weight.requires_grad)
+        counted = adapter_parameters(shape, 8, tuner=tuner, kwargs=fields)
+        assert counted == trained or (tuner == "ia3" and trained < counted < 1.5 * trained), tuner

@@ -20,7 +20,7 @@ from trainers.backends.fresh_weights import VALUE_HEAD, value_head
 from trainers.backends.fsdp import packed_attention
 from trainers.backends.fsdp.sharding import as_placed
 from trainers.backends.fsdp.tuners.adapters import own_weights, trained_names
-from trainers.backends.fsdp.tuners.quantized import loading_arguments
+from trainers.backends.fsdp.tuners.quantized import loading_arguments, quantized_layers, written_whole
 
 ModelHead = Literal["lm", "value"]
 
@@ -195,10 +195,13 @@ def write_model(
         name: weight.to(dtype) if name not in buffers and weight.is_floating_point() else weight
         for name, weight in weights.items()
     }
-    module.save_pretrained(folder, state_dict=weights)
+    with written_whole(module):
+        module.save_pretrained(folder, state_dict=weights)
     config = copy.deepcopy(config)
     config.architectures = [type(module).__name__]
     config.dtype = dtype
+    if quantized_layers(module):  # whose weights are given as others are
+        del config.quantization_config
     config.save_pretrained(folder)
 
 

@@ -419,11 +419,14 @@ def target_mistake(module: Any, lora: Mapping[str, Any]) -> str | None:
     try:
         get_peft_model(module, LoraConfig(r=1, **fields), low_cpu_mem_usage=True)
     except ValueError as error:
-        told = " ".join(str(error).split())
-        if told.startswith("Target module "):  # and the whole of a module that is no layer
-            told = re.sub(r"\(.*\)", "", told)
-        return f"{told.rstrip('.')}. Its linear layers are {', '.join(linear)}"
+        return f"{_told(error).rstrip('.')}. Its linear layers are {', '.join(linear)}"
     return None
+
+
+def _told(error: Exception) -> str:
+    """What peft says in one line, without the whole of a module that is no layer."""
+    told = " ".join(str(error).split())
+    return re.sub(r"\(.*\)", "", told) if told.startswith("Target module ") else told
 
 
 def tuner_mistake(module: Any, tuner: str, settings: Mapping[str, Any]) -> str | None:
@@ -442,7 +445,7 @@ def tuner_mistake(module: Any, tuner: str, settings: Mapping[str, Any]) -> str |
         config = peft_config(tuner, fields, num_training_steps=MANY_STEPS)
         get_peft_model(module, config, low_cpu_mem_usage=True)
     except (ValueError, TypeError) as error:
-        return re.sub(r"\(.*\)", "", " ".join(str(error).split()))
+        return _told(error)
     return None
 
 

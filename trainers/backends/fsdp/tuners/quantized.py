@@ -5,8 +5,9 @@ bitsandbytes is installed apart (``requirements/qlora.txt``). Without it nothing
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,12 +45,26 @@ def quantized_layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     }
 
 
-def dequantized(layer: torch.nn.Module) -> torch.Tensor:
+def dequantized(layer: Any) -> torch.Tensor:
     """What the weight of a layer of bitsandbytes is computed with: as many numbers as before, of few values."""
-    from peft.utils.integrations import dequantize_module_weight
+    from peft.utils.integrations import dequantize_bnb_weight
 
-    found: torch.Tensor = dequantize_module_weight(layer).detach()
-    return found
+    found: torch.Tensor = dequantize_bnb_weight(layer.weight, state=getattr(layer, "state", None))
+    return found.detach()
+
+
+@contextlib.contextmanager
+def written_whole(module: Any) -> Iterator[None]:
+    """Inside, transformers writes the weights of ``module`` that it is given, and not those that are quantized."""
+    quantizer = getattr(module, "hf_quantizer", None)
+    if quantizer is None:
+        yield
+        return
+    module.hf_quantizer = None
+    try:
+        yield
+    finally:
+        module.hf_quantizer = quantizer
 
 
 def is_quantization_state(name: str) -> bool:

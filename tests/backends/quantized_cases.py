@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.backends.batches import largest_difference, mean_loss, plain_scores, samples_of
 from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.run.throughput import flops_of
 
 LAYERS = [f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")]
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8}
@@ -69,6 +70,8 @@ def case(model: str, bits: str, folder: Path) -> dict[str, float]:
             far = max(far, float((merged[f"{name}.weight"] - expected).abs().max()))
     found["merged"] = far
     plain = dict(FsdpBackend(model).named_weights())
+    same = FsdpBackend(model, num_training_steps=9, **STEADY, lora=LORA | {"target_modules": "all-linear"})
+    found["flops"] = flops_of(backend.module, 1) / flops_of(same.module, 1)
     found["names"] = float(merged.keys() == plain.keys() == dict(backend.named_weights()).keys())
     found["quantized"] = largest_difference(merged, plain)
     scores = backend.token_logps(samples_of(), micro_batch_size=4).values

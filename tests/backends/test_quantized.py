@@ -42,6 +42,7 @@ def test_steps_and_merged_weights_are_those_of_peft_and_bitsandbytes(
     assert found["quantized"] > 3e-3, "merged weights are the quantized ones, not those of the checkpoint"
     assert found["steps"] < 2e-6
     assert found["merged"] < 1e-6
+    assert found["flops"] == 1.0, "two numbers in a byte are two"
     assert found["sent"] == 1.0, "engines get all that is quantized, changed by the adapter or not"
 
 

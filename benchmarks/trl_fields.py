@@ -162,9 +162,10 @@ BESIDE: dict[str, dict[str, Any]] = {
     "dataset_streaming": {"max_steps": 5},
     "streaming": {"datasets": [{"path": "rows.jsonl"}], "max_steps": 5},
     "test_split_size": {"datasets": [{"path": "rows.jsonl"}], "eval_strategy": "steps", "eval_steps": 5},
-    "bnb_4bit_quant_type": {"load_in_4bit": True},
-    "use_bnb_nested_quant": {"load_in_4bit": True},
-    "bnb_4bit_quant_storage": {"load_in_4bit": True},
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), PEFT),
+    **dict.fromkeys(
+        ("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"), PEFT | {"load_in_4bit": True}
+    ),
     **dict.fromkeys(("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"), ADAPTIVE),
     "entropy_target": {"use_adaptive_entropy": True},
 }

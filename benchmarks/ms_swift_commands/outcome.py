@@ -20,6 +20,7 @@ from unittest.mock import patch
 from benchmarks.ms_swift_commands.cases import Case
 from benchmarks.ms_swift_commands.shell import Command
 from rayhelper import ConfigError
+from trainers.backends.fsdp.tuners.quantized import is_installed
 from trainers.cli import _check_run as check_run
 from trainers.cli import load_config, placement, uses_ray
 from trainers.commands import RLHF, command_named, task_of
@@ -32,9 +33,10 @@ OUTCOMES = ("taken", "taken with a line", "refused, the remedy works", "cannot r
 NEVER = {  # what is missing, by the beginning of what is said of it
     "unknown key fp8": "training in FP8 (TransformerEngine)",
     "unknown key mtp_num_layers": "multi-token prediction",
-    **dict.fromkeys(("unknown key quant", "unknown key bnb", "quant_method"), "training of a quantized model (QLoRA)"),
+    **dict.fromkeys(("quant_method", "hqq_axis"), "weights quantized by others than bitsandbytes"),
     **dict.fromkeys(
-        ("tuner_type must be", "use_galore", "galore", "lisa", "lora_ga", "reft"), "tuners other than LoRA"
+        ("tuner_type", "use_galore", "galore", "lisa", "lora_ga", "reft", "init_weights lora-ga"),
+        "tuners that peft does not build",
     ),
     "environment: unknown": "multi-turn schedulers",
     "multi_turn_scheduler": "multi-turn schedulers",
@@ -225,3 +227,8 @@ def _import_all() -> None:
         _ = command_named(name).trainer
     import trainers.backends.megatron.backend
     import trainers.rollout.vllm.settings  # noqa: F401
+
+    if is_installed():  # where there is a stand-in of a GPU it looks for torch's own
+        import bitsandbytes  # noqa: F401
+        import transformers.integrations.bitsandbytes
+        import transformers.trainer  # noqa: F401

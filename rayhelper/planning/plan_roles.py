@@ -16,7 +16,7 @@ from typing import Any, Literal
 from rayhelper.device_groups import DeviceGroup
 from rayhelper.device_groups.mistakes import Mistakes
 from rayhelper.device_groups.role_form import check_parallel_sizes
-from rayhelper.planning.adapter import ALL, adapter_parameters
+from rayhelper.planning.adapter import ALL, DEFAULT_RANK, adapter_parameters
 from rayhelper.planning.memory import (
     FREEING_KEYS,
     GIB,
@@ -45,7 +45,6 @@ MICRO_BATCH_KEYS = ("per_device_train_batch_size", "micro_batch_size")
 UTILIZATION_KEY = "vllm_gpu_memory_utilization"
 DEFAULT_UTILIZATION = 0.9  # vLLM's
 DEFAULT_PROMPT = 512  # tokens
-DEFAULT_RANK = 8  # of a LoRA adapter
 
 PlannedTo = Literal["train", "generate", "score", "unknown"]
 
@@ -146,7 +145,7 @@ def _plan_model(place: Place) -> RolePlan:
     memory = None
     if shape is not None and place.group.device != "CPU":
         work = _work(place, sizes)
-        if does == "train" and place.settings.get("tuner_type") == "lora":
+        if does == "train" and place.settings.get("tuner_type", "full") != "full":
             work = replace(work, adapter=_adapter(place.settings, shape))
         divided = replace(sizes, data=1) if place.kind.does == "judges" else sizes
         terms = (training if does == "train" else scoring)(shape, divided, work)
@@ -291,10 +290,17 @@ def _number(place: Place, key: str, fits: Callable[[float], bool], must: str, ad
 
 
 def _adapter(settings: Mapping[str, Any], shape: ModelShape) -> int:
-    """Parameters of the LoRA adapter that these keys describe."""
+    """Parameters of the adapter that these keys describe."""
     targets = settings.get("lora_target_modules", [ALL])
     names = [targets] if isinstance(targets, str) else targets
-    return adapter_parameters(shape, _whole(settings, "lora_rank") or DEFAULT_RANK, [str(name) for name in names])
+    tuner, kwargs = str(settings.get("tuner_type")), settings.get("tuner_kwargs")
+    return adapter_parameters(
+        shape,
+        _whole(settings, "lora_rank") or DEFAULT_RANK,
+        [str(name) for name in names],
+        tuner={"bone": "miss"}.get(tuner, tuner),
+        kwargs=kwargs if isinstance(kwargs, Mapping) else {},
+    )
 
 
 def _length(settings: Mapping[str, Any], findings: Findings) -> int:
@@ -315,7 +321,7 @@ def _has_reference(place: Place) -> bool:
     settings = place.settings
     has_own = any(kind.does == "scores" and "ref_model" in kind.models for kind in place.run.kinds.values())
     is_policy = place.kind.does == "trains" and not has_own
-    if settings.get("tuner_type") == "lora" and settings.get("ref_model") is None:
+    if settings.get("tuner_type", "full") != "full" and settings.get("ref_model") is None:
         return False  # the policy without its adapter
     return is_policy and bool(settings.get("beta")) and bool(settings.get("reward_funcs"))
 

@@ -15,8 +15,8 @@ from rayhelper import ConfigError
 from tests.backends.batches import largest_difference, mean_loss, plain_scores, samples_of
 from tests.golden.tiny import save_tiny
 from tests.models import architectures
-from trainers.backends.fsdp.adapters import layer_names
 from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.backends.fsdp.tuners.adapters import layer_names
 from trainers.dpo.config import DPOConfig
 from trainers.parts.models import lora_settings
 from trainers.rollout.vllm.adapter import put_adapter

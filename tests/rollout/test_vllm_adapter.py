@@ -25,8 +25,8 @@ from tests.e2e.runs import grpo_config, lines
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.models import architectures
 from tests.rollout.prompts import as_sequences, plain_greedy, prompts_of, save_decided
-from trainers.backends.fsdp.adapters import layer_names
 from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.backends.fsdp.tuners.adapters import layer_names
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.reading.command_line import load_config
 from trainers.grpo import trainer as grpo

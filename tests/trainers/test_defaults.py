@@ -42,6 +42,19 @@ SWIFT: list[tuple[type[Any], str, dict[str, Any]]] = [
         | {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "per_device_eval_batch_size": 1}
         | {"max_length": None, "truncation_mode": "drop", "disable_dropout": False},
     ),
+    (SFTConfig, "tuner_type: bone\nlora_rank: 16", {"tuner_type": "miss", "tuner_kwargs": {"r": 4}, "lora_rank": 8}),
+    (SFTConfig, "train_type: adalora", {"tuner_kwargs": {}, "lora_dropout": 0.05, "learning_rate": 1e-4}),
+    (
+        SFTConfig,
+        "tuner_type: fourierft\nfourier_scaling: 100",
+        {"tuner_kwargs": {"n_frequency": 2000, "scaling": 100}, "lora_dropout": 0.0},
+    ),
+    (
+        SFTConfig,
+        "quant_method: bnb\nquant_bits: 4",
+        {"tuner_type": "lora", "load_in_4bit": True, "use_bnb_nested_quant": True}
+        | {"fsdp_sharding_strategy": "no_shard"},
+    ),
     (SFTConfig, "tuner_type: full", {"learning_rate": 1e-5, "lora_dropout": 0.0}),
     (SFTConfig, "per_device_train_batch_size: 4", {"gradient_accumulation_steps": 4}),
     (SFTConfig, "global_batch_size: 8", {"gradient_accumulation_steps": 1}),

@@ -112,6 +112,34 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
     ),
     (
         SFTConfig,
+        "train_type: adalora\nadalora_init_r: 16\nadalora_deltaT: 2\nboft_dropout: 0.1\nmodules_to_save: lm_head",
+        {"tuner_type": "adalora", "tuner_kwargs": {"init_r": 16, "deltaT": 2, "modules_to_save": ["lm_head"]}},
+    ),
+    (SFTConfig, "tuner_type: boft\nboft_block_size: 8", {"tuner_type": "boft", "tuner_kwargs": {"boft_block_size": 8}}),
+    (
+        SFTConfig,
+        "tuner_type: bone\nreft_rank: 6\ninit_weights: bat",
+        {"tuner_type": "miss", "tuner_kwargs": {"r": 6, "init_weights": "bat"}},
+    ),
+    (
+        SFTConfig,
+        "tuner_type: vera\nvera_rank: 16\nvera_d_initial: 0.2",
+        {"tuner_type": "vera", "tuner_kwargs": {"r": 16, "d_initial": 0.2}},
+    ),
+    (
+        SFTConfig,
+        "tuner_type: lora\nquant_method: bnb\nquant_bits: 4\ndtype: bfloat16\nbnb_4bit_compute_dtype: bfloat16\n"
+        "bnb_4bit_use_double_quant: true\nbnb_4bit_quant_storage: bfloat16\ndeepspeed: zero2",
+        {"load_in_4bit": True, "use_bnb_nested_quant": True, "fsdp_sharding_strategy": "no_shard"}
+        | {"tuner_type": "lora", "dtype": "bfloat16"},
+    ),
+    (
+        SFTConfig,
+        "tuner_type: lora\nquant_method: bnb\nquant_bits: 8",
+        {"tuner_type": "lora", "load_in_8bit": True},
+    ),
+    (
+        SFTConfig,
         "tuner_type: lora\nmodules_to_save: embed_tokens lm_head",
         {"tuner_type": "lora", "lora_kwargs": {"modules_to_save": ["embed_tokens", "lm_head"]}},
     ),
@@ -302,15 +330,26 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "min_lr is not supported with lr_scheduler_type inverse_sqrt",
     ),
     (SFTConfig, "deepspeed: {a: 1}", "or the fsdp_* keys themselves"),
-    (SFTConfig, "quant_bits: 4", "quant_bits is not supported: QLoRA is not built"),
+    (SFTConfig, "quant_bits: 4", "without quant_method ms-swift quantizes nothing. Write quant_method: bnb, or"),
+    (SFTConfig, "quant_method: hqq\nquant_bits: 4\nhqq_axis: 1", "hqq_axis: quant_method hqq is not supported, as"),
+    (SFTConfig, "quant_method: bnb", "quant_method bnb needs quant_bits: 4 or 8, got None"),
     (
         SFTConfig,
-        "quant_method: bnb\nquant_bits: 4",
-        "quant_method and quant_bits are not supported: QLoRA is not built",
+        "tuner_type: lora\nquant_method: bnb\nquant_bits: 4\ndtype: float32\nbnb_4bit_compute_dtype: bfloat16",
+        "bnb_4bit_compute_dtype is bfloat16, but products are computed in dtype, which is float32",
     ),
-    (SFTConfig, "tuner_type: adalora", "tuner_type adalora is not supported: of tuners there is LoRA"),
-    (SFTConfig, "train_type: vera", "train_type vera is not supported: of tuners there is LoRA"),
-    (SFTConfig, "tuner_type: lorra", "tuner_type must be one of full, lora, got 'lorra' (did you mean lora?)"),
+    (SamplingConfig, "quant_method: bnb", "quant_method is not supported: nothing is trained here"),
+    (SFTConfig, "tuner_type: llamapro", "tuner_type llamapro is not supported: of tuners there are lora, adalora,"),
+    (SFTConfig, "train_type: longlora", "train_type longlora is not supported: of tuners there are lora, adalora,"),
+    (SFTConfig, "tuner_type: qlora", "Write tuner_type: lora and load_in_4bit: true"),
+    (SFTConfig, "use_galore: true", "use_galore is not supported: of tuners there are lora, adalora"),
+    (SFTConfig, "lisa_activated_layers: 2", "lisa_activated_layers is not supported: of tuners there are lora"),
+    (SFTConfig, "tuner_type: lora\ninit_weights: lora-ga", "lora-ga is not supported: it is no initialization of peft"),
+    (
+        SFTConfig,
+        "tuner_type: lorra",
+        "tuner_type must be one of full, lora, adalora, boft, fourierft, ia3, miss, vera, got 'lorra' (did you mean",
+    ),
     (
         SFTConfig,
         "eval_dataset: e\neval_steps: 0.5\nmax_steps: 100",

@@ -200,7 +200,13 @@ def check_adapter_apart(config: CompletionConfig) -> None:
     merged = "Change that, or set vllm_enable_lora: false, which merges the adapter into the weights that engines get."
     if config.tuner_type != "lora":
         raise ConfigError(
-            "vllm_enable_lora needs an adapter, but tuner_type is full. Set tuner_type: lora, or remove it."
+            f"vllm_enable_lora needs an adapter, LoRA's, but tuner_type is {config.tuner_type}. Set tuner_type: lora, "
+            "or remove it."
+        )
+    if config.quantization:
+        raise ConfigError(
+            "vllm_enable_lora: the engine would complete with the adapter beside weights that are not quantized, other "
+            "ones than the policy's. Set vllm_enable_lora: false, which sends it the policy's weights."
         )
     if config.sleep_level == 2:
         raise ConfigError(

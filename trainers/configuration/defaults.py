@@ -52,7 +52,15 @@ def _is_fsdp(keys: Keys) -> bool:
 
 
 def _has_adapter(keys: Keys) -> bool:
-    return bool(keys.get("tuner_type") == "lora")
+    return keys.get("tuner_type") in ("lora", "adalora")
+
+
+def _has_four_bits(keys: Keys) -> bool:
+    return keys.get("load_in_4bit") is True
+
+
+def _is_quantized(keys: Keys) -> bool:
+    return _has_four_bits(keys) or keys.get("load_in_8bit") is True
 
 
 def _has_vllm(keys: Keys) -> bool:
@@ -152,6 +160,8 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
     "RunConfig": (Default("system", "", TEMPLATE),),  # use_chat_template: texts become conversations
     "TrainConfig": (
         Default("tuner_type", "lora", BASE, _is_fsdp),
+        Default("use_bnb_nested_quant", True, "swift/arguments/base_args/quant_args.py", _has_four_bits),
+        Default("fsdp_sharding_strategy", "no_shard", ARGUMENTS, _is_quantized),
         Default("lora_dropout", 0.05, "swift/arguments/tuner_args.py", _has_adapter),
         Default("learning_rate", _learning_rate, SFT),
         Default("lr_scheduler_type", "cosine", ARGUMENTS),

@@ -52,4 +52,4 @@ class ReferenceConfig(TrainConfig):
     @property
     def is_own_reference(self) -> bool:
         """Whether the policy without its adapter is the reference, so that no other model is needed."""
-        return self.tuner_type == "lora" and self.ref_model is None
+        return self.has_adapter and self.ref_model is None

@@ -22,6 +22,7 @@ from trainers.configuration.megatron import OF_FSDP, MegatronConfig, key_mistake
 from trainers.configuration.packs import check_packing, micro_batch_tokens
 from trainers.configuration.roles import WELL_KNOWN, Role
 from trainers.configuration.saving import SavingConfig, saving_mistakes
+from trainers.configuration.tuners import TunerConfig, check_tuner
 from trainers.configuration.values import check_file, check_folder, check_values, is_there, types_of
 from trainers.data.held_out import Part
 from trainers.run.trackers import check_installed
@@ -144,29 +145,16 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(SavingConfig, MegatronConfig, RunConfig):
+class TrainConfig(SavingConfig, MegatronConfig, TunerConfig, RunConfig):
     """The keys that all trainers share."""
 
     JOINS_ROWS: ClassVar[bool] = False
     """Whether ``packing`` makes longer rows of the rows; see ``packs.py``."""
 
-    # Backend and tuner
+    # Backend
     backend: Literal["fsdp", "megatron"] = "fsdp"
     """What trains and scores models. fsdp: transformers and torch; megatron: megatron-core, which is installed apart
     and divides a model over workers."""
-    tuner_type: Literal["full", "lora"] = "full"
-    """Train all weights, or a LoRA adapter beside them (arXiv 2106.09685)."""
-    lora_rank: int = 8
-    """Rank of the adapter's matrices."""
-    lora_alpha: float = 32
-    """The adapter is multiplied by lora_alpha / lora_rank."""
-    lora_dropout: float = 0.0
-    """Dropout of what enters the adapter; none with ``disable_dropout``, as in TRL."""
-    lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Names of the layers that get an adapter; all-linear: every linear layer but the head, and others named beside it
-    (backend: fsdp); auto: those that peft chooses for the architecture (backend: fsdp)."""
-    lora_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further fields of peft's LoraConfig, such as {use_rslora: true}."""
     new_special_tokens: list[str] = field(default_factory=list)
     """Tokens that tokenizer and model get beside their own, or .txt files of them with spaces or lines between."""
     fsdp_sharding_strategy: Literal["full_shard", "no_shard"] = "full_shard"
@@ -456,35 +444,21 @@ def _check_adapter(config: TrainConfig) -> None:
         raise ConfigError(
             "optim: adafactor looks at whole weights, which do not lie in shards: set fsdp_sharding_strategy: no_shard"
         )
-    names_none = not config.lora_target_modules and not config.lora_kwargs.get("target_parameters")
-    if config.tuner_type == "lora" and (names_none or not all(map(str.strip, config.lora_target_modules))):
-        raise ConfigError("lora_target_modules names no layer. Name some, or write all-linear for every linear layer.")
-    if config.backend == "megatron" and config.lora_target_modules == ["auto"]:
-        raise ConfigError("lora_target_modules: auto is peft's choice, for backend: fsdp. Write all-linear, or names.")
-    if config.backend == "megatron" and "all-linear" in config.lora_target_modules != ["all-linear"]:
-        raise ConfigError(
-            "lora_target_modules: with backend: megatron all-linear stands alone. Remove the other names."
-        )
+    check_tuner(config, backend=config.backend, max_steps=config.max_steps)
     if config.tuner_type == "full":
         unread(config, "tuner_type is full", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
+    elif config.tuner_type != "lora":
+        unread(config, f"tuner_type is {config.tuner_type}", "lora_rank")
+        if config.tuner_type != "adalora":
+            unread(config, f"tuner_type is {config.tuner_type}", "lora_alpha", "lora_dropout")
+    if not config.load_in_4bit:
+        unread(config, "load_in_4bit is false", "bnb_4bit_quant_type", "use_bnb_nested_quant")
     if config.fsdp_sharding_strategy == "no_shard":
         unread(config, "fsdp_sharding_strategy is no_shard", "fsdp_reshard_after_forward")
     if config.fsdp_offload_params and config.fsdp_sharding_strategy == "no_shard":
         raise ConfigError("fsdp_offload_params needs fsdp_sharding_strategy: full_shard")
     if config.fsdp_offload_params:
         unread(config, "fsdp_offload_params keeps the optimizer on the host all the time", "optimizer_offload")
-    if not config.lora_kwargs:
-        return
-    if config.tuner_type != "lora":
-        raise ConfigError("lora_kwargs are for tuner_type: lora; set that, or remove them")
-    from peft import LoraConfig
-
-    taken = {"r": "lora_rank", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
-    taken |= {"target_modules": "lora_target_modules"}
-    for name in config.lora_kwargs:
-        if name in taken:
-            raise ConfigError(f"lora_kwargs holds {name}, which is the key {taken[name]}; write it there")
-        one_of("lora_kwargs", name, [one.name for one in fields(LoraConfig)])
 
 
 def _check_schedule(name: str, kwargs: dict[str, Any]) -> None:

@@ -287,7 +287,7 @@ class GRPOConfig(CompletionConfig):
     @property
     def is_own_reference(self) -> bool:
         """Whether the reference is the policy without its LoRA adapter."""
-        return self.tuner_type == "lora" and self.ref_model is None
+        return self.has_adapter and self.ref_model is None
 
     @property
     def has_environment(self) -> bool:

@@ -13,7 +13,9 @@ from trainers.backends.device import default_device
 from trainers.configuration.completion import CompletionConfig, said_model_len
 from trainers.configuration.megatron_checks import check_megatron
 from trainers.configuration.mistakes import mistakes_of
+from trainers.configuration.roles import LEARNS
 from trainers.configuration.shared import TrainConfig
+from trainers.configuration.tuners import quantization_mistake
 from trainers.data.rows import tokenize_prompts
 from trainers.parts.engine import lora_settings_of_engine, sampling_of
 from trainers.parts.model_checks import check_model_folder, check_new_tokens, check_optimizer
@@ -35,6 +37,11 @@ def check_before_start(config: TrainConfig, groups: DeviceGroups | None) -> None
         load_plugins(config.external_plugins)
     if config.backend == "megatron":
         check_megatron(config, groups, lora_settings(config))
+    learning = {role for role, kind in config.ROLES.items() if kind.does in LEARNS}
+    placed = [] if groups is None else groups.groups
+    workers = {role: group.num_workers for group in placed for role in group.roles if role in learning}
+    if mistake := quantization_mistake(config, config.fsdp_sharding_strategy, workers):
+        raise ConfigError(mistake)
     check_optimizer(config)
     check_model_folder(config)
     check_new_tokens(config)

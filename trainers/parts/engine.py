@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rayhelper import ConfigError, RayHelper
 from trainers.backends.base import Backend
-from trainers.backends.fsdp.adapters import layer_names
+from trainers.backends.fsdp.tuners.adapters import layer_names
 from trainers.batch import Prompts, Ragged, Tasks
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.shared import RunConfig

@@ -99,9 +99,9 @@ def check_adapter(config: TrainConfig, model: str) -> None:
     if lora is None or config.backend != "fsdp":
         return
     is_all = lora["target_modules"] == "all-linear"
-    if is_all and not lora.get("modules_to_save"):
+    if config.tuner_type == "lora" and is_all and not lora.get("modules_to_save"):
         return
-    from trainers.backends.fsdp.adapters import check_tied, target_mistake, without_weights
+    from trainers.backends.fsdp.tuners.adapters import check_tied, target_mistake, tuner_mistake, without_weights
 
     try:
         module = without_weights(model, trust_remote_code=config.trust_remote_code)
@@ -114,6 +114,8 @@ def check_adapter(config: TrainConfig, model: str) -> None:
             f"lora_target_modules is {told}, which do not fit {model!r}: {mistake}. Name some of these, or write "
             "all-linear for all."
         )
+    if mistake := tuner_mistake(module, config.tuner_type, lora):
+        raise ConfigError(f"tuner_type: {config.tuner_type} does not fit {model!r}: {mistake}")
 
 
 def check_balance(config: TrainConfig, configuration: Any) -> None:

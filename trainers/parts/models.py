@@ -13,6 +13,7 @@ from trainers.backends.base import Backend
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.configuration.packs import micro_batch_tokens, pack_length
 from trainers.configuration.shared import RunConfig, TrainConfig, megatron_settings
+from trainers.configuration.tuners import peft_fields, quantization_mistake
 from trainers.plugins import load_plugins, resolve_model
 
 Dtype = Literal["float32", "bfloat16"]
@@ -79,7 +80,7 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
     trains = num_training_steps is not None
     if RayHelper.current().world_size > 1 or (trains and resolve_dtype(config) != "float32"):
         RayHelper.init_process_group()
-    arguments = {
+    arguments: dict[str, Any] = {
         "gradient_checkpointing": config.gradient_checkpointing,
         "sharding": config.fsdp_sharding_strategy,
         "reshard_after_forward": config.fsdp_reshard_after_forward,
@@ -91,6 +92,11 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
         "router_aux_loss_coef": config.router_aux_loss_coef,
         "model_init_kwargs": config.model_init_kwargs,
     }
+    if trains and config.has_adapter:
+        workers = {"train": RayHelper.current().world_size}
+        if mistake := quantization_mistake(config, config.fsdp_sharding_strategy, workers):
+            raise ConfigError(mistake)
+        arguments |= {"tuner": config.tuner_type, "quantization": config.quantization}
     return FsdpBackend(model, **shared_arguments(config, num_training_steps) | arguments | settings)
 
 
@@ -142,19 +148,8 @@ def resolve_dtype(config: RunConfig) -> Dtype:
 
 
 def lora_settings(config: TrainConfig) -> dict[str, Any] | None:
-    """Fields of peft's LoraConfig; None: all weights are trained.
+    """Fields of peft's configuration of the tuner; None: all weights are trained.
 
     ``disable_dropout`` is of the adapter too, as in TRL, which disables all dropout once the adapter is there.
     """
-    if config.tuner_type == "full":
-        return None
-    targets: Any = config.lora_target_modules
-    if targets in (["all-linear"], ["auto"]):
-        targets = targets[0] if targets == ["all-linear"] else None
-    return {
-        "r": config.lora_rank,
-        "lora_alpha": config.lora_alpha,
-        "lora_dropout": 0.0 if config.disable_dropout else config.lora_dropout,
-        "target_modules": targets,
-        **config.lora_kwargs,
-    }
+    return peft_fields(config, disable_dropout=config.disable_dropout) if config.has_adapter else None

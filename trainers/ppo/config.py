@@ -111,7 +111,7 @@ class PPOConfig(CompletionConfig):
     @property
     def is_own_reference(self) -> bool:
         """Whether the reference is the policy without its LoRA adapter."""
-        return self.tuner_type == "lora" and self.ref_model is None
+        return self.has_adapter and self.ref_model is None
 
 
 def check_ppo(config: PPOConfig) -> None:

@@ -22,6 +22,7 @@ from trainers.checkpoint import GROWN
 from trainers.configuration.folders import names_of
 from trainers.configuration.reading.command_line import read_from
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
+from trainers.configuration.tuners import shown_tuner
 
 MOST_LINES = 15
 MOST_CHARACTERS = 200  # of a line
@@ -41,11 +42,10 @@ def _model(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Ite
     grown = Path(config.output_dir) / GROWN  # with rows for new_special_tokens
     count = num_parameters(str(grown) if config.new_special_tokens and grown.is_dir() else config.model)
     size = "" if count is None else f" ({count:,} parameters)"
-    tuned = f"lora of rank {config.lora_rank}" if config.tuner_type == "lora" else "all weights"
     dtype = "bfloat16 on GPUs that have it, else float32" if config.dtype == "auto" else config.dtype
     kind = type(config)
     name = names_of(kind)[0] if kind.__module__.startswith("trainers.") else kind.__name__  # of a user's own trainer
-    yield f"{name}: {config.model}{size}, {tuned}, backend {config.backend}, {dtype}"
+    yield f"{name}: {config.model}{size}, {shown_tuner(config)}, backend {config.backend}, {dtype}"
     for name in ("ref_model", "teacher_model", "reward_model", "value_model"):
         if named := getattr(config, name, None):
             yield f"{name}: {', '.join(named) if isinstance(named, list) else named}"

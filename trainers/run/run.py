@@ -47,7 +47,8 @@ from trainers.run.trackers import Trackers
 # What a checkpoint's optimizer, schedule and adapter were made with: another value would be ignored, or another model
 KEPT_BY_CHECKPOINTS = (
     *("learning_rate", "optim", "lr_scheduler_type", "warmup_steps", "warmup_ratio"),
-    *("backend", "tuner_type", "lora_rank", "lora_alpha"),
+    *("backend", "tuner_type", "lora_rank", "lora_alpha", "tuner_kwargs"),
+    *("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
 )
 SaveFunction = Callable[[Path], Any]
 WAIT_S = 0.1  # between two looks at a folder that workers write into

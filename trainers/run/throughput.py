@@ -6,6 +6,7 @@ seconds that it saw go by (``throughput``).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -52,9 +53,15 @@ def flops_of(module: torch.nn.Module, num_tokens: int) -> float:
     that are computed twice, nor another model that is asked in the update (a teacher of the whole vocabulary).
     """
     parameters = list(module.parameters())
-    num_parameters = sum(weight.numel() for weight in parameters)  # of the whole model, also where it lies in shards
+    num_parameters = sum(map(_numbers, parameters))  # of the whole model, also where it lies in shards
     num_trained = sum(weight.numel() for weight in parameters if weight.requires_grad)
     return (4.0 * num_parameters + 2.0 * num_trained) * num_tokens
+
+
+def _numbers(weight: torch.Tensor) -> int:
+    """Numbers of a weight, of which bitsandbytes keeps two in a byte."""
+    state = getattr(weight, "quant_state", None)
+    return weight.numel() if state is None else math.prod(state.shape)
 
 
 def throughput(metrics: Metrics, seconds: Mapping[str, float]) -> dict[str, float]:

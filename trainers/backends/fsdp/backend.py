@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,14 +29,6 @@ from trainers.backends.base import SentWeights, TokenFunction, token_lengths
 from trainers.backends.device import default_device
 from trainers.backends.finite import FiniteStep
 from trainers.backends.fsdp import documents, packed_attention
-from trainers.backends.fsdp.adapters import (
-    adapter_weights,
-    add_adapter,
-    is_adapter,
-    load_adapter,
-    own_weights,
-    without_adapter,
-)
 from trainers.backends.fsdp.hf_model import (
     ModelHead,
     add_noise,
@@ -62,6 +55,16 @@ from trainers.backends.fsdp.sharding import (
     take_gradients,
     whole_weights,
 )
+from trainers.backends.fsdp.tuners.adalora import ranks_of
+from trainers.backends.fsdp.tuners.adapters import (
+    adapter_weights,
+    add_adapter,
+    load_adapter,
+    own_weights,
+    saved_weights,
+    without_adapter,
+    write_adapter,
+)
 from trainers.backends.offload import MEMORY, WEIGHTS, Offload
 from trainers.backends.random_state import random_state, read_random_state, set_random_state
 from trainers.backends.saved_files import read_saved
@@ -83,18 +86,18 @@ class FsdpBackend:
     """A model with a language or value head and, unless it only scores, its optimizer and schedule.
 
     Weights and optimizer states are float32; ``dtype='bfloat16'`` runs the forward pass in it. What is not trained, a
-    model that only scores (``learning_rate=None``) or one under a LoRA adapter (``lora``: fields of peft's LoraConfig),
-    is kept in ``dtype``. ``device`` None: the GPU of this process, or the CPU.
+    model that only scores (``learning_rate=None``) or one under an adapter (``lora``: fields of peft's configuration of
+    the ``tuner``), is kept in ``dtype``, or as ``quantization`` says: fields of transformers' BitsAndBytesConfig, not
+    with shards. ``device`` None: the GPU of this process, or the CPU.
 
     ``token_budget`` cuts micro-batches by tokens instead of rows; ``padding_free`` joins the rows of one into a single
     row of documents. ``num_labels``: of a value head. ``values_at``: where it is read off, at the token that predicts a
     target or at itself. Raises ConfigError if the model then would not keep the documents apart (``documents.py``).
-    ``optimizer_offload``: what the optimizer remembers is in the memory of the host, and comes in pieces to change the
-    weights. ``activation_memory_budget``: the share of activations that a compiled layer keeps for its backward pass;
-    torch computes the others again, and chooses those that cost least (in one process, what it first compiled for one
-    backend it takes for the next). ``logits_memory_gib``: what the head may keep for its own (see ``head.room_of``).
-    ``router_aux_loss_coef``: of the loss that balances experts (``router.py``), in steps of a language model.
-    ``neftune_noise_alpha``: noise on the embeddings of ``step`` alone (see ``hf_model.add_noise``); None and 0: none.
+    ``optimizer_offload``: the optimizer's states are in the memory of the host, and come in pieces to change weights.
+    ``activation_memory_budget``: the share of activations that a compiled layer keeps for its backward pass (in one
+    process, what torch first compiled for one backend it takes for the next). ``logits_memory_gib``: of the head (see
+    ``head.room_of``). ``router_aux_loss_coef``: of the loss that balances experts (``router.py``), in steps of a
+    language model. ``neftune_noise_alpha``: noise on embeddings in ``step`` alone (see ``hf_model.add_noise``).
     """
 
     vocabulary = WHOLE
@@ -123,6 +126,8 @@ class FsdpBackend:
         gradient_checkpointing: bool = False,
         disable_dropout: bool = True,
         lora: Mapping[str, Any] | None = None,
+        tuner: str = "lora",
+        quantization: Mapping[str, Any] | None = None,
         sharding: Sharding = "no_shard",
         reshard_after_forward: bool = True,
         offload_params: bool = False,
@@ -166,6 +171,7 @@ class FsdpBackend:
             model_init_kwargs=model_init_kwargs,
             trust_remote_code=trust_remote_code,
             seed=seed,
+            quantization=quantization,
         )
         if lowers and self.device.type == "cuda":
             packed_attention.prefer(self.module)
@@ -179,9 +185,11 @@ class FsdpBackend:
         self.scorer = Scorer(self.module, way=way, room=room) if head == "lm" else ValueScorer(self.module, way=way)
         self.adapted: Any = None
         if lora is not None:
-            self.adapted = add_adapter(self.module, lora, value_head=head == "value", seed=seed)
+            told: dict[str, Any] = {"value_head": head == "value", "seed": seed, "tuner": tuner}
+            self.adapted = add_adapter(self.module, lora, num_training_steps=num_training_steps, **told)
             if isinstance(self.scorer, Scorer):
                 self.scorer.head.linear = self.module.get_output_embeddings()  # which may have got an adapter too
+        self.ranks = ranks_of(self.adapted)
         self.balance: Balance | None = None
         if router_aux_loss_coef and trains and isinstance(self.scorer, Scorer):
             known = self.scorer.head.known
@@ -214,8 +222,8 @@ class FsdpBackend:
             devices = [self.device.index] if self.device.type == "cuda" else None
             self.forward = DistributedDataParallel(self.scorer, device_ids=devices, gradient_as_bucket_view=True)
         self.is_sharded = shards
-        is_all = shards and self.world_size == 1 and not offload_params  # there is one shard
-        self.accumulates_whole = is_all and can_accumulate_whole(self.scorer)
+        is_one = shards and self.world_size == 1 and not offload_params
+        self.accumulates_whole = is_one and can_accumulate_whole(self.scorer)
         self.can_step = True  # no step failed in a way that would spoil the next
         self.is_reducing = False  # gradients are added up over ranks as they come
         self.offloaded = Offload()  # for an engine
@@ -385,6 +393,8 @@ class FsdpBackend:
                 num_tokens += len(sequences.input_ids.values)
             if self.accumulates_whole:
                 take_gradients(self.scorer)
+            if self.ranks is not None:
+                metrics.same("orthogonality", self.ranks.regularize())
             trained = [weight for weight in self.module.parameters() if weight.requires_grad]
             grad_norm = full(torch.nn.utils.clip_grad_norm_(trained, self.max_grad_norm or float("inf")))
             metrics.same("grad_norm", grad_norm)
@@ -392,6 +402,8 @@ class FsdpBackend:
             if finite.allows(grad_norm, metrics):
                 (self.resting or self.optimizer).step()
                 self.scheduler.step()
+                if self.ranks is not None:
+                    self.ranks.allocate(self.scheduler.last_epoch)
             self.optimizer.zero_grad(set_to_none=True)
             add_work(metrics, num_tokens, flops_of(self.module, num_tokens), self.peak_flops)
             return metrics
@@ -517,41 +529,41 @@ class FsdpBackend:
     def _remembered(self) -> list[torch.Tensor]:
         """The optimizer's states."""
         assert self.optimizer is not None, "this model only scores: it was built without a learning rate"
-        states = [value for entries in self.optimizer.state.values() for value in entries.values()]
-        return [value for value in states if torch.is_tensor(value)]
+        entries = self.optimizer.state.values()
+        return [value for entry in entries for value in entry.values() if torch.is_tensor(value)]
 
     def export(self, folder: Path, tokenizer: Any = None) -> None:
         """Writes the model alone in ``dtype``, as a Hugging Face folder (rank 0 does). Every rank calls it.
 
-        A LoRA adapter is merged into it, and stands alone in ``adapter``.
+        An adapter is merged into it, and stands alone in ``adapter``.
         """
         self._settle()
         folder = Path(folder)
         weights = dict(own_weights(self.module, untied(self.module))) if self.rank == 0 or self.is_sharded else {}
-        adapter = self._adapter_weights()
+        adapter = saved_weights(self.adapted)
         if self.rank == 0:
             write_model(self.module, weights, folder, dtype=self.dtype, config=self.config)
             if adapter:
-                self.adapted.save_pretrained(folder / "adapter", state_dict=adapter)
+                write_adapter(self.adapted, folder / "adapter", adapter)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
 
     def save(self, folder: Path) -> None:
         """Writes the model as it is in memory, optimizer, schedule and every rank's random state. Every rank.
 
-        Of a model with a LoRA adapter, the adapter alone, as peft writes it.
+        Of a model with an adapter, the adapter alone, as peft writes it.
         """
         folder = Path(folder)
         if self.world_size > 1:
             dist.barrier()  # whoever prepares the folder has done so before any rank writes
         folder.mkdir(parents=True, exist_ok=True)
         self._settle()
-        adapter = self._adapter_weights()
+        adapter = saved_weights(self.adapted)
         if self.adapted is None and (self.rank == 0 or self.is_sharded):
             weights = dict(own_weights(self.module, untied(self.module)))
         if self.rank == 0:
             if self.adapted is not None:
-                self.adapted.save_pretrained(folder, state_dict=adapter)
+                write_adapter(self.adapted, folder, adapter, self.ranks)
             else:
                 write_model(self.module, weights, folder, dtype=self.module.dtype, config=self.config)
         if self.optimizer is not None and (self.rank == 0 or self.is_sharded):
@@ -562,13 +574,6 @@ class FsdpBackend:
         torch.save(random_state(self.device), folder / f"rng_state_{self.rank}.pth")
         if self.world_size > 1:
             dist.barrier()
-
-    def _adapter_weights(self) -> dict[str, torch.Tensor]:
-        """The adapter's weights, whole, under peft's names; every rank asks if they lie in shards."""
-        if self.adapted is None:
-            return {}
-        own = self.adapted.state_dict()
-        return {name: full(weight.detach()).cpu() for name, weight in own.items() if is_adapter(name)}
 
     def load(self, folder: Path) -> None:
         """Restores what ``save`` wrote, bit for bit. Every rank.
@@ -583,15 +588,12 @@ class FsdpBackend:
         self._settle()
         self.sent = SentWeights()
         if self.adapted is not None:
-            load_adapter(self.adapted, folder)
+            load_adapter(self.adapted, folder, self.ranks)
         else:
             load_named_weights(self.module, read_weights(folder))
         if self.optimizer is not None:
-            state = read_saved(folder / "optimizer.pt")
-            if self.resting is None:
-                load_whole_state(self.optimizer, state)
-            else:
-                self.resting.load_whole_state(state)
+            load = self.resting.load_whole_state if self.resting else partial(load_whole_state, self.optimizer)
+            load(read_saved(folder / "optimizer.pt"))
             self.scheduler.load_state_dict(read_saved(folder / "scheduler.pt"))
         states = folder / f"rng_state_{self.rank}.pth"
         if states.exists():

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor
 from rayhelper import ConfigError
 from trainers.backends.fresh_weights import VALUE_HEAD, value_head
 from trainers.backends.fsdp import packed_attention
-from trainers.backends.fsdp.adapters import own_weights, trained_names
 from trainers.backends.fsdp.sharding import as_placed
+from trainers.backends.fsdp.tuners.adapters import own_weights, trained_names
+from trainers.backends.fsdp.tuners.quantized import loading_arguments, quantized_layers, written_whole
 
 ModelHead = Literal["lm", "value"]
 
@@ -34,16 +35,19 @@ def build_model(
     model_init_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     seed: int = 0,
+    quantization: Mapping[str, Any] | None = None,
 ) -> Any:
     """The causal language model of a folder or hub name, or a sequence classifier (``value``).
 
     A classifier has ``num_labels`` labels. It may be read from a language model; its head is then drawn
-    (``fresh_weights.py``).
+    (``fresh_weights.py``). ``quantization``: fields of transformers' BitsAndBytesConfig (see ``tuners/quantized.py``).
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     packed_attention.register()
     settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, **dict(model_init_kwargs or {})}
+    if quantization:
+        settings |= loading_arguments(quantization, dtype, device)
     if head == "value":
         built, found = AutoModelForSequenceClassification.from_pretrained(
             model, num_labels=num_labels, output_loading_info=True, **settings
@@ -53,7 +57,8 @@ def build_model(
             head_KH.copy_(value_head(head_KH.shape[1], built.config.initializer_range, seed, num_labels))
     else:
         built = AutoModelForCausalLM.from_pretrained(model, **settings)
-    built = built.to(device)
+    if not quantization:  # which is on its device, and cannot be moved
+        built = built.to(device)
     packed_attention.check_model(built)
     _cap_scores(built, asked=settings.get("attn_implementation"))
     return built
@@ -190,10 +195,13 @@ def write_model(
         name: weight.to(dtype) if name not in buffers and weight.is_floating_point() else weight
         for name, weight in weights.items()
     }
-    module.save_pretrained(folder, state_dict=weights)
+    with written_whole(module):
+        module.save_pretrained(folder, state_dict=weights)
     config = copy.deepcopy(config)
     config.architectures = [type(module).__name__]
     config.dtype = dtype
+    if quantized_layers(module):  # whose weights are given as others are
+        del config.quantization_config
     config.save_pretrained(folder)
 
 

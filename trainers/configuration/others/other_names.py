@@ -15,6 +15,9 @@ from typing import Any
 
 from trainers.configuration.others import trl_names
 
+KNOWN_TUNERS = "lora, adalora, boft, fourierft, ia3, bone, vera"
+QUANTIZED = ("quant_method", "quant_bits", "hqq_axis", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant")
+
 ALIASES = {
     **trl_names.ALIASES,
     "eval_on_start": "val_before_train",
@@ -305,10 +308,7 @@ REFUSED = {
     "not supported. Write one of the first two",
     "num_labels": "sft with task_type: seq_cls classifies rows. Remove it elsewhere",
     "problem_type": "sft with task_type: seq_cls classifies rows. Remove it elsewhere",
-    **dict.fromkeys(
-        ("quant_method", "quant_bits", "hqq_axis", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant"),
-        trl_names.QLORA,
-    ),
+    **dict.fromkeys(QUANTIZED, trl_names.QLORA),
     "neftune_noise_alpha": "only SFT and pretraining add noise to embeddings. Remove it",
     "target_regex": "write lora_target_modules, the names of layers",
     "template": _TEMPLATE,
@@ -364,8 +364,8 @@ REFUSED_BEGINNINGS = {
     "moe_": _MEGATRON_ONLY,
     "swanlab_": _WATCHED,
     **dict.fromkeys(
-        ("galore_", "lisa_", "reft_", "adalora_", "vera_", "boft_", "lora_ga_", "llamapro_"),
-        "of tuners there is LoRA. Write tuner_type: lora (or full), and remove it",
+        ("galore_", "use_galore", "lisa_", "reft_", "lora_ga_", "llamapro_", "adapter_act", "adapter_length"),
+        f"of tuners there are {KNOWN_TUNERS}. Write tuner_type: lora (or full), and remove it",
     ),
 }
 
@@ -373,7 +373,7 @@ REFUSED_BEGINNINGS = {
 TRANSLATED = (
     *("rlhf_type", "bf16", "fp16", "attn_impl", "attention_backend", "min_lr", "lr_decay_style", "deepspeed"),
     *("recompute_granularity", "finetune", "truncation_strategy", "enable_dft_loss"),
-    *("use_rslora", "use_dora", "init_weights", "modules_to_save", "enable_thinking"),
+    *("use_rslora", "use_dora", "init_weights", "modules_to_save", "enable_thinking", *QUANTIZED),
 )
 
 

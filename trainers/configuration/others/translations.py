@@ -23,6 +23,7 @@ from trainers.configuration.others.ms_swift_keys import (
 )
 from trainers.configuration.others.other_names import HINTS, is_neutral
 from trainers.configuration.others.trl_translations import translate_trl
+from trainers.configuration.others.tuner_names import translate_tuner
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 from trainers.configuration.reading.typed_values import typed
 from trainers.configuration.saving import SavingConfig
@@ -49,10 +50,6 @@ TRUNCATIONS = {  # ms-swift's truncation_strategy: ours, and what becomes of row
     "left": ("keep_end", "rows keep their end"),
     "delete": ("drop", "long rows are dropped"),
 }
-OTHER_TUNERS = (  # of ms-swift and peft
-    *("adalora", "adapter", "boft", "bone", "fourierft", "ia3", "llamapro", "loha", "lokr", "longlora"),
-    *("lora_llm", "oft", "prefix_tuning", "prompt_tuning", "p_tuning", "qlora", "reft", "vera"),
-)
 SHARES = ("eval_steps", "save_steps", "logging_steps")  # below 1 a share of the run's steps to transformers
 COSINE = {  # arguments of ms-swift's reward cosine, in TRL's words
     "cosine_max_len": "max_len",
@@ -80,10 +77,10 @@ def translate(
     _attention(given)
     _schedule(given, defaults)
     _generation(given)
+    translate_tuner(given, defaults)
     _sharding(given)
     _recomputation(given)
     _megatron(given, defaults)
-    _adapter(given, defaults)
     _evaluation(given, defaults)
     _saving(given, defaults)
     _shares(given)
@@ -221,6 +218,9 @@ def _sharding(given: GivenKeys) -> None:
         return
     stage = value.removesuffix(OFFLOAD)
     strategy, frees = DEEPSPEED[stage]
+    if value in ("zero1", "zero2") and (given.get("load_in_4bit") is True or given.get("load_in_8bit") is True):
+        strategy, frees = "no_shard", None
+        given.notes["deepspeed"] = "each worker has all of the quantized weights, and the small adapter's optimizer"
     given.put("fsdp_sharding_strategy", strategy, "deepspeed")
     if frees is not None:
         given.put("fsdp_reshard_after_forward", frees, "deepspeed")
@@ -282,39 +282,6 @@ def _megatron(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
 def is_installed(module: str) -> bool:
     """Whether this Python has a module; it is not imported."""
     return importlib.util.find_spec(module) is not None
-
-
-def _adapter(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
-    if "tuner_type" in given.known and (tuner := given.get("tuner_type")) in OTHER_TUNERS:
-        given.take("tuner_type")
-        written = given.written.get("tuner_type", "tuner_type")
-        given.refuse(
-            "tuner_type",
-            f"{written} {tuner} is not supported: of tuners there is LoRA, on weights that are not quantized. Write "
-            "tuner_type: lora (or full)",
-        )
-    for name, meant in (("use_rslora", "use_rslora"), ("use_dora", "use_dora"), ("init_weights", "init_lora_weights")):
-        if given.foreign(name) and "lora_kwargs" in given.known:
-            value = given.take(name)
-            if value is not (meant == "init_lora_weights") and value is not None:  # what peft does anyway
-                given.put_inner("lora_kwargs", meant, value, name)
-    name = "modules_to_save"
-    if given.foreign(name) and "lora_kwargs" in given.known and given.get(name):
-        value = given.get(name)
-        names = value.split() if isinstance(value, str) else value
-        has_adapter = given.get("tuner_type", defaults.get("tuner_type")) == "lora"
-        if given.get("backend") == "megatron":
-            given.refuse(
-                name,
-                f"{name}: with backend: megatron an adapter trains no other weights. Remove it, or write backend: fsdp",
-            )
-        elif has_adapter and (whole := [one for one in names if one.startswith("all-")]):
-            given.refuse(name, f"{name}: {whole[0]} is a word of ms-swift's. Write the names of modules")
-        elif has_adapter:
-            given.put_inner("lora_kwargs", name, names, name)
-        else:
-            given.notes[name] = "tuner_type is full: every weight is trained"
-        given.take(name)
 
 
 def _evaluation(given: GivenKeys, defaults: Mapping[str, Any]) -> None:

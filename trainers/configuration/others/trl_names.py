@@ -169,6 +169,7 @@ _FINITE = "a step that is not finite changes nothing and is counted (max_bad_ste
 _CACHE = "the hf engine has a paged cache and batches continuously"
 
 HINTS = {
+    "bnb_4bit_quant_storage": "quantized weights lie in no shards, and how their bytes are kept changes no number",
     "pad_token": _PADDED,
     "pad_to_multiple_of": _PADDED,
     "use_cache": "training keeps no cache",
@@ -194,7 +195,7 @@ HINTS = {
 
 _HUB = "nothing is uploaded. Remove it, and upload output_dir/final yourself"
 _TRACKIO = "report_to is tensorboard, wandb or none. Remove it"
-QLORA = "QLoRA is not built: quantized weights are not trained. Remove it, and write tuner_type: lora, dtype: bfloat16"
+QLORA = "nothing is trained here, and a model that is only read is not quantized. Remove it"
 _REVISION = "a revision is chosen where a model is downloaded. Download it, and write its folder as model"
 _PREDICTIONS = "there is no compute_metrics: evaluation gives the trainer's own numbers. Remove it"
 _FULL = "evaluation computes in dtype. Remove it"
@@ -244,7 +245,6 @@ REFUSED = {
     "model_revision": _REVISION,
     "teacher_model_revision": _REVISION,
     **dict.fromkeys(("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"), QLORA),
-    "bnb_4bit_quant_storage": QLORA,
     "vllm_structured_outputs_regex": "completions are not constrained. Remove it",
     "eos_token": "the chat template, or the tokenizer, says what ends a sequence. Remove it",
     "dataset_text_field": "rename the column with columns: {name: text}",

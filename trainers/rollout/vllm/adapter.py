@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 
 from rayhelper import ConfigError
-from trainers.backends.fsdp.adapters import without_weights
+from trainers.backends.fsdp.tuners.adapters import without_weights
 from trainers.parts.fingerprints import added_up, fingerprint
 from trainers.rollout.vllm.processes import uninterrupted
 

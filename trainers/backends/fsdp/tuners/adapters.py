@@ -1,10 +1,11 @@
-"""LoRA: a small trained addition to the frozen weights of a model (arXiv 2106.09685), by peft."""
+"""Adapters: a small trained change of the frozen weights of a model, by peft; LoRA and the others of ``kinds.py``."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,44 +16,109 @@ import torch
 from rayhelper import ConfigError
 from trainers.backends.fresh_weights import adapter_a, adapter_b_of_embedding
 from trainers.backends.fsdp.sharding import as_placed, full
+from trainers.backends.fsdp.tuners.adalora import Ranks
+from trainers.backends.fsdp.tuners.kinds import peft_config
+from trainers.backends.fsdp.tuners.quantized import dequantized, is_quantization_state, quantized_layers
 
 # Those of peft's LoraConfig that say which layers get an adapter
 TARGET_FIELDS = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
 ALL_LINEAR = "all-linear"
+# Beginnings of the names of what peft's layers hold; buffers that all layers of VeRA share, and the rank of AdaLoRA
+OF_LAYERS = ("lora_", "boft_", "fourierft_", "ia3_", "miss_", "vera_")
+OF_MODULES_TO_SAVE = ".modules_to_save."
+SHARED = re.compile(r"\.vera_[AB]\.")
+MANY_STEPS = 10**9  # where the length of a run is not known
+SHARED_BY_PEFT = "base_model.vera_"  # where peft saves them
 logger = logging.getLogger(__name__)
 
 
-def add_adapter(module: Any, settings: Mapping[str, Any], *, value_head: bool, seed: int = 0) -> Any:
+def add_adapter(
+    module: Any,
+    settings: Mapping[str, Any],
+    *,
+    tuner: str = "lora",
+    value_head: bool,
+    seed: int = 0,
+    num_training_steps: int = 1,
+) -> Any:
     """A ``PeftModel`` around ``module``, whose layers it changes in place; only the adapter is trained.
 
-    ``settings`` are fields of peft's LoraConfig. The head of a value model is new and is trained whole. Unless
-    ``init_lora_weights`` says otherwise the adapter begins as ``fresh_weights.py`` draws it.
+    ``settings`` are fields of peft's configuration of the ``tuner``. The head of a value model is new and is trained
+    whole. Unless ``init_lora_weights`` says otherwise LoRA begins as ``fresh_weights.py`` draws it; other tuners begin
+    as peft draws them. AdaLoRA divides its ranks over ``num_training_steps``.
 
     Raises:
-        ConfigError: a tied embedding or head that would be trained without the other.
+        ConfigError: a tied embedding or head that would be trained without the other, or values that peft refuses.
         ValueError: target modules that the model does not have.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
-    fields = dict(settings)
-    if _has_all_linear(fields.get("target_modules")) and (without := _without_adapter(module)):
-        fields.setdefault("exclude_modules", without)
-    fields = spelled_out(module, fields)
+    fields = targets_of(module, tuner, settings)
     if value_head:
         fields["modules_to_save"] = ["score", *(fields.get("modules_to_save") or [])]
     else:
         check_tied(module, fields)
-    adapted = get_peft_model(module, LoraConfig(task_type="SEQ_CLS" if value_head else "CAUSAL_LM", **fields))
-    for parameter in adapted.parameters():
+    task = "SEQ_CLS" if value_head else "CAUSAL_LM"
+    config = peft_config(tuner, fields, num_training_steps=num_training_steps, task_type=task)
+    with _compilers_kept():
+        adapted = get_peft_model(module, config)
+    check_butterflies(module, fields)
+    for name, parameter in adapted.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    if fields.get("init_lora_weights", True) is True:
+        if ".ranknum." in name:  # which peft trains, unasked, beside weights in bfloat16
+            parameter.requires_grad_(False)
+    if tuner == "lora" and fields.get("init_lora_weights", True) is True:
         for name, part in _layers(module).items():
             for a in part.lora_A.values():
                 a.weight.data.copy_(adapter_a(_a_name(name), a.weight.shape, seed))
             for b in part.lora_embedding_B.values():
                 b.data.copy_(adapter_b_of_embedding(_b_name(name), b.shape, seed))
     return adapted
+
+
+@contextlib.contextmanager
+def _compilers_kept() -> Iterator[None]:
+    """Afterwards the environment names the compilers that it named: without nvcc peft's BOFT leaves gcc there."""
+    before = {name: os.environ.get(name) for name in ("CC", "CXX")}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def check_butterflies(module: Any, settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError if peft could not compile its kernel, without which BOFT has one butterfly factor alone."""
+    asked = settings.get("boft_n_butterfly_factor", 1)
+    if asked != 1 and any(getattr(part, "fbd_cuda_available", True) is False for part in module.modules()):
+        raise ConfigError(
+            f"boft_n_butterfly_factor is {asked}, but peft could not compile its CUDA kernel, without which it is 1. "
+            "Install nvcc and ninja, or write 1."
+        )
+
+
+def targets_of(module: Any, tuner: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """``settings`` with the layers that all-linear means in this model.
+
+    LoRA: see ``spelled_out``. For other tuners it is every linear layer but the head and routers; experts that lie
+    stacked in one weight have no adapter of theirs, and the log says so.
+    """
+    fields = dict(settings)
+    if not _has_all_linear(fields.get("target_modules")):
+        return fields
+    without = _without_adapter(module)
+    if tuner == "lora":
+        if without:
+            fields.setdefault("exclude_modules", without)
+        return spelled_out(module, fields)
+    if any(name.endswith(".experts") for name, _ in module.named_modules()):
+        logger.info("lora_target_modules: all-linear leaves out experts, which tuner_type: lora alone changes")
+    targets = fields["target_modules"]
+    others = [name for name in ([] if isinstance(targets, str) else targets) if name != ALL_LINEAR]
+    return {**fields, "target_modules": [*(name for name in _linear_layers(module) if name not in without), *others]}
 
 
 def spelled_out(module: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,23 +223,26 @@ def without_adapter(adapted: Any, without: bool = True) -> Iterator[None]:
 
 
 def own_weights(module: Any, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """``weights`` (those of ``module`` by name) with adapters added, whole, under the names of the model without them.
+    """``weights`` (those of ``module`` by name) with adapters merged, whole, under the names of the model without them.
 
-    One at a time, so that no second model is ever held. The live weights stay as they are. If they lie in shards, every
-    rank must go through all of them.
+    One at a time, so that no second model is ever held. The live weights stay as they are. Quantized ones are given in
+    the dtype they are computed in. If they lie in shards, every rank must go through all of them.
     """
-    adapted = _adapted(module)
+    adapted, quantized = _adapted(module), quantized_layers(module)
     for name, weight in weights.items():
-        if (is_adapter(name) and ".modules_to_save." not in name) or ".original_module." in name:
+        if (is_adapter(name) and OF_MODULES_TO_SAVE not in name) or ".original_module." in name:
             continue
-        weight = full(weight)
+        if is_quantization_state(name):
+            continue
+        weight = full(weight) if name not in quantized else dequantized(quantized[name])
         if name in adapted:
-            weight = (weight.float() + _delta(adapted[name])).to(weight.dtype)
+            weight = _merged(adapted[name], name.rpartition(".")[2], weight)
         yield re.sub(r"\.base_layer(?=\.)", "", name).replace(".modules_to_save.default.", "."), weight
 
 
 def _adapted(module: Any) -> dict[str, Any]:
-    """The layers of peft, by the names of the weights that each stands beside: of stacked experts, one in the other."""
+    """The layers of peft, by the names of the weights that each changes: of stacked experts, one in the other."""
+    from peft.tuners.ia3 import IA3Layer
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -184,9 +253,59 @@ def _adapted(module: Any) -> dict[str, Any]:
             while isinstance(inner, ParamWrapper):
                 inner, name = inner.base_layer, f"{name}.base_layer"
             found[f"{name}.{part.parameter_name}"] = part
-        elif isinstance(part, LoraLayer):
+        elif _is_layer(part):
             found[f"{name}.base_layer.weight"] = part
+            scales_output = isinstance(part, IA3Layer) and not part.is_feedforward
+            adds_bias = isinstance(part, LoraLayer) and part.lora_bias.get("default")
+            if (scales_output or adds_bias) and getattr(part.get_base_layer(), "bias", None) is not None:
+                found[f"{name}.base_layer.bias"] = part
     return found
+
+
+def _is_layer(part: Any) -> bool:
+    """Whether it is a layer of one of the tuners, which peft has put around one of the model's."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return isinstance(part, BaseTunerLayer) and str(part.adapter_layer_names[0]).startswith(OF_LAYERS)
+
+
+def _merged(part: Any, key: str, weight: torch.Tensor) -> torch.Tensor:
+    """What ``weight``, whole, of a changed layer becomes with its adapter merged: in float32, given in its own dtype.
+
+    ``key``: weight or bias. LoRA is added; what other tuners do to a weight peft's own merge does to a copy.
+    """
+    if _is_added(part):
+        return (weight.float() + _delta(part)).to(weight.dtype)
+    whole = {f"part.{name}": full(value.detach()).float() for name, value in part.named_parameters()}
+    whole |= {name: value.clone() for name, value in whole.items() if ".base_layer." in name}
+    whole[f"part.base_layer.{key}"] = weight.to(torch.float32, copy=True)
+    with torch.no_grad():
+        merged: torch.Tensor = torch.func.functional_call(_Merge(part, key), whole, ())
+    return merged.to(weight.dtype)
+
+
+class _Merge(torch.nn.Module):
+    """peft's merge of a layer as a function of the layer's parameters, for ``functional_call``."""
+
+    def __init__(self, part: Any, key: str) -> None:
+        super().__init__()
+        self.part, self.key = part, key
+
+    def forward(self) -> torch.Tensor:
+        self.part.merge()
+        self.part.merged_adapters.clear()  # what was changed is not the layer's own
+        found: torch.Tensor = getattr(self.part.get_base_layer(), self.key).data
+        return found
+
+
+def _is_added(part: Any) -> bool:
+    """Whether the adapter of a layer is LoRA's product of two matrices alone, which is added to the weight."""
+    from peft.tuners.adalora.layer import AdaLoraLayer
+    from peft.tuners.lora import LoraLayer
+
+    if not isinstance(part, LoraLayer) or isinstance(part, AdaLoraLayer):
+        return False
+    return "default" not in part.lora_variant and not part.lora_bias.get("default")
 
 
 def _delta(part: Any) -> torch.Tensor:
@@ -300,20 +419,93 @@ def target_mistake(module: Any, lora: Mapping[str, Any]) -> str | None:
     try:
         get_peft_model(module, LoraConfig(r=1, **fields), low_cpu_mem_usage=True)
     except ValueError as error:
-        told = " ".join(str(error).split())
-        if told.startswith("Target module "):  # and the whole of a module that is no layer
-            told = re.sub(r"\(.*\)", "", told)
-        return f"{told.rstrip('.')}. Its linear layers are {', '.join(linear)}"
+        return f"{_told(error).rstrip('.')}. Its linear layers are {', '.join(linear)}"
     return None
 
 
+def _told(error: Exception) -> str:
+    """What peft says in one line, without the whole of a module that is no layer."""
+    told = " ".join(str(error).split())
+    return re.sub(r"\(.*\)", "", told) if told.startswith("Target module ") else told
+
+
+def tuner_mistake(module: Any, tuner: str, settings: Mapping[str, Any]) -> str | None:
+    """Why a layer of a model cannot have an adapter of a tuner beside LoRA; None if all can that shall have one.
+
+    peft itself is asked, on the smallest layers and the largest; ``module`` is one of ``without_weights``.
+    """
+    if tuner == "lora":
+        return None
+    fields = targets_of(module, tuner, settings)
+    if tuner == "boft":  # whose matrices are as large as the layers' and would be made here
+        return _block_mistake(module, fields)
+    from peft import get_peft_model
+
+    try:
+        config = peft_config(tuner, fields, num_training_steps=MANY_STEPS)
+        get_peft_model(module, config, low_cpu_mem_usage=True)
+    except (ValueError, TypeError) as error:
+        return _told(error)
+    return None
+
+
+def _block_mistake(module: Any, fields: Mapping[str, Any]) -> str | None:
+    """Why the blocks of BOFT do not divide the input of a layer."""
+    size, count = fields.get("boft_block_size", 4), fields.get("boft_block_num", 0)
+    targets = fields.get("target_modules")
+    for name, part in module.named_modules():
+        is_asked = isinstance(targets, list) and _is_named_any(name, targets)
+        if is_asked and (width := getattr(part, "in_features", None)) and width % (size or count):
+            return f"{name} has {width} inputs, which {size or count} (boft_block_size or boft_block_num) must divide"
+    return None
+
+
+def _is_named_any(name: str, targets: Sequence[str]) -> bool:
+    return any(_is_named(target, [name]) for target in targets)
+
+
 def trained_names(module: Any) -> set[str]:
-    """Names, in ``module``, of the weights that a trained adapter makes others of, or that are trained themselves."""
+    """Names, in ``module``, of the weights that a trained adapter makes others of, or that are trained themselves.
+
+    Quantized weights are others than those of the checkpoint, whether an adapter changes them or not.
+    """
     trained = {name for name, weight in module.named_parameters(remove_duplicate=False) if weight.requires_grad}
-    return trained | _adapted(module).keys()
+    return trained | _adapted(module).keys() | quantized_layers(module).keys()
 
 
-def load_adapter(adapted: Any, folder: Path) -> None:
+def saved_weights(adapted: Any) -> dict[str, torch.Tensor]:
+    """What is saved of an adapter, whole, on the CPU, for ``write_adapter``; empty without one.
+
+    If the weights lie in shards, every rank must ask for them.
+    """
+    own = {} if adapted is None else adapted.state_dict()
+    return {
+        name: full(weight.detach()).cpu()
+        for name, weight in own.items()
+        if is_adapter(name) and (not SHARED.search(name) or name.startswith(SHARED_BY_PEFT))
+    }
+
+
+def write_adapter(adapted: Any, folder: Path, weights: Mapping[str, torch.Tensor], ranks: Ranks | None = None) -> None:
+    """Writes the adapter as peft reads it; ``weights`` are those of ``saved_weights``. One rank calls it.
+
+    AdaLoRA's with all its ranks: one that is zero now may come back in a later step. ``ranks``: for a run that goes on.
+    """
+    config = adapted.peft_config["default"]
+    pattern = getattr(config, "rank_pattern", None)
+    takes_away = config.peft_type == "ADALORA"
+    try:
+        if takes_away:
+            config.rank_pattern = None
+        adapted.save_pretrained(folder, state_dict=dict(weights))
+    finally:
+        if takes_away:
+            config.rank_pattern = pattern
+    if ranks is not None:
+        ranks.save(folder)
+
+
+def load_adapter(adapted: Any, folder: Path, ranks: Ranks | None = None) -> None:
     """Puts back, in place, the adapter that peft wrote into ``folder``.
 
     Raises:
@@ -324,12 +516,14 @@ def load_adapter(adapted: Any, folder: Path) -> None:
 
     file = folder / "adapter_model.safetensors"
     if not file.is_file():
-        raise FileNotFoundError(f"{folder} holds no adapter_model.safetensors, so it is no checkpoint of a LoRA run")
-    given = load_file(file)
+        raise FileNotFoundError(
+            f"{folder} holds no adapter_model.safetensors, so it is no checkpoint of a LoRA run or of another tuner"
+        )
+    given = {name: weight for name, weight in load_file(file).items() if not name.startswith(SHARED_BY_PEFT)}
     own = {
         name.replace(".default.", ".").replace(".modules_to_save.", ".").removesuffix(".default"): weight
         for name, weight in adapted.named_parameters(remove_duplicate=False)  # peft writes a tied weight twice
-        if is_adapter(name)
+        if is_adapter(name) and ".ranknum." not in name
     }
     if own.keys() != given.keys():
         odd = sorted(own.keys() ^ given.keys())[:3]
@@ -337,8 +531,11 @@ def load_adapter(adapted: Any, folder: Path) -> None:
     with torch.no_grad():
         for name, weight in own.items():
             weight.copy_(as_placed(given[name], weight).to(weight))
+    if ranks is not None:
+        ranks.load(folder)
 
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter of a changed model belongs to its adapter."""
-    return ".lora_" in name or ".modules_to_save." in name
+    held = (f".{beginning}" in name for beginning in (*OF_LAYERS, "ranknum."))
+    return OF_MODULES_TO_SAVE in name or any(held)

@@ -168,7 +168,7 @@ def own_weights(module: Any, weights: Mapping[str, torch.Tensor]) -> Iterator[tu
             continue
         weight = full(weight)
         if name in adapted:
-            weight = (weight.float() + _delta(adapted[name])).to(weight.dtype)
+            weight = _merged(adapted[name], weight.float()).to(weight.dtype)
         yield re.sub(r"\.base_layer(?=\.)", "", name).replace(".modules_to_save.default.", "."), weight
 
 
@@ -187,6 +187,20 @@ def _adapted(module: Any) -> dict[str, Any]:
         elif isinstance(part, LoraLayer):
             found[f"{name}.base_layer.weight"] = part
     return found
+
+
+def _merged(part: Any, weight: torch.Tensor) -> torch.Tensor:
+    """``weight`` (float32, whole) with the adapter of a layer of peft in it.
+
+    With DoRA (arXiv 2402.09353, equation 5) it is scaled to the trained magnitudes, one a row of W as layers have it.
+    """
+    weight = weight + _delta(part)
+    if "default" not in part.lora_magnitude_vector:
+        return weight
+    dora = part.lora_magnitude_vector["default"]
+    dim = 0 if dora.fan_in_fan_out else 1
+    magnitude = full(dora.weight.detach()).float()
+    return weight * (magnitude / torch.linalg.norm(weight, dim=dim)).unsqueeze(dim)
 
 
 def _delta(part: Any) -> torch.Tensor:
@@ -327,7 +341,7 @@ def load_adapter(adapted: Any, folder: Path) -> None:
         raise FileNotFoundError(f"{folder} holds no adapter_model.safetensors, so it is no checkpoint of a LoRA run")
     given = load_file(file)
     own = {
-        name.replace(".default.", ".").replace(".modules_to_save.", ".").removesuffix(".default"): weight
+        _written_name(name): weight
         for name, weight in adapted.named_parameters(remove_duplicate=False)  # peft writes a tied weight twice
         if is_adapter(name)
     }
@@ -337,6 +351,12 @@ def load_adapter(adapted: Any, folder: Path) -> None:
     with torch.no_grad():
         for name, weight in own.items():
             weight.copy_(as_placed(given[name], weight).to(weight))
+
+
+def _written_name(name: str) -> str:
+    """The name under which peft writes a parameter of an adapter; magnitudes of DoRA have no ``.weight`` there."""
+    name = name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector")
+    return name.replace(".default.", ".").replace(".modules_to_save.", ".").removesuffix(".default")
 
 
 def is_adapter(name: str) -> bool:

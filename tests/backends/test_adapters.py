@@ -389,3 +389,22 @@ def test_without_dropout_an_adapter_has_none_either() -> None:
         assert found is not None
         assert found["lora_dropout"] == dropout
     assert (lora_settings(DPOConfig(**settings, disable_dropout=False)) or {})["lora_dropout"] == 0.5
+
+
+def test_biases_of_an_adapter_are_merged_as_by_peft(tmp_path: Path) -> None:
+    """LoRA's lora_bias adds a bias to the layer's own."""
+    from peft import PeftModel
+
+    model = save_tiny(tmp_path / "model", attention_bias=True)
+    lora = LORA | {"target_modules": ["q_proj", "v_proj"], "lora_bias": True}
+    backend = FsdpBackend(model, **SETTINGS | {"lora": lora})
+    backend.step(samples_of(), partial(mean_loss, 50), micro_batch_size=4)
+    backend.export(tmp_path / "final")
+    base = AutoModelForCausalLM.from_pretrained(model)
+    began = {name: weight.clone() for name, weight in base.state_dict().items()}
+    peft: Any = PeftModel.from_pretrained(base, tmp_path / "final" / "adapter")
+    merged = peft.merge_and_unload().state_dict()
+    name = "model.layers.0.self_attn.q_proj.bias"
+    assert float((merged[name] - began[name]).abs().max()) > 1e-3
+    assert largest_difference(dict(backend.named_weights()), merged) < 1e-6
+    assert name in dict(backend.named_weights(trained_only=True))

@@ -49,7 +49,8 @@ class Work:
     distributed_optimizer: bool = True  # megatron's: optimizer states are divided over data-parallel workers
     num_micro_batches: int | None = None  # of an optimizer step; None: enough to fill a pipeline
     has_reference: bool = False  # a frozen copy of the model beside the trained one
-    adapter: int = 0  # parameters of a LoRA adapter, which alone is trained; 0: all are
+    adapter: int = 0  # parameters of an adapter, which alone is trained; 0: all are
+    bits: int | None = None  # of a number in the layers beside the adapter; None: they are as the forward pass has them
 
     @property
     def is_autocast(self) -> bool:
@@ -174,6 +175,15 @@ def _under_adapter(shape: ModelShape, sizes: ParallelSizes, work: Work) -> list[
             Term("adapter", 4 * own, freed_by=(OFFLOAD_MODEL, PARAM_OFFLOAD)),
             Term("gradients", 4 * own, freed_by=(OFFLOAD_OPTIMIZER, GRAD_OFFLOAD)),
             Term("optimizer", 8 * states, freed_by=(OFFLOAD_OPTIMIZER, STEP_ONLY)),
+        ]
+    if work.bits is not None:  # each worker has all of it
+        apart = shape.ends
+        num_bytes = math.ceil(work.bits / 8 * (shape.num_parameters - apart)) + work.compute_bytes * apart
+        return [
+            Term("weights", num_bytes, freed_by=(OFFLOAD_MODEL,)),
+            Term("adapter", 4 * work.adapter, freed_by=(OFFLOAD_MODEL,)),
+            Term("gradients", 4 * work.adapter, stays=False),
+            Term("optimizer", 8 * work.adapter, freed_by=(OFFLOAD_OPTIMIZER, STEP_ONLY)),
         ]
     own = math.ceil(work.adapter / sizes.data)
     kept = 4 if sizes.data > 1 else work.compute_bytes

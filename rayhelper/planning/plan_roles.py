@@ -146,11 +146,11 @@ def _plan_model(place: Place) -> RolePlan:
     if shape is not None and place.group.device != "CPU":
         work = _work(place, sizes)
         if does == "train" and place.settings.get("tuner_type", "full") != "full":
-            work = replace(work, adapter=_adapter(place.settings, shape))
+            work = replace(work, adapter=_adapter(place.settings, shape), bits=_bits(place.settings))
         divided = replace(sizes, data=1) if place.kind.does == "judges" else sizes
         terms = (training if does == "train" else scoring)(shape, divided, work)
         memory = RoleMemory(place.role, terms, _offloads(place.settings))
-        if work.backend == "fsdp" and divided.data > 1:
+        if work.backend == "fsdp" and divided.data > 1 and work.bits is None:
             findings.assume("fsdp divides weights, gradients and optimizer states over the data-parallel workers")
     return RolePlan(place.role, does, sizes, None, 1, None, shape, memory, unknown)
 
@@ -301,6 +301,11 @@ def _adapter(settings: Mapping[str, Any], shape: ModelShape) -> int:
         tuner={"bone": "miss"}.get(tuner, tuner),
         kwargs=kwargs if isinstance(kwargs, Mapping) else {},
     )
+
+
+def _bits(settings: Mapping[str, Any]) -> int | None:
+    """Of a number of the weights beside an adapter that are quantized; None: they are not."""
+    return next((bits for key, bits in (("load_in_4bit", 4), ("load_in_8bit", 8)) if settings.get(key) is True), None)
 
 
 def _length(settings: Mapping[str, Any], findings: Findings) -> int:

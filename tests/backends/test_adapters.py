@@ -229,6 +229,48 @@ def test_three_steps_of_an_adapter_of_every_layer_are_those_of_peft_alone(tmp_pa
     assert largest_difference(dict(backend.named_weights()), merged) < 1e-6
 
 
+def test_dora_resumed_from_a_checkpoint_is_peft_uninterrupted_and_merges_as_peft_does(tmp_path: Path) -> None:
+    """peft and torch's AdamW for four steps; ours goes on from a checkpoint after two."""
+    from peft import LoraConfig, get_peft_model
+
+    model = save_tiny(tmp_path / "model")
+    steady = {"lr_scheduler_type": "constant", "learning_rate": 1e-2, "adam_epsilon": 1e-3, "max_grad_norm": 0.0}
+    fields: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj", "embed_tokens"]}
+    settings = SETTINGS | steady | {"lora": fields | {"use_dora": True}}
+    backend = FsdpBackend(model, **settings)
+    peft: Any = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model), LoraConfig(task_type="CAUSAL_LM", use_dora=True, **fields)
+    )
+    trained = {name: weight for name, weight in peft.named_parameters() if weight.requires_grad}
+    ours = dict(backend.adapted.named_parameters())
+    with torch.no_grad():
+        for name, weight in trained.items():
+            weight.copy_(ours[name])
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, eps=1e-3, weight_decay=0.0)
+    for step in range(4):
+        if step == 2:
+            backend.save(tmp_path / "checkpoint")
+            backend = FsdpBackend(model, **settings)
+            backend.load(tmp_path / "checkpoint")
+        backend.step(samples_of(seed=step), partial(mean_loss, 50), micro_batch_size=4)
+        optimizer.zero_grad()
+        (-plain_scores(peft, samples_of(seed=step))[0].sum() / 50).backward()
+        optimizer.step()
+    ours = dict(backend.adapted.named_parameters())
+    for name, weight in trained.items():
+        torch.testing.assert_close(ours[name].detach(), weight.detach(), atol=1e-5, rtol=0, msg=name)
+    merged = peft.merge_and_unload().state_dict()
+    began = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert float((torch.linalg.norm(merged[name], dim=1) - torch.linalg.norm(began[name], dim=1)).abs().max()) > 1e-3
+    assert largest_difference(dict(backend.named_weights()), merged) < 1e-5
+    sent = dict(backend.named_weights(trained_only=True))
+    assert len(sent) == 2 * 2 + 1
+    assert largest_difference(sent, {name: merged[name] for name in sent}) < 1e-5
+    backend.export(tmp_path / "final")
+    np.testing.assert_allclose(scores(FsdpBackend(tmp_path / "final")), scores(backend), atol=1e-5)
+
+
 @pytest.mark.parametrize("names", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
 def test_a_tied_weight_is_not_trained_as_two(names: list[str], folder: str) -> None:
     from trainers.parts.model_checks import check_model_folder
@@ -347,3 +389,22 @@ def test_without_dropout_an_adapter_has_none_either() -> None:
         assert found is not None
         assert found["lora_dropout"] == dropout
     assert (lora_settings(DPOConfig(**settings, disable_dropout=False)) or {})["lora_dropout"] == 0.5
+
+
+def test_biases_of_an_adapter_are_merged_as_by_peft(tmp_path: Path) -> None:
+    """LoRA's lora_bias adds a bias to the layer's own."""
+    from peft import PeftModel
+
+    model = save_tiny(tmp_path / "model", attention_bias=True)
+    lora = LORA | {"target_modules": ["q_proj", "v_proj"], "lora_bias": True}
+    backend = FsdpBackend(model, **SETTINGS | {"lora": lora})
+    backend.step(samples_of(), partial(mean_loss, 50), micro_batch_size=4)
+    backend.export(tmp_path / "final")
+    base = AutoModelForCausalLM.from_pretrained(model)
+    began = {name: weight.clone() for name, weight in base.state_dict().items()}
+    peft: Any = PeftModel.from_pretrained(base, tmp_path / "final" / "adapter")
+    merged = peft.merge_and_unload().state_dict()
+    name = "model.layers.0.self_attn.q_proj.bias"
+    assert float((merged[name] - began[name]).abs().max()) > 1e-3
+    assert largest_difference(dict(backend.named_weights()), merged) < 1e-6
+    assert name in dict(backend.named_weights(trained_only=True))

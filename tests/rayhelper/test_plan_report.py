@@ -327,6 +327,18 @@ def test_a_run_that_trains_an_adapter_needs_room_for_its_states_alone(tmp_path: 
     size = adapter_parameters(shape, 4, ["q_proj"])
     assert (found["weights"], found["adapter"], found["optimizer"]) == (2 * shape.num_parameters, 4 * size, 8 * size)
     assert "reference" not in found  # the policy without its adapter
+    tuned = {"tuner_type": "vera", "tuner_kwargs": {"r": 16}}
+    vera = planned(tmp_path, {**lora, **tuned}).groups[0].roles[0].memory
+    assert vera is not None
+    outputs = shape.num_attention_heads * shape.head_dim
+    numbers = shape.num_hidden_layers * (16 + outputs)  # two vectors beside each q_proj
+    assert next(term.num_bytes for term in vera.terms if term.name == "adapter") == 4 * numbers
+    quantized = planned(tmp_path, lora | {"load_in_4bit": True, "train": {"gpus": 2}}).groups[0].roles[0].memory
+    assert quantized is not None
+    terms = {term.name: term.num_bytes for term in quantized.terms}
+    apart = shape.ends  # embedding, head and norm are not quantized
+    assert terms["weights"] == (shape.num_parameters - apart) // 2 + 2 * apart
+    assert terms["optimizer"] == 8 * size, "each worker has all of it"
     named = planned(tmp_path, lora | {"ref_model": SHAPE}).groups[0].roles[0].memory
     assert named is not None
     assert "reference" in {term.name for term in named.terms}

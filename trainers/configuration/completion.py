@@ -200,8 +200,8 @@ def check_adapter_apart(config: CompletionConfig) -> None:
     merged = "Change that, or set vllm_enable_lora: false, which merges the adapter into the weights that engines get."
     if config.tuner_type != "lora":
         raise ConfigError(
-            f"vllm_enable_lora needs an adapter, LoRA's, but tuner_type is {config.tuner_type}. Set tuner_type: lora, "
-            "or remove it."
+            f"vllm_enable_lora needs an adapter, but tuner_type is {config.tuner_type}. Set tuner_type: lora, or "
+            "remove it."
         )
     if config.quantization:
         raise ConfigError(

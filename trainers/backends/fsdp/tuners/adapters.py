@@ -275,7 +275,7 @@ def _merged(part: Any, key: str, weight: torch.Tensor) -> torch.Tensor:
     ``key``: weight or bias. LoRA is added; what other tuners do to a weight peft's own merge does to a copy.
     """
     if _is_added(part):
-        return (weight.float() + _delta(part)).to(weight.dtype)
+        return _with_lora(part, weight.float()).to(weight.dtype)
     whole = {f"part.{name}": full(value.detach()).float() for name, value in part.named_parameters()}
     whole |= {name: value.clone() for name, value in whole.items() if ".base_layer." in name}
     whole[f"part.base_layer.{key}"] = weight.to(torch.float32, copy=True)
@@ -299,13 +299,29 @@ class _Merge(torch.nn.Module):
 
 
 def _is_added(part: Any) -> bool:
-    """Whether the adapter of a layer is LoRA's product of two matrices alone, which is added to the weight."""
+    """Whether the adapter of a layer is LoRA's product of two matrices, with DoRA's magnitudes or without."""
     from peft.tuners.adalora.layer import AdaLoraLayer
     from peft.tuners.lora import LoraLayer
 
     if not isinstance(part, LoraLayer) or isinstance(part, AdaLoraLayer):
         return False
-    return "default" not in part.lora_variant and not part.lora_bias.get("default")
+    is_known = "default" not in part.lora_variant or "default" in part.lora_magnitude_vector
+    return is_known and not part.lora_bias.get("default")
+
+
+def _with_lora(part: Any, weight: torch.Tensor) -> torch.Tensor:
+    """``weight`` (float32, whole) with the adapter of a layer of peft in it.
+
+    With DoRA (arXiv 2402.09353, equation 5) it is scaled to the trained magnitudes, one a row of W as layers have it.
+    """
+    weight = weight + _delta(part)
+    if "default" not in part.lora_magnitude_vector:
+        return weight
+    dora = part.lora_magnitude_vector["default"]
+    dim = 0 if dora.fan_in_fan_out else 1
+    magnitude = full(dora.weight.detach()).float()
+    scale: torch.Tensor = magnitude / torch.linalg.norm(weight, dim=dim)
+    return weight * scale.unsqueeze(dim)
 
 
 def _delta(part: Any) -> torch.Tensor:
@@ -521,7 +537,7 @@ def load_adapter(adapted: Any, folder: Path, ranks: Ranks | None = None) -> None
         )
     given = {name: weight for name, weight in load_file(file).items() if not name.startswith(SHARED_BY_PEFT)}
     own = {
-        name.replace(".default.", ".").replace(".modules_to_save.", ".").removesuffix(".default"): weight
+        _written_name(name): weight
         for name, weight in adapted.named_parameters(remove_duplicate=False)  # peft writes a tied weight twice
         if is_adapter(name) and ".ranknum." not in name
     }
@@ -533,6 +549,12 @@ def load_adapter(adapted: Any, folder: Path, ranks: Ranks | None = None) -> None
             weight.copy_(as_placed(given[name], weight).to(weight))
     if ranks is not None:
         ranks.load(folder)
+
+
+def _written_name(name: str) -> str:
+    """The name under which peft writes a parameter of an adapter; magnitudes of DoRA have no ``.weight`` there."""
+    name = name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector")
+    return name.replace(".default.", ".").replace(".modules_to_save.", ".").removesuffix(".default")
 
 
 def is_adapter(name: str) -> bool:

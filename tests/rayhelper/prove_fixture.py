@@ -106,7 +106,7 @@ class Trainer:
     def train(self) -> Any:
         global RATE
         generator = torch.Generator().manual_seed(0)
-        memory = Memory()
+        memory, started_in = Memory(), os.getcwd()
         for step in range(self.config.max_steps):
             rows = torch.rand(6, 4, dtype=torch.float64, generator=generator)
             if self.planted == "order of the driver":
@@ -132,6 +132,7 @@ class Trainer:
             if self.planted == "draws of the driver":
                 torch.rand(1)
             self.update(grad)
+        os.chdir(started_in)  # where the workers of the next run start
         return self.weights()
 
 

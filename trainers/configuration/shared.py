@@ -569,9 +569,12 @@ def order_by_rows_of(config: TrainConfig) -> dict[str, Any]:
 
 def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
     """Optimizer steps of the whole run."""
-    if config.max_steps > 0:
-        return config.max_steps
-    return max(1, round(config.num_train_epochs * steps_per_epoch))
+    return config.max_steps if config.max_steps > 0 else steps_of(config.num_train_epochs, steps_per_epoch)
+
+
+def steps_of(num_epochs: float, steps_per_epoch: int) -> int:
+    """Optimizer steps of so many epochs, rounded up, as transformers' Trainer counts them."""
+    return math.ceil(num_epochs * steps_per_epoch)
 
 
 def _listed(source: Any) -> list[Any]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from rayhelper import ConfigError
 from trainers.batch import Samples
-from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step
+from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, steps_of
 from trainers.data.rows import Batches, nothing_left
 from trainers.grpo.config import GRPOConfig
 
@@ -104,7 +104,7 @@ class GenerationPlan:
     @property
     def num_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        return self.max_steps if self.max_steps > 0 else max(1, round(self.num_epochs * self.steps_per_epoch))
+        return self.max_steps if self.max_steps > 0 else steps_of(self.num_epochs, self.steps_per_epoch)
 
     def generation(self, step: int) -> int:
         """The generation that optimizer step ``step`` (from 0) learns from."""

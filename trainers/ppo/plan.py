@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step
+from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, steps_of
 from trainers.ppo.config import PPOConfig
 
 
@@ -58,9 +58,7 @@ class BatchPlan:
     @property
     def num_steps(self) -> int:
         """Optimizer steps of the whole run."""
-        if self.max_steps > 0:
-            return self.max_steps
-        return max(1, round(self.num_train_epochs * self.steps_per_epoch))
+        return self.max_steps if self.max_steps > 0 else steps_of(self.num_train_epochs, self.steps_per_epoch)
 
     def batch(self, step: int) -> int:
         """The batch that optimizer step ``step`` (from 0) learns from."""

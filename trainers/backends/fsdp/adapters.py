@@ -199,8 +199,8 @@ def _merged(part: Any, weight: torch.Tensor) -> torch.Tensor:
         return weight
     dora = part.lora_magnitude_vector["default"]
     dim = 0 if dora.fan_in_fan_out else 1
-    magnitude = full(dora.weight.detach()).float()
-    return weight * (magnitude / torch.linalg.norm(weight, dim=dim)).unsqueeze(dim)
+    factor: torch.Tensor = full(dora.weight.detach()).float() / torch.linalg.norm(weight, dim=dim)
+    return weight * factor.unsqueeze(dim)
 
 
 def _delta(part: Any) -> torch.Tensor:

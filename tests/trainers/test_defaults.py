@@ -17,10 +17,11 @@ from trainers.cli import load_config, run, save_config
 from trainers.configuration.folders import configurations
 from trainers.configuration.others.ms_swift_only import MS_SWIFT_ONLY
 from trainers.configuration.reading.command_line import read_config
-from trainers.cpo.config import CPOConfig
+from trainers.cpo.config import CPOConfig, ORPOConfig, SimPOConfig
 from trainers.dpo.config import DPOConfig
 from trainers.gkd.config import GKDConfig
 from trainers.grpo.config import GRPOConfig
+from trainers.kto.config import KTOConfig
 from trainers.sampling.config import SamplingConfig
 from trainers.sft.config import PretrainConfig, SFTConfig
 
@@ -69,7 +70,8 @@ SWIFT: list[tuple[type[Any], str, dict[str, Any]]] = [
     (GRPOConfig, "eval_dataset: e\nearly_stop_interval: 3", {"metric_for_best_model": "reward"}),
     (SFTConfig, "early_stop_interval: 0", {"early_stop_interval": None, "metric_for_best_model": None}),
     (PretrainConfig, "", {"packing": False, "packing_strategy": "bfd", "loss_scale": "all"}),
-    (DPOConfig, "", {"max_length": None, "beta": 0.1, "learning_rate": 1e-4}),
+    *((kind, "", {"truncation_mode": "drop"}) for kind in (KTOConfig, CPOConfig, SimPOConfig, ORPOConfig)),
+    (DPOConfig, "", {"max_length": None, "beta": 0.1, "learning_rate": 1e-4, "truncation_mode": "drop"}),
     (
         GRPOConfig,
         "rlhf_type: grpo",

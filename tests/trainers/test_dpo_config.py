@@ -35,7 +35,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"ref_model_sync_steps": 8}, ["ref_model_sync_steps is 8", "sync_ref_model is false"]),
     ({"sync_ref_model": True, "ref_model_mixup_alpha": 0.0}, ["ref_model_mixup_alpha must lie in (0, 1]"]),
     ({"precompute_ref_batch_size": 4}, ["precompute_ref_batch_size", "precompute_ref_log_probs is false"]),
-    ({"truncation_mode": "keep_middle"}, ["truncation_mode must be one of keep_start, keep_end"]),
+    ({"truncation_mode": "keep_middle"}, ["truncation_mode must be one of keep_start, keep_end, drop"]),
     ({"max_length": 1}, ["max_length must be at least 2"]),
 ]
 

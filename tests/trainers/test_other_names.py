@@ -24,10 +24,12 @@ from trainers.configuration.others.other_names import (
     REFUSED,
     TRANSLATED,
 )
+from trainers.cpo.config import CPOConfig, ORPOConfig
 from trainers.data.sources import read_source
 from trainers.dpo.config import DPOConfig
 from trainers.gkd.config import GKDConfig
 from trainers.grpo.config import GRPOConfig
+from trainers.kto.config import KTOConfig
 from trainers.ppo.config import PPOConfig
 from trainers.reward.config import RewardConfig
 from trainers.sampling.config import SamplingConfig
@@ -152,7 +154,10 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
     (PretrainConfig, "truncation_strategy: split", {}),
     (GRPOConfig, "truncation_strategy: left\nmax_length: 64", {"max_prompt_length": 64}),
     (RewardConfig, "truncation_strategy: delete", {}),
-    (SFTConfig, "truncation_strategy: delete", {"truncation_mode": "drop"}),
+    *(
+        (kind, "truncation_strategy: delete", {"truncation_mode": "drop"})
+        for kind in (SFTConfig, DPOConfig, KTOConfig, CPOConfig, ORPOConfig)
+    ),
     (SamplingConfig, "max_length: 64\nmax_new_tokens: 9", {"max_prompt_length": 64, "max_completion_length": 9}),
     (SFTConfig, "eval_steps: 10\nsplit_dataset_ratio: 0.0", {}),
     (SFTConfig, "eval_steps: 10\nsplit_dataset_ratio: 0\nval_dataset: e", {"eval_steps": 10, "eval_dataset": "e"}),

@@ -69,6 +69,21 @@ def test_the_first_token_of_a_sequence_is_no_target_even_if_it_is_completion() -
     assert tokenized(PAIR, max_length=2, truncation_mode="keep_end").rejected_mask[0].tolist() == [False, True]
 
 
+def test_pairs_with_a_long_side_may_be_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """As ms-swift's ``truncation_strategy: delete`` does: by the longer side, the prompt included; nothing is cut."""
+    rows = [
+        PAIR | {"prompt": "ab", "chosen": "c" * a, "rejected": "d" * b} for a, b in ((1, 1), (9, 1), (1, 9), (5, 5))
+    ]
+    whole = tokenized(*rows)
+    longest = [int(max(len(pair[0]), len(pair[1]))) for pair in zip(whole.chosen_ids, whole.rejected_ids, strict=True)]
+    kept = tokenized(*rows, max_length=longest[3], truncation_mode="drop")
+    assert kept.chosen_ids == whole[[0, 3]].chosen_ids
+    assert kept.rejected_ids == whole[[0, 3]].rejected_ids
+    assert "dropped 2 of 4 pairs longer than max_length" in caplog.text
+    with pytest.raises(ValueError, match="all are longer than max_length 3"):
+        tokenized(*rows[1:3], max_length=3, truncation_mode="drop")
+
+
 def test_rows_whose_prompt_fills_the_length_are_dropped_with_a_line_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

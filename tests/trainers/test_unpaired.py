@@ -109,6 +109,16 @@ def test_sequences_are_cut_after_they_are_joined() -> None:
     assert end.is_desirable.tolist() == [True, False, True]
 
 
+def test_rows_that_are_too_long_may_be_left_out() -> None:
+    rows = Dataset.from_list([{"prompt": "ab", "completion": "c" * size, "label": True} for size in (1, 9, 3, 4)])
+    whole = tokenize_unpaired(rows, tiny_tokenizer())
+    lengths = whole.prompt_ids.lengths + whole.completion_ids.lengths
+    kept = tokenize_unpaired(rows, tiny_tokenizer(), max_length=int(lengths[2]), truncation_mode="drop")
+    assert kept.completion_ids == whole[[0, 2]].completion_ids
+    with pytest.raises(ValueError, match="all are longer than max_length 3"):
+        tokenize_unpaired(rows.select([1]), tiny_tokenizer(), max_length=3, truncation_mode="drop")
+
+
 def test_targets_of_the_prompt_come_before_those_of_the_completion() -> None:
     rows = [{"prompt": "abc", "chosen": "de", "rejected": "f"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
     plain = tokenize_preferences(Dataset.from_list(rows), tiny_tokenizer(), max_length=None)

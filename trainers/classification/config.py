@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
 from trainers.configuration.shared import TrainConfig, at_least, unread
-from trainers.data.rows import SFTTruncation
+from trainers.data.rows import TruncationMode
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 
@@ -33,7 +33,7 @@ class ClassificationConfig(TrainConfig):
     """Write conversations by the chat template; false: read the text of one turn of the user as it is."""
     max_length: int | None = 1024
     """Tokens of a row; truncation_mode says what becomes of longer ones."""
-    truncation_mode: SFTTruncation = "keep_start"
+    truncation_mode: TruncationMode = "keep_start"
     """keep_start or keep_end of a row that is too long, or drop it."""
     packing: bool = False
     """Batch sizes count packs in the place of rows: a pack is rows of max_length tokens together at most,

@@ -20,7 +20,7 @@ import numpy as np
 from trainers.batch import Ragged, Sequences
 from trainers.classification.config import ProblemType
 from trainers.data.broken_rows import Mistake, in_column
-from trainers.data.rows import SFTTruncation, _messages, _ragged, _template_options
+from trainers.data.rows import TruncationMode, _messages, _ragged, _template_options
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -52,7 +52,7 @@ def tokenize_labelled(
     num_labels: int,
     use_chat_template: bool = True,
     max_length: int | None = None,
-    truncation_mode: SFTTruncation = "keep_start",
+    truncation_mode: TruncationMode = "keep_start",
     num_proc: int | None = None,
 ) -> Labelled:
     """The tokens and the label of each row.

@@ -195,7 +195,10 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         Default("truncation_mode", "drop", TEMPLATE),
         Default("loss_scale", "default", TEMPLATE),
     ),
-    "ClassificationConfig": (Default("truncation_mode", "drop", TEMPLATE),),
+    **dict.fromkeys(
+        ("ClassificationConfig", "DPOConfig", "KTOConfig", "PairConfig"),
+        (Default("truncation_mode", "drop", TEMPLATE),),
+    ),
     "PretrainConfig": (
         Default("packing", False, BASE),
         Default("packing_strategy", "bfd", BASE),

@@ -23,9 +23,9 @@ class PairConfig(TrainConfig):
 
     # Data
     max_length: int | None = 1024
-    """Tokens of prompt and completion; longer sequences are cut."""
+    """Tokens of prompt and completion; truncation_mode says what becomes of longer sequences."""
     truncation_mode: TruncationMode = "keep_start"
-    """keep_start or keep_end of a sequence that is too long."""
+    """keep_start or keep_end of a sequence that is too long; drop: without pairs that have one."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     packing: bool = False

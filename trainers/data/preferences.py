@@ -111,8 +111,9 @@ def tokenize_preferences(
 
     Text completions end with the tokenizer's end of sequence, conversations as their template ends them. Completions
     start where the tokens of the prompt alone part from those of the prompt with either of them. Each sequence is cut
-    to ``max_length`` tokens; with ``keep_start``, rows whose prompt fills it are dropped, with one line in the log. The
-    first token of a sequence is no target. A text completion of a conversation is a turn of the assistant.
+    to ``max_length`` tokens; with ``keep_start``, rows whose prompt fills it are dropped, and with ``drop`` rows with a
+    longer sequence, with one line in the log. The first token of a sequence is no target. A text completion of a
+    conversation is a turn of the assistant.
 
     Raises ValueError for rows that are no pairs, naming the first, or if none is left.
     """
@@ -125,10 +126,13 @@ def tokenize_preferences(
         start = min(_common_prefix(prompt_ids, ids) for ids in completed)
         if max_length and truncation_mode == "keep_start" and start >= max_length:
             return None
+        if max_length and truncation_mode == "drop" and max(len(ids) for ids in completed) > max_length:
+            return None
         chosen, rejected = ((ids[cut], _from(start, len(ids))[cut]) for ids in completed)
         return _without_first(chosen), _without_first(rejected)
 
-    return _encoded(rows, encode, num_proc, f"whose prompt fills max_length {max_length}")
+    why = "longer than" if truncation_mode == "drop" else "whose prompt fills"
+    return _encoded(rows, encode, num_proc, f"{why} max_length {max_length}")
 
 
 def tokenize_comparisons(

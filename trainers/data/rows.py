@@ -39,8 +39,7 @@ logger = logging.getLogger(__name__)
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-TruncationMode = Literal["keep_start", "keep_end"]
-SFTTruncation = Literal["keep_start", "keep_end", "drop"]
+TruncationMode = Literal["keep_start", "keep_end", "drop"]
 PromptTruncation = Literal["left", "error"]
 PackingStrategy = Literal["bfd", "bfd_split", "wrapped"]
 
@@ -196,7 +195,7 @@ def tokenize_sft(
     tokenizer: Any,
     *,
     max_length: int | None,
-    truncation_mode: SFTTruncation = "keep_start",
+    truncation_mode: TruncationMode = "keep_start",
     completion_only_loss: bool | None = None,
     assistant_only_loss: bool = False,
     text_field: str = "text",
@@ -215,7 +214,7 @@ def tokenize_sft(
 
     Departures from TRL: it keeps rows without a target when it packs, and refuses rows without an assistant's turn.
     """
-    _check_choice("truncation_mode", truncation_mode, SFTTruncation)
+    _check_choice("truncation_mode", truncation_mode, TruncationMode)
     template = _chat_template(rows[0], tokenizer, assistant_only_loss)
     eos = eos or tokenizer.eos_token
     encode = _SFTEncoder(tokenizer, template, completion_only_loss, assistant_only_loss, text_field, eos, loss_scale)

@@ -92,8 +92,8 @@ def tokenize_unpaired(
 
     Text completions end with the tokenizer's end of sequence, conversations as their template ends them. A completion
     starts where the tokens of the prompt alone part from those of prompt and completion. With ``keep_start``, rows
-    whose prompt fills ``max_length`` are dropped, with one line in the log. A text completion of a conversation is a
-    turn of the assistant.
+    whose prompt fills ``max_length`` are dropped, and with ``drop`` longer rows, with one line in the log. A text
+    completion of a conversation is a turn of the assistant.
 
     Raises ValueError for rows that are of none of the formats, naming the first, or if none is left.
     """
@@ -101,7 +101,12 @@ def tokenize_unpaired(
 
     rows = unpaired(rows)
     names = ("prompt_ids", "completion_ids")
-    drops = max_length is not None and truncation_mode == "keep_start"
+    why = "longer than" if truncation_mode == "drop" else "whose prompt fills"
+
+    def is_left_out(prompt: int, completion: int) -> bool:
+        if max_length is None or truncation_mode == "keep_end":
+            return False
+        return prompt + completion > max_length if truncation_mode == "drop" else prompt >= max_length
 
     def encode_all(table: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         columns: dict[str, list[Any]] = {name: [] for name in (*names, "label")}
@@ -112,7 +117,7 @@ def tokenize_unpaired(
             except Exception as error:
                 error.add_note(f"while tokenizing row {index} of the dataset")
                 raise
-            if not drops or len(prompt_ids) < (max_length or 0):
+            if not is_left_out(len(prompt_ids), len(completion_ids)):
                 for name, value in zip(columns, (prompt_ids, completion_ids, label), strict=True):
                     columns[name].append(value)
         return columns
@@ -128,9 +133,9 @@ def tokenize_unpaired(
         desc="Tokenizing",
     )
     if dropped := len(rows) - len(table):
-        logger.warning("dropped %d of %d rows whose prompt fills max_length %s", dropped, len(rows), max_length)
+        logger.warning("dropped %d of %d rows %s max_length %s", dropped, len(rows), why, max_length)
     if len(table) == 0:
-        raise ValueError(f"none of {len(rows)} rows is left: every prompt fills max_length {max_length}. Raise it.")
+        raise ValueError(f"none of {len(rows)} rows is left: all are {why} max_length {max_length}. Raise it.")
     prompt_ids, completion_ids = (_ragged(table, name, np.int64) for name in names)
     return UnpairedPreferences(prompt_ids, completion_ids, np.asarray(table["label"], bool))
 

@@ -28,9 +28,10 @@ class KTOConfig(ReferenceConfig):
 
     # Data
     max_length: int | None = 1024
-    """Tokens of prompt and completion; longer sequences are cut."""
+    """Tokens of prompt and completion; truncation_mode says what becomes of longer sequences."""
     truncation_mode: TruncationMode = "keep_start"
-    """keep_start or keep_end of a sequence that is too long."""
+    """keep_start or keep_end of a sequence that is too long; drop: without rows that are. A prompt with the completion
+    of another row, which estimates the KL, keeps its start."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     packing: bool = False

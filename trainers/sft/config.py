@@ -9,7 +9,7 @@ from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
 from trainers.configuration.shared import TrainConfig, at_least, unread
 from trainers.data.loss_scale import parsed
-from trainers.data.rows import PackingStrategy, SFTTruncation
+from trainers.data.rows import PackingStrategy, TruncationMode
 from trainers.losses.types import SFTLossType
 
 
@@ -34,7 +34,7 @@ class SFTConfig(TrainConfig):
     """What ends plain texts and completions; null: the tokenizer's."""
     max_length: int | None = 1024
     """Tokens a sequence (a row, when packing); longer ones are cut."""
-    truncation_mode: SFTTruncation = "keep_start"
+    truncation_mode: TruncationMode = "keep_start"
     """keep_start or keep_end of a sequence that is too long, or drop it."""
     packing: bool = False
     """Put several documents into each row of ``max_length`` tokens."""

@@ -392,10 +392,8 @@ def _long_rows(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     if not given.foreign("truncation_strategy"):
         return
     value = given.take("truncation_strategy")
-    drops = {"loss_scale", "num_labels"} & set(given.known)
     joins = "packing_strategy" in given.known and given.get("packing", defaults.get("packing")) is True
-    lacks = {"left" if joins else None, None if drops else "delete"}  # joined rows keep their start
-    modes = {name: meaning for name, meaning in TRUNCATIONS.items() if name not in lacks}
+    modes = {name: meaning for name, meaning in TRUNCATIONS.items() if name != "left" or not joins}  # keep their start
     if "truncation_mode" not in given.known:
         done = "delete" if {"center_rewards_coefficient", "sampler_type"} & set(given.known) else "left"
         what = "are left out" if done == "delete" else "lose the beginning of their prompt"

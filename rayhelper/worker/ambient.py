@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rayhelper.runtimes.ray.modules import installed_modules
-from rayhelper.worker.patches import default_device
+from rayhelper.worker.patches import default_device, seedings
 
 _DEVICE_TYPES = ("cpu", "cuda")  # of which autocast is asked
 _OWN_LOGGERS = ("ray", "rayhelper.worker")  # which Ray sets up on its workers itself
@@ -182,14 +182,18 @@ class DriverMode:
 
     def __init__(self) -> None:
         self.seed: int | None = None  # of torch, as the workers were told
-        self.flags: dict[str, Any] | None = None  # likewise
+        self.seedings: tuple[int, int] | None = None  # as they were counted then; None: nothing is constructed
+        self.flags: dict[str, Any] | None = None  # torch's defaults, as the workers were told
         self.restarts_left: int | None = None  # when they were told the flags
+        seedings.begin()
+        when_loaded("torch", seedings.begin_torch)
 
     def constructing(self) -> None:
         """The workers are told all seeds and defaults now."""
         torch = sys.modules.get("torch")
         self.seed = None if torch is None else torch.initial_seed()
         self.flags = None if torch is None else _flags(torch)
+        self.seedings = seedings.count
 
     def of_call(self, restarts_left: int) -> Mode | None:
         """The mode in which a call is made; None: as the workers are.
@@ -198,15 +202,18 @@ class DriverMode:
         """
         torch = sys.modules.get("torch")
         if torch is None:
-            return None
+            if seedings.count == self.seedings or self.seedings is None:
+                return None
+            self.seedings = seedings.count
+            return Mode(True, False, (), True, RandomState.here(), None)
         flags = _flags(torch)
         is_told = flags == self.flags and self.restarts_left in (None, restarts_left)
         self.flags, self.restarts_left = flags, restarts_left
         seed, new_seeds = torch.initial_seed(), None
-        if seed != self.seed:
-            if self.seed is not None:
+        if seed != self.seed or seedings.count != self.seedings:
+            if self.seedings is not None and (self.seed is not None or seedings.count != self.seedings):
                 new_seeds = RandomState.here()
-            self.seed = seed
+            self.seed, self.seedings = seed, seedings.count
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         on = [device for device in _DEVICE_TYPES if torch.is_autocast_enabled(device)]
         if grad and not inference and not on and new_seeds is None and is_told:

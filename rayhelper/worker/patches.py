@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import functools
+import random
 from typing import Any
+
+import numpy as np
 
 
 def abort_process_group() -> None:
@@ -56,3 +61,64 @@ def default_device(torch: Any) -> str:
     """
     length = getattr(torch._C, "_len_torch_function_stack", None)
     return "cpu" if length is not None and not length() else str(torch.get_default_device().type)
+
+
+class Seedings:
+    """Tells whether the random generators of this process were given a seed since one last asked.
+
+    Python, NumPy and PyTorch do not say so, and a seed that is set again leaves no other trace. Only public functions
+    are wrapped: ``random.seed``, ``np.random.seed``, ``torch.manual_seed``, ``torch.set_rng_state``. Delete when the
+    libraries count.
+    """
+
+    def __init__(self) -> None:
+        self.num_others = 0
+        self.num_torch = 0
+        self.before: collections.deque[tuple[int, Any]] = collections.deque(maxlen=16)  # torch's state, by count
+
+    @property
+    def count(self) -> tuple[int, int]:
+        """Another value than before, if a seed was set since."""
+        return self.num_others, self.num_torch
+
+    def begin(self) -> None:
+        """Counts from now on the seeds of Python and NumPy."""
+        for module in (random, np.random):
+            _before(module, "seed", self._other)
+
+    def begin_torch(self, torch: Any) -> None:
+        """Counts from now on the seeds of torch."""
+        _before(torch.random, "manual_seed", lambda *_: self._torch(torch))
+        _before(torch.random, "set_rng_state", lambda *state: self._set_torch(torch, *state))
+        torch.manual_seed, torch.set_rng_state = torch.random.manual_seed, torch.random.set_rng_state
+
+    def _other(self, *_: Any) -> None:
+        self.num_others += 1
+
+    def _torch(self, torch: Any) -> None:
+        self.before.append((self.num_torch, torch.get_rng_state()))
+        self.num_torch += 1
+
+    def _set_torch(self, torch: Any, *state: Any) -> None:
+        """A seed inside ``torch.random.fork_rng`` is none when that ends, and puts the state back."""
+        for count, before in self.before:
+            if state and torch.equal(before, state[0]):
+                self.num_torch = count
+                return
+
+
+def _before(module: Any, name: str, first: Any) -> None:
+    """Calls ``first`` with the positional arguments of a function before each of its calls."""
+    function = getattr(module, name)
+    if hasattr(function, "__wrapped__"):
+        return
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        first(*args)
+        return function(*args, **kwargs)
+
+    setattr(module, name, wrapped)
+
+
+seedings = Seedings()

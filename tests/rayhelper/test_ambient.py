@@ -150,6 +150,30 @@ def test_seeds_that_are_set_after_the_construction_reach_the_workers(on_ray: Non
     assert drawn[0] == [Net.draw(net)] * 2
 
 
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_seed_that_is_set_again_reaches_the_workers(on_ray: None, which: int) -> None:
+    """Each generator alone, and with the seed that it had."""
+    set_seed: Any = [random.seed, np.random.seed, torch.manual_seed][which]
+    seed_all(11)
+    net = Net()
+    drawn = []
+    for _ in range(2):
+        getattr([random, np.random, torch][which], ["seed", "seed", "manual_seed"][which])(11)
+        drawn.append([one[which] for one in net.drawn_now()])
+    assert drawn[0] == drawn[1]
+    set_seed(11)
+    assert drawn[0] == [Net.draw(net)[which]] * 2
+
+
+def test_seeds_inside_fork_rng_leave_the_workers_alone(on_ray: None) -> None:
+    seed_all(12)
+    net = Net()
+    first = net.drawn_now()
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+    assert net.drawn_now()[0][2] != first[0][2]
+
+
 def test_defaults_of_torch_hold_on_workers(on_ray: None) -> None:
     try:
         torch.set_default_dtype(torch.float64)

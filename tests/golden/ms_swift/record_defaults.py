@@ -14,11 +14,13 @@ from typing import Any
 
 from trainers.configuration.defaults import TABLE
 
+THEIR_KEYS = {"use_bnb_nested_quant": "bnb_4bit_use_double_quant"}  # ours: theirs
+
 
 def main(folder: str) -> None:
     rows = [default for defaults in TABLE.values() for default in defaults]
     found = {file: _fields(Path(folder) / file) for file in sorted({default.file for default in rows})}
-    keys = {default.key for default in rows}
+    keys = {THEIR_KEYS.get(default.key, default.key) for default in rows}
     kept = {file: {key: value for key, value in fields.items() if key in keys} for file, fields in found.items()}
     print(json.dumps(kept, indent=1))
 

@@ -104,6 +104,19 @@ def trls_trainer(model: str, case: Case, folder: Path, **keys: Any) -> Any:
     )
 
 
+def test_orpo_without_prompts_learns_the_likelihood_that_cpo_learns(model: str, tmp_path: Path) -> None:
+    """CPO's, which equals TRL's above, is that of the chosen completions alone."""
+    found = {}
+    for kind, keys in ((CPOConfig, {}), (ORPOConfig, {"learns_prompts": False}), (ORPOConfig, {})):
+        folder = tmp_path / f"{kind.__name__}{keys}"
+        CPOTrainer(our_config(model, Case(kind), folder, **keys)).train()
+        found[folder.name] = logged_steps(folder)[0]
+    cpo, alone, whole = found.values()
+    assert alone["nll_loss"] == cpo["nll_loss"] != whole["nll_loss"]
+    assert alone["loss"] == pytest.approx(alone["nll_loss"] - 0.1 * alone["log_odds_ratio"], rel=1e-6)
+    assert alone["log_odds_ratio"] == pytest.approx(whole["log_odds_ratio"], rel=1e-6)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_steps_equal_trl(model: str, tmp_path: Path, name: str) -> None:
     case = CASES[name]

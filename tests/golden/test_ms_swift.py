@@ -39,6 +39,7 @@ IN_CODE += (
     "rollout_engine",
     "dataloader_drop_last",
     "metric_for_best_model",
+    "learns_prompts",  # what TRL's loss is given there for labels has none of the prompt
     "fsdp_sharding_strategy",  # quantized weights are not cut: its launcher is DDP's
 )
 

@@ -219,6 +219,7 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
             lambda keys: keys.get("rollout_importance_sampling_mode") is not None,
         ),
     ),
+    "ORPOConfig": (Default("learns_prompts", False, "swift/rlhf_trainers/rlhf_mixin.py"),),
     "CPOConfig": (Default("simpo_gamma", 1.0, RLHF, lambda keys: keys.get("loss_type") == "simpo"),),
     "GKDConfig": (
         Default(

@@ -103,3 +103,8 @@ class ORPOConfig(PairConfig):
     RLHF_TYPE: ClassVar = "orpo"
 
     output_dir: str = "outputs/orpo"
+
+    # Loss
+    learns_prompts: bool = True
+    """Whether the likelihood is that of prompt and chosen completion, as in TRL, or of the completion alone, as in the
+    paper and in ms-swift."""

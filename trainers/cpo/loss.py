@@ -19,7 +19,7 @@ class PairCounts:
     """What the loss of a whole optimizer step is divided by."""
 
     num_pairs: float
-    num_learned_tokens: float  # of the chosen sequences; ORPO learns the prompts too
+    num_learned_tokens: float  # of the chosen sequences, with the prompts if ORPO learns them
 
 
 def pair_loss(

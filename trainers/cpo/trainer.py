@@ -73,7 +73,8 @@ class CPOTrainer:
                 truncation_mode=config.truncation_mode,
                 num_proc=config.dataset_num_proc,
             )
-        return pairs.with_prompt_targets() if isinstance(config, ORPOConfig) else pairs
+        learns_prompts = isinstance(config, ORPOConfig) and config.learns_prompts
+        return pairs.with_prompt_targets() if learns_prompts else pairs
 
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""

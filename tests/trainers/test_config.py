@@ -212,6 +212,7 @@ GRPO_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"loss_type": "ppo"}, ["loss_type must be one of grpo, bnpo", "'ppo'"]),
     ({"importance_sampling_level": "tokens"}, ["importance_sampling_level", "Did you mean 'token'?"]),
     ({"scale_rewards": "groups"}, ["scale_rewards must be one of group, batch, none", "Did you mean 'group'?"]),
+    ({"reward_weights": [0.0]}, ["reward_weights are all 0"]),
     ({"reward_weights": [1.0, 2.0]}, ["reward_weights has 2 values for 1 reward_funcs"]),
     ({"rollout_engine": "vlm"}, ["rollout_engine must be one of hf", "'vlm'"]),
     ({"loss_type": "real"}, ["'real' classifies", "it is not built", "nearest relative here is sapo"]),

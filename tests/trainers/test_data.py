@@ -165,6 +165,10 @@ def test_wrong_columns_and_templates_say_what_there_is() -> None:
         load_rows(rows, columns={"question": "answer"})
     with pytest.raises(ValueError, match=r"cannot be filled: KeyError: 'q'. Columns: question, answer"):
         load_rows(rows, prompt_template="{q}")
+    with pytest.raises(
+        ValueError, match=r"cannot be filled: ValueError: \{question\.__class__\} is no value of a column"
+    ):
+        load_rows(rows, prompt_template="{question.__class__}")
     swapped = load_rows(rows, columns={"question": "answer", "answer": "question"})
     assert swapped.to_list() == [{"answer": "why?", "question": "so"}]
 

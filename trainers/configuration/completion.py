@@ -115,6 +115,9 @@ def check_reward_functions(config: Any) -> None:
     check_seconds(config, "reward_timeout_s")
     if config.reward_timeout_s and not config.reward_funcs:
         raise ConfigError("reward_timeout_s is set, but there are no reward_funcs that it would limit. Remove it.")
+    weights = getattr(config, "reward_weights", None)
+    if weights and not any(weights) and not getattr(config, "teacher_model", None):
+        raise ConfigError("reward_weights are all 0: every reward would be 0, and nothing would be learned")
 
 
 def check_stop_token_ids(ids: list[int]) -> None:

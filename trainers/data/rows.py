@@ -148,7 +148,10 @@ def _with_prompt(rows: Dataset, template: str, columns: Mapping[str, str]) -> Da
         return {"prompt": None if lacks_one else template.format_map(values)}
 
     try:
-        used = [re.split(r"[.\[]", name)[0] for _, name, _, _ in string.Formatter().parse(template) if name]
+        used_in_full = [name for _, name, _, _ in string.Formatter().parse(template) if name]
+        used = [re.split(r"[.\[]", name)[0] for name in used_in_full]
+        if private := [name for name in used_in_full if re.search(r"[.\[]_", name)]:
+            raise ValueError(f"{{{private[0]}}} is no value of a column")
         prompt(rows[0])
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError(

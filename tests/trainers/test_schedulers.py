@@ -17,7 +17,10 @@ from tests.golden.ms_swift.record_turns import row_of
 from tests.golden.tiny import save_tiny
 from tests.trainers.test_episodes import END, TOKENIZER, ScriptedEngine, SteppingEngine, ids, user
 from trainers.batch import Ragged, Rollouts
+from trainers.cli import load_config
+from trainers.gkd.config import GKDConfig
 from trainers.gkd.trainer import GKDTrainer, completed_samples
+from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.plugins import load_plugins
 from trainers.rewards.texts import last_turn_text
@@ -31,7 +34,7 @@ MORE = "more: "
 PLUGIN = """
 from swift.infer_engine.protocol import RolloutInferRequest
 from swift.rollout.gym_env import Env, envs
-from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
+from swift.rollout.multi_turn import MultiTurnScheduler, OpenEnvScheduler, multi_turns
 from swift.template import Messages
 
 class Again(MultiTurnScheduler):
@@ -71,7 +74,11 @@ class Game(Env):
     async def close(self):
         pass
 
+class Open(OpenEnvScheduler):
+    pass
+
 multi_turns["again"] = Again
+multi_turns["open"] = Open
 multi_turns["whole"] = Whole
 envs["replayed"] = Replayed
 envs["game"] = Game
@@ -211,6 +218,8 @@ def test_what_a_step_cannot_do_is_refused_by_name(change: Any, words: str) -> No
 def test_a_scheduler_that_plays_the_turns_itself_and_an_unknown_game_are_refused(plugin: str) -> None:
     with pytest.raises(ValueError, match="multi_turn_scheduler 'whole': Whole has a run of its own"):
         environment_named("whole", max_turns=None)
+    with pytest.raises(ValueError, match=r"'open' is .*Open'> \(OpenEnvScheduler\), and no class of MultiTurnSch"):
+        environment_named("open", max_turns=None)
     with pytest.raises(ValueError, match=r"gym_env 'lake' is not in the registry envs \(known: game, replayed\)"):
         environment_named({"name": "gym_scheduler", "gym_env": "lake"}, max_turns=None)
 
@@ -237,6 +246,18 @@ def test_the_engines_length_limits_episodes_whose_turns_are_limited(plugin: str)
     assert 100 - 50 < whole <= 100
     assert rollouts.truncated.all()
     assert one(rollouts.is_sampled)[-1]
+
+
+@pytest.mark.parametrize(("kind", "file"), [(GRPOConfig, "gym_env: game"), (GKDConfig, "lmbda: 1\nteacher_model: m")])
+def test_a_file_of_ms_swift_limits_each_turn_as_there(kind: type[Any], file: str, tmp_path: Path) -> None:
+    text = f"model: m\ndataset: d\nmulti_turn_scheduler: gym_scheduler\nmax_turns: 2\n{file}\n"
+    (tmp_path / "x.yaml").write_text(text)
+    config: Any = load_config(kind, ["--config", str(tmp_path / "x.yaml")])
+    assert config.completion_length_limit_scope == "per_round"
+    assert config.environment == ("game" if kind is GRPOConfig else "gym_scheduler")
+    (tmp_path / "x.yaml").write_text(f"{text}completion_length_limit_scope: total\n")
+    config = load_config(kind, ["--config", str(tmp_path / "x.yaml")])
+    assert config.completion_length_limit_scope == "total"
 
 
 # Runs

@@ -241,6 +241,12 @@ class Scheduled:
 
         Raises ValueError for a class that plays the turns itself, or a game that nobody registered.
         """
+        if not (inspect.isclass(self.kind) and issubclass(self.kind, RolloutScheduler)):
+            bases = ", ".join(base.__name__ for base in getattr(self.kind, "__bases__", ()))
+            raise ValueError(
+                f"multi_turn_scheduler {self.name!r} is {self.kind!r} ({bases}), and no class of MultiTurnScheduler, "
+                "MathTipsScheduler or GYMScheduler. Write it as one of these."
+            )
         for method in ("run", "async_infer"):
             owner = next((kind for kind in self.kind.__mro__ if method in vars(kind)), RolloutScheduler)
             if owner.__module__ != __name__:
@@ -428,8 +434,6 @@ def register_schedulers(multi_turns: Mapping[str, Any], envs: Mapping[str, Any])
     """Puts what a plugin registered with ms-swift under our names. Raises ValueError for a name that is taken."""
     for name, kind in multi_turns.items():
         if BUILT_IN.get(name) is not kind:
-            if not (inspect.isclass(kind) and issubclass(kind, RolloutScheduler)):
-                raise ValueError(f"multi_turns[{name!r}] must be a class of MultiTurnScheduler, got {kind!r}")
             ENVIRONMENTS.register(name)(Scheduled(name, kind))
     for name, kind in envs.items():
         GAMES.register(name)(kind)

@@ -213,7 +213,11 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
         {"environment": {"name": "s", "gym_env": "lake"}, "max_turns": 3},
     ),
     (GKDConfig, "multi_turn_scheduler: math_tip_trick", {"environment": "math_tip_trick"}),
-    (GKDConfig, "truncation_strategy: delete\nlmbda: 1", {"truncation_mode": "drop", "lmbda": 1.0}),
+    (
+        GKDConfig,
+        "truncation_strategy: delete\nlmbda: 1\nmax_prompt_length: 9",
+        {"drop_long_prompts": True, "lmbda": 1.0, "max_prompt_length": 9},
+    ),
     (GRPOConfig, "rlhf_type: grpo", {}),
     (RewardConfig, "rlhf_type: rm", {}),
     (DPOConfig, "rlhf_type: dpo\nrpo_alpha: 0.1\nlora_rank: 8", {"rpo_alpha": 0.1}),

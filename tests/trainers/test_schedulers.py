@@ -358,9 +358,9 @@ def test_gkd_leaves_out_rows_whose_prompts_are_too_long(model: str, tmp_path: Pa
         "lmbda": 1.0,
         "sft_alpha": 0.0,
         "max_prompt_length": 6,
-        "truncation_mode": "drop",
+        "drop_long_prompts": True,
     }
     trainer = GKDTrainer(gkd_config(model, tmp_path, **keys))
     assert trainer.rows["prompt"] == ["abc", "ab", "abcdef"]
-    with pytest.raises(ConfigError, match="truncation_mode: drop leaves out prompts"):
+    with pytest.raises(ConfigError, match="drop_long_prompts is of prompts alone"):
         gkd_config(model, tmp_path, **keys | {"lmbda": 0.5})

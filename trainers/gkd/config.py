@@ -46,9 +46,9 @@ class GKDConfig(CompletionConfig):
     """Those others learn from the teacher's completions instead."""
     max_length: int | None = 1024
     """Tokens of a dataset row; longer ones lose the beginning of their prompt."""
-    truncation_mode: Literal["keep_end", "drop"] = "keep_end"
-    """What becomes of prompts of more than ``max_prompt_length`` tokens. keep_end: they lose their beginning; drop:
-    their rows are left out. drop is for runs that learn from completions alone (``lmbda: 1`` or ``seq_kd``)."""
+    drop_long_prompts: bool = False
+    """Leave out rows whose prompts have more than ``max_prompt_length`` tokens; false: these lose their beginning. For
+    runs that learn from completions alone (``lmbda: 1`` or ``seq_kd``)."""
 
     # Generation
     max_completion_length: int = 128
@@ -135,11 +135,13 @@ def check_gkd(config: GKDConfig) -> None:
     check_episodes(config, config.max_turns, "environment")
     if config.has_environment and not config.lmbda:
         raise ConfigError("environment answers the student's completions, but lmbda=0 asks for none. Raise it.")
-    if config.truncation_mode == "drop" and config.uses_responses:
+    if config.drop_long_prompts and config.uses_responses:
         raise ConfigError(
-            f"truncation_mode: drop leaves out prompts, and lmbda={config.lmbda} learns from the dataset's responses "
-            "too. Write keep_end, or lmbda: 1 or seq_kd."
+            f"drop_long_prompts is of prompts alone, and lmbda={config.lmbda} learns from the dataset's responses too. "
+            "Remove it (of ms-swift's names: truncation_strategy: left), or write lmbda: 1 or seq_kd."
         )
+    if config.drop_long_prompts and config.max_prompt_length is None:
+        raise ConfigError("drop_long_prompts needs max_prompt_length, which says what is too long. Set it.")
     _check_teacher_engine(config)
 
 

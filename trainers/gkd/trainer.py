@@ -150,10 +150,10 @@ class GKDTrainer:
         self.ahead: dict[int, Started] = {}  # the student's completions of this step and of steps to come
 
     def read(self, source: Any, split: str) -> Any:
-        """The rows of a dataset, each with a prompt; without long ones where ``truncation_mode`` is drop."""
+        """The rows of a dataset, each with a prompt; without long ones where ``drop_long_prompts`` says so."""
         config, rows = self.config, read_prompts(self.config, source, split)
         longest = config.max_prompt_length
-        if config.truncation_mode != "drop" or longest is None:
+        if not config.drop_long_prompts or longest is None:
             return rows
         prompts = tokenize_prompts(rows, self.tokenizer, chat_template_kwargs=config.chat_template_kwargs)
         lengths = list(map(len, prompts))

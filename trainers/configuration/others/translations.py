@@ -400,8 +400,9 @@ def _long_rows(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     value = given.take("truncation_strategy")
     joins = "packing_strategy" in given.known and given.get("packing", defaults.get("packing")) is True
     modes = {name: meaning for name, meaning in TRUNCATIONS.items() if name != "left" or not joins}  # keep their start
-    if "gkd_logits_topk" in given.known:
-        del modes["right"]  # of a prompt, the end is what is answered
+    if value == "delete" and "drop_long_prompts" in given.known:
+        given.put("drop_long_prompts", True, "truncation_strategy")
+        return
     if "truncation_mode" not in given.known:
         done = "delete" if {"center_rewards_coefficient", "sampler_type"} & set(given.known) else "left"
         what = "are left out" if done == "delete" else "lose the beginning of their prompt"

@@ -246,6 +246,7 @@ class Rollouts(Batch):
     num_turns: np.ndarray | None = None  # int64
     num_tool_calls: np.ndarray | None = None  # int64
     num_tool_failures: np.ndarray | None = None  # int64
+    rollout_infos: list[Any] | None = None  # what a scheduler tells reward functions of; a dict a completion
 
     def samples(self, mask_truncated: bool = False) -> Samples:
         """Prompt and completion as one sequence each; targets are the tokens that the model itself wrote.

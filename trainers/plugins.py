@@ -117,6 +117,7 @@ REWARDS = Registry("reward")
 DATASETS = Registry("dataset")
 MODELS = Registry("model")
 ENVIRONMENTS = Registry("environment")
+GAMES = Registry("gym_env")  # of ms-swift's registry ``envs``; see rollout/schedulers.py
 TOOLS = Registry("tool")
 LOSSES = Registry("loss")
 ADVANTAGES = Registry("advantage")

@@ -4,8 +4,9 @@
         import the_plugin             # class Short(ORM): ...; orms["short"] = Short
     register(found)                   # reward_funcs: [short] names it from now on
 
-Given to the import of plugins alone: afterwards no module ``swift`` is left. Rewards (``ORM``, ``AsyncORM``, ``PRM``)
-and datasets (``RowPreprocessor``, ``register_dataset``) are taken. A name that is not here is a class that raises when
+Given to the import of plugins alone: afterwards no module ``swift`` is left. Rewards (``ORM``, ``AsyncORM``, ``PRM``),
+datasets (``RowPreprocessor``, ``register_dataset``), schedulers and their games (``multi_turns``, ``envs``; see
+``rollout/schedulers.py``) are taken. A name that is not here is a class that raises when
 it is used, and not when it is imported. Their interfaces are those of ms-swift's ``swift/rewards`` and
 ``swift/dataset``.
 """
@@ -100,6 +101,8 @@ class Found(SimpleNamespace):
     orms: dict[str, Any]
     prms: dict[str, Any]
     datasets: list[DatasetMeta]
+    multi_turns: dict[str, Any]
+    envs: dict[str, Any]
 
 
 @contextlib.contextmanager
@@ -108,13 +111,17 @@ def stand_in() -> Iterator[Found]:
 
     In a folder with its sources alone ``swift`` is found, and cannot be imported without ``modelscope``.
     """
-    found = Found(orms={}, prms={}, datasets=[])
+    from trainers.rollout import schedulers
+
+    found = Found(orms={}, prms={}, datasets=[], multi_turns=dict(schedulers.BUILT_IN), envs={})
     if "swift" in sys.modules or all(map(importlib.util.find_spec, ("swift", "modelscope"))):
         yield found
         return
     known = {
         **{kind.__name__: kind for kind in (ORM, AsyncORM, PRM, RowPreprocessor, ResponsePreprocessor, DatasetMeta)},
-        **{"orms": found.orms, "prms": found.prms, "rm_plugins": {}, "multi_turns": {}, "envs": {}},
+        **{"orms": found.orms, "prms": found.prms, "rm_plugins": {}},
+        **{kind.__name__: kind for kind in schedulers.NAMES},
+        **{"multi_turns": found.multi_turns, "envs": found.envs},
         "register_dataset": lambda meta, **_: found.datasets.append(meta),
         "get_logger": lambda *_: logging.getLogger("plugin"),
     }
@@ -136,9 +143,12 @@ def register(found: Found) -> None:
 
     Raises ValueError for a name that another file registered.
     """
+    from trainers.rollout.schedulers import register_schedulers
+
     for names, is_of_requests in ((found.orms, False), (found.prms, True)):
         for name, kind in names.items():
             REWARDS.register(name)(_reward(name, kind, is_of_requests))
+    register_schedulers(found.multi_turns, found.envs)
     for meta in found.datasets:
         known = (meta.ms_dataset_id, meta.hf_dataset_id, meta.dataset_name, meta.dataset_path)
         for called in {one for one in known if one is not None}:
@@ -173,17 +183,20 @@ class _Missing:
 def _reward(name: str, kind: Any, is_of_requests: bool) -> Any:
     """A reward function of ours that calls an object of ms-swift's class, made when it is first called."""
     from trainers.rewards.functions import is_async
-    from trainers.rewards.texts import completion_text
+    from trainers.rewards.texts import last_turn_text
 
     made: list[Any] = []
 
     def arguments(prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Any]) -> dict[str, Any]:
         if not made:
             made.append(kind() if isinstance(kind, type) else kind)
-        texts = [completion_text(completion) for completion in completions]
+        texts = [last_turn_text(completion) for completion in completions]
+        answers = [
+            [{"role": "assistant", "content": one}] if isinstance(one, str) else list(one) for one in completions
+        ]
         messages = [
-            [*([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt), answer]
-            for prompt, answer in zip(prompts, ({"role": "assistant", "content": text} for text in texts), strict=True)
+            [*([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt), *answer]
+            for prompt, answer in zip(prompts, answers, strict=True)
         ]
         if is_of_requests:
             return {"infer_requests": [{"messages": turns} for turns in messages], **columns}

@@ -115,7 +115,7 @@ def _row(kind: str, number: int) -> dict[str, Any]:
         return {"messages": [question], "label": number % 2}
     if kind in ("grpo", "sample", "ppo"):
         return {"messages": [question], "solution": f"{2 * number}"}
-    return row
+    return row | ({"solution": f"{2 * number}"} if kind == "gkd" else {})
 
 
 def missing(program: str, keys: dict[str, Any]) -> str | None:

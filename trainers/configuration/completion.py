@@ -107,6 +107,20 @@ def check_completion(config: CompletionConfig) -> None:
     check_model_len(config)
 
 
+def check_episodes(config: Any, turn_limit: int | None, what: str) -> None:
+    """Raises ConfigError for keys of several turns that have no meaning, or nothing to limit."""
+    at_least(config, 1, "max_turns")
+    is_each = config.completion_length_limit_scope == "per_round"
+    for name, is_set in (("max_turns", turn_limit is not None), ("completion_length_limit_scope: per_round", is_each)):
+        if is_set and not config.has_environment:
+            raise ConfigError(f"{name} is set, but there is no {what} to answer a turn. Set one.")
+    if is_each and turn_limit is None and config.rollout_engine != "vllm":
+        raise ConfigError(
+            "completion_length_limit_scope: per_round limits each turn, and nothing limits their number: set "
+            "max_turns, or write total"
+        )
+
+
 def check_reward_functions(config: Any) -> None:
     """Raises ConfigError for keys of ``reward_funcs`` with no meaning, or where there are no functions to run."""
     at_least(config, 0, "reward_processes")

@@ -67,6 +67,10 @@ def _has_vllm(keys: Keys) -> bool:
     return bool(keys.get("rollout_engine") == "vllm")
 
 
+def _has_turns(keys: Keys) -> bool:
+    return keys.get("environment") is not None
+
+
 def _has_kl_in_loss(keys: Keys) -> bool:
     import trainers.rewards.estimators  # noqa: F401 - which registers its own
     from trainers.plugins import ADVANTAGES
@@ -206,6 +210,7 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         Default("system", None, "swift/arguments/pretrain_args.py"),
     ),
     "GRPOConfig": (
+        Default("completion_length_limit_scope", "per_round", MIXIN, _has_turns),
         Default("beta", 0.04, RLHF),
         Default("loss_type", "grpo", RLHF),
         Default("metric_for_best_model", "reward", RLHF, _ends_early),
@@ -222,6 +227,7 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
     "ORPOConfig": (Default("learns_prompts", False, "swift/rlhf_trainers/rlhf_mixin.py"),),
     "CPOConfig": (Default("simpo_gamma", 1.0, RLHF, lambda keys: keys.get("loss_type") == "simpo"),),
     "GKDConfig": (
+        Default("completion_length_limit_scope", "per_round", MIXIN, _has_turns),
         Default(
             "gkd_topk_add_tail",
             False,

@@ -57,7 +57,7 @@ ROLLOUT = _known(
     keys=(
         *("rollout_engine", "rollout_batch_size", "top_p", "top_k", "min_p", "repetition_penalty"),
         *("stop_token_ids", "generation_kwargs", "reward_processes", "environment", "tools"),
-        *("tool_call_parser", "max_turns"),
+        *("tool_call_parser", "max_turns", "completion_length_limit_scope"),
         "max_tool_calling_iterations",
     ),
 )

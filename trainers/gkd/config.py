@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from rayhelper import ConfigError
-from trainers.configuration.completion import CompletionConfig
+from trainers.configuration.completion import CompletionConfig, check_episodes
 from trainers.configuration.roles import ROLLOUT, TEACHER, TRAIN
 from trainers.configuration.shared import at_least, check_init_kwargs
 
@@ -46,12 +46,25 @@ class GKDConfig(CompletionConfig):
     """Those others learn from the teacher's completions instead."""
     max_length: int | None = 1024
     """Tokens of a dataset row; longer ones lose the beginning of their prompt."""
+    drop_long_prompts: bool = False
+    """Leave out rows whose prompts have more than ``max_prompt_length`` tokens; false: these lose their beginning. For
+    runs that learn from completions alone (``lmbda: 1`` or ``seq_kd``)."""
 
     # Generation
     max_completion_length: int = 128
     """Tokens, the stop token included."""
     temperature: float = 0.9
     """Logits are divided by it: in sampling, and of both models in the divergence."""
+
+    # Several turns
+    environment: Any = None
+    """Name of a registered environment or scheduler, a dotted path, or {name: ..., argument: value}, which answers what
+    the student writes; see ``rollout/environments.py``. null: a completion is a single turn."""
+    max_turns: int | None = None
+    """Turns of the student in one completion; null: as many as ``max_completion_length`` has room for."""
+    completion_length_limit_scope: Literal["total", "per_round"] = "total"
+    """What ``max_completion_length`` limits: total: all turns of a completion together; per_round: each turn of the
+    student. Then ``max_turns`` or vLLM's ``max_model_len`` limits the whole."""
 
     # Loss
     beta: float = 0.5
@@ -82,6 +95,10 @@ class GKDConfig(CompletionConfig):
     def uses_responses(self) -> bool:
         """Whether any step learns from the dataset's responses."""
         return self.lmbda < 1 and not self.seq_kd
+
+    @property
+    def has_environment(self) -> bool:
+        return self.environment is not None
 
     @property
     def has_live_teacher(self) -> bool:
@@ -115,6 +132,16 @@ def check_gkd(config: GKDConfig) -> None:
     at_least(config, 1, "per_device_eval_batch_size")
     at_least(config, 2, "max_length")
     _check_unused(config)
+    check_episodes(config, config.max_turns, "environment")
+    if config.has_environment and not config.lmbda:
+        raise ConfigError("environment answers the student's completions, but lmbda=0 asks for none. Raise it.")
+    if config.drop_long_prompts and config.uses_responses:
+        raise ConfigError(
+            f"drop_long_prompts is of prompts alone, and lmbda={config.lmbda} learns from the dataset's responses too. "
+            "Remove it (of ms-swift's names: truncation_strategy: left), or write lmbda: 1 or seq_kd."
+        )
+    if config.drop_long_prompts and config.max_prompt_length is None:
+        raise ConfigError("drop_long_prompts needs max_prompt_length, which says what is too long. Set it.")
     _check_teacher_engine(config)
 
 

@@ -75,13 +75,19 @@ class DistillationSamples(Sequences):
 
 
 def samples_of(
-    prompts: Iterable[Any], responses: Ragged, teacher_prompts: Iterable[Any] | None = None
+    prompts: Iterable[Any],
+    responses: Ragged,
+    teacher_prompts: Iterable[Any] | None = None,
+    is_learned: Ragged | None = None,
 ) -> DistillationSamples:
-    """Prompts and responses as one sequence each; ``teacher_prompts`` None: the teacher's are the student's."""
-    ids, mask = _joined(prompts, responses)
+    """Prompts and responses as one sequence each; ``teacher_prompts`` None: the teacher's are the student's.
+
+    ``is_learned``: bool, one a token of the responses; None: all of them.
+    """
+    ids, mask = _joined(prompts, responses, is_learned)
     if teacher_prompts is None:
         return DistillationSamples(ids, mask)
-    teacher_ids, teacher_mask = _joined(teacher_prompts, responses)
+    teacher_ids, teacher_mask = _joined(teacher_prompts, responses, is_learned)
     return DistillationSamples(ids, mask, teacher_input_ids=teacher_ids, teacher_target_mask=teacher_mask)
 
 
@@ -189,9 +195,10 @@ def _cut(prompts: list[Any], responses: Ragged, max_length: int) -> list[Any]:
     return [prompt[max(0, len(prompt) - kept) :] for prompt, kept in zip(prompts, room, strict=True)]
 
 
-def _joined(prompts: Iterable[Any], responses: Ragged) -> tuple[Ragged, Ragged]:
+def _joined(prompts: Iterable[Any], responses: Ragged, is_learned: Ragged | None) -> tuple[Ragged, Ragged]:
+    learned = [np.ones(len(one), bool) for one in responses] if is_learned is None else list(is_learned)
     pairs = [(np.asarray(prompt, np.int64), response) for prompt, response in zip(prompts, responses, strict=True)]
-    mask = [np.repeat([False, True], [len(prompt), len(response)]) for prompt, response in pairs]
+    mask = [np.append(np.zeros(len(prompt), bool), own) for (prompt, _), own in zip(pairs, learned, strict=True)]
     return Ragged.of([np.concatenate(pair) for pair in pairs], np.int64), Ragged.of(mask, bool)
 
 

@@ -23,6 +23,8 @@ same on all workers, whose completions are learned from.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +33,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
-from trainers.batch import Prompts, Ragged
+from trainers.batch import Prompts, Ragged, Rollouts, Tasks
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of, sequences_per_step, total_steps
 from trainers.data.rows import Batches, prompt_of, tokenize_prompts
@@ -56,9 +58,13 @@ from trainers.parts.generator import Generator, Pending
 from trainers.parts.inputs import load_model_and_tokenizer, read_prompts
 from trainers.parts.models import resolved_models
 from trainers.parts.tokenizer import load_tokenizer
-from trainers.plugins import MODELS
+from trainers.plugins import MODELS, load_plugins
+from trainers.rollout.environments import Environment
 from trainers.rollout.hf import check_stop_tokens
+from trainers.rollout.schedulers import environment_named
 from trainers.run.run import Run, saved_order
+
+logger = logging.getLogger(__name__)
 
 HEADLINE = ("loss", "teacher_agreement", "completions/mean_length")
 Source = Literal["student", "teacher", "dataset"]
@@ -86,7 +92,13 @@ class GKDTrainer:
         self.config = config
         self.teacher = GKDTeacher(config)
         self.policy = Student(config, self.teacher)
-        self.generator = Generator(config, self.policy)
+        self.generator = Generator(
+            config,
+            self.policy,
+            environment=partial(environment_of, config) if config.has_environment else None,
+            turn_limit=config.max_turns,
+            limits_each_turn=config.completion_length_limit_scope == "per_round",
+        )
         self.prepare()
 
     @staticmethod
@@ -94,6 +106,8 @@ class GKDTrainer:
         """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
         check_before_start(config, groups)
         check_completions(config, groups)
+        if config.has_environment:
+            environment_of(config)
         check_staleness(config.max_staleness, groups)
         check_placement(config, groups)
         check_vllm_teacher(config, groups)
@@ -112,7 +126,7 @@ class GKDTrainer:
             found = resolved_models(config, self.model_path, [config.teacher_model])
             self.teacher_path = found[config.teacher_model]
         self.vocab_size = common_vocab_size(config, self.model_path, self.teacher_path, self.tokenizer)
-        self.rows: Any = read_prompts(config, *config.training_data)
+        self.rows: Any = self.read(*config.training_data)
         self.check_rows(self.rows)
         if config.uses_responses and not has_response(self.rows[0]):
             raise ConfigError(
@@ -124,15 +138,34 @@ class GKDTrainer:
         self.eval_rows: Any = None
         self.eval_samples: DistillationSamples | None = None
         if config.evaluates:
-            self.eval_rows = read_prompts(config, *config.evaluation_data)
+            self.eval_rows = self.read(*config.evaluation_data)
             self.check_rows(self.eval_rows)
             self.eval_samples = self.tokenize(self.eval_rows) if has_response(self.eval_rows[0]) else None
         completed = {
             "dataset": self.rows if config.lmbda > 0 else None,
             "eval_dataset": self.eval_rows if self.eval_samples is None else None,
         }
-        check_prompts_fit(config, completed, self.tokenizer, self.model_path)
+        if not config.has_environment:  # whose prompts are what it makes of the rows
+            check_prompts_fit(config, completed, self.tokenizer, self.model_path)
         self.ahead: dict[int, Started] = {}  # the student's completions of this step and of steps to come
+
+    def read(self, source: Any, split: str) -> Any:
+        """The rows of a dataset, each with a prompt; without long ones where ``drop_long_prompts`` says so."""
+        config, rows = self.config, read_prompts(self.config, source, split)
+        longest = config.max_prompt_length
+        if not config.drop_long_prompts or longest is None:
+            return rows
+        prompts = tokenize_prompts(rows, self.tokenizer, chat_template_kwargs=config.chat_template_kwargs)
+        lengths = list(map(len, prompts))
+        kept = [k for k, length in enumerate(lengths) if length <= longest]
+        if not kept:
+            raise ConfigError(f"dataset: all {len(rows)} prompts have more than max_prompt_length={longest} tokens")
+        if len(kept) < len(rows):
+            logger.warning(
+                "%d of %d rows are left out: their prompts are longer than max_prompt_length %d",
+                *(len(rows) - len(kept), len(rows), longest),
+            )
+        return rows.select(kept)
 
     def check_rows(self, rows: Any) -> None:
         """Raises ConfigError for rows without a prompt of the teacher's own where it needs one."""
@@ -209,7 +242,7 @@ class GKDTrainer:
             started = self.started(source, batches[run.step], run.step, run)
             with run.phase("generate"):
                 rollouts = started.pending.rollouts.result()
-        samples = samples_of(started.prompts, rollouts.completion_ids, started.teacher_prompts)
+        samples = completed_samples(started.prompts, rollouts, started.teacher_prompts)
         metrics = rollout_metrics(rollouts)
         if source == "student":
             self.generator.rest()
@@ -246,12 +279,18 @@ class GKDTrainer:
             rows = self.rows.select(places)
             prompts, teacher_prompts = self.prompts(rows)
         if source == "student":
-            pending = self.generator.begin(as_prompts(prompts), step)
+            pending = self.generator.begin(self.starts(rows, prompts), step)
         else:
             begin = partial(self.teacher.complete.defer, as_prompts(teacher_prompts or prompts), step)
             with run.phase("generate"):
                 pending = Pending(begin, begin(), run.step)
         return Started(rows, prompts, teacher_prompts, pending)
+
+    def starts(self, rows: Any, prompts: TokenIds) -> Prompts | Tasks:
+        """What the student completes: the prompts, or the rows where an environment plays them."""
+        if self.config.has_environment:
+            return numbered(Tasks(list(rows), np.arange(len(rows))))
+        return as_prompts(prompts)
 
     def learn(self, samples: DistillationSamples, answer: Any, sft_alpha: float) -> Metrics:
         """One optimizer step; ``answer``: what ``asked`` gives."""
@@ -262,8 +301,8 @@ class GKDTrainer:
         samples, metrics = self.eval_samples, Metrics()
         if samples is None:
             prompts, teacher_prompts = self.prompts(self.eval_rows)
-            rollouts = self.generator.complete(as_prompts(prompts), -1)
-            samples = samples_of(prompts, rollouts.completion_ids, teacher_prompts)
+            rollouts = self.generator.complete(self.starts(self.eval_rows, prompts), -1)
+            samples = completed_samples(prompts, rollouts, teacher_prompts)
             metrics = rollout_metrics(rollouts).without("num_tokens")  # which is of training alone
         compared = self.policy.compare(samples, self.asked(samples), len(samples))
         return Metrics.merge([compared, metrics]).values("eval_")
@@ -284,6 +323,19 @@ class GKDTrainer:
 
 def as_prompts(prompts: TokenIds) -> Prompts:
     return numbered(Prompts(Ragged.of(prompts, np.int64)))
+
+
+def completed_samples(prompts: TokenIds, rollouts: Rollouts, teacher_prompts: TokenIds | None) -> DistillationSamples:
+    """The samples of completions; of an environment's episodes the prompts are its own."""
+    own = prompts if rollouts.is_sampled is None else rollouts.prompt_ids
+    return samples_of(own, rollouts.completion_ids, teacher_prompts, rollouts.is_sampled)
+
+
+def environment_of(config: GKDConfig, tokenizer: Any = None) -> Callable[[], Environment]:
+    """What makes the environment of an episode. Raises ConfigError for one that cannot be made."""
+    load_plugins(config.external_plugins)
+    with mistakes_of("environment"):
+        return environment_named(config.environment, max_turns=config.max_turns, tokenizer=tokenizer)
 
 
 def source_of(config: GKDConfig, step: int) -> Source:

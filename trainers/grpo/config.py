@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from rayhelper import ConfigError
-from trainers.configuration.completion import CompletionConfig, check_reward_functions
+from trainers.configuration.completion import CompletionConfig, check_episodes, check_reward_functions
 from trainers.configuration.roles import REFERENCE, REWARD, ROLLOUT, TEACHER, TRAIN
 from trainers.configuration.shared import at_least
 from trainers.configuration.values import check_folder
@@ -77,6 +77,11 @@ class GRPOConfig(CompletionConfig):
     """Turns of the model in one completion; null: as many as ``max_completion_length`` has room for."""
     max_tool_calling_iterations: int | None = None
     """Times that tools answer: one less than ``max_turns``, of which one is to be set."""
+    completion_length_limit_scope: Literal["total", "per_round"] = "total"
+    """What ``max_completion_length`` limits: total: all turns of a completion together; per_round: each turn of the
+    model. Then ``max_turns`` or vLLM's ``max_model_len`` limits the whole."""
+    environment_reward: bool = True
+    """Whether the environment's reward is one of the rewards."""
 
     # Rewards
     reward_funcs: list[Any] = field(default_factory=list)
@@ -294,6 +299,10 @@ class GRPOConfig(CompletionConfig):
         return self.environment is not None or bool(self.tools)
 
     @property
+    def is_rewarded_by_environment(self) -> bool:
+        return self.has_environment and self.environment_reward
+
+    @property
     def turn_limit(self) -> int | None:
         """Turns of the model in one completion; None: no limit."""
         if self.max_tool_calling_iterations is not None:
@@ -303,7 +312,7 @@ class GRPOConfig(CompletionConfig):
     @property
     def is_distilled_alone(self) -> bool:
         """Whether a teacher judges tokens, and nothing rewards completions: their rewards are 0."""
-        rewards = self.reward_funcs or self.reward_model or self.has_environment
+        rewards = self.reward_funcs or self.reward_model or self.is_rewarded_by_environment
         return self.teacher_model is not None and not rewards
 
     @property
@@ -313,7 +322,7 @@ class GRPOConfig(CompletionConfig):
 
     @property
     def num_rewards(self) -> int:
-        return len(self.functions) + len(self.reward_model) + self.has_environment
+        return len(self.functions) + len(self.reward_model) + self.is_rewarded_by_environment
 
 
 def check_grpo(config: GRPOConfig) -> None:
@@ -378,7 +387,7 @@ def check_rewards(config: GRPOConfig) -> None:
         check_folder("reward_model", name)
     if config.reward_weights is not None and len(config.reward_weights) != config.num_rewards:
         models = f" and {len(config.reward_model)} of reward_model" if config.reward_model else ""
-        environment = " and the environment" if config.has_environment else ""
+        environment = " and the environment" if config.is_rewarded_by_environment else ""
         raise ConfigError(
             f"reward_weights has {len(config.reward_weights)} values for {len(config.reward_funcs)} "
             f"reward_funcs{models}{environment}"
@@ -536,9 +545,9 @@ def check_turns(config: GRPOConfig) -> None:
         raise ConfigError("tool_call_parser reads calls of tools, but there are no tools. Set tools, or remove it.")
     if config.max_turns is not None and config.max_tool_calling_iterations is not None:
         raise ConfigError("max_turns and max_tool_calling_iterations say the same thing; set one of them")
-    if config.turn_limit is not None and not config.has_environment:
-        raise ConfigError("max_turns is set, but there is no environment (or tools) to answer a turn. Set one.")
-    at_least(config, 1, "max_turns")
+    if not config.environment_reward and not config.has_environment:
+        raise ConfigError("environment_reward: false is for an environment, and there is none. Remove it.")
+    check_episodes(config, config.turn_limit, "environment (or tools)")
     at_least(config, 0, "max_tool_calling_iterations")
 
 

@@ -66,8 +66,9 @@ from trainers.parts.policy import Policy
 from trainers.parts.rewarder import Rewarder, check_rewards
 from trainers.parts.tokenizer import tokenizer_there
 from trainers.plugins import load_plugins
-from trainers.rollout.environments import Environment, resolve_environment
+from trainers.rollout.environments import Environment
 from trainers.rollout.hf import check_stop_tokens
+from trainers.rollout.schedulers import environment_named, is_scheduler
 from trainers.rollout.tool_calls import tool_call_parser
 from trainers.rollout.tools import ToolEnvironment, resolve_tools, schemas
 from trainers.run.run import Run, saved_order
@@ -96,7 +97,7 @@ class GRPOTrainer:
             config,
             config.functions,
             models=config.reward_model,
-            has_environment=config.has_environment,
+            has_environment=config.is_rewarded_by_environment,
             weights=config.reward_weights,
             num_processes=config.reward_processes,
             timeout_s=config.reward_timeout_s,
@@ -107,6 +108,7 @@ class GRPOTrainer:
             self.rewarder,
             environment=partial(environment_of, config) if config.has_environment else None,
             turn_limit=config.turn_limit,
+            limits_each_turn=config.completion_length_limit_scope == "per_round",
             sync_interval=config.weight_sync_interval,
         )
         self.prepare()
@@ -382,8 +384,13 @@ def environment_of(config: GRPOConfig, tokenizer: Any = None) -> Callable[[], En
             arguments = (config.tool_call_parser, tokenizer, schemas(tools), config.chat_template_kwargs)
             parse: Any = None if tokenizer is None else tool_call_parser(*arguments)
             return partial(ToolEnvironment, tools, parse)
+    if config.reward_processes and is_scheduler(config.environment):
+        raise ConfigError(
+            "reward_processes is not supported with a scheduler of ms-swift, whose rollout_infos reach the functions "
+            "on the driver alone. Write reward_processes: 0."
+        )
     with mistakes_of("environment"):
-        return resolve_environment(config.environment)
+        return environment_named(config.environment, max_turns=config.turn_limit, tokenizer=tokenizer)
 
 
 def check_used(config: GRPOConfig, groups: DeviceGroups | None) -> None:

@@ -127,7 +127,8 @@ def share_model(size: int) -> bool:
 def vllm_settings(config: CompletionConfig, *, shares_devices: bool) -> dict[str, Any]:
     """Fields of vLLM's EngineArgs."""
     length = config.vllm_max_model_len
-    if length is None and config.max_prompt_length is not None:
+    is_whole = getattr(config, "completion_length_limit_scope", "total") == "total"
+    if length is None and config.max_prompt_length is not None and is_whole:
         length = config.max_prompt_length + config.max_completion_length
     share = config.vllm_gpu_memory_utilization
     settings = {

@@ -64,7 +64,7 @@ class Generator:
 
     ``rewarder``: where its functions run in processes, those run beside the engines, and rollouts come with rewards.
     ``environment`` gives, on a worker and for its tokenizer, what makes the environment of an episode, of
-    ``turn_limit`` turns at most.
+    ``turn_limit`` turns at most; ``limits_each_turn``: ``max_completion_length`` is of each.
     ``sync_interval``: engines look for new weights every so many decoding steps and continue with them; ``learned``
     then sends weights at once. Each engine also finds a call of ``receive`` behind its generations, which does nothing
     if the weights have come. None: new weights wait until all that was begun has ended.
@@ -78,10 +78,12 @@ class Generator:
         *,
         environment: Callable[[Any], Callable[[], Environment]] | None = None,
         turn_limit: int | None = None,
+        limits_each_turn: bool = False,
         sync_interval: int | None = None,
     ) -> None:
         self.config, self.policy, self.rewarder = config, policy, rewarder
         self.environment, self.turn_limit, self.sync_interval = environment, turn_limit, sync_interval
+        self.limits_each_turn = limits_each_turn
         # On a worker of role rollout
         self.engine: Engine | None = None
         self.stage: Stage | None = None  # where there is an environment
@@ -330,7 +332,8 @@ class Generator:
         if environment is not None:
             gather = None if backend is None else backend.whole_weights
             limits = (self.turn_limit, config.max_prompt_length)
-            self.stage = Stage(environment, tokenizer, *limits, config.chat_template_kwargs, gather)
+            each = self.limits_each_turn
+            self.stage = Stage(environment, tokenizer, *limits, config.chat_template_kwargs, gather, each)
 
     def new_engine(self, path: str, tokenizer: Any, *, gathers: bool) -> Engine:
         """What ``start`` keeps, for subclasses that host something else; ``gathers`` as in ``build_engine``."""

@@ -82,7 +82,7 @@ class Rewarder:
         columns = [self.run_functions(rows, rollouts) if scored is None else scored]
         if modelled is not None:
             columns.append(modelled.result())
-        if rollouts.environment_rewards is not None:
+        if self.has_environment and rollouts.environment_rewards is not None:
             columns.append(rollouts.environment_rewards[:, None])
         return np.concatenate(columns, axis=1)
 
@@ -92,7 +92,10 @@ class Rewarder:
         prompts, completions = list(map(prompt_of, rows)), self.completions(rows, rollouts)
         ids = rollouts.completion_ids
         runner, limit_s = self.async_runner, self.timeout_s
-        return score(self.functions, prompts, completions, ids, rows[:], runner=runner, limit_s=limit_s)
+        told = dict(rows[:])
+        if rollouts.rollout_infos is not None:
+            told["rollout_infos"] = rollouts.rollout_infos
+        return score(self.functions, prompts, completions, ids, told, runner=runner, limit_s=limit_s)
 
     def completions(self, rows: Any, rollouts: Rollouts) -> list[Any]:
         """As texts or messages, in the form of the prompts."""

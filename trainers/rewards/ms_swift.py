@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainers.plugins import register_reward
-from trainers.rewards.texts import completion_text
+from trainers.rewards.texts import last_turn_text
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def ms_swift_accuracy(completions: Sequence[Any], solution: Sequence[str], **_: 
     Of both, what stands in the first ``<answer>``...``</answer>`` is read, or the whole; a completion without the tags
     must answer in LaTeX (in a box first). A solution that cannot be read gives 0.0.
     """
-    return [_is_right(completion_text(c), truth) for c, truth in zip(completions, solution, strict=True)]
+    return [_is_right(last_turn_text(c), truth) for c, truth in zip(completions, solution, strict=True)]
 
 
 def _is_right(text: str, truth: str) -> float:
@@ -98,7 +98,7 @@ def ms_swift_math(
         raise ValueError(
             "ms_swift_math needs the right answers: a last turn of the assistant in messages, or a column solution"
         )
-    found = [completion_text(completion) for completion in completions]
+    found = [last_turn_text(completion) for completion in completions]
     return [float(_same_expression(*map(_in_box, pair))) for pair in zip(found, truths, strict=True)]
 
 
@@ -147,7 +147,7 @@ def ms_swift_format(completions: Sequence[Any], **_: Any) -> list[float]:
 
     Tags may come again inside; nothing may stand before or after.
     """
-    return [float(_FORMAT.match(completion_text(completion)) is not None) for completion in completions]
+    return [float(_FORMAT.match(last_turn_text(completion)) is not None) for completion in completions]
 
 
 @register_reward("ms_swift_cosine")
@@ -195,7 +195,7 @@ class MsSwiftRepetition:
         self.n_grams, self.max_penalty = n_grams, max_penalty
 
     def __call__(self, completions: Sequence[Any], **_: Any) -> list[float]:
-        return [self._of(completion_text(completion).lower().split()) for completion in completions]
+        return [self._of(last_turn_text(completion).lower().split()) for completion in completions]
 
     def _of(self, words: list[str]) -> float:
         grams = [tuple(words[k : k + self.n_grams]) for k in range(len(words) - self.n_grams + 1)]

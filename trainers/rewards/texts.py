@@ -19,3 +19,9 @@ def completion_text(completion: Any) -> str:
     if isinstance(completion, str):
         return completion
     return "".join(message.get("content") or "" for message in completion if message["role"] == "assistant")
+
+
+def last_turn_text(completion: Any) -> str:
+    """What the assistant wrote last, which is what ms-swift gives to reward functions of episodes."""
+    turns = [] if isinstance(completion, str) else [one for one in completion if one["role"] == "assistant"]
+    return completion_text(turns[-1:] if turns else completion)

@@ -32,6 +32,24 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Opening:
+    """What ``reset`` gives to put messages in place of the row's prompt."""
+
+    messages: Sequence[Message]
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What becomes of the tokens of a turn, where not all of them stay as they are."""
+
+    ids: Sequence[int]
+    num_sampled: int  # the first ones, which the engine sampled; the others stand behind them
+    is_learned: Sequence[bool]  # one a token
+    text: str  # of the whole message of the assistant
+    continues: bool  # the model goes on in the same message
+
+
+@dataclass(frozen=True)
 class Reply:
     """An environment's answer to one turn of the model."""
 
@@ -40,6 +58,11 @@ class Reply:
     reward: float | None = None
     num_tool_calls: int = 0
     num_tool_failures: int = 0
+    infos: Mapping[str, Any] | None = (
+        None  # what reward functions are told as ``rollout_infos``; the last reply's count
+    )
+    turn: Rewritten | None = None
+    goes_on: bool = False  # also behind a turn that ran into ``max_completion_length``
     tool_calls: Sequence[Message] = ()  # that the turn made, as a chat template shows them in front of ``messages``
 
 
@@ -47,11 +70,13 @@ class Environment(Protocol):
     """One episode. Both methods may be ``async``.
 
     ``step`` is called after every turn, also after one that ran into ``max_completion_length``; what it answers is then
-    not shown to the model. An environment whose attribute ``keeps_special_tokens`` is true gets the text with them.
+    not shown to the model. An environment with a method ``step_turn(text, turn)`` is given the ``Turn`` as well, by
+    that method in place of ``step``. An environment whose attribute ``keeps_special_tokens`` is true gets the text with
+    them.
     """
 
     def reset(self, row: Mapping[str, Any]) -> Any:
-        """Begins; a text or messages that follow the row's prompt, or None."""
+        """Begins; a text or messages that follow the row's prompt, an ``Opening`` in its place, or None."""
         ...
 
     def step(self, text: str) -> Any:

@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.data.rows import prompt_of, tokenize_prompts
 from trainers.plugins import exits_are_errors
 from trainers.rollout.base import Completion, ContinuousEngine, Engine, Sampling
-from trainers.rollout.environments import Environment, Message, Reply, answered
+from trainers.rollout.environments import Environment, Message, Opening, Reply, Rewritten, answered
 
 
 @dataclass(frozen=True)
@@ -208,14 +209,36 @@ class Episode:
     num_turns: int = 0
     num_tool_calls: int = 0
     num_tool_failures: int = 0
+    infos: dict[str, Any] | None = None
 
-    def add_turn(self, turn: Turn, text: str) -> None:
+    def add_turn(self, turn: Turn, text: str, continues: bool = False) -> None:
+        """``continues``: in the message that the last turn began."""
         self.ids += turn.ids
         self.is_sampled += [True] * len(turn.ids)
         self.logps += turn.logps
         self.versions += turn.versions
-        self.messages.append({"role": "assistant", "content": text})
+        if continues:
+            self.messages[-1]["content"] += text
+        else:
+            self.messages.append({"role": "assistant", "content": text})
         self.num_turns += 1
+
+    def rewrite(self, turn: Turn, new: Rewritten) -> None:
+        """Puts ``new`` in place of the turn that was added last."""
+        start = len(self.ids) - len(turn.ids)
+        num_others = len(new.ids) - new.num_sampled
+        self.ids[start:] = new.ids
+        self.is_sampled[start:] = new.is_learned
+        self.logps[start:] = turn.logps[: new.num_sampled] + [0.0] * num_others
+        self.versions[start:] = turn.versions[: new.num_sampled] + [-1] * num_others
+        self.messages[-1]["content"] = new.text
+
+    def end_without_room(self) -> None:
+        """There is none for a further turn; what was put behind the last one for it is taken back."""
+        self.truncated = True
+        while self.ids and not self.is_sampled[-1] and self.versions[-1] == -1 and self.logps[-1] == 0.0:
+            for column in (self.ids, self.is_sampled, self.logps, self.versions):
+                column.pop()
 
     def add_reply(self, ids: list[int], messages: Sequence[Message]) -> None:
         self.ids += ids
@@ -232,6 +255,7 @@ class Episode:
         self.rewards += [] if reply.reward is None else [float(reply.reward)]
         self.num_tool_calls += reply.num_tool_calls
         self.num_tool_failures += reply.num_tool_failures
+        self.infos = self.infos if reply.infos is None else dict(reply.infos)
 
 
 @dataclass(frozen=True)
@@ -244,6 +268,7 @@ class Stage:
     max_prompt_length: int | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     whole_weights: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # see ``HfEngine``; every worker
+    limits_each_turn: bool = False  # ``max_completion_length`` is of a turn, not of all of them together
 
     def play(
         self,
@@ -314,15 +339,17 @@ class Stage:
             max_prompt_length=self.max_prompt_length,
             chat_template_kwargs=self.chat_template_kwargs,
         )
-        episode, limit = Episode(prompt_ids), server.sampling.max_completion_length
+        episode, continues = Episode(prompt_ids), False
+        step_turn = getattr(environment, "step_turn", None)
         while True:
-            turn = await server.complete(number, episode.prompt_ids + episode.ids, limit - len(episode.ids))
+            room = min(server.sampling.max_completion_length, self._room(server, episode))
+            turn = await server.complete(number, episode.prompt_ids + episode.ids, max(1, room))
             text = self.tokenizer.decode(turn.ids, skip_special_tokens=True)
-            episode.add_turn(turn, text)
+            episode.add_turn(turn, text, continues)
             if getattr(environment, "keeps_special_tokens", False):
                 text = self.tokenizer.decode(turn.ids, skip_special_tokens=False)
             with exits_are_errors(f"{name}.step"):
-                reply = await answered(environment.step(text))
+                reply = await answered(environment.step(text) if step_turn is None else step_turn(text, turn))
             if not isinstance(reply, Reply):
                 raise TypeError(f"{name}.step must return a Reply, got {type(reply).__name__}")
             if reply.reward is not None and not math.isfinite(reply.reward):
@@ -332,14 +359,27 @@ class Stage:
                 )
             episode.note(reply)
             episode.truncated = turn.truncated
-            if turn.truncated or reply.done or not reply.messages or episode.num_turns == self.turn_limit:
+            continues = reply.turn is not None and reply.turn.continues
+            is_over = reply.done or not (reply.messages or continues) or episode.num_turns == self.turn_limit
+            if is_over or (turn.truncated and not reply.goes_on):
                 return episode
-            messages = _messages(reply.messages)
-            ids = reply_ids(row, messages, turn.ids, self.tokenizer, self.chat_template_kwargs, reply.tool_calls)
-            if len(episode.ids) + len(ids) >= limit:
-                episode.truncated = True  # there is no room for a further turn
+            messages, ids, ending = _messages(reply.messages), [], turn.ids
+            if reply.turn is not None:
+                ending = list(reply.turn.ids)
+                episode.rewrite(turn, reply.turn)
+            if messages:
+                ids = reply_ids(row, messages, ending, self.tokenizer, self.chat_template_kwargs, reply.tool_calls)
+            if len(ids) >= self._room(server, episode):
+                episode.end_without_room()
                 return episode
             episode.add_reply(ids, messages)
+
+    def _room(self, server: TurnServer | TurnStream, episode: Episode) -> int:
+        """Tokens that may still be put behind the episode's."""
+        if not self.limits_each_turn:
+            return server.sampling.max_completion_length - len(episode.ids)
+        length = getattr(server.engine, "max_model_len", None)
+        return sys.maxsize if length is None else length - len(episode.prompt_ids) - len(episode.ids)
 
 
 def reply_ids(
@@ -424,6 +464,7 @@ def rollouts_of(episodes: Sequence[Episode], are_texts: Sequence[bool]) -> Rollo
         num_turns=counts("num_turns"),
         num_tool_calls=counts("num_tool_calls"),
         num_tool_failures=counts("num_tool_failures"),
+        rollout_infos=None if any(one.infos is None for one in episodes) else [one.infos for one in episodes],
     )
 
 
@@ -431,8 +472,10 @@ def _messages(messages: str | Sequence[Message]) -> list[Message]:
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
 
 
-def _opened(row: Mapping[str, Any], opening: str | Sequence[Message] | None) -> dict[str, Any]:
-    """The row with what ``reset`` gave behind its prompt."""
+def _opened(row: Mapping[str, Any], opening: str | Sequence[Message] | Opening | None) -> dict[str, Any]:
+    """The row with what ``reset`` gave behind its prompt, or in its place."""
+    if isinstance(opening, Opening):
+        return {**row, "prompt": list(opening.messages)}
     prompt = prompt_of(row)
     if not opening:
         return {**row, "prompt": prompt}

@@ -15,7 +15,7 @@ MS_SWIFT_ONLY = frozenset(
     apply_dsa_kernel_fusion async_generate attn_impl bnb_4bit_compute_dtype bnb_4bit_use_double_quant boft_block_num
     boft_block_size boft_dropout boft_n_butterfly_factor bridge_backend cached_dataset cached_val_dataset
     calculate_KL check_model chord_enable_phi_function chord_mu_decay_steps chord_mu_peak chord_mu_valley
-    chord_mu_warmup_steps chord_sft_dataset chord_sft_per_device_train_batch_size completion_length_limit_scope
+    chord_mu_warmup_steps chord_sft_dataset chord_sft_per_device_train_batch_size
     cosine_max_len cosine_max_len_value_correct cosine_max_len_value_wrong cosine_min_len_value_correct
     cosine_min_len_value_wrong cp_partition_mode create_checkpoint_symlink csa_dense_mode custom_dataset_info
     custom_register_path data_parallel_random_init data_sharding dataset_shuffle

@@ -337,7 +337,7 @@ REFUSED = {
     "repetition_n_grams": _REPETITION,
     "repetition_max_penalty": _REPETITION,
     "reward_model_plugin": "write a reward function in a file of external_plugins",
-    "multi_turn_scheduler": "write environment: name (register_environment in a file of external_plugins), or tools",
+    "multi_turn_scheduler": "GRPO and GKD have it, without environment beside it. Write one of them, or remove it",
     "use_gym_env": "write environment: name",
     "completion_length_limit_scope": "max_completion_length holds for all turns together. Write total",
     **dict.fromkeys(("stop_words", "stop_strings", "stop"), _STOPS),

@@ -50,6 +50,12 @@ TRUNCATIONS = {  # ms-swift's truncation_strategy: ours, and what becomes of row
     "left": ("keep_end", "rows keep their end"),
     "delete": ("drop", "long rows are dropped"),
 }
+SCHEDULERS_NOT_BUILT = {
+    "thinking_tips_scheduler": "it makes a sample of each turn, which is not supported. Write math_tip_trick, or a "
+    "scheduler of yours with check_finished and step",
+    "openenv_scheduler": "it plays on OpenEnv's servers, which is not supported. Write gym_scheduler with gym_env, "
+    "whose class asks the server",
+}
 SHARES = ("eval_steps", "save_steps", "logging_steps")  # below 1 a share of the run's steps to transformers
 COSINE = {  # arguments of ms-swift's reward cosine, in TRL's words
     "cosine_max_len": "max_len",
@@ -394,6 +400,9 @@ def _long_rows(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     value = given.take("truncation_strategy")
     joins = "packing_strategy" in given.known and given.get("packing", defaults.get("packing")) is True
     modes = {name: meaning for name, meaning in TRUNCATIONS.items() if name != "left" or not joins}  # keep their start
+    if value == "delete" and "drop_long_prompts" in given.known:
+        given.put("drop_long_prompts", True, "truncation_strategy")
+        return
     if "truncation_mode" not in given.known:
         done = "delete" if {"center_rewards_coefficient", "sampler_type"} & set(given.known) else "left"
         what = "are left out" if done == "delete" else "lose the beginning of their prompt"
@@ -442,14 +451,29 @@ def _rewards(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
 
 
 def _turns(given: GivenKeys) -> None:
-    """ms-swift's scheduler of environments is what there is; another one is refused."""
+    """ms-swift's schedulers are environments here; the reward of theirs counts where ``use_gym_env`` says so."""
+    if "environment" not in given.known:
+        return
+    game = given.get("environment")
+    scheduler = given.get("multi_turn_scheduler") if given.foreign("multi_turn_scheduler") else None
+    is_other = scheduler is not None and game is not None and given.written.get("environment") != "gym_env"
+    if scheduler in SCHEDULERS_NOT_BUILT:
+        given.take("multi_turn_scheduler")
+        given.refuse("multi_turn_scheduler", f"multi_turn_scheduler {scheduler}: {SCHEDULERS_NOT_BUILT[scheduler]}")
+        return
+    if given.foreign("multi_turn_scheduler") and (not is_other or scheduler == "gym_scheduler"):
+        given.take("multi_turn_scheduler")
+        if scheduler is not None and game is None:
+            given.put("environment", scheduler, "multi_turn_scheduler")
+        elif scheduler not in (None, "gym_scheduler"):
+            given.values["environment"] = {"name": scheduler, "gym_env": game}
     has_environment = given.get("environment") is not None
-    if given.foreign("use_gym_env") and given.get("use_gym_env") is has_environment:
+    said = given.get("use_gym_env") if given.foreign("use_gym_env") else None
+    if given.foreign("use_gym_env") and (has_environment or said is not True):
         given.take("use_gym_env")
-    if given.foreign("multi_turn_scheduler"):
-        is_ours = given.get("multi_turn_scheduler") == "gym_scheduler" and has_environment
-        if is_ours or given.get("multi_turn_scheduler") is None:
-            given.take("multi_turn_scheduler")
+    is_rewarded = (game is not None) if said is None else said is True
+    if "environment_reward" in given.known and has_environment and not is_rewarded:
+        given.put("environment_reward", False, "multi_turn_scheduler" if said is None else "use_gym_env")
 
 
 def _thinking(given: GivenKeys) -> None:

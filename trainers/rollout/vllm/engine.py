@@ -122,6 +122,7 @@ class VllmEngine:
         self.processes = ModelProcesses(self.engine.model_executor, device) if has_processes else None
         most = self.engine.model_config.max_logprobs
         self.max_logprobs = most if most >= 0 else self.engine.model_config.get_vocab_size()
+        self.max_model_len = int(self.engine.model_config.max_model_len)
         self.stop_token_ids = stop_token_ids_of(model, tokenizer)
 
     # Completions
@@ -175,7 +176,7 @@ class VllmEngine:
         """
         self._check_awake()
         refuse_empty_prompts(prompts)
-        check_fits(prompts, sampling, self.engine.model_config.max_model_len)
+        check_fits(prompts, sampling, self.max_model_len)
         stops = sorted(self.stop_token_ids | set(sampling.stop_token_ids))
         params = sampling_params(sampling, stops)
         self.core.set_temperature(sampling.temperature or 1.0, is_running=bool(self._running))

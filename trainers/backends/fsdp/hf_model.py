@@ -20,7 +20,7 @@ from trainers.backends.fresh_weights import VALUE_HEAD, value_head
 from trainers.backends.fsdp import packed_attention
 from trainers.backends.fsdp.sharding import as_placed
 from trainers.backends.fsdp.tuners.adapters import own_weights, trained_names
-from trainers.backends.fsdp.tuners.quantized import loading_arguments, quantized_layers, written_whole
+from trainers.backends.fsdp.tuners.quantized import compute_alike, loading_arguments, quantized_layers, written_whole
 
 ModelHead = Literal["lm", "value"]
 
@@ -57,7 +57,9 @@ def build_model(
             head_KH.copy_(value_head(head_KH.shape[1], built.config.initializer_range, seed, num_labels))
     else:
         built = AutoModelForCausalLM.from_pretrained(model, **settings)
-    if not quantization:  # which is on its device, and cannot be moved
+    if quantization:  # it is on its device, and cannot be moved
+        compute_alike(built)
+    else:
         built = built.to(device)
     packed_attention.check_model(built)
     _cap_scores(built, asked=settings.get("attn_implementation"))

@@ -45,6 +45,17 @@ def quantized_layers(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     }
 
 
+def compute_alike(module: torch.nn.Module) -> None:
+    """Has 4-bit layers multiply on a CPU in evaluation as they do in training.
+
+    Where a CPU multiplies bfloat16 itself, bitsandbytes lays the weights out anew at the first evaluation and computes
+    in bfloat16 from then on, in training too, where no gradient passes such a product.
+    """
+    for layer in quantized_layers(module).values():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            setattr(layer, "support_avx512bf16_for_cpu", False)  # noqa: B010 - no layer of torch has it
+
+
 def dequantized(layer: Any) -> torch.Tensor:
     """What the weight of a layer of bitsandbytes is computed with: as many numbers as before, of few values."""
     from peft.utils.integrations import dequantize_bnb_weight

@@ -184,7 +184,7 @@ def cloudpickle_forgets(name: str) -> None:
 def write_helper(path: Path, factor: int, times: int, extra: str = "") -> None:
     path.write_text(HELPER.format(factor=factor, times=times) + extra)
     now = time.time() + 5
-    os.utime(path, (now, now + factor / 100))
+    os.utime(path, (now, now + times / 100))
 
 
 def reload(*modules: ModuleType) -> None:
@@ -202,14 +202,12 @@ def test_helper_modules_that_were_reloaded_are_on_workers_what_they_are_on_the_d
         path = Path(helper.__file__)
         instance = user.User()
         assert instance.answer() == [2, 3]  # the worker has imported the helper by now
-        write_helper(path, 20, 30)
+        write_helper(path, 2, 30)
         assert instance.answer() == [2, 3]  # the driver has not reloaded it: an edit during a run harms nothing
         reload(helper, user)
-        with pytest.raises(
-            RoleError, match=rf"'{helper.__name__}\w*' \(.*\.py\) was edited and rel|global 'FACTOR', which"
-        ):
+        with pytest.raises(RoleError, match=rf"'{helper.__name__}\w*' \(.*\.py\) was edited and reloaded"):
             instance.answer()
-        assert user.User().answer() == [20, 30]
+        assert user.User().answer() == [2, 30]
 
 
 LATE = ("", "import {name}", "[{name}.FACTOR, {name}.times(1)]")
@@ -219,7 +217,7 @@ def test_a_helper_that_a_method_imports_is_the_one_that_the_driver_had(ray_sessi
     with ray_session(ONE):
         helper, user = project(*LATE)
         instance = user.User()
-        write_helper(Path(helper.__file__), 20, 30)  # before the worker imports it
+        write_helper(Path(helper.__file__), 2, 30)  # before the worker imports it
         assert instance.answer() == [2, 3]
         assert user.User.answer(instance) == [2, 3]
 
@@ -231,7 +229,7 @@ def test_one_that_workers_have_imported_before_it_was_reloaded_is_refused(
         helper, user = project(*LATE)
         instance = user.User()
         assert instance.answer() == [2, 3]
-        write_helper(Path(helper.__file__), 20, 30)
+        write_helper(Path(helper.__file__), 2, 30)
         reload(helper)
         with pytest.raises(RoleError, match=rf"'{helper.__name__}' \(.*\.py\) was edited and reloaded"):
             instance.answer()
@@ -254,7 +252,7 @@ def test_a_helper_that_holds_what_cannot_travel_is_named(ray_session: RaySession
     with ray_session(ONE):
         helper, user = project(*IMPORTS["module"], extra=lock)
         assert user.User().answer() == [2, 3]
-        write_helper(Path(helper.__file__), 20, 30, lock)
+        write_helper(Path(helper.__file__), 2, 30, lock)
         reload(helper)
         with pytest.raises(
             RoleError, match=rf"'{helper.__name__}' \(.*\.py\).*cannot pickle.*importable on every node"

@@ -12,7 +12,6 @@ import ast
 import functools
 import hashlib
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -23,28 +22,15 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from rayhelper.errors import RoleError
+from rayhelper.roles.project import is_of_project
 
 _CLOCK_S = 1.0  # by which clocks of processes and files may differ
 
 
 def user_modules() -> list[str]:
     """The loaded modules that no installed package provides: candidates for travelling by value."""
-    installed = installed_modules()
-    found = set()
-    for name, module in list(sys.modules.items()):
-        root = name.partition(".")[0]
-        file = getattr(module, "__file__", None)
-        if not file or root in installed or root in sys.stdlib_module_names or root in ("__main__", "rayhelper"):
-            continue
-        if not any(part in ("site-packages", "dist-packages") for part in file.split(os.sep)):
-            found.add(name)
-    return sorted(found)
-
-
-@functools.cache
-def installed_modules() -> frozenset[str]:
-    """The top-level modules of installed packages, as they were when first asked for: reading them takes a while."""
-    return frozenset(importlib.metadata.packages_distributions())
+    loaded = list(sys.modules.items())
+    return sorted(name for name, module in loaded if name != "__main__" and is_of_project(name, module))
 
 
 def sources_of(names: Iterable[str]) -> dict[str, str]:

@@ -164,7 +164,8 @@ def _differences(here: Seen, there: Seen, tolerance: float) -> Iterator[tuple[st
     for name in here.arguments.keys() - same:
         if name in there.arguments and not here.arguments[name].equals(there.arguments[name], tolerance):
             how = _how(here.arguments[name], there.arguments[name])
-            yield f"argument {name!r} {how}", _OF_THE_DRIVER
+            at = here.arguments[name].differs_at(there.arguments[name], tolerance)
+            yield f"argument {name!r}{at} {how}", _OF_THE_DRIVER
     if bool(here.raised) != bool(there.raised):
         yield f"only one of the runs raises {here.raised or there.raised}", "what the error says"
     is_constructor = here.title.endswith(".__init__")
@@ -172,14 +173,18 @@ def _differences(here: Seen, there: Seen, tolerance: float) -> Iterator[tuple[st
     alike = here.num_workers == there.num_workers
     both = here.value is not None and there.value is not None and (alike or here.is_collected)
     if both and "value" not in same and not here.value.equals(there.value, tolerance):  # type: ignore[union-attr, arg-type]
-        yield f"its value {_how(here.value, there.value)}", elsewhere  # type: ignore[arg-type]
+        at = here.value.differs_at(there.value, tolerance)  # type: ignore[union-attr, arg-type]
+        rank = at[1 : at.find("]")] if at and alike and not here.is_collected else ""
+        told = f" (value{at}{f' of rank {rank}' if rank else ''})" if at else ""
+        yield f"its value{told} {_how(here.value, there.value)}", elsewhere  # type: ignore[arg-type]
     if alike:
         for rank, (state_here, state_there) in enumerate(zip(here.states, there.states, strict=False)):
             for name in state_here.keys() & state_there.keys():
                 for attribute in state_here[name].keys() & state_there[name].keys():
                     one, other = state_here[name][attribute], state_there[name][attribute]
                     if not one.equals(other, tolerance):
-                        yield f"afterwards {name}.{attribute} of rank {rank} {_how(one, other)}", elsewhere
+                        at = one.differs_at(other, tolerance)
+                        yield f"afterwards {name}.{attribute}{at} of rank {rank} {_how(one, other)}", elsewhere
 
 
 def _as_counts(name: str, here: Seen, there: Seen, tolerance: float) -> bool:

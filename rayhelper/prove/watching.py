@@ -109,14 +109,14 @@ class Watcher:
         names = parameter_names(method)
         labels = [names[k] if k < len(names) else str(k + 1) for k in range(len(args))]
         given = {name: _given(value) for name, value in (*zip(labels, args, strict=True), *kwargs.items())}
-        seen = Seen(title, {name: contents_of([value]) for name, value in given.items()})
+        seen = Seen(title, {name: contents_of([value], with_leaves=True) for name, value in given.items()})
         seen.relative = {name: contents_of([self._relative(value)]) for name, value in given.items()}
         seen.is_collected = method.execute == "first" or method.collect != "none"
         self.seen.append(seen)
         return seen
 
     def _ended(self, seen: Seen, value: Any, is_off: bool) -> None:
-        seen.value = contents_of([[value] if is_off and not seen.is_collected else value])
+        seen.value = contents_of([[value] if is_off and not seen.is_collected else value], with_leaves=True)
         seen.relative["value"] = contents_of([self._relative(value)])
         seen.num_workers = 1 if is_off else self.num_workers
 
@@ -139,7 +139,7 @@ def state_of(identity: Identity) -> State:
         known = names_of_roles(type(instance))
         name = instance._rayhelper.identity.name
         found[name] = {
-            attribute: contents_of([value], of_arrays_alone=not _is_plain(value))
+            attribute: contents_of([value], of_arrays_alone=not _is_plain(value), with_leaves=True)
             for attribute, value in vars(instance).items()
             if attribute in known and placement_of(value) is None
         }

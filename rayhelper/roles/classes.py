@@ -19,6 +19,7 @@ from rayhelper.errors import DecorationError
 from rayhelper.roles.methods import Kind, RoleMethod
 from rayhelper.roles.parts import Identity, begin_building, being_built, check_whole, end_building
 from rayhelper.roles.runtime import state
+from rayhelper.roles.unset import missing
 from rayhelper.worker.failures import add_note
 
 S = TypeVar("S")
@@ -74,6 +75,8 @@ def decorate_class(cls: type[S], roles: tuple[str, ...]) -> type[S]:
     inherited = getattr(cls, "__rayhelper_roles__", ())
     cls.__rayhelper_roles__ = tuple(dict.fromkeys((*inherited, *roles)))  # type: ignore[attr-defined]
     cls._rayhelper = None  # type: ignore[attr-defined]
+    if not hasattr(cls, "__getattr__"):
+        cls.__getattr__ = _naming_setters(cls)  # type: ignore[attr-defined]
     _adopt(cls)
     if not hasattr(cls.__init_subclass__, "wraps_init"):
         cls.__init_subclass__ = _wrapping_init_subclass(cls)  # type: ignore[method-assign]
@@ -129,6 +132,13 @@ def _wrap_init(cls: type) -> None:
     functools.update_wrapper(__init__, init if own else cls.__init__)  # type: ignore[arg-type, misc]
     __init__.constructs = True  # type: ignore[attr-defined]
     cls.__init__ = __init__  # type: ignore[misc]
+
+
+def _naming_setters(cls: type) -> Callable[[Any, str], Any]:
+    def __getattr__(self: Any, name: str) -> Any:  # noqa: N807
+        return missing(cls, self, name)
+
+    return __getattr__
 
 
 def _next_init(cls: type, instance: Any, *args: Any, **kwargs: Any) -> None:

@@ -6,9 +6,11 @@ the workers that need it, never through the driver (``runtimes/ray/group.py``).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from rayhelper.errors import RoleError
 from rayhelper.values.dispatch import Whole, bare
 
 R = TypeVar("R")
@@ -16,6 +18,11 @@ R = TypeVar("R")
 
 class Pending(Protocol):
     """What runs behind a future."""
+
+    @property
+    def title(self) -> str:
+        """The method, for messages."""
+        ...
 
     def done(self) -> bool: ...
 
@@ -41,6 +48,7 @@ class Future(Generic[R]):
 
     def __init__(self, pending: Pending) -> None:
         self._pending = pending
+        self._pid = os.getpid()
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -48,16 +56,26 @@ class Future(Generic[R]):
             "alone, or its .result()."
         )
 
+    def _asked(self) -> Pending:
+        """What runs behind it. Raises RoleError in a forked child, which would take the parent's messages."""
+        if os.getpid() != self._pid and not isinstance(self._pending, Finished):
+            raise RoleError(
+                f"the Future of {self._pending.title} was asked in a process that was forked from the one that made it "
+                "(a DataLoader worker, a Process of multiprocessing). Only the process that made it reaches the "
+                "workers: call .result() there, before the fork, and give the child the value."
+            )
+        return self._pending
+
     def done(self) -> bool:
         """Whether ``result`` would return, or raise, at once."""
-        return self._pending.done()
+        return self._asked().done()
 
     def result(self, timeout_s: float | None = None) -> R:
         """What the call would have returned. Raises what it would have raised, or DeadlineError after ``timeout_s``.
 
         The call goes on after ``timeout_s``: ask again, or ``cancel`` it.
         """
-        value: R = self._pending.result(timeout_s)
+        value: R = self._asked().result(timeout_s)
         return value
 
     def cancel(self) -> bool:
@@ -66,10 +84,11 @@ class Future(Generic[R]):
         Native code is interrupted when it returns to Python, and collectives at once. ``result`` then raises
         CallCancelledError. False if the call was done before, as always with Ray off.
         """
-        return self._pending.cancel()
+        return self._asked().cancel()
 
     def exception(self, timeout_s: float | None = None) -> Exception | None:
         """The exception that ``result`` raises, or None."""
+        self._asked()
         try:
             self.result(timeout_s)
         except Exception as error:
@@ -78,11 +97,13 @@ class Future(Generic[R]):
 
     def as_parts(self) -> Iterator[Any]:
         """The leaders' values as they finish; see ``method.stream``."""
-        return self._pending.parts()
+        return self._asked().parts()
 
 
 class Finished:
     """A call that was made at once: its value or its exception."""
+
+    title = "a call that was made"
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.value: Any = None
@@ -160,5 +181,5 @@ def as_completed(futures: Iterable[Future[R]]) -> Iterator[Future[R]]:
     while waiting:
         ready = next((k for k, future in enumerate(waiting) if future.done()), None)
         if ready is None:
-            ready = waiting[0]._pending.wait_any([future._pending for future in waiting])
+            ready = waiting[0]._asked().wait_any([future._pending for future in waiting])
         yield waiting.pop(ready)

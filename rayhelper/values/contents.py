@@ -22,6 +22,7 @@ _MOST_ITEMS = 256  # of a list
 _MOST_KEYS = 10_000  # of a mapping
 _MOST_NUMBERS = 65536  # of an array
 _DEPTH = 8
+_PLAIN = (bool, int, str, bytes, float, type(None))
 _TOLERANCE = 1e-3  # of the sum of a real array, relative to the sum of its absolute values
 
 
@@ -31,6 +32,17 @@ class Contents(NamedTuple):
     exact: bytes
     unordered: bytes
     sums: tuple[tuple[float, float], ...]
+    leaves: tuple[
+        tuple[str, bytes, tuple[tuple[float, float], ...]], ...
+    ] = ()  # by path within the value, if asked for
+
+    def differs_at(self, other: Contents, tolerance: float) -> str:
+        """The path of the first number, text or tensor that differs: ``['loss']``; empty: the value as a whole."""
+        there = {path: Contents(exact, b"", sums) for path, exact, sums in other.leaves}
+        for path, exact, sums in self.leaves:
+            if path in there and not Contents(exact, b"", sums).equals(there[path], tolerance):
+                return path
+        return ""
 
     def equals(self, other: Contents, tolerance: float = _TOLERANCE) -> bool:
         """``tolerance``: of real numbers, relative to the sum of their absolute values; 0: to the last bit."""
@@ -48,28 +60,37 @@ def _near(one: tuple[float, float], other: tuple[float, float], tolerance: float
     return all(a == b or (a != a and b != b) or abs(a - b) <= within for a, b in zip(one, other, strict=True))
 
 
-def contents_of(values: Iterable[Any], *, of_arrays_alone: bool = False) -> Contents:
+def contents_of(values: Iterable[Any], *, of_arrays_alone: bool = False, with_leaves: bool = False) -> Contents:
     """What the values hold, one after the other; ``of_arrays_alone``: what their arrays and tensors do."""
-    reading = _Reading(of_arrays_alone)
+    reading = _Reading(of_arrays_alone, with_leaves)
     rows = 0
     for value in values:
         reading.read(value, 0)
         rows ^= _sum_of_rows(value)
-    return Contents(reading.digest.digest(), rows.to_bytes(8, "little"), tuple(reading.sums))
+    return Contents(reading.digest.digest(), rows.to_bytes(8, "little"), tuple(reading.sums), tuple(reading.leaves))
 
 
 class _Reading:
-    def __init__(self, of_arrays_alone: bool = False) -> None:
-        self.of_arrays_alone = of_arrays_alone
+    def __init__(self, of_arrays_alone: bool = False, with_leaves: bool = False) -> None:
+        self.of_arrays_alone, self.with_leaves = of_arrays_alone, with_leaves
+        self.leaves: list[tuple[str, bytes, tuple[tuple[float, float], ...]]] = []
         self.digest = hashlib.blake2b(digest_size=8)
         self.sums: list[tuple[float, float]] = []
 
     def note(self, *words: Any) -> None:
         self.digest.update(repr(words).encode())
 
-    def read(self, value: Any, depth: int) -> None:
+    def read(self, value: Any, depth: int, path: str | None = "") -> None:
         kind = type(value)
-        if isinstance(value, (bool, int, str, bytes, float, type(None))):
+        if (
+            self.with_leaves
+            and path is not None
+            and (isinstance(value, (*_PLAIN, np.ndarray)) or instance_of(value, "torch", "Tensor"))
+        ):
+            leaf = _Reading(self.of_arrays_alone)
+            leaf.read(value, depth)
+            self.leaves.append((path, leaf.digest.digest(), tuple(leaf.sums)))
+        if isinstance(value, _PLAIN):
             if not self.of_arrays_alone:
                 self.plain(value)
         elif instance_of(value, "torch", "Tensor"):
@@ -82,19 +103,22 @@ class _Reading:
         elif isinstance(value, Mapping):
             self.note(kind.__name__, len(value))
             for key, item in list(value.items())[:_MOST_KEYS]:
-                self.read(key, depth + 1)
-                self.read(item, depth + 1)
+                self.read(key, depth + 1, None)
+                self.read(item, depth + 1, _below(path, f"[{key!r}]"))
         elif isinstance(value, (list, tuple, range)):
             self.note(kind.__name__, len(value))
-            for item in _sample(value):
-                self.read(item, depth + 1)
+            for k in _sample(range(len(value))):
+                self.read(value[k], depth + 1, _below(path, f"[{k}]"))
         elif (state := _state_of(value)) is not None:
             self.note(sorted(state))
-            self.read(state, depth + 1)
+            self.note(type(state).__name__, len(state))
+            for name, item in list(state.items())[:_MOST_KEYS]:
+                self.read(name, depth + 2, None)
+                self.read(item, depth + 2, _below(path, f".{name}"))
         elif is_dataclass(value) and not isinstance(value, type):
             self.note(kind.__name__)
             for field in fields(value):
-                self.read(getattr(value, field.name, None), depth + 1)
+                self.read(getattr(value, field.name, None), depth + 1, _below(path, f".{field.name}"))
         else:
             self.note(kind.__name__)
 
@@ -137,6 +161,11 @@ def _as_array(tensor: Any) -> NDArray[Any]:
     flat = plain.reshape(-1)
     flat = flat[:: max(1, flat.numel() // _MOST_NUMBERS)].cpu().resolve_conj().resolve_neg()
     return (flat.float() if flat.is_floating_point() else flat).numpy()  # type: ignore[no-any-return]
+
+
+def _below(path: str | None, step: str) -> str | None:
+    """The path of an item; None: of a key, which is no item."""
+    return None if path is None else path + step
 
 
 def _sample(items: Any) -> Any:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rayhelper.runtimes.ray.modules import installed_modules
+from rayhelper.roles.project import installed_modules
 from rayhelper.worker.patches import default_device, seedings
 
 _DEVICE_TYPES = ("cpu", "cuda")  # of which autocast is asked

@@ -1,6 +1,6 @@
 """The body of a worker process: the trainers placed on it, and the calls made to them.
 
-    driver: host.construct(address, (class, args, kwargs, ambient)) -> the same __init__ runs here
+    driver: host.construct(address, (pins, class, args, kwargs, ambient)) -> the same __init__ runs here
     driver: host.call(location, arguments, *parts)                  -> value, Packed, Reported(value, shards) or Failure
     driver: host.begin(...), host.collect(...)                      the same of asynchronous methods   coroutines.py
 
@@ -20,7 +20,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import GeneratorType
 from typing import Any
@@ -155,12 +155,12 @@ class Host:
         """Changes the environment, after another worker of the group was replaced."""
         os.environ.update(env)
 
-    def unlike_modules(self, sources: dict[str, str]) -> list[str]:
+    def unlike_modules(self, sources: Mapping[str, str | None]) -> list[str]:
         """Those of the driver's modules that this process could not import, or not with the same source."""
         return unlike_modules(sources)
 
     def construct(self, address: str, payload: bytes) -> Any:
-        """Constructs (class, args, kwargs, ambient) here; the reply is its parts, with the shards they reported."""
+        """Constructs (pins, class, args, kwargs, ambient) here; the reply is its parts, with the shards of each."""
         return self._unstoppable("__init__", self._constructed, address, payload)
 
     def _constructed(self, address: str, payload: bytes) -> Any:
@@ -168,7 +168,7 @@ class Host:
         self.running, started = self.task_id(), time.time_ns()
         where = "__init__"
         try:
-            cls, args, kwargs, ambient = pickle.loads(payload)
+            _, cls, args, kwargs, ambient = pickle.loads(payload)
             where = f"{cls.__name__}.__init__"
             ambient.apply()
             return self._reply(runtime.build(address, cls, args, kwargs, ambient))

@@ -82,3 +82,16 @@ def test_the_same_items_in_another_order_are_told_from_others() -> None:
     assert not contents_of([one]).is_reordered(contents_of([one]))
     rows = torch.arange(6).view(3, 2)
     assert contents_of([rows]).is_reordered(contents_of([rows.flip(0)]))
+
+
+def test_the_tensor_that_differs_is_found_by_its_path() -> None:
+    def of(value: Any) -> Any:
+        return contents_of([value], with_leaves=True)
+
+    one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    other.load_state_dict(one.state_dict())
+    assert of(one).differs_at(of(other), 0.0) == ""
+    with torch.no_grad():
+        other.bias += 1
+    assert of({"state": one}).differs_at(of({"state": other}), 0.0) == "['state'].bias"
+    assert of([{"n": 1, "loss": 2.0}]).differs_at(of([{"n": 1, "loss": 2.5}]), 1e-4) == "[0]['loss']"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from ray import cloudpickle
 
-from rayhelper import RayHelper
+from rayhelper import RayHelper, RoleError
 from rayhelper.runtimes.ray.modules import sources_of, unlike_modules
 from tests.conftest import RaySession, without_runtime
 
@@ -121,3 +121,140 @@ def test_strict_leaves_a_class_as_it_is_that_goes_to_ray_by_value(module: Any) -
         assert module.Edited.answer is answer
     finally:
         cloudpickle.unregister_pickle_by_value(module)
+
+
+@RayHelper.worker(group="train")
+class Paths:
+    """Makes the modules of a folder importable on the worker, as those of a project are."""
+
+    @RayHelper.function(group="train", execute="first")
+    def add(self, folder: str) -> None:
+        sys.dont_write_bytecode = True
+        sys.path.insert(0, folder)
+        importlib.invalidate_caches()
+
+
+HELPER = "FACTOR = {factor}\n\ndef times(x):\n    return x * {times}\n"
+BETWEEN = "import {name}\n\ndef between():\n    return [{name}.FACTOR, {name}.times(1)]\n"
+USER = """
+from rayhelper import RayHelper
+{imports}
+
+@RayHelper.worker(group="train")
+class User:
+    @RayHelper.function(group="train", execute="first")
+    def answer(self):
+        {inside}
+        return {value}
+"""
+IMPORTS = {  # by how the class reaches the helper: at the top, in the method, the value
+    "module": ("import {name}", "pass", "[{name}.FACTOR, {name}.times(1)]"),
+    "function": ("from {name} import FACTOR, times", "pass", "[FACTOR, times(1)]"),
+    "transitive": ("import {name}_between", "pass", "{name}_between.between()"),
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Within a session, writes and imports a helper and a module with a class that uses it; gives both."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    name = f"helper_{abs(hash(request.node.name))}"
+
+    def make(at_top: str, inside: str, value: str, *, extra: str = "") -> Any:
+        written = {"imports": at_top.format(name=name), "inside": inside.format(name=name)}
+        write_helper(tmp_path / f"{name}.py", 2, 3, extra)
+        (tmp_path / f"{name}_between.py").write_text(BETWEEN.format(name=name))
+        (tmp_path / f"{name}_user.py").write_text(USER.format(**written, value=value.format(name=name)))
+        importlib.invalidate_caches()
+        Paths().add(str(tmp_path))
+        return importlib.import_module(name), importlib.import_module(f"{name}_user")
+
+    yield make
+    for loaded in [loaded for loaded in sys.modules if loaded.startswith(name)]:
+        cloudpickle_forgets(loaded)
+        del sys.modules[loaded]
+
+
+def cloudpickle_forgets(name: str) -> None:
+    if name in cloudpickle.list_registry_pickle_by_value():
+        cloudpickle.unregister_pickle_by_value(sys.modules[name])
+
+
+def write_helper(path: Path, factor: int, times: int, extra: str = "") -> None:
+    path.write_text(HELPER.format(factor=factor, times=times) + extra)
+    now = time.time() + 5
+    os.utime(path, (now, now + times / 100))
+
+
+def reload(*modules: ModuleType) -> None:
+    importlib.invalidate_caches()
+    for module in modules:
+        importlib.reload(module)
+
+
+@pytest.mark.parametrize("how", sorted(IMPORTS))
+def test_helper_modules_that_were_reloaded_are_on_workers_what_they_are_on_the_driver(
+    ray_session: RaySession, project: Any, how: str
+) -> None:
+    with ray_session(ONE):
+        helper, user = project(*IMPORTS[how])
+        path = Path(helper.__file__)
+        instance = user.User()
+        assert instance.answer() == [2, 3]  # the worker has imported the helper by now
+        write_helper(path, 2, 30)
+        assert instance.answer() == [2, 3]  # the driver has not reloaded it: an edit during a run harms nothing
+        reload(helper, user)
+        with pytest.raises(RoleError, match=rf"'{helper.__name__}\w*' \(.*\.py\) was edited and reloaded"):
+            instance.answer()
+        assert user.User().answer() == [2, 30]
+
+
+LATE = ("", "import {name}", "[{name}.FACTOR, {name}.times(1)]")
+
+
+def test_a_helper_that_a_method_imports_is_the_one_that_the_driver_had(ray_session: RaySession, project: Any) -> None:
+    with ray_session(ONE):
+        helper, user = project(*LATE)
+        instance = user.User()
+        write_helper(Path(helper.__file__), 2, 30)  # before the worker imports it
+        assert instance.answer() == [2, 3]
+        assert user.User.answer(instance) == [2, 3]
+
+
+def test_one_that_workers_have_imported_before_it_was_reloaded_is_refused(
+    ray_session: RaySession, project: Any
+) -> None:
+    with ray_session(ONE):
+        helper, user = project(*LATE)
+        instance = user.User()
+        assert instance.answer() == [2, 3]
+        write_helper(Path(helper.__file__), 2, 30)
+        reload(helper)
+        with pytest.raises(RoleError, match=rf"'{helper.__name__}' \(.*\.py\) was edited and reloaded"):
+            instance.answer()
+        with pytest.raises(
+            RoleError, match=rf"imports '{helper.__name__}' when it runs.*Import '{helper.__name__}' at"
+        ):
+            user.User()
+
+
+def test_a_reload_of_the_same_source_is_no_mistake(ray_session: RaySession, project: Any) -> None:
+    with ray_session(ONE):
+        helper, user = project(*IMPORTS["module"])
+        instance = user.User()
+        reload(helper)
+        assert instance.answer() == [2, 3]
+
+
+def test_a_helper_that_holds_what_cannot_travel_is_named(ray_session: RaySession, project: Any) -> None:
+    lock = "import threading\n\nLOCK = threading.Lock()\n"
+    with ray_session(ONE):
+        helper, user = project(*IMPORTS["module"], extra=lock)
+        assert user.User().answer() == [2, 3]
+        write_helper(Path(helper.__file__), 2, 30, lock)
+        reload(helper)
+        with pytest.raises(
+            RoleError, match=rf"'{helper.__name__}' \(.*\.py\).*cannot pickle.*importable on every node"
+        ):
+            user.User()

@@ -9,6 +9,7 @@ import pytest
 
 from rayhelper import RayHelper, RoleError
 from tests.conftest import RaySession
+from tests.rayhelper import stale_helper, stale_helper_inner
 
 SCALE = 2.0
 GROUPS = {"g": {"device": "CPU", "ranks": 2, "workers": ["train"]}}
@@ -40,6 +41,28 @@ class Base:
     @RayHelper.function(group="train")
     def scaled(self, x: float) -> float:
         return x * SCALE
+
+    @RayHelper.function(group="train")
+    def helped(self, x: float) -> float:
+        return stale_helper.scaled(x)
+
+    @RayHelper.function(group="train")
+    def offset_by_helper(self, x: float) -> float:
+        return x + stale_helper.OFFSET
+
+    @RayHelper.function(group="train")
+    def helped_late(self, x: float) -> float:
+        from tests.rayhelper.stale_helper import scaled
+
+        return scaled(x)
+
+    @RayHelper.function(group="train")
+    def counted_by_helper(self) -> int:
+        return stale_helper.count()
+
+    @RayHelper.function(group="train")
+    def counted_inside(self) -> int:
+        return stale_helper.Counter().count()
 
     @RayHelper.function(group="train")
     def counted(self) -> int:
@@ -105,3 +128,41 @@ def test_a_global_that_was_set_since_is_named(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(RoleError, match=r"reads the global 'SCALE', which was set to 7\.0 .* still have 2\.0"):
         whole.scaled(3.0)
     assert whole.score(1.0) == [2.0, 2.0]
+
+
+HELPED = {  # by the method: the global that is set, its module, and the value then and now
+    "helped": (stale_helper_inner, "SCALE", 2.0, 7.0),
+    "helped_late": (stale_helper_inner, "SCALE", 2.0, 7.0),
+    "offset_by_helper": (stale_helper, "OFFSET", 1.0, 5.0),
+}
+
+
+@pytest.mark.parametrize("name", sorted(HELPED))
+def test_so_is_one_of_a_helper_module(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    module, key, before, now = HELPED[name]
+    whole = Whole()
+    value = getattr(whole, name)(3.0)
+    monkeypatch.setattr(module, key, now)
+    words = rf"reads the global '{module.__name__}\.{key}', which was set to {now} .* still have {before}"
+    with pytest.raises(RoleError, match=words):
+        getattr(whole, name)(3.0)
+    assert whole.score(1.0) == [2.0, 2.0]  # a method that does not read it
+    monkeypatch.setattr(module, key, before)
+    assert getattr(whole, name)(3.0) == value
+
+
+def test_a_function_of_the_helper_that_sets_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stale_helper_inner, "SCALE", 2.0)
+    whole = Whole()
+    stale_helper_inner.set_scale(9.0)
+    with pytest.raises(RoleError, match=r"SCALE', which was set to 9\.0"):
+        whole.helped(3.0)
+
+
+def test_counters_caches_and_loggers_of_helpers_are_their_own() -> None:
+    whole = Whole()
+    stale_helper.count()  # the driver counts too
+    stale_helper.logged("renamed")
+    for _ in range(2):
+        assert len(whole.counted_by_helper()) == len(whole.counted_inside()) == 2
+        assert whole.helped(3.0) == [6.0, 6.0]

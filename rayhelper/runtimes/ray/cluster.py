@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -16,8 +16,16 @@ from rayhelper.roles.parts import bound_for
 from rayhelper.runtimes.announced import Announced
 from rayhelper.runtimes.debugging import Waiting
 from rayhelper.runtimes.ray import placement as placing
-from rayhelper.runtimes.ray.group import WorkerGroup
-from rayhelper.runtimes.ray.modules import sources_of, user_modules
+from rayhelper.runtimes.ray.group import ToConstruct, WorkerGroup
+from rayhelper.runtimes.ray.modules import (
+    Imports,
+    Pins,
+    Reloads,
+    not_by_value,
+    refused_late,
+    sources_of,
+    user_modules,
+)
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.packing import dumps
 from rayhelper.watch.breakpoints import paused_s
@@ -97,13 +105,22 @@ class RayCluster:
         names: Collection[str],
         groups: Sequence[WorkerGroup],
     ) -> Any:
-        """(class, args, kwargs, ambient) pickled once; modules that workers lack, or have otherwise, go by value."""
-        sources = sources_of(user_modules())
-        unlike = set().union(*(group.unlike_modules(sources) for group in groups)) if sources else set()
-        for name in unlike:
+        """What workers unpickle, put once; modules that workers lack, or have otherwise, go by value."""
+        known = user_modules()
+        sources = sources_of(known)
+        unlike = _unlike(groups, sources) if sources else set()
+        imports = Imports(cls, known)
+        by_value = imports.with_importers(unlike)
+        late = imports.late(by_value)
+        lacking = _unlike(groups, dict.fromkeys(late)) if late else set()  # the function may never run there
+        for name in late.keys() - lacking:
+            raise refused_late(cls, name, late[name])
+        for name in by_value:
             cloudpickle.register_pickle_by_value(sys.modules[name])
+        names_of_modules = imports.modules()
         with bound_for(*names):
-            return ray.put(_pickled(cls, args, kwargs))
+            payload = ray.put(_pickled(cls, args, kwargs, Pins(names_of_modules), by_value))
+        return ToConstruct(payload, Reloads(names_of_modules))
 
     def alive(self) -> bool:
         return bool(ray.is_initialized())
@@ -126,10 +143,14 @@ class RayCluster:
                 ray.shutdown()
 
 
-def _pickled(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def _unlike(groups: Sequence[WorkerGroup], sources: Mapping[str, str | None]) -> set[str]:
+    return {name for group in groups for name in group.unlike_modules(sources)}
+
+
+def _pickled(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], pins: Pins, by_value: Collection[str]) -> bytes:
     """A class and the arguments of its constructor. Raises DispatchError that says which of them does not pickle."""
     try:
-        return dumps((cls, args, kwargs, Ambient.here()))
+        return dumps((pins, cls, args, kwargs, Ambient.here()))  # the pins first: unpickling the class imports modules
     except RoleError:
         raise
     except Exception as error:
@@ -140,6 +161,8 @@ def _pickled(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
                 dumps(value)
             except Exception as reason:
                 raise DispatchError(f"{name} cannot be sent to a worker: {reason}") from error
+        if by_value:
+            raise not_by_value(cls, by_value, error) from error
         raise DispatchError(
             f"class {cls.__name__}, defined in {cls.__module__}, cannot be sent to a worker: {error}. Define it in a "
             "module of its own, which the workers import."

@@ -241,7 +241,7 @@ class Crew:
                 return rank
         return None
 
-    def unlike_modules(self, sources: dict[str, str]) -> set[str]:
+    def unlike_modules(self, sources: Mapping[str, str | None]) -> set[str]:
         """Those of the modules that some worker of the group could not import, or not with the same source."""
         first_ranks = {slot.node_id: slot.rank for slot in reversed(self.slots)}.values()
         replies = ray.get([self.actors[rank].unlike_modules.remote(sources) for rank in first_ranks])

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
@@ -29,6 +29,7 @@ from rayhelper.runtimes.ray.awaited import AwaitedCall, AwaitedCalls
 from rayhelper.runtimes.ray.call import Construction, GroupCall, late_calls, sources_of
 from rayhelper.runtimes.ray.calls_under_way import CallsUnderWay
 from rayhelper.runtimes.ray.crew import Crew
+from rayhelper.runtimes.ray.modules import Reloads
 from rayhelper.runtimes.ray.placement import Reservation
 from rayhelper.runtimes.ray.recovery import Recovery
 from rayhelper.timeline.recording import Recording
@@ -37,6 +38,13 @@ from rayhelper.values.packing import LARGE_BYTES, pack, worth_packing
 from rayhelper.worker.ambient import DriverMode
 
 C = TypeVar("C", bound=GroupCall)
+
+
+class ToConstruct(NamedTuple):
+    """An object to be constructed: Ray's reference to what workers unpickle, and which modules it relies on."""
+
+    payload: Any
+    reloads: Reloads
 
 
 class WorkerGroup:
@@ -59,12 +67,13 @@ class WorkerGroup:
         self.recovery = Recovery(self.calls, wait_s)
         self.mode = DriverMode()
         self.awaited_calls = AwaitedCalls(self.recovery)
+        self.reloads: dict[str, Reloads] = {}  # by address of a whole
 
     def prepare(self) -> None:
         """Gives every process its rank and environment; the group is usable afterwards."""
         self.crew.prepare()
 
-    def unlike_modules(self, sources: dict[str, str]) -> set[str]:
+    def unlike_modules(self, sources: Mapping[str, str | None]) -> set[str]:
         """Those of the modules that some worker could not import, or not the same. Raises WorkerDiedError."""
         while True:
             self.calls.check_usable("__init__")
@@ -73,13 +82,14 @@ class WorkerGroup:
             except RayActorError as error:
                 self.recovery.died(error, "__init__", None, 0)
 
-    def construct(self, address: str, payload: Any) -> Construction:
+    def construct(self, address: str, construction: ToConstruct) -> Construction:
         self.recovery.finish()
         self.calls.check_usable("__init__")
-        construction = Construction(self.recovery, address, payload)
+        payload, self.reloads[address] = construction
+        started = Construction(self.recovery, address, payload)
         self.mode.constructing()
-        self.calls.begin_construction(address, payload, construction)
-        return construction
+        self.calls.begin_construction(address, payload, started)
+        return started
 
     def constructed(self, address: str, started: Construction) -> dict[str, Sequence[Record]]:
         built = started.built(max(CONSTRUCTION_S, self.group.timeout_s or 0.0))
@@ -95,6 +105,7 @@ class WorkerGroup:
 
     def drop(self, address: str) -> None:
         self.calls.forget(address)
+        self.reloads.pop(address, None)
 
     def submit(
         self,
@@ -136,6 +147,8 @@ class WorkerGroup:
         """A call, ready to be sent."""
         started_ns = time.time_ns() if self.recording else 0
         title, name = identity.title(method), identity.called(method)
+        if (reloads := self.reloads.get(str(identity.outermost.address))) is not None:
+            reloads.check(title)
         where = self.calls.where(title)
         layout = layout_of(method, self.calls.shards, str(identity.address))
         sources = sources_of(args, kwargs)

@@ -1,11 +1,17 @@
-"""Which of the user's modules must travel by value: a worker cannot import them, or not what the driver runs."""
+"""Which of the user's modules must travel by value: a worker cannot import them, or not what the driver runs.
+
+user_modules, unlike_modules     which modules some worker lacks, or has otherwise
+Imports                          which modules a class reaches by its imports, at the top of a file or in a function
+Pins                             sources that go along: a worker that imports a module later gets the driver's source
+Reloads                          refuses calls of an object whose modules were reloaded since it was constructed
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
 import hashlib
-import importlib.metadata
+import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -15,27 +21,16 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from rayhelper.errors import RoleError
+from rayhelper.roles.project import is_of_project
+
 _CLOCK_S = 1.0  # by which clocks of processes and files may differ
 
 
 def user_modules() -> list[str]:
     """The loaded modules that no installed package provides: candidates for travelling by value."""
-    installed = installed_modules()
-    found = set()
-    for name, module in list(sys.modules.items()):
-        root = name.partition(".")[0]
-        file = getattr(module, "__file__", None)
-        if not file or root in installed or root in sys.stdlib_module_names or root in ("__main__", "rayhelper"):
-            continue
-        if not any(part in ("site-packages", "dist-packages") for part in file.split(os.sep)):
-            found.add(name)
-    return sorted(found)
-
-
-@functools.cache
-def installed_modules() -> frozenset[str]:
-    """The top-level modules of installed packages, as they were when first asked for: reading them takes a while."""
-    return frozenset(importlib.metadata.packages_distributions())
+    loaded = list(sys.modules.items())
+    return sorted(name for name, module in loaded if name != "__main__" and is_of_project(name, module))
 
 
 def sources_of(names: Iterable[str]) -> dict[str, str]:
@@ -43,9 +38,13 @@ def sources_of(names: Iterable[str]) -> dict[str, str]:
     return {name: _source(name) for name in names}
 
 
-def unlike_modules(sources: Mapping[str, str]) -> list[str]:
-    """Those of the driver's modules that this process could not import, or not with the same source."""
-    return [name for name, source in sources.items() if not _importable(name) or _source(name) != source]
+def unlike_modules(sources: Mapping[str, str | None]) -> list[str]:
+    """Those of the driver's modules that this process could not import, or not with the same source (None: any)."""
+    return [
+        name
+        for name, source in sources.items()
+        if not _importable(name) or (source is not None and _source(name) != source)
+    ]
 
 
 def _importable(name: str) -> bool:
@@ -126,3 +125,173 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant)
+
+
+# What a class reaches by its imports
+
+
+class Imports:
+    """The loaded modules of the user that a class reaches, and by which of them it does so."""
+
+    def __init__(self, cls: type, modules: Iterable[str]) -> None:
+        known = set(modules)
+        self.at_top: dict[str, set[str]] = {}  # by module: what it imports when it is imported
+        self.in_functions: dict[str, set[str]] = {}  # by module: what its functions import when they run
+        waiting = [base.__module__ for base in cls.__mro__ if base.__module__ in (*known, "__main__")]
+        while waiting:
+            name = waiting.pop()
+            if name not in self.at_top:
+                at_top, in_functions = _imported_by(sys.modules[name])
+                self.at_top[name] = (at_top & known) - {name}
+                self.in_functions[name] = (in_functions & known) - {name}
+                waiting += [*self.at_top[name], *self.in_functions[name]]
+
+    def modules(self) -> list[str]:
+        """All that are reached, but for the driver's main module."""
+        return sorted(self.at_top.keys() - {"__main__"})
+
+    def with_importers(self, unlike: Iterable[str]) -> set[str]:
+        """The modules, and those that import them at their top: they refer to what must travel by value."""
+        found = set(unlike)
+        while more := {name for name, imported in self.at_top.items() if imported & found} - found - {"__main__"}:
+            found |= more
+        return found
+
+    def late(self, unlike: Iterable[str]) -> dict[str, str]:
+        """Those of the modules that a function imports when it runs, each with the module of the function."""
+        found = set(unlike)
+        return {name: who for who, imported in sorted(self.in_functions.items()) for name in sorted(imported & found)}
+
+
+def _imported_by(module: ModuleType) -> tuple[set[str], set[str]]:
+    """What a module imports at its top, and what within functions: names of modules, and of what may be one."""
+    held = vars(module).values()
+    at_top = {value.__name__ for value in held if isinstance(value, ModuleType)}
+    at_top |= {str(value.__module__) for value in held if isinstance(value, (FunctionType, type))}
+    try:
+        path = str(module.__file__)
+        stat = os.stat(path)
+        written, in_functions = _imports(path, stat.st_mtime_ns, stat.st_size, getattr(module, "__package__", "") or "")
+    except (AttributeError, OSError, SyntaxError, ValueError):
+        return at_top, set()
+    return at_top | written, set(in_functions)
+
+
+@functools.lru_cache(4096)
+def _imports(path: str, mtime_ns: int, size: int, package: str) -> tuple[frozenset[str], frozenset[str]]:
+    at_top: set[str] = set()
+    in_functions: set[str] = set()
+
+    def look(node: ast.AST, found: set[str]) -> None:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                words = alias.name.split(".")
+                found.update(".".join(words[: k + 1]) for k in range(len(words)))
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            base = importlib.util.resolve_name(base, package) if node.level else base
+            found.update({base, *(f"{base}.{alias.name}" for alias in node.names)})
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for statement in node.orelse:
+                look(statement, found)
+        else:
+            inner = in_functions if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else found
+            for child in ast.iter_child_nodes(node):
+                look(child, inner)
+
+    look(ast.parse(Path(path).read_text()), at_top)
+    return frozenset(at_top), frozenset(in_functions)
+
+
+def refused_late(cls: type, name: str, importer: str) -> RoleError:
+    """The error for a module that a function imports on a worker, which would get another source there."""
+    return RoleError(
+        f"{cls.__name__} cannot be constructed: a function of module {importer!r} imports {name!r} when it runs, and "
+        f"workers would run another source of it than the driver, as {_file(name)} was edited since one of them "
+        f"imported it. Import {name!r} at the top of {importer!r}, or reload it and start the workers anew: "
+        "RayHelper.teardown(), then RayHelper.initialize(...)."
+    )
+
+
+def not_by_value(cls: type, names: Iterable[str], error: Exception) -> RoleError:
+    """The error for modules that must travel by value and hold what cannot."""
+    listed = ", ".join(f"{name!r} ({_file(name)})" for name in sorted(names))
+    return RoleError(
+        f"{cls.__name__} cannot be constructed: what these modules hold cannot be sent to workers, which lack them or "
+        f"run another source of them than the driver: {listed}: {error}. Make the modules importable on every node, or "
+        "start the workers anew: RayHelper.teardown(), then RayHelper.initialize(...)."
+    )
+
+
+def _file(name: str) -> str:
+    return str(getattr(sys.modules.get(name), "__file__", None) or name)
+
+
+# What stays as it was when an object was constructed
+
+
+class Pins:
+    """The driver's sources of modules. Where they are unpickled, later imports of the modules get these sources."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.sources: dict[str, bytes] = {}
+        for name in names:
+            path = getattr(sys.modules[name], "__file__", None) or ""
+            if path.endswith(".py") and not _source(name).startswith("as it was"):
+                self.sources[name] = Path(path).read_bytes()
+
+    def __reduce__(self) -> Any:
+        return _pin, (self.sources,)
+
+
+def _pin(sources: dict[str, bytes]) -> None:
+    _PINNED.update(sources)
+    if _Pinned not in sys.meta_path:
+        sys.meta_path.insert(0, _Pinned)
+
+
+_PINNED: dict[str, bytes] = {}  # on a worker: by name of a module, the source that the driver runs
+
+
+class _Pinned(importlib.machinery.PathFinder):
+    """Finds modules whose files were edited since the driver pinned their sources."""
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: Any = None, target: ModuleType | None = None) -> Any:
+        source = _PINNED.get(fullname)
+        spec = super().find_spec(fullname, path, target) if source is not None else None
+        if spec is None or not spec.origin or not spec.origin.endswith(".py") or target is not None:
+            return None
+        if Path(spec.origin).read_bytes() == source:
+            return None
+        spec.loader = _PinnedLoader(fullname, spec.origin)
+        spec.cached = None
+        return spec
+
+
+class _PinnedLoader(importlib.machinery.SourceFileLoader):
+    def path_stats(self, path: Any) -> Any:
+        raise OSError(f"{path} was edited: bytecode beside it is of another source")
+
+    def get_data(self, path: Any) -> bytes:
+        return _PINNED[self.name]
+
+
+class Reloads:
+    """Which modules an object's class reached when it was constructed, and whether they were reloaded since."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.specs = {name: (sys.modules[name].__spec__, _source(name)) for name in names}
+
+    def check(self, title: str) -> None:
+        """Raises RoleError if a module was reloaded since, from another source. ``title``: of the call."""
+        for name, (spec, source) in self.specs.items():
+            module = sys.modules.get(name)
+            if module is None or module.__spec__ is spec:
+                continue
+            if _source(name) != source:
+                raise RoleError(
+                    f"{title}: module {name!r} ({_file(name)}) was edited and reloaded on the driver after the object "
+                    "was constructed. The workers still run what it was. Construct the object anew."
+                )
+            self.specs[name] = (module.__spec__, source)  # the same source again

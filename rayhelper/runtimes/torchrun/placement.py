@@ -142,7 +142,7 @@ class SpmdPlacement:
     def _owed(self, call: DividedCall) -> OwedCall:
         """A call to a group that this process is not in."""
         self.runtime.settle_owed()  # whoever is one call behind holds nobody up, who is two behind might
-        owed = self.runtime.owed = OwedCall(lambda: self._settled(call, lambda: None), call.collect)
+        owed = self.runtime.owed = OwedCall(call.title, lambda: self._settled(call, lambda: None), call.collect)
         return owed
 
     async def awaited(
@@ -355,8 +355,8 @@ class OwedCall:
     before it meets them in the next call: so it can do its part of that one while they are at theirs of this one.
     """
 
-    def __init__(self, call: Callable[[], list[Any]], collect: Callable[[list[Any]], Any]) -> None:
-        self.call, self.collect = call, collect
+    def __init__(self, title: str, call: Callable[[], list[Any]], collect: Callable[[list[Any]], Any]) -> None:
+        self.title, self.call, self.collect = title, call, collect
         self.finished: FinishedCall | None = None
         self.lock = threading.Lock()  # a coroutine waits for it in a thread, while the next call may settle it
 

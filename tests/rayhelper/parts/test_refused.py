@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from rayhelper import RayHelper
+from rayhelper.roles.futures import Future
+from rayhelper.runtimes.torchrun.placement import OwedCall
 from tests.rayhelper.parts.stories import Run, only, raised, runs, says, story
 
 WITH_WORKERS = ("inprocess", "strict", "torchrun", "ray")
@@ -44,6 +46,10 @@ class Model:
     @RayHelper.function(group="train")
     def backward(self, number: int, scored: Any = None) -> bool:
         return bool(number) and scored is not None
+
+    @RayHelper.function(group="judge")
+    def judged(self) -> bool:
+        return True
 
     @RayHelper.function(group="train", dispatch="slice", collect="flatten")
     def learn(self, rows: list[int], batch: Any) -> list[int]:
@@ -153,6 +159,50 @@ def test_a_call_from_a_forked_child_is_an_error_at_once(run: Run) -> None:
     assert says(called, "RoleError", "Model.backward", "forked")
     assert says(constructed, "RoleError", "Model(...)", "forked")
     assert goes_on
+
+
+@story
+def future_in_a_forked_child() -> Any:
+    model = Model()
+    future, other = model.backward.defer(1, 1), model.judged.defer()
+    asked = {
+        "result": lambda: every(future.result()),
+        "done": future.done,
+        "cancel": future.cancel,
+        "exception": future.exception,
+        "parts": lambda: list(future.as_parts()),
+        "completed": lambda: [every(one.result()) for one in RayHelper.as_completed([future])],
+    }
+    told = {name: in_child(lambda work=work: raised(work)) for name, work in asked.items()}
+    of_other = in_child(lambda: raised(lambda: every(other.result())))
+    here = every(future.result()), every(other.result())
+    return told, of_other, here, every(model.backward(1, 1))
+
+
+@only(runs("inprocess", "strict", "ray"))
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_future_that_a_forked_child_asks_is_an_error_at_once_or_has_its_value(run: Run) -> None:
+    told, of_other, (value, judged), goes_on = run(future_in_a_forked_child)
+    assert set(value) == set(judged) == set(goes_on) == {True}
+    if run.runtime == "ray":
+        for name, answer in told.items():
+            assert says(answer, "RoleError", "the Future of Model.backward", "forked", ".result() there"), name
+        assert says(of_other, "RoleError", "the Future of Model.judged", "forked")
+    else:
+        assert told["result"] == {"returned": value}
+        assert told["done"] == {"returned": True}
+        assert told["cancel"] == {"returned": False}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_so_is_one_of_torchrun_that_this_process_owes_the_others() -> None:
+    def meets() -> list[Any]:
+        raise AssertionError("the child met the others in place of its parent")
+
+    future: Future[Any] = Future(OwedCall("Model.judged", meets, sum))
+    told = in_child(lambda: raised(future.result))
+    assert told["raised"] == "RoleError"
+    assert "the Future of Model.judged was asked in a process that was forked" in told["text"]
 
 
 @story

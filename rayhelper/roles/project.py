@@ -1,0 +1,26 @@
+"""Which modules are the user's own: no installed package, not the standard library, not RayHelper."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import sys
+from typing import Any
+
+
+def is_of_project(name: str, module: Any) -> bool:
+    """Whether a loaded module is one of the user's project; the main module is not asked for."""
+    root = name.partition(".")[0]
+    file = getattr(module, "__file__", None)
+    if not file or root in sys.stdlib_module_names or root == "rayhelper":
+        return False
+    if any(part in ("site-packages", "dist-packages") for part in file.split(os.sep)):
+        return False
+    return root not in installed_modules()
+
+
+@functools.cache
+def installed_modules() -> frozenset[str]:
+    """The top-level modules of installed packages, as they were when first asked for: reading them takes a while."""
+    return frozenset(importlib.metadata.packages_distributions())

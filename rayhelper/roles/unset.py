@@ -1,0 +1,62 @@
+"""What is said of an attribute that the driver reads and a role's method alone sets, on the workers of that role."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from typing import Any
+
+from rayhelper.device_groups import DRIVER
+from rayhelper.roles.runtime import state
+
+
+def missing(owner: type, instance: Any, name: str) -> Any:
+    """The value of an attribute that was not found, by a base class that gives such. Raises AttributeError.
+
+    ``owner``: the class whose ``__getattr__`` this is.
+    """
+    inherited = getattr(super(owner, instance), "__getattr__", None)
+    if inherited is not None:
+        return inherited(name)
+    cls: Any = type(instance)
+    try:
+        return object.__getattribute__(instance, name)  # again, for its error: a property may have raised it
+    except AttributeError as error:
+        told = "" if state.active is None or name.startswith("__") else where_it_is_set(cls, name)
+        if not told or hasattr(cls, name):
+            raise
+        raise AttributeError(f"{error}. {told}", name=name, obj=instance) from None
+
+
+@functools.lru_cache(1024)
+def where_it_is_set(cls: Any, name: str) -> str:
+    """The sentence that names the methods of roles that set an attribute; empty: none does."""
+    from rayhelper.roles.classes import role_methods
+
+    setters = {method: one.role for method, one in role_methods(cls).items() if one.role != DRIVER and _sets(one, name)}
+    if not setters:
+        return ""
+    methods = " and ".join(f"{cls.__name__}.{method} (role {role!r})" for method, role in setters.items())
+    return (
+        f"{methods} sets self.{name}, which lives on the workers of that role alone. Return the value from a method of "
+        "the role, or read it in one."
+    )
+
+
+def _sets(method: Any, name: str) -> bool:
+    """Whether the source of a method assigns to this attribute of its object."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(method.function))))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    own = next((node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)), "")
+    return any(
+        isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and node.attr == name
+        and isinstance(node.value, ast.Name)
+        and node.value.id == own
+        for node in ast.walk(tree)
+    )

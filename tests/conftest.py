@@ -101,6 +101,20 @@ def ray_session(ray_cluster: None) -> Iterator[RaySession]:
 
 
 @contextlib.contextmanager
+def session_of(request: pytest.FixtureRequest, groups: dict[str, Any]) -> Iterator[None]:
+    """A session of the groups, on the cluster if the parameter of a fixture is "ray", in process otherwise."""
+    from rayhelper import RayHelper
+
+    if request.param == "ray":
+        ray_session: RaySession = request.getfixturevalue("ray_session")
+        with ray_session(groups):
+            yield
+    else:
+        with RayHelper.session(groups, runtime=request.param):
+            yield
+
+
+@contextlib.contextmanager
 def may_stay(kind: str | None = None) -> Iterator[None]:
     """What is started inside belongs to the cluster; ``kind``: that of this kind alone."""
     before = Snapshot.take()

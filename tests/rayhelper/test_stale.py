@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rayhelper import RayHelper, RoleError
-from tests.conftest import RaySession
+from tests.conftest import session_of
 from tests.rayhelper import stale_helper, stale_helper_inner
 
 SCALE = 2.0
@@ -85,13 +85,8 @@ class Whole(Base):
 
 @pytest.fixture(params=["inprocess", "ray"], autouse=True)
 def _session(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "ray":
-        ray_session: RaySession = request.getfixturevalue("ray_session")
-        with ray_session(GROUPS):
-            yield
-    else:
-        with RayHelper.session(GROUPS, runtime="inprocess"):
-            yield
+    with session_of(request, GROUPS):
+        yield
 
 
 def test_an_attribute_that_was_set_from_outside_is_named() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rayhelper import RayHelper
-from tests.conftest import RaySession, without_runtime
+from tests.conftest import session_of, without_runtime
 
 GROUPS = {"g": {"device": "CPU", "ranks": 1, "workers": ["train"]}}
 
@@ -39,13 +39,8 @@ class Both(Trainer, Giving):
 
 @pytest.fixture(params=["inprocess", "ray"])
 def _session(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "ray":
-        ray_session: RaySession = request.getfixturevalue("ray_session")
-        with ray_session(GROUPS):
-            yield
-    else:
-        with RayHelper.session(GROUPS, runtime="inprocess"):
-            yield
+    with session_of(request, GROUPS):
+        yield
 
 
 @pytest.mark.usefixtures("_session")

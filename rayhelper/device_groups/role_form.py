@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from rayhelper.device_groups.group import MAX_IN_FLIGHT, Device, DeviceGroup
+from rayhelper.device_groups.group import Device, DeviceGroup
 from rayhelper.device_groups.keys import PARALLEL_SIZES, SECTION_KEYS, SHARE_KEY, SIZE_KEYS
 from rayhelper.device_groups.mistakes import Mistakes, check_count, shown
 from rayhelper.device_groups.section import MAX_RANKS, device_of, options_of, roles_of
@@ -22,7 +22,7 @@ from rayhelper.errors import ConfigError
 from rayhelper.text import nearest
 
 DEVICE_KEYS = (tuple(SIZE_KEYS), ("gpus_per_worker",))  # names of one thing together
-SHARED_OPTIONS = {"timeout_s": None, "restarts": 0, "max_in_flight": MAX_IN_FLIGHT}  # and what they are if not set
+SHARED_OPTIONS = {"timeout_s": None, "restarts": 0, "max_in_flight": None}  # and what they are if not set
 
 
 def role_groups(sections: Mapping[str, Mapping[str, Any]], colocate: Any, mistakes: Mistakes) -> list[DeviceGroup]:

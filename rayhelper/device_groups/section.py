@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from rayhelper.device_groups.group import DRIVER, MAX_IN_FLIGHT, OWN, Device
+from rayhelper.device_groups.group import DRIVER, OWN, Device
 from rayhelper.device_groups.keys import SIZE_KEYS
 from rayhelper.device_groups.mistakes import Mistakes, check_count, shown
 from rayhelper.errors import ConfigError
@@ -56,15 +56,15 @@ def options_of(
     width = mistakes.attempt(_gpus_per_worker, where, section.get("gpus_per_worker"), device, size) or 0
     env = mistakes.attempt(_env, where, section.get("env"))
     restarts = mistakes.attempt(_restarts, where, section.get("restarts")) or 0
-    max_in_flight = mistakes.attempt(
-        check_count, f"max_in_flight of {where}", section.get("max_in_flight", MAX_IN_FLIGHT), "Write 1 or more."
-    )
+    max_in_flight = section.get("max_in_flight")
+    if "max_in_flight" in section:
+        mistakes.attempt(check_count, f"max_in_flight of {where}", max_in_flight, "Write 1 or more.")
     return {
         "num_workers": size // max(1, width),
         "gpus_per_worker": width,
         "timeout_s": timeout_s,
         "restarts": restarts,
-        "max_in_flight": max_in_flight or MAX_IN_FLIGHT,
+        "max_in_flight": max_in_flight,
         "env": env or (),
     }
 

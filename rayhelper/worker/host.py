@@ -272,9 +272,10 @@ class Host:
         self, value: Any, method: RoleMethod[..., Any], identity: Any, task: Any, started: int, ended: int
     ) -> Any:
         """What the driver is sent of the value of a call."""
-        check_value(value, f"{identity.title(method)} on {_runtime().describe()}")
-        if self.ledger.lent:
-            self.ledger.check(f"{identity.title(method)} on {_runtime().describe()}")
+        if value is not None or self.ledger.lent:
+            where = f"{identity.title(method)} on {_runtime().describe()}"
+            check_value(value, where)
+            self.ledger.check(where)
         reply = self._reply(value)
         if self.tracer is not None:
             self._record("run", method.role, identity.called(method), started, task, reply, ended)

@@ -16,6 +16,7 @@ import pytest
 from rayhelper import (
     CallCancelledError,
     DeadlineError,
+    DeviceGroups,
     DispatchError,
     RayHelper,
     RoleError,
@@ -227,6 +228,42 @@ def test_calls_beyond_the_limit_wait_for_earlier_ones(ray_cluster: None) -> None
         calls = [troubled.slow.defer(k) for k in range(5)]
         assert [call.done() for call in calls[:3]] == [True] * 3  # else the fifth would not have been accepted
         assert [call.result() for call in calls] == list(range(5))
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_calls", "num_bytes", "accepted"),
+    [
+        (None, 63, 1 << 40, True),
+        (None, 64, 64 << 20, False),
+        (None, 64, (64 << 20) - 1, True),
+        (None, 1023, 0, True),
+        (None, 1024, 0, False),
+        (64, 63, 1 << 40, True),
+        (64, 64, 0, False),
+        (2000, 1999, 1 << 40, True),
+    ],
+)
+def test_a_group_accepts_calls_by_their_number_and_by_what_they_were_given(
+    asked: int | None, num_calls: int, num_bytes: int, accepted: bool
+) -> None:
+    options = {} if asked is None else {"max_in_flight": asked}
+    group = DeviceGroups.parse({"crew": {"device": "CPU", "ranks": 1, "workers": ["work"], **options}}).group_of("work")
+    assert group.has_room(num_calls, num_bytes) is accepted
+
+
+def test_what_unfinished_calls_were_given_is_counted_until_they_end(ray_cluster: None) -> None:
+    groups = {"crew": {"device": "CPU", "ranks": 1, "workers": ["work"]}}
+    with without_runtime(), RayHelper.session(groups):
+        import torch
+
+        troubled, runtime = Troubled(), state.active
+        assert runtime is not None
+        calls = runtime.groups["crew"].calls  # type: ignore[attr-defined]
+        calls_of_a_megabyte = [troubled.squares.defer([torch.ones(1 << 18)]) for _ in range(3)]
+        assert calls.open_bytes >= 3 << 20
+        for call in calls_of_a_megabyte:
+            call.result()
+        assert (len(calls.open), calls.open_bytes) == (0, 0)
 
 
 def test_each_of_many_deferred_calls_keeps_its_own_value_or_failure(ray_cluster: None) -> None:

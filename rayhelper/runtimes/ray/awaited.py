@@ -129,7 +129,7 @@ class AwaitedCalls:
         under_way.check_usable(calls[0].title)
         with under_way.lock:
             asked.send(rank for rank in asked.ranks_of(calls) if rank not in asked.running)
-            under_way.open[id(asked)] = asked
+            under_way.note_open(asked)
         refs = {asked.refs[rank]: rank for rank in asked.running}
         for ref in ray.wait(list(refs), num_returns=1, timeout=STEP_S)[0]:
             asked.running.pop(refs[ref], None)
@@ -201,6 +201,7 @@ class Asked:
     """Which workers run coroutines on now, until one has ended there or some time has passed."""
 
     is_construction = False
+    num_bytes = 0  # it asks for answers
     sources = ()
     title = "an asynchronous call"
     outcome: Finished | None = None

@@ -39,6 +39,7 @@ class GroupCall:
         layout: Layout,
         order: list[int] | None,
         sent: list[tuple[Any, ...]],
+        num_bytes: int,
         mode: Mode | None,
         sources: tuple[GroupCall, ...],
         number: int,
@@ -52,6 +53,7 @@ class GroupCall:
         self.layout = layout
         self.order = order
         self.sent = sent  # by shard, or one for all
+        self.num_bytes = num_bytes  # of what was sent, if it was packed
         self.mode = mode  # of the driver when it made the call
         self.sources = sources  # the calls whose values are arguments
         self.number = number  # in the recording
@@ -164,6 +166,7 @@ class Construction:
     is_construction = True
     sources = ()
     title = "__init__"
+    num_bytes = 0
     outcome: Finished | None = None
 
     def __init__(self, recovery: Recovery, address: str, payload: Any) -> None:

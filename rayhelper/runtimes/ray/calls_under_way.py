@@ -32,6 +32,7 @@ class Sent(Protocol):
     refs: list[Any]  # Ray's references to the replies, by rank; others after workers were replaced
     outcome: Finished | None  # None: not known yet
     is_construction: bool
+    num_bytes: int  # that it was given, if they were packed
 
     @property
     def sources(self) -> Sequence[Sent]:
@@ -59,6 +60,7 @@ class CallsUnderWay:
         self.constructing: dict[str, Sent] = {}  # by address
         self.abandoned: list[str] = []  # addresses that the driver uses no more, to be freed
         self.open: dict[int, Sent] = {}  # in order
+        self.open_bytes = 0  # that those were given
         self.lock = threading.RLock()
         self.stopped = False
         self.dead: WorkerDiedError | PlacementError | None = None  # why the group cannot be used any more
@@ -72,7 +74,7 @@ class CallsUnderWay:
         """Sends a call to its workers."""
         with self.lock:
             call.send(range(len(call.refs)))
-            self.open[id(call)] = call
+            self.note_open(call)
 
     def begin_construction(self, address: str, payload: Any, construction: Sent) -> None:
         """Has every worker construct an object."""
@@ -81,21 +83,31 @@ class CallsUnderWay:
             self.constructing[address] = construction
             construction.send(range(len(construction.refs)))
 
+    def note_open(self, call: Sent) -> None:
+        """The workers have been asked; the outcome is not known."""
+        if id(call) not in self.open:
+            self.open[id(call)] = call
+            self.open_bytes += call.num_bytes
+
     def close(self, call: Sent) -> None:
         """The outcome of a call is known."""
-        self.open.pop(id(call), None)
+        if self.open.pop(id(call), None) is not None:
+            self.open_bytes -= call.num_bytes
 
     def make_room(self) -> None:
-        """Waits until fewer calls than ``max_in_flight`` are under way: for the oldest, which mostly ends first."""
-        while len(self.open) >= self.group.max_in_flight:
+        """Waits until the group has room for one more call: for the oldest, which mostly ends first."""
+        while not self._has_room():
             oldest = next(iter(self.open.values()))
             if oldest.outcome is None and unfinished(oldest.refs, _SOON_S):
                 for call in list(self.open.values()):  # others may have ended that were made to fewer ranks
                     if call.outcome is not None or is_answered(call):
                         self.close(call)
-            if len(self.open) >= self.group.max_in_flight:
+            if not self._has_room():
                 oldest.wait()
                 self.close(oldest)
+
+    def _has_room(self) -> bool:
+        return self.group.has_room(len(self.open), self.open_bytes)
 
     def forget(self, address: str) -> None:
         """Frees an object and its parts on every worker."""

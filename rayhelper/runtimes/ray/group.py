@@ -163,7 +163,7 @@ class WorkerGroup:
         if self.recording:
             self.recording.span("serialise", name, started_ns, number, num_bytes)
         mode = self.mode.of_call(self.recovery.restarts_left)
-        return kind(self.recovery, method, title, name, location, layout, order, sent, mode, sources, number)
+        return kind(self.recovery, method, title, name, location, layout, order, sent, num_bytes, mode, sources, number)
 
     def _payloads(self, calls: list[Any], shard_of: tuple[int, ...], where: str) -> tuple[list[tuple[Any, ...]], int]:
         """What each shard is sent (one for all, if it is the same), and its bytes."""

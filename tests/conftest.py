@@ -6,6 +6,7 @@ import contextlib
 import json
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.leaks import Snapshot, left_behind, own_temporary_folder
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("suite")
 
+MOST_SESSIONS = 5  # whose workers stay for the next tests; tests of parts have four layouts
 RaySession = Callable[[dict[str, Any]], contextlib.AbstractContextManager[None]]
 
 _temporary = contextlib.ExitStack()
@@ -72,32 +74,43 @@ def ray_cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_session(ray_cluster: None) -> Iterator[RaySession]:
-    """``RayHelper.session``, but for equal groups with the same workers, which live as long as the cluster.
+    """``RayHelper.session``, but for equal groups with the same workers, which stay for the next tests.
 
-    Most of what a worker costs is its start.
+    Most of what a worker costs is its start. One that idles costs 0.6 % of a core, so those not used for long end.
     """
     from rayhelper import RayHelper
     from rayhelper.roles.runtime import state
 
-    started: dict[str, Any] = {}
+    started: dict[str, Any] = {}  # the least recently used first
+    in_use: Counter[str] = Counter()
+
+    def end(name: str) -> None:
+        with without_runtime():
+            state.active = started.pop(name)
+            RayHelper.teardown()
 
     @contextlib.contextmanager
     def session(groups: dict[str, Any]) -> Iterator[None]:
         name = json.dumps(groups)
         with without_runtime():
             if name not in started:
+                too_many = max(0, len(started) - MOST_SESSIONS + 1)
+                for idle in [one for one in started if not in_use[one]][:too_many]:
+                    end(idle)
                 with may_stay():
                     RayHelper.initialize(groups, runtime="ray")
                 started[name] = state.active
-            state.active = started[name]
-            with may_stay("actor"):  # in the place of one that died
-                yield
+            started[name] = state.active = started.pop(name)
+            in_use[name] += 1
+            try:
+                with may_stay("actor"):  # in the place of one that died
+                    yield
+            finally:
+                in_use[name] -= 1
 
     yield session
-    with without_runtime():
-        for runtime in started.values():
-            state.active = runtime
-            RayHelper.teardown()
+    for name in list(started):
+        end(name)
 
 
 @contextlib.contextmanager

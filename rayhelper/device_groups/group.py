@@ -9,9 +9,6 @@ Device = Literal["GPU", "NPU", "CPU"]
 
 DRIVER = "driver"  # reserved: the role of methods that only the driver runs
 OWN = "own"  # reserved: the one role of the class that inherits a method
-FEW_IN_FLIGHT = 64  # deferred calls that a group accepts where it does not say, whatever they were given
-MANY_IN_FLIGHT = 1024  # and as many while what they were given is less than this:
-HELD_BYTES = 64 << 20
 CALL_S = 7200.0  # that a call may take where the group does not say: longer than any call of a run that works
 CONSTRUCTION_S = 900.0  # and a construction, unless the group's timeout_s is longer
 
@@ -33,15 +30,9 @@ class DeviceGroup:
     gpus_per_worker: int = 1  # accelerators of one worker, whatever their make; 0 on CPU
     timeout_s: float | None = None  # that a call may take; None: CALL_S
     restarts: int = 0  # how many workers are replaced, in all
-    max_in_flight: int | None = None  # deferred calls not answered, beyond which the next waits; None: has_room says
+    max_in_flight: int | None = None  # deferred calls not answered, beyond which the next waits; None: by their bytes
     env: tuple[tuple[str, str], ...] = ()  # pairs, as dict() takes them
     shares_devices_with: str | None = None  # the group whose ranks it has, in processes of its own
-
-    def has_room(self, num_calls: int, num_bytes: int) -> bool:
-        """Whether one more deferred call is accepted beside so many, which were given so much."""
-        if self.max_in_flight is not None:
-            return num_calls < self.max_in_flight
-        return num_calls < FEW_IN_FLIGHT or (num_calls < MANY_IN_FLIGHT and num_bytes < HELD_BYTES)
 
     @property
     def size(self) -> int:

@@ -5,7 +5,7 @@
         -> invoke(method, target, args, kwargs)
              Ray off                      the method itself
              on the driver                placement.submit(...).result()        runtimes/ray/group.py
-             on a worker                  the method itself, or RoleError       worker/host.py
+             on a worker                  the method itself, or RoleError       worker/calls.py
 
 The decorators only store what they were told. Where a call runs is decided when it is made.
 """

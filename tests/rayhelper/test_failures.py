@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,6 +25,7 @@ from rayhelper import (
     WorkerError,
 )
 from rayhelper.roles.runtime import state
+from rayhelper.runtimes.ray.calls_under_way import CallsUnderWay
 from tests.conftest import without_runtime
 from tests.rayhelper.test_calls import Trainer
 
@@ -248,7 +250,9 @@ def test_a_group_accepts_calls_by_their_number_and_by_what_they_were_given(
 ) -> None:
     options = {} if asked is None else {"max_in_flight": asked}
     group = DeviceGroups.parse({"crew": {"device": "CPU", "ranks": 1, "workers": ["work"], **options}}).group_of("work")
-    assert group.has_room(num_calls, num_bytes) is accepted
+    calls = CallsUnderWay(group, Mock(slots=[None]), None)
+    calls.open, calls.open_bytes = dict.fromkeys(range(num_calls), Mock()), num_bytes
+    assert calls.has_room() is accepted
 
 
 def test_what_unfinished_calls_were_given_is_counted_until_they_end(ray_cluster: None) -> None:

@@ -24,6 +24,10 @@ from rayhelper.values.shards import ShardTable
 
 _SOON_S = 0.02  # so long the oldest call is waited for before the others are looked at, which costs more
 
+_FEW = 64  # deferred calls that a group accepts where it does not say, whatever they were given
+_MANY = 1024  # and as many while what they were given is less than this:
+_MANY_BYTES = 64 << 20
+
 
 class Sent(Protocol):
     """What was sent to the workers of a group: a call, or the construction of an object."""
@@ -96,18 +100,22 @@ class CallsUnderWay:
 
     def make_room(self) -> None:
         """Waits until the group has room for one more call: for the oldest, which mostly ends first."""
-        while not self._has_room():
+        while not self.has_room():
             oldest = next(iter(self.open.values()))
             if oldest.outcome is None and unfinished(oldest.refs, _SOON_S):
                 for call in list(self.open.values()):  # others may have ended that were made to fewer ranks
                     if call.outcome is not None or is_answered(call):
                         self.close(call)
-            if not self._has_room():
+            if not self.has_room():
                 oldest.wait()
                 self.close(oldest)
 
-    def _has_room(self) -> bool:
-        return self.group.has_room(len(self.open), self.open_bytes)
+    def has_room(self) -> bool:
+        """Whether one more deferred call is accepted."""
+        most, num_calls = self.group.max_in_flight, len(self.open)
+        if most is not None:
+            return num_calls < most
+        return num_calls < _FEW or (num_calls < _MANY and self.open_bytes < _MANY_BYTES)
 
     def forget(self, address: str) -> None:
         """Frees an object and its parts on every worker."""

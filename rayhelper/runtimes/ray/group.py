@@ -3,7 +3,7 @@
 submit(method, args, kwargs)
     divide(...)               one (args, kwargs) per shard           values/calls.py
     sendable(...)             packed; put once or sent by value      values/packing.py
-    calls.begin(call)         one remote call a worker               calls_under_way.py, crew.py, worker/host.py
+    calls.begin(call)         one remote call a worker               calls_under_way.py, crew.py, worker/calls.py
 -> Future(GroupCall)          waits, collects                        call.py; of asynchronous methods awaited.py
    what goes wrong meanwhile                                         recovery.py
 """

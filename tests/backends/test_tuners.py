@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayhelper import ConfigError
 from rayhelper.planning.adapter import adapter_parameters
@@ -19,6 +19,7 @@ from tests.backends.batches import largest_difference, mean_loss, plain_scores, 
 from tests.backends.ranks import run_ranks
 from tests.golden.tiny import save_tiny
 from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.backends.fsdp.tuners.adapters import targets_of
 from trainers.backends.fsdp.tuners.kinds import CONFIGS
 from trainers.parts.model_checks import check_model_folder
 from trainers.sft.config import SFTConfig
@@ -252,3 +253,13 @@ def test_a_plan_counts_what_each_tuner_trains(folder: str) -> None:
         trained = sum(weight.numel() for weight in backend.module.parameters() if weight.requires_grad)
         counted = adapter_parameters(shape, 8, tuner=tuner, kwargs=fields)
         assert counted == trained or (tuner == "ia3" and trained < counted < 1.5 * trained), tuner
+
+
+def test_experts_that_a_tuner_leaves_out_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "mlp_only_layers": []}
+    config = AutoConfig.for_model("qwen3_moe", num_key_value_heads=2, head_dim=8, **sizes, **experts)
+    with caplog.at_level("INFO"):
+        found = targets_of(AutoModelForCausalLM.from_config(config), "vera", {"target_modules": "all-linear"})
+    assert not any("experts" in name or name.endswith(".gate") for name in found["target_modules"])
+    assert "all-linear leaves out experts, which tuner_type: lora alone changes" in caplog.text

@@ -730,3 +730,14 @@ def test_queries_of_several_heads_are_rotated_on_a_cpu_whatever_their_shape(monk
         assert (found[0].shape, found[1].shape) == (query.shape, key.shape)
         torch.testing.assert_close(found[0].reshape(3, 2, 64), expected[0])
         torch.testing.assert_close(found[1], expected[1])
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_experts_on_a_cpu_are_packed_as_the_call_asks(is_named: bool) -> None:
+    def run(output: Any, states: Any, w13: Any, w2: Any, top_k: int, isa: str) -> Any:
+        return output, states, w13, w2, top_k, isa
+
+    kernel = patches._PackingKernel(run, lambda weight, isa: (weight, isa))
+    given: tuple[Any, ...] = ("output", "states", "w13", "w2", 2)
+    found = kernel(*given, isa="amx") if is_named else kernel(*given, "amx")
+    assert found == ("output", "states", ("w13", "amx"), ("w2", "amx"), 2, "amx")

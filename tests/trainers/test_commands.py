@@ -19,8 +19,10 @@ from rayhelper import ConfigError
 from rayhelper.check.checker import findings
 from rayhelper.device_groups import DeviceGroups
 from rayhelper.planning.dry_run import make_plan
+from rayhelper.planning.refusals import UNNAMED
+from rayhelper.text import parse_text
 from trainers.cli import load_config, placement, run
-from trainers.commands import command_named, commands
+from trainers.commands import command_named, commands, refusals
 from trainers.configuration import folders
 from trainers.configuration.roles import TRAIN, Role
 from trainers.configuration.shared import TrainConfig
@@ -427,3 +429,12 @@ def test_a_folder_with_keys_and_a_trainer_is_a_command_without_an_edit_elsewhere
         folders.configurations.cache_clear()
         for name in [name for name in sys.modules if name.startswith("trainers.echo")]:
             del sys.modules[name]
+
+
+def test_a_file_of_no_named_trainer_is_told_what_this_machine_lacks_as_that(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    for keys, is_of_the_file in (("dataset: /nowhere/a.jsonl", False), ("dataset: /nowhere/a.jsonl\nbogus: 1", True)):
+        file.write_text(f"model: org/model\n{keys}\n")
+        (line,) = refusals(None, str(file), parse_text(file.read_text(), "it")) or []
+        assert line.startswith(UNNAMED) is is_of_the_file
+        assert ("bogus" if is_of_the_file else "there is no file '/nowhere/a.jsonl'") in line

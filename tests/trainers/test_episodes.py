@@ -17,8 +17,8 @@ from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.parts.completion_metrics import rollout_metrics
 from trainers.plugins import ENVIRONMENTS, TOOLS
 from trainers.rollout.base import Completion, Sampling
-from trainers.rollout.environments import Reply, resolve_environment
-from trainers.rollout.episodes import Stage, reply_ids
+from trainers.rollout.environments import Reply, Rewritten, resolve_environment
+from trainers.rollout.episodes import Episode, Stage, Turn, reply_ids
 from trainers.rollout.tool_call_forms import between
 from trainers.rollout.tools import ToolEnvironment, resolve_tools
 
@@ -486,3 +486,12 @@ def test_the_first_ctrl_c_ends_a_step_that_hangs(engine: str, step: str) -> None
             run.kill()
     assert run.returncode == -signal.SIGINT
     assert told.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_what_was_put_behind_a_rewritten_turn_for_a_further_one_is_taken_back() -> None:
+    episode, turn = Episode(prompt_ids=[1]), Turn([5, 6], [-0.5, -0.25], [3, 3], False)
+    episode.add_turn(turn, "56")
+    episode.rewrite(turn, Rewritten([5, 7, 8], 1, [True, False, False], "578", continues=True))
+    episode.end_without_room()
+    assert (episode.ids, episode.is_sampled, episode.logps, episode.versions) == ([5], [True], [-0.5], [3])
+    assert episode.truncated

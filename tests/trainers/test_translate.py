@@ -398,3 +398,22 @@ def test_systems_that_are_unknown_are_refused_with_the_nearest() -> None:
 
     with pytest.raises(ConfigError, match="did you mean verl"):
         read(["x.sh"], "vrl")
+
+
+@pytest.mark.parametrize(("estimator", "is_said"), [("grpo", False), ("rloo", True)])
+def test_the_kl_of_the_loss_stays_there_whatever_an_estimator_has_by_default(
+    estimator: str, is_said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = SCRIPT.replace("adv_estimator=grpo", f"adv_estimator={estimator}")
+    found = parse_text(translated(text, "run.sh", tmp_path, capsys)[0], "ours")
+    assert found.get("kl_in_reward") is (False if is_said else None)
+    assert (found["beta"], found["use_bias_correction_kl"]) == (0.01, False)
+
+
+@pytest.mark.parametrize(("mode", "loss_type"), [("gpg", "gpg"), ("clip_cov", "clip_cov")])
+def test_the_loss_that_a_command_names_is_ours_of_that_name(
+    mode: str, loss_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    further = f"use_kl_loss=False actor_rollout_ref.actor.policy_loss.loss_mode={mode}"
+    text = SCRIPT.replace("use_kl_loss=True", further)
+    assert parse_text(translated(text, "run.sh", tmp_path, capsys)[0], "ours")["loss_type"] == loss_type

@@ -30,7 +30,7 @@ class Contents(NamedTuple):
     """A hash of what is exact, one of the same items in any order, and sums of real numbers: (weighted, absolute)."""
 
     exact: bytes
-    unordered: bytes
+    unordered: bytes | None  # None: there are too many items
     sums: tuple[tuple[float, float], ...]
     leaves: tuple[
         tuple[str, bytes, tuple[tuple[float, float], ...]], ...
@@ -52,7 +52,7 @@ class Contents(NamedTuple):
 
     def is_reordered(self, other: Contents) -> bool:
         """Whether the same items lie in another order, as far as they are exact."""
-        return self.exact != other.exact and self.unordered == other.unordered
+        return self.exact != other.exact and self.unordered is not None and self.unordered == other.unordered
 
 
 def _near(one: tuple[float, float], other: tuple[float, float], tolerance: float) -> bool:
@@ -63,11 +63,12 @@ def _near(one: tuple[float, float], other: tuple[float, float], tolerance: float
 def contents_of(values: Iterable[Any], *, of_arrays_alone: bool = False, with_leaves: bool = False) -> Contents:
     """What the values hold, one after the other; ``of_arrays_alone``: what their arrays and tensors do."""
     reading = _Reading(of_arrays_alone, with_leaves)
-    rows = 0
+    unordered: bytes | None = b""
     for value in values:
         reading.read(value, 0)
-        rows ^= _sum_of_rows(value)
-    return Contents(reading.digest.digest(), rows.to_bytes(8, "little"), tuple(reading.sums), tuple(reading.leaves))
+        of_value = _in_any_order(value)
+        unordered = None if unordered is None or of_value is None else unordered + of_value
+    return Contents(reading.digest.digest(), unordered, tuple(reading.sums), tuple(reading.leaves))
 
 
 class _Reading:
@@ -173,16 +174,17 @@ def _sample(items: Any) -> Any:
     return items[::step]
 
 
-def _sum_of_rows(value: Any) -> int:
-    """The hashes of a value's items added up, whatever their order; 0 if it has none."""
-    if not isinstance(value, (list, tuple)) and not hasattr(type(value), "shape"):
-        return 0
-    if getattr(value, "ndim", 1) == 0:
-        return 0
+def _in_any_order(value: Any) -> bytes | None:
+    """A hash of a value that is the same for the items of a list or an array in another order; None: they are many."""
+    is_array = hasattr(type(value), "shape") and bool(value.ndim)
+    has_items = is_array or isinstance(value, (list, tuple))
+    items = value if has_items else [value]
+    if len(items) > _MOST_ITEMS:
+        return None
     total = 0
-    for item in value if len(value) <= _MOST_ITEMS else ():
+    for item in items:
         reading = _Reading()
         reading.read(item, 1)
         numbers = struct.pack(f"{2 * len(reading.sums)}d", *(round(x, 6) for pair in reading.sums for x in pair))
         total += int.from_bytes(hashlib.blake2b(reading.digest.digest() + numbers, digest_size=8).digest(), "little")
-    return total % 2**64
+    return (total % 2**64).to_bytes(8, "little")

@@ -23,11 +23,18 @@ def run(coroutine: Coroutine[Any, Any, ValueT]) -> ValueT:
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return asyncio.run(coroutine)
-    signal.signal(signal.SIGINT, _interrupt)  # asyncio replaces the default handler only
-    try:
-        return asyncio.run(coroutine)
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    with asyncio.Runner() as runner:
+        # So that a signal that comes as the loop begins to wait, or in another thread, ends its wait
+        runner.get_loop().add_signal_handler(signal.SIGINT, _nothing)
+        signal.signal(signal.SIGINT, _interrupt)  # asyncio replaces the default handler only
+        try:
+            return runner.run(coroutine)
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _interrupt(number: int, frame: Any) -> NoReturn:

@@ -80,9 +80,17 @@ def test_the_same_items_in_another_order_are_told_from_others() -> None:
     assert contents_of([one]).is_reordered(contents_of([turned]))
     assert not contents_of([one]).is_reordered(contents_of([other]))
     assert not contents_of([one]).is_reordered(contents_of([one]))
-    for num_rows in (3, 256):  # of more the sum is not taken
+    for num_rows in (3, 256):
         rows = torch.arange(2 * num_rows).view(num_rows, 2)
         assert contents_of([rows]).is_reordered(contents_of([rows.flip(0)]))
+
+
+def test_what_is_not_the_same_items_is_not_called_another_order() -> None:
+    assert not contents_of([[1, 2], 4]).is_reordered(contents_of([[1, 2], 5]))
+    assert not contents_of([[1, 2], {"k": 4}]).is_reordered(contents_of([[1, 2], {"k": 5}]))
+    assert not contents_of([[1], [2]]).is_reordered(contents_of([[2], [1]]))  # two arguments changed places
+    many = torch.arange(257)
+    assert not contents_of([many]).is_reordered(contents_of([many + 1]))  # of so many it is not known
 
 
 def test_the_tensor_that_differs_is_found_by_its_path() -> None:

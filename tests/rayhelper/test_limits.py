@@ -24,6 +24,7 @@ import pytest
 
 from rayhelper import ConfigError, DeadlineError, RayHelper
 from rayhelper.device_groups import DeviceGroups
+from rayhelper.watch import interrupts
 from rayhelper.watch.attended import attended
 from rayhelper.watch.watchdog import Call, Watched, watchdog
 from tests import warm
@@ -425,3 +426,24 @@ def test_of_the_driver_only_a_limit_can_be_set(section: Any) -> None:
     with pytest.raises(ConfigError, match="timeout_s of section 'driver' must be a positive number"):
         DeviceGroups.parse(groups | {"driver": {"timeout_s": 0}})
     assert DeviceGroups.parse(groups | {"driver": {"timeout_s": 5}}).driver_timeout_s == 5
+
+
+def test_ctrl_c_that_another_thread_is_given_ends_the_wait_of_a_loop() -> None:
+    """As one does that comes when the loop is just about to wait, which nobody can time."""
+    ended, is_late = threading.Event(), []
+
+    def interrupt() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        if not ended.wait(30):
+            is_late.append(True)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    async def waits() -> None:
+        threading.Thread(target=interrupt).start()
+        await asyncio.sleep(600)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupts.run(waits())
+    ended.set()
+    assert not is_late
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

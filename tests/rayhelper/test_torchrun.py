@@ -247,8 +247,9 @@ def test_the_contract_of_decorated_calls_holds_under_torchrun() -> None:
     """Of calls to all processes, and to groups on processes of their own."""
     files = ["tests/rayhelper/test_calls.py", "tests/rayhelper/calls_apart.py"]
     done = torchrun(3, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", *files, cwd=ROOT)
+    # It is 0 where it is for every process; pytest's is not for one that found no tests. Lines may run together
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert len(re.findall(r"\b[1-9]\d* passed", done.stdout)) == 3  # lines of several processes may run together
+    assert re.search(r"[1-9]\d* passed", done.stdout)
     assert not re.search(r"\d+ (failed|skipped)", done.stdout)
 
 

@@ -182,6 +182,8 @@ class TrainConfig(SavingConfig, MegatronConfig, TunerConfig, RunConfig):
     """The split of ``eval_dataset``."""
     split_dataset_ratio: float = 0.0
     """Without ``eval_dataset``, the share of the rows of ``dataset`` that are evaluated and never learned from."""
+    split_dataset_rows: Literal["random", "last"] = "random"
+    """The rows that ``split_dataset_ratio`` holds out of each source: drawn at random, or its last ones."""
     skip_broken_rows: bool = False
     """Leave out rows that the trainer cannot use (no prompt, null, a number, not UTF-8), and say how many; false: end
     before the start and name them."""
@@ -267,15 +269,18 @@ class TrainConfig(SavingConfig, MegatronConfig, TunerConfig, RunConfig):
     @property
     def training_data(self) -> tuple[Any, str]:
         """The source of the rows to learn from, and its split."""
-        part = Part(self.dataset, self.split_dataset_ratio, self.seed, is_held_out=False)
-        return part if self.is_divided else self.dataset, self.dataset_split
+        return self._part(is_held_out=False) if self.is_divided else self.dataset, self.dataset_split
 
     @property
     def evaluation_data(self) -> tuple[Any, str]:
         """The source of the rows to evaluate on, and its split; ``evaluates`` says whether there are any."""
         if not self.is_divided:
             return self.eval_dataset, self.eval_dataset_split
-        return Part(self.dataset, self.split_dataset_ratio, self.seed, is_held_out=True), self.dataset_split
+        return self._part(is_held_out=True), self.dataset_split
+
+    def _part(self, is_held_out: bool) -> Part:
+        takes_last = self.split_dataset_rows == "last"
+        return Part(self.dataset, self.split_dataset_ratio, self.seed, is_held_out, takes_last)
 
 
 def check_run(config: RunConfig) -> None:
@@ -349,6 +354,8 @@ def check_shared(config: TrainConfig) -> None:
     _check_schedule(config.lr_scheduler_type, config.lr_scheduler_kwargs)
     if not 0 <= config.split_dataset_ratio < 1:
         raise ConfigError(f"split_dataset_ratio must lie in [0, 1), got {config.split_dataset_ratio}")
+    if not config.split_dataset_ratio:
+        unread(config, "split_dataset_ratio is 0", "split_dataset_rows")
     for mistake in saving_mistakes(config, has_rows=config.has_evaluation_rows):
         raise ConfigError(mistake)
     check_seconds(config, "save_before_s")

@@ -217,7 +217,7 @@ def check_folder(name: str, folder: str | None) -> None:
 def check_file(name: str, source: Any, suffixes: tuple[str, ...]) -> None:
     """Raises ConfigError for the name of a file (one that ends so) which is not there, with the nearest that is."""
     if isinstance(source, str):
-        source = re.sub(r"#\d+$", "", source)  # so many of its rows
+        source = re.sub(r"#:?\d+$", "", source)  # so many of its rows
     if not isinstance(source, str) or not source.endswith(suffixes) or any(mark in source for mark in "*?["):
         return
     path = Path(os.path.expanduser(source))

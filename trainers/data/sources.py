@@ -9,6 +9,7 @@ import glob
 import inspect
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 SPLIT_SEED = 42  # of the rows that a mixture holds back
+COUNTED = re.compile(r"(.+)#(:?)([0-9]+)", re.DOTALL)
 FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -34,9 +36,9 @@ def read_source(source: Any, split: str = "train", *, skip_broken: bool = False)
     of ``save_to_disk``, a registered dataset, a hub name (``name`` or ``name:configuration``), a Dataset, a list of
     mappings, or one of TRL's forms: ``{path: ..., name: ...}``, ``{datasets: [{path: ..., fraction: ...}, ...]}``.
     ``split`` chooses among the splits of folders, hub and registered datasets. ``name#500`` are 500 rows of a named
-    source, drawn without repetition, the same in every run; of one that has fewer, some come again. A ``Part`` of a
-    source is read too. ``skip_broken`` leaves out lines of a .jsonl file that are no JSON objects in UTF-8, and rows
-    whose text is none.
+    source, drawn without repetition, the same in every run; ``name#:500`` are its first 500. Of a source that has
+    fewer, some come again. A ``Part`` of a source is read too. ``skip_broken`` leaves out lines of a .jsonl file that
+    are no JSON objects in UTF-8, and rows whose text is none.
 
     Raises FileNotFoundError or ValueError saying what is wrong and what there is instead.
     """
@@ -184,9 +186,9 @@ def _read_named(name: str, split: str, skip_broken: bool = False) -> Dataset:
     """The dataset behind a name: registered, a pattern, a folder, a file, or on the hub."""
     import datasets
 
-    whole, _, count = name.rpartition("#")
-    if whole and count.isdigit():
-        return _drawn(_read_named(whole, split, skip_broken), int(count))
+    whole, count, is_first = counted(name)
+    if count is not None:
+        return _taken(_read_named(whole, split, skip_broken), count, is_first)
     if name in DATASETS:
         function = DATASETS[name]
         takes_split = "split" in inspect.signature(function).parameters
@@ -215,14 +217,21 @@ def _read_part(part: Part, split: str, skip_broken: bool) -> Dataset:
     source = part.source
     if isinstance(source, (list, tuple)) and source and all(isinstance(item, (str, Path)) for item in source):
         return _joined([_read_part(part.of(item), split, skip_broken) for item in source])
-    whole, _, count = str(source).rpartition("#") if isinstance(source, (str, Path)) else ("", "", "")
-    is_counted = bool(whole) and count.isdigit()
-    rows = read_source(whole if is_counted else source, split, skip_broken=skip_broken)
-    return rows.select(part.indices(len(rows), int(count) if is_counted else None))
+    whole, count, is_first = counted(source) if isinstance(source, (str, Path)) else (source, None, False)
+    rows = read_source(whole, split, skip_broken=skip_broken)
+    return rows.select(part.indices(len(rows), count, is_first=is_first))
 
 
-def _drawn(rows: Dataset, count: int) -> Dataset:
-    """``count`` of the rows in an order of their own, and all of them before any comes again."""
+def counted(source: str | Path) -> tuple[str, int | None, bool]:
+    """The source whose rows ``name#500`` or ``name#:500`` are, how many (None: all), and whether they are the first."""
+    match = COUNTED.fullmatch(str(source))
+    return (match[1], int(match[3]), bool(match[2])) if match else (str(source), None, False)
+
+
+def _taken(rows: Dataset, count: int, is_first: bool) -> Dataset:
+    """``count`` of the rows, drawn in an order of their own or the first ones; all of them before any comes again."""
+    if is_first:
+        return rows.select(np.resize(np.arange(len(rows)), count))
     orders = [np.random.default_rng([0, k]).permutation(len(rows)) for k in range(-(-count // max(1, len(rows))))]
     return rows.select(np.concatenate([np.array([], np.int64), *orders])[:count])
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainers.configuration.others.ms_swift_rows import rows_as_there
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 
 REWARDS = ("accuracy", "format", "cosine", "repetition", "soft_overlong")
@@ -37,6 +38,7 @@ LIMITED = {"cosine": "max_len", "soft_overlong": "soft_max_length"}  # by max_co
 
 def mean_as_there(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     """Puts our keys in place of ms-swift's in ``given``, before other translations."""
+    rows_as_there(given)
     _rewards(given, defaults)
     _clipping(given, defaults)
     _routers(given)

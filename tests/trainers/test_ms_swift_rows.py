@@ -9,11 +9,15 @@ import pytest
 
 from rayhelper import ConfigError
 from trainers.cli import load_config
+from trainers.cpo.config import CPOConfig
 from trainers.data.held_out import Part
 from trainers.data.sources import counted, read_source
+from trainers.dpo.config import DPOConfig
 from trainers.gkd.config import GKDConfig
 from trainers.grpo.config import GRPOConfig
+from trainers.kto.config import KTOConfig
 from trainers.ppo.config import PPOConfig
+from trainers.reward.config import RewardConfig
 from trainers.sampling.config import SamplingConfig
 from trainers.sft.config import SFTConfig
 
@@ -94,6 +98,55 @@ def test_ms_swift_evaluates_the_first_rows_unless_it_shuffles_them(file: str, tm
 def test_a_stream_of_ms_swift_is_of_the_first_rows(file: str, tmp_path: Path) -> None:
     config = load(SFTConfig, f"dataset: {file}#4\nval_dataset: {file}#2\nstreaming: true\nmax_steps: 1", tmp_path)
     assert (config.dataset, config.eval_dataset) == (f"{file}#:4", f"{file}#:2")
+
+
+MEGATRON = "tensor_model_parallel_size: 2\n"
+FIXED = "goes through one random order in every epoch"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "shuffles"),
+    [
+        (SFTConfig, "dataset_shuffle: false", True),  # the data loader draws
+        (SFTConfig, "dataset_shuffle: false\ntrain_dataloader_shuffle: false", False),
+        (SFTConfig, "dataset_shuffle: true\ntrain_dataloader_shuffle: true", True),
+        (SFTConfig, "train_dataloader_shuffle: false\nnum_train_epochs: 1", True),  # one order, drawn once
+        (SFTConfig, "train_dataloader_shuffle: false", FIXED),
+        (SFTConfig, "train_dataloader_shuffle: false\nmax_steps: 9\nnum_train_epochs: 1", FIXED),
+        (SFTConfig, "train_dataloader_shuffle: maybe", "must be true or false"),
+        (SFTConfig, "shuffle_dataset: false\ntrain_dataloader_shuffle: true", "remove one of them"),
+        (SFTConfig, "shuffle_dataset: false", False),  # our own name
+        (SFTConfig, "dataset_shuffle: false\nstreaming: true\nmax_steps: 1", False),
+        (DPOConfig, "dataset_shuffle: false", True),
+        (DPOConfig, "dataset_shuffle: false\ntrain_dataloader_shuffle: false", False),
+        (RewardConfig, "dataset_shuffle: false\ntrain_dataloader_shuffle: false", True),  # transformers' sampler
+        (KTOConfig, "dataset_shuffle: false\ntrain_dataloader_shuffle: false", True),
+        (CPOConfig, "dataset_shuffle: false", True),
+        (GKDConfig, "dataset_shuffle: false", True),
+        (PPOConfig, "dataset_shuffle: false", True),
+        (GRPOConfig, "dataset_shuffle: false", False),
+        (GRPOConfig, "train_dataloader_shuffle: false", True),
+        (GRPOConfig, f"{MEGATRON}train_dataloader_shuffle: false", True),
+        (GRPOConfig, f"{MEGATRON}dataset_shuffle: false", False),
+        (KTOConfig, f"{MEGATRON}dataset_shuffle: false\ntrain_dataloader_shuffle: false", False),
+        (RewardConfig, f"{MEGATRON}dataset_shuffle: false", True),
+        (RewardConfig, f"{MEGATRON}train_dataloader_shuffle: false", FIXED),
+        (SamplingConfig, "dataset_shuffle: false", False),
+    ],
+)
+def test_rows_have_the_order_that_ms_swift_gives_them(
+    kind: type[Any], text: str, shuffles: bool | str, tmp_path: Path
+) -> None:
+    if isinstance(shuffles, str):
+        assert shuffles in told(kind, text, tmp_path)
+    else:
+        assert load(kind, text, tmp_path).shuffle_dataset is shuffles
+
+
+def test_the_order_of_the_data_loader_is_refused_by_name_in_a_file_of_trls(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("model: m\ndataset: d\ndefaults: trl\ntrain_dataloader_shuffle: false\n")
+    with pytest.raises(ConfigError, match="shuffle_dataset says the order of rows"):
+        load_config(SFTConfig, ["--config", str(tmp_path / "x.yaml")])
 
 
 def test_rows_to_hold_out_are_named_only_where_some_are_held_out(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ FSDP2 = {  # ms-swift's swift/config/fsdp2.json
 def translate_ms_swift(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     """Puts our keys in place of ms-swift's in ``given``; ``defaults`` are those of the run's keys."""
     _cached(given)
-    _backend(given)
+    choose_backend(given)
     _experts(given)
     _optimizer(given)
     _fsdp(given)
@@ -125,7 +125,7 @@ def _cached(given: GivenKeys) -> None:
                 given.values[ours], given.where[ours] = [*beside, *value], where
 
 
-def _backend(given: GivenKeys) -> None:
+def choose_backend(given: GivenKeys) -> None:
     """A model in parts is Megatron's: keys of its layout choose the backend that reads them."""
     if "backend" not in given.known or "backend" in given.values:
         return

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainers.configuration.others.ms_swift_keys import choose_backend
 from trainers.configuration.others.ms_swift_rows import rows_as_there
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 
@@ -36,9 +37,10 @@ SMOOTH = ("sapo", "vespo")  # losses whose weights fall smoothly instead of bein
 LIMITED = {"cosine": "max_len", "soft_overlong": "soft_max_length"}  # by max_completion_length, where nobody says
 
 
-def mean_as_there(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+def mean_as_there(given: GivenKeys, config_type: type, defaults: Mapping[str, Any]) -> None:
     """Puts our keys in place of ms-swift's in ``given``, before other translations."""
-    rows_as_there(given)
+    choose_backend(given)
+    rows_as_there(given, config_type, defaults)
     _rewards(given, defaults)
     _clipping(given, defaults)
     _routers(given)

@@ -319,6 +319,7 @@ REFUSED = {
     "streaming": "SFT and pretraining stream; this trainer reads its rows whole. Write streaming: false",
     "loss_scale": "this trainer learns the last answer, which is loss_scale last_round. Write that, or remove it",
     "data_seed": "seed is that of the data too. Remove it, or write the same number",
+    "train_dataloader_shuffle": "shuffle_dataset says the order of rows. Write that, or defaults: ms-swift beside it",
     "packing_length": "packed rows have max_length tokens. Write that",
     "enable_thinking": "this trainer gives the chat template no variables. Write a chat_template",
     # optimization

@@ -245,7 +245,7 @@ def _understood(
         foreign += [(f"{given.where[role]}, section {role}", key, value) for key, value in keys.items()]
     defaults = defaults_of(held, config_type, ours, given)
     if held.is_ms_swift:
-        mean_as_there(given, defaults)
+        mean_as_there(given, config_type, defaults)
     translate(given, config_type, defaults, rlhf_types)
     foreign += [(given.where[name], name, value) for name, value in given.values.items() if name not in ours]
     return given, foreign, held

@@ -21,6 +21,7 @@ from trainers.classification.config import ClassificationConfig
 from trainers.cli import load_config, main
 from trainers.configuration.folders import configurations
 from trainers.configuration.shared import RunConfig, TrainConfig
+from trainers.cpo.config import SimPOConfig
 from trainers.dpo.config import DPOConfig
 from trainers.grpo.config import GRPOConfig
 from trainers.parts.model_checks import (
@@ -30,6 +31,7 @@ from trainers.parts.model_checks import (
     check_whole,
     configuration_of,
 )
+from trainers.ppo.config import PPOConfig
 from trainers.reward.config import RewardConfig
 from trainers.sft.config import SFTConfig
 
@@ -65,6 +67,26 @@ GRPO: dict[str, Any] = {"reward_funcs": ["format"]}
         (SFTConfig, {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"powr": 1}},
          "lr_scheduler_kwargs={'powr': 1} do not fit lr_scheduler_type=polynomial"),
         (DPOConfig, {"loss_weights": [math.inf]}, "loss_weights must hold finite numbers"),
+        (GRPOConfig, GRPO | {"epsilon": 2}, "epsilon must lie in [0, 1], got 2: ratios are clipped to 1 - epsilon"),
+        (GRPOConfig, GRPO | {"epsilon": 1.5, "loss_type": "clip_cov"}, "epsilon must lie in [0, 1]"),
+        (GRPOConfig, GRPO | {"epsilon": 1.5, "loss_type": "dppo_tv"}, "probabilities, which are at most 1 apart"),
+        (GRPOConfig, GRPO | {"epsilon_high": 1.5, "loss_type": "dppo_tv"}, "epsilon_high must lie in [0, 1], got 1.5"),
+        (GRPOConfig, GRPO | {"delta": 0.9}, "delta must be at least 1, got 0.9"),
+        (GRPOConfig, GRPO | {"loss_type": "fipo", "fipo_clip_range": 2, "fipo_clip_high_only": False},
+         "fipo_clip_range must lie in [0, 1], got 2"),
+        (GRPOConfig, GRPO | {"loss_type": "vespo", "vespo_k_pos": -1}, "vespo_k_pos must be at least 0, got -1"),
+        (GRPOConfig, GRPO | {"off_policy_mask_threshold": -0.1}, "off_policy_mask_threshold must be at least 0"),
+        (GRPOConfig, GRPO | {"entropy_coef": 1e5}, "entropy_coef must be at most 10000, got 100000"),
+        (GRPOConfig, GRPO | {"rollout_engine": "vllm", "rollout_importance_sampling_mode": "token_truncate",
+                             "rollout_importance_sampling_clip_max": 0.0}, "clip_max=0 weighs every token with 0"),
+        (PPOConfig, GRPO | {"cliprange": 1.2}, "cliprange must lie in [0, 1], got 1.2"),
+        (PPOConfig, GRPO | {"cliprange_value": 0}, "cliprange_value must be positive, got 0"),
+        (PPOConfig, GRPO | {"vf_coef": 1e5}, "vf_coef must be at most 10000"),
+        (SimPOConfig, {"alpha": 50.0}, "alpha must lie in [-10, 10], got 50"),
+        (DPOConfig, {"rpo_alpha": 1e5}, "rpo_alpha must be at most 10000"),
+        (SFTConfig, {"adam_epsilon": 2.0}, "adam_epsilon must be at most 1, got 2"),
+        (SFTConfig, {"weight_decay": 1e6}, "weight_decay must be at most 100"),
+        (SFTConfig, {"neftune_noise_alpha": 1e6}, "neftune_noise_alpha must be at most 1000"),
     ],
 )  # fmt: skip
 def test_a_value_without_a_meaning_is_refused_by_its_key(kind: type, keys: dict[str, Any], told: str) -> None:
@@ -72,6 +94,20 @@ def test_a_value_without_a_meaning_is_refused_by_its_key(kind: type, keys: dict[
         kind(**NEEDED | keys)
     assert told in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"epsilon": 1, "epsilon_high": 5.0},  # no lower bound
+        {"epsilon": 2.0, "loss_type": "gmpo"},  # of log-ratios
+        {"epsilon": 2.0, "loss_type": "dppo_kl"},  # nats
+        {"delta": 10.0},
+        {"loss_type": "fipo", "fipo_clip_range": 2, "fipo_clip_high_only": True},
+    ],
+)
+def test_clip_ranges_with_a_meaning_are_accepted(keys: dict[str, Any]) -> None:
+    assert GRPOConfig(**NEEDED | GRPO | keys)
 
 
 @pytest.mark.parametrize("text", ["1_000", "0x10", "٣", "1e", "inf", "nan", "\uff11\uff12", "0b1"])

@@ -27,6 +27,17 @@ AT_MOST = {  # numbers beyond them are accepted by every formula, and mean nothi
     **dict.fromkeys(("temperature", "eval_temperature", "repetition_penalty"), 100.0),
     **dict.fromkeys(("learning_rate", "value_learning_rate"), 100.0),
     **dict.fromkeys(("seed", "dataset_seed"), MAX_SEED),
+    "adam_epsilon": 1.0,
+    "weight_decay": 100.0,
+    "neftune_noise_alpha": 1000.0,
+    **dict.fromkeys(  # weights of terms of a loss, or of a reward
+        (
+            *("beta", "kl_coef", "vf_coef", "entropy_coef", "entropy_coef_min", "entropy_coef_max", "kl_cov_coef"),
+            *("teacher_kl_coef", "rpo_alpha", "cpo_alpha", "sft_alpha", "simpo_gamma", "desirable_weight"),
+            *("undesirable_weight", "center_rewards_coefficient", "router_aux_loss_coef", "discopop_tau"),
+        ),
+        10_000.0,
+    ),
 }
 TYPES_SAID_BETTER = ("stop_token_ids",)  # keys whose own check says more than their type
 SECONDS = ("timeout_s", "request_timeout_s", "reward_timeout_s", "save_before_s")

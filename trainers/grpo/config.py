@@ -12,7 +12,7 @@ from trainers.configuration.completion import CompletionConfig, check_episodes, 
 from trainers.configuration.roles import REFERENCE, REWARD, ROLLOUT, TEACHER, TRAIN
 from trainers.configuration.shared import at_least
 from trainers.configuration.values import check_folder
-from trainers.grpo.choices import REGISTRIES, check_plugged, check_read, is_known
+from trainers.grpo.choices import CLIPPED, REGISTRIES, check_plugged, check_read, is_known
 from trainers.losses.types import NOT_BUILT, ImportanceLevel, RolloutCorrection, RolloutRejection
 from trainers.plugins import ADVANTAGES, named, parameters
 from trainers.rewards.advantages import Aggregation, Scale
@@ -492,7 +492,8 @@ def check_loss(config: GRPOConfig) -> None:
     at_least(
         config, 0, "rollout_importance_sampling_clip_min", "rollout_importance_sampling_clip_max", "fipo_clip_range"
     )
-    at_least(config, 0, "kl_cov_coef")
+    at_least(config, 0, "kl_cov_coef", "off_policy_mask_threshold", "entropy_target")
+    at_least(config, 0, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
     at_least(config, 1, "delta", "fipo_safety_threshold", "dppo_ratio_cap")
     for name in ("clip_cov_ratio", "kl_cov_ratio"):
         if not 0 < getattr(config, name) <= 1:
@@ -509,9 +510,12 @@ def check_loss(config: GRPOConfig) -> None:
             f"epsilon_high={config.epsilon_high} is below epsilon={config.epsilon}: ratios are clipped to "
             "[1 - epsilon, 1 + epsilon_high], and clip-higher wants more room above. Raise it, or lower epsilon."
         )
+    check_clip_range(config)
     low, high = config.rollout_importance_sampling_clip_min, config.rollout_importance_sampling_clip_max
     if low is not None and high is not None and low > high:
         raise ConfigError(f"rollout_importance_sampling_clip_min={low} is above ..._clip_max={high}")
+    if high == 0:
+        raise ConfigError("rollout_importance_sampling_clip_max=0 weighs every token with 0. Write null, or 2.0.")
     if not 0 <= config.top_entropy_quantile <= 1:
         raise ConfigError(f"top_entropy_quantile must lie in [0, 1], got {config.top_entropy_quantile}; 1: all tokens")
     if config.entropy_coef_min > config.entropy_coef_max:
@@ -536,6 +540,27 @@ def check_loss(config: GRPOConfig) -> None:
             meant,
             config.importance_sampling_level,
         )
+
+
+def check_clip_range(config: GRPOConfig) -> None:
+    """Raises ConfigError for a clip range that no ratio, or no probability, can leave on one of its sides."""
+    loss, upper = config.loss_name, config.epsilon if config.epsilon_high is None else config.epsilon_high
+    if loss in (*CLIPPED, "clip_cov") and config.epsilon > 1:
+        raise ConfigError(
+            f"epsilon must lie in [0, 1], got {config.epsilon}: ratios are clipped to 1 - epsilon, and none is below "
+            "0. Write 1 for no lower bound, and epsilon_high for the upper one."
+        )
+    if config.fipo_clip_range is not None and config.fipo_clip_range > 1 and not config.fipo_clip_high_only:
+        raise ConfigError(
+            f"fipo_clip_range must lie in [0, 1], got {config.fipo_clip_range}: weights are clipped to 1 - "
+            "fipo_clip_range, and none is below 0. Lower it, or set fipo_clip_high_only."
+        )
+    for name, value in (("epsilon", config.epsilon), ("epsilon_high", upper)):
+        if loss == "dppo_tv" and value > 1:
+            raise ConfigError(
+                f"{name} must lie in [0, 1], got {value}: loss_type=dppo_tv compares probabilities, which are at most "
+                "1 apart"
+            )
 
 
 def check_turns(config: GRPOConfig) -> None:

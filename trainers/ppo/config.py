@@ -153,5 +153,13 @@ def check_ppo(config: PPOConfig) -> None:
             "lam_critic the critic's. Remove one of them."
         )
     at_least(config, 0, "kl_coef", "missing_eos_penalty", "vf_coef", "value_learning_rate", "eval_temperature")
-    at_least(config, 0, "cliprange", "cliprange_value")
+    if not 0 <= config.cliprange <= 1:
+        raise ConfigError(
+            f"cliprange must lie in [0, 1], got {config.cliprange}: ratios are clipped to 1 - cliprange, and none is "
+            "below 0"
+        )
+    if not config.cliprange_value > 0:
+        raise ConfigError(
+            f"cliprange_value must be positive, got {config.cliprange_value}: or the critic stays as it is"
+        )
     at_least(config, 1, "num_ppo_epochs", "num_mini_batches")

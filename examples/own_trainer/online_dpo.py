@@ -26,8 +26,9 @@ from trainers.batch import Ragged, Samples
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.roles import REFERENCE, REWARD, ROLLOUT, TRAIN
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of, sequences_per_step, total_steps
+from trainers.data.batches import Batches
 from trainers.data.preferences import Preferences
-from trainers.data.rows import Batches, prompt_of
+from trainers.data.rows import prompt_of
 from trainers.losses.tokens import masked
 from trainers.metrics import Metrics
 from trainers.parts import (

@@ -24,7 +24,8 @@ from trainers.batch import Samples
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.roles import REWARD, ROLLOUT, TRAIN
 from trainers.configuration.shared import SEQUENCES_PER_STEP, at_least, order_of, sequences_per_step, total_steps
-from trainers.data.rows import Batches, prompt_of
+from trainers.data.batches import Batches
+from trainers.data.rows import prompt_of
 from trainers.losses.tokens import sft_loss
 from trainers.metrics import Metrics
 from trainers.parts import Generator, Policy, Rewarder, load_model_and_tokenizer, read_prompts, rollout_metrics

@@ -27,8 +27,8 @@ from tests.golden.tiny import save_tiny
 from trainers.cli import load_config, placement, run
 from trainers.commands import command_named
 from trainers.cpo.trainer import CPOTrainer, counts_of
+from trainers.data.batches import Batches
 from trainers.data.packs import packed
-from trainers.data.rows import Batches
 from trainers.dpo.trainer import DPOTrainer
 from trainers.dpo.trainer import counts_of as dpo_counts_of
 from trainers.kto.trainer import KTOTrainer, with_margins

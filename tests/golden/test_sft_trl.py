@@ -85,6 +85,9 @@ CASES: dict[str, Case] = {
     "two_epochs_that_end_with_one_micro_batch": Case(
         EPOCHS | ACCUMULATED, PROMPT_COMPLETION[:10], [*AVERAGED, "epoch"]
     ),
+    "two_epochs_whose_last_row_is_dropped": Case(
+        EPOCHS | ACCUMULATED | {"dataloader_drop_last": True}, PROMPT_COMPLETION[:11], [*AVERAGED, "epoch"]
+    ),
     "gradients_clipped": Case({"max_grad_norm": 0.05}),
     "gradients_never_clipped": Case({"max_grad_norm": 0}),
     "weight_decay_cosine_warm_up": Case(DECAYING),

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from tests.golden.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from trainers.batch import Ragged, Sequences
+from trainers.data.batches import Batches
 from trainers.data.packs import batches_of
-from trainers.data.rows import Batches, drop_long_prompts, load_rows, pack, prompt_of, tokenize_prompts, tokenize_sft
+from trainers.data.rows import drop_long_prompts, load_rows, pack, prompt_of, tokenize_prompts, tokenize_sft
 from trainers.plugins import DATASETS, register_dataset
 
 GSM8K = Path(__file__).parents[2] / "examples/grpo/gsm8k"
@@ -423,6 +424,11 @@ def test_drop_last_leaves_the_incomplete_batch_out() -> None:
     assert [len(batches[step]) for step in range(4)] == [4, 4, 4, 4]
     with pytest.raises(ValueError, match="the rows fill no batch of 4"):
         Batches(3, 4, drop_last=True)
+    accumulated = Batches(11, 4, drop_last=True, num_rounds=2)  # micro-batches of 2, whole ones
+    assert [len(accumulated[step]) for step in range(accumulated.steps_per_epoch)] == [4, 4, 2]
+    assert (
+        Batches(10, 4, drop_last=True, num_rounds=3).steps_per_epoch == 2
+    )  # a resumed run whose steps divide otherwise
     with pytest.raises(ValueError, match="got 0 rows"):
         Batches(0, 4)
     with pytest.raises(IndexError, match="steps start at 0"):

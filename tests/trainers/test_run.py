@@ -19,7 +19,7 @@ from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.checkpoint import Writing, checkpoints, read_state, resolve_resume
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig, order_of, sequences_per_step
-from trainers.data.rows import Batches
+from trainers.data.batches import Batches
 from trainers.grpo.plan import GenerationPlan
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.metrics import Metrics

@@ -14,7 +14,7 @@ from tests.e2e.runs import TEXTS, final_bytes, grpo_config, interrupted_after, l
 from tests.golden.tiny import save_tiny
 from trainers.checkpoint import checkpoints, read_state
 from trainers.configuration.shared import TrainConfig
-from trainers.data.rows import Batches
+from trainers.data.batches import Batches
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.metrics import Metrics
 from trainers.run.run import Run

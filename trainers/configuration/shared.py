@@ -216,7 +216,8 @@ class TrainConfig(SavingConfig, MegatronConfig, TunerConfig, RunConfig):
     warmup_ratio: float = 0.0
     """Share of all steps to warm up for, where ``warmup_steps`` is 0."""
     dataloader_drop_last: bool = False
-    """Drop the last, incomplete step of an epoch (GRPO: generation, PPO: batch)."""
+    """Drop the last, incomplete micro-batch (of all workers) of an epoch; with ``global_batch_size`` the last step, of
+    GRPO the generation, of PPO the batch."""
     group_by_length: bool = False
     """Put rows of about the same length into a step, as Hugging Face's length-grouped sampler does."""
     num_train_epochs: float = 3.0
@@ -543,9 +544,14 @@ def order_of(config: TrainConfig) -> dict[str, Any]:
     return {"seed": config.seed, "shuffle": config.shuffle_dataset, "drop_last": config.dataloader_drop_last}
 
 
+def order_of_steps(config: TrainConfig) -> dict[str, Any]:
+    """The same, where a batch is an optimizer step: what ``gradient_accumulation_steps`` add up."""
+    return order_of(config) | {"num_rounds": config.gradient_accumulation_steps}
+
+
 def order_by_rows_of(config: TrainConfig) -> dict[str, Any]:
     """What ``data.packs.batches_of`` is told of it, where the lengths of rows are known."""
-    return order_of(config) | {"by_length": config.group_by_length}
+    return order_of_steps(config) | {"by_length": config.group_by_length}
 
 
 def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from trainers.data.rows import Batches
+from trainers.data.batches import Batches
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def batches_of(
     seed: int,
     shuffle: bool,
     drop_last: bool = False,
+    num_rounds: int = 1,
     by_length: bool = False,
     pack_length: int | None = None,
 ) -> Batches | PackedBatches:
@@ -50,11 +52,11 @@ def batches_of(
 
     ``by_length``: rows of about the same length come together (of rows that are not packed).
     """
+    order = partial(Batches, batch_size=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
     if pack_length is None:
-        grouped = lengths if by_length else None
-        return Batches(len(lengths), batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last, lengths=grouped)
+        return order(len(lengths), num_rounds=num_rounds, lengths=lengths if by_length else None)
     packs = packed(lengths, pack_length)
-    return PackedBatches(packs, Batches(len(packs), batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last))
+    return PackedBatches(packs, order(len(packs), num_rounds=num_rounds))
 
 
 def packed(lengths: np.ndarray, pack_length: int) -> list[np.ndarray]:

@@ -19,12 +19,11 @@ import logging
 import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from rayhelper import ConfigError
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.batch import Ragged, Sequences
 from trainers.data.answers import OWN_KEYS, Answer, answers_of
@@ -526,70 +525,3 @@ def _ragged(table: Dataset, name: str, dtype: Any) -> Ragged:
     values = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in chunks]
     lengths = [chunk.value_lengths().to_numpy() for chunk in chunks]
     return Ragged.split(np.concatenate(values, dtype=dtype), np.concatenate(lengths))
-
-
-# The order of the data
-
-
-@dataclass(frozen=True)
-class Batches:
-    """Indices of the rows of each step: a pure function of the step, so that a resume needs nothing but its number.
-
-    ``batches[step]`` (batch_size,) int64, for every step >= 0. An epoch goes through all rows once, in an order drawn
-    from (seed, epoch) if ``shuffle``; its last batch holds what is left, unless ``drop_last``. With
-    ``lengths`` (num_rows,) the rows of a batch are about equally long, in the order that
-    ``transformers.trainer_pt_utils.get_length_grouped_indices`` draws.
-    """
-
-    num_rows: int
-    batch_size: int
-    seed: int = 42
-    shuffle: bool = True
-    drop_last: bool = False
-    lengths: np.ndarray | None = field(default=None, compare=False, repr=False)
-    _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.num_rows < 1 or self.batch_size < 1:
-            raise ValueError(f"batches need rows and a size, got {self.num_rows} rows, batch_size {self.batch_size}")
-        if self.drop_last and self.num_rows < self.batch_size:
-            raise nothing_left(self.batch_size)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.num_rows // self.batch_size if self.drop_last else -(-self.num_rows // self.batch_size)
-
-    def epoch(self, step: int) -> int:
-        """The epoch, from 0, that ``step`` belongs to."""
-        return step // self.steps_per_epoch
-
-    def __getitem__(self, step: int) -> np.ndarray:
-        if step < 0:
-            raise IndexError(f"steps start at 0, got {step}")
-        start = step % self.steps_per_epoch * self.batch_size
-        return self._order(self.epoch(step))[start : start + self.batch_size].copy()
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if epoch not in self._orders:
-            self._orders.clear()  # of the epoch before
-            self._orders[epoch] = self._drawn(np.random.default_rng([self.seed, epoch]))
-        return self._orders[epoch]
-
-    def _drawn(self, random: np.random.Generator) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.num_rows)
-        if self.lengths is None:
-            return random.permutation(self.num_rows)
-        import torch
-        from transformers.trainer_pt_utils import get_length_grouped_indices
-
-        generator = torch.Generator().manual_seed(int(random.integers(2**63)))
-        return np.array(get_length_grouped_indices(self.lengths, self.batch_size, generator=generator), np.int64)
-
-
-def nothing_left(batch_size: int) -> ConfigError:
-    """The error for rows that do not fill one batch where only whole batches are taken."""
-    return ConfigError(
-        f"dataloader_drop_last: the rows fill no batch of {batch_size}, and incomplete batches are dropped. Remove it, "
-        "or make batches smaller."
-    )

@@ -35,8 +35,9 @@ import numpy as np
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.batch import Prompts, Ragged, Rollouts, Tasks
 from trainers.configuration.mistakes import mistakes_of
-from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of, sequences_per_step, total_steps
-from trainers.data.rows import Batches, prompt_of, tokenize_prompts
+from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of_steps, sequences_per_step, total_steps
+from trainers.data.batches import Batches
+from trainers.data.rows import prompt_of, tokenize_prompts
 from trainers.gkd.config import GKDConfig
 from trainers.gkd.loss import StepNumbers
 from trainers.gkd.samples import (
@@ -188,7 +189,7 @@ class GKDTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
-        batches = Batches(len(self.rows), batch_size, **order_of(config))
+        batches = Batches(len(self.rows), batch_size, **order_of_steps(config))
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.build(num_steps)
         order = {"num_rows": len(self.rows), SEQUENCES_PER_STEP: batch_size}

@@ -15,7 +15,7 @@ import numpy as np
 from rayhelper import ConfigError
 from trainers.batch import Samples
 from trainers.configuration.shared import SEQUENCES_PER_STEP, sequences_per_step, steps_of_epochs
-from trainers.data.rows import Batches, nothing_left
+from trainers.data.batches import Batches, nothing_left
 from trainers.grpo.config import GRPOConfig
 
 

@@ -43,7 +43,8 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.batch import Samples
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import order_of
-from trainers.data.rows import Batches, prompt_of
+from trainers.data.batches import Batches
+from trainers.data.rows import prompt_of
 from trainers.grpo.config import GRPOConfig, check_chosen
 from trainers.grpo.entropy_coefficient import EntropyCoefficient
 from trainers.grpo.loss import grpo_loss, step_numbers

@@ -34,10 +34,10 @@ from trainers.backends.scores.evaluated import TargetNumbers, evaluated
 from trainers.batch import Ragged, Sequences
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.packs import pack_length
-from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of, sequences_per_step, total_steps
+from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of_steps, sequences_per_step, total_steps
+from trainers.data.batches import Batches
 from trainers.data.broken_rows import judged_mistake, without_broken
 from trainers.data.packs import PackedBatches, batches_of
-from trainers.data.rows import Batches
 from trainers.data.unpaired import COLUMNS, Judged, UnpairedPreferences, tokenize_unpaired
 from trainers.kto.config import KTOConfig
 from trainers.kto.loss import judged_loss
@@ -118,7 +118,7 @@ class KTOTrainer:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
         config = self.config
         batch_size = sequences_per_step(config, self.policy.num_shards(), saved_order(config))
-        batches = batches_of(self.pack_lengths(), batch_size, pack_length=pack_length(config), **order_of(config))
+        batches = batches_of(self.pack_lengths(), batch_size, pack_length=pack_length(config), **order_of_steps(config))
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.prepare_reference(batches)
         self.policy.build(self.model_path, num_steps)

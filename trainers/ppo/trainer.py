@@ -32,7 +32,8 @@ import numpy as np
 from rayhelper import DeviceGroups, RayHelper
 from trainers.batch import Ragged, Rollouts
 from trainers.configuration.shared import order_of
-from trainers.data.rows import Batches, prompt_of
+from trainers.data.batches import Batches
+from trainers.data.rows import prompt_of
 from trainers.losses.ppo import with_ratio_variance
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start, check_completions, check_prompts_fit

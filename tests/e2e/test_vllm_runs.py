@@ -282,6 +282,17 @@ def test_an_engine_that_is_not_updated_is_seen(off: LedgerTrainer, model: str, t
 
 
 @in_vllm_process
+def test_vllm_draws_completions_and_compares_them_with_the_greedy_ones_of_hf(model: str, tmp_path: Path) -> None:
+    """ReMax: what is learned is drawn, its baseline is not."""
+    keys: dict[str, Any] = {"advantage_estimator": "remax", "top_k": 0, "temperature": 1.0, "max_steps": 2}
+    for name, engine in (("hf", {}), ("vllm", VLLM)):
+        train_and_close(GRPOTrainer(greedy_config(model, tmp_path / name, **keys, **engine)))
+    hf, vllm = lines(tmp_path / "hf")[0], lines(tmp_path / "vllm")
+    assert vllm[0]["greedy_reward"] == pytest.approx(hf["greedy_reward"])
+    assert all(step["reward"] != step["greedy_reward"] and step["grad_norm"] > 0 for step in vllm)
+
+
+@in_vllm_process
 def test_ppo_with_vllm_equals_ppo_with_hf(model: str, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"top_k": 1, "max_steps": 6, "learning_rate": 1e-2, "warmup_steps": 0}
     keys |= {"stop_token_ids": list(range(100, 130))}

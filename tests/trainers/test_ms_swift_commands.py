@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
@@ -172,7 +173,58 @@ def test_fsdp2_is_the_file_that_ms_swift_has_under_that_name(tmp_path: Path) -> 
     config = load(SFTConfig, "fsdp: fsdp2", tmp_path)
     assert config.gradient_checkpointing
     assert config.fsdp_reshard_after_forward
-    assert "fsdp" in told(SFTConfig, "fsdp: other.json", tmp_path)
+    assert "fsdp: there is no file 'other.json'" in told(SFTConfig, "fsdp: other.json", tmp_path)
+
+
+FSDP_FILE = {
+    "_note": "a comment",
+    "fsdp": "full_shard auto_wrap offload",
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "reshard_after_forward": False,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "cpu_ram_efficient_loading": True,
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "activation_checkpointing": True,
+        "activation_cpu_offload": True,
+    },
+}
+
+
+def test_a_file_of_fsdp_is_read_as_ms_swift_reads_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "fsdp.json"
+    file.write_text(json.dumps(FSDP_FILE))
+    words = ["--fsdp", str(file)], ["--fsdp", json.dumps(FSDP_FILE)]
+    for config in (load(SFTConfig, f"fsdp: {file}", tmp_path), *(load(SFTConfig, "", tmp_path, *two) for two in words)):
+        assert config.fsdp_sharding_strategy == "full_shard"
+        assert (config.fsdp_reshard_after_forward, config.fsdp_offload_params) == (False, True)
+        assert config.gradient_checkpointing
+    with caplog.at_level(logging.INFO):
+        load(SFTConfig, f"fsdp: {file}", tmp_path)
+    assert "fsdp_config.activation_cpu_offload (activations stay on the device" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("held", "why"),
+    [
+        ({"fsdp_config": {"fsdp_version": 1}}, "fsdp_config: fsdp_version: 1 is not supported"),
+        ({"fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"}}, "fsdp_sharding_strategy: HYBRID_SHARD is not"),
+        ({"fsdp_config": {"min_num_params": 10}}, "fsdp_config: min_num_params: 10 is not supported"),
+        ({"fsdp": "hybrid_shard"}, "fsdp hybrid_shard is not supported"),
+        ({"num_processes": 2}, "fsdp: num_processes is not supported"),
+        ([1], "must hold a mapping"),
+    ],
+)
+def test_what_fsdp_here_cannot_do_is_refused_by_its_key(held: Any, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "fsdp.json"
+    file.write_text(json.dumps(held))
+    assert why in told(SFTConfig, f"fsdp: {file}", tmp_path)
+
+
+def test_strategies_in_a_file_of_fsdp_are_ours(tmp_path: Path) -> None:
+    held = {"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_backward_prefetch": "BACKWARD_PRE"}}
+    config = load(SFTConfig, f"fsdp: {json.dumps(held)}", tmp_path)
+    assert (config.fsdp_sharding_strategy, config.fsdp_reshard_after_forward) == ("full_shard", False)
 
 
 def test_keys_of_checkpoints_and_caches(tmp_path: Path) -> None:

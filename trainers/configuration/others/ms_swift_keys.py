@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from rayhelper import ConfigError
 from rayhelper.device_groups.keys import SHARE_KEY
 from rayhelper.device_groups.keys import SIZE_KEYS as SIZES
 from rayhelper.planning.parallel_sizes import SIZE_KEYS, VLLM_KEY
+from rayhelper.text import parse_text
 from trainers.configuration.reading.given_keys import GivenKeys
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,7 @@ FSDP2 = {  # ms-swift's swift/config/fsdp2.json
     "fsdp_reshard_after_forward": True,
     "gradient_checkpointing": True,
 }
+FSDP: Mapping[str, Any] = {"fsdp": "full_shard auto_wrap", "fsdp_config": {}}  # where such a file does not say them
 
 
 def translate_ms_swift(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
@@ -173,12 +177,44 @@ def _optimizer(given: GivenKeys) -> None:
 
 
 def _fsdp(given: GivenKeys) -> None:
-    """``fsdp: fsdp2`` is a file of ms-swift's: FSDP2, weights freed after the forward pass, layers recomputed."""
-    if given.foreign("fsdp") and "fsdp_sharding_strategy" in given.known and given.get("fsdp") == "fsdp2":
+    """``fsdp: fsdp2`` is a file of ms-swift's: FSDP2, weights freed after the forward pass, layers recomputed.
+
+    Another file, or such a mapping itself, holds transformers' ``fsdp`` and ``fsdp_config``, which are read next.
+    """
+    if not given.foreign("fsdp") or "fsdp_sharding_strategy" not in given.known:
+        return
+    value = given.get("fsdp")
+    if value == "fsdp2":
         given.take("fsdp")
-        for name, value in FSDP2.items():
+        for name, meant in FSDP2.items():
             if name not in given.values:
-                given.put(name, value, "fsdp")
+                given.put(name, meant, "fsdp")
+    elif isinstance(value, Mapping) or str(value).endswith(".json"):
+        del given.values["fsdp"]
+        try:
+            held = _held(value)
+        except ConfigError as error:
+            given.refuse("fsdp", str(error))
+            return
+        for name in held.keys() - {"fsdp", "fsdp_config"}:
+            given.refuse("fsdp", f"fsdp: {name} is not supported: it holds fsdp and fsdp_config. Remove it there")
+        for name in ("fsdp", "fsdp_config"):
+            if name in given.values:
+                given.refuse(name, f"{name} stands beside fsdp: {value}, which says it too. Remove one of them")
+            given.values[name] = held.get(name, FSDP[name])
+            given.where.setdefault(name, given.where["fsdp"])
+
+
+def _held(value: Any) -> dict[str, Any]:
+    """What a mapping, or a file that holds one, says beside comments. Raises ConfigError if it cannot be read."""
+    if not isinstance(value, Mapping):
+        path = Path(value).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"fsdp: there is no file {value!r} (looked for from {Path.cwd()}). Name one, or fsdp2")
+        value = parse_text(path.read_text(encoding="utf-8"), f"fsdp: {path}")
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"fsdp: {path} must hold a mapping of keys to values")
+    return {str(name): one for name, one in value.items() if not str(name).startswith("_")}
 
 
 def _checkpoints(given: GivenKeys) -> None:

@@ -35,7 +35,6 @@ IN_FSDP_CONFIG = {
 }
 DONE_BY_FSDP2 = {  # keys of fsdp_config whose value asks for what is done
     "version": (2, "2"),
-    "fsdp_version": (2, "2"),
     "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", None),
     "cpu_ram_efficient_loading": (True, False),
     "sync_module_states": (True, False),
@@ -44,6 +43,14 @@ DONE_BY_FSDP2 = {  # keys of fsdp_config whose value asks for what is done
     "xla": (False,),
     "xla_fsdp_v2": (False,),
     "xla_fsdp_grad_ckpt": (False,),
+}
+SAME_NUMBERS = {  # keys of fsdp_config that are of memory or speed alone, and what is done instead
+    **dict.fromkeys(
+        ("backward_prefetch", "forward_prefetch", "limit_all_gathers"), "FSDP2 gathers weights ahead itself"
+    ),
+    "state_dict_type": "a checkpoint holds what a run goes on from, the folder final the whole model",
+    "transformer_layer_cls_to_wrap": "each layer of the model is a unit of FSDP2",
+    "activation_cpu_offload": "activations stay on the device; gradient_checkpointing recomputes them",
 }
 SOFT_OVERLONG = {"name": "soft_overlong_punishment", "max_completion_len": 1280, "soft_punish_cache": 256}
 
@@ -214,6 +221,9 @@ def _optimizer(given: GivenKeys) -> None:
 def _sharding(given: GivenKeys) -> None:
     if "fsdp_sharding_strategy" not in given.known:
         return
+    inner = given.take("fsdp_config") if given.foreign("fsdp_config") else None
+    said = {str(key).removeprefix("fsdp_") for key in inner} if isinstance(inner, Mapping) else set()
+    is_said = not said.isdisjoint(("reshard_after_forward", "sharding_strategy"))  # which the words of fsdp say too
     for name in ("fsdp", "accelerate_config"):
         words = given.take(name) if given.foreign(name) else None
         if words in (None, "", [], False):
@@ -224,7 +234,7 @@ def _sharding(given: GivenKeys) -> None:
             if word in SHARDING:
                 strategy, frees = SHARDING[word]
                 given.put("fsdp_sharding_strategy", strategy, name)
-                if frees is not None:
+                if frees is not None and not is_said:
                     given.put("fsdp_reshard_after_forward", frees, name)
             elif word == "offload":
                 given.put("fsdp_offload_params", True, name)
@@ -234,7 +244,6 @@ def _sharding(given: GivenKeys) -> None:
                     f"{name} {word} is not supported: weights, gradients and optimizer lie in shards, or whole. Write "
                     f"one of {', '.join(SHARDING)}",
                 )
-    inner = given.take("fsdp_config") if given.foreign("fsdp_config") else None
     if inner is not None and not isinstance(inner, Mapping):
         given.refuse("fsdp_config", f"fsdp_config must be a mapping, got {inner!r}. Write the fsdp_* keys")
         return
@@ -243,8 +252,15 @@ def _sharding(given: GivenKeys) -> None:
         if bare in IN_FSDP_CONFIG and isinstance(value, bool):
             if value or bare == "reshard_after_forward":
                 given.put(IN_FSDP_CONFIG[bare], value, "fsdp_config")
+        elif bare == "sharding_strategy" and str(value).lower() in SHARDING:
+            strategy, frees = SHARDING[str(value).lower()]
+            given.put("fsdp_sharding_strategy", strategy, "fsdp_config")
+            if frees is not None:
+                given.put("fsdp_reshard_after_forward", frees, "fsdp_config")
+        elif bare in SAME_NUMBERS:
+            given.notes[f"fsdp_config.{bare}"] = SAME_NUMBERS[bare]
         elif value not in DONE_BY_FSDP2.get(bare, ()):
-            known = ", ".join([*IN_FSDP_CONFIG, *DONE_BY_FSDP2])
+            known = ", ".join([*IN_FSDP_CONFIG, "sharding_strategy", *DONE_BY_FSDP2, *SAME_NUMBERS])
             given.refuse("fsdp_config", f"fsdp_config: {key}: {value} is not supported (known: {known}). Remove it")
 
 

@@ -48,6 +48,19 @@ def test_a_prompt_without_room_for_its_completion_is_told_by_its_row(name: str, 
         build(name, model, tmp_path, dataset=[LONG], **keys)
 
 
+@pytest.mark.parametrize("name", UNDER_TEST)
+def test_rows_of_long_prompts_are_left_out_where_the_keys_say_so(name: str, model: str, tmp_path: Path) -> None:
+    trainer, config, own = UNDER_TEST[name]
+    keys: dict[str, Any] = {"max_prompt_length": 56, "drop_long_prompts": True, "eval_dataset": [SHORT, LONG]}
+    built = trainer(config(model, tmp_path, **own, **VLLM, **keys, dataset=[SHORT, LONG, SHORT]))
+    assert list(built.rows["prompt"]) == [SHORT["prompt"]] * 2
+    assert list(built.eval_rows["prompt"]) == [SHORT["prompt"]]
+    with pytest.raises(ConfigError, match=r"^dataset: all 2 prompts have more than max_prompt_length 56 tokens"):
+        build(name, model, tmp_path, **keys | {"dataset": [LONG] * 2})
+    with pytest.raises(ConfigError, match="drop_long_prompts needs max_prompt_length"):
+        build(name, model, tmp_path, drop_long_prompts=True)
+
+
 @pytest.mark.parametrize(
     "keys",
     [

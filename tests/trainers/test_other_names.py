@@ -153,6 +153,10 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
     (SFTConfig, "truncation_strategy: right", {}),
     (PretrainConfig, "truncation_strategy: split", {}),
     (GRPOConfig, "truncation_strategy: left\nmax_length: 64", {"max_prompt_length": 64}),
+    *(
+        (kind, "truncation_strategy: delete\nmax_length: 64", {"max_prompt_length": 64, "drop_long_prompts": True})
+        for kind in (GRPOConfig, PPOConfig)
+    ),
     (RewardConfig, "truncation_strategy: delete", {}),
     *(
         (kind, "truncation_strategy: delete", {"truncation_mode": "drop"})
@@ -407,7 +411,8 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "packing: true\nmax_length: 8\ntruncation_strategy: left",
         "is not supported: write right (rows keep their start)",
     ),
-    (GRPOConfig, "truncation_strategy: delete", "write left: long rows lose the beginning of their prompt"),
+    (GRPOConfig, "truncation_strategy: delete", "drop_long_prompts needs max_prompt_length"),
+    (GRPOConfig, "truncation_strategy: right", "write left: long rows lose the beginning of their prompt"),
     (SFTConfig, "save_strategy: epochs", "save_strategy must be one of steps, epoch, best, no, got 'epochs' (did you"),
     (SFTConfig, "save_strategy: best", "save_strategy best saves the best model so far: set metric_for_best_model"),
     (

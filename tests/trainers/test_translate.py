@@ -185,6 +185,14 @@ def test_a_script_of_verl_in_our_units(tmp_path: Path, capsys: pytest.CaptureFix
     assert checked(out, tmp_path).loss_type == "bnpo"
 
 
+def test_rows_that_verl_filters_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for value in ("True", "False"):
+        script = SCRIPT.replace("data.truncation", f"data.filter_overlong_prompts={value} data.truncation")
+        out, err = translated(script, "run.sh", tmp_path, capsys)
+        assert parse_text(out, "ours").get("drop_long_prompts", False) is (value == "True")
+        assert "filter_overlong_prompts" not in err
+
+
 def test_every_line_says_where_it_came_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = translated(SCRIPT, "run.sh", tmp_path, capsys)
     lines = out.split("\n\n")[0].splitlines()

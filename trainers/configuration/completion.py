@@ -21,6 +21,9 @@ class CompletionConfig(TrainConfig):
     """Prompts that a rollout worker completes at once (hf); null: all of its slice."""
     max_prompt_length: int | None = None
     """Tokens of a prompt that is to be completed; longer ones lose their beginning."""
+    drop_long_prompts: bool = False
+    """Leave out rows whose prompts have more than ``max_prompt_length`` tokens, instead of cutting these. GKD: for runs
+    that learn from completions alone (``lmbda: 1`` or ``seq_kd``)."""
     max_completion_length: int = 512
     """Tokens, the stop token included."""
     temperature: float = 1.0
@@ -104,6 +107,8 @@ def check_completion(config: CompletionConfig) -> None:
     at_least(config, 1, "vllm_tensor_parallel_size", "vllm_max_model_len", "vllm_max_num_seqs", "weight_bucket_mb")
     check_engine(config)
     at_least(config, 1, "max_completion_length", "max_prompt_length", "rollout_batch_size")
+    if config.drop_long_prompts and config.max_prompt_length is None:
+        raise ConfigError("drop_long_prompts needs max_prompt_length, which says what is too long. Set it.")
     check_model_len(config)
 
 

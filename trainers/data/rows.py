@@ -423,7 +423,8 @@ def drop_long_prompts(
         raise ValueError(f"all {len(rows)} prompts have more than max_prompt_length {max_prompt_length} tokens")
     if len(kept) < len(rows):
         logger.warning(
-            "dropped %d of %d rows with prompts over %d tokens", len(rows) - len(kept), len(rows), max_prompt_length
+            "%d of %d rows are left out: their prompts are longer than max_prompt_length %d",
+            *(len(rows) - len(kept), len(rows), max_prompt_length),
         )
     return rows.select(kept)
 

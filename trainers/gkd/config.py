@@ -46,9 +46,6 @@ class GKDConfig(CompletionConfig):
     """Those others learn from the teacher's completions instead."""
     max_length: int | None = 1024
     """Tokens of a dataset row; longer ones lose the beginning of their prompt."""
-    drop_long_prompts: bool = False
-    """Leave out rows whose prompts have more than ``max_prompt_length`` tokens; false: these lose their beginning. For
-    runs that learn from completions alone (``lmbda: 1`` or ``seq_kd``)."""
 
     # Generation
     max_completion_length: int = 128
@@ -140,8 +137,6 @@ def check_gkd(config: GKDConfig) -> None:
             f"drop_long_prompts is of prompts alone, and lmbda={config.lmbda} learns from the dataset's responses too. "
             "Remove it (of ms-swift's names: truncation_strategy: left), or write lmbda: 1 or seq_kd."
         )
-    if config.drop_long_prompts and config.max_prompt_length is None:
-        raise ConfigError("drop_long_prompts needs max_prompt_length, which says what is too long. Set it.")
     _check_teacher_engine(config)
 
 

@@ -56,7 +56,7 @@ from trainers.parts.checks import check_before_start, check_completions, check_p
 from trainers.parts.completion_metrics import rollout_metrics
 from trainers.parts.engine import numbered
 from trainers.parts.generator import Generator, Pending
-from trainers.parts.inputs import load_model_and_tokenizer, read_prompts
+from trainers.parts.inputs import load_model_and_tokenizer, read_prompts, without_long
 from trainers.parts.models import resolved_models
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.plugins import MODELS, load_plugins
@@ -152,21 +152,7 @@ class GKDTrainer:
 
     def read(self, source: Any, split: str) -> Any:
         """The rows of a dataset, each with a prompt; without long ones where ``drop_long_prompts`` says so."""
-        config, rows = self.config, read_prompts(self.config, source, split)
-        longest = config.max_prompt_length
-        if not config.drop_long_prompts or longest is None:
-            return rows
-        prompts = tokenize_prompts(rows, self.tokenizer, chat_template_kwargs=config.chat_template_kwargs)
-        lengths = list(map(len, prompts))
-        kept = [k for k, length in enumerate(lengths) if length <= longest]
-        if not kept:
-            raise ConfigError(f"dataset: all {len(rows)} prompts have more than max_prompt_length={longest} tokens")
-        if len(kept) < len(rows):
-            logger.warning(
-                "%d of %d rows are left out: their prompts are longer than max_prompt_length %d",
-                *(len(rows) - len(kept), len(rows), longest),
-            )
-        return rows.select(kept)
+        return without_long(self.config, read_prompts(self.config, source, split), self.tokenizer)
 
     def check_rows(self, rows: Any) -> None:
         """Raises ConfigError for rows without a prompt of the teacher's own where it needs one."""

@@ -61,7 +61,7 @@ from trainers.parts.checks import (
 from trainers.parts.completion_metrics import add_token_staleness, rollout_metrics
 from trainers.parts.frozen import Reference, Teacher
 from trainers.parts.generator import Generator, Pending
-from trainers.parts.inputs import load_model_and_tokenizer, read_prompts
+from trainers.parts.inputs import load_model_and_tokenizer, read_prompts, without_long
 from trainers.parts.models import check_same_tokens, resolved_models
 from trainers.parts.policy import Policy
 from trainers.parts.rewarder import Rewarder, check_rewards
@@ -164,18 +164,18 @@ class GRPOTrainer:
         return {**self.entropy_coef.state(), "rows_drawn": self.stream.num_drawn}
 
     def read(self, source: Any, split: str) -> Any:
-        """The rows of a dataset, each with a prompt."""
+        """The rows of a dataset, each with a prompt; without long ones where ``drop_long_prompts`` says so."""
         rows = read_prompts(self.config, source, split)
         with mistakes_of("dataset"):
             is_text = isinstance(prompt_of(rows[0]), str)
         if not self.config.tools:
-            return rows
+            return without_long(self.config, rows, self.tokenizer)
         if is_text or "tools" in rows.column_names:
             raise ConfigError(
                 "tools are shown by the chat template: prompts must be conversations, without own 'tools'"
             )
         shown = json.dumps(schemas(resolve_tools(self.config.tools)))
-        return rows.add_column("tools", [shown] * len(rows))
+        return without_long(self.config, rows.add_column("tools", [shown] * len(rows)), self.tokenizer)
 
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rayhelper import RayHelper
+from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.data.broken_rows import prompt_mistake, without_broken
-from trainers.data.rows import load_rows, prompt_of
+from trainers.data.rows import drop_long_prompts, load_rows, prompt_of
 from trainers.parts.model_checks import check_adapter, check_vocabulary, check_whole, configuration_of
 from trainers.parts.tokenizer import grown_model, load_tokenizer
 from trainers.plugins import load_plugins, resolve_model
@@ -42,6 +43,19 @@ def read_prompts(config: RunConfig, source: Any, split: str) -> Any:
             prompt_of(rows[0])
         mistake = partial(prompt_mistake, empty=getattr(config, "has_environment", False))
         return without_broken(rows, mistake, "prompt", "messages", skip=skips_broken(config))
+
+
+def without_long(config: CompletionConfig, rows: Any, tokenizer: Any) -> Any:
+    """The rows, less those of long prompts where ``drop_long_prompts`` says so. Raises ConfigError if none is left."""
+    if not config.drop_long_prompts or config.max_prompt_length is None:
+        return rows
+    with mistakes_of("dataset"):
+        return drop_long_prompts(
+            rows,
+            tokenizer,
+            max_prompt_length=config.max_prompt_length,
+            chat_template_kwargs=config.chat_template_kwargs,
+        )
 
 
 def skips_broken(config: RunConfig) -> bool:

@@ -40,7 +40,7 @@ from trainers.parts.checks import check_before_start, check_completions, check_p
 from trainers.parts.completion_metrics import rollout_metrics
 from trainers.parts.frozen import Reference
 from trainers.parts.generator import Generator
-from trainers.parts.inputs import load_model_and_tokenizer, read_prompts
+from trainers.parts.inputs import load_model_and_tokenizer, read_prompts, without_long
 from trainers.parts.models import check_same_tokens, resolved_models
 from trainers.parts.policy import Critic, Policy
 from trainers.parts.rewarder import Rewarder, check_rewards
@@ -115,8 +115,8 @@ class PPOTrainer:
         check_prompts_fit(config, datasets, self.tokenizer, self.model_path)
 
     def read(self, source: Any, split: str) -> Any:
-        """The rows of a dataset, each with a prompt."""
-        return read_prompts(self.config, source, split)
+        """The rows of a dataset, each with a prompt; without long ones where ``drop_long_prompts`` says so."""
+        return without_long(self.config, read_prompts(self.config, source, split), self.tokenizer)
 
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""

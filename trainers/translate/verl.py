@@ -116,6 +116,8 @@ def _data(theirs: Theirs, ours: Ours) -> None:
     if (seed := theirs.take("data.seed")) is not None:
         ours.say("seed", seed, theirs, "data.seed")
     ours.say("max_prompt_length", theirs.take("data.max_prompt_length"), theirs, "data.max_prompt_length")
+    if theirs.take("data.filter_overlong_prompts", False):
+        ours.say("drop_long_prompts", True, theirs, "data.filter_overlong_prompts")
     ours.say("max_completion_length", theirs.take("data.max_response_length"), theirs, "data.max_response_length")
     if kwargs := theirs.below("data.apply_chat_template_kwargs."):
         ours.say(

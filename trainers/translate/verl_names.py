@@ -163,7 +163,6 @@ WITHOUT = {
     "OptimizerConfig, and optimizer_offload for an optimizer on the host",
     "actor_rollout_ref.hybrid_engine": "policy and engine share devices by the device groups",
     "actor_rollout_ref.nccl_timeout": "timeout_s limits a call to a role",
-    "data.filter_overlong_prompts": "a prompt over max_prompt_length loses its beginning; theirs leaves the row out",
     "data.truncation": "a prompt over max_prompt_length loses its beginning",
     "data.return_raw_chat": "prompts are conversations or texts",
     "data.return_raw_input_ids": "prompts are conversations or texts",

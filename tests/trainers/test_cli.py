@@ -23,6 +23,7 @@ from trainers import cli, commands
 from trainers.cli import load_config, main, placement, run, save_config
 from trainers.configuration.reading import command_line
 from trainers.configuration.shared import RunConfig, TrainConfig
+from trainers.dpo.config import DPOConfig
 from trainers.grpo.config import GRPOConfig
 from trainers.sft.config import PretrainConfig, SFTConfig
 
@@ -309,6 +310,25 @@ def test_help_tells_every_key_its_meaning_and_its_other_names(capsys: pytest.Cap
     assert all(f"--{key.name} " in shown for key in dataclasses.fields(Config))
     assert "Gradients are scaled down to this norm; 0: never." in shown
     assert "lr = learning_rate" in shown
+
+
+@pytest.mark.parametrize(
+    ("config_type", "own", "common"),
+    [
+        (GRPOConfig, ["num_generations", "reward_funcs", "epsilon"], ["model", "learning_rate", "max_prompt_length"]),
+        (PretrainConfig, ["max_length", "packing"], ["model", "output_dir", "save_steps"]),
+        (DPOConfig, ["loss_type", "beta"], ["model", "ref_model", "lora_rank"]),
+    ],
+)
+def test_help_shows_the_keys_of_the_trainer_before_the_common_ones(
+    config_type: type[Any], own: list[str], common: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load_config(config_type, ["--help"])
+    shown = capsys.readouterr().out
+    first, second = (shown.index(title) for title in ("keys of this trainer:", "keys of all trainers, or of several:"))
+    assert all(first < shown.index(f"  --{name} ") < second for name in own)
+    assert all(second < shown.index(f"  --{name} ") for name in common)
 
 
 @pytest.mark.parametrize("config_type", [SFTConfig, PretrainConfig, GRPOConfig])

@@ -15,6 +15,7 @@ from rayhelper.text import Loader
 from trainers.configuration.others.other_names import ALIASES
 from trainers.configuration.reading.secrets import masked
 
+COMMON = "trainers.configuration."  # the modules of keys that several trainers share
 MAX_SAVED_ROWS = 1000  # YAML takes milliseconds a row
 
 
@@ -45,9 +46,18 @@ def print_help(config_type: Any, prog: str | None) -> NoReturn:
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of the keys below")
     parser.add_argument("--print_config", action="store_true", help="print the configuration as YAML and exit")
-    parser.add_class_arguments(config_type, None)
+    own = {name for name in keys if not _is_common(config_type, name)}
+    for title, others in (("keys of this trainer", set(keys) - own), ("keys of all trainers, or of several", own)):
+        group = parser.add_argument_group(title)
+        group.add_class_arguments(config_type, None, as_group=False, skip=others)
     print(re.sub(r", --\w+\+ \S+", "", parser.format_help()), end="")  # appending is not offered
     sys.exit(0)
+
+
+def _is_common(config_type: type, name: str) -> bool:
+    """Whether a key is one of the configurations that several trainers share, whatever its default is here."""
+    first = next(kind for kind in reversed(config_type.__mro__) if name in vars(kind).get("__annotations__", {}))
+    return first.__module__.startswith(COMMON)
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:

@@ -412,6 +412,10 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
         "is not supported: write right (rows keep their start)",
     ),
     (GRPOConfig, "truncation_strategy: delete", "drop_long_prompts needs max_prompt_length"),
+    *(
+        (kind, "completion_length_limit_scope: per_round", "completions of several turns are of GRPO and GKD alone")
+        for kind in (PPOConfig, SFTConfig, DPOConfig, SamplingConfig)
+    ),
     (GRPOConfig, "truncation_strategy: right", "write left: long rows lose the beginning of their prompt"),
     (SFTConfig, "save_strategy: epochs", "save_strategy must be one of steps, epoch, best, no, got 'epochs' (did you"),
     (SFTConfig, "save_strategy: best", "save_strategy best saves the best model so far: set metric_for_best_model"),

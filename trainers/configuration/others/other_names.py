@@ -340,7 +340,7 @@ REFUSED = {
     "reward_model_plugin": "write a reward function in a file of external_plugins",
     "multi_turn_scheduler": "GRPO and GKD have it, without environment beside it. Write one of them, or remove it",
     "use_gym_env": "write environment: name",
-    "completion_length_limit_scope": "max_completion_length holds for all turns together. Write total",
+    "completion_length_limit_scope": "completions of several turns are of GRPO and GKD alone. Remove it",
     **dict.fromkeys(("stop_words", "stop_strings", "stop"), _STOPS),
     "real_tau": "loss_type real is not built; see loss_type",
     "teacher_tag_key": "there is one teacher. Write teacher_model",

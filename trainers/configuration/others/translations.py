@@ -454,26 +454,33 @@ def _turns(given: GivenKeys) -> None:
     """ms-swift's schedulers are environments here; the reward of theirs counts where ``use_gym_env`` says so."""
     if "environment" not in given.known:
         return
-    game = given.get("environment")
-    scheduler = given.get("multi_turn_scheduler") if given.foreign("multi_turn_scheduler") else None
-    is_other = scheduler is not None and game is not None and given.written.get("environment") != "gym_env"
+    game, name = given.get("environment"), "multi_turn_scheduler"
+    scheduler = given.get(name) if given.foreign(name) else None
     if scheduler in SCHEDULERS_NOT_BUILT:
-        given.take("multi_turn_scheduler")
-        given.refuse("multi_turn_scheduler", f"multi_turn_scheduler {scheduler}: {SCHEDULERS_NOT_BUILT[scheduler]}")
+        given.take(name)
+        given.refuse(name, f"{name} {scheduler}: {SCHEDULERS_NOT_BUILT[scheduler]}")
         return
-    if given.foreign("multi_turn_scheduler") and (not is_other or scheduler == "gym_scheduler"):
-        given.take("multi_turn_scheduler")
-        if scheduler is not None and game is None:
-            given.put("environment", scheduler, "multi_turn_scheduler")
-        elif scheduler not in (None, "gym_scheduler"):
-            given.values["environment"] = {"name": scheduler, "gym_env": game}
+    plays = _player(scheduler, game)
+    is_theirs = game is None or plays == game or given.written["environment"] == "gym_env"
+    if given.foreign(name) and is_theirs:  # beside an environment of ours it is told as a key that is none
+        given.take(name)
+        if plays != game:
+            given.values.pop("environment", None)
+            given.put("environment", plays, name)
     has_environment = given.get("environment") is not None
     said = given.get("use_gym_env") if given.foreign("use_gym_env") else None
     if given.foreign("use_gym_env") and (has_environment or said is not True):
         given.take("use_gym_env")
     is_rewarded = (game is not None) if said is None else said is True
     if "environment_reward" in given.known and has_environment and not is_rewarded:
-        given.put("environment_reward", False, "multi_turn_scheduler" if said is None else "use_gym_env")
+        given.put("environment_reward", False, name if said is None else "use_gym_env")
+
+
+def _player(scheduler: Any, game: Any) -> Any:
+    """The environment that plays the turns: the scheduler, the game, or the scheduler with the game."""
+    if game is None:
+        return scheduler
+    return game if scheduler in (None, "gym_scheduler") else {"name": scheduler, "gym_env": game}
 
 
 def _thinking(given: GivenKeys) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,13 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForSequenceClassification
 
+from rayhelper import ConfigError
 from tests.e2e.runs import grpo_config, ppo_config
 from tests.golden.tiny import save_tiny, tiny_model, tiny_tokenizer
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.plugins import MODELS
 from trainers.ppo.trainer import PPOTrainer
 from trainers.rewards.functions import resolve_rewards, score
-from trainers.rewards.models import RewardModel, model_name, names_reward_model
+from trainers.rewards.models import RewardModel, check_reward_model, model_name, names_reward_model
+from trainers.sampling.config import SamplingConfig
+from trainers.sampling.trainer import SamplingTrainer
 
 TEXTS = ["a", "the sea", "a bee sees two deer near the sea", "", "no one ever was there before, so they all rest"]
 PROMPTS = ["two words: ", "one: ", "a tale: ", "nothing: ", "a longer tale, please: "]
@@ -161,3 +165,48 @@ def test_a_score_that_is_no_number_is_refused_by_model_and_row(folder: str) -> N
         model.module.score.weight.fill_(torch.nan)
     with pytest.raises(ValueError, match=r"reward model 'judge' gave nan for row 0, 'a': rewards must be finite"):
         model.score(PROMPTS, TEXTS)
+
+
+PRM = {  # of Qwen2.5-Math-PRM-7B
+    "architectures": ["Qwen2ForProcessRewardModel"],
+    "auto_map": {
+        "AutoConfig": "configuration_qwen2_rm.Qwen2RMConfig",
+        "AutoModel": "modeling_qwen2_rm.Qwen2ForProcessRewardModel",
+    },
+}
+OWN = {"architectures": ["MyRewards"], "auto_map": {"AutoModelForSequenceClassification": "mine.MyRewards"}}
+
+
+@pytest.mark.parametrize(
+    ("held", "why"),
+    [
+        (PRM, "is a Qwen2ForProcessRewardModel, but reward models are loaded as AutoModelForSequenceClassification"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "is a Qwen3ForCausalLM, but .* file of external_plugins"),
+        (OWN, r"comes with code of its own \(mine.MyRewards\). Set trust_remote_code: true"),
+    ],
+)
+def test_a_model_that_cannot_give_rewards_is_told_before_anything_starts(
+    held: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "judge"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(held))
+    config = SamplingConfig(model="m", dataset="d", prm_model=str(folder), output_dir=str(tmp_path / "out"))
+    with pytest.raises(ConfigError, match=f"^prm_model: .*{why}") as error:
+        SamplingTrainer.check(config, None)
+    assert "\n" not in str(error.value)
+    policy = save_tiny(tmp_path / "policy")
+    grpo = grpo_config(policy, tmp_path / "grpo", reward_model=[str(folder)], reward_weights=None)
+    ppo = ppo_config(policy, tmp_path / "ppo", reward_model=str(folder), reward_weights=None)
+    for trainer, one in ((GRPOTrainer, grpo), (PPOTrainer, ppo)):
+        with pytest.raises(ConfigError, match=f"^reward_model: .*{why}"):
+            trainer.check(one, None)
+
+
+def test_models_of_which_a_folder_does_not_say_what_they_are_are_left_to_be_loaded(folder: str, tmp_path: Path) -> None:
+    check_reward_model(folder, trust_remote_code=False)
+    check_reward_model("org/on-the-hub", trust_remote_code=False)
+    (tmp_path / "config.json").write_text(json.dumps(OWN))
+    check_reward_model(tmp_path, trust_remote_code=True)
+    (tmp_path / "config.json").write_text("{}")
+    check_reward_model(tmp_path, trust_remote_code=False)

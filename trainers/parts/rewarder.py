@@ -27,7 +27,7 @@ from trainers.metrics import Metrics
 from trainers.parts.models import resolve_dtype
 from trainers.rewards.advantages import add_reward_metrics, group_advantages, total_rewards
 from trainers.rewards.functions import numbered, resolve_rewards, score
-from trainers.rewards.models import RewardModel, model_name
+from trainers.rewards.models import RewardModel, check_reward_model, model_name
 from trainers.rewards.pool import RewardPool
 from trainers.rewards.texts import chat_completions
 
@@ -169,7 +169,12 @@ def pool_of(
 
 
 def check_rewards(config: CompletionConfig, functions: Sequence[Any], num_processes: int = 0) -> None:
-    """Raises ConfigError for functions that are not there, or that other processes cannot be sent."""
+    """Raises ConfigError for functions that are not there, or that other processes cannot be sent, and for models that
+    are none of rewards."""
+    models = getattr(config, "reward_model", None) or []
+    with mistakes_of("reward_model"):
+        for model in [models] if isinstance(models, str) else models:
+            check_reward_model(model, config.trust_remote_code)
     with mistakes_of("reward_funcs"):
         resolve_rewards(functions)
     if num_processes:

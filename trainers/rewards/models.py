@@ -11,6 +11,7 @@ special tokens and end of sequence, and so at a token at which its RewardTrainer
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,8 @@ from torch.nn.utils.rnn import pad_sequence
 from trainers.backends.device import default_device
 from trainers.data.preferences import completed_ids
 from trainers.plugins import MODELS, REWARDS
+
+CLASSIFIER = "AutoModelForSequenceClassification"  # what reward models are loaded as
 
 
 class RewardModel:
@@ -104,6 +107,27 @@ def names_reward_model(spec: Any) -> bool:
     if not isinstance(spec, str) or spec in REWARDS:
         return False
     return spec in MODELS or "/" in spec or Path(spec).expanduser().is_dir()
+
+
+def check_reward_model(model: str | Path, trust_remote_code: bool) -> None:
+    """Raises ValueError for a folder whose config.json says that it holds no sequence classifier.
+
+    Such are language models, and process reward models whose own code scores the steps. Of a hub's model nothing is
+    known before it is loaded.
+    """
+    try:
+        found = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+        names, own = found.get("architectures") or [], found.get("auto_map") or {}
+    except (OSError, ValueError, AttributeError):  # who loads the model says what is wrong with it
+        return
+    is_own = CLASSIFIER in own
+    if names and not is_own and not any(CLASSIFIER.removeprefix("AutoModel") in str(name) for name in names):
+        raise ValueError(
+            f"{str(model)!r} is a {names[0]}, but reward models are loaded as {CLASSIFIER}. Write a function that "
+            "loads it in a file of external_plugins, and name that function (reward_funcs; in sampling prm_model)"
+        )
+    if is_own and not trust_remote_code:
+        raise ValueError(f"{str(model)!r} comes with code of its own ({own[CLASSIFIER]}). Set trust_remote_code: true")
 
 
 def _load_tokenizer(model: str | Path, trust_remote_code: bool) -> Any:

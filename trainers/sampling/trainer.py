@@ -37,7 +37,7 @@ from trainers.configuration.reading.text import save_config
 from trainers.data.rows import prompt_of
 from trainers.parts.inputs import read_rows
 from trainers.plugins import load_plugins, resolve_model
-from trainers.rewards.models import names_reward_model
+from trainers.rewards.models import check_reward_model, names_reward_model
 from trainers.rollout.hf import check_generation_kwargs
 from trainers.run.trackers import Trackers
 from trainers.sampling.candidates import Candidates, Questions, completion_of, judged
@@ -82,8 +82,10 @@ class SamplingTrainer:
         with mistakes_of("external_plugins"):
             load_plugins(config.external_plugins)
         for key, spec in (("prm_model", config.prm_model), ("orm_model", config.orm_model)):
-            if spec is not None and not names_reward_model(spec):
-                with mistakes_of(key):
+            with mistakes_of(key):
+                if names_reward_model(spec):
+                    check_reward_model(spec, config.trust_remote_code)
+                elif spec is not None:
                     scoring_function(spec, takes_steps=key == "prm_model")
         if config.engine == "hf":
             keys = [one.name for one in dataclasses.fields(config)]

@@ -20,7 +20,7 @@ from trainers.backends.fsdp import sharding
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Ragged, Samples
 from trainers.rollout.base import Sampling
-from trainers.rollout.hf import HfEngine
+from trainers.rollout.hf.engine import HfEngine
 
 SETTINGS: dict[str, Any] = {
     "learning_rate": 1e-3,

@@ -50,7 +50,7 @@ from trainers.parts.engine import prompts_of, sampling_of
 from trainers.parts.generator import Generator
 from trainers.ppo.trainer import PPOTrainer
 from trainers.rollout.base import Sampling
-from trainers.rollout.hf import HfEngine
+from trainers.rollout.hf.engine import HfEngine
 
 LEARNER = ["train", "reference", "teacher", "reward"]
 ROLES = [*LEARNER, "rollout"]

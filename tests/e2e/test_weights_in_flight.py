@@ -32,7 +32,7 @@ from trainers.grpo.trainer import GRPOTrainer
 from trainers.metrics import Metrics
 from trainers.parts.generator import Generator
 from trainers.rollout.base import Sampling
-from trainers.rollout.hf import HfEngine
+from trainers.rollout.hf.engine import HfEngine
 from trainers.run.run import Run
 
 BEFORE = 3  # tokens of a completion before new weights come

@@ -27,7 +27,7 @@ from trainers.batch import Prompts, Ragged
 from trainers.parts.completion_metrics import rollout_metrics
 from trainers.parts.fingerprints import fingerprints
 from trainers.rollout.base import Completion, Sampling
-from trainers.rollout.hf import HfEngine
+from trainers.rollout.hf.engine import HfEngine
 from trainers.rollout.vllm.core import Core
 from trainers.rollout.vllm.engine import VllmEngine
 from trainers.rollout.vllm.settings import checked_engine_kwargs

@@ -36,7 +36,7 @@ from trainers.parts.engine import build_vllm
 from trainers.parts.fingerprints import fingerprints
 from trainers.parts.weights import StaleWeightsError, copy, receive, send
 from trainers.rollout.base import Sampling
-from trainers.rollout.hf import HfEngine
+from trainers.rollout.hf.engine import HfEngine
 from trainers.rollout.vllm.engine import VllmEngine
 
 in_vllm_process = pytest.mark.xdist_group("vllm")

@@ -27,7 +27,7 @@ from trainers.configuration.completion import CompletionConfig
 from trainers.parts.engine import build_vllm
 from trainers.parts.fingerprints import fingerprints
 from trainers.rollout.base import Sampling
-from trainers.rollout.hf import HfEngine
+from trainers.rollout.hf.engine import HfEngine
 
 SAMPLING = Sampling(max_completion_length=12, temperature=0.0)
 

@@ -27,7 +27,7 @@ from trainers.parts import generator
 from trainers.parts.checks import check_completions
 from trainers.parts.engine import vllm_settings
 from trainers.ppo import trainer as ppo
-from trainers.rollout.hf import HfEngine
+from trainers.rollout.hf.engine import HfEngine
 
 KEYS: dict[str, Any] = {"eval_dataset": None, "max_steps": 2, "learning_rate": 0.1, "warmup_steps": 0}
 ROOM: dict[str, Any] = {"sleep_level": 1, "offload_model": True, "offload_optimizer": True}

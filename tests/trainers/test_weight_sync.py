@@ -13,7 +13,7 @@ from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.configuration.completion import CompletionConfig
 from trainers.parts.weights import StaleWeightsError, check, copy, exported, receive, send, way_of
-from trainers.rollout.hf import HfEngine
+from trainers.rollout.hf.engine import HfEngine
 
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 NORM = "model.norm.weight"

@@ -26,7 +26,7 @@ from trainers.parts import policy
 from trainers.parts.fingerprints import fingerprints
 from trainers.parts.weights import StaleWeightsError, copy, receive, send
 from trainers.rollout.base import Sampling
-from trainers.rollout.hf import HfEngine
+from trainers.rollout.hf.engine import HfEngine
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",

@@ -61,7 +61,7 @@ from trainers.parts.models import resolved_models
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.plugins import MODELS, load_plugins
 from trainers.rollout.environments import Environment
-from trainers.rollout.hf import check_stop_tokens
+from trainers.rollout.hf.settings import check_stop_tokens
 from trainers.rollout.schedulers import environment_named
 from trainers.run.run import Run, saved_order
 

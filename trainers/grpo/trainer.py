@@ -68,7 +68,7 @@ from trainers.parts.rewarder import Rewarder, check_rewards
 from trainers.parts.tokenizer import tokenizer_there
 from trainers.plugins import load_plugins
 from trainers.rollout.environments import Environment
-from trainers.rollout.hf import check_stop_tokens
+from trainers.rollout.hf.settings import check_stop_tokens
 from trainers.rollout.schedulers import environment_named, is_scheduler
 from trainers.rollout.tool_calls import tool_call_parser
 from trainers.rollout.tools import ToolEnvironment, resolve_tools, schemas

@@ -21,7 +21,7 @@ from trainers.parts.engine import lora_settings_of_engine, sampling_of
 from trainers.parts.model_checks import check_model_folder, check_new_tokens, check_optimizer
 from trainers.parts.models import lora_settings
 from trainers.plugins import load_plugins
-from trainers.rollout.hf import check_generation_kwargs
+from trainers.rollout.hf.settings import check_generation_kwargs
 from trainers.run.run import resumed_state
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from trainers.data.rows import tokenize_prompts
 from trainers.parts.models import resolve_dtype
 from trainers.parts.weights import is_beside
 from trainers.rollout.base import Engine, Sampling
-from trainers.rollout.hf import HfEngine
+from trainers.rollout.hf.engine import HfEngine
 
 if TYPE_CHECKING:
     from trainers.rollout.vllm.engine import VllmEngine

@@ -56,7 +56,7 @@ from trainers.ppo.samples import (
     value_samples,
 )
 from trainers.rewards import gae
-from trainers.rollout.hf import check_stop_tokens
+from trainers.rollout.hf.settings import check_stop_tokens
 from trainers.run.run import Run, saved_order
 
 HEADLINE = ("objective/scores", "objective/kl", "loss/policy_avg", "loss/value_avg")

@@ -25,7 +25,8 @@ from trainers.parts.models import resolve_dtype
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.rewards.models import names_reward_model
 from trainers.rollout.base import Engine, Sampling
-from trainers.rollout.hf import HfEngine, check_stop_tokens
+from trainers.rollout.hf.engine import HfEngine
+from trainers.rollout.hf.settings import check_stop_tokens
 from trainers.sampling.candidates import Candidates, Questions
 from trainers.sampling.config import SamplingConfig
 from trainers.sampling.openai_client import OpenAIClient, Reply

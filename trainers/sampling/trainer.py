@@ -38,7 +38,7 @@ from trainers.data.rows import prompt_of
 from trainers.parts.inputs import read_rows
 from trainers.plugins import load_plugins, resolve_model
 from trainers.rewards.models import check_reward_model, names_reward_model
-from trainers.rollout.hf import check_generation_kwargs
+from trainers.rollout.hf.settings import check_generation_kwargs
 from trainers.run.trackers import Trackers
 from trainers.sampling.candidates import Candidates, Questions, completion_of, judged
 from trainers.sampling.config import SamplingConfig

@@ -27,7 +27,8 @@ from rayhelper import ConfigError
 from trainers.backends.device import default_device
 from trainers.batch import Prompts, Ragged, Rollouts, Sequences
 from trainers.rollout.base import Completion, Sampling
-from trainers.rollout.hf import no_rollouts, refuse_empty_prompts
+from trainers.rollout.completions import no_rollouts, rollouts_of
+from trainers.rollout.hf.settings import refuse_empty_prompts
 from trainers.rollout.vllm.adapter import (
     adapter_fingerprints,
     adapter_settings,
@@ -38,7 +39,7 @@ from trainers.rollout.vllm.core import Core, no_garbage_collection
 from trainers.rollout.vllm.model import check_experts, load, model_fingerprints
 from trainers.rollout.vllm.patches import leave_group
 from trainers.rollout.vllm.processes import ModelProcesses, uninterrupted
-from trainers.rollout.vllm.running import Running, rollouts_of
+from trainers.rollout.vllm.running import Running
 from trainers.rollout.vllm.scores import Scores
 from trainers.rollout.vllm.settings import (
     check_device,

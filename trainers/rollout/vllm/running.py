@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from trainers.batch import Ragged, Rollouts
 from trainers.rollout.base import Completion
 
 
@@ -43,14 +41,3 @@ class Running:
             np.repeat([version for version, _ in self.versions], np.diff([*starts, len(self.ids)])),
             truncated=reason == "length",
         )
-
-
-def rollouts_of(completions: Sequence[Completion]) -> Rollouts:
-    """The completions as a batch."""
-    return Rollouts(
-        prompt_ids=Ragged.of([completion.prompt_ids for completion in completions], np.int64),
-        completion_ids=Ragged.of([completion.ids for completion in completions], np.int64),
-        rollout_logps=Ragged.of([completion.logps for completion in completions], np.float32),
-        truncated=np.array([completion.truncated for completion in completions], bool),
-        policy_versions=Ragged.of([completion.versions for completion in completions], np.int64),
-    )

@@ -13,7 +13,7 @@ from rayhelper.text import nearest
 from trainers.batch import Prompts
 from trainers.configuration.reading.typed_values import typed
 from trainers.rollout.base import Sampling
-from trainers.rollout.hf import check_fields, keys_of_sampling, stop_token_ids
+from trainers.rollout.hf.settings import check_fields, keys_of_sampling, stop_token_ids
 
 ENGINES = {  # the keys that choose vLLM, by those that have fields of its EngineArgs
     "vllm_engine_kwargs": "rollout_engine",

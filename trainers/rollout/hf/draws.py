@@ -19,25 +19,25 @@ TRUNCATIONS = ("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "renormaliz
 
 
 class Draws:
-    """The draws of a batch of prompts. That of a prompt depends on ``seed`` and its number in ``numbers`` (B,) alone.
+    """The draws of a batch of prompts, by the random numbers of each (B, T): see ``uniform``.
 
     ``processors(width, device)`` are logits processors of transformers' greedy search for prompts padded to ``width``:
     they leave the token that was drawn.
     """
 
-    def __init__(self, sampling: Sampling, seed: int, numbers: np.ndarray) -> None:
-        self.sampling = sampling
-        generators = [np.random.default_rng([seed, int(number)]) for number in numbers]
-        # (B, T), uniform in [0, 1): the first tokens' are the same whatever the limit
-        self.uniform_BT = torch.from_numpy(
-            np.stack([each.random(sampling.max_completion_length) for each in generators])
-        )
+    def __init__(self, sampling: Sampling, uniform_BT: np.ndarray) -> None:
+        self.sampling, self.uniform_BT = sampling, torch.from_numpy(uniform_BT)
 
     def processors(self, width: int, device: torch.device) -> Any:
         """In the order in which transformers samples: temperature, truncations, and the draw."""
         from transformers import LogitsProcessorList
 
         return LogitsProcessorList([*truncations(self.sampling, device), drawing(self.uniform_BT.to(device), width)])
+
+
+def uniform(seed: int, number: int, limit: int) -> np.ndarray:
+    """(limit,) random numbers in [0, 1) of a prompt. The first are the same whatever the limit."""
+    return np.random.default_rng([seed, number]).random(limit)
 
 
 def truncations(sampling: Sampling, device: torch.device) -> list[Any]:

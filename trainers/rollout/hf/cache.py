@@ -1,0 +1,135 @@
+"""Keys and values of the sequences in slots: one row of fixed length per slot, as a cache of transformers.
+
+A forward pass either reads one token of each of the first slots (``decoding``), or beginnings of prompts that are
+written into rows (``filling``). ``probing`` learns what a layer keeps per token, before there are rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+KNOWN = (DynamicLayer, DynamicSlidingWindowLayer)  # what transformers keeps for attention; recurrent layers have others
+
+
+class View:
+    """What the forward pass that is next reads and writes; all layers share it."""
+
+    mode: Literal["probing", "filling", "decoding"] = "probing"
+    positions: torch.Tensor  # decoding: (B,), where each row's token stands
+    rows: torch.Tensor  # decoding: (B,), 0 to B - 1; filling: (N,), the slots to write
+    sources: torch.Tensor  # filling: (N,), for each slot the row of the batch
+    length: int  # decoding: what is read of a row
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys (S, H, T, D) and values."""
+
+    is_compileable = True
+    keys: Any  # tensors once there are rows
+    values: Any
+    dtype: torch.dtype
+    device: torch.device
+
+    def __init__(self, view: View, *, is_sliding: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.view, self.is_sliding = view, is_sliding
+        self.shapes: tuple[tuple[int, int], ...] = ()  # heads and head size of keys and of values; empty: keeps nothing
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Notes what there is per token. Keys are kept in the dtype of values, in which attention takes them."""
+        self.dtype, self.device = value_states.dtype, value_states.device
+        self.shapes = (key_states.shape[1], key_states.shape[3]), (value_states.shape[1], value_states.shape[3])
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes what is new; gives all that its queries may look at."""
+        view = self.view
+        if view.mode == "probing":
+            self.lazy_initialization(key_states, value_states)
+            return key_states, value_states
+        pairs = ((self.keys, key_states), (self.values, value_states))
+        if view.mode == "filling":
+            for kept, new in pairs:
+                written = kept[:, :, : new.shape[2]]
+                written.index_copy_(0, view.rows, new.to(kept.dtype).index_select(0, view.sources))
+            return key_states, value_states
+        for kept, new in pairs:
+            kept[view.rows, :, view.positions] = new[:, :, 0].to(kept.dtype)
+        width = len(view.rows)
+        return self.keys[:width, :, : view.length], self.values[:width, :, : view.length]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many keys ``update`` gives, and the position of the first."""
+        return self.view.length if self.view.mode == "decoding" else query_length, 0
+
+    def get_seq_length(self) -> Any:
+        """Where the first query stands; in decoding (B,), one position per row."""
+        return self.view.positions if self.view.mode == "decoding" else 0
+
+    def get_max_length(self) -> int:
+        """No maximum: ``SlotCache.resize`` makes rows longer."""
+        return -1
+
+
+class SlotCache(Cache):
+    """A model's cache. There are no rows before ``resize``.
+
+    Raises:
+        ValueError: the architecture keeps something else than keys and values.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.view = View()
+        theirs = DynamicCache(config=config).layers
+        foreign = sorted({type(layer).__name__ for layer in theirs if type(layer) not in KNOWN})
+        if foreign or not theirs:
+            raise ValueError(f"its cache has layers of {', '.join(foreign) or 'no known kind'}")
+        self.num_slots = self.length = 0
+        self.all = [SlotLayer(self.view, is_sliding=isinstance(layer, DynamicSlidingWindowLayer)) for layer in theirs]
+        super().__init__(layers=list(self.all))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of all layers; known when the model has run once in mode ``probing``."""
+        return sum(heads * size * layer.dtype.itemsize for layer in self.keeping for heads, size in layer.shapes)
+
+    @property
+    def keeping(self) -> list[SlotLayer]:
+        """Layers that keep something: in some architectures layers share what one of them keeps."""
+        return [layer for layer in self.all if layer.shapes]
+
+    def resize(self, num_slots: int, length: int) -> None:
+        """Rows for so many slots and tokens; what they hold stays, as far as there is room. 0 slots: frees all."""
+        kept_slots, kept_length = min(num_slots, self.num_slots), min(length, self.length)
+        for layer in self.keeping:
+            for name, (heads, size) in zip(("keys", "values"), layer.shapes, strict=True):
+                new = torch.zeros(num_slots, heads, length, size, dtype=layer.dtype, device=layer.device)
+                if kept_slots:
+                    new[:kept_slots, :, :kept_length] = getattr(layer, name)[:kept_slots, :, :kept_length]
+                setattr(layer, name, new)
+            layer.is_initialized = True
+        self.num_slots, self.length = num_slots, length
+
+    def move(self, origins: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copies rows from slots to slots."""
+        for layer in self.keeping:
+            for kept in (layer.keys, layer.values):
+                kept.index_copy_(0, targets, kept.index_select(0, origins))
+
+    def probe(self) -> None:
+        """The next forward pass shows what layers keep."""
+        self.view.mode = "probing"
+
+    def fill(self, rows: torch.Tensor, sources: torch.Tensor) -> None:
+        """The next forward pass reads beginnings of prompts: row ``sources[i]`` is for slot ``rows[i]``."""
+        self.view.mode, self.view.rows, self.view.sources = "filling", rows, sources
+
+    def decode(self, rows: torch.Tensor, positions: torch.Tensor, length: int) -> None:
+        """The next forward pass reads a token of each of the first slots, and ``length`` tokens of their rows."""
+        self.view.mode, self.view.rows = "decoding", rows
+        self.view.positions, self.view.length = positions, length

@@ -227,10 +227,14 @@ def test_a_worker_that_dies_while_weights_come_in_flight_is_replaced_and_no_row_
     ("keys", "message"),
     [
         ({"max_staleness": 0}, "weight_sync_interval is set, but max_staleness is 0"),
-        ({"rollout_engine": "hf"}, "weight_sync_interval needs rollout_engine: vllm"),
         ({"weight_sync_interval": 0}, "weight_sync_interval"),
     ],
 )
 def test_an_interval_without_a_meaning_is_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         in_flight_config("model", tmp_path, **keys)
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_an_interval_is_taken_with_every_engine(engine: str, tmp_path: Path) -> None:
+    assert in_flight_config("model", tmp_path, rollout_engine=engine).weight_sync_interval == BEFORE

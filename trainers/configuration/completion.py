@@ -16,7 +16,7 @@ class CompletionConfig(TrainConfig):
 
     # Generation
     rollout_engine: Literal["hf", "vllm"] = "hf"
-    """What completes prompts. hf: transformers' generate; vllm: vLLM, which is installed apart."""
+    """What completes prompts. hf: the transformers model, in slots; vllm: vLLM, which is installed apart."""
     rollout_batch_size: int | None = None
     """Prompts that a rollout worker completes at once (hf); null: all of its slice."""
     max_prompt_length: int | None = None

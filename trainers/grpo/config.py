@@ -55,8 +55,8 @@ class GRPOConfig(CompletionConfig):
     a queue, filled again when its last is needed. Role rollout needs devices of its own."""
     weight_sync_interval: int | None = None
     """With ``max_staleness``: engines look for new weights after so many decoding steps, and go on with them in the
-    middle of completions; null: new weights wait until all that was begun has ended. Needs rollout_engine: vllm,
-    and has an effect with Ray alone: without it processes generate and train by turns."""
+    middle of completions; null: new weights wait until all that was begun has ended. It has an
+    effect with Ray alone: without it processes generate and train by turns."""
 
     # Generation
     dynamic_sample: bool = False
@@ -404,17 +404,11 @@ def check_sampling(config: GRPOConfig) -> None:
     at_least(config, 1, "weight_sync_interval")
     if config.max_staleness and config.dynamic_sample:
         raise ConfigError("max_staleness cannot begin generations whose prompts dynamic_sample chooses later")
-    if config.weight_sync_interval is not None:
-        if not config.max_staleness:
-            raise ConfigError(
-                "weight_sync_interval is set, but max_staleness is 0: nothing is completed while the policy learns. "
-                "Set max_staleness: 1, or remove it."
-            )
-        if config.rollout_engine != "vllm":
-            raise ConfigError(
-                f"weight_sync_interval needs rollout_engine: vllm, whose weights can change between two steps, but it "
-                f"is {config.rollout_engine}."
-            )
+    if config.weight_sync_interval is not None and not config.max_staleness:
+        raise ConfigError(
+            "weight_sync_interval is set, but max_staleness is 0: nothing is completed while the policy learns. "
+            "Set max_staleness: 1, or remove it."
+        )
     at_least(config, 1, "num_iterations")
     at_least(config, 1, "num_generations", "generation_batch_size", "steps_per_generation", "num_generations_eval")
     at_least(config, 1, "max_resample_times")

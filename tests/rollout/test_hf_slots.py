@@ -16,6 +16,7 @@ from tests.models.architectures import save
 from tests.rollout.prompts import as_sequences, completions, prompts_of, save_decided
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Ragged
+from trainers.parts.engine import numbered
 from trainers.rollout.base import Completion, ContinuousEngine, Sampling
 from trainers.rollout.hf.engine import HfEngine
 
@@ -160,9 +161,11 @@ def test_prompts_enter_while_others_run_and_draw_as_if_alone(open_minded: str, i
     assert isinstance(engine, ContinuousEngine)
     long, short = Sampling(max_completion_length=10), Sampling(max_completion_length=4)
     expected = [engine.generate(prompts_of(), long, seed=1), engine.generate(prompts_of((40, 2)), short, seed=7)]
-    first = engine.submit(prompts_of(), long, seed=1)
+    first = engine.submit(numbered(prompts_of()), long, seed=1)
     done = {completion.number: completion for completion in engine.advance()}
-    second = engine.submit(prompts_of((40, 2)), short, seed=7)  # of longer rows than there are, and another limit
+    second = engine.submit(
+        numbered(prompts_of((40, 2))), short, seed=7
+    )  # of longer rows than there are, and another limit
     assert 0.0 <= engine.kv_cache_usage() <= 1.0
     done |= all_of(engine)
     for numbers, rollouts in zip((first, second), expected, strict=True):

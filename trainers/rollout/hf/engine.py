@@ -108,11 +108,13 @@ class HfEngine:
             ValueError: an empty prompt, or a wrong field of ``generation_kwargs``.
         """
         assert not self.num_running, "completions of submit are still running: advance until they have finished"
+        numbers = np.arange(len(prompts)) if prompts.numbers is None else prompts.numbers
+        numbered = dataclasses.replace(prompts, numbers=numbers)
         done: list[Completion | None] = [None] * len(prompts)
         num_steps = 0
         with self._generating():
             try:
-                first = self.submit(prompts, sampling, seed=seed).start
+                first = self.submit(numbered, sampling, seed=seed).start
                 while self.num_running:
                     for completion in self._advance(None if between is None else interval):
                         place = completion.number - first
@@ -133,6 +135,8 @@ class HfEngine:
     def submit(self, prompts: Prompts, sampling: Sampling, *, seed: int) -> range:
         """The numbers under which ``advance`` gives out the prompts' completions. Others may be running.
 
+        Prompts draw by ``seed`` and their numbers; without numbers by their places and ``seed``.
+
         Raises:
             ValueError: an empty prompt, or a wrong field of ``generation_kwargs``.
         """
@@ -141,11 +145,13 @@ class HfEngine:
         stops = tuple(sorted(self.stop_token_ids | set(sampling.stop_token_ids)))
         numbers = range(self._number, self._number + len(prompts))
         self._number = numbers.stop
-        drawn = range(len(prompts)) if prompts.numbers is None else prompts.numbers.tolist()
-        for place, number, prompt_ids in zip(drawn, numbers, prompts.prompt_ids, strict=True):
+        places = range(len(prompts))
+        given = prompts.numbers
+        entropy = [(place, seed) for place in places] if given is None else [(seed, int(number)) for number in given]
+        for pair, number, prompt_ids in zip(entropy, numbers, prompts.prompt_ids, strict=True):
             limit = sampling.max_completion_length if sampling.temperature else 0
             ids = np.array(prompt_ids, np.int64)
-            self._waiting.append(Request(number, ids, sampling, stops, uniform(seed, place, limit)))
+            self._waiting.append(Request(number, ids, sampling, stops, uniform(*pair, limit)))
         return numbers
 
     def advance(self) -> list[Completion]:

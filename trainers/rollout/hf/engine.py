@@ -323,12 +323,14 @@ class HfEngine:
 
         device, defaults = self.module.device, self.module.generation_config
         casts = self.dtype != torch.float32 and self.module.dtype == torch.float32
+        # A graph would go on reading weights that autocast has cast and then freed
+        keeps_casts = not (self.cuda_graphs and device.type == "cuda")
         self.module.generation_config = GenerationConfig()
         try:
             with (
                 self.whole_weights(),
                 evaluating(self.module),
-                torch.autocast(device.type, self.dtype, enabled=casts),
+                torch.autocast(device.type, self.dtype, enabled=casts, cache_enabled=keeps_casts),
                 torch.no_grad(),
                 self._attention,
             ):

@@ -37,6 +37,8 @@ from trainers.rollout.hf.settings import check_generation_kwargs, refuse_empty_p
 if TYPE_CHECKING:
     from trainers.rollout.hf.decoder import Decoder
 
+KEPT_SHARE = 0.125  # of a GPU's memory: a larger cache is given back after every generation, with its graphs
+
 logger = logging.getLogger(__name__)
 
 
@@ -246,9 +248,13 @@ class HfEngine:
             self._has_told = True
 
     def _free(self) -> None:
-        """Graphs are kept with the cache that they read."""
-        if self._decoder is not None and not self._decoder.graphs.graphs:
-            self._decoder.release()
+        """Graphs are kept with the cache that they read, if that leaves the GPU to what trains there."""
+        decoder = self._decoder
+        if decoder is None:
+            return
+        num_bytes = decoder.cache.bytes_per_token * decoder.cache.num_slots * decoder.cache.length
+        if not decoder.graphs.graphs or num_bytes > KEPT_SHARE * torch.cuda.mem_get_info(self.module.device)[1]:
+            decoder.release()
 
     def check_decoding(self) -> None:
         """What the model says of tokens as it draws them, with a cache, is what it says of them at once.

@@ -1,0 +1,90 @@
+"""How long does a step of a plain GRPO run take, by rollout engine: a YAML of model, data and reward, nothing tuned?
+
+    python -m benchmarks.gpu.plain_grpo [--shapes smollm2-135m 0.6b] [--engines hf vllm] [--steps 6] [--limit_s 240]
+
+Random weights of a shape, 32 prompts of some 16 tokens, 16 completions each of at most 256 tokens, which hardly ever
+stop, one optimizer step per generation. The command is the one of the README, in one process. Of ``metrics.jsonl`` the
+median of all steps but the first two, and where a step's time went. Writes plain_grpo.json under $OUT.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from benchmarks.gpu.continuous_batching import SMOLLM
+from benchmarks.gpu.shapes import saved_apart
+from benchmarks.origin import origin
+
+PROMPTS, SAMPLES, TOKENS = 32, 16, 256
+
+
+def measured(model: Path, engine: str, steps: int, limit_s: float) -> dict[str, Any]:
+    """Of one run."""
+    folder = Path(tempfile.mkdtemp(dir=model.parent))
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{k:04d} is the number "}) + "\n" for k in range(PROMPTS * steps)))
+    keys = {
+        **{"model": str(model), "dataset": str(data), "output_dir": str(folder / "out"), "rollout_engine": engine},
+        **{"reward_funcs": ["benchmarks.gpu.rewards.even"], "num_generations": SAMPLES, "max_steps": steps},
+        **{"max_completion_length": TOKENS, "global_batch_size": PROMPTS * SAMPLES, "dtype": "bfloat16"},
+        **{"per_device_train_batch_size": 32, "logging_steps": 1},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(keys))
+    command = [sys.executable, "-m", "trainers.grpo", "--config", str(folder / "run.yaml"), "--use_ray", "false"]
+    start = time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return {"error": f"more than {limit_s:.0f} s"}
+    if done.returncode:
+        return {"error": done.stderr[-1500:]}
+    whole_s = time.monotonic() - start
+    lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    names = sorted(
+        name for name in lines[-1] if name == "step_time" or name.startswith(("time/", "memory/", "sampling/"))
+    )
+    medians = {
+        name: statistics.median(line[name] for line in lines[2:] if line.get(name) is not None) for name in names
+    }
+    return {"whole_s": round(whole_s, 1), "first_step_s": lines[0].get("step_time"), **medians}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["smollm2-135m", "0.6b"])
+    parser.add_argument("--engines", nargs="+", default=["hf", "vllm"])
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--limit_s", type=float, default=240)
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for shape in args.shapes:
+            base, changes = ("0.6b", SMOLLM) if shape == "smollm2-135m" else (shape, {})
+            saved_apart(base, Path(folder), shape, **changes)
+            for engine in args.engines:
+                row = {
+                    "shape": shape,
+                    "engine": engine,
+                    **measured(Path(folder) / shape, engine, args.steps, args.limit_s),
+                }
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    if out := os.environ.get("OUT"):
+        Path(out, "plain_grpo.json").write_text(json.dumps({**origin(), "gpu": device, "rows": rows}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -486,7 +486,7 @@ def check_loss(config: GRPOConfig) -> None:
     at_least(
         config, 0, "rollout_importance_sampling_clip_min", "rollout_importance_sampling_clip_max", "fipo_clip_range"
     )
-    at_least(config, 0, "kl_cov_coef", "off_policy_mask_threshold", "entropy_target")
+    at_least(config, 0, "kl_cov_coef", "entropy_target")
     at_least(config, 0, "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
     at_least(config, 1, "delta", "fipo_safety_threshold", "dppo_ratio_cap")
     for name in ("clip_cov_ratio", "kl_cov_ratio"):

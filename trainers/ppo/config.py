@@ -153,11 +153,7 @@ def check_ppo(config: PPOConfig) -> None:
             "lam_critic the critic's. Remove one of them."
         )
     at_least(config, 0, "kl_coef", "missing_eos_penalty", "vf_coef", "value_learning_rate", "eval_temperature")
-    if not 0 <= config.cliprange <= 1:
-        raise ConfigError(
-            f"cliprange must lie in [0, 1], got {config.cliprange}: ratios are clipped to 1 - cliprange, and none is "
-            "below 0"
-        )
+    at_least(config, 0, "cliprange")
     if not config.cliprange_value > 0:
         raise ConfigError(
             f"cliprange_value must be positive, got {config.cliprange_value}: or the critic stays as it is"

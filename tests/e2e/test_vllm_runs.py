@@ -97,10 +97,10 @@ class DyingGenerator(Generator):
     def generate(self, starts: Prompts | Tasks, sampling: Sampling, channel: Channel | None, *numbers: int) -> Rollouts:
         if self.shall_die(f"in generation {numbers[0]}"):
             engine: Any = self.engine
-            if hasattr(engine, "advance"):
-                engine.advance = third_call_kills(engine.advance)
-            else:
+            if hasattr(engine, "module"):
                 engine.module.register_forward_pre_hook(third_call_kills(lambda *_: None))
+            else:
+                engine.advance = third_call_kills(engine.advance)
         return super().generate(starts, sampling, channel, *numbers)
 
     @RayHelper.function(group="rollout")

@@ -45,10 +45,11 @@ def start(
         small_blocks_decode(is_patched)
         with own_classes(), _refusals():
             arguments = EngineArgs(**fields)
-            if on_cpu and arguments.attention_backend is None and arguments.create_model_config().use_mla:
+            model = arguments.create_model_config() if on_cpu else None
+            if model is not None and model.use_mla and arguments.attention_backend is None:
                 # Of a CPU with AMX vLLM (0.32) takes a backend for bfloat16 alone, which packs weights as it loads them
                 arguments.attention_backend = "CPU_MLA"
-            if on_cpu and arguments.enable_prefix_caching and arguments.create_model_config().is_hybrid:
+            if model is not None and model.is_hybrid and arguments.enable_prefix_caching:
                 logger.warning("without effect on a CPU: enable_prefix_caching, as the model's layers have states")
                 arguments.enable_prefix_caching = False  # vLLM caches states in chunks alone, which seeds do not stand
             engine: Any = LLMEngine.from_engine_args(arguments)

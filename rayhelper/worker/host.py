@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rayhelper.roles.runtime import WorkerInfo, state
-from rayhelper.runtimes.ray.modules import unlike_modules
+from rayhelper.runtimes.ray.modules.sources import unlike_modules
 from rayhelper.timeline.trace import Span, Tracer
 from rayhelper.watch.breakpoints import Breakpoints
 from rayhelper.watch.patches import stop_at_breakpoints

@@ -15,7 +15,7 @@ import pytest
 from ray import cloudpickle
 
 from rayhelper import RayHelper, RoleError
-from rayhelper.runtimes.ray.modules import sources_of, unlike_modules
+from rayhelper.runtimes.ray.modules.sources import sources_of, unlike_modules
 from tests.conftest import RaySession, without_runtime
 
 ONE = {"g": {"device": "CPU", "ranks": 1, "workers": ["train"]}}

@@ -17,15 +17,10 @@ from rayhelper.runtimes.announced import Announced
 from rayhelper.runtimes.debugging import Waiting
 from rayhelper.runtimes.ray import placement as placing
 from rayhelper.runtimes.ray.group import ToConstruct, WorkerGroup
-from rayhelper.runtimes.ray.modules import (
-    Imports,
-    Pins,
-    Reloads,
-    not_by_value,
-    refused_late,
-    sources_of,
-    user_modules,
-)
+from rayhelper.runtimes.ray.modules.imports import Imports, not_by_value, refused_late
+from rayhelper.runtimes.ray.modules.pins import Pins
+from rayhelper.runtimes.ray.modules.reloads import Reloads
+from rayhelper.runtimes.ray.modules.sources import sources_of, user_modules
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.packing import dumps
 from rayhelper.watch.breakpoints import paused_s

@@ -29,7 +29,7 @@ from rayhelper.runtimes.ray.awaited import AwaitedCall, AwaitedCalls
 from rayhelper.runtimes.ray.call import Construction, GroupCall, late_calls, sources_of
 from rayhelper.runtimes.ray.calls_under_way import CallsUnderWay
 from rayhelper.runtimes.ray.crew import Crew
-from rayhelper.runtimes.ray.modules import Reloads
+from rayhelper.runtimes.ray.modules.reloads import Reloads
 from rayhelper.runtimes.ray.placement import Reservation
 from rayhelper.runtimes.ray.recovery import Recovery
 from rayhelper.timeline.recording import Recording

@@ -1,0 +1,125 @@
+"""The source that a process runs of a module, and the modules whose sources differ between driver and workers."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from rayhelper.roles.project import is_of_project
+
+_CLOCK_S = 1.0  # by which clocks of processes and files may differ
+
+
+def user_modules() -> list[str]:
+    """The loaded modules that no installed package provides: candidates for travelling by value."""
+    loaded = list(sys.modules.items())
+    return sorted(name for name, module in loaded if name != "__main__" and is_of_project(name, module))
+
+
+def sources_of(names: Iterable[str]) -> dict[str, str]:
+    """Of loaded modules what their source is: a hash of the file, or that this process runs another source by now."""
+    return {name: source_of(name) for name in names}
+
+
+def unlike_modules(sources: Mapping[str, str | None]) -> list[str]:
+    """Those of the driver's modules that this process could not import, or not with the same source (None: any)."""
+    return [
+        name
+        for name, source in sources.items()
+        if not _importable(name) or (source is not None and source_of(name) != source)
+    ]
+
+
+def _importable(name: str) -> bool:
+    return name in sys.modules or _spec(name) is not None
+
+
+def _spec(name: str) -> Any:
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+
+
+def source_of(name: str) -> str:
+    """A hash of a module's file, or a word that this process runs another source; "" where there is no file."""
+    module = sys.modules.get(name)
+    path = getattr(module, "__file__", None) if module is not None else getattr(_spec(name), "origin", None)
+    try:
+        stat = os.stat(str(path))
+        if module is not None and stat.st_mtime > _started() and not _runs_file(module, str(path)):
+            return f"as it was before {path} was edited, in process {os.getpid()}"
+        return _hash(str(path), stat.st_mtime_ns, stat.st_size)
+    except OSError:
+        return ""
+
+
+@functools.lru_cache(4096)
+def _hash(path: str, mtime_ns: int, size: int) -> str:
+    return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
+
+
+@functools.cache
+def _started() -> float:
+    """When this process started, in seconds since the epoch; 0 where there is no /proc."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up_s = float(Path("/proc/uptime").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK") - _CLOCK_S
+
+
+def _runs_file(module: ModuleType, path: str) -> bool:
+    """Whether a module runs what stands in its file: it was edited before it was imported, or reloaded since.
+
+    Looked at: functions, methods, and names to which the module gives a literal.
+    """
+    try:
+        text = Path(path).read_text()
+        tree = ast.parse(text)
+        known = set(_codes(compile(text, path, "exec", dont_inherit=True)))
+    except (SyntaxError, ValueError):
+        return False
+    held = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+    functions = [inner for value in held for inner in (vars(value).values() if isinstance(value, type) else [value])]
+    for function in map(_function, functions):
+        if function is not None and function.__code__.co_filename == path and function.__code__ not in known:
+            return False
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            if any(vars(module).get(name) != node.value.value for name in names):
+                return False
+    return True
+
+
+def _function(value: Any) -> FunctionType | None:
+    """The function that a class or module holds, under whatever decorators."""
+    for _ in range(10):
+        if isinstance(value, FunctionType) and not hasattr(value, "__wrapped__"):
+            return value
+        inner = [getattr(value, name, None) for name in ("__wrapped__", "__func__", "fget", "function")]
+        value = next((one for one in inner if one is not None), None)
+    return None
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def file_of(name: str) -> str:
+    """A module's file, or its name where it has none."""
+    return str(getattr(sys.modules.get(name), "__file__", None) or name)

@@ -6,12 +6,15 @@ nothing. So what has a ``grad_fn`` is refused wherever there are workers.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 from rayhelper.errors import DispatchError, WorkerError
+from rayhelper.roles.project import is_of_project
 from rayhelper.values.dispatch import bare, label_of
 
 _DEPTH = 6  # of containers that are looked into; what is pickled is looked into to the end (``packing.py``)
@@ -67,3 +70,26 @@ def _contents(value: Any) -> Iterator[tuple[str, Any]]:
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield f".{field.name}", getattr(value, field.name, None)
+    elif isinstance(value, functools.partial):
+        yield from ((f".args[{index}]", item) for index, item in enumerate(value.args))
+        yield from ((f".keywords[{name!r}]", item) for name, item in value.keywords.items())
+    elif isinstance(value, FunctionType):
+        held = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        yield from ((f" (its variable {name!r})", cell.cell_contents) for name, cell in held if _is_filled(cell))
+    elif isinstance(value, MethodType):
+        yield ".__self__", value.__self__
+    elif not isinstance(value, type) and _is_users(type(value).__module__):
+        yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items())
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # the variable is not set yet
+        return False
+
+
+@functools.lru_cache(4096)
+def _is_users(name: str) -> bool:
+    """Whether a module is of the user's project: through objects of other classes nobody wants to look."""
+    return name == "__main__" or (name in sys.modules and is_of_project(name, sys.modules[name]))

@@ -133,6 +133,8 @@ class Exchange:
     def gather(self, value: Any, flag: Callable[[], bool], timeout_s: float) -> list[tuple[Any, bool]]:
         """Every process's value, in order of rank, each with its flag, which is read as late as possible.
 
+        A value is packed here, or was before by ``ready``, so that one that cannot be sent keeps nobody waiting.
+
         Raises:
             TimeoutError: not every process came within ``timeout_s``, or another gave this up: who, and where all are.
             ConnectionError: a process is gone, or what came is not from it: which.
@@ -156,7 +158,7 @@ class Exchange:
     def _gathered(self, value: Any, flag: Callable[[], bool], timeout_s: float) -> list[tuple[Any, bool]]:
         import torch
 
-        packed = pickle.dumps(pack(value), protocol=5)
+        packed = value if type(value) is Ready else ready(value)
         length = TAG_BYTES + 1 + len(packed)
         sizes, timeout_s = self._sizes(length, timeout_s)
         body = bytes([flag()]) + packed  # all have come by now
@@ -191,7 +193,7 @@ class Exchange:
                 (own, _), self.waits = self.waits, None
                 _wait(own, left_s)
                 continue
-            sizes = [int(size) for size in self._all(torch.tensor([length]), left_s)]
+            sizes = [int(size) for size in self._all(torch.tensor([length], device="cpu"), left_s)]
             if min(sizes) != _WAITS:
                 return sizes, max(0.01, end - time.monotonic())
             end += time.monotonic() - begun
@@ -204,7 +206,7 @@ class Exchange:
             return
         try:
             if self.waits is None or self.waits[0].is_completed():
-                self.waits = self._begun(torch.tensor([_WAITS]), CALL_S)
+                self.waits = self._begun(torch.tensor([_WAITS], device="cpu"), CALL_S)
         except _LostError:  # they have gone, which the next call will tell
             pass
         finally:
@@ -238,7 +240,7 @@ class Exchange:
         import torch
         import torch.distributed as dist
 
-        text = own if source == self.rank else torch.empty(size, dtype=torch.uint8)
+        text = own if source == self.rank else torch.empty(size, dtype=torch.uint8, device="cpu")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = source, 0, timedelta(seconds=timeout_s + _AFTER_S)
         try:
@@ -374,6 +376,15 @@ class Watch:
             self.late = self.exchange.late = self.exchange.where_all_are(self.exchange.arrivals + 1)
             self.ended.wait(_SKEW_S)
             self.left = leave_process_group()
+
+
+class Ready(bytes):
+    """A value, packed to be sent to the other processes."""
+
+
+def ready(value: Any) -> Ready:
+    """The value, packed. Raises what packing it raises."""
+    return Ready(pickle.dumps(pack(value), protocol=5))
 
 
 class _LateError(Exception):

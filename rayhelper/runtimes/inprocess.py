@@ -26,7 +26,7 @@ from rayhelper.roles.runtime import Shard, WorkerInfo, acting_as, task_acting_as
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.calls import collector, divide, layout_of, unsendable, where_of
 from rayhelper.values.dispatch import Division
-from rayhelper.values.graphs import check_value
+from rayhelper.values.lost import check_value
 from rayhelper.values.packing import Ledger, Packed, pack, unpack
 from rayhelper.values.shards import Layout, ShardTable
 from rayhelper.watch.attended import attended, deadline_error, stack_of_awaited

@@ -24,7 +24,7 @@ from rayhelper.roles.runtime import state
 from rayhelper.runtimes.ray.late_call import divide_late
 from rayhelper.timeline.recording import task_number
 from rayhelper.timeline.trace import Tracer
-from rayhelper.values.graphs import check_value
+from rayhelper.values.lost import check_value
 from rayhelper.values.packing import Ledger, Packed, pack, unpack, worth_packing
 from rayhelper.values.reply import Reported
 from rayhelper.values.shards import is_within

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rayhelper import RayHelper
+from rayhelper.errors import DispatchError
 from tests.conftest import RaySession, without_runtime
 
 TWO = {"g": {"device": "CPU", "ranks": 2, "workers": ["net"]}}
@@ -36,6 +37,14 @@ class Net:
     @RayHelper.function(group="net")
     def drawn_now(self) -> list[float]:
         return self.draw()
+
+    @RayHelper.function(group="net")
+    def drawn_with(self, generator: Any) -> float:
+        if isinstance(generator, dict):
+            return self.drawn_with(generator["its"])
+        if isinstance(generator, torch.Generator):
+            return float(torch.rand((), generator=generator))
+        return float(generator.random())
 
     @RayHelper.function(group="net")
     def seeded(self, seed: int) -> list[float]:
@@ -247,6 +256,30 @@ def test_what_the_driver_does_to_its_generators_holds_for_roles_as_with_ray_off(
     with session():
         seed_all(12)
         assert play(Net()) == [[one, one] for one in off]
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
+def test_a_generator_that_is_passed_again_is_refused(on_ray: None, kind: str) -> None:
+    """With Ray off the second call goes on from the first."""
+
+    def made() -> Any:
+        if kind == "torch":
+            return torch.Generator().manual_seed(4)
+        return np.random.default_rng(4) if kind == "numpy" else random.Random(4)
+
+    net, generator = Net(), made()
+    expected = Net.drawn_with(net, made())
+    assert net.drawn_with({"its": generator}) == expected
+    with pytest.raises(DispatchError, match=r"Net.drawn_with .* argument 'generator' is a random generator that was"):
+        net.drawn_with(generator)
+    assert net.drawn_with(made()) == expected, "a new one in the same state"
+
+
+def test_whole_within_another_value_is_refused(session: Any) -> None:
+    with session():
+        net = Net()
+        with pytest.raises(DispatchError, match=r"argument 'generator'\['its'\] is RayHelper.whole"):
+            net.drawn_with({"its": RayHelper.whole([1, 2])})
 
 
 def test_seeds_inside_fork_rng_leave_the_workers_alone(on_ray: None) -> None:

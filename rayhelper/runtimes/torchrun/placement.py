@@ -29,7 +29,7 @@ from rayhelper.timeline.recording import Recording
 from rayhelper.values.calls import collector, divide, layout_of, where_of
 from rayhelper.values.contents import Contents, contents_of
 from rayhelper.values.dispatch import Balanced, Call, Division, bare, unwrap
-from rayhelper.values.graphs import check_value
+from rayhelper.values.lost import check_value
 from rayhelper.values.shards import Layout, Reports, ShardTable
 from rayhelper.values.slicing import num_items
 from rayhelper.watch import watchdog as watching

@@ -10,7 +10,7 @@ import pytest
 from tests.rayhelper.test_torchrun import torchrun
 
 SCRIPT = """
-import json, os, random, sys, threading
+import asyncio, json, os, random, sys, threading
 import numpy as np
 import torch
 from datasets import Dataset
@@ -49,6 +49,16 @@ class Net:
     def one(self):
         return 1
 
+    @RayHelper.function(group="train", execute="first")
+    async def by_first(self, given, wait_s=0.3):
+        await asyncio.sleep(wait_s)
+        return given
+
+    @RayHelper.function(group="train")
+    async def by_all(self, given):
+        await asyncio.sleep(0.1 + 0.2 * rank)
+        return given
+
 class Deep:
     # of which no check knows that it holds a graph, and which pickles it
     __slots__ = ["held"]
@@ -86,6 +96,23 @@ with RayHelper.session({"g": {"device": "CPU", "ranks": 2, "workers": ["train"]}
     thread.start()
     thread.join()
     told("after", net.one)
+
+    async def beside(call):
+        task = asyncio.create_task(call(7))
+        await asyncio.sleep(0.02)
+        return [net.one(), await task, net.one()]
+
+    async def cancelled(call):
+        try:
+            await asyncio.wait_for(call(7), 0.02)
+        except TimeoutError:
+            return [net.one(), await call(8)]
+
+    told("beside one", lambda: asyncio.run(beside(net.by_first)))
+    told("beside all", lambda: asyncio.run(beside(net.by_all)))
+    told("cancelled", lambda: asyncio.run(cancelled(net.by_first)))
+    told("cancelled all", lambda: asyncio.run(cancelled(net.by_all)))
+    told("at last", net.one)
 with open(f"{sys.argv[1]}/{rank}.json", "w") as file:
     json.dump(facts, file)
 """
@@ -158,3 +185,16 @@ def test_the_processes_stay_in_step(facts: list[dict[str, object]]) -> None:
 
 def test_a_dataset_is_cut(facts: list[dict[str, object]]) -> None:
     assert [seen["dataset"] for seen in facts] == [["nothing", ["a", "b", "c"]]] * 2
+
+
+def test_ordinary_calls_are_made_beside_coroutines_that_are_in_flight(facts: list[dict[str, object]]) -> None:
+    for seen in facts:
+        assert seen["beside one"] == ["nothing", [[1, 1], 7, [1, 1]]]
+        assert seen["beside all"] == ["nothing", [[1, 1], [7, 7], [1, 1]]]
+
+
+def test_a_coroutine_that_is_cancelled_leaves_the_processes_in_step(facts: list[dict[str, object]]) -> None:
+    for seen in facts:
+        assert seen["cancelled"] == ["nothing", [[1, 1], 8]]
+        assert seen["cancelled all"] == ["nothing", [[1, 1], [8, 8]]]
+        assert seen["at last"] == ["nothing", [1, 1]]

@@ -209,7 +209,9 @@ class TorchrunRuntime:
         if owed is not None:
             owed.settle()
 
-    def settle(self, outcome: Outcome, error: Exception | None, watch: Watch) -> list[Any]:
+    def settle(
+        self, outcome: Outcome, error: Exception | None, watch: Watch, *, of_coroutine: bool = False
+    ) -> list[Any]:
         """The values of all processes, after what they reported has been noted.
 
         A process that has left a constructor, having failed in it, meets those that make a call within it. What it
@@ -220,7 +222,7 @@ class TorchrunRuntime:
             RoleError: the processes do not make the same call, or not with the same arguments, or built other parts.
             WorkerDiedError, DeadlineError: a process ended, or did not come in time.
         """
-        outcomes = self._exchanged(replace(outcome, depth=len(self.constructing)), error, watch)
+        outcomes = self._exchanged(replace(outcome, depth=len(self.constructing)), error, watch, of_coroutine)
         outermost = min(other.depth for other in outcomes)
         if outermost == len(self.constructing):
             return self._settled(outcomes, error)
@@ -256,7 +258,7 @@ class TorchrunRuntime:
             name = self.config.group_of(role).name
             self.shards[name].note(self.members[name].index(process), {(address, role): shard})
 
-    def _exchanged(self, outcome: Outcome, error: Exception | None, watch: Watch) -> list[Outcome]:
+    def _exchanged(self, outcome: Outcome, error: Exception | None, watch: Watch, of_coroutine: bool) -> list[Outcome]:
         left = [watch.left]
         try:
             packed = ready(outcome)
@@ -282,7 +284,7 @@ class TorchrunRuntime:
         gathered: list[tuple[Any, bool]] = []
         trouble: Exception | None = None
         try:
-            gathered = self.exchange.gather(packed, lambda: any(left), patience_s)
+            gathered = self.exchange.gather(packed, lambda: any(left), patience_s, of_coroutine=of_coroutine)
         except TimeoutError as late:
             trouble = deadline_error(outcome.call, watch, str(late))
         except ConnectionError as lost:

@@ -65,7 +65,7 @@ class Calls:
         self.breakpoints: Breakpoints | None = None
 
     def construct(self, address: str, payload: bytes) -> Any:
-        """Constructs (pins, class, args, kwargs, ambient); the reply is its parts, with the shards of each."""
+        """Constructs (pins, class, args, kwargs, ambient, changes); the reply is its parts, with the shards of each."""
         return self._unstoppable("__init__", self._constructed, address, payload)
 
     def _constructed(self, address: str, payload: bytes) -> Any:
@@ -73,8 +73,9 @@ class Calls:
         self.running, started = self.task_id(), time.time_ns()
         where = "__init__"
         try:
-            _, cls, args, kwargs, ambient = pickle.loads(payload)
+            _, cls, args, kwargs, ambient, changes = pickle.loads(payload)
             where = f"{cls.__name__}.__init__"
+            changes.apply()
             ambient.apply()
             return self._reply(runtime.build(address, cls, args, kwargs, ambient))
         except BaseException as error:

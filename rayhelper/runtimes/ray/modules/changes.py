@@ -7,7 +7,8 @@
     config.scale = twice            a function or method in the place of another one
 
 Only what the source says is compared. What it computes (``DEVICE = "cuda" if torch.cuda.is_available() else "cpu"``)
-may be otherwise on a worker, and right there. What a function of the module itself sets is a counter or a cache.
+may be otherwise on a worker, and right there. What a function of the module both reads and sets is a counter or a
+cache.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ def _written_in(module: ModuleType) -> Written | None:
 def _written(path: str, mtime_ns: int, size: int, package: str) -> Written:
     tree = ast.parse(Path(path).read_text())
     found = Written()
-    own = _set_by_functions(tree)
+    own = _counters(tree)
     _read_body(found, tree.body, own, "")
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and not _decorated_beyond(node):
@@ -193,7 +194,7 @@ def _read_body(found: Body, body: list[ast.stmt], own: set[str], prefix: str) ->
             continue
     once = _bound(body)
     for node in body:
-        if not isinstance(node, ast.FunctionDef) or node.decorator_list or node.name in own:
+        if not isinstance(node, ast.FunctionDef) or node.decorator_list:
             continue
         if once.count(node.name) == 1 and not (prefix and node.name.startswith("__")):
             found.functions[node.name] = prefix + node.name
@@ -234,18 +235,44 @@ def _bound(body: list[ast.stmt]) -> list[str]:
     return found
 
 
-def _set_by_functions(tree: ast.Module) -> set[str]:
-    """The names that functions of a module set or change in place, and attributes that they set, but for self's."""
+def _counters(tree: ast.Module) -> set[str]:
+    """What some function of a module both reads and sets, or changes in place: counters, and caches of this process."""
     found: set[str] = set()
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    for node in (inner for function in functions for inner in ast.walk(function)):
-        if isinstance(node, ast.Global):
-            found.update(node.names)
-        elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
-            if ast.unparse(node.value) != "self":
-                found.add(node.attr)
-        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            found.add(ast.unparse(node.value))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING:
-            found.add(ast.unparse(node.func.value))
+    for function in ast.walk(tree):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            read, changed = set[str](), set[str]()
+            for node in ast.walk(function):
+                if isinstance(node, ast.AugAssign):
+                    read.add(_last_name(node.target))
+                    changed.add(_last_name(node.target))
+                elif (
+                    isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING
+                ):
+                    changed.add(_last_name(node.func.value))
+                elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                    changed.add(_last_name(node.value))
+                elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                    changed |= {node.attr} if ast.unparse(node.value) != "self" else set()
+                elif isinstance(node, ast.Global):
+                    changed.update(node.names)
+            read |= {name for node in ast.walk(function) for name in _read_at(node)}
+            found |= read & changed
     return found
+
+
+def _last_name(node: ast.AST) -> str:
+    if isinstance(node, ast.Subscript):
+        return _last_name(node.value)
+    return node.attr if isinstance(node, ast.Attribute) else ast.unparse(node)
+
+
+def _read_at(node: ast.AST) -> Iterator[str]:
+    """The names that a node reads; a list that is only changed in place is not read."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load):
+            is_changed = child.attr in _CHANGING and isinstance(node, ast.Call) and node.func is child
+            yield "" if is_changed else child.attr
+        elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Load):
+            in_place = isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and node.value is child
+            if not in_place and not (isinstance(node, ast.Attribute) and node.attr in _CHANGING):
+                yield child.id

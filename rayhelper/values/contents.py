@@ -2,7 +2,7 @@
 
 Whole numbers, texts and bytes are hashed. Real numbers, whose last bits may differ from machine to machine, are summed
 with weights by position and compared within a tolerance. Of what is large, a sample is looked at. Objects of other
-classes count as equal to any object of their class: nothing is known of what they hold.
+classes, and objects with roles, count as equal to any object of their class.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rayhelper.roles.parts import placement_of
 from rayhelper.values.slicing import instance_of
 
 _MOST_ITEMS = 256  # of a list
@@ -60,9 +61,14 @@ def _near(one: tuple[float, float], other: tuple[float, float], tolerance: float
     return all(a == b or (a != a and b != b) or abs(a - b) <= within for a, b in zip(one, other, strict=True))
 
 
-def contents_of(values: Iterable[Any], *, of_arrays_alone: bool = False, with_leaves: bool = False) -> Contents:
-    """What the values hold, one after the other; ``of_arrays_alone``: what their arrays and tensors do."""
-    reading = _Reading(of_arrays_alone, with_leaves)
+def contents_of(
+    values: Iterable[Any], *, of_arrays_alone: bool = False, with_leaves: bool = False, share: int = 1
+) -> Contents:
+    """What the values hold, one after the other; ``of_arrays_alone``: what their arrays and tensors do.
+
+    ``share``: of what is large a so much smaller sample is looked at.
+    """
+    reading = _Reading(of_arrays_alone, with_leaves, share)
     unordered: bytes | None = b""
     for value in values:
         reading.read(value, 0)
@@ -72,8 +78,8 @@ def contents_of(values: Iterable[Any], *, of_arrays_alone: bool = False, with_le
 
 
 class _Reading:
-    def __init__(self, of_arrays_alone: bool = False, with_leaves: bool = False) -> None:
-        self.of_arrays_alone, self.with_leaves = of_arrays_alone, with_leaves
+    def __init__(self, of_arrays_alone: bool = False, with_leaves: bool = False, share: int = 1) -> None:
+        self.of_arrays_alone, self.with_leaves, self.share = of_arrays_alone, with_leaves, share
         self.leaves: list[tuple[str, bytes, tuple[tuple[float, float], ...]]] = []
         self.digest = hashlib.blake2b(digest_size=8)
         self.sums: list[tuple[float, float]] = []
@@ -103,12 +109,12 @@ class _Reading:
             self.note(kind.__name__)
         elif isinstance(value, Mapping):
             self.note(kind.__name__, len(value))
-            for key, item in list(value.items())[:_MOST_KEYS]:
+            for key, item in list(value.items())[: _MOST_KEYS // self.share]:
                 self.read(key, depth + 1, None)
                 self.read(item, depth + 1, _below(path, f"[{key!r}]"))
         elif isinstance(value, (list, tuple, range)):
             self.note(kind.__name__, len(value))
-            for k in _sample(range(len(value))):
+            for k in _sample(range(len(value)), _MOST_ITEMS // self.share):
                 self.read(value[k], depth + 1, _below(path, f"[{k}]"))
         elif (state := _state_of(value)) is not None:
             self.note(sorted(state))
@@ -116,7 +122,7 @@ class _Reading:
             for name, item in list(state.items())[:_MOST_KEYS]:
                 self.read(name, depth + 2, None)
                 self.read(item, depth + 2, _below(path, f".{name}"))
-        elif is_dataclass(value) and not isinstance(value, type):
+        elif is_dataclass(value) and not isinstance(value, type) and placement_of(value) is None:
             self.note(kind.__name__)
             for field in fields(value):
                 self.read(getattr(value, field.name, None), depth + 1, _below(path, f".{field.name}"))
@@ -133,7 +139,7 @@ class _Reading:
         self.note(str(array.dtype), array.shape)
         if array.dtype.hasobject:
             return
-        step = max(1, array.size // _MOST_NUMBERS)
+        step = max(1, array.size * self.share // _MOST_NUMBERS)
         sample = np.ascontiguousarray(array.reshape(-1)[::step])
         if array.dtype.kind in "fc":
             numbers = np.abs(sample) if array.dtype.kind == "c" else sample.astype(np.float64)
@@ -169,8 +175,8 @@ def _below(path: str | None, step: str) -> str | None:
     return None if path is None else path + step
 
 
-def _sample(items: Any) -> Any:
-    step = max(1, len(items) // _MOST_ITEMS)
+def _sample(items: Any, most: int) -> Any:
+    step = max(1, len(items) // most)
     return items[::step]
 
 

@@ -49,6 +49,10 @@ class Net:
     def one(self):
         return 1
 
+    @RayHelper.function(group="train")
+    def given(self, value):
+        return value
+
     @RayHelper.function(group="train", execute="first")
     async def by_first(self, given, wait_s=0.3):
         await asyncio.sleep(wait_s)
@@ -58,6 +62,15 @@ class Net:
     async def by_all(self, given):
         await asyncio.sleep(0.1 + 0.2 * rank)
         return given
+
+@RayHelper.worker(group="train")
+class Given:
+    def __init__(self, value):
+        self.value = value
+
+    @RayHelper.function(group="train")
+    def one(self):
+        return 1
 
 class Deep:
     # of which no check knows that it holds a graph, and which pickles it
@@ -112,6 +125,10 @@ with RayHelper.session({"g": {"device": "CPU", "ranks": 2, "workers": ["train"]}
     told("beside all", lambda: asyncio.run(beside(net.by_all)))
     told("cancelled", lambda: asyncio.run(cancelled(net.by_first)))
     told("cancelled all", lambda: asyncio.run(cancelled(net.by_all)))
+    told("number", lambda: net.given(random.Random(rank).random()))
+    told("texts", lambda: net.given(["b", "a"][:: 1 - 2 * rank]))
+    told("constructor", lambda: Given(np.arange(3) + rank).one())
+    told("loader", lambda: [net.given([k, k]) for k in range(12)] and net.given([rank, 5]))
     told("at last", net.one)
 with open(f"{sys.argv[1]}/{rank}.json", "w") as file:
     json.dump(facts, file)
@@ -198,3 +215,11 @@ def test_a_coroutine_that_is_cancelled_leaves_the_processes_in_step(facts: list[
         assert seen["cancelled"] == ["nothing", [[1, 1], 8]]
         assert seen["cancelled all"] == ["nothing", [[1, 1], [8, 8]]]
         assert seen["at last"] == ["nothing", [1, 1]]
+
+
+@pytest.mark.parametrize("case", ["number", "texts", "constructor", "loader"])
+def test_arguments_that_differ_between_processes_are_refused(facts: list[dict[str, object]], case: str) -> None:
+    for seen in facts:
+        told, text = seen[case]  # type: ignore[misc]
+        assert told == "RoleError"
+        assert "rank 1 passes" in str(text)

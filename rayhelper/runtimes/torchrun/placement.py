@@ -251,13 +251,11 @@ class SpmdPlacement:
             runtime.recording.span("wait", call.name, begun_ns, call.number, runtime.exchange.received_bytes)
         return [values[call.members[leader]] for leader in call.layout.leaders]
 
-    def _contents(self, method: RoleMethod[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Contents | None:
-        """What the arguments hold, in the first calls of a method and now and then later; None: it is not compared."""
+    def _contents(self, method: RoleMethod[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Contents:
+        """What the arguments hold: in the first calls of a method, and now and then later, of more than a few items."""
         count = self.compared[method.__name__] = self.compared.get(method.__name__, -1) + 1
-        if count >= _COMPARED and count % _COMPARED_AGAIN:
-            return None
-        values = map(bare, (*args, *kwargs.values()))
-        return contents_of(values, of_arrays_alone=method.dispatch == "all")
+        share = _SHARE if count >= _COMPARED and count % _COMPARED_AGAIN else 1
+        return contents_of(map(bare, (*args, *kwargs.values())), share=share)
 
     def _made_by_first(
         self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -413,6 +411,7 @@ async def _settled_before(before: asyncio.Future[None] | None) -> None:
 
 _COMPARED = 8  # calls of a method whose arguments are compared in full
 _COMPARED_AGAIN = 64  # and every so many calls after that
+_SHARE = 16  # of other calls a so much smaller sample
 
 
 def _given(method: RoleMethod[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -49,6 +49,8 @@ from rayhelper.runtimes.torchrun.outcome import (
 )
 from rayhelper.runtimes.torchrun.placement import OwedCall, SpmdPlacement
 from rayhelper.timeline.recording import Recording
+from rayhelper.values.contents import contents_of
+from rayhelper.values.dispatch import bare
 from rayhelper.values.shards import Reports, ShardTable
 from rayhelper.watch.patches import stop_at_breakpoints
 from rayhelper.watch.watchdog import Watched
@@ -132,7 +134,8 @@ class TorchrunRuntime:
         finally:
             self.constructing.pop()
             identity.is_built = True
-        outcome = replace(outcome, parts=identity.records())
+        given = contents_of(map(bare, (*args, *kwargs.values())))
+        outcome = replace(outcome, parts=identity.records(), contents=given)
         if self.ended is not None:  # the others have settled this one already, without this process
             depth, why = self.ended
             if depth == len(self.constructing):

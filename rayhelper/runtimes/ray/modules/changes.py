@@ -152,8 +152,8 @@ def _written_in(module: ModuleType) -> Written | None:
     try:
         path = str(module.__file__)
         stat = os.stat(path)
-        return _written(path, stat.st_mtime_ns, stat.st_size, getattr(module, "__package__", "") or "")
-    except (AttributeError, OSError, SyntaxError, ValueError):
+        return _written(path, stat.st_mtime_ns, stat.st_size, module.__spec__.parent if module.__spec__ else "")
+    except (AttributeError, ImportError, OSError, SyntaxError, TypeError, ValueError):
         return None
 
 

@@ -110,7 +110,7 @@ def sequence_mistakes(configuration: Any, size: int) -> Iterator[str]:
     states = [key for key in RECURRENT if getattr(config, key, None) is not None]
     if kinds or states:
         yield (
-            f"{KEY} {size}: layers of {name} have a state or chunks ({', '.join(kinds or states)}), which ranks do not "
+            f"{KEY} {size}: layers of {name} have a state or chunks ({', '.join(kinds + states)}), which ranks do not "
             f"share. {remedy}."
         )
     for key in ("attention_chunk_size", "attn_logit_softcapping", "alibi"):

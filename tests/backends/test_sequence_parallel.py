@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -27,6 +28,8 @@ from rayhelper import ConfigError
 from tests.backends.batches import largest_difference, packed, plain_loss, plain_scores, samples_of, weighted_loss
 from tests.backends.ranks import run_ranks
 from tests.golden.tiny import save_tiny, tiny_tokenizer
+from tests.models import architectures
+from trainers.backends.fsdp import sequence_attention
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.sequence_attention import sequence_mistakes
 from trainers.backends.scores.inputs import model_inputs
@@ -56,6 +59,7 @@ SIZES: dict[str, Any] = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1},
     **{"pad_token_id": 0, "eos_token_id": 2, "bos_token_id": None},
 }
+OTHERS = ["qwen2", "one head of keys", "window", "yarn", "gpt2", "qwen3_moe", "deepseek_v3", "gemma3_text"]
 Found = dict[str, Any]
 
 
@@ -70,7 +74,8 @@ def save(folder: Path, configuration: Any) -> str:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Models by name: norms of queries and keys, biases, few heads of keys, a window, embeddings of positions."""
+    """Models by name: norms of queries and keys, biases, few heads of keys, a window, embeddings of positions,
+    experts, values of another width than keys, and layers of two kinds."""
     folder = tmp_path_factory.mktemp("models")
     return {
         "qwen3": save_tiny(folder / "qwen3", tie_word_embeddings=True),
@@ -83,6 +88,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
                 **SIZES, rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
             ),
         ),
+        **{name: architectures.save(name, folder / name) for name in ("qwen3_moe", "deepseek_v3", "gemma3_text")},
         "gpt2": save(
             folder / "gpt2", GPT2Config(vocab_size=260, n_embd=64, n_layer=2, n_head=4, initializer_range=0.1)
         ),
@@ -150,7 +156,7 @@ def both_ways(rank: int, folder: str, size: int) -> list[Found]:
     return [three_steps(rank, folder, size, CASES[case]) for case in ("padded", "padding-free")]
 
 
-@pytest.mark.parametrize("model", ["qwen2", "one head of keys", "window", "yarn", "gpt2"])
+@pytest.mark.parametrize("model", OTHERS)
 def test_other_architectures_share_rows_too(folders: dict[str, str], model: str, tmp_path: Path) -> None:
     expected = both_ways(0, folders[model], 1)
     ranks = run_ranks(2, both_ways, folders[model], 2, folder=tmp_path)
@@ -184,6 +190,49 @@ def test_loss_norm_and_scores_are_those_of_plain_transformers(
         assert found[:2] == pytest.approx((float(loss), norm), abs=1e-5)
         np.testing.assert_allclose(found[2], scores, atol=1e-5)
         np.testing.assert_allclose(found[3], scores, atol=1e-5)
+
+
+def lowered(rank: int, folder: str, size: int) -> list[tuple[float, np.ndarray]]:
+    """Gradient norms and scores in bfloat16, under autocast and by FSDP, padded and not."""
+    found = []
+    for sharding in ("no_shard", "full_shard"):
+        for padding_free in (False, True):
+            backend = FsdpBackend(
+                folder,
+                dtype="bfloat16",
+                sharding=sharding,  # type: ignore[arg-type]
+                padding_free=padding_free,
+                sequence_parallel_size=size,
+                **SETTINGS,
+            )
+            scores = backend.token_logps(samples_of(), micro_batch_size=3).values
+            metrics = backend.step(samples_of(), partial(weighted_loss, 50), micro_batch_size=3).values()
+            found.append((metrics["grad_norm"], scores))
+    return found
+
+
+def test_layers_in_bfloat16_exchange_what_they_attend_to(folders: dict[str, str], tmp_path: Path) -> None:
+    expected = lowered(0, folders["qwen3"], 1)
+    for ranks in run_ranks(2, lowered, folders["qwen3"], 2, folder=tmp_path):
+        for (norm, scores), (wanted, wanted_scores) in zip(ranks, expected, strict=True):
+            assert norm == pytest.approx(wanted, rel=2e-2)
+            np.testing.assert_allclose(scores, wanted_scores, atol=0.15)
+
+
+def tokens_seen(rank: int, folder: str, size: int) -> list[int]:
+    """How many tokens pass through the layers of a rank in each micro-batch of a step."""
+    backend = FsdpBackend(folder, sequence_parallel_size=size, padding_free=True, **SETTINGS)
+    seen: list[int] = []
+    embeddings = backend.module.get_input_embeddings()
+    embeddings.register_forward_hook(lambda _, args, __: seen.append(args[0].numel()))
+    backend.step(samples_of(), partial(weighted_loss, 50), micro_batch_size=4)
+    return seen
+
+
+def test_each_rank_computes_its_part_of_the_tokens_alone(folders: dict[str, str], tmp_path: Path) -> None:
+    whole = tokens_seen(0, folders["qwen3"], 1)
+    assert sum(whole) == len(samples_of().input_ids.values)
+    assert run_ranks(2, tokens_seen, folders["qwen3"], 2, folder=tmp_path) == 2 * [[-(-count // 2) for count in whole]]
 
 
 def values(rank: int, folder: str, size: int) -> list[np.ndarray]:
@@ -278,6 +327,7 @@ REFUSED: dict[str, tuple[Any, int, str]] = {
     ),
     "softcap": (Gemma2Config(**SIZES), 2, "attn_logit_softcapping"),
     "delta nets": (Qwen3NextConfig(**SIZES), 2, "layers of qwen3_next have a state or chunks (linear_attention"),
+    "sinks": (GptOssConfig(**SIZES), 2, "the attention of gpt_oss has sinks"),
     "mamba": (MambaConfig(vocab_size=260, hidden_size=64), 2, "names no number of attention heads"),
     "falcon-h1": (FalconH1Config(**SIZES), 2, "layers of falcon_h1 have a state or chunks (hybrid, mamba_d_state"),
 }
@@ -298,16 +348,26 @@ def refusal(rank: int, folder: str, size: int) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["bloom", "gpt-oss"])
-def test_a_model_that_gives_other_numbers_is_refused_on_every_rank(name: str, tmp_path: Path) -> None:
-    configuration: Any = BloomConfig(vocab_size=260, hidden_size=64, n_layer=2, n_head=4)
-    if name == "gpt-oss":
-        configuration = GptOssConfig(**SIZES, head_dim=16, num_local_experts=2, num_experts_per_tok=1)
-    folder = save(tmp_path / "model", configuration)
+def test_a_model_that_cannot_be_called_so_is_refused_on_every_rank(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", BloomConfig(vocab_size=260, hidden_size=64, n_layer=2, n_head=4))
     assert not list(sequence_mistakes(AutoConfig.from_pretrained(folder), 2)), "nothing in its configuration says it"
     for told in run_ranks(2, refusal, folder, 2, folder=tmp_path):
-        assert f"{type(configuration).__name__.removesuffix('Config')}ForCausalLM does not run with rows" in told
+        assert "BloomForCausalLM does not run with rows" in told
         assert told.endswith("Set sequence_parallel_size: 1.")
+
+
+def refusal_of_a_state(rank: int, folder: str) -> str:
+    """Of a model whose layers run on, where nothing in its configuration says so."""
+    with patch.object(sequence_attention, "sequence_mistakes", return_value=[]):
+        return refusal(rank, folder, 2)
+
+
+def test_a_model_that_gives_other_numbers_is_refused_on_every_rank(tmp_path: Path) -> None:
+    """The first rank finds what one process finds: what runs on reaches the second rank alone."""
+    folder = architectures.save("qwen3_next", tmp_path / "model")
+    told = run_ranks(2, refusal_of_a_state, folder, folder=tmp_path)
+    assert ["one process gives other numbers" in one for one in told] == [False, True]
+    assert "another worker found other numbers" in told[0]
 
 
 def test_ranks_that_are_no_multiple_are_refused(folders: dict[str, str], tmp_path: Path) -> None:

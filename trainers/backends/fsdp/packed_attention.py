@@ -115,12 +115,12 @@ def varlen_attention(
     return mixed_NHD.unflatten(0, size), None
 
 
-def check_plain(module: torch.nn.Module, dropout: float, others: Mapping[str, Any]) -> None:
+def check_plain(module: torch.nn.Module, dropout: float, others: Mapping[str, Any], name: str = NAME) -> None:
     """Raises ValueError for dropout, or what some architectures do to the scores, which the kernel does not know."""
-    foreign = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
+    foreign = [key for key in ("softcap", "s_aux", "position_bias") if others.get(key) is not None]
     if dropout or foreign:
         raise ValueError(
-            f"{type(module).__name__} has {' and '.join(foreign or ['dropout'])}, of which attn_implementation: varlen "
+            f"{type(module).__name__} has {' and '.join(foreign or ['dropout'])}, of which attn_implementation: {name} "
             "knows nothing. Set another attn_implementation."
         )
 

@@ -28,6 +28,7 @@ from trainers.backends.scores.sums import total
 NAME = "sequence_parallel"
 KEY = "sequence_parallel_size"
 RECURRENT = ("linear_num_value_heads", "mamba_d_state", "mamba_d_conv", "ssm_state_size", "state_size", "conv_L_cache")
+SINKS = ("gpt_oss",)  # models whose attention has a weight per head that no token has
 LOOKS_AT_LENGTH = ("dynamic", "longrope")  # rotary embeddings that change with the longest position of a call
 
 
@@ -116,6 +117,8 @@ def sequence_mistakes(configuration: Any, size: int) -> Iterator[str]:
     for key in ("attention_chunk_size", "attn_logit_softcapping", "alibi"):
         if getattr(config, key, None):
             yield f"{KEY} {size}: the attention of {name} has {key}, which is not known here. {remedy}."
+    if name in SINKS:
+        yield f"{KEY} {size}: the attention of {name} has sinks, which are not known here. {remedy}."
     types = sorted(set(_rope_types(config)) & set(LOOKS_AT_LENGTH))
     if types:
         yield (
@@ -164,7 +167,7 @@ def sequence_attention(
     if shared_rows is None:
         settings = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window, **others}
         return varlen_attention(module, *given, attention_mask, **settings)
-    check_plain(module, dropout, others)
+    check_plain(module, dropout, others, NAME)
     if not getattr(module, "is_causal", True):
         raise ValueError(f"{type(module).__name__} looks at tokens to come. Set {KEY}: 1.")
     ranks = shared_rows.ranks

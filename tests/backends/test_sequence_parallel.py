@@ -219,20 +219,22 @@ def test_layers_in_bfloat16_exchange_what_they_attend_to(folders: dict[str, str]
             np.testing.assert_allclose(scores, wanted_scores, atol=0.15)
 
 
-def tokens_seen(rank: int, folder: str, size: int) -> list[int]:
-    """How many tokens pass through the layers of a rank in each micro-batch of a step."""
-    backend = FsdpBackend(folder, sequence_parallel_size=size, padding_free=True, **SETTINGS)
+def tokens_seen(rank: int, folder: str, size: int) -> tuple[list[int], float]:
+    """How many tokens pass through the layers of a rank in each micro-batch of a step, and FLOPs that its slice may
+    take."""
+    backend = FsdpBackend(folder, sequence_parallel_size=size, padding_free=True, peak_tflops=1.0, **SETTINGS)
     seen: list[int] = []
     embeddings = backend.module.get_input_embeddings()
     embeddings.register_forward_hook(lambda _, args, __: seen.append(args[0].numel()))
-    backend.step(samples_of(), partial(weighted_loss, 50), micro_batch_size=4)
-    return seen
+    metrics = backend.step(samples_of(), partial(weighted_loss, 50), micro_batch_size=4).values()
+    return seen, metrics["update_peak_flops"]
 
 
 def test_each_rank_computes_its_part_of_the_tokens_alone(folders: dict[str, str], tmp_path: Path) -> None:
-    whole = tokens_seen(0, folders["qwen3"], 1)
+    whole, peak = tokens_seen(0, folders["qwen3"], 1)
     assert sum(whole) == len(samples_of().input_ids.values)
-    assert run_ranks(2, tokens_seen, folders["qwen3"], 2, folder=tmp_path) == 2 * [[-(-count // 2) for count in whole]]
+    halves = [-(-count // 2) for count in whole]
+    assert run_ranks(2, tokens_seen, folders["qwen3"], 2, folder=tmp_path) == 2 * [(halves, 2 * peak)]
 
 
 def values(rank: int, folder: str, size: int) -> list[np.ndarray]:

@@ -213,6 +213,17 @@ def test_workers_that_share_rows_are_one_slice_of_training_and_of_scoring(tmp_pa
     assert shared["activations"] == pytest.approx(whole["activations"] / 4, rel=1e-6)
 
 
+def test_an_engine_completes_what_slices_of_shared_rows_learn_from(tmp_path: Path) -> None:
+    config = {"model": SHAPE, "train": {"gpus": 8}, "rollout": {"gpus": 8}, "rollout_engine": "hf"}
+    caches = []
+    for size in (1, 4):
+        found = planned(tmp_path, {**config, "sequence_parallel_size": size}, gpu_memory_gib=1000)
+        (role,) = found.groups[1].roles
+        assert role.memory is not None
+        caches += [term.num_bytes for term in role.memory.terms if term.name == "KV cache"]
+    assert caches[0] == 4 * caches[1] > 0
+
+
 def test_shared_rows_on_two_nodes_are_warned_of(tmp_path: Path) -> None:
     config = {"nproc_per_node": 4, "train": {"gpus": 24, "sequence_parallel_size": 3}}
     (warning,) = planned(tmp_path, config).findings.warnings

@@ -52,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointing, padding-free": {"gradient_checkpointing": True, "padding_free": True},
     "shards": {"sharding": "full_shard", "gradient_checkpointing": True},
     "lora": {"lora": LORA},
+    "eager": {"model_init_kwargs": {"attn_implementation": "eager"}},
     "lora in shards": {"lora": LORA, "sharding": "full_shard", "padding_free": True},
 }
 SIZES: dict[str, Any] = {
@@ -190,6 +191,24 @@ def test_loss_norm_and_scores_are_those_of_plain_transformers(
         assert found[:2] == pytest.approx((float(loss), norm), abs=1e-5)
         np.testing.assert_allclose(found[2], scores, atol=1e-5)
         np.testing.assert_allclose(found[3], scores, atol=1e-5)
+
+
+def uneven_step(rank: int, folder: str, size: int) -> dict[str, torch.Tensor]:
+    """Weights after a step for which the first slice has all rows, in shards and without."""
+    weights: dict[str, torch.Tensor] = {}
+    for sharding in ("no_shard", "full_shard"):
+        backend = FsdpBackend(folder, sequence_parallel_size=size, sharding=sharding, **SETTINGS)  # type: ignore[arg-type]
+        mine = samples_of()[: 8 if backend.shard[0] == 0 else 0]
+        backend.step(mine, partial(weighted_loss, 50), micro_batch_size=3)
+        assert len(backend.token_logps(mine, micro_batch_size=3)) == len(mine)
+        weights |= {f"{sharding} {name}": weight.clone() for name, weight in backend.named_weights()}
+    return weights
+
+
+def test_a_slice_may_be_empty(folders: dict[str, str], tmp_path: Path) -> None:
+    expected = uneven_step(0, folders["qwen2"], 1)
+    for found in run_ranks(4, uneven_step, folders["qwen2"], 2, folder=tmp_path):
+        assert largest_difference(found, expected) < 1e-5
 
 
 def lowered(rank: int, folder: str, size: int) -> list[tuple[float, np.ndarray]]:

@@ -65,6 +65,10 @@ CASES: dict[str, tuple[Any, Callable[..., Any], dict[str, Any]]] = {
     "gkd of top tokens": (GKDTrainer, gkd_config, {"lmbda": 1.0, "sft_alpha": 0.0, "gkd_logits_topk": 5}),
     "ppo": (PPOTrainer, ppo_config, {}),
 }
+APART: dict[str, Any] = {
+    "learners": {"device": "CPU", "ranks": 2, "workers": ["default", "train"]},
+    "others": {"device": "CPU", "ranks": 2, "workers": ["reference", "rollout", "teacher", "critic", "reward"]},
+}
 OF_TORCHRUN = ["sft", "dpo of packs", "reward", "grpo", "ppo"]
 
 
@@ -121,6 +125,16 @@ def test_four_workers_in_pairs_run_as_one_process(
     case: str, model: str, alone: Path, tmp_path: Path, ray_session: RaySession
 ) -> None:
     with ray_session(together(4)):
+        CASES[case][0](config_of(case, model, tmp_path, 2)).train()
+    assert_same_run(tmp_path / case, alone / case, model)
+
+
+@pytest.mark.parametrize("case", ["dpo", "grpo", "ppo", "gkd of top tokens"])
+def test_models_on_workers_of_their_own_share_rows_too(
+    case: str, model: str, alone: Path, tmp_path: Path, ray_session: RaySession
+) -> None:
+    """Two workers learn, two others score or judge, and engines on these get the weights of what is learned."""
+    with ray_session(APART):
         CASES[case][0](config_of(case, model, tmp_path, 2)).train()
     assert_same_run(tmp_path / case, alone / case, model)
 

@@ -20,7 +20,15 @@ import torch.distributed as dist
 
 from rayhelper import ConfigError
 from trainers.backends.fsdp.documents import LOW_TOLERANCE, TOLERANCE, backbone
-from trainers.backends.fsdp.packed_attention import LAYERS, LOW, by_kernel, check_plain, one_by_one, varlen_attention
+from trainers.backends.fsdp.packed_attention import (
+    LAYERS,
+    LOW,
+    by_kernel,
+    check_plain,
+    one_by_one,
+    prefer,
+    varlen_attention,
+)
 from trainers.backends.fsdp.packed_attention import NAME as VARLEN
 from trainers.backends.scores.inputs import Inputs, Part
 from trainers.backends.scores.sums import total
@@ -83,8 +91,12 @@ def share_rows(model: Any, size: int) -> SequenceRanks:
     _register()
     group, _ = dist.new_subgroups(size)
     assert group is not None, "every rank is in a group of its own"
-    takes_kernel = model.config.get_text_config()._attn_implementation == VARLEN
+    config = model.config.get_text_config()
     try:
+        if config._attn_implementation != VARLEN and model.device.type == "cuda":
+            model.set_attn_implementation("sdpa")
+            prefer(model)
+        takes_kernel = config._attn_implementation == VARLEN
         model.set_attn_implementation(NAME)
     except ValueError as error:
         raise ConfigError(_refusal(model, str(error))) from error

@@ -25,7 +25,7 @@ from rayhelper.prove.watching import Seen, WatchedOff, Watcher
 from rayhelper.roles.runtime import state
 from rayhelper.runtimes.inprocess import ProcessesNeededError
 from rayhelper.values.contents import Contents
-from rayhelper.worker.ambient import RandomState
+from rayhelper.worker.random_streams import RandomState
 
 TOLERANCE = 1e-4  # between one worker and two
 _ENTRIES = ("train", "run", "fit", "main")  # methods that are looked for, in order

@@ -2,8 +2,10 @@
 
     trainer.temperature = 0.5        the workers still have what __init__ set
     sampling.TOP_P = 0.9             and what the module had when it was imported there
+    Trainer.helper = another         and the functions that the class and its modules had
 
-Functions of the user's project that the methods call are looked into as well: they may read globals of their modules.
+Functions of the user's project that the methods call are looked into as well: they may read globals of their modules,
+and attributes of the object, if they are given it.
 A call of a role's method that reads such a name is refused. What a role's method sets itself is the role's own, and may
 differ. So may a global that a function of its module both reads and sets: a counter, a cache. Values that are changed
 in place (``self.options["top_p"] = 0.9``) are not seen.
@@ -40,6 +42,8 @@ class Names:
     globals: set[tuple[int, str]] = field(default_factory=set)  # by the id of the namespace
     set_globals: set[tuple[int, str]] = field(default_factory=set)
     namespaces: dict[int, dict[str, Any]] = field(default_factory=dict)
+    of_class: set[str] = field(default_factory=set)  # methods that are called, and attributes that the class has
+    set_elsewhere: set[str] = field(default_factory=set)  # attributes of other objects, which may be classes
 
     def add(self, other: Names) -> None:
         self.reads |= other.reads
@@ -47,6 +51,8 @@ class Names:
         self.globals |= other.globals
         self.set_globals |= other.set_globals
         self.namespaces |= other.namespaces
+        self.of_class |= other.of_class
+        self.set_elsewhere |= other.set_elsewhere
 
 
 class Snapshot:
@@ -57,6 +63,7 @@ class Snapshot:
         cls: Any = type(instance)
         found = _of_class(cls)
         self.globals = {key: found.namespaces[key[0]].get(key[1], _MISSING) for key in found.globals}
+        self.of_class = {name: _entry(cls, name) for name in found.of_class}
 
     def check(self, method: RoleMethod[..., Any], target: Any, title: str) -> None:
         """Raises RoleError if the method reads what was set since."""
@@ -70,17 +77,47 @@ class Snapshot:
                     f"workers of role {method.role!r} still have what __init__ set. Pass the value as an argument, or "
                     f"set it in a method of role {method.role!r}."
                 )
+        for name in names.of_class:
+            entry, before = _entry(cls, name), self.of_class.get(name, _MISSING)
+            if entry is not before and not _is_same(entry, before):
+                raise RoleError(
+                    f"{title} reads self.{name}, which was set in class {cls.__name__} on the driver after the object "
+                    f"was constructed. The workers of role {method.role!r} still have what it was. Set it before you "
+                    "construct the object."
+                )
         for key in names.globals:
             value = names.namespaces[key[0]].get(key[1], _MISSING)
             before = self.globals.get(key, value)
-            if isinstance(value, _PLAIN) and isinstance(before, _PLAIN) and before != value:
+            if value is not before and not _is_same(value, before):
                 owner = names.namespaces[key[0]].get("__name__")
                 known = key[1] if owner in (cls.__module__, method.function.__module__) else f"{owner}.{key[1]}"
+                now, then = (f" to {value!r}", repr(before)) if _is_short(value, before) else ("", "what it was")
                 raise RoleError(
-                    f"{title} reads the global {known!r}, which was set to {value!r} on the driver after the object "
-                    f"was constructed. The workers of role {method.role!r} still have {before!r}. Pass the value as an "
-                    "argument."
+                    f"{title} reads the global {known!r}, which was set{now} on the driver after the object "
+                    f"was constructed. The workers of role {method.role!r} still have {then}. Pass the value as an "
+                    "argument, or set it before you construct the object."
                 )
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    """Whether a global is what it was: equal, where it is plain or a list or dict; with functions the same code."""
+    if isinstance(value, FunctionType) and isinstance(before, FunctionType):
+        return value.__code__ == before.__code__ and value.__closure__ is before.__closure__
+    if type(value) is type(before) and isinstance(value, (*_PLAIN, dict, list, tuple, set)):
+        try:
+            return bool(value == before) or value != value
+        except Exception:  # of arrays in them
+            return False
+    return False
+
+
+def _is_short(value: Any, before: Any) -> bool:
+    return isinstance(value, _PLAIN) and isinstance(before, _PLAIN)
+
+
+def _entry(cls: type, name: str) -> Any:
+    """What a class has under a name."""
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)
 
 
 def _kept(value: Any) -> Any:
@@ -108,6 +145,7 @@ def _of_method(cls: Any, method: RoleMethod[..., Any]) -> Names:
     if method.kind == "method":
         found.add(_of_function(cls, method.function, set()))
     found.reads -= _of_class(cls).writes
+    found.of_class -= _of_class(cls).writes | _of_class(cls).set_elsewhere
     found.globals -= _of_class(cls).set_globals
     return found
 
@@ -122,24 +160,35 @@ def _of_class(cls: Any) -> Names:
     return found
 
 
-def _of_function(cls: type, function: Callable[..., Any], seen: set[Any]) -> Names:
-    """What a method does, and the methods of the same object that it calls."""
+def _of_function(cls: type, function: Callable[..., Any], seen: set[Any], own_index: int = 0) -> Names:
+    """What a function does that is given the object at a position (a method: the first), and those that it calls."""
     found, plain = Names(), inspect.unwrap(function)
-    if plain in seen or not isinstance(plain, FunctionType) or not plain.__code__.co_argcount:
+    if (plain, own_index) in seen or not isinstance(plain, FunctionType) or plain.__code__.co_argcount <= own_index:
         return found
-    seen.add(plain)
-    own, tree = plain.__code__.co_varnames[0], _tree(plain)
+    seen.add((plain, own_index))
+    own, tree = plain.__code__.co_varnames[own_index], _tree(plain)
     for node in ast.walk(tree) if tree is not None else ():
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own:
-            called = _function_of(cls, node.attr)
+        name = _attribute(node, own)
+        if name is not None:
+            called = _function_of(cls, name)
             if called is not None:
                 found.add(_of_function(cls, called, seen))
-            elif isinstance(node.ctx, ast.Load):
-                found.reads.add(node.attr)
+            if _entry(cls, name) is not _MISSING:
+                found.of_class.add(name)
+            if called is None and not isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
+                found.writes.add(name)
             else:
-                found.writes.add(node.attr)
+                found.reads.add(name)
+        elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            found.set_elsewhere.add(node.attr)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "vars"):
             found.writes |= set(_constants(node))
+        elif isinstance(node, ast.Call):
+            helper = _unwrapped(_named(node.func, plain.__globals__))
+            if isinstance(helper, FunctionType) and _is_users(helper):
+                given = [k for k, one in enumerate(node.args) if isinstance(one, ast.Name) and one.id == own]
+                for k in given:
+                    found.add(_of_function(cls, helper, seen, k))
     waiting = [plain]
     while waiting:
         reached = _of_globals(waiting.pop())
@@ -147,6 +196,32 @@ def _of_function(cls: type, function: Callable[..., Any], seen: set[Any]) -> Nam
         waiting += [function for function in reached.functions if function not in seen]
         seen.update(reached.functions)
     return found
+
+
+def _attribute(node: ast.AST, own: str) -> str | None:
+    """The attribute of the object ``own`` at a node: self.name, getattr(self, "name"), vars(self)["name"]."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own:
+        return None if node.attr == "__dict__" else node.attr
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1:
+        name = node.args[1]
+        if ast.unparse(node.args[0]) == own and isinstance(name, ast.Constant):
+            return str(name.value)
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value) in (f"vars({own})", f"{own}.__dict__"):
+        return str(node.slice.value) if isinstance(node.slice, ast.Constant) else None
+    return None
+
+
+def _named(node: ast.AST, namespace: dict[str, Any]) -> Any:
+    """What a name, or an attribute of a module, is in a namespace."""
+    if isinstance(node, ast.Name):
+        return namespace.get(node.id, _MISSING)
+    owner = _named(node.value, namespace) if isinstance(node, ast.Attribute) else None
+    return vars(owner).get(node.attr, _MISSING) if isinstance(owner, ModuleType) else _MISSING  # type: ignore[attr-defined]
+
+
+def _is_users(function: FunctionType) -> bool:
+    module = sys.modules.get(function.__module__)
+    return module is not None and (module.__name__ == "__main__" or is_of_project(module.__name__, module))
 
 
 class Reached(NamedTuple):
@@ -190,11 +265,16 @@ def _of_globals(function: FunctionType) -> Reached:
         value = place.get(name, _MISSING)
         if not isinstance(node.ctx, ast.Load):
             found.set_globals.add(key)
-        elif isinstance(value, _PLAIN):
-            if place is not imported and name not in _counters(str(place.get("__name__"))):
+            continue
+        if not isinstance(value, (type, ModuleType)) and value is not _MISSING and place is not imported:
+            owner_module = sys.modules.get(str(place.get("__name__")))
+            is_users = owner_module is not None and is_of_project(owner_module.__name__, owner_module)
+            is_users = is_users or place.get("__name__") == "__main__" or isinstance(value, _PLAIN)
+            is_counter = not isinstance(value, FunctionType) and name in _counters(str(place.get("__name__")))
+            if is_users and not is_counter:
                 found.globals.add(key)
                 found.namespaces[id(place)] = place
-        elif isinstance(plain := _unwrapped(value), FunctionType):
+        if isinstance(plain := _unwrapped(value), FunctionType):
             module = sys.modules.get(plain.__module__)
             if module is not None and (plain.__globals__ is namespace or is_of_project(module.__name__, module)):
                 functions[plain] = None

@@ -26,13 +26,15 @@ from rayhelper.roles.runtime import Shard, WorkerInfo, acting_as, task_acting_as
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.calls import collector, divide, layout_of, unsendable, where_of
 from rayhelper.values.dispatch import Division
-from rayhelper.values.graphs import check_value
+from rayhelper.values.lost import check_value
 from rayhelper.values.packing import Ledger, Packed, pack, unpack
 from rayhelper.values.shards import Layout, ShardTable
 from rayhelper.watch.attended import attended, deadline_error, stack_of_awaited
 from rayhelper.watch.watchdog import Call, Watched
-from rayhelper.worker.ambient import Ambient, Inside, RandomState
+from rayhelper.worker.ambient import Ambient, Inside
 from rayhelper.worker.failures import add_note
+from rayhelper.worker.patches import generators
+from rayhelper.worker.random_streams import DriverRandom, NewRandom, RandomState
 from rayhelper.worker.runtime import WorkerRuntime
 from rayhelper.worker.side_door import told_stacks
 from rayhelper.worker.steps import Stepped, Together
@@ -97,6 +99,12 @@ class SimulatedWorker(WorkerRuntime):
         """Inside, the random generators of this process are those of the worker."""
         return OwnRandom(self)
 
+    def follow(self, new: NewRandom | None) -> None:
+        """The worker's random generators do what the driver's did since its last call."""
+        if new is not None:
+            with self.own_random():
+                self.random.follow(new)
+
     def init_process_group(self, backend: str | None, timeout_s: float) -> None:
         if self.info.world_size > 1:
             raise ProcessesNeededError(
@@ -114,6 +122,7 @@ class OwnRandom:
         self.worker = worker
 
     def __enter__(self) -> None:
+        generators.paused.__enter__()  # what the worker does is not the driver's doing
         self.driver = RandomState.here()
         if self.worker.random_state is not None:
             self.worker.random_state.restore()
@@ -121,6 +130,7 @@ class OwnRandom:
     def __exit__(self, *_: object) -> None:
         self.worker.random_state = RandomState.here()
         self.driver.restore()
+        generators.paused.__exit__()
 
 
 class InprocessGroup:
@@ -131,6 +141,7 @@ class InprocessGroup:
         self.group = group
         self.cluster = cluster
         self.shards = ShardTable(size, group.name)
+        self.random = DriverRandom()
         self.workers = [
             SimulatedWorker(
                 WorkerInfo(
@@ -144,6 +155,7 @@ class InprocessGroup:
 
     def construct(self, address: str, construction: Any) -> dict[str, Sequence[Record]]:
         built: dict[str, Sequence[Record]] = {}
+        self.random.constructing()
         for worker in self.workers:
             with self.cluster.lock, acting_as(worker), worker.own_random():
                 if isinstance(construction, Packed):
@@ -185,7 +197,7 @@ class InprocessGroup:
             values = []
             for worker, own in call.of(self.workers):
                 begun_ns = time.time_ns()
-                values.append(self._run(worker, call.title, location, own, call.where))
+                values.append(self._run(worker, location, own, call))
                 call.ran(worker, begun_ns)
             return [values[rank] for rank in call.layout.leaders]
 
@@ -220,14 +232,15 @@ class InprocessGroup:
         check_hosts((args, kwargs), self.group.name)
         division = divide(method, layout.num_shards, args, kwargs, where)
         number = recording.dispatched(name, started_ns) if recording else 0
-        return DividedCall(method, name, title, where, layout, division, recording, number)
+        return DividedCall(method, name, title, where, layout, division, recording, number, self.random.of_call())
 
-    def _run(self, worker: SimulatedWorker, title: str, location: str, call: Any, where: str) -> Any:
+    def _run(self, worker: SimulatedWorker, location: str, own: Any, call: DividedCall) -> Any:
         instance, method = worker.located(location)
-        on_worker = f"{title} on {worker.describe()}"
+        on_worker = f"{call.title} on {worker.describe()}"
         with self.cluster.lock, acting_as(worker):
-            args, kwargs, before = self._given(worker, call, where)
-            with _noted(title, worker), worker.own_random(), worker.inside(instance._rayhelper, method.role):
+            args, kwargs, before = self._given(worker, own, call.where)
+            worker.follow(call.random)
+            with _noted(call.title, worker), worker.own_random(), worker.inside(instance._rayhelper, method.role):
                 try:
                     value = method.finished_call(instance, args, kwargs, self._attending(on_worker))
                 except BaseException:
@@ -247,6 +260,7 @@ class InprocessGroup:
         with _noted(call.title, worker):
             with Inside(as_worker):
                 args, kwargs, before = self._given(worker, own, call.where)
+                worker.follow(call.random)
                 coroutine = method.coroutine(instance, args, kwargs)
             try:
                 value = await Stepped(coroutine, lambda: Inside([*as_worker, worker.own_random()]))
@@ -300,9 +314,10 @@ class DividedCall:
         division: Division,
         recording: Recording | None,
         number: int,
+        random: NewRandom | None,
     ) -> None:
         self.method, self.name, self.title, self.where = method, name, title, where
-        self.layout, self.division = layout, division
+        self.layout, self.division, self.random = layout, division, random
         self.recording, self.number = recording, number
         self.collect = collector(method, division.order, where, name, recording, number)
 

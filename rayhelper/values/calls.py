@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rayhelper.errors import DispatchError
 from rayhelper.values.collect import join, join_first
 from rayhelper.values.dispatch import Division, split_call, unwrap
-from rayhelper.values.graphs import check_arguments
+from rayhelper.values.lost import check_arguments
 from rayhelper.values.shards import FIRST, Layout, ShardTable
 
 if TYPE_CHECKING:

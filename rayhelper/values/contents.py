@@ -176,7 +176,7 @@ def _sample(items: Any) -> Any:
 
 def _in_any_order(value: Any) -> bytes | None:
     """A hash of a value that is the same for the items of a list or an array in another order; None: they are many."""
-    is_array = hasattr(type(value), "shape") and bool(value.ndim)
+    is_array = hasattr(type(value), "shape") and bool(getattr(value, "ndim", 0))
     has_items = is_array or isinstance(value, (list, tuple))
     items = value if has_items else [value]
     if len(items) > _MOST_ITEMS:

@@ -163,14 +163,26 @@ def _check_no_batch(value: Any, label: str, cut: str) -> None:
     every worker would get all of it beside its share of the rest."""
     if isinstance(value, Whole) or placement_of(value) is not None or instance_of(value, "torch.nn", "Module"):
         return
-    for name, held in getattr(value, "__dict__", {}).items() if not isinstance(value, type) else ():
+    name = _array_in(value, depth=2)
+    if name:
+        raise DispatchError(
+            f"{label} is {describe(value)} that holds arrays ({name!r}), and nothing says how to cut it, while "
+            f"{cut} is cut. Give {type(value).__name__} __len__ and a __getitem__ that takes a slice, pass its columns "
+            "as a dict, or send it uncut to every worker: RayHelper.whole(value)."
+        )
+
+
+def _array_in(value: Any, depth: int) -> str:
+    """Under which attribute an object, or one that it holds, holds an array; empty: it holds none."""
+    if isinstance(value, type) or instance_of(value, "torch.nn", "Module") or placement_of(value) is not None:
+        return ""
+    for name, held in getattr(value, "__dict__", {}).items():
         if (isinstance(held, np.ndarray) or instance_of(held, "torch", "Tensor")) and held.ndim > 0:
-            kind = type(value).__name__
-            raise DispatchError(
-                f"{label} is {describe(value)} that holds arrays ({name!r}), and nothing says how to cut it, while "
-                f"{cut} is cut. Give {kind} __len__ and a __getitem__ that takes a slice, pass its columns as a dict, "
-                "or send it uncut to every worker: RayHelper.whole(value)."
-            )
+            return str(name)
+        inner = _array_in(held, depth - 1) if depth > 1 else ""
+        if inner:
+            return f"{name}.{inner}"
+    return ""
 
 
 def _first_sliceable(values: list[Any], labels: list[str], counts: list[int | None], prefix: str) -> int:

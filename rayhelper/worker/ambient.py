@@ -12,51 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.abc
-import importlib.util
 import logging
-import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.machinery import ModuleSpec
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from rayhelper.roles.project import installed_modules
-from rayhelper.worker.patches import default_device, seedings
+from rayhelper.worker.patches import default_device
+from rayhelper.worker.random_streams import DriverRandom, NewRandom, RandomState, RandomStream
+from rayhelper.worker.when_loaded import when_loaded
 
 _DEVICE_TYPES = ("cpu", "cuda")  # of which autocast is asked
 _OWN_LOGGERS = ("ray", "rayhelper.worker")  # which Ray sets up on its workers itself
-
-
-class RandomState(NamedTuple):
-    """Where the random generators of a process are: of Python, NumPy and torch (None: not loaded)."""
-
-    python: Any
-    numpy: Any
-    torch: Any
-    seed: int | None  # of torch
-
-    @classmethod
-    def here(cls) -> RandomState:
-        torch = sys.modules.get("torch")
-        if torch is None:
-            return cls(random.getstate(), np.random.get_state(), None, None)
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state().numpy(), torch.initial_seed())
-
-    def restore(self) -> None:
-        """This process's generators go on from here. CUDA's begin anew, with torch's seed."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        if self.torch is not None:
-            when_loaded("torch", self._restore_torch)
-
-    def _restore_torch(self, torch: Any) -> None:
-        if torch.initial_seed() != self.seed:
-            torch.cuda.manual_seed_all(self.seed)  # waits for CUDA to be used, and does nothing without it
-        torch.set_rng_state(torch.from_numpy(self.torch.copy()))
 
 
 @dataclass(frozen=True)
@@ -152,13 +120,13 @@ class Mode(NamedTuple):
     inference: bool
     autocast: tuple[tuple[str, str], ...]  # device types for which it is on, with the dtype
     autocast_cache: bool
-    random: RandomState | None  # new seeds
+    random: NewRandom | None  # what became of the random generators
     torch: dict[str, Any] | None  # new defaults of torch, by name in ``_TORCH``
 
-    def settled(self) -> Mode:
-        """The rest of the mode, after new seeds and defaults have been set: they stay."""
+    def settled(self, stream: RandomStream) -> Mode:
+        """The rest of the mode, after new seeds and defaults have been set: they stay. ``stream``: of the worker."""
         if self.random is not None:
-            self.random.restore()
+            stream.follow(self.random)
         if self.torch is not None:
             when_loaded("torch", functools.partial(_set_flags, self.torch))
         return self._replace(random=None, torch=None)
@@ -167,7 +135,6 @@ class Mode(NamedTuple):
         """Inside, this thread is in the same mode."""
         import torch
 
-        self.settled()
         inference = [torch.inference_mode()] if self.inference else []
         grad = torch.enable_grad() if self.grad else torch.no_grad()
         autocast = [
@@ -181,19 +148,15 @@ class DriverMode:
     """What changes in the driver's process between calls to one group."""
 
     def __init__(self) -> None:
-        self.seed: int | None = None  # of torch, as the workers were told
-        self.seedings: tuple[int, int] | None = None  # as they were counted then; None: nothing is constructed
+        self.random = DriverRandom()
         self.flags: dict[str, Any] | None = None  # torch's defaults, as the workers were told
         self.restarts_left: int | None = None  # when they were told the flags
-        seedings.begin()
-        when_loaded("torch", seedings.begin_torch)
 
     def constructing(self) -> None:
         """The workers are told all seeds and defaults now."""
         torch = sys.modules.get("torch")
-        self.seed = None if torch is None else torch.initial_seed()
         self.flags = None if torch is None else _flags(torch)
-        self.seedings = seedings.count
+        self.random.constructing()
 
     def of_call(self, restarts_left: int) -> Mode | None:
         """The mode in which a call is made; None: as the workers are.
@@ -201,58 +164,18 @@ class DriverMode:
         A worker in the place of one that died was told what was set at construction, so all are told again.
         """
         torch = sys.modules.get("torch")
+        new = self.random.of_call()
         if torch is None:
-            if seedings.count == self.seedings or self.seedings is None:
-                return None
-            self.seedings = seedings.count
-            return Mode(True, False, (), True, RandomState.here(), None)
+            return None if new is None else Mode(True, False, (), True, new, None)
         flags = _flags(torch)
         is_told = flags == self.flags and self.restarts_left in (None, restarts_left)
         self.flags, self.restarts_left = flags, restarts_left
-        seed, new_seeds = torch.initial_seed(), None
-        if seed != self.seed or seedings.count != self.seedings:
-            if self.seedings is not None and (self.seed is not None or seedings.count != self.seedings):
-                new_seeds = RandomState.here()
-            self.seed, self.seedings = seed, seedings.count
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         on = [device for device in _DEVICE_TYPES if torch.is_autocast_enabled(device)]
-        if grad and not inference and not on and new_seeds is None and is_told:
+        if grad and not inference and not on and new is None and is_told:
             return None
         autocast = tuple((device, str(torch.get_autocast_dtype(device))) for device in on)
-        return Mode(grad, inference, autocast, torch.is_autocast_cache_enabled(), new_seeds, None if is_told else flags)
-
-
-class RandomStream:
-    """A worker's random generators: they begin as the driver's were when the first object was constructed here.
-
-    Later constructions see the driver's as they are then; the calls in between go on where they were, unless the driver
-    was given new seeds.
-    """
-
-    def __init__(self) -> None:
-        self.begun_with: RandomState | None = None
-
-    def constructing(self, driver: RandomState) -> DrawingFrom:
-        """Inside, the generators are as the driver's."""
-        goes_on = self.begun_with is not None and self.begun_with.seed == driver.seed
-        self.begun_with = driver
-        return DrawingFrom(driver, then_as_before=goes_on)
-
-
-class DrawingFrom:
-    """Inside, the generators of this process go on from a state. No generator: see ``acting_as``."""
-
-    def __init__(self, random: RandomState, *, then_as_before: bool) -> None:
-        self.random = random
-        self.then_as_before = then_as_before
-
-    def __enter__(self) -> None:
-        self.before = RandomState.here() if self.then_as_before else None
-        self.random.restore()
-
-    def __exit__(self, *_: object) -> None:
-        if self.before is not None:
-            self.before.restore()
+        return Mode(grad, inference, autocast, torch.is_autocast_cache_enabled(), new, None if is_told else flags)
 
 
 class Inside:
@@ -314,45 +237,3 @@ def _set_logger(state: LoggerState) -> None:
     handler.setFormatter(logging.Formatter(fmt, datefmt, style))  # type: ignore[arg-type]
     logger.addHandler(handler)
     logger.propagate = state.propagate
-
-
-# What is to be set once a module is there
-
-
-def when_loaded(name: str, then: Callable[[Any], None]) -> None:
-    """Calls ``then`` with a module: now, if it is loaded, otherwise as soon as it has been."""
-    module = sys.modules.get(name)
-    if module is not None:
-        then(module)
-        return
-    finder = next((one for one in sys.meta_path if isinstance(one, _Waiting) and one.name == name), None)
-    if finder is None:
-        finder = _Waiting(name)
-        sys.meta_path.insert(0, finder)
-    finder.then.append(then)
-
-
-class _Waiting(importlib.abc.MetaPathFinder):
-    """Notices that a module is imported."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.then: list[Callable[[Any], None]] = []
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
-        if fullname != self.name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        loader, then = spec.loader, self.then
-        execute = loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            execute(module)
-            for one in then:
-                one(module)
-
-        loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec

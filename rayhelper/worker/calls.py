@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from types import GeneratorType
 from typing import Any
 
-from rayhelper.errors import CallCancelledError, WorkerError
+from rayhelper.errors import CallCancelledError, DispatchError, WorkerError
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.runtime import state
 from rayhelper.runtimes.ray.late_call import divide_late
 from rayhelper.timeline.recording import task_number
 from rayhelper.timeline.trace import Tracer
-from rayhelper.values.graphs import check_value
+from rayhelper.values.lost import check_value
 from rayhelper.values.packing import Ledger, Packed, pack, unpack, worth_packing
 from rayhelper.values.reply import Reported
 from rayhelper.values.shards import is_within
@@ -65,7 +65,7 @@ class Calls:
         self.breakpoints: Breakpoints | None = None
 
     def construct(self, address: str, payload: bytes) -> Any:
-        """Constructs (pins, class, args, kwargs, ambient); the reply is its parts, with the shards of each."""
+        """Constructs (pins, class, args, kwargs, ambient, changes); the reply is its parts, with the shards of each."""
         return self._unstoppable("__init__", self._constructed, address, payload)
 
     def _constructed(self, address: str, payload: bytes) -> Any:
@@ -73,8 +73,9 @@ class Calls:
         self.running, started = self.task_id(), time.time_ns()
         where = "__init__"
         try:
-            _, cls, args, kwargs, ambient = pickle.loads(payload)
+            _, cls, args, kwargs, ambient, changes = pickle.loads(payload)
             where = f"{cls.__name__}.__init__"
+            changes.apply()
             ambient.apply()
             return self._reply(runtime.build(address, cls, args, kwargs, ambient))
         except BaseException as error:
@@ -116,7 +117,10 @@ class Calls:
                     return part
             args, kwargs = self._opened(method, arguments, parts)
             del arguments
-            with placement.runtime.inside(placement, method.role), _AS_AT_FIRST if mode is None else mode.applied():
+            with (
+                placement.runtime.inside(placement, method.role),
+                _AS_AT_FIRST if mode is None else mode.settled(placement.runtime.random).applied(),
+            ):
                 value = method.finished_call(instance, args, kwargs)
             ended = time.time_ns() if self.tracer is not None else 0
             del args, kwargs  # or what they lend counted as used
@@ -151,7 +155,9 @@ class Calls:
             del arguments
             with placement.runtime.task_inside(placement, method.role):
                 coroutine: Any = method.coroutine(instance, args, kwargs)
-                value = await (coroutine if mode is None else Stepped(coroutine, mode.settled().applied))
+                value = await (
+                    coroutine if mode is None else Stepped(coroutine, mode.settled(placement.runtime.random).applied)
+                )
             ended = time.time_ns() if self.tracer is not None else 0
             del args, kwargs, coroutine
             return self._answer(value, method, identity, task, started, ended)
@@ -192,7 +198,11 @@ class Calls:
             where = f"{identity.title(method)} on {_runtime().describe()}"
             check_value(value, where)
             self.ledger.check(where)
-        reply = self._reply(value)
+        try:
+            reply = self._reply(value)
+        except DispatchError as error:
+            title = f"{identity.title(method)} on {_runtime().describe()}"
+            raise WorkerError(f"the value of {title} cannot be sent back: {error}") from error
         if self.tracer is not None:
             self._record("run", method.role, identity.called(method), started, task, reply, ended)
         return reply

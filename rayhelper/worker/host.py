@@ -1,6 +1,6 @@
 """A worker process as its driver reaches it: the doors behind which objects are built and called.
 
-    driver: host.construct(address, (pins, class, args, kwargs, ambient)) -> the same __init__ runs here
+    driver: host.construct(address, (pins, class, args, kwargs, ambient, changes)) -> the same __init__ runs here
     driver: host.call(location, arguments, *parts)                  -> value, Packed, Reported(value, shards) or Failure
     driver: host.begin(...), host.collect(...)                      the same of asynchronous methods   coroutines.py
 
@@ -126,7 +126,7 @@ class Host:
         return unlike_modules(sources)
 
     def construct(self, address: str, payload: bytes) -> Any:
-        """Constructs (pins, class, args, kwargs, ambient) here; the reply is its parts, with the shards of each."""
+        """Constructs (pins, class, args, kwargs, ambient, changes) here; the reply is its parts and their shards."""
         return self.calls.construct(address, payload)
 
     def state(self, address: str) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import random
-from typing import Any
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -63,62 +66,132 @@ def default_device(torch: Any) -> str:
     return "cpu" if length is not None and not length() else str(torch.get_default_device().type)
 
 
-class Seedings:
-    """Tells whether the random generators of this process were given a seed since one last asked.
+MAX_MARKS = 16  # states of a generator that are remembered
+
+
+class Mark(NamedTuple):
+    """The driver read the state of a generator: when, and how often the generator had been set by then."""
+
+    number: int
+    point: int
+
+
+class Generator:
+    """What was done to one random generator of this process."""
+
+    def __init__(self, next_number: Callable[[], int]) -> None:
+        self.next_number = next_number
+        self.point = 0  # the number of the event by which it was set last
+        self.mark: int | None = None  # of the state to which it was set then; None: a seed, or a state from elsewhere
+        self.marks: OrderedDict[Any, Mark] = OrderedDict()  # by what the state holds
+
+    def seeded(self) -> None:
+        """It was given a seed."""
+        self.point, self.mark = self.next_number(), None
+
+    def read(self, state: Any) -> None:
+        """Its state was read."""
+        key = _contents(state)
+        self.marks.pop(key, None)
+        self.marks[key] = Mark(self.next_number(), self.point)
+        if len(self.marks) > MAX_MARKS:
+            self.marks.popitem(last=False)
+
+    def set_to(self, state: Any) -> None:
+        """It was set to a state."""
+        mark = self.marks.get(_contents(state))
+        self.point, self.mark = self.next_number(), None if mark is None else mark.number
+
+
+def _contents(state: Any) -> Any:
+    """What a generator's state holds, to compare and to hash."""
+    if isinstance(state, Mapping):
+        return tuple((name, _contents(state[name])) for name in sorted(state))
+    if isinstance(state, (tuple, list)):
+        return tuple(map(_contents, state))
+    if hasattr(state, "numpy"):
+        return state.numpy().tobytes()
+    return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+class _Paused(threading.local):
+    """Inside, what this thread does to the generators is not the driver's doing."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+class Generators:
+    """Tells whether the random generators of this process were seeded, read or set since one last asked.
 
     Python, NumPy and PyTorch do not say so, and a seed that is set again leaves no other trace. Only public functions
-    are wrapped: ``random.seed``, ``np.random.seed``, ``torch.manual_seed``, ``torch.set_rng_state``. Delete when the
-    libraries count.
+    are wrapped: ``random.seed``, ``getstate``, ``setstate``; ``np.random.seed``, ``get_state``, ``set_state``;
+    ``torch.manual_seed``, ``seed``, ``get_rng_state``, ``set_rng_state``. Delete when the libraries count.
     """
 
     def __init__(self) -> None:
-        self.num_others = 0
-        self.num_torch = 0
-        self.before: collections.deque[tuple[int, Any]] = collections.deque(maxlen=16)  # torch's state, by count
+        self.num_events = 0
+        self.by_name = {name: Generator(self._next) for name in ("python", "numpy", "torch")}
+        self.paused = _Paused()
+        self.seed: int | None = None  # of torch, after the last event; None: to be looked at
 
-    @property
-    def count(self) -> tuple[int, int]:
-        """Another value than before, if a seed was set since."""
-        return self.num_others, self.num_torch
+    def _next(self) -> int:
+        self.num_events += 1
+        return self.num_events
+
+    def points(self) -> tuple[int, ...]:
+        """By which event each was set last."""
+        return tuple(one.point for one in self.by_name.values())
 
     def begin(self) -> None:
-        """Counts from now on the seeds of Python and NumPy."""
-        for module in (random, np.random):
-            _before(module, "seed", self._other)
+        """Notes from now on what is done to the generators of Python and NumPy."""
+        self._watch(random, "python", seed="seed", read="getstate", set_to="setstate")
+        self._watch(np.random, "numpy", seed="seed", read="get_state", set_to="set_state")
 
     def begin_torch(self, torch: Any) -> None:
-        """Counts from now on the seeds of torch."""
-        _before(torch.random, "manual_seed", lambda *_: self._torch(torch))
-        _before(torch.random, "set_rng_state", lambda *state: self._set_torch(torch, *state))
-        torch.manual_seed, torch.set_rng_state = torch.random.manual_seed, torch.random.set_rng_state
+        """Notes from now on what is done to torch's generator."""
+        self._watch(torch.random, "torch", seed="manual_seed", read="get_rng_state", set_to="set_rng_state")
+        self._watch(torch.random, "torch", seed="seed", read="get_rng_state", set_to="set_rng_state")
+        for name in ("manual_seed", "seed", "get_rng_state", "set_rng_state"):
+            setattr(torch, name, getattr(torch.random, name))
+        self.seed = None
 
-    def _other(self, *_: Any) -> None:
-        self.num_others += 1
+    def look_at_seed(self) -> None:
+        """Another seed of torch than after the last event was set in a way that is not watched."""
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return
+        seed = torch.initial_seed()
+        if self.seed is not None and seed != self.seed:
+            self.by_name["torch"].seeded()
+        self.seed = seed
 
-    def _torch(self, torch: Any) -> None:
-        self.before.append((self.num_torch, torch.get_rng_state()))
-        self.num_torch += 1
+    def _watch(self, module: Any, name: str, *, seed: str, read: str, set_to: str) -> None:
+        one = self.by_name[name]
+        self._after(module, seed, lambda args, value: one.seeded())
+        self._after(module, read, lambda args, value: one.read(value))
+        self._after(module, set_to, lambda args, value: one.set_to(args[0]) if args else one.seeded())
 
-    def _set_torch(self, torch: Any, *state: Any) -> None:
-        """A seed inside ``torch.random.fork_rng`` is none when that ends, and puts the state back."""
-        for count, before in self.before:
-            if state and torch.equal(before, state[0]):
-                self.num_torch = count
-                return
+    def _after(self, module: Any, name: str, note: Callable[[tuple[Any, ...], Any], None]) -> None:
+        """Calls ``note`` with the positional arguments and the value of a function after each of its calls."""
+        function = getattr(module, name)
+        if hasattr(function, "__wrapped__"):
+            return
 
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            value = function(*args, **kwargs)
+            if not self.paused.depth:
+                note(args, value)
+                self.seed = None
+            return value
 
-def _before(module: Any, name: str, first: Any) -> None:
-    """Calls ``first`` with the positional arguments of a function before each of its calls."""
-    function = getattr(module, name)
-    if hasattr(function, "__wrapped__"):
-        return
-
-    @functools.wraps(function)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        first(*args)
-        return function(*args, **kwargs)
-
-    setattr(module, name, wrapped)
+        setattr(module, name, wrapped)
 
 
-seedings = Seedings()
+generators = Generators()

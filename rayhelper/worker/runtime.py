@@ -19,8 +19,9 @@ from rayhelper.roles.methods import RoleMethod, find_method, not_constructed
 from rayhelper.roles.parts import Identity, Record, address_within, placement_of, refuse_to_travel
 from rayhelper.roles.runtime import Route, Shard, WorkerInfo
 from rayhelper.values.shards import is_within
-from rayhelper.worker.ambient import Ambient, RandomStream
+from rayhelper.worker.ambient import Ambient
 from rayhelper.worker.process_group import Joined, join_process_group, leave_process_group
+from rayhelper.worker.random_streams import RandomStream
 
 
 class HostedPlacement:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rayhelper import RayHelper
+from rayhelper.errors import DispatchError
 from tests.conftest import RaySession, without_runtime
 
 TWO = {"g": {"device": "CPU", "ranks": 2, "workers": ["net"]}}
@@ -35,6 +36,19 @@ class Net:
 
     @RayHelper.function(group="net")
     def drawn_now(self) -> list[float]:
+        return self.draw()
+
+    @RayHelper.function(group="net")
+    def drawn_with(self, generator: Any) -> float:
+        if isinstance(generator, dict):
+            return self.drawn_with(generator["its"])
+        if isinstance(generator, torch.Generator):
+            return float(torch.rand((), generator=generator))
+        return float(generator.random())
+
+    @RayHelper.function(group="net")
+    def seeded(self, seed: int) -> list[float]:
+        seed_all(seed)
         return self.draw()
 
     @RayHelper.function(group="net")
@@ -163,6 +177,109 @@ def test_a_seed_that_is_set_again_reaches_the_workers(on_ray: None, which: int) 
     assert drawn[0] == drawn[1]
     set_seed(11)
     assert drawn[0] == [Net.draw(net)[which]] * 2
+
+
+def seeded_alone(net: Net) -> list[Any]:
+    """A seed of one generator leaves the others where they are."""
+    first = net.drawn_now()
+    random.seed(9)
+    return [first, net.drawn_now()]
+
+
+def seeded_twice_between_objects(net: Net) -> list[Any]:
+    """The first object's draws go on from the seed, behind what the second one drew."""
+    first = net.drawn_now()
+    seed_all(13)
+    Net()
+    return [first, net.drawn_now()]
+
+
+def seeded_by_torch_alone(net: Net) -> list[Any]:
+    """Nobody knows the seed that torch took; draws are the driver's after it."""
+    torch.default_generator.manual_seed(21)
+    return [net.drawn_now(), net.drawn_now()]
+
+
+def set_back(net: Net) -> list[Any]:
+    """A state that was read is set again: what was drawn since is drawn once more, and what was drawn before is not."""
+    drawn = [net.drawn_now()]
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    drawn += [net.drawn_now(), net.drawn_now()]
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    drawn += [net.drawn_now(), net.drawn_now()]
+    assert drawn[1:3] == drawn[3:5] != [drawn[0], drawn[1]]
+    return drawn
+
+
+def set_back_to_before_the_construction(net: Net) -> list[Any]:
+    """The state was the driver's own."""
+    seed_all(4)
+    states = random.getstate(), torch.get_rng_state()
+    other = Net()
+    drawn = [other.drawn_now()]
+    random.setstate(states[0])
+    torch.set_rng_state(states[1])
+    return [*drawn, other.drawn_now()]
+
+
+def forked(net: Net) -> list[Any]:
+    """Within ``fork_rng`` a seed holds for calls; afterwards they go on from where they were."""
+    drawn = [net.drawn_now()]
+    for _ in range(2):
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            drawn.append(net.drawn_now())
+        drawn.append(net.drawn_now())
+    with torch.random.fork_rng():
+        torch.manual_seed(8)  # for no call
+    return [*drawn, net.drawn_now()]
+
+
+def seeds_of_a_role(net: Net) -> list[Any]:
+    """What a role does to its generators is not the driver's doing."""
+    return [net.drawn_now(), net.seeded(3), net.drawn_now(), net.drawn_now()]
+
+
+@pytest.mark.parametrize(
+    "play",
+    [
+        *(seeded_alone, seeded_twice_between_objects, seeded_by_torch_alone, set_back),
+        *(set_back_to_before_the_construction, forked, seeds_of_a_role),
+    ],
+)
+def test_what_the_driver_does_to_its_generators_holds_for_roles_as_with_ray_off(session: Any, play: Any) -> None:
+    with without_runtime():
+        seed_all(12)
+        off = play(Net())
+    with session():
+        seed_all(12)
+        assert play(Net()) == [[one, one] for one in off]
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
+def test_a_generator_that_is_passed_again_is_refused(on_ray: None, kind: str) -> None:
+    """With Ray off the second call goes on from the first."""
+
+    def made() -> Any:
+        if kind == "torch":
+            return torch.Generator().manual_seed(4)
+        return np.random.default_rng(4) if kind == "numpy" else random.Random(4)
+
+    net, generator = Net(), made()
+    expected = Net.drawn_with(net, made())
+    assert net.drawn_with({"its": generator}) == expected
+    with pytest.raises(DispatchError, match=r"Net.drawn_with .* argument 'generator' is a random generator that was"):
+        net.drawn_with(generator)
+    assert net.drawn_with(made()) == expected, "a new one in the same state"
+
+
+def test_whole_within_another_value_is_refused(session: Any) -> None:
+    with session():
+        net = Net()
+        with pytest.raises(DispatchError, match=r"argument 'generator'\['its'\] is RayHelper.whole"):
+            net.drawn_with({"its": RayHelper.whole([1, 2])})
 
 
 def test_seeds_inside_fork_rng_leave_the_workers_alone(on_ray: None) -> None:

@@ -18,7 +18,7 @@ from rayhelper.runtimes.ray.recovery import Recovery
 from rayhelper.runtimes.ray.waiting import STEP_S, replies_as_they_come, replies_of
 from rayhelper.values.calls import collect, parameter_names, unsendable
 from rayhelper.values.dispatch import Balanced, Whole, bare, whole
-from rayhelper.values.graphs import check_arguments
+from rayhelper.values.lost import check_arguments
 from rayhelper.values.reply import opened
 from rayhelper.values.shards import Layout
 from rayhelper.worker.ambient import Mode

@@ -17,6 +17,7 @@ from rayhelper.runtimes.announced import Announced
 from rayhelper.runtimes.debugging import Waiting
 from rayhelper.runtimes.ray import placement as placing
 from rayhelper.runtimes.ray.group import ToConstruct, WorkerGroup
+from rayhelper.runtimes.ray.modules.changes import Changes, Place, changes_in
 from rayhelper.runtimes.ray.modules.imports import Imports, not_by_value, refused_late
 from rayhelper.runtimes.ray.modules.pins import Pins
 from rayhelper.runtimes.ray.modules.reloads import Reloads
@@ -49,6 +50,7 @@ class RayCluster:
         self.address = address or os.environ.get("RAY_ADDRESS")
         self.recording = recording
         self.groups: dict[str, WorkerGroup] = {}
+        self.told_changes: set[Place] = set()  # what workers were told that was set in modules
         self.is_ours = False
         self.announced: Announced | None = None
 
@@ -114,7 +116,9 @@ class RayCluster:
             cloudpickle.register_pickle_by_value(sys.modules[name])
         names_of_modules = imports.modules()
         with bound_for(*names):
-            payload = ray.put(_pickled(cls, args, kwargs, Pins(names_of_modules), by_value))
+            changes = changes_in([name for name in names_of_modules if name not in by_value], self.told_changes)
+            self.told_changes |= changes.values.keys()
+            payload = ray.put(_pickled(cls, args, kwargs, Pins(names_of_modules), changes, by_value))
         return ToConstruct(payload, Reloads(names_of_modules))
 
     def alive(self) -> bool:
@@ -142,10 +146,18 @@ def _unlike(groups: Sequence[WorkerGroup], sources: Mapping[str, str | None]) ->
     return {name for group in groups for name in group.unlike_modules(sources)}
 
 
-def _pickled(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], pins: Pins, by_value: Collection[str]) -> bytes:
+def _pickled(
+    cls: type,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    pins: Pins,
+    changes: Changes,
+    by_value: Collection[str],
+) -> bytes:
     """A class and the arguments of its constructor. Raises DispatchError that says which of them does not pickle."""
     try:
-        return dumps((pins, cls, args, kwargs, Ambient.here()))  # the pins first: unpickling the class imports modules
+        # the pins first: unpickling the class imports modules
+        return dumps((pins, cls, args, kwargs, Ambient.here(), changes))
     except RoleError:
         raise
     except Exception as error:

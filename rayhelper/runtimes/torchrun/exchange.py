@@ -3,7 +3,7 @@
     gather(value)     every process's value, once all have come
     Situation         what a process answers at its door, when the others have waited too long for it or have lost it
 
-A gloo group of its own, over the store that torchrun's environment names, so that the default group stays the user's.
+Gloo groups of its own, over the store that torchrun's environment names, so that the default group stays the user's.
 Strangers can write to this store and so come to stand in a process's place: what is gathered carries a code made with
 the run's key (``key.py``), which is compared before anything is unpickled.
 """
@@ -38,6 +38,7 @@ from rayhelper.worker.side_door import Address, Door, ask, stacks, told_stacks
 
 logger = logging.getLogger(__name__)
 
+_NUM_LANES = 2  # of calls, and of calls that are awaited
 _WAITS = -1  # in place of the length of a value: the process waits at a breakpoint
 _TOGETHER_BYTES = 64 * 1024  # up to here all are gathered at once, above one is sent after the other
 _START_S = 300.0  # for the slowest process to start
@@ -55,6 +56,21 @@ class Situation:
     stacks: str
 
 
+class Lane:
+    """Gatherings that follow one another. Those of two lanes may be made at once, in two threads."""
+
+    def __init__(self, number: int, group: Any) -> None:
+        self.number, self.group = number, group
+        self.arrivals = 0
+        self.meeting = threading.Lock()  # held while values are gathered
+        self.waits: tuple[Any, list[Any]] | None = None  # what this process told the others at a breakpoint
+
+    def arrive(self) -> int:
+        """A number for the gathering to which this process comes, which no other one has."""
+        self.arrivals += 1
+        return _NUM_LANES * self.arrivals + self.number
+
+
 class Exchange:
     """The processes of this run, ``size`` of them, of which this is ``rank``."""
 
@@ -66,13 +82,10 @@ class Exchange:
         self.size = size
         self.closed = False
         self.received_bytes = 0  # by the last gathering
-        self.arrivals = 0
         self.late = ""
         self.broken = False  # a gathering was given up: the others may still wait in it
         self.doors: dict[int, Address] = {}
-        self.meeting = threading.Lock()  # held while values are gathered
         self.coroutines: dict[int, Any] = {}  # of calls that are in flight
-        self.waits: tuple[Any, list[Any]] | None = None  # what this process told the others at a breakpoint
         rendezvous: Any = vars(dist)["rendezvous"]
         self.store, _, _ = next(iter(rendezvous("env://", rank, size)))
         self.number = dist.PrefixStore("rayhelper", self.store).add(f"exchanges/{rank}", 1)  # type: ignore[attr-defined]
@@ -89,9 +102,12 @@ class Exchange:
         own_address = _own_address()
         start = timedelta(seconds=_START_S)
         try:
-            self.group = gloo_group(self.store_of("exchange"), rank, size, start, own_address)
+            self.lanes = [
+                Lane(number, gloo_group(self.store_of(f"exchange/{number}"), rank, size, start, own_address))
+                for number in range(_NUM_LANES)
+            ]
             nonce = torch.frombuffer(bytearray(secrets.token_bytes(NONCE_BYTES)), dtype=torch.uint8)
-            nonces = [bytes(one.numpy()) for one in self._all(nonce, _START_S)]
+            nonces = [bytes(one.numpy()) for one in self._all(self.lanes[0], nonce, _START_S)]
         finally:
             self.run_key.forget_file()  # all have read it by now, or the run ends here
         self.codes = Codes(self.key if self.run_key.is_shared else None, nonces)
@@ -130,8 +146,20 @@ class Exchange:
             return self.store_of(name)
         return dist.FileStore(str(path), size)  # type: ignore[attr-defined]
 
-    def gather(self, value: Any, flag: Callable[[], bool], timeout_s: float) -> list[tuple[Any, bool]]:
+    @property
+    def arrivals(self) -> int:
+        """The gatherings to which this process has come."""
+        return sum(lane.arrivals for lane in self.lanes)
+
+    def gather(
+        self, value: Any, flag: Callable[[], bool], timeout_s: float, *, of_coroutine: bool = False
+    ) -> list[tuple[Any, bool]]:
         """Every process's value, in order of rank, each with its flag, which is read as late as possible.
+
+        Calls meet in the order in which they are made. So do the calls that are awaited (``of_coroutine``), among
+        themselves: an ordinary call that is made while they are in flight does not wait for them.
+
+        A value is packed here, or was before by ``ready``, so that one that cannot be sent keeps nobody waiting.
 
         Raises:
             TimeoutError: not every process came within ``timeout_s``, or another gave this up: who, and where all are.
@@ -139,10 +167,11 @@ class Exchange:
         """
         if self.broken:
             raise ConnectionError("an earlier call was given up")
-        self.arrivals += 1
+        lane = self.lanes[of_coroutine]
+        number = lane.arrive()
         try:
-            with self.meeting:
-                return self._gathered(value, flag, max(timeout_s, 0.01))
+            with lane.meeting:
+                return self._gathered(lane, number, value, flag, max(timeout_s, 0.01))
         except _LateError:
             self.broken, self.late = True, "not every process had come"  # gloo may give up while the doors are asked
             self.late = self.where_all_are(self.arrivals)
@@ -153,22 +182,24 @@ class Exchange:
             self.broken = True
             raise ConnectionError(str(forged)) from None
 
-    def _gathered(self, value: Any, flag: Callable[[], bool], timeout_s: float) -> list[tuple[Any, bool]]:
+    def _gathered(
+        self, lane: Lane, number: int, value: Any, flag: Callable[[], bool], timeout_s: float
+    ) -> list[tuple[Any, bool]]:
         import torch
 
-        packed = pickle.dumps(pack(value), protocol=5)
+        packed = value if type(value) is Ready else ready(value)
         length = TAG_BYTES + 1 + len(packed)
-        sizes, timeout_s = self._sizes(length, timeout_s)
+        sizes, timeout_s = self._sizes(lane, length, timeout_s)
         body = bytes([flag()]) + packed  # all have come by now
-        text = torch.frombuffer(bytearray(self.codes.made(self.rank, self.arrivals, body) + body), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(self.codes.made(self.rank, number, body) + body), dtype=torch.uint8)
         if max(sizes) <= _TOGETHER_BYTES:
-            texts = self._all(torch.nn.functional.pad(text, (0, max(sizes) - len(text))), timeout_s)
+            texts = self._all(lane, torch.nn.functional.pad(text, (0, max(sizes) - len(text))), timeout_s)
         else:
-            texts = [self._from(source, text, size, timeout_s) for source, size in enumerate(sizes)]
+            texts = [self._from(lane, source, text, size, timeout_s) for source, size in enumerate(sizes)]
         received = [memoryview(text[:size].numpy()) for text, size in zip(texts, sizes, strict=True)]
         self.received_bytes = sum(sizes)
         for source, whole in enumerate(received):
-            if not self.codes.fits(bytes(whole[:TAG_BYTES]), source, self.arrivals, whole[TAG_BYTES:]):
+            if not self.codes.fits(bytes(whole[:TAG_BYTES]), source, number, whole[TAG_BYTES:]):
                 raise _ForgedError(
                     f"what came in the place of rank {source} was not made with this run's key, and was not read. "
                     f"Either {VARIABLE} is not the same on all nodes, or somebody else writes to the run's store"
@@ -176,7 +207,7 @@ class Exchange:
         values = [whole[TAG_BYTES:] for whole in received]
         return [(unpack(pickle.loads(value[1:]), writable=True), bool(value[0])) for value in values]
 
-    def _sizes(self, length: int, timeout_s: float) -> tuple[list[int], float]:
+    def _sizes(self, lane: Lane, length: int, timeout_s: float) -> tuple[list[int], float]:
         """How long the values of all processes are, and the seconds that are left.
 
         A process that waits at a breakpoint takes part meanwhile: all begin anew then, and that time does not count.
@@ -187,11 +218,11 @@ class Exchange:
         while True:
             begun = time.monotonic()
             left_s = max(0.01, end - begun)
-            if self.waits is not None:  # of this process's own breakpoint
-                (own, _), self.waits = self.waits, None
+            if lane.waits is not None:  # of this process's own breakpoint
+                (own, _), lane.waits = lane.waits, None
                 _wait(own, left_s)
                 continue
-            sizes = [int(size) for size in self._all(torch.tensor([length]), left_s)]
+            sizes = [int(size) for size in self._all(lane, torch.tensor([length], device="cpu"), left_s)]
             if min(sizes) != _WAITS:
                 return sizes, max(0.01, end - time.monotonic())
             end += time.monotonic() - begun
@@ -200,27 +231,28 @@ class Exchange:
         """Tells the processes that wait for this one that it is at a breakpoint. From any thread."""
         import torch
 
-        if self.closed or self.broken or not self.meeting.acquire(blocking=False):
-            return
-        try:
-            if self.waits is None or self.waits[0].is_completed():
-                self.waits = self._begun(torch.tensor([_WAITS]), CALL_S)
-        except _LostError:  # they have gone, which the next call will tell
-            pass
-        finally:
-            self.meeting.release()
+        for lane in self.lanes:
+            if self.closed or self.broken or not lane.meeting.acquire(blocking=False):
+                continue
+            try:
+                if lane.waits is None or lane.waits[0].is_completed():
+                    lane.waits = self._begun(lane, torch.tensor([_WAITS], device="cpu"), CALL_S)
+            except _LostError:  # they have gone, which the next call will tell
+                pass
+            finally:
+                lane.meeting.release()
 
     def paused_s(self, last_s: float) -> float:
         """How many of the last so many seconds some process waited at a breakpoint."""
         return paused_s(ask(self.doors, self.key, "halts", None, _ANSWER_S).values(), last_s)
 
-    def _all(self, tensor: Any, timeout_s: float) -> list[Any]:
+    def _all(self, lane: Lane, tensor: Any, timeout_s: float) -> list[Any]:
         """The tensors of all processes, which have one shape."""
-        work, received = self._begun(tensor, timeout_s)
+        work, received = self._begun(lane, tensor, timeout_s)
         _wait(work, timeout_s)
         return received
 
-    def _begun(self, tensor: Any, timeout_s: float) -> tuple[Any, list[Any]]:
+    def _begun(self, lane: Lane, tensor: Any, timeout_s: float) -> tuple[Any, list[Any]]:
         """A collective in which all get the tensors of all, and where these will be."""
         import torch
         import torch.distributed as dist
@@ -229,20 +261,20 @@ class Exchange:
         options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
         options.timeout = timedelta(seconds=timeout_s + _AFTER_S)
         try:
-            return self.group.allgather([received], [tensor], options), received
+            return lane.group.allgather([received], [tensor], options), received
         except RuntimeError as error:
             raise _LostError(str(error)) from None
 
-    def _from(self, source: int, own: Any, size: int, timeout_s: float) -> Any:
+    def _from(self, lane: Lane, source: int, own: Any, size: int, timeout_s: float) -> Any:
         """The tensor of one process."""
         import torch
         import torch.distributed as dist
 
-        text = own if source == self.rank else torch.empty(size, dtype=torch.uint8)
+        text = own if source == self.rank else torch.empty(size, dtype=torch.uint8, device="cpu")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = source, 0, timedelta(seconds=timeout_s + _AFTER_S)
         try:
-            work = self.group.broadcast([text], options)
+            work = lane.group.broadcast([text], options)
         except RuntimeError as error:
             raise _LostError(str(error)) from None
         _wait(work, timeout_s)
@@ -322,7 +354,7 @@ class Exchange:
         self.closed = True
         self.run_key.close()
         self.door.close()
-        self.group = None
+        self.lanes.clear()
         self.store = None
 
 
@@ -374,6 +406,15 @@ class Watch:
             self.late = self.exchange.late = self.exchange.where_all_are(self.exchange.arrivals + 1)
             self.ended.wait(_SKEW_S)
             self.left = leave_process_group()
+
+
+class Ready(bytes):
+    """A value, packed to be sent to the other processes."""
+
+
+def ready(value: Any) -> Ready:
+    """The value, packed. Raises what packing it raises."""
+    return Ready(pickle.dumps(pack(value), protocol=5))
 
 
 class _LateError(Exception):

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
-from rayhelper.errors import RoleError
+from rayhelper.errors import CallCancelledError, RoleError
 from rayhelper.roles.futures import Finished, FinishedCall, Future, finished, values_of
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.parts import Identity, check_hosts, refuse_to_travel
@@ -29,7 +29,7 @@ from rayhelper.timeline.recording import Recording
 from rayhelper.values.calls import collector, divide, layout_of, where_of
 from rayhelper.values.contents import Contents, contents_of
 from rayhelper.values.dispatch import Balanced, Call, Division, bare, unwrap
-from rayhelper.values.graphs import check_value
+from rayhelper.values.lost import check_value
 from rayhelper.values.shards import Layout, Reports, ShardTable
 from rayhelper.values.slicing import num_items
 from rayhelper.watch import watchdog as watching
@@ -56,7 +56,9 @@ class Processes(Protocol):
 
     def check_usable(self, what: str) -> None: ...
 
-    def settle(self, outcome: Outcome, error: Exception | None, watch: Watch) -> list[Any]: ...
+    def settle(
+        self, outcome: Outcome, error: Exception | None, watch: Watch, *, of_coroutine: bool = False
+    ) -> list[Any]: ...
 
     def settle_owed(self) -> None: ...
 
@@ -151,7 +153,7 @@ class SpmdPlacement:
         """Begins at once, beside others; the processes meet in the order in which the calls were made.
 
         Where processes share a process group, one begins when the one before it has ended: their collectives would
-        meet in another order on each process.
+        meet in another order on each process. One that is cancelled meets the others all the same, later.
         """
         group = self.groups.get(method.role)
         if method.role == DRIVER or group is None:
@@ -160,16 +162,33 @@ class SpmdPlacement:
         before, met = self.runtime.last_awaited, asyncio.get_running_loop().create_future()
         self.runtime.last_awaited = met
         try:
-            if call.hosted is None:
-                await _settled_before(before)
-                return await asyncio.to_thread(self._owed(call).result, None)
-            if in_process_group():
-                await _settled_before(before)
-            own = await self._own_coroutine(call, call.hosted, method, target)
-            await _settled_before(before)
-            return FinishedCall(lambda: self._settled(call, lambda: own.result(None)), call.collect).result(None)
+            call.is_awaited = True
+            own = Finished(lambda: None)
+            if call.hosted is not None:
+                if in_process_group():
+                    await _settled_before(before)
+                own = await self._own_coroutine(call, call.hosted, method, target)
+        except asyncio.CancelledError:
+            own = Finished.failed(CallCancelledError(f"{call.title} was cancelled on process {self.runtime.rank}"))
+            raise
         finally:
-            met.set_result(None)
+            meeting = asyncio.ensure_future(self._met(call, own, before, met))
+            meeting.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(meeting)
+
+    async def _met(
+        self, call: DividedCall, own: Finished, before: asyncio.Future[None] | None, met: asyncio.Future[None]
+    ) -> Any:
+        """The value of a call that is awaited, when the processes have met in it. Calls go on to be made meanwhile."""
+        try:
+            await _settled_before(before)
+            settled = await asyncio.to_thread(
+                FinishedCall, lambda: self._settled(call, lambda: own.result(None)), call.collect
+            )
+            return settled.result(None)
+        finally:
+            if not met.done():
+                met.set_result(None)
 
     async def _own_coroutine(
         self, call: DividedCall, hosted: HostedPlacement, method: RoleMethod[..., Any], target: Any
@@ -223,10 +242,11 @@ class SpmdPlacement:
         with Watch(runtime.exchange, call.group.timeout_s) as watch:
             name = f"{call.title} of instance {self.identity.address}"
             outcome, error = self.attempt(name, call.title, who, own_value, watch)
-        if call.hosted is not None:
+        if call.hosted is not None and not call.is_awaited:
             runtime.settle_owed()
         begun_ns = time.time_ns()
-        values = runtime.settle(replace(outcome, given=call.given, contents=call.contents), error, watch)
+        outcome = replace(outcome, given=call.given, contents=call.contents)
+        values = runtime.settle(outcome, error, watch, of_coroutine=call.is_awaited)
         if runtime.recording:
             runtime.recording.span("wait", call.name, begun_ns, call.number, runtime.exchange.received_bytes)
         return [values[call.members[leader]] for leader in call.layout.leaders]
@@ -313,6 +333,7 @@ class DividedCall:
     rank: int | None = None  # of this process in the group; None: it is not in it
     hosted: HostedPlacement | None = None
     number = 0  # in the recording
+    is_awaited = False  # it may meet the others beside a call that is made meanwhile
     given = ""
     contents: Contents | None = None
 

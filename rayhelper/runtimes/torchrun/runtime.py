@@ -22,6 +22,7 @@ import atexit
 import contextlib
 import logging
 import os
+import pickle
 import threading
 import weakref
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from dataclasses import replace
 from typing import Any
 
 from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
-from rayhelper.errors import ConfigError, DeadlineError, RoleError, WorkerDiedError
+from rayhelper.errors import ConfigError, DeadlineError, RoleError, WorkerDiedError, WorkerError
 from rayhelper.roles.classes import build
 from rayhelper.roles.methods import RoleMethod, not_constructed
 from rayhelper.roles.parts import NO_INSTANCE, Identity, address_within, check_hosts, check_same_parts
@@ -37,7 +38,7 @@ from rayhelper.roles.runtime import Shard, WorkerInfo, state
 from rayhelper.runtimes.announced import Announced
 from rayhelper.runtimes.debugging import Waiting
 from rayhelper.runtimes.driver import forked
-from rayhelper.runtimes.torchrun.exchange import Exchange, Watch
+from rayhelper.runtimes.torchrun.exchange import Exchange, Watch, ready
 from rayhelper.runtimes.torchrun.outcome import (
     Outcome,
     check_same_arguments,
@@ -51,8 +52,9 @@ from rayhelper.timeline.recording import Recording
 from rayhelper.values.shards import Reports, ShardTable
 from rayhelper.watch.patches import stop_at_breakpoints
 from rayhelper.watch.watchdog import Watched
-from rayhelper.worker.failures import raise_first
+from rayhelper.worker.failures import Failure, raise_first
 from rayhelper.worker.process_group import Joined, in_process_group, join_process_group, leave_process_group, let_go
+from rayhelper.worker.random_streams import NAMES, DrawingFrom, RandomState
 from rayhelper.worker.runtime import HostedPlacement, WorkerRuntime
 
 _GRACE_S = 2.0  # how long a process that failed lets the others finish before it frees those that wait for it
@@ -90,6 +92,7 @@ class TorchrunRuntime:
         self.owed: OwedCall | None = None  # the deferred call in which this process has not met the others yet
         self.last_awaited: asyncio.Future[None] | None = None  # done when the last call that was awaited is settled
         self.ended: tuple[int, Exception] | None = None  # of a constructor that others left: how deep it is, and why
+        self.thread: int | None = None  # in which calls are made; None: there was none yet
         self.alone = ""  # the driver's method that this process runs for all
         self.driver = WorkerInfo((DRIVER,), DRIVER, rank, size, _local_rank(), _local_size(), _node(), Shard(0, 1))
         if rank > 0:
@@ -116,12 +119,13 @@ class TorchrunRuntime:
         for group in placement.hosts:
             check_hosts((args, kwargs), group)
         self.num_instances += 1
+        name = f"{type(instance).__name__}.__init__"
+        drawing = self._drawing(name)
         self._place(instance, placement)
         self.constructing.append(placement)
-        name = f"{type(instance).__name__}.__init__"
         try:
             who = self.describe_host_of(placement)
-            with Watched(self.exchange.attending(name)), Watch(self.exchange, None) as watch:
+            with Watched(self.exchange.attending(name)), Watch(self.exchange, None) as watch, drawing:
                 outcome, error = placement.attempt(
                     name, name, who, lambda: build(init, instance, args, kwargs, identity), watch
                 )
@@ -135,6 +139,24 @@ class TorchrunRuntime:
                 self.ended = None
             raise why
         self.settle(outcome, error, watch)
+
+    def _drawing(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Inside, a constructor draws what it draws on process 0: otherwise replicas begin with different weights.
+
+        Processes that were given the same seeds are left alone. Others have their own generators again afterwards.
+        """
+        here = RandomState.here()
+        told = self._agreed(name, here.digest())
+        if len(set(told)) == 1:
+            return contextlib.nullcontext()
+        first = self._agreed(name, here if self.rank == 0 else None)[0]
+        return DrawingFrom(first, then_as_before=NAMES if self.rank > 0 else ())
+
+    def _agreed(self, name: str, value: Any) -> list[Any]:
+        """What all processes bring to the same call, before it is made."""
+        with Watched(self.exchange.attending(name)), Watch(self.exchange, None) as watch:
+            pass
+        return self.settle(Outcome(name, value), None, watch)
 
     def _construct_part(
         self,
@@ -187,7 +209,9 @@ class TorchrunRuntime:
         if owed is not None:
             owed.settle()
 
-    def settle(self, outcome: Outcome, error: Exception | None, watch: Watch) -> list[Any]:
+    def settle(
+        self, outcome: Outcome, error: Exception | None, watch: Watch, *, of_coroutine: bool = False
+    ) -> list[Any]:
         """The values of all processes, after what they reported has been noted.
 
         A process that has left a constructor, having failed in it, meets those that make a call within it. What it
@@ -198,7 +222,7 @@ class TorchrunRuntime:
             RoleError: the processes do not make the same call, or not with the same arguments, or built other parts.
             WorkerDiedError, DeadlineError: a process ended, or did not come in time.
         """
-        outcomes = self._exchanged(replace(outcome, depth=len(self.constructing)), error, watch)
+        outcomes = self._exchanged(replace(outcome, depth=len(self.constructing)), error, watch, of_coroutine)
         outermost = min(other.depth for other in outcomes)
         if outermost == len(self.constructing):
             return self._settled(outcomes, error)
@@ -234,8 +258,16 @@ class TorchrunRuntime:
             name = self.config.group_of(role).name
             self.shards[name].note(self.members[name].index(process), {(address, role): shard})
 
-    def _exchanged(self, outcome: Outcome, error: Exception | None, watch: Watch) -> list[Outcome]:
+    def _exchanged(self, outcome: Outcome, error: Exception | None, watch: Watch, of_coroutine: bool) -> list[Outcome]:
         left = [watch.left]
+        try:
+            packed = ready(outcome)
+        except Exception as unsendable:
+            title, who = outcome.call.partition(" of instance ")[0], self.who(self.rank)
+            why = WorkerError(f"the value of {title} on {who} cannot be sent to the other processes: {unsendable}")
+            failure = Failure.of(why, title, who, self.rank, pickle.dumps)
+            outcome = replace(outcome, value=None, failure=failure)
+            packed = ready(outcome)
 
         def leave() -> None:
             left.append(in_process_group())  # before the others are freed, and come
@@ -252,7 +284,7 @@ class TorchrunRuntime:
         gathered: list[tuple[Any, bool]] = []
         trouble: Exception | None = None
         try:
-            gathered = self.exchange.gather(outcome, lambda: any(left), patience_s)
+            gathered = self.exchange.gather(packed, lambda: any(left), patience_s, of_coroutine=of_coroutine)
         except TimeoutError as late:
             trouble = deadline_error(outcome.call, watch, str(late))
         except ConnectionError as lost:
@@ -272,11 +304,18 @@ class TorchrunRuntime:
         """Raises if no call can be made here and now.
 
         Raises:
-            RoleError: process 0 is running a method that the others do not run, or this is a forked child.
+            RoleError: process 0 is running a method that the others do not run, this is a forked child, or a thread
+                other than the first that made a call.
             DeadlineError: an earlier call was given up.
         """
         if os.getpid() != self.pid:
             raise forked(what)
+        self.thread = self.thread or threading.get_ident()
+        if self.thread != threading.get_ident():
+            raise RoleError(
+                f"{what} is called in a second thread. Under torchrun every process must make the same calls in the "
+                "same order, and threads have none. Make all calls in one thread: call.defer() begins several at once."
+            )
         if self.alone:
             raise RoleError(
                 f"{what} cannot be made by {self.alone}, which process 0 alone runs under torchrun: the others would "

@@ -1,0 +1,82 @@
+"""What the driver sets in modules of the project before it constructs an object holds on Ray's workers."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rayhelper.runtimes.ray.modules.changes import changes_in
+from tests.conftest import RaySession, without_runtime
+from tests.rayhelper import changed_config, changed_user
+
+ONE = {"g": {"device": "CPU", "ranks": 1, "workers": ["train"]}}
+MODULES = [changed_config.__name__, changed_user.__name__]
+
+
+@pytest.fixture
+def change(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Sets what a main script would, from its command line."""
+
+    def set_all() -> None:
+        monkeypatch.setattr(changed_config, "SCALE", 3)
+        monkeypatch.setattr(changed_config, "LATE", "now")
+        monkeypatch.setitem(changed_config.OPTIONS, "lr", 5)
+        monkeypatch.setattr(changed_config, "NAMES", ["c"])
+        monkeypatch.setattr(changed_config.Settings, "lr", 7)
+        monkeypatch.setitem(vars(changed_config.settings), "lr", 8)
+        monkeypatch.setattr(changed_config.config, "lr", 0.5)
+        monkeypatch.setattr(changed_user, "STEP", 2)
+        monkeypatch.setattr(changed_user.User, "width", 4)
+        monkeypatch.setattr(changed_user.User, "_own", lambda self: "patched")
+
+    yield set_all
+    monkeypatch.undo()
+
+
+def seen() -> dict[str, Any]:
+    return copy.deepcopy(changed_user.User().seen())
+
+
+def test_what_was_set_before_the_construction_holds_on_workers(
+    ray_session: RaySession, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with without_runtime():
+        as_written = seen()
+    with ray_session(ONE):
+        assert seen() == as_written
+        change()
+        with without_runtime():
+            changed = seen()
+        assert changed["dict"] == {"lr": 5, "names": ["a"]}
+        assert {name for name in changed if changed[name] == as_written[name]} == {"imported before", "mode"}
+        assert seen() == changed
+        monkeypatch.undo()
+        assert seen() == as_written, "it was set back, and workers that were told follow"
+
+
+def test_what_processes_have_of_their_own_is_left_alone(ray_session: RaySession) -> None:
+    changed_config.counted()
+    changed_config.registered("mine")
+    try:
+        assert changes_in(MODULES, ()).values == {}
+        with ray_session(ONE):
+            process, count, registered = changed_user.User().process()
+        assert process != changed_config.PROCESS
+        assert [count, registered] == [0, 0]
+    finally:
+        changed_config.COUNT = 0
+        changed_config.REGISTRY.clear()
+
+
+def test_of_modules_as_they_were_imported_nothing_is_told() -> None:
+    """Also of large ones: the trainers'."""
+    import trainers.grpo.trainer
+    import trainers.sft.trainer  # noqa: F401
+
+    known = [name for name in sys.modules if name.startswith(("trainers.", "rayhelper.", "transformers.models."))]
+    assert len(known) > 100
+    assert changes_in(known, ()).values == {}

@@ -15,4 +15,5 @@ SECTION_KEYS = (*SIZE_KEYS, "device", SHARE_KEY, *OPTION_KEYS)  # of a role's; a
 PARALLEL_SIZES = (  # settings of a role; the product of a line divides its accelerators
     ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
     ("vllm_tensor_parallel_size",),
+    ("sequence_parallel_size",),
 )

@@ -150,8 +150,8 @@ def training(shape: ModelShape, sizes: ParallelSizes, work: Work) -> tuple[Term,
             Term("optimizer", states, freed_by=(OFFLOAD_OPTIMIZER, STEP_ONLY)),
         ]
     else:
-        own = math.ceil(shape.num_parameters / sizes.data)
-        pieces = 2 * max(PIECE_BYTES, math.ceil(8 * max(shape.ends, shape.largest_layer) / sizes.data))
+        own = math.ceil(shape.num_parameters / sizes.fsdp_ways)
+        pieces = 2 * max(PIECE_BYTES, math.ceil(8 * max(shape.ends, shape.largest_layer) / sizes.fsdp_ways))
         weights = [
             Term("weights", 4 * own, freed_by=(OFFLOAD_MODEL,)),
             Term("gradients", 4 * own, stays=False),  # set to none by the step
@@ -185,14 +185,14 @@ def _under_adapter(shape: ModelShape, sizes: ParallelSizes, work: Work) -> list[
             Term("gradients", 4 * work.adapter, stays=False),
             Term("optimizer", 8 * work.adapter, freed_by=(OFFLOAD_OPTIMIZER, STEP_ONLY)),
         ]
-    own = math.ceil(work.adapter / sizes.data)
-    kept = 4 if sizes.data > 1 else work.compute_bytes
+    own = math.ceil(work.adapter / sizes.fsdp_ways)
+    kept = 4 if sizes.fsdp_ways > 1 else work.compute_bytes
     return [
-        Term("weights", kept * math.ceil(shape.num_parameters / sizes.data), freed_by=(OFFLOAD_MODEL,)),
+        Term("weights", kept * math.ceil(shape.num_parameters / sizes.fsdp_ways), freed_by=(OFFLOAD_MODEL,)),
         Term("adapter", 4 * own, freed_by=(OFFLOAD_MODEL,)),
         Term("gradients", 4 * own, stays=False),
         Term("optimizer", 8 * own, freed_by=(OFFLOAD_OPTIMIZER, STEP_ONLY)),
-        *(_gathered(shape, sizes, work) if sizes.data > 1 else []),
+        *(_gathered(shape, sizes, work) if sizes.fsdp_ways > 1 else []),
     ]
 
 
@@ -202,8 +202,8 @@ def scoring(shape: ModelShape, sizes: ParallelSizes, work: Work) -> tuple[Term, 
         own = sum(megatron_parameters(shape, sizes))
         weights = [Term("weights", work.compute_bytes * own, freed_by=(OFFLOAD_MODEL, PARAM_OFFLOAD))]
     else:
-        own = math.ceil(shape.num_parameters / sizes.data)
-        gathered = _gathered(shape, sizes, work) if sizes.data > 1 else []
+        own = math.ceil(shape.num_parameters / sizes.fsdp_ways)
+        gathered = _gathered(shape, sizes, work) if sizes.fsdp_ways > 1 else []
         weights = [Term("weights", work.compute_bytes * own, freed_by=(OFFLOAD_MODEL,)), *gathered]
     layer = _layer_bytes(shape, sizes, work, trains=False) * _tokens(sizes, work)
     return (*weights, _passing("activations", layer), _logits(shape, sizes, work))
@@ -312,12 +312,12 @@ def _norm_ways(sizes: ParallelSizes) -> int:
 
 def _tokens(sizes: ParallelSizes, work: Work) -> int:
     """Tokens of a micro-batch on one worker."""
-    return math.ceil(work.micro_batch * work.length / sizes.context)
+    return math.ceil(work.micro_batch * work.length / (sizes.context * sizes.shared_rows))
 
 
 def _gathered(shape: ModelShape, sizes: ParallelSizes, work: Work) -> list[Term]:
     """Whole weights in the compute type: the layer at work and the next, embedding and head. Alone, a copy of all."""
-    if sizes.data > 1:
+    if sizes.fsdp_ways > 1:
         return [_passing("gathered", work.compute_bytes * (shape.ends + 2 * shape.largest_layer))]
     return [_passing("gathered", 2 * shape.num_parameters)] if work.compute_bytes == 2 else []
 

@@ -1,7 +1,8 @@
 """How a role's workers divide a model, and which sizes go together. Pure.
 
 The rules of megatron-core (0.16), whose groups are made of consecutive workers, tensor parallelism innermost. That
-TP x PP x CP divides the workers is checked where device groups are read (``check_parallel_sizes``).
+TP x PP x CP divides the workers is checked where device groups are read (``check_parallel_sizes``). With ``backend:
+fsdp`` consecutive workers share rows (``sequence_parallel_size``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rayhelper.device_groups.mistakes import Mistakes, check_count
 from rayhelper.device_groups.role_form import check_parallel_sizes
 from rayhelper.planning.model_shape import ModelShape
 
-MEGATRON_KEYS, (VLLM_KEY,) = PARALLEL_SIZES
+MEGATRON_KEYS, (VLLM_KEY,), (SEQUENCE_KEY,) = PARALLEL_SIZES
 TENSOR_KEY, PIPELINE_KEY, CONTEXT_KEY = MEGATRON_KEYS
 EXPERT_KEY, EXPERT_TENSOR_KEY = "expert_model_parallel_size", "expert_tensor_parallel_size"
 VIRTUAL_KEY = "virtual_pipeline_model_parallel_size"
@@ -26,11 +27,12 @@ SIZE_KEYS = (*MEGATRON_KEYS, EXPERT_KEY, EXPERT_TENSOR_KEY, VIRTUAL_KEY, FIRST_K
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """The sizes of a role; tensor x pipeline x context x data workers in all."""
+    """The sizes of a role; tensor x pipeline x context x shared_rows x data workers in all."""
 
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    shared_rows: int = 1  # workers of fsdp that share rows, and have a part of every sequence
     data: int = 1
     expert: int = 1
     expert_tensor: int = 1
@@ -45,22 +47,25 @@ class ParallelSizes:
 
         Sequence parallelism goes with tensor parallelism unless the settings say otherwise.
         """
-        given = {key: value for key, value in settings.items() if key in SIZE_KEYS and value is not None}
-        divided = {key: given[key] for key in MEGATRON_KEYS if key in given}
+        keys = (*SIZE_KEYS, SEQUENCE_KEY)
+        given = {key: value for key, value in settings.items() if key in keys and value is not None}
+        divided = {key: given[key] for key in (*MEGATRON_KEYS, SEQUENCE_KEY) if key in given}
         check_parallel_sizes(where, divided, f"{num_workers} workers", num_workers, mistakes)
 
         def size(key: str, default: int = 1) -> int:
             value = given.get(key, default)
-            if key not in MEGATRON_KEYS:  # those are noted above
+            if key not in divided:  # those are noted above
                 return mistakes.attempt(check_count, f"{key} of {where}", value, "Write 1 or more.") or 1
             return value if type(value) is int and value > 0 else 1
 
         tensor, pipeline, context = (size(key) for key in MEGATRON_KEYS)
+        shared_rows = size(SEQUENCE_KEY)
         return cls(
             tensor=tensor,
             pipeline=pipeline,
             context=context,
-            data=max(1, num_workers // (tensor * pipeline * context)),
+            shared_rows=shared_rows,
+            data=max(1, num_workers // (tensor * pipeline * context * shared_rows)),
             expert=size(EXPERT_KEY),
             expert_tensor=size(EXPERT_TENSOR_KEY, tensor),
             virtual_pipeline=size(VIRTUAL_KEY),
@@ -73,6 +78,11 @@ class ParallelSizes:
     def is_divided(self) -> bool:
         """Whether anything but the data is divided."""
         return max(self.tensor, self.pipeline, self.context, self.expert, self.expert_tensor) > 1
+
+    @property
+    def fsdp_ways(self) -> int:
+        """Workers over which fsdp divides weights, gradients and optimizer states."""
+        return self.data * self.shared_rows
 
     @property
     def given_stages(self) -> dict[str, int]:
@@ -127,6 +137,11 @@ def size_mistakes(
 
 def _shape_mistakes(where: str, sizes: ParallelSizes, settings: Mapping[str, Any], shape: ModelShape) -> Iterator[str]:
     tp, ep = sizes.tensor, sizes.expert
+    if shape.num_attention_heads % sizes.shared_rows:
+        yield (
+            f"{SEQUENCE_KEY} {sizes.shared_rows} of {where} does not divide the model's num_attention_heads "
+            f"{shape.num_attention_heads}. Choose among {_divisors(shape.num_attention_heads)}."
+        )
     for name, count in (
         ("num_attention_heads", shape.num_attention_heads),
         ("num_key_value_heads", shape.num_key_value_heads),

@@ -138,11 +138,13 @@ def _role_text(role: RolePlan, planned: GroupPlan) -> str:
     sizes = role.sizes
     extra = f" ETP {sizes.expert_tensor}" if sizes.expert_tensor != sizes.tensor else ""
     extra += f" VPP {sizes.virtual_pipeline}" if sizes.virtual_pipeline > 1 else ""
+    extra += f" Ulysses {sizes.shared_rows}" if sizes.shared_rows > 1 else ""
+    divided = "TP x PP x CP" + (" x Ulysses" if sizes.shared_rows > 1 else "")
     if sizes.given_stages and role.shape is not None:
         extra += f" (layers {' + '.join(map(str, sizes.stage_layers(role.shape.num_hidden_layers)))})"
     return (
         f"{verb}TP {sizes.tensor} PP {sizes.pipeline} CP {sizes.context} EP {sizes.expert}{extra} "
-        f"DP {sizes.data:,} (= {planned.group.num_workers:,} workers / TP x PP x CP){size}"
+        f"DP {sizes.data:,} (= {planned.group.num_workers:,} workers / {divided}){size}"
     )
 
 
@@ -257,6 +259,7 @@ def _role_dict(role: RolePlan) -> dict[str, Any]:
             "tensor": sizes.tensor,
             "pipeline": sizes.pipeline,
             "context": sizes.context,
+            "shared_rows": sizes.shared_rows,
             "expert": sizes.expert,
             "expert_tensor": sizes.expert_tensor,
             "virtual_pipeline": sizes.virtual_pipeline,

@@ -31,6 +31,7 @@ from rayhelper.planning.memory import (
 )
 from rayhelper.planning.model_shape import ModelShape
 from rayhelper.planning.parallel_sizes import (
+    SEQUENCE_KEY,
     TENSOR_KEY,
     VLLM_KEY,
     ParallelSizes,
@@ -127,7 +128,7 @@ def _plan_model(place: Place) -> RolePlan:
     """A role that trains or scores.
 
     Parallel sizes beside the device groups are meant for those that train; with ``backend: megatron``, also for those
-    that score with it.
+    that score with it. Those that score share rows as those that train do.
     """
     findings, where = place.run.findings, place.where
     does: PlannedTo = "train" if place.kind.does in LEARNS else "unknown"
@@ -135,11 +136,14 @@ def _plan_model(place: Place) -> RolePlan:
         does = "score"
     is_megatron = place.kind.does == "scores" and place.settings.get("backend") == "megatron"
     settings = place.settings if does == "train" or is_megatron else place.section
+    if place.kind.does == "scores" and SEQUENCE_KEY in place.settings:
+        settings = {**settings, SEQUENCE_KEY: place.settings[SEQUENCE_KEY]}
     sizes = ParallelSizes.of(where, settings, place.group.num_workers, findings.mistakes)
     if settings.get("sequence_parallel") and sizes.tensor == 1:  # which whoever reads the file passes over
         findings.warnings.append(f"sequence_parallel of {where} has nothing to divide over: {TENSOR_KEY} is 1.")
         settings = {key: value for key, value in settings.items() if key != "sequence_parallel"}
     _warn_of_torn(place, TENSOR_KEY, sizes.tensor * max(1, place.group.gpus_per_worker))
+    _warn_of_torn(place, SEQUENCE_KEY, sizes.shared_rows, "sequence-parallel")
     shape, unknown = _shape(place) if does != "unknown" else (None, "the configuration does not say its model")
     _note(place, size_mistakes(where, sizes, settings, shape))
     memory = None
@@ -150,7 +154,7 @@ def _plan_model(place: Place) -> RolePlan:
         divided = replace(sizes, data=1) if place.kind.does == "judges" else sizes
         terms = (training if does == "train" else scoring)(shape, divided, work)
         memory = RoleMemory(place.role, terms, _offloads(place.settings))
-        if work.backend == "fsdp" and divided.data > 1 and work.bits is None:
+        if work.backend == "fsdp" and divided.fsdp_ways > 1 and work.bits is None:
             findings.assume("fsdp divides weights, gradients and optimizer states over the data-parallel workers")
     return RolePlan(place.role, does, sizes, None, 1, None, shape, memory, unknown)
 
@@ -335,7 +339,8 @@ def _num_sequences(place: Place, work: Work) -> int:
     """Sequences that a worker completes at once: its slice of a generation, unless ``rollout_batch_size`` cuts it."""
     settings = place.settings
     steps = _whole(settings, "steps_per_generation", "gradient_accumulation_steps") or 1
-    generation = _whole(settings, "generation_batch_size") or work.micro_batch * steps * place.run.num_trainers
+    num_shards = max(1, place.run.num_trainers // (_whole(settings, SEQUENCE_KEY) or 1))
+    generation = _whole(settings, "generation_batch_size") or work.micro_batch * steps * num_shards
     own = math.ceil(generation / place.group.num_workers)
     return min(own, _whole(settings, "rollout_batch_size") or own)
 
@@ -352,11 +357,11 @@ def _offloads(settings: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(key for key in FREEING_KEYS if settings.get(key))
 
 
-def _warn_of_torn(place: Place, key: str, width: int) -> None:
+def _warn_of_torn(place: Place, key: str, width: int, kind: str = "tensor-parallel") -> None:
     ranks, nproc_per_node = place.group.ranks or (), place.run.nproc_per_node
     if torn := num_torn(ranks, width, nproc_per_node):
         place.run.findings.warnings.append(
-            f"{torn} of {len(ranks) // width} tensor-parallel groups of {place.where} lie on several nodes ({width} "
+            f"{torn} of {len(ranks) // width} {kind} groups of {place.where} lie on several nodes ({width} "
             f"{place.group.device} each, {nproc_per_node} a node), which is slow. Make {key} a divisor of "
             f"{nproc_per_node}, and let the ranks begin at a multiple of it."
         )

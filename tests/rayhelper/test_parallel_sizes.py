@@ -132,6 +132,17 @@ SIZE_MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
         "the model's num_key_value_heads 4",
         "among 1, 2, 4",
     ),
+    "shared rows of heads that leave a rest": (
+        {"model": {**SHAPE, "num_attention_heads": 36}, "sequence_parallel_size": 8},
+        "sequence_parallel_size 8 of role 'train' does not divide the model's num_attention_heads 36",
+        "among 1, 2, 3, 4, 6, 9",
+    ),
+    "shared rows of workers that leave a rest": (
+        {"sequence_parallel_size": 3},
+        "sequence_parallel_size 3 of role 'train' does not divide its 8 workers",
+        "Ask for a multiple of 3",
+    ),
+    "shared rows as text": ({"sequence_parallel_size": "2"}, "sequence_parallel_size of role 'train'", "Write 1 or"),
     "a shape without layers": ({"model": {"hidden_size": 8}}, "model has no num_hidden_layers", "Give a folder"),
 }
 
@@ -181,6 +192,46 @@ def test_a_stage_may_have_other_layers_than_the_rest(tmp_path: Path) -> None:
     found = planned(tmp_path, {"model": SHAPE, "train": train}, gpu_memory_gib=1000)
     assert list(found.findings.mistakes) == []
     assert "PP 4 CP 1 EP 1 (layers 10 + 10 + 10 + 6) DP 1" in "\n".join(as_lines(found))
+
+
+def test_workers_that_share_rows_are_one_slice_of_training_and_of_scoring(tmp_path: Path) -> None:
+    config = {"model": SHAPE, "sequence_parallel_size": 4, "train": {"gpus": 8}, "reference": {"gpus": 4}}
+    found = planned(tmp_path, {**config, "prm": {"gpus": 3}, "rollout": {"gpus": 1}}, gpu_memory_gib=1000)
+    assert list(found.findings.mistakes) == []
+    train, reference, judge, rollout = (group.roles[0].sizes for group in found.groups)
+    assert [(sizes.shared_rows, sizes.data) for sizes in (train, reference, judge, rollout)] == [
+        *((4, 2), (4, 1), (1, 3), (1, 1))
+    ]
+    assert "trains, TP 1 PP 1 CP 1 EP 1 Ulysses 4 DP 2 (= 8 workers / TP x PP x CP x Ulysses)" in "\n".join(
+        as_lines(found)
+    )
+    alone = planned(tmp_path, {**config, "sequence_parallel_size": 1, "prm": {"gpus": 3}}, gpu_memory_gib=1000)
+    shared, whole = (
+        {one.name: one.num_bytes for one in plan.groups[0].roles[0].memory.terms} for plan in (found, alone)
+    )
+    assert shared["weights"] == whole["weights"], "all workers have a part of the weights"
+    assert shared["activations"] == pytest.approx(whole["activations"] / 4, rel=1e-6)
+
+
+def test_an_engine_completes_what_slices_of_shared_rows_learn_from(tmp_path: Path) -> None:
+    config = {"model": SHAPE, "train": {"gpus": 8}, "rollout": {"gpus": 8}, "rollout_engine": "hf"}
+    caches = []
+    for size in (1, 4):
+        found = planned(tmp_path, {**config, "sequence_parallel_size": size}, gpu_memory_gib=1000)
+        (role,) = found.groups[1].roles
+        assert role.memory is not None
+        caches += [term.num_bytes for term in role.memory.terms if term.name == "KV cache"]
+    assert caches[0] == 4 * caches[1] > 0
+
+
+def test_shared_rows_on_two_nodes_are_warned_of(tmp_path: Path) -> None:
+    config = {"nproc_per_node": 4, "train": {"gpus": 24, "sequence_parallel_size": 3}}
+    (warning,) = planned(tmp_path, config).findings.warnings
+    assert "4 of 8 sequence-parallel groups of role 'train' lie on several nodes" in warning
+    assert mistakes(tmp_path, {"train": {"gpus": 4, "sequence_parallel_size": 3}}) == [
+        "sequence_parallel_size 3 of section 'train' does not divide its gpus: 4. Ask for a multiple of 3, or make the "
+        "parallel sizes smaller."
+    ]
 
 
 def test_sizes_beside_the_groups_are_meant_for_roles_that_train(tmp_path: Path) -> None:

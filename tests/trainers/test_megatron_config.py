@@ -772,7 +772,7 @@ def test_the_backend_is_built_with_its_settings_and_what_every_backend_is_told(b
     of_sharding |= {"activation_memory_budget"}
     in_settings = {"optimizer_offload"}
     others = {"padding_free", "model_init_kwargs", "device", "num_labels", "router_aux_loss_coef"}
-    others |= {"neftune_noise_alpha", "tuner", "quantization"}
+    others |= {"neftune_noise_alpha", "tuner", "quantization", "sequence_parallel_size"}
     assert given.keys() == (of_fsdp | {"settings", "async_save"}) - of_sharding - in_settings - others
 
 
@@ -783,7 +783,7 @@ def test_a_role_that_only_scores_has_no_learning_rate(built: list[dict[str, Any]
 
 def test_workers_that_hold_one_model_count_once_before_it_is_built() -> None:
     run = config(**{TP: 2})
-    with without_runtime(), pytest.raises(ConfigError, match="2 workers hold one model together, but there are 1"):
+    with without_runtime(), pytest.raises(ConfigError, match="2 workers work on one slice together, but there"):
         num_shards(run)
     assert num_shards(config()) == 1
 

@@ -256,6 +256,20 @@ def test_a_loss_that_clips_nothing_reads_no_epsilon(tmp_path: Path, caplog: pyte
     assert "nothing looks at" in told(GRPOConfig, text + "defaults: trl", tmp_path)
 
 
+def test_workers_that_share_rows_leave_a_step_of_grpo_as_large_as_there(tmp_path: Path) -> None:
+    """ms-swift multiplies accumulation by the workers that share rows, in GRPO alone."""
+    text = "defaults: ms-swift\nsequence_parallel_size: 4\nper_device_train_batch_size: 8\n"
+    config = load(GRPOConfig, text + "gradient_accumulation_steps: 2\nsteps_per_generation: 6", tmp_path)
+    assert (config.gradient_accumulation_steps, config.steps_per_generation) == (8, 24)
+    config = load(GRPOConfig, text, tmp_path)
+    assert (config.gradient_accumulation_steps, config.steps_per_generation) == (4, None)
+    config = load(GRPOConfig, text + "global_batch_size: 64", tmp_path)
+    assert (config.gradient_accumulation_steps, config.global_batch_size) == (1, 64)
+    assert load(SFTConfig, text + "gradient_accumulation_steps: 2", tmp_path).gradient_accumulation_steps == 2
+    ours = load(GRPOConfig, text.replace("ms-swift", "trl") + "gradient_accumulation_steps: 2", tmp_path)
+    assert ours.gradient_accumulation_steps == 2
+
+
 def test_a_teacher_alone_judges_completions(tmp_path: Path) -> None:
     config = load(GRPOConfig, "teacher_model: t\nnum_generations: 1\nreward_funcs: []", tmp_path)
     assert (config.functions, config.num_rewards) == (["no_reward"], 1)

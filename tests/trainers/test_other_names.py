@@ -381,7 +381,8 @@ REFUSALS: list[tuple[type[Any], str, str]] = [
     (SFTConfig, "logging_steps: 0.1", "logging_steps 0.1 is a share of the run, which is not supported"),
     (SFTConfig, "rlhf_type: no_such", "Write python -m trainers rlhf (of ms-swift's commands: swift rlhf or megatron"),
     (SFTConfig, "backend: megatron\ndeepspeed: zero3", "deepspeed zero3 is of backend: fsdp"),
-    (SFTConfig, "sequence_parallel_size: 2", "Write that and context_parallel_size"),
+    (SFTConfig, "backend: megatron\nsequence_parallel_size: 2", "Write context_parallel_size: 2 in its place"),
+    (SamplingConfig, "sequence_parallel_size: 2", "nothing is trained or scored by a backend here. Remove it"),
     (SFTConfig, "use_dist_checkpointing: true", "weights are converted by the backend itself"),
     (
         SFTConfig,

@@ -185,6 +185,21 @@ def test_a_script_of_verl_in_our_units(tmp_path: Path, capsys: pytest.CaptureFix
     assert checked(out, tmp_path).loss_type == "bnpo"
 
 
+def test_workers_that_share_rows_in_verl(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a micro-batch verl counts the tokens of one of these workers, and here they are those of the rows."""
+    ulysses = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2 actor_rollout_ref.actor.use_dynamic_bsz=True"
+    tokens = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096"
+    out, err = translated(
+        SCRIPT.replace("data.truncation", f"{ulysses} {tokens} data.truncation"), "r.sh", tmp_path, capsys
+    )
+    found = parse_text(out, "ours")
+    assert (found["sequence_parallel_size"], found["token_budget"]) == (2, 8192)
+    assert "ulysses" not in err
+    assert checked(out, tmp_path).sequence_parallel_size == 2
+    plain, _ = translated(SCRIPT.replace("data.truncation", f"{tokens} data.truncation"), "r.sh", tmp_path, capsys)
+    assert "sequence_parallel_size" not in parse_text(plain, "ours")
+
+
 def test_rows_that_verl_filters_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for value in ("True", "False"):
         script = SCRIPT.replace("data.truncation", f"data.filter_overlong_prompts={value} data.truncation")

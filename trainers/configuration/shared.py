@@ -174,6 +174,9 @@ class TrainConfig(SavingConfig, MegatronConfig, TunerConfig, RunConfig):
     and 0 under gradient_checkpointing or recompute_granularity full."""
     fsdp_offload_params: bool = False
     """Keep the shards and the optimizer in the memory of the host."""
+    sequence_parallel_size: int = 1
+    """Workers that have a part of every sequence each, for long ones (Ulysses). So many consecutive workers get the
+    same rows, and count once. It divides the workers of each role with a model, and the model's attention heads."""
 
     # Evaluation data
     eval_dataset: Any = None
@@ -230,7 +233,7 @@ class TrainConfig(SavingConfig, MegatronConfig, TunerConfig, RunConfig):
     """Micro-batches of a worker in an optimizer step."""
     global_batch_size: int | None = None
     """Sequences an optimizer step, over all workers; null: per_device_train_batch_size x gradient_accumulation_steps x
-    workers (backend: megatron: those that hold one model together count once). Where it is set,
+    workers (those that share a slice count once: of a divided model, or of sequence_parallel_size). Where it is set,
     gradient_accumulation_steps must be left alone."""
     token_budget: int | None = None
     """Tokens that a micro-batch holds at most, padding included; null: per_device_train_batch_size says it in
@@ -251,6 +254,11 @@ class TrainConfig(SavingConfig, MegatronConfig, TunerConfig, RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_shared(self)
+
+    @property
+    def workers_per_shard(self) -> int:
+        """Workers that get the same slice of the data: they hold one model together, or share its rows."""
+        return super().workers_per_shard * self.sequence_parallel_size
 
     @property
     def is_divided(self) -> bool:
@@ -317,12 +325,13 @@ def check_shared(config: TrainConfig) -> None:
     at_least(config, 0, "learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps", "save_steps")
     at_least(config, 0, "num_train_epochs", "lora_dropout", "logits_memory_gib", "resume_on_failure")
     at_least(config, 0, "router_aux_loss_coef")
-    at_least(config, 1, "lora_rank", "token_budget")
+    at_least(config, 1, "lora_rank", "token_budget", "sequence_parallel_size")
     at_least(config, 1, "recompute_num_layers", "infer_batch_size", *PARALLEL_KEYS)
     if not str(config.model).strip():
         raise ConfigError("model is empty. Give a folder, a hub name, or the name of a plugin's model.")
     check_packing(config)
     _check_backend(config)
+    _check_sequences(config)
     _check_adapter(config)
     if not config.shuffle_dataset or getattr(config, "packing", False):
         why = "packing fills rows to one length" if config.shuffle_dataset else "shuffle_dataset is false"
@@ -435,6 +444,24 @@ def _check_backend(config: TrainConfig) -> None:
             f"{name} is {value!r}, but backend is fsdp, which does not read it. Set backend: megatron, or remove it"
             f"{OF_FSDP_INSTEAD.get(name, '')}."
         )
+
+
+def _check_sequences(config: TrainConfig) -> None:
+    """Raises ConfigError for keys that do not go together with rows that workers share."""
+    size = config.sequence_parallel_size
+    if size == 1:
+        return
+    if config.backend == "megatron":
+        raise ConfigError(
+            f"sequence_parallel_size is {size}, but backend is megatron, which divides sequences by "
+            f"context_parallel_size. Write context_parallel_size: {size} in its place."
+        )
+    for name in ("torch_compile", "router_aux_loss_coef", "neftune_noise_alpha"):
+        if value := getattr(config, name, None):
+            raise ConfigError(
+                f"{name} is {value}, but sequence_parallel_size is {size}, and the backend cannot do both. Remove one "
+                "of them."
+            )
 
 
 def megatron_settings(config: TrainConfig) -> MegatronSettings:

@@ -18,7 +18,7 @@ from trainers.configuration.shared import TrainConfig
 from trainers.configuration.tuners import quantization_mistake
 from trainers.data.rows import tokenize_prompts
 from trainers.parts.engine import lora_settings_of_engine, sampling_of
-from trainers.parts.model_checks import check_model_folder, check_new_tokens, check_optimizer
+from trainers.parts.model_checks import check_model_folder, check_new_tokens, check_optimizer, check_sequences
 from trainers.parts.models import lora_settings
 from trainers.plugins import load_plugins
 from trainers.rollout.hf.settings import check_generation_kwargs
@@ -31,8 +31,8 @@ TOKENIZED_AT_ONCE = 1024  # prompts
 
 
 def check_before_start(config: TrainConfig, groups: DeviceGroups | None) -> None:
-    """Raises ConfigError for what is not there or damaged, for what megatron cannot do, and for a model, a tokenizer
-    and arguments that do not go together."""
+    """Raises ConfigError for what is not there or damaged, for what megatron cannot do, and for a model, a tokenizer,
+    workers and arguments that do not go together."""
     with mistakes_of("external_plugins"):
         load_plugins(config.external_plugins)
     if config.backend == "megatron":
@@ -44,6 +44,7 @@ def check_before_start(config: TrainConfig, groups: DeviceGroups | None) -> None
         raise ConfigError(mistake)
     check_optimizer(config)
     check_model_folder(config)
+    check_sequences(config, groups)
     check_new_tokens(config)
     resumed_state(config)
 

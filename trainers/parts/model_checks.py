@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rayhelper import ConfigError
+from rayhelper import ConfigError, DeviceGroups
+from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig
 from trainers.parts.models import check_same_tokens, lora_settings
 from trainers.parts.tokenizer import load_tokenizer, new_tokens, tokenizer_there
@@ -22,6 +23,7 @@ OF_FROM_PRETRAINED = (
     *("max_memory", "offload_folder", "offload_buffers", "use_kernels", "kernel_config", "strict", "adapter_kwargs"),
     *("tp_plan", "tp_size", "device_mesh", "distributed_config", "dtype", "torch_dtype", "fusion_config"),
 )
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 def check_optimizer(config: TrainConfig) -> None:
@@ -130,6 +132,40 @@ def check_balance(config: TrainConfig, configuration: Any) -> None:
     kind = router.class_of(configuration)
     if kind is not None and (mistake := router.mistake(kind, configuration)):
         raise ConfigError(f"router_aux_loss_coef is {config.router_aux_loss_coef}, but {mistake}")
+
+
+def check_sequences(config: TrainConfig, groups: DeviceGroups | None) -> None:
+    """Raises ConfigError for workers and models with which ``sequence_parallel_size`` workers cannot share rows.
+
+    A model that is not there yet is asked where it is built.
+    """
+    size = config.sequence_parallel_size
+    if size == 1:
+        return
+    from trainers.backends.fsdp.sequence_attention import sequence_mistakes
+
+    for role, model in models_of(config, groups):
+        num_workers = 1 if groups is None else groups.group_of(role).num_workers
+        if num_workers % size:
+            raise ConfigError(
+                f"sequence_parallel_size {size} lets so many workers share rows, but role {role} has {num_workers} of "
+                f"them. Start a multiple of {size}, or remove the key."
+            )
+        if config_file(model) is None:
+            continue
+        kwargs = config.model_init_kwargs
+        if role == "teacher":
+            kwargs = getattr(config, "teacher_model_init_kwargs", None) or {}
+        fields = {key: value for key, value in kwargs.items() if key not in OF_FROM_PRETRAINED}
+        found = configuration_of(model, config.trust_remote_code, **fields)
+        for mistake in sequence_mistakes(found, size):
+            raise ConfigError(f"role {role}: {mistake}")
+        dropout = [name for name in ATTENTION_DROPOUT if getattr(found.get_text_config(), name, 0)]
+        if learns(config, role) and not config.disable_dropout and dropout:
+            raise ConfigError(
+                f"disable_dropout is false and the model has {dropout[0]}, which attention over shared rows "
+                f"(sequence_parallel_size {size}) does not apply. Write disable_dropout: true."
+            )
 
 
 def check_whole(configuration: Any, model: str) -> None:

@@ -56,13 +56,13 @@ def check_same_tokens(
 def num_shards(config: TrainConfig) -> int:
     """Data-parallel shards of the role whose method is running, whether its model is built or not.
 
-    Raises ConfigError if its workers cannot hold whole models.
+    Raises ConfigError if the workers of a shard do not divide them.
     """
     num_workers = RayHelper.current().world_size
     if num_workers % config.workers_per_shard:
         raise ConfigError(
-            f"tensor_, pipeline_ and context parallelism let {config.workers_per_shard} workers hold one model "
-            f"together, but there are {num_workers}. Start a multiple of {config.workers_per_shard}."
+            f"tensor_, pipeline_, context_ and sequence parallelism let {config.workers_per_shard} workers work on one "
+            f"slice together, but there are {num_workers}. Start a multiple of {config.workers_per_shard}."
         )
     return num_workers // config.workers_per_shard
 
@@ -90,6 +90,7 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
         "activation_memory_budget": config.activation_memory_budget,
         "padding_free": config.padding_free or pack_length(config) is not None,
         "router_aux_loss_coef": config.router_aux_loss_coef,
+        "sequence_parallel_size": config.sequence_parallel_size,
         "model_init_kwargs": config.model_init_kwargs,
     }
     if trains and config.has_adapter:
@@ -97,7 +98,10 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
         if mistake := quantization_mistake(config, config.fsdp_sharding_strategy, workers):
             raise ConfigError(mistake)
         arguments |= {"tuner": config.tuner_type, "quantization": config.quantization}
-    return FsdpBackend(model, **shared_arguments(config, num_training_steps) | arguments | settings)
+    backend = FsdpBackend(model, **shared_arguments(config, num_training_steps) | arguments | settings)
+    if config.sequence_parallel_size > 1:
+        RayHelper.shard(*backend.shard)
+    return backend
 
 
 def build_megatron(config: TrainConfig, model: str, arguments: dict[str, Any]) -> Backend:

@@ -28,6 +28,7 @@ from trainers.translate.verl_names import (
     SCHEDULES,
     STAGES,
     TRANSFORMER,
+    ULYSSES,
     WITHOUT,
 )
 
@@ -309,8 +310,9 @@ def _batches(theirs: Theirs, ours: Ours) -> None:
     ours.say("num_iterations", theirs.take(f"{ACTOR}.ppo_epochs"), theirs, f"{ACTOR}.ppo_epochs")
     micro = theirs.take(f"{ACTOR}.ppo_micro_batch_size_per_gpu")
     if theirs.take(f"{ACTOR}.use_dynamic_bsz"):
-        name = f"{ACTOR}.ppo_max_token_len_per_gpu"
-        ours.say("token_budget", theirs.take(name), theirs, name, note="tokens of a micro-batch")
+        name, ranks = f"{ACTOR}.ppo_max_token_len_per_gpu", theirs.values.get(ULYSSES, 1)
+        names = (name, ULYSSES) if ranks > 1 else (name,)
+        ours.say("token_budget", theirs.take(name) * ranks, theirs, *names, note="tokens of a micro-batch")
         ours.drop(theirs, [f"{ACTOR}.ppo_micro_batch_size_per_gpu"], "use_dynamic_bsz counts tokens instead")
     elif micro is None:
         ours.refuse(
@@ -417,6 +419,8 @@ def _backend(theirs: Theirs, ours: Ours) -> None:
     if strategy not in ("fsdp", "fsdp2"):
         ours.refuse(f"{ACTOR}.strategy", f"{strategy} is not built (known: fsdp, fsdp2, megatron)")
     ours.say("backend", "fsdp", theirs, f"{ACTOR}.strategy")
+    if (ranks := theirs.take(ULYSSES, 1)) > 1:
+        ours.say("sequence_parallel_size", ranks, theirs, ULYSSES)
     config = f"{ACTOR}.fsdp_config"
     for key, name in (("offload_model", "param_offload"), ("offload_optimizer", "optimizer_offload")):
         ours.say(
@@ -434,6 +438,7 @@ def _backend(theirs: Theirs, ours: Ours) -> None:
 
 def _megatron(theirs: Theirs, ours: Ours) -> None:
     ours.say("backend", "megatron", theirs, f"{ACTOR}.strategy")
+    ours.drop(theirs, [ULYSSES], "megatron divides sequences by context_parallel_size")
     for name in (
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
         *("expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size"),

@@ -106,6 +106,7 @@ SCHEDULES = {"constant": "constant_with_warmup", "cosine": "cosine", "linear": "
 K3 = ("low_var_kl", "k3")
 
 # What changes speed, memory, or the console alone, or is done here anyway: passed over, and listed
+ULYSSES = f"{ACTOR}.ulysses_sequence_parallel_size"
 WITHOUT = {
     f"{ROLLOUT}.log_prob_": "log-probabilities are computed in micro-batches of training's size",
     f"{REF}.log_prob_": "log-probabilities are computed in micro-batches of training's size",
@@ -124,8 +125,6 @@ WITHOUT = {
     f"{ACTOR}.fsdp_config.model_dtype": "trained weights are float32",
     f"{ACTOR}.fsdp_config.mixed_precision": "dtype says what the forward pass computes in",
     f"{ACTOR}.checkpoint": "a checkpoint holds model, optimizer and random states",
-    f"{ACTOR}.ulysses_sequence_parallel_size": "sequences are cut over workers by backend: megatron alone "
-    "(context_parallel_size); the numbers are the same",
     f"{REF}.ulysses_sequence_parallel_size": "the reference lies as the policy does",
     f"{REF}.strategy": "one backend holds for all roles that train or score",
     f"{MODEL}.use_fused_kernels": "log-probabilities are computed a chunk of tokens at a time",

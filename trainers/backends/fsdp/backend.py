@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from rayhelper import ConfigError
 from trainers.backends.base import SentWeights, TokenFunction, token_lengths
 from trainers.backends.device import default_device
 from trainers.backends.finite import FiniteStep
-from trainers.backends.fsdp import documents, packed_attention
+from trainers.backends.fsdp import checkpoint, documents, packed_attention
 from trainers.backends.fsdp.hf_model import (
     ModelHead,
     add_noise,
@@ -37,13 +36,12 @@ from trainers.backends.fsdp.hf_model import (
     load_named_weights,
     named_weights,
     read_weights,
-    untied,
-    write_model,
     zero_dropout,
 )
-from trainers.backends.fsdp.optimizer import OptimizerName, build_optimizer, load_whole_state, whole_state
+from trainers.backends.fsdp.optimizer import OptimizerName, build_optimizer
 from trainers.backends.fsdp.resting_optimizer import RestingOptimizer
 from trainers.backends.fsdp.router import Balance
+from trainers.backends.fsdp.sequence_attention import SequenceRanks, share_rows
 from trainers.backends.fsdp.sharding import (
     accumulate_whole,
     can_accumulate_whole,
@@ -60,14 +58,10 @@ from trainers.backends.fsdp.tuners.adapters import (
     adapter_weights,
     add_adapter,
     load_adapter,
-    own_weights,
-    saved_weights,
     without_adapter,
-    write_adapter,
 )
 from trainers.backends.offload import MEMORY, WEIGHTS, Offload
 from trainers.backends.random_state import random_state, read_random_state, set_random_state
-from trainers.backends.saved_files import read_saved
 from trainers.backends.scores.head import room_of
 from trainers.backends.scores.inputs import ReadAt, in_order, micro_batches, model_inputs, num_targets
 from trainers.backends.scores.scorer import Scorer, ValueScorer
@@ -98,6 +92,7 @@ class FsdpBackend:
     process, what torch first compiled for one backend it takes for the next). ``logits_memory_gib``: of the head (see
     ``head.room_of``). ``router_aux_loss_coef``: of the loss that balances experts (``router.py``), in steps of a
     language model. ``neftune_noise_alpha``: noise on embeddings in ``step`` alone (see ``hf_model.add_noise``).
+    ``sequence_parallel_size``: so many consecutive ranks share the rows of a slice (see ``sequence_attention.py``).
     """
 
     vocabulary = WHOLE
@@ -140,6 +135,7 @@ class FsdpBackend:
         token_budget: int | None = None,
         peak_tflops: float | None = None,
         neftune_noise_alpha: float | None = None,
+        sequence_parallel_size: int = 1,
         seed: int = 42,
         model_init_kwargs: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
@@ -175,6 +171,9 @@ class FsdpBackend:
         )
         if lowers and self.device.type == "cuda":
             packed_attention.prefer(self.module)
+        self.sharing: SequenceRanks | None = None  # of rows
+        if sequence_parallel_size > 1:
+            self.sharing = share_rows(self.module, sequence_parallel_size)
         way = documents.way_of(self.module)
         if padding_free and way is None:
             raise ConfigError(documents.refusal(self.module))
@@ -182,7 +181,8 @@ class FsdpBackend:
         if disable_dropout:
             zero_dropout(self.module)
         room = room_of(logits_memory_gib, recomputes=gradient_checkpointing)
-        self.scorer = Scorer(self.module, way=way, room=room) if head == "lm" else ValueScorer(self.module, way=way)
+        calls: dict[str, Any] = {"way": way, "ranks": self.sharing}
+        self.scorer = Scorer(self.module, **calls, room=room) if head == "lm" else ValueScorer(self.module, **calls)
         self.adapted: Any = None
         if lora is not None:
             told: dict[str, Any] = {"value_head": head == "value", "seed": seed, "tuner": tuner}
@@ -252,6 +252,12 @@ class FsdpBackend:
             num_training_steps=num_training_steps,
             scheduler_specific_kwargs=dict(lr_scheduler_kwargs or {}),
         )
+
+    @property
+    def shard(self) -> tuple[int, int, bool]:
+        """Index and number of slices of a batch, and whether this worker answers for its slice."""
+        size = 1 if self.sharing is None else self.sharing.size
+        return self.rank // size, self.world_size // size, self.rank % size == 0
 
     # Scores
 
@@ -405,7 +411,8 @@ class FsdpBackend:
                 if self.ranks is not None:
                     self.ranks.allocate(self.scheduler.last_epoch)
             self.optimizer.zero_grad(set_to_none=True)
-            add_work(metrics, num_tokens, flops_of(self.module, num_tokens), self.peak_flops)
+            num_ranks = 1 if self.sharing is None else self.sharing.size  # whose work it is
+            add_work(metrics, num_tokens, flops_of(self.module, num_tokens), self.peak_flops, num_ranks)
             return metrics
 
     @contextlib.contextmanager
@@ -434,7 +441,9 @@ class FsdpBackend:
 
     def _run(self, forward: torch.nn.Module, micro: Sequences | None, **settings: Any) -> Any:
         micro = Sequences(Ragged.of([], np.int64), Ragged.of([], bool)) if micro is None else micro
-        inputs = model_inputs(micro, self.device, padding_free=self.padding_free, read_at=self.read_at)
+        sharing = None if self.sharing is None else (self.sharing.index, self.sharing.size)
+        told: dict[str, Any] = {"padding_free": self.padding_free, "read_at": self.read_at, "sharing": sharing}
+        inputs = model_inputs(micro, self.device, **told)
         if isinstance(self.scorer, ValueScorer):
             settings = {}
         with self._autocast():
@@ -538,15 +547,12 @@ class FsdpBackend:
         An adapter is merged into it, and stands alone in ``adapter``.
         """
         self._settle()
-        folder = Path(folder)
-        weights = dict(own_weights(self.module, untied(self.module))) if self.rank == 0 or self.is_sharded else {}
-        adapter = saved_weights(self.adapted)
-        if self.rank == 0:
-            write_model(self.module, weights, folder, dtype=self.dtype, config=self.config)
-            if adapter:
-                write_adapter(self.adapted, folder / "adapter", adapter)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+        if self.rank == 0 or self.is_sharded:
+            checkpoint.export_model(
+                Path(folder), self.module, self.adapted, self.config, self.dtype, writes=self.rank == 0
+            )
+        if tokenizer is not None and self.rank == 0:
+            tokenizer.save_pretrained(folder)
 
     def save(self, folder: Path) -> None:
         """Writes the model as it is in memory, optimizer, schedule and every rank's random state. Every rank.
@@ -558,19 +564,13 @@ class FsdpBackend:
             dist.barrier()  # whoever prepares the folder has done so before any rank writes
         folder.mkdir(parents=True, exist_ok=True)
         self._settle()
-        adapter = saved_weights(self.adapted)
-        if self.adapted is None and (self.rank == 0 or self.is_sharded):
-            weights = dict(own_weights(self.module, untied(self.module)))
-        if self.rank == 0:
-            if self.adapted is not None:
-                write_adapter(self.adapted, folder, adapter, self.ranks)
-            else:
-                write_model(self.module, weights, folder, dtype=self.module.dtype, config=self.config)
-        if self.optimizer is not None and (self.rank == 0 or self.is_sharded):
-            optimizer = whole_state(self.optimizer) if self.resting is None else self.resting.whole_state()
-            if self.rank == 0:
-                torch.save(optimizer, folder / "optimizer.pt")
-                torch.save(self.scheduler.state_dict(), folder / "scheduler.pt")
+        writes, gathers = self.rank == 0, self.rank == 0 or self.is_sharded
+        if self.adapted is not None:
+            checkpoint.save_adapter(folder, self.adapted, self.ranks, writes=writes)
+        elif gathers:
+            checkpoint.save_model(folder, self.module, self.config, writes=writes)
+        if self.optimizer is not None and gathers:
+            checkpoint.save_optimizer(folder, self.resting or self.optimizer, self.scheduler, writes=writes)
         torch.save(random_state(self.device), folder / f"rng_state_{self.rank}.pth")
         if self.world_size > 1:
             dist.barrier()
@@ -592,9 +592,7 @@ class FsdpBackend:
         else:
             load_named_weights(self.module, read_weights(folder))
         if self.optimizer is not None:
-            load = self.resting.load_whole_state if self.resting else partial(load_whole_state, self.optimizer)
-            load(read_saved(folder / "optimizer.pt"))
-            self.scheduler.load_state_dict(read_saved(folder / "scheduler.pt"))
+            checkpoint.load_optimizer(folder, self.resting or self.optimizer, self.scheduler)
         states = folder / f"rng_state_{self.rank}.pth"
         if states.exists():
             set_random_state(read_random_state(states), self.device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from itertools import pairwise
 from typing import Any
@@ -101,12 +101,7 @@ def varlen_attention(
 
         settings = {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window, **others}
         return sdpa_attention_forward(module, query_BHTD, key_BHTD, value_BHTD, attention_mask, **settings)
-    foreign = [name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None]
-    if dropout or foreign:
-        raise ValueError(
-            f"{type(module).__name__} has {' and '.join(foreign or ['dropout'])}, of which attn_implementation: varlen "
-            "knows nothing. Set another attn_implementation."
-        )
+    check_plain(module, dropout, others)
     assert max_length_q is not None, "it comes with where documents begin"
     size = query_BHTD.shape[0], query_BHTD.shape[2]
     # the values' dtype is that of the layer's products; under autocast norms leave queries and keys in float32
@@ -118,6 +113,16 @@ def varlen_attention(
         attend = by_kernel if is_low else torch.compiler.disable(one_by_one)
     mixed_NHD = attend(query_NHD, key_NHD, value_NHD, cu_seq_lens_q, max_length_q, scale=scaling, window=sliding_window)
     return mixed_NHD.unflatten(0, size), None
+
+
+def check_plain(module: torch.nn.Module, dropout: float, others: Mapping[str, Any], name: str = NAME) -> None:
+    """Raises ValueError for dropout, or what some architectures do to the scores, which the kernel does not know."""
+    foreign = [key for key in ("softcap", "s_aux", "position_bias") if others.get(key) is not None]
+    if dropout or foreign:
+        raise ValueError(
+            f"{type(module).__name__} has {' and '.join(foreign or ['dropout'])}, of which attn_implementation: {name} "
+            "knows nothing. Set another attn_implementation."
+        )
 
 
 def by_kernel(

@@ -18,8 +18,18 @@ from trainers.batch import Ragged, Sequences, on_device
 ReadAt = Literal["predicting", "target"]
 
 
+class Part(NamedTuple):
+    """What belongs to one of the ranks that share rows (``fsdp/sequence_attention.py``)."""
+
+    targets_M: torch.Tensor  # its own targets, by their places among the N of all ranks
+    num_targets: int  # N
+
+
 class Inputs(NamedTuple):
-    """One micro-batch on the device; without any token it is one token of padding and no target."""
+    """One micro-batch on the device; without any token it is one token of padding and no target.
+
+    With a ``part`` they are one rank's: its tokens of each row, and its targets. The documents are of whole rows.
+    """
 
     input_ids_BT: torch.Tensor
     position_ids_BT: torch.Tensor | None  # None: 0, 1, 2, ... in every row
@@ -27,6 +37,7 @@ class Inputs(NamedTuple):
     target_ids_N: torch.Tensor
     document_starts: torch.Tensor | None = None  # (documents + 1,) int32, in the flattened (B, T), which ends the last
     longest_document: int = 0  # tokens; 0: where every row is one document
+    part: Part | None = None
 
 
 def micro_batches(
@@ -58,11 +69,17 @@ def micro_batches(
 
 
 def model_inputs(
-    micro: Sequences, device: torch.device, *, padding_free: bool = False, read_at: ReadAt = "predicting"
+    micro: Sequences,
+    device: torch.device,
+    *,
+    padding_free: bool = False,
+    read_at: ReadAt = "predicting",
+    sharing: tuple[int, int] | None = None,
 ) -> Inputs:
     """What a model is called with. ``padding_free``: all rows one after the other, as documents of one row.
 
     ``read_at``: the numbers of a target are read off at the token before it, which predicts it, or at the target.
+    ``sharing``: the index of this rank and the number of ranks that share the rows, padded to a multiple of it.
 
     Raises:
         ValueError: a predicted target that is the first token of its document, or documents that do not add up to
@@ -70,12 +87,15 @@ def model_inputs(
     """
     if not len(micro.input_ids.values):
         nothing = torch.zeros(0, dtype=torch.long, device=device)
-        return Inputs(torch.zeros(1, 1, dtype=torch.long, device=device), None, nothing, nothing)
+        one = torch.zeros(1, 1, dtype=torch.long, device=device)
+        if sharing is None:
+            return Inputs(one, None, nothing, nothing)
+        return Inputs(one, one + sharing[0], nothing, nothing, part=Part(nothing, 0))
     if padding_free:
         micro = _in_one_row(micro)
-    input_ids_BT = micro.input_ids.padded(0)
+    multiple = 1 if sharing is None else sharing[1]
+    input_ids_BT, is_target_BT = (_padded(column, multiple) for column in (micro.input_ids, micro.target_mask))
     position_ids_BT = None if micro.segment_lengths is None else _positions(micro, input_ids_BT.shape[1])
-    is_target_BT = micro.target_mask.padded(False)
     targets_N = is_target_BT.flatten().nonzero().flatten()
     places_N = targets_N
     if read_at == "predicting":
@@ -96,7 +116,43 @@ def model_inputs(
         starts = torch.cat([begins, begins.new_tensor([position_ids_BT.numel()])]).to(torch.int32)
         longest = int(starts.diff().max())
     tensors = (input_ids_BT, position_ids_BT, places_N, input_ids_BT.flatten()[targets_N], starts)
-    return Inputs(*(None if tensor is None else on_device(tensor, device) for tensor in tensors), longest)  # type: ignore
+    inputs = Inputs(*tensors, longest)
+    return _on_device(inputs if sharing is None else _part_of(inputs, *sharing), device)
+
+
+def _part_of(inputs: Inputs, index: int, size: int) -> Inputs:
+    """What the ``index``-th of ``size`` ranks computes: its part of each row, and the targets read off in it."""
+    rows, width = inputs.input_ids_BT.shape
+    length = width // size
+    own = slice(index * length, (index + 1) * length)
+    positions_BT = inputs.position_ids_BT
+    if positions_BT is None:
+        positions_BT = torch.arange(width).expand(rows, width)
+    row_N, column_N = inputs.places_N // width, inputs.places_N % width
+    targets_M = (column_N // length == index).nonzero().flatten()
+    return inputs._replace(
+        input_ids_BT=inputs.input_ids_BT[:, own].contiguous(),
+        position_ids_BT=positions_BT[:, own].contiguous(),
+        places_N=(row_N * length + column_N - own.start)[targets_M],
+        target_ids_N=inputs.target_ids_N[targets_M],
+        part=Part(targets_M, len(inputs.places_N)),
+    )
+
+
+def _on_device(inputs: Inputs, device: torch.device) -> Inputs:
+    part = inputs.part
+    moved: dict[str, Any] = {
+        name: on_device(value, device) for name, value in inputs._asdict().items() if isinstance(value, torch.Tensor)
+    }
+    if part is not None:
+        moved["part"] = part._replace(targets_M=on_device(part.targets_M, device))
+    return inputs._replace(**moved)
+
+
+def _padded(column: Ragged, multiple: int) -> torch.Tensor:
+    """(B, T) the column, with zeros up to a multiple of so many."""
+    column_BT = column.padded(0)
+    return torch.nn.functional.pad(column_BT, (0, -column_BT.shape[1] % multiple))
 
 
 def num_targets(sequences: Sequences) -> np.ndarray:

@@ -14,17 +14,20 @@ from trainers.backends.scores.inputs import Inputs
 
 if TYPE_CHECKING:
     from trainers.backends.fsdp.router import Balance
+    from trainers.backends.fsdp.sequence_attention import SequenceRanks
 
 
 class Scorer(torch.nn.Module):
     """A language model that answers with the scores of target tokens. ``room``: see ``head.LinearHead``.
 
-    ``way``: by which it keeps documents of one row apart, if it does.
+    ``way``: by which it keeps documents of one row apart, if it does. ``ranks``: those that share rows.
     """
 
-    def __init__(self, model: Any, *, way: Way | None = None, room: int = 0) -> None:
+    def __init__(
+        self, model: Any, *, way: Way | None = None, room: int = 0, ranks: SequenceRanks | None = None
+    ) -> None:
         super().__init__()
-        self.model, self.way = model, way
+        self.model, self.way, self.ranks = model, way, ranks
         self.head = Head(model, room=room)
         self.balance: Balance | None = None  # for ``is_token_BT``
 
@@ -44,11 +47,14 @@ class Scorer(torch.nn.Module):
         """
         routes = {} if is_token_BT is None else {"output_router_logits": True}
         with single_documents(inputs):
-            given = model_arguments(self.model, inputs, self.way)
+            given = arguments_of(self.model, inputs, self.way, self.ranks)
             outputs = self.head.outputs(self.model, **given, **routes)
         features_NX = self.head.features(outputs, inputs.places_N)
         if features_only:
-            return (features_NX,)
+            return (of_all(features_NX, inputs, self.ranks),)
+        if inputs.part is not None:
+            places = inputs.part.targets_M
+            token_inputs = tuple(column.index_select(0, places.to(column.device)) for column in token_inputs)
         scores = self.head.scores(
             features_NX,
             inputs.target_ids_N,
@@ -57,6 +63,10 @@ class Scorer(torch.nn.Module):
             token_function=token_function,
             token_inputs=token_inputs,
         )
+        if inputs.part is not None:
+            found = (scores.logps_N, scores.entropy_N, scores.is_top1_N, *scores.further)
+            logps_N, entropy_N, is_top1_N, *further = (of_all(one, inputs, self.ranks) for one in found)
+            scores = Scores(logps_N, entropy_N, is_top1_N, tuple(further))
         if is_token_BT is None or self.balance is None:
             return scores
         return scores._replace(router_loss=self.balance.loss(outputs.router_logits, is_token_BT))
@@ -69,19 +79,29 @@ class ValueScorer(torch.nn.Module):
         ValueError: the model has no linear ``score`` on top of its backbone.
     """
 
-    def __init__(self, model: Any, *, way: Way | None = None) -> None:
+    def __init__(self, model: Any, *, way: Way | None = None, ranks: SequenceRanks | None = None) -> None:
         super().__init__()
         if not callable(getattr(model, "score", None)) or model.base_model is model:
             raise ValueError(
                 f"{type(model).__name__} has no backbone with a linear layer named score on top of it; a value model "
                 "is what AutoModelForSequenceClassification builds for decoders such as Qwen3 or Llama."
             )
-        self.model, self.way = model, way
+        self.model, self.way, self.ranks = model, way, ranks
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor]:
         """(N,) float32 values; (N, K) of a model with K labels, if they are several."""
         with single_documents(inputs):
-            given = model_arguments(self.model, inputs, self.way)
+            given = arguments_of(self.model, inputs, self.way, self.ranks)
             hidden_BTH = self.model.base_model(**given, use_cache=False).last_hidden_state
         hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, inputs.places_N)
-        return (self.model.score(hidden_NH).float().squeeze(-1),)
+        return (of_all(self.model.score(hidden_NH).float().squeeze(-1), inputs, self.ranks),)
+
+
+def arguments_of(model: Any, inputs: Inputs, way: Way | None, ranks: SequenceRanks | None) -> dict[str, Any]:
+    """What the model is called with, where ``ranks`` share rows for this rank's part of them."""
+    return model_arguments(model, inputs, way) if ranks is None else ranks.arguments(inputs)
+
+
+def of_all(values: torch.Tensor, inputs: Inputs, ranks: SequenceRanks | None) -> torch.Tensor:
+    """The values of all targets, in order, where ``ranks`` have found those of their parts."""
+    return values if ranks is None or inputs.part is None else ranks.of_all(values, inputs.part)

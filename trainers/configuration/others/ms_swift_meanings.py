@@ -5,6 +5,7 @@
     max_length of GKD             max_length and max_prompt_length: it cuts what is to be completed too
     epsilon, epsilon_high         nothing with a loss that clips nothing
     router_aux_loss_coef          nothing with a model whose class adds no loss of its routers
+    sequence_parallel_size        of GRPO: accumulation and generations count all workers there
 
 Defaults are ``defaults.py``. What a key of ours says already, is left.
 """
@@ -44,6 +45,7 @@ def mean_as_there(given: GivenKeys, config_type: type, defaults: Mapping[str, An
     _rewards(given, defaults)
     _clipping(given, defaults)
     _routers(given)
+    _sequences(given, defaults)
     is_distillation = {"gkd_logits_topk", "max_prompt_length", "max_length"} <= set(given.known)
     if is_distillation and given.get("max_length") is not None and "max_prompt_length" not in given.values:
         given.put("max_prompt_length", given.get("max_length"), "max_length")
@@ -94,6 +96,20 @@ def _routers(given: GivenKeys) -> None:
     if kind is not None and router.lacks_loss(kind, config):
         given.take(name)
         given.notes[name] = f"{kind.__name__} of transformers adds no such loss, in ms-swift neither"
+
+
+def _sequences(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
+    """In GRPO a step has as many sequences there as without shared rows; here workers that share rows count once."""
+    name = "sequence_parallel_size"
+    size = given.get(name)
+    if "steps_per_generation" not in given.known or type(size) is not int or size < 2:
+        return
+    for counted in ("gradient_accumulation_steps", "steps_per_generation"):
+        count = given.get(counted, defaults.get(counted))
+        if type(count) is int and count > 0 and given.get("global_batch_size") is None:
+            given.values[counted] = count * size
+            given.where.setdefault(counted, given.where[name])
+            given.origins[counted] = f"{counted} {count}, {name} {size}"
 
 
 def _meant(spec: Any, given: GivenKeys, longest: Any, own: set[str]) -> Any:

@@ -45,7 +45,7 @@ MS_SWIFT_ONLY = frozenset(
     reward_model_revision reward_model_type reward_template rlhf_type rlsd_lambda rlsd_lambda_decay_steps
     rlsd_lambda_warmup_steps rlsd_negative_only rlsd_reweight_clip_range rollout_importance_sampling_threshold
     router_replay_mode save_missing_weights sdar_gate_beta sdar_loss_coef sequence_packing_scheduler
-    sequence_parallel_size skip_megatron_init soft_cache_length soft_max_length
+    skip_megatron_init soft_cache_length soft_max_length
     split_dataset_ratio start_weight_decay stop_words stopping_strategy swanlab_email_language swanlab_exp_name
     swanlab_mode swanlab_notification_method swanlab_project swanlab_receiver_email swanlab_secret
     swanlab_sender_email swanlab_smtp_port swanlab_smtp_server swanlab_token swanlab_webhook_url swanlab_workspace

@@ -273,8 +273,7 @@ REFUSED = {
         ),
         _MEGATRON,
     ),
-    "sequence_parallel_size": "sequences are cut over workers by backend: megatron alone. Write that and "
-    "context_parallel_size, or remove it",
+    "sequence_parallel_size": _MEGATRON,
     **dict.fromkeys(
         (
             "recompute_method",

@@ -75,7 +75,7 @@ def decorate_class(cls: type[S], roles: tuple[str, ...]) -> type[S]:
     inherited = getattr(cls, "__rayhelper_roles__", ())
     cls.__rayhelper_roles__ = tuple(dict.fromkeys((*inherited, *roles)))  # type: ignore[attr-defined]
     cls._rayhelper = None  # type: ignore[attr-defined]
-    if not hasattr(cls, "__getattr__"):
+    if not hasattr(getattr(cls, "__getattr__", None), "names_setters") and "__getattr__" not in vars(cls):
         cls.__getattr__ = _naming_setters(cls)  # type: ignore[attr-defined]
     _adopt(cls)
     if not hasattr(cls.__init_subclass__, "wraps_init"):
@@ -138,6 +138,7 @@ def _naming_setters(cls: type) -> Callable[[Any, str], Any]:
     def __getattr__(self: Any, name: str) -> Any:  # noqa: N807
         return missing(cls, self, name)
 
+    __getattr__.names_setters = True  # type: ignore[attr-defined]
     return __getattr__
 
 

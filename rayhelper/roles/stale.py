@@ -65,6 +65,10 @@ class Snapshot:
         self.globals = {key: found.namespaces[key[0]].get(key[1], _MISSING) for key in found.globals}
         self.of_class = {name: _entry(cls, name) for name in found.of_class}
 
+    def is_as_constructed(self, name: str, value: Any) -> bool:
+        """Whether an attribute is what the constructor has set."""
+        return _is_kept(self.attributes.get(name, _MISSING), value)
+
     def check(self, method: RoleMethod[..., Any], target: Any, title: str) -> None:
         """Raises RoleError if the method reads what was set since."""
         cls: Any = type(target)

@@ -17,6 +17,9 @@ def missing(owner: type, instance: Any, name: str) -> Any:
 
     ``owner``: the class whose ``__getattr__`` this is.
     """
+    left = getattr(object.__getattribute__(instance, "__dict__").get("_rayhelper"), "left", None)
+    if left is not None and name in left.changed_by:
+        raise AttributeError(left.told(type(instance).__name__, name), name=name, obj=instance)
     inherited = getattr(super(owner, instance), "__getattr__", None)
     if inherited is not None:
         return inherited(name)

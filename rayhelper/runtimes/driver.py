@@ -23,6 +23,7 @@ from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
 from rayhelper.errors import RoleError
 from rayhelper.roles.classes import build
 from rayhelper.roles.futures import Future, finished
+from rayhelper.roles.left_behind import LeftBehind
 from rayhelper.roles.methods import RoleMethod, find_method, not_constructed
 from rayhelper.roles.parts import NO_INSTANCE, Identity, Record, address_within, check_same_parts, refuse_to_travel
 from rayhelper.roles.runtime import Route, Shard, WorkerInfo, state
@@ -261,6 +262,7 @@ class DriverPlacement:
         self.anchor = anchor
         self.hosts = hosts
         self.snapshot: Snapshot | None = None  # None: it is being constructed
+        self.left = LeftBehind()
 
     def route(self, method: RoleMethod[..., Any]) -> Route:
         if method.role == DRIVER:
@@ -317,7 +319,9 @@ class DriverPlacement:
         if group is None:
             raise undeclared(method, identity.cls)
         if self.snapshot is not None:
-            self.snapshot.check(method, target, identity.title(method))
+            title = identity.title(method)
+            self.snapshot.check(method, target, title)
+            self.left.note(method, target, title, self.snapshot)
         return group, location_of(str(identity.address), identity.cls, method)  # type: ignore[arg-type]
 
     def states(self) -> list[Any]:

@@ -1,0 +1,146 @@
+"""What a role's method changes on its workers, and the driver's object no longer shows.
+
+    self.count += 1            the driver still has what __init__ set
+    self.history.append(x)     so it has here
+    self.optimizer.step()      and weights that nobody trained
+
+With Ray off the driver reads what the role has set. Elsewhere it would read what ``__init__`` set, without a word: a
+script would save a model that was never trained. So such an attribute is taken from the driver's object with the first
+call of the method: reading it raises, and names the method (``unset.py``). An attribute that the driver has set itself
+is the driver's own, and one that was None is only a place for what comes.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from rayhelper.roles.methods import RoleMethod, find_method
+from rayhelper.roles.stale import Snapshot
+
+CHANGING = frozenset(
+    ("append", "add", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update")
+)
+_STATE_DICT = "state_dict()"
+_TRAINING = frozenset(("backward", "step"))
+
+
+class Changed(NamedTuple):
+    """The attributes that a method sets or changes in place, and those that it reads as it trains."""
+
+    names: frozenset[str]
+    trained: frozenset[str]
+
+
+class LeftBehind:
+    """Of one object of the driver."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()  # locations of methods
+        self.changed_by: dict[str, str] = {}  # by attribute, the method as messages name it
+
+    def note(self, method: RoleMethod[..., Any], target: Any, title: str, snapshot: Snapshot) -> None:
+        """A call of the method is made: what it changes is not to be read here from now on."""
+        if method.__name__ in self.seen or method.kind != "method":
+            return
+        self.seen.add(method.__name__)
+        held = getattr(target, "__dict__", {})
+        cls: Any = type(target)
+        changed = _changed_by(cls, method)
+        for name in changed.names | {name for name in changed.trained if _learns(held.get(name))}:
+            value = held.get(name)
+            if value is None or not snapshot.is_as_constructed(name, value):
+                continue
+            del held[name]
+            del snapshot.attributes[name]
+            self.changed_by[name] = title
+        modules = held.get("_modules")
+        if changed.trained and isinstance(modules, dict):  # the object is a module of torch itself
+            trained = {name for name in changed.trained & modules.keys() if _learns(modules[name])}
+            if trained and _STATE_DICT not in self.changed_by:
+                self._guard(target)
+                trained.add(_STATE_DICT)
+            self.changed_by |= dict.fromkeys(trained, title)
+
+    def told(self, owner: str, name: str) -> str:
+        """What is wrong with reading an attribute, and what to do."""
+        return (
+            f"{owner}.{name} is not what the workers have: {self.changed_by[name]} has changed it there, and the "
+            "driver has what __init__ set. Return the value from a method of the role, or read it in one."
+        )
+
+    def _guard(self, module: Any) -> None:
+        """``state_dict()`` of the driver's module raises."""
+
+        def refuse(*_: Any) -> None:
+            raise AttributeError(self.told(type(module).__name__, _STATE_DICT))
+
+        module.register_state_dict_pre_hook(refuse)
+
+
+def _learns(value: Any) -> bool:
+    """Whether it is a module or a tensor that has something to train."""
+    parameters = getattr(value, "parameters", None)
+    if callable(parameters) and hasattr(value, "state_dict"):
+        return any(getattr(one, "requires_grad", False) for one in parameters())
+    return bool(getattr(value, "requires_grad", False)) and getattr(value, "grad_fn", None) is None
+
+
+@functools.lru_cache(4096)
+def _changed_by(cls: Any, method: RoleMethod[..., Any]) -> Changed:
+    names: set[str] = set()
+    read: set[str] = set()
+    trains = False
+    for function in _functions(cls, method.function, set()):
+        own, tree = function.__code__.co_varnames[0], _tree(function)
+        for node in ast.walk(tree) if tree is not None else ():
+            name = _attribute(node, own)
+            if name is not None:
+                is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+                (read if is_read else names).add(name)
+            elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                names.add(_attribute(node.value, own) or "")
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                if node.func.attr in CHANGING:
+                    names.add(_attribute(node.func.value, own) or "")
+                trains = trains or node.func.attr in _TRAINING
+    return Changed(frozenset(names - {""}), frozenset(read if trains else ()))
+
+
+def _attribute(node: ast.AST, own: str) -> str | None:
+    is_own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own
+    return node.attr if isinstance(node, ast.Attribute) and is_own else None
+
+
+def _functions(cls: type, function: Callable[..., Any], seen: set[Any]) -> Iterator[FunctionType]:
+    """A method, and the methods of the same object that it calls, of whatever role that is hosted with it."""
+    plain = inspect.unwrap(function)
+    if plain in seen or not isinstance(plain, FunctionType) or not plain.__code__.co_argcount:
+        return
+    seen.add(plain)
+    yield plain
+    own, tree = plain.__code__.co_varnames[0], _tree(plain)
+    for node in ast.walk(tree) if tree is not None else ():
+        name = _attribute(node, own)
+        entry = None if name is None else inspect.getattr_static(cls, name, None)
+        inner = entry if isinstance(entry, FunctionType) else getattr(entry, "fget", None)
+        if isinstance(inner, FunctionType):
+            yield from _functions(cls, inner, seen)
+        elif entry is not None and hasattr(entry, "__get__"):
+            try:
+                yield from _functions(cls, find_method(entry).function, seen)
+            except Exception:  # no method with a role
+                continue
+
+
+@functools.lru_cache(4096)
+def _tree(function: FunctionType) -> ast.AST | None:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None

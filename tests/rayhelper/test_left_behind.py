@@ -1,0 +1,107 @@
+"""What a role changes on its workers is not read on the driver as if it were there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rayhelper import RayHelper
+from tests.conftest import session_of, without_runtime
+
+GROUPS = {"g": {"device": "CPU", "ranks": 1, "workers": ["train"]}}
+
+
+class Fields:
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(2, 1)
+        self.frozen = torch.nn.Linear(2, 1).requires_grad_(False)
+        self.optimizer = torch.optim.SGD(self.lin.parameters(), lr=0.1)
+        self.count = 0
+        self.history: list[float] = []
+        self.options = {"lr": 0.1}
+        self.cache: Any = None
+        self.untouched = [1]
+
+
+class Steps(Fields):
+    @RayHelper.function(group="train", execute="first")
+    def step(self) -> float:
+        loss = (self.lin(torch.ones(4, 2)) - self.frozen(torch.ones(4, 2))).pow(2).mean()
+        loss.backward()
+        self.optimizer.step()
+        self._note(loss.item())
+        return float(loss.item())
+
+    def _note(self, loss: float) -> None:
+        self.count += 1
+        self.history.append(loss)
+        self.options["last"] = loss
+        self.cache = loss
+
+    @RayHelper.function(group="train", execute="first")
+    def counted(self) -> int:
+        return self.count + len(self.history)
+
+
+@RayHelper.worker(group="train")
+class Plain(Steps):
+    pass
+
+
+@RayHelper.worker(group="train")
+class Module(Steps, torch.nn.Module):
+    pass
+
+
+@pytest.fixture(params=["inprocess", "ray"])
+def _session(request: pytest.FixtureRequest) -> Iterator[None]:
+    with session_of(request, GROUPS):
+        yield
+
+
+@pytest.mark.usefixtures("_session")
+@pytest.mark.parametrize("cls", [Plain, Module])
+@pytest.mark.parametrize("name", ["count", "history", "options", "lin"])
+def test_the_driver_is_told_that_the_workers_have_another_value(cls: Any, name: str) -> None:
+    trained = cls()
+    assert getattr(trained, name) is not None, "nothing has changed it yet"
+    trained.step()
+    words = (
+        rf"{cls.__name__}\.{name} is not what the workers have: Steps\.step \(role 'train'\) has changed it"
+    )
+    with pytest.raises(AttributeError, match=words):
+        getattr(trained, name)
+    assert trained.counted() == 2, "roles read their own"
+    assert trained.untouched == [1]
+    assert trained.frozen is not None
+    assert trained.cache is None, "a place for what comes"
+
+
+@pytest.mark.usefixtures("_session")
+def test_an_untrained_state_dict_is_not_saved() -> None:
+    trained = Module()
+    assert len(trained.state_dict()) == 4
+    trained.step()
+    with pytest.raises(AttributeError, match=r"Module\.state_dict\(\) is not what the workers have"):
+        trained.state_dict()
+
+
+@pytest.mark.usefixtures("_session")
+def test_what_the_driver_has_set_is_its_own() -> None:
+    trained = Plain()
+    trained.count = 5
+    trained.step()
+    assert trained.count == 5
+
+
+@pytest.mark.parametrize("cls", [Plain, Module])
+def test_with_ray_off_there_is_one_object(cls: Any) -> None:
+    with without_runtime():
+        trained = cls()
+        trained.step()
+        assert [trained.count, len(trained.history)] == [1, 1]
+        assert trained.lin.weight.shape == (1, 2)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import operator
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -42,8 +43,11 @@ class Names:
     globals: set[tuple[int, str]] = field(default_factory=set)  # by the id of the namespace
     set_globals: set[tuple[int, str]] = field(default_factory=set)
     namespaces: dict[int, dict[str, Any]] = field(default_factory=dict)
-    of_class: set[str] = field(default_factory=set)  # methods that are called, and attributes that the class has
+    attributes: set[str] = field(default_factory=set)  # read of whatever object, which may be a class
     set_elsewhere: set[str] = field(default_factory=set)  # attributes of other objects, which may be classes
+    classes: set[type] = field(default_factory=set)  # of the project, that it refers to
+    functions: set[FunctionType] = field(default_factory=set)  # itself, and those to which it gives its object
+    reads_any: bool = False  # its object goes where it cannot be followed, or a name is computed
 
     def add(self, other: Names) -> None:
         self.reads |= other.reads
@@ -51,8 +55,26 @@ class Names:
         self.globals |= other.globals
         self.set_globals |= other.set_globals
         self.namespaces |= other.namespaces
-        self.of_class |= other.of_class
+        self.attributes |= other.attributes
         self.set_elsewhere |= other.set_elsewhere
+        self.classes |= other.classes
+        self.functions |= other.functions
+        self.reads_any |= other.reads_any
+
+
+class Compared:
+    """Globals of one namespace, with what they were."""
+
+    def __init__(self, namespace: dict[str, Any], names: tuple[str, ...], values: tuple[Any, ...]) -> None:
+        self.namespace, self.names, self.values = namespace, names, values
+        self.now = operator.itemgetter(*names, names[0])  # of one name alone it would be no tuple
+
+    def is_as_it_was(self) -> bool:
+        """Fast, as each call asks: each of them is the very same one."""
+        try:
+            return all(map(operator.is_, self.values, self.now(self.namespace)))
+        except KeyError:  # deleted since
+            return False
 
 
 class Snapshot:
@@ -63,7 +85,9 @@ class Snapshot:
         cls: Any = type(instance)
         found = _of_class(cls)
         self.globals = {key: found.namespaces[key[0]].get(key[1], _MISSING) for key in found.globals}
-        self.of_class = {name: _entry(cls, name) for name in found.of_class}
+        self.specs = {place: namespace.get("__spec__") for place, namespace in found.namespaces.items()}
+        self.compared: dict[Any, list[Compared]] = {}  # by method, once it has been called
+        self.classes = {one: dict(vars(one)) for one in (*cls.__mro__[:-1], *found.classes)}
 
     def is_as_constructed(self, name: str, value: Any) -> bool:
         """Whether an attribute is what the constructor has set."""
@@ -73,28 +97,45 @@ class Snapshot:
         """Raises RoleError if the method reads what was set since."""
         cls: Any = type(target)
         names = _of_method(cls, method)
+        held = vars(target)
         for name in names.reads:
-            value = vars(target).get(name, _MISSING)
-            if not _is_kept(self.attributes.get(name, _MISSING), value):
+            if not _is_kept(self.attributes.get(name, _MISSING), held.get(name, _MISSING)):
+                if name not in self.attributes and _is_filled_when_read(cls, name):
+                    continue
                 raise RoleError(
                     f"{title} reads self.{name}, which was set on the driver after the object was constructed. The "
                     f"workers of role {method.role!r} still have what __init__ set. Pass the value as an argument, or "
                     f"set it in a method of role {method.role!r}."
                 )
-        for name in names.of_class:
-            entry, before = _entry(cls, name), self.of_class.get(name, _MISSING)
-            if entry is not before and not _is_same(entry, before):
-                raise RoleError(
-                    f"{title} reads self.{name}, which was set in class {cls.__name__} on the driver after the object "
-                    f"was constructed. The workers of role {method.role!r} still have what it was. Set it before you "
-                    "construct the object."
-                )
-        for key in names.globals:
-            value = names.namespaces[key[0]].get(key[1], _MISSING)
-            before = self.globals.get(key, value)
+        if names.reads_any:
+            self._check_any(method, cls, held, title)
+        for one, before in self.classes.items():
+            if (one in names.classes or one in cls.__mro__) and not _is_untouched(vars(one), before):
+                self._check_class(method, cls, one, names, title)
+        if method not in self.compared:
+            self.compared[method] = self._by_namespace(names)
+        for compared in self.compared[method]:
+            if not compared.is_as_it_was():
+                self._check_globals(method, cls, compared, title)
+
+    def _by_namespace(self, names: Names) -> list[Compared]:
+        found: list[Compared] = []
+        for place, namespace in names.namespaces.items():
+            held = [(name, self.globals[place, name]) for of, name in sorted(names.globals) if of == place]
+            if held:
+                found.append(Compared(namespace, *zip(*held, strict=True)))
+        return found
+
+    def _check_globals(self, method: RoleMethod[..., Any], cls: Any, compared: Compared, title: str) -> None:
+        """Raises RoleError if a global is another one now."""
+        namespace = compared.namespace
+        if namespace.get("__spec__") is not self.specs[id(namespace)]:
+            return  # its module was reloaded: the runtime refuses another source, and the same one changes nothing
+        for name, before in zip(compared.names, compared.values, strict=True):
+            value = namespace.get(name, _MISSING)
             if value is not before and not _is_same(value, before):
-                owner = names.namespaces[key[0]].get("__name__")
-                known = key[1] if owner in (cls.__module__, method.function.__module__) else f"{owner}.{key[1]}"
+                owner = namespace.get("__name__")
+                known = name if owner in (cls.__module__, method.function.__module__) else f"{owner}.{name}"
                 now, then = (f" to {value!r}", repr(before)) if _is_short(value, before) else ("", "what it was")
                 raise RoleError(
                     f"{title} reads the global {known!r}, which was set{now} on the driver after the object "
@@ -102,11 +143,65 @@ class Snapshot:
                     "argument, or set it before you construct the object."
                 )
 
+    def _check_any(self, method: RoleMethod[..., Any], cls: Any, held: dict[str, Any], title: str) -> None:
+        """Raises RoleError if what neither a role nor the class itself sets was set since."""
+        own = _of_class(cls).writes | _set_by(cls).writes
+        for name in (held.keys() | self.attributes.keys()) - own:
+            if name.startswith("_rayhelper") or _is_filled_when_read(cls, name):
+                continue
+            if not _is_kept(self.attributes.get(name, _MISSING), held.get(name, _MISSING)):
+                raise RoleError(
+                    f"{title} may read self.{name}, which was set on the driver after the object was constructed: the "
+                    f"method passes self on, or computes an attribute's name. The workers of role {method.role!r} "
+                    f"still have what __init__ set. Pass the value as an argument, or set it in a method of role "
+                    f"{method.role!r}."
+                )
+
+    def _check_class(self, method: RoleMethod[..., Any], cls: Any, one: type, names: Names, title: str) -> None:
+        """Raises RoleError if a name of a class that the method may read was set in the class since."""
+        now, before = vars(one), self.classes[one]
+        for name in now.keys() | before.keys():
+            value, was = now.get(name, _MISSING), before.get(name, _MISSING)
+            is_read = name in names.attributes or (name.startswith("__") and isinstance(value, FunctionType))
+            if value is not was and is_read and not _is_same(value, was):
+                known = f"self.{name}" if one in cls.__mro__ else f"{one.__name__}.{name}"
+                raise RoleError(
+                    f"{title} reads {known}, which was set in class {one.__name__} on the driver after the object "
+                    f"was constructed. The workers of role {method.role!r} still have what it was. Set it before you "
+                    "construct the object."
+                )
+
+
+def _is_equal(now: Any, before: Any) -> bool:
+    try:
+        return bool(now == before)
+    except Exception:  # of arrays in them
+        return False
+
+
+def _is_untouched(now: Any, before: dict[str, Any]) -> bool:
+    """Whether a class has the very same entries. Fast, as each call asks."""
+    return len(now) == len(before) and all(map(operator.is_, now.values(), before.values()))
+
+
+def _is_filled_when_read(cls: type, name: str) -> bool:
+    return isinstance(_entry(cls, name), functools.cached_property)
+
 
 def _is_same(value: Any, before: Any) -> bool:
     """Whether a global is what it was: equal, where it is plain or a list or dict; with functions the same code."""
     if isinstance(value, FunctionType) and isinstance(before, FunctionType):
         return value.__code__ == before.__code__ and value.__closure__ is before.__closure__
+    if isinstance(value, type) and isinstance(before, type):  # a cell of a notebook that is run again
+        of_both = [
+            {name: getattr(_function_of(one, name), "__code__", held) for name, held in vars(one).items()}
+            for one in (value, before)
+        ]
+        for of_one in of_both:
+            for name in ("__dict__", "__weakref__", "__doc__", "__firstlineno__", "_abc_impl"):
+                of_one.pop(name, None)
+        is_named = (value.__module__, value.__qualname__) == (before.__module__, before.__qualname__)
+        return is_named and _is_equal(*of_both)
     if type(value) is type(before) and isinstance(value, (*_PLAIN, dict, list, tuple, set)):
         try:
             return bool(value == before) or value != value
@@ -148,8 +243,9 @@ def _of_method(cls: Any, method: RoleMethod[..., Any]) -> Names:
     found = Names()
     if method.kind == "method":
         found.add(_of_function(cls, method.function, set()))
+        _follow(found)
     found.reads -= _of_class(cls).writes
-    found.of_class -= _of_class(cls).writes | _of_class(cls).set_elsewhere
+    found.attributes -= _of_class(cls).writes | _of_class(cls).set_elsewhere | _set_by(cls).set_elsewhere
     found.globals -= _of_class(cls).set_globals
     return found
 
@@ -161,6 +257,7 @@ def _of_class(cls: Any) -> Names:
     for method in role_methods(cls).values():
         if method.role != DRIVER:
             found.add(_of_function(cls, method.function, set()))
+    _follow(found)
     return found
 
 
@@ -170,49 +267,142 @@ def _of_function(cls: type, function: Callable[..., Any], seen: set[Any], own_in
     if (plain, own_index) in seen or not isinstance(plain, FunctionType) or plain.__code__.co_argcount <= own_index:
         return found
     seen.add((plain, own_index))
-    own, tree = plain.__code__.co_varnames[own_index], _tree(plain)
-    for node in ast.walk(tree) if tree is not None else ():
+    tree = _tree(plain)
+    nodes = list(ast.walk(tree)) if tree is not None else []
+    own = _aliases(nodes, plain.__code__.co_varnames[own_index])
+    parents = {id(child): node for node in nodes for child in ast.iter_child_nodes(node)}
+    for node in nodes:
         name = _attribute(node, own)
         if name is not None:
             called = _function_of(cls, name)
             if called is not None:
                 found.add(_of_function(cls, called, seen))
-            if _entry(cls, name) is not _MISSING:
-                found.of_class.add(name)
             if called is None and not isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
                 found.writes.add(name)
             else:
                 found.reads.add(name)
-        elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
-            found.set_elsewhere.add(node.attr)
+                found.attributes.add(name)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value).startswith("super("):
+            for base in cls.__mro__[1:]:
+                if node.attr in vars(base) and (inherited := _function_of(base, node.attr)) is not None:
+                    found.add(_of_function(cls, inherited, seen))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "vars"):
             found.writes |= set(_constants(node))
-        elif isinstance(node, ast.Call):
-            helper = _unwrapped(_named(node.func, plain.__globals__))
-            if isinstance(helper, FunctionType) and _is_users(helper):
-                given = [k for k, one in enumerate(node.args) if isinstance(one, ast.Name) and one.id == own]
-                for k in given:
-                    found.add(_of_function(cls, helper, seen, k))
-    waiting = [plain]
-    while waiting:
-        reached = _of_globals(waiting.pop())
-        found.add(reached.names)
-        waiting += [function for function in reached.functions if function not in seen]
-        seen.update(reached.functions)
+        if isinstance(node, ast.Name) and node.id in own and isinstance(node.ctx, ast.Load):
+            parent = parents.get(id(node))
+            call = parents.get(id(parent)) if isinstance(parent, ast.keyword) else parent
+            given = _given(call, parent, node, plain.__globals__) if isinstance(call, ast.Call) else None
+            if given is not None:
+                found.add(_of_function(cls, given[0], seen, given[1]))
+            elif not _is_understood(node, parent, parents):
+                found.reads_any = True
+    found.functions.add(plain)
     return found
 
 
-def _attribute(node: ast.AST, own: str) -> str | None:
-    """The attribute of the object ``own`` at a node: self.name, getattr(self, "name"), vars(self)["name"]."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == own:
-        return None if node.attr == "__dict__" else node.attr
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1:
-        name = node.args[1]
-        if ast.unparse(node.args[0]) == own and isinstance(name, ast.Constant):
-            return str(name.value)
-    if isinstance(node, ast.Subscript) and ast.unparse(node.value) in (f"vars({own})", f"{own}.__dict__"):
+def _follow(found: Names) -> None:
+    """Adds what the functions and classes do to which those of ``found`` refer."""
+    done: set[FunctionType] = set()
+    classes: set[type] = set()
+    waiting = set(found.functions)
+    while waiting:
+        function = waiting.pop()
+        done.add(function)
+        reached = _of_globals(function)
+        found.add(reached.names)
+        waiting |= set(reached.functions)
+        classes |= reached.names.classes
+        if not waiting - done:
+            waiting |= {one for cls in classes for name, one in _functions_in(cls) if _is_called(name, found)}
+        waiting -= done
+
+
+def _is_called(name: str, found: Names) -> bool:
+    return name in found.attributes or (name.startswith("__") and name.endswith("__"))
+
+
+_HARMLESS = frozenset(("isinstance", "issubclass", "type", "id", "super", "callable", "hash", "print", "repr", "str"))
+_BY_NAME = frozenset(("getattr", "hasattr", "setattr", "delattr"))
+
+
+def _aliases(nodes: list[ast.AST], own: str) -> frozenset[str]:
+    """The names that an object has in a function: its parameter, and those that are assigned from it."""
+    found = {own}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id in found:
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return frozenset(found)
+
+
+def _attribute(node: ast.AST, own: frozenset[str]) -> str | None:
+    """The attribute of an object at a node: self.name, getattr(self, "name"), vars(self)["name"]."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in own:
+        return None if node.attr in ("__dict__", "__class__", "__getattribute__") else node.attr
+    if isinstance(node, ast.Call) and node.args:
+        called, first, name = ast.unparse(node.func), ast.unparse(node.args[0]), node.args[-1]
+        if called in ("getattr", "hasattr") and first in own and len(node.args) > 1:
+            name = node.args[1]
+        elif isinstance(node.func, ast.Attribute) and node.func.attr == "get" and _is_dict(node.func.value, own):
+            name = node.args[0]
+        elif not (called.endswith(".__getattribute__") and called.partition(".")[0] in {*own, "object"}):
+            return None
+        return str(name.value) if isinstance(name, ast.Constant) else None
+    if isinstance(node, ast.Subscript) and _is_dict(node.value, own):
         return str(node.slice.value) if isinstance(node.slice, ast.Constant) else None
     return None
+
+
+def _is_dict(node: ast.AST, own: frozenset[str]) -> bool:
+    """Whether a node is the dict of an object's attributes."""
+    return any(ast.unparse(node) in (f"vars({name})", f"{name}.__dict__") for name in own)
+
+
+def _is_understood(node: ast.Name, parent: ast.AST | None, parents: dict[int, ast.AST]) -> bool:
+    """Whether where an object stands shows what is read of it."""
+    of_parent = parents.get(id(parent))
+    is_by_name = isinstance(of_parent, ast.Subscript) and isinstance(of_parent.slice, ast.Constant)
+    if isinstance(of_parent, ast.Attribute):  # vars(self).get("name"), vars(self).update(name=1)
+        use = parents.get(id(of_parent))
+        first = use.args[0] if isinstance(use, ast.Call) and use.args else None
+        is_by_name = of_parent.attr == "update" or isinstance(first, ast.Constant)
+    if isinstance(parent, ast.Attribute):
+        if parent.attr == "__getattribute__":
+            return isinstance(of_parent, ast.Call) and isinstance((*of_parent.args, None)[0], ast.Constant)
+        return parent.attr != "__dict__" or is_by_name
+    if isinstance(parent, ast.Call):
+        called = ast.unparse(parent.func)
+        if called == "vars":
+            return is_by_name
+        if called in _BY_NAME or called.endswith(".__getattribute__"):
+            return called in ("setattr", "delattr") or (
+                len(parent.args) > 1 and isinstance(parent.args[1], ast.Constant)
+            )
+        return called in _HARMLESS or called.endswith("__setattr__")
+    return isinstance(parent, (ast.Compare, ast.Assign, ast.Return))
+
+
+def _given(
+    call: ast.Call, parent: ast.AST | None, node: ast.Name, namespace: dict[str, Any]
+) -> tuple[FunctionType, int] | None:
+    """The function of the project to which a call gives an object, and the position of its parameter there."""
+    called, shift = _named(call.func, namespace), 0
+    if called is _MISSING and isinstance(call.func, ast.Attribute):
+        owner = _named(call.func.value, namespace)
+        if isinstance(owner, type):
+            entry = inspect.getattr_static(owner, call.func.attr, None)
+            called = entry.__func__ if isinstance(entry, staticmethod) else entry
+        else:
+            called, shift = inspect.getattr_static(type(owner), call.func.attr, None), 1
+    helper = _unwrapped(called)
+    if not isinstance(helper, FunctionType) or not _is_users(helper):
+        return None
+    if isinstance(parent, ast.keyword):
+        names = helper.__code__.co_varnames[: helper.__code__.co_argcount]
+        return (helper, names.index(parent.arg)) if parent.arg in names else None
+    if node not in call.args or any(isinstance(one, ast.Starred) for one in call.args):
+        return None
+    index = call.args.index(node) + shift
+    return (helper, index) if index < helper.__code__.co_argcount else None
 
 
 def _named(node: ast.AST, namespace: dict[str, Any]) -> Any:
@@ -223,8 +413,8 @@ def _named(node: ast.AST, namespace: dict[str, Any]) -> Any:
     return vars(owner).get(node.attr, _MISSING) if isinstance(owner, ModuleType) else _MISSING  # type: ignore[attr-defined]
 
 
-def _is_users(function: FunctionType) -> bool:
-    module = sys.modules.get(function.__module__)
+def _is_users(value: FunctionType | type) -> bool:
+    module = sys.modules.get(str(value.__module__))
     return module is not None and (module.__name__ == "__main__" or is_of_project(module.__name__, module))
 
 
@@ -254,6 +444,8 @@ def _of_globals(function: FunctionType) -> Reached:
         owner = value_of(node.value) if isinstance(node, ast.Attribute) else None
         return vars(owner).get(node.attr, _MISSING) if isinstance(owner, ModuleType) else _MISSING  # type: ignore[attr-defined]
 
+    found.attributes |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    found.set_elsewhere |= set(_stored(nodes))
     for node in nodes:
         if isinstance(node, ast.Name) and node.id in imported:
             place, name = imported, node.id
@@ -270,10 +462,13 @@ def _of_globals(function: FunctionType) -> Reached:
         if not isinstance(node.ctx, ast.Load):
             found.set_globals.add(key)
             continue
-        if not isinstance(value, (type, ModuleType)) and value is not _MISSING and place is not imported:
+        if isinstance(value, type) and _is_users(value):
+            found.classes |= {base for base in value.__mro__ if _is_users(base)}
+        if not isinstance(value, ModuleType) and value is not _MISSING and place is not imported:
             owner_module = sys.modules.get(str(place.get("__name__")))
             is_users = owner_module is not None and is_of_project(owner_module.__name__, owner_module)
             is_users = is_users or place.get("__name__") == "__main__" or isinstance(value, _PLAIN)
+            is_users = is_users and (not isinstance(value, type) or _is_users(value))
             is_counter = not isinstance(value, FunctionType) and name in _counters(str(place.get("__name__")))
             if is_users and not is_counter:
                 found.globals.add(key)
@@ -283,6 +478,39 @@ def _of_globals(function: FunctionType) -> Reached:
             if module is not None and (plain.__globals__ is namespace or is_of_project(module.__name__, module)):
                 functions[plain] = None
     return Reached(found, tuple(functions))
+
+
+@functools.lru_cache(4096)
+def _functions_in(cls: type) -> tuple[tuple[str, FunctionType], ...]:
+    """By name the functions of a class of the user's project, under whatever decorators."""
+    found = [(name, _unwrapped(_function_of(cls, name))) for name in vars(cls)] if _is_users(cls) else []
+    return tuple((name, one) for name, one in found if isinstance(one, FunctionType) and _is_users(one))
+
+
+@functools.lru_cache(1024)
+def _set_by(cls: type) -> Names:
+    """What the methods of a class set but for __init__ on the object itself: the driver's own, too."""
+    found = Names()
+    for base in cls.__mro__:
+        for _, function in _functions_in(base):
+            tree = _tree(function)
+            nodes = list(ast.walk(tree)) if tree is not None else []
+            found.set_elsewhere |= set(_stored(nodes))
+            if function.__name__ != "__init__" and function.__code__.co_argcount:
+                own = function.__code__.co_varnames[0]
+                found.writes |= {node.attr for node in nodes if _is_stored(node) and ast.unparse(node.value) == own}  # type: ignore[attr-defined]
+    return found
+
+
+def _is_stored(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
+
+
+def _stored(nodes: list[ast.AST]) -> Iterator[str]:
+    """The attributes that a function sets of anything but self."""
+    for node in nodes:
+        if _is_stored(node) and ast.unparse(node.value) != "self":  # type: ignore[attr-defined]
+            yield node.attr  # type: ignore[attr-defined]
 
 
 def _imported(nodes: list[ast.AST]) -> dict[str, Any]:

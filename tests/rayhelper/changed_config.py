@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 SCALE = 1
 OPTIONS = {"lr": 1, "names": ["a"]}
 NAMES = ["a", "b"]
+CALLED = dict(lr=1)  # noqa: C408
+ARGS: Any = None
+CHOICE = SimpleNamespace(lr=1, process=os.getpid())
+GIVEN = Namespace()
 PROCESS = os.getpid()  # on every process its own
 LATE = None
 COUNT = 0
@@ -20,8 +27,31 @@ if SCALE > 5:
 class Settings:
     lr = 1
 
-    def __init__(self) -> None:
+    def __init__(self, rate: int = 1) -> None:
         self.kept = 1
+        self.rate = rate
+        self.process = 0
+        self.process = os.getpid()
+        self.cache: Any = None
+
+    def cached(self) -> Any:
+        self.cache = self.cache or os.getpid()
+        return self.cache
+
+    def own(self) -> Any:
+        return 1
+
+    @classmethod
+    def of_class(cls) -> Any:
+        return 1
+
+    @staticmethod
+    def static() -> Any:
+        return 1
+
+    @property
+    def shown(self) -> Any:
+        return 1
 
 
 @dataclass
@@ -31,7 +61,9 @@ class Config:
 
 
 settings = Settings()
+faster = Settings(rate=2)
 config = Config()
+given = Config(lr=0.2)
 
 
 def scaled(x: int) -> int:

@@ -31,6 +31,19 @@ class User:
             "object": settings.lr,
             "dataclass": changed_config.config.lr,
             "late": changed_config.LATE,
+            "called": changed_config.CALLED,
+            "arguments": getattr(changed_config.ARGS, "lr", None),
+            "namespace": changed_config.CHOICE.lr,
+            "added": getattr(changed_config.GIVEN, "lr", None),
+            "default": changed_config.settings.rate,
+            "argument": changed_config.faster.rate,
+            "set in init": changed_config.settings.kept,
+            "of a field": changed_config.config.names,
+            "given to a dataclass": changed_config.given.lr,
+            "method": settings.own(),
+            "class method": settings.of_class(),
+            "static method": settings.static(),
+            "property": settings.shown,
             "own global": STEP,
             "own class": self.width,
             "own method": self._own(),
@@ -39,4 +52,5 @@ class User:
 
     @RayHelper.function(group="train", execute="first")
     def process(self) -> list[int]:
-        return [changed_config.PROCESS, changed_config.COUNT, len(changed_config.REGISTRY)]
+        own = [changed_config.PROCESS, changed_config.CHOICE.process, settings.process, settings.cached()]
+        return [*own, changed_config.COUNT, len(changed_config.REGISTRY)]

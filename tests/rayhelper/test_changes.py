@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +31,19 @@ def change(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(changed_config.Settings, "lr", 7)
         monkeypatch.setitem(vars(changed_config.settings), "lr", 8)
         monkeypatch.setattr(changed_config.config, "lr", 0.5)
+        monkeypatch.setitem(changed_config.CALLED, "lr", 5)
+        monkeypatch.setattr(changed_config, "ARGS", Namespace(lr=5, folder=Path("there")))
+        monkeypatch.setattr(changed_config.CHOICE, "lr", 5)
+        monkeypatch.setattr(changed_config.GIVEN, "lr", 5, raising=False)
+        monkeypatch.setattr(changed_config.settings, "rate", 5)
+        monkeypatch.setattr(changed_config.settings, "kept", 5)
+        monkeypatch.setattr(changed_config.faster, "rate", 5)
+        monkeypatch.setattr(changed_config.config, "names", ["added"])
+        monkeypatch.setattr(changed_config.given, "lr", 0.5)
+        monkeypatch.setattr(changed_config.Settings, "own", lambda self: 5)
+        monkeypatch.setattr(changed_config.Settings, "of_class", classmethod(lambda cls: 5))
+        monkeypatch.setattr(changed_config.Settings, "static", staticmethod(lambda: 5))
+        monkeypatch.setattr(changed_config.Settings, "shown", property(lambda self: 5))
         monkeypatch.setattr(changed_user, "STEP", 2)
         monkeypatch.setattr(changed_user.User, "width", 4)
         monkeypatch.setattr(changed_user.User, "_own", lambda self: "patched")
@@ -61,13 +76,17 @@ def test_what_was_set_before_the_construction_holds_on_workers(
 def test_what_processes_have_of_their_own_is_left_alone(ray_session: RaySession) -> None:
     changed_config.counted()
     changed_config.registered("mine")
+    changed_config.settings.cached()
     try:
         assert changes_in(MODULES, ()).values == {}
         with ray_session(ONE):
-            process, count, registered = changed_user.User().process()
-        assert process != changed_config.PROCESS
+            *processes, count, registered = changed_user.User().process()
+        assert len(processes) == 4
+        assert len(set(processes)) == 1
+        assert processes[0] != changed_config.PROCESS
         assert [count, registered] == [0, 0]
     finally:
+        changed_config.settings.cache = None
         changed_config.COUNT = 0
         changed_config.REGISTRY.clear()
 

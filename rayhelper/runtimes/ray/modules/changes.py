@@ -4,7 +4,8 @@
     config.OPTIONS["lr"] = 0.1      one that holds a list or dict of literals
     Settings.lr = 0.1               an attribute that a class's body gives a literal
     config.settings.lr = 0.1        the same of an object that the module made: settings = Settings()
-    config.scale = twice            a function or method in the place of another one
+    config.ARGS = parser.parse_args()  what a main script makes of its command line, in the place of None
+    config.scale = twice            a function, method or property in the place of another one
 
 Only what the source says is compared. What it computes (``DEVICE = "cuda" if torch.cuda.is_available() else "cpu"``)
 may be otherwise on a worker, and right there. What a function of the module both reads and sets is a counter or a
@@ -19,15 +20,20 @@ import importlib
 import importlib.util
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import FunctionType, ModuleType
+from dataclasses import dataclass, field, is_dataclass
+from enum import Enum
+from pathlib import Path, PurePath
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 Place = tuple[str, ...]  # a module, and the names that lead from it to what was set
+_BAGS = (SimpleNamespace, Namespace)
+_KINDS = {"staticmethod", "classmethod", "property"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MISSING = object()
+REMOVED = "<nothing: the driver has removed it>"
 AS_WRITTEN = "<the function that the source defines>"  # it would be pickled by its name, which is the other one's now
 _as_imported: dict[Place, Any] = {}  # on a worker: what stood in a place before something was set there
 _CHANGING = frozenset(
@@ -49,8 +55,11 @@ class Changes:
                 owner = getattr(owner, name)
             held = vars(owner).get(last, _MISSING)
             written = _as_imported.setdefault((module, *names, last), held)
-            if value == AS_WRITTEN:
+            if isinstance(value, str) and value == AS_WRITTEN:
                 setattr(owner, last, written)
+            elif isinstance(value, str) and value == REMOVED:
+                if held is not _MISSING:
+                    delattr(owner, last)
             elif type(held) is type(value) and isinstance(held, (dict, set)):
                 held.clear()
                 held.update(value)
@@ -69,16 +78,18 @@ def changes_in(modules: Iterable[str], told_before: Iterable[Place]) -> Changes:
         if module is not None and written is not None:
             found |= dict(_changes_of(module, written))
     for place in told_before:
-        if place not in found and (value := _at(place)) is not _MISSING:
-            is_own = isinstance(value, FunctionType) and (value.__module__, *value.__qualname__.split(".")) == place
-            found[place] = AS_WRITTEN if is_own else value
+        if place not in found:
+            value = _at(place)
+            plain = _function_under(value)
+            is_own = plain is not None and (plain.__module__, *plain.__qualname__.split(".")) == place
+            found[place] = AS_WRITTEN if is_own else REMOVED if value is _MISSING else value
     return Changes(found)
 
 
 def _at(place: Place) -> Any:
     owner: Any = sys.modules.get(place[0])
     for name in place[1:]:
-        owner = getattr(owner, name, _MISSING)
+        owner = getattr(owner, "__dict__", {}).get(name, _MISSING)
     return owner
 
 
@@ -98,12 +109,14 @@ def _changes_of(module: ModuleType, written: Written) -> Iterator[tuple[Place, A
             for attribute, literal in of_class.literals.items():
                 yield from _changed((here, name, attribute), vars(cls).get(attribute, _MISSING), literal)
             yield from _replaced((here, name), vars(cls), of_class.functions, here)
-    for name, class_name in written.objects.items():
-        made = vars(module).get(name)
-        if type(made) is vars(module).get(class_name):
-            for attribute, literal in written.classes[class_name].literals.items():
-                value = getattr(made, "__dict__", {}).get(attribute, _MISSING)
-                yield from _changed((here, name, attribute), value, literal)
+    for name, said in written.objects.items():
+        held = getattr(vars(module).get(name), "__dict__", {})
+        made_of = type(vars(module).get(name))
+        if made_of in _BAGS if said.is_bag else made_of is vars(module).get(said.of):
+            for attribute in held if said.is_bag else said.literals:
+                if attribute not in said.computed:
+                    literal = said.literals.get(attribute, _MISSING)
+                    yield from _changed((here, name, attribute), held.get(attribute, _MISSING), literal)
 
 
 def _changed(place: Place, held: Any, literal: Any) -> Iterator[tuple[Place, Any]]:
@@ -116,15 +129,29 @@ def _is_plain(value: Any) -> bool:
         return type(value) is dict and all(map(_is_plain, (*value, *value.values())))
     if type(value) in (list, tuple, set, frozenset):
         return all(map(_is_plain, value))
-    return type(value) in _PLAIN
+    if type(value) in _BAGS or (is_dataclass(value) and not isinstance(value, type)):
+        return all(map(_is_plain, vars(value).values())) if hasattr(value, "__dict__") else False
+    return type(value) in _PLAIN or isinstance(value, (PurePath, Enum))
 
 
 def _replaced(place: Place, held: Any, names: dict[str, str], module: str) -> Iterator[tuple[Place, Any]]:
     """The functions of another name, or of another module, that stand where the source defines one."""
     for name, qualified in names.items():
         value = held.get(name)
-        if isinstance(value, FunctionType) and (value.__module__, value.__qualname__) != (module, qualified):
+        plain = _function_under(value)
+        if isinstance(value, functools.partial) or (
+            plain is not None and (plain.__module__, plain.__qualname__) != (module, qualified)
+        ):
             yield (*place, name), value
+
+
+def _function_under(value: Any) -> FunctionType | None:
+    """A function, or the one of a static method, a class method or a property that can only be read."""
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    elif type(value) is property and value.fset is None:
+        value = value.fget
+    return value if isinstance(value, FunctionType) else None
 
 
 # What a source says
@@ -139,11 +166,21 @@ class Body:
 
 
 @dataclass
+class Made:
+    """What the source says of an object that it makes."""
+
+    of: str  # its class
+    literals: dict[str, Any]
+    computed: set[str] = field(default_factory=set)  # attributes whose values it does not say
+    is_bag: bool = False  # it has no other attributes than those that the source gives it
+
+
+@dataclass
 class Written(Body):
     """What a module's source says."""
 
     classes: dict[str, Body] = field(default_factory=dict)
-    objects: dict[str, str] = field(default_factory=dict)  # by name the class, of this module, of which it is made
+    objects: dict[str, Made] = field(default_factory=dict)
     imported: dict[str, tuple[str, str]] = field(default_factory=dict)  # by name the module and the name there
 
 
@@ -166,16 +203,100 @@ def _written(path: str, mtime_ns: int, size: int, package: str) -> Written:
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and not _decorated_beyond(node):
             found.classes[node.name] = Body()
-            _read_body(found.classes[node.name], node.body, own, f"{node.name}.")
+            _read_body(found.classes[node.name], node.body, own, f"{node.name}.", not node.decorator_list)
         elif isinstance(node, ast.ImportFrom) and node.module:
             base = "." * node.level + node.module
             source = importlib.util.resolve_name(base, package) if node.level else base
             found.imported |= {alias.asname or alias.name: (source, alias.name) for alias in node.names}
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in found.classes}
     for name, value in _assigned_once(tree.body).items():
-        cls = ast.unparse(value).removesuffix("()") if isinstance(value, ast.Call) else ""
-        if name not in own and cls in found.classes:
-            found.objects[name] = cls
+        if name not in own and isinstance(value, ast.Call) and not any(key.arg is None for key in value.keywords):
+            cls = ast.unparse(value.func)
+            if cls.rpartition(".")[2] in ("SimpleNamespace", "Namespace") and not value.args:
+                given = {str(key.arg): _said(key.value) for key in value.keywords}
+                found.objects[name] = _made(cls, given, own, is_bag=True)
+            elif cls in classes:
+                found.objects[name] = _made(cls, _attributes(classes[cls], found.classes[cls], value), own)
     return found
+
+
+def _made(cls: str, given: dict[str, Any], own: set[str], *, is_bag: bool = False) -> Made:
+    said = {name: value for name, value in given.items() if value is not _MISSING and name not in own}
+    return Made(cls, said, (given.keys() - said.keys()) | own, is_bag)
+
+
+def _attributes(node: ast.ClassDef, body: Body, call: ast.Call) -> dict[str, Any]:
+    """By name, what the attributes of an object are that a call of a class makes; missing: the source does not say."""
+    found = dict(body.literals)
+    given = {str(key.arg): _said(key.value) for key in call.keywords}
+    if any("dataclass" in ast.unparse(one) for one in node.decorator_list):
+        fields = [one for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
+        names = [ast.unparse(one.target) for one in fields]
+        found |= {name: _default(one.value) for name, one in zip(names, fields, strict=True)}
+        found |= dict(zip(names, map(_said, call.args), strict=False)) | given
+    methods = {one.name: one for one in node.body if isinstance(one, ast.FunctionDef)}
+    if "__init__" in methods:
+        spec = methods["__init__"].args
+        positional = [one.arg for one in (*spec.posonlyargs, *spec.args)]
+        values = dict.fromkeys(positional, _MISSING)
+        if spec.defaults:
+            values |= dict(zip(positional[-len(spec.defaults) :], map(_said, spec.defaults), strict=True))
+        pairs = zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
+        values |= {one.arg: _MISSING if default is None else _said(default) for one, default in pairs}
+        values |= dict(zip(positional[1:], map(_said, call.args), strict=False)) | given
+        found |= _set_in_init(methods["__init__"], values)
+    for method in methods.values():
+        if method.name != "__init__":
+            stored, read = _stored_on_self(method), {name for one in ast.walk(method) for name in _read_at(one)}
+            found |= dict.fromkeys(stored if method.name == "__post_init__" else stored & read, _MISSING)
+    return found
+
+
+def _set_in_init(init: ast.FunctionDef, values: dict[str, Any]) -> dict[str, Any]:
+    """What __init__ sets on self: literals, and parameters whose values are known. Missing: something else."""
+    found = dict.fromkeys(_stored_on_self(init), _MISSING)
+    once = _bound(init.body)
+    rebound = {node.id for node in ast.walk(init) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in init.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if (
+            not isinstance(node, (ast.Assign, ast.AnnAssign))
+            or node.value is None
+            or not isinstance(target, ast.Attribute)
+        ):
+            continue
+        if ast.unparse(target.value) == "self" and once.count(target.attr) == 1:
+            is_parameter = isinstance(node.value, ast.Name) and node.value.id not in rebound
+            found[target.attr] = values.get(ast.unparse(node.value), _MISSING) if is_parameter else _said(node.value)
+    return found
+
+
+def _stored_on_self(function: ast.FunctionDef) -> set[str]:
+    nodes = [node for node in ast.walk(function) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in nodes if not isinstance(node.ctx, ast.Load) and ast.unparse(node.value) == "self"}
+
+
+def _default(node: ast.expr | None) -> Any:
+    """The default of a dataclass's field."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "field":
+        given = {key.arg: key.value for key in node.keywords}
+        empty = ast.unparse(given["default_factory"]) if "default_factory" in given else ""
+        if empty in ("list", "dict", "set"):
+            return {"list": [], "dict": {}, "set": set()}[empty]
+        return _said(given["default"]) if "default" in given else _MISSING
+    return _MISSING if node is None else _said(node)
+
+
+def _said(node: ast.expr) -> Any:
+    """The value of a literal, or of dict(name=literal); missing: it is computed."""
+    try:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
+            if all(key.arg for key in node.keywords):
+                return {key.arg: ast.literal_eval(key.value) for key in node.keywords}
+            return _MISSING
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return _MISSING
 
 
 def _decorated_beyond(node: ast.ClassDef) -> bool:
@@ -184,19 +305,18 @@ def _decorated_beyond(node: ast.ClassDef) -> bool:
     return any(name.rpartition(".")[2] not in ("dataclass", "worker", "total_ordering", "final") for name in names)
 
 
-def _read_body(found: Body, body: list[ast.stmt], own: set[str], prefix: str) -> None:
+def _read_body(found: Body, body: list[ast.stmt], own: set[str], prefix: str, is_bare: bool = True) -> None:
     for name, value in _assigned_once(body).items():
         if name in own or (prefix and name.startswith("__")):
             continue
-        try:
-            found.literals[name] = ast.literal_eval(value)
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            continue
+        if (literal := _said(value)) is not _MISSING:
+            found.literals[name] = literal
     once = _bound(body)
     for node in body:
-        if not isinstance(node, ast.FunctionDef) or node.decorator_list:
+        if not isinstance(node, ast.FunctionDef) or not {ast.unparse(one) for one in node.decorator_list} <= _KINDS:
             continue
-        if once.count(node.name) == 1 and not (prefix and node.name.startswith("__")):
+        is_made_by_decorator = prefix and node.name.startswith("__") and (not is_bare or node.name == "__new__")
+        if once.count(node.name) == 1 and not is_made_by_decorator:
             found.functions[node.name] = prefix + node.name
 
 

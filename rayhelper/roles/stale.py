@@ -231,6 +231,11 @@ def _is_kept(kept: Any, value: Any) -> bool:
     return bool(now == kept) or now != now
 
 
+def read_by(cls: Any, method: RoleMethod[..., Any]) -> set[str]:
+    """The attributes that a role's method reads, and no method of a role sets."""
+    return _of_method(cls, method).reads
+
+
 def names_of_roles(cls: Any) -> frozenset[str]:
     """The attributes that the methods of a class's roles read or set."""
     found = _of_class(cls)

@@ -23,6 +23,7 @@ from rayhelper.device_groups import DRIVER, DeviceGroup, DeviceGroups
 from rayhelper.errors import RoleError
 from rayhelper.roles.classes import build
 from rayhelper.roles.futures import Future, finished
+from rayhelper.roles.in_place import InPlace
 from rayhelper.roles.left_behind import LeftBehind
 from rayhelper.roles.methods import RoleMethod, find_method, not_constructed
 from rayhelper.roles.parts import NO_INSTANCE, Identity, Record, address_within, check_same_parts, refuse_to_travel
@@ -153,6 +154,7 @@ class DriverRuntime:
             check_same_parts(identity.name, "the driver", identity.records(), built)
             for built_here in identity.instances():
                 built_here._rayhelper.snapshot = Snapshot(built_here)
+                built_here._rayhelper.in_place = InPlace(built_here)
         except BaseException:
             placement.identity.is_built = True
             tenancy.drop()
@@ -262,6 +264,7 @@ class DriverPlacement:
         self.anchor = anchor
         self.hosts = hosts
         self.snapshot: Snapshot | None = None  # None: it is being constructed
+        self.in_place: InPlace | None = None
         self.left = LeftBehind()
 
     def route(self, method: RoleMethod[..., Any]) -> Route:
@@ -321,6 +324,8 @@ class DriverPlacement:
         if self.snapshot is not None:
             title = identity.title(method)
             self.snapshot.check(method, target, title)
+            if self.in_place is not None:
+                self.in_place.check(method, target, title)
             self.left.note(method, target, title, self.snapshot)
         return group, location_of(str(identity.address), identity.cls, method)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""What a role changes on its workers is not read on the driver as if it were there."""
+"""What a role changes on its workers the driver does not read; what the driver changes in place, roles do not have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayhelper import RayHelper
+from rayhelper import RayHelper, RoleError
 from tests.conftest import session_of, without_runtime
 
 GROUPS = {"g": {"device": "CPU", "ranks": 1, "workers": ["train"]}}
@@ -70,9 +70,7 @@ def test_the_driver_is_told_that_the_workers_have_another_value(cls: Any, name: 
     trained = cls()
     assert getattr(trained, name) is not None, "nothing has changed it yet"
     trained.step()
-    words = (
-        rf"{cls.__name__}\.{name} is not what the workers have: Steps\.step \(role 'train'\) has changed it"
-    )
+    words = rf"{cls.__name__}\.{name} is not what the workers have: Steps\.step \(role 'train'\) has changed it"
     with pytest.raises(AttributeError, match=words):
         getattr(trained, name)
     assert trained.counted() == 2, "roles read their own"
@@ -96,6 +94,31 @@ def test_what_the_driver_has_set_is_its_own() -> None:
     trained.count = 5
     trained.step()
     assert trained.count == 5
+
+
+def loads(it: Any) -> None:
+    it.lin.load_state_dict({name: torch.zeros_like(value) for name, value in it.lin.state_dict().items()})
+
+
+def trains(it: Any) -> None:
+    torch.optim.SGD(it.lin.parameters(), lr=1.0).zero_grad()
+    for weight in it.lin.parameters():
+        weight.grad = torch.ones_like(weight)
+    torch.optim.SGD(it.lin.parameters(), lr=1.0).step()
+
+
+@pytest.mark.usefixtures("_session")
+@pytest.mark.parametrize("cls", [Plain, Module])
+@pytest.mark.parametrize(
+    "change",
+    [loads, trains, lambda it: it.lin.double(), lambda it: it.lin.eval(), lambda it: it.lin.requires_grad_(False)],
+)
+def test_a_module_that_the_driver_changes_in_place_is_named(cls: Any, change: Any) -> None:
+    changed = cls()
+    change(changed)
+    with pytest.raises(RoleError, match=r"Steps\.step .* reads self\.lin, which was changed in place on the driver"):
+        changed.step()
+    assert changed.counted() == 0, "which does not read it"
 
 
 @pytest.mark.parametrize("cls", [Plain, Module])

@@ -191,7 +191,7 @@ def _is_filled_when_read(cls: type, name: str) -> bool:
 def _is_same(value: Any, before: Any) -> bool:
     """Whether a global is what it was: equal, where it is plain or a list or dict; with functions the same code."""
     if isinstance(value, FunctionType) and isinstance(before, FunctionType):
-        return value.__code__ == before.__code__ and value.__closure__ is before.__closure__
+        return value.__code__ == before.__code__ and _holds_the_same(value, before)
     if isinstance(value, type) and isinstance(before, type):  # a cell of a notebook that is run again
         of_both = [
             {name: getattr(_function_of(one, name), "__code__", held) for name, held in vars(one).items()}
@@ -208,6 +208,21 @@ def _is_same(value: Any, before: Any) -> bool:
         except Exception:  # of arrays in them
             return False
     return False
+
+
+def _holds_the_same(value: FunctionType, before: FunctionType) -> bool:
+    """Of functions of one code, whether their variables are alike.
+
+    A class that came back from a worker by value is given its functions anew, closures included.
+    """
+    for one, other in zip(value.__closure__ or (), before.__closure__ or (), strict=True):
+        try:
+            now, was = one.cell_contents, other.cell_contents
+        except ValueError:  # not set yet
+            continue
+        if now is not was and isinstance(now, (*_PLAIN, FunctionType)) and not _is_same(now, was):
+            return False
+    return True
 
 
 def _is_short(value: Any, before: Any) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import io
 import math
 import operator
@@ -22,7 +23,7 @@ import sys
 import threading
 import warnings
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -220,9 +221,16 @@ def _referring_pickler() -> type[Any]:
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
-            return reference_to(value) or super().reducer_override(value)  # type: ignore[no-untyped-call]
+            return reference_to(value) or _imported(value) or super().reducer_override(value)  # type: ignore[no-untyped-call]
 
     return Pickler
+
+
+def _imported(value: Any) -> tuple[Any, ...] | None:
+    """How modules of a class of their own are pickled (``torch.backends.cudnn``), which cloudpickle does not know."""
+    if not isinstance(value, ModuleType) or type(value) is ModuleType or sys.modules.get(value.__name__) is not value:
+        return None
+    return importlib.import_module, (value.__name__,)
 
 
 def _reduced(value: Any) -> tuple[Any, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -22,6 +23,11 @@ REGISTRY: dict[str, int] = {}
 MODE = "plain"
 if SCALE > 5:
     MODE = "large"
+
+
+class Kind(enum.Enum):
+    PLAIN = "plain"
+    OTHER = 2
 
 
 class Settings:

@@ -19,6 +19,7 @@ PROGRAM = """
 import sys
 from dataclasses import dataclass
 import helper_module
+import torch
 from rayhelper import RayHelper
 
 GROUPS = '{"work": {"device": "CPU", "ranks": 2, "workers": ["sampler", "scorer"]}}'
@@ -48,6 +49,7 @@ class Pipeline:
     @RayHelper.function(group="scorer", dispatch="slice", collect="flatten")
     def score(self, samples):
         assert all(isinstance(sample, Sample) for sample in samples)
+        torch.backends.cudnn.benchmark = False  # a module of a class of its own, which cloudpickle does not pickle
         return [sample.value + 1 for sample in samples]
 
     @RayHelper.function(group="scorer", dispatch="slice", collect="flatten")

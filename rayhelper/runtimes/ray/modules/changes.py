@@ -105,7 +105,7 @@ def _changes_of(module: ModuleType, written: Written) -> Iterator[tuple[Place, A
     yield from _replaced((here,), vars(module), written.functions, here)
     for name, of_class in written.classes.items():
         cls = vars(module).get(name)
-        if isinstance(cls, type) and cls.__module__ == here:
+        if isinstance(cls, type) and cls.__module__ == here and type(cls).__setattr__ is type.__setattr__:  # no Enum
             for attribute, literal in of_class.literals.items():
                 yield from _changed((here, name, attribute), vars(cls).get(attribute, _MISSING), literal)
             yield from _replaced((here, name), vars(cls), of_class.functions, here)

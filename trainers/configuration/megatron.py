@@ -116,7 +116,7 @@ def key_mistakes(
     *,
     optim: str,
     optim_kwargs: Mapping[str, Any],
-    token_budget: int | None,
+    token_budget: int | Literal["auto"] | None,
     gradient_checkpointing: bool,
 ) -> Iterator[str]:
     """What the keys of a run with ``backend: megatron`` break, as far as no model and no workers are asked.

@@ -20,6 +20,7 @@ from trainers.rollout.base import Sampling
 from trainers.rollout.hf import attention, cache, norms, slots
 from trainers.rollout.hf.draws import drawn
 from trainers.rollout.hf.engine import HfEngine
+from trainers.rollout.hf.graphs import Graphs
 
 LENGTHS = (3, 11, 1, 27, 5, 8)
 GREEDY = Sampling(max_completion_length=12, temperature=0.0)
@@ -106,6 +107,23 @@ def test_only_a_plain_softmax_is_drawn_from_without_sorting(
     engine = HfEngine(save("llama", tmp_path), tiny_tokenizer())
     engine.generate(prompts_of((3, 4)), Sampling(max_completion_length=3, **further), seed=0)
     assert (calls["draw"] > 0) == is_plain
+
+
+def test_steps_that_draw_otherwise_are_other_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of the one may not be loaded yet as a step of the other has run, and then cannot be captured."""
+    shapes: list[set[Any]] = []
+
+    def run(self: Graphs, shape: Any, step: Any) -> None:
+        shapes[-1].add(shape)
+        step()
+
+    monkeypatch.setattr(Graphs, "run", run)
+    engine = HfEngine(save("llama", tmp_path), tiny_tokenizer())
+    for temperature in (1.0, 0.0):
+        shapes.append(set())
+        engine.generate(prompts_of((3, 4)), Sampling(max_completion_length=3, temperature=temperature), seed=0)
+    assert shapes[0]
+    assert not shapes[0] & shapes[1]
 
 
 def test_spans_hold_all_that_a_mask_shows() -> None:

@@ -111,7 +111,7 @@ class Decoder:
             length = self.cache.length  # one shape, and one graph
         slots = self.slots
         for _ in range(num_steps):
-            self.graphs.run((width, length), lambda: slots.step(width, length))
+            self.graphs.run((width, length, self.kind), lambda: slots.step(width, length))
         finished = self._look(width)
         self._close_up()
         return finished

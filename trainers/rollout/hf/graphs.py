@@ -26,7 +26,10 @@ class Graphs:
         self.graphs.clear()
 
     def run(self, shape: Hashable, step: Callable[[], object]) -> None:
-        """One step: a real one in any case, as kernels that are loaded first may not be captured."""
+        """One step: a real one in any case, as kernels that are loaded first may not be captured.
+
+        ``shape``: what decides which kernels run.
+        """
         if not self.is_on:
             step()
         elif shape in self.graphs:

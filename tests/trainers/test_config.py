@@ -432,6 +432,7 @@ def test_reading_a_key_in_a_check_is_not_using_it() -> None:
         ({"tuner_type": "lora", "lora_kwargs": {"r": 4}}, "is the key lora_rank"),
         ({"tuner_type": "lora", "lora_kwargs": {"use_rslor": True}}, "use_rslora"),
         ({"token_budget": 0}, "token_budget must be at least 1"),
+        ({"token_budget": "most"}, "token_budget must be one of auto"),
         ({"optim": "adam"}, "optim must be one of"),
         ({"optim": "adafactor"}, "set fsdp_sharding_strategy: no_shard"),
     ],

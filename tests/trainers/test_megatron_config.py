@@ -227,6 +227,7 @@ KEY_MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
         {"overlap_param_gather": True, "overlap_grad_reduce": True, "use_distributed_optimizer": False},
         ["use_distributed_optimizer: true", "got false and true"],
     ),
+    ({"token_budget": "auto"}, ["token_budget: auto", "backend: fsdp", "Write a number"]),
     ({"infer_batch_size": 4, "token_budget": 99}, ["infer_batch_size is 4", "token_budget", "Remove one"]),
     ({"optim": "adafactor"}, ["optim is adafactor", "adamw_torch, sgd"]),
     ({"optim": "adamw_torch_fused"}, ["optim is adamw_torch_fused", "adamw_torch, sgd"]),

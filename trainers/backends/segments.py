@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator
 
 import torch
+from torch._functorch import config as functorch_config
 
 from trainers.backends.patches import set_allocator
 
@@ -33,6 +34,21 @@ def growing_segments(device: torch.device) -> Iterator[None]:
         yield
     finally:
         _set(given, False)
+
+
+@contextlib.contextmanager
+def memory_settings(
+    activation_memory_budget: float, growing: contextlib.AbstractContextManager[None]
+) -> Iterator[None]:
+    """Inside ``growing``, compiled layers keep such a share of their activations.
+
+    It counts for layers that run for the first time, and are compiled then.
+    """
+    with contextlib.ExitStack() as stack:
+        if activation_memory_budget < 1:
+            stack.enter_context(functorch_config.patch(activation_memory_budget=activation_memory_budget))
+        stack.enter_context(growing)
+        yield
 
 
 def _set(given: str, grows: bool) -> None:

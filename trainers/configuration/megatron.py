@@ -116,7 +116,7 @@ def key_mistakes(
     *,
     optim: str,
     optim_kwargs: Mapping[str, Any],
-    token_budget: int | None,
+    token_budget: int | Literal["auto"] | None,
     gradient_checkpointing: bool,
 ) -> Iterator[str]:
     """What the keys of a run with ``backend: megatron`` break, as far as no model and no workers are asked.
@@ -136,6 +136,8 @@ def key_mistakes(
         )
     if optim == "sgd" and config.use_distributed_optimizer:
         yield "optim: sgd cannot lie in shards with megatron-core. Write use_distributed_optimizer: false."
+    if token_budget == "auto":
+        yield "token_budget: auto is measured by backend: fsdp alone. Write a number of tokens."
     if token_budget is not None and config.infer_batch_size is not None:
         yield (
             f"infer_batch_size is {config.infer_batch_size}, but token_budget says what a micro-batch holds, of those "

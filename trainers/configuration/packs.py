@@ -6,7 +6,7 @@ are not meant here: they join rows to longer rows.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from rayhelper import ConfigError
 
@@ -17,7 +17,7 @@ def pack_length(config: Any) -> int | None:
     return length
 
 
-def micro_batch_tokens(config: Any) -> int | None:
+def micro_batch_tokens(config: Any) -> int | Literal["auto"] | None:
     """Tokens of a micro-batch at most: ``token_budget``, or those of per_device_train_batch_size packs; None: any."""
     length: int | None = pack_length(config)
     if config.token_budget is not None or length is None:

@@ -235,9 +235,11 @@ class TrainConfig(SavingConfig, MegatronConfig, TunerConfig, RunConfig):
     """Sequences an optimizer step, over all workers; null: per_device_train_batch_size x gradient_accumulation_steps x
     workers (those that share a slice count once: of a divided model, or of sequence_parallel_size). Where it is set,
     gradient_accumulation_steps must be left alone."""
-    token_budget: int | None = None
+    token_budget: int | Literal["auto"] | None = None
     """Tokens that a micro-batch holds at most, padding included; null: per_device_train_batch_size says it in
-    sequences. A longer sequence is a micro-batch of its own."""
+    sequences. A longer sequence is a micro-batch of its own. auto (backend: fsdp): on a GPU as many as there is memory
+    for by what the first micro-batch of the first step kept, which per_device_train_batch_size says, and at most as
+    many as gain time; the numbers are the same but for rounding."""
     padding_free: bool = False
     """Pass the sequences of a micro-batch through the model as one row of documents, without padding; backend: megatron
     always does."""
@@ -325,7 +327,8 @@ def check_shared(config: TrainConfig) -> None:
     at_least(config, 0, "learning_rate", "weight_decay", "adam_epsilon", "max_grad_norm", "warmup_steps", "save_steps")
     at_least(config, 0, "num_train_epochs", "lora_dropout", "logits_memory_gib", "resume_on_failure")
     at_least(config, 0, "router_aux_loss_coef")
-    at_least(config, 1, "lora_rank", "token_budget", "sequence_parallel_size")
+    counted = [] if config.token_budget == "auto" else ["token_budget"]
+    at_least(config, 1, "lora_rank", "sequence_parallel_size", *counted)
     at_least(config, 1, "recompute_num_layers", "infer_batch_size", *PARALLEL_KEYS)
     if not str(config.model).strip():
         raise ConfigError("model is empty. Give a folder, a hub name, or the name of a plugin's model.")
@@ -524,7 +527,7 @@ def check_choices(config: Any) -> None:
         kinds = [hint, *get_args(hint)]
         allowed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
         value = getattr(config, name)
-        if allowed and type(value) not in (kind for kind in kinds if kind in (bool, NoneType)):
+        if allowed and type(value) not in (kind for kind in kinds if kind in (bool, int, NoneType)):
             one_of(name, value, allowed)
 
 

@@ -20,7 +20,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
 from rayhelper import ConfigError
@@ -53,6 +52,7 @@ from trainers.backends.fsdp.sharding import (
     take_gradients,
     whole_weights,
 )
+from trainers.backends.fsdp.token_room import TokenRoom
 from trainers.backends.fsdp.tuners.adalora import ranks_of
 from trainers.backends.fsdp.tuners.adapters import (
     adapter_weights,
@@ -67,7 +67,7 @@ from trainers.backends.scores.inputs import ReadAt, in_order, micro_batches, mod
 from trainers.backends.scores.scorer import Scorer, ValueScorer
 from trainers.backends.scores.token_loss import token_loss
 from trainers.backends.scores.top_logps import TopLogps
-from trainers.backends.segments import growing_segments
+from trainers.backends.segments import growing_segments, memory_settings
 from trainers.batch import Ragged, Sequences
 from trainers.losses.vocabulary import WHOLE
 from trainers.metrics import Metrics
@@ -84,9 +84,10 @@ class FsdpBackend:
     the ``tuner``), is kept in ``dtype``, or as ``quantization`` says: fields of transformers' BitsAndBytesConfig, not
     with shards. ``device`` None: the GPU of this process, or the CPU.
 
-    ``token_budget`` cuts micro-batches by tokens instead of rows; ``padding_free`` joins the rows of one into a single
-    row of documents. ``num_labels``: of a value head. ``values_at``: where it is read off, at the token that predicts a
-    target or at itself. Raises ConfigError if the model then would not keep the documents apart (``documents.py``).
+    ``token_budget`` cuts micro-batches by tokens instead of rows (auto: ``token_room.py``); ``padding_free`` joins the
+    rows of one into a single row of documents. ``num_labels``: of a value head. ``values_at``: where it is read off, at
+    the token that predicts a target or at itself. Raises ConfigError if the model then would not keep the documents
+    apart (``documents.py``).
     ``optimizer_offload``: the optimizer's states are in the memory of the host, and come in pieces to change weights.
     ``activation_memory_budget``: the share of activations that a compiled layer keeps for its backward pass (in one
     process, what torch first compiled for one backend it takes for the next). ``logits_memory_gib``: of the head (see
@@ -132,7 +133,7 @@ class FsdpBackend:
         logits_memory_gib: float | None = None,
         router_aux_loss_coef: float = 0.0,
         padding_free: bool = False,
-        token_budget: int | None = None,
+        token_budget: int | Literal["auto"] | None = None,
         peak_tflops: float | None = None,
         neftune_noise_alpha: float | None = None,
         sequence_parallel_size: int = 1,
@@ -146,7 +147,7 @@ class FsdpBackend:
         self.device = default_device() if device is None else torch.device(device)
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.padding_free, self.token_budget = padding_free, token_budget
+        self.padding_free, self.token_budget = padding_free, None if token_budget == "auto" else token_budget
         self.activation_memory_budget = activation_memory_budget
         self.reshard_after_forward = reshard_after_forward and self.world_size > 1  # alone: nothing but copies
         self.peak_flops = peak_flops(self.device, peak_tflops)
@@ -194,6 +195,7 @@ class FsdpBackend:
         if router_aux_loss_coef and trains and isinstance(self.scorer, Scorer):
             known = self.scorer.head.known
             self.balance = self.scorer.balance = Balance(self.module, router_aux_loss_coef, has_backbone=known)
+        self.room = TokenRoom.of(self.module, self.device) if token_budget == "auto" else None
         self.module.train(trains)
         if neftune_noise_alpha and trains:
             add_noise(self.module, neftune_noise_alpha)
@@ -368,7 +370,8 @@ class FsdpBackend:
                 "a step failed before in a way that cannot be forgotten (DistributedDataParallel was adding up "
                 "gradients, or FSDP of a torch below 2.13): resume in new processes"
             )
-        with self._forgetting_failures(), self._memory_settings():
+        growing = growing_segments(self.device) if self.shares_device else contextlib.nullcontext()
+        with self._forgetting_failures(), memory_settings(self.activation_memory_budget, growing):
             metrics = Metrics()
             rows = self._cut(batch, micro_batch_size)
             num_micro, num_tokens = self._most(max(1, len(rows))), 0
@@ -378,7 +381,10 @@ class FsdpBackend:
                 settings = {"entropy_gradient": entropy_gradient, "token_function": token_function}
             if self.balance is not None:
                 self.balance.begin(batch.as_sequences(), self.device)
-            for k in range(num_micro):
+            k = 0
+            while k < num_micro:
+                if self.room:
+                    self.room.before()
                 micro = batch[rows[k] if k < len(rows) else slice(0, 0)]
                 sequences = micro.as_sequences()
                 if token_function is not None:
@@ -387,6 +393,9 @@ class FsdpBackend:
                     settings["is_token_BT"] = self.balance.tokens(sequences, padding_free=self.padding_free)
                 with self._synchronised(last=k == num_micro - 1):
                     scores = self._run(self.forward, sequences, temperature=temperature, **settings)
+                    if self.room:  # rows that are left are cut by what this pass kept
+                        self.token_budget, self.room = self.room.cut(batch, rows, padding_free=self.padding_free), None
+                        num_micro = max(min(2, num_micro), self._most(max(1, len(rows))))
                     names = () if token_function is None else token_function.names
                     loss = token_loss(scores, names, loss_function, micro, sequences, metrics)
                     if self.balance is not None:
@@ -397,6 +406,7 @@ class FsdpBackend:
                 metrics.sum("loss", loss)
                 finite.add(loss, micro)
                 num_tokens += len(sequences.input_ids.values)
+                k += 1
             if self.accumulates_whole:
                 take_gradients(self.scorer)
             if self.ranks is not None:
@@ -414,16 +424,6 @@ class FsdpBackend:
             num_ranks = 1 if self.sharing is None else self.sharing.size  # whose work it is
             add_work(metrics, num_tokens, flops_of(self.module, num_tokens), self.peak_flops, num_ranks)
             return metrics
-
-    @contextlib.contextmanager
-    def _memory_settings(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self.activation_memory_budget < 1:  # layers are compiled when they first run
-                budget = functorch_config.patch(activation_memory_budget=self.activation_memory_budget)
-                stack.enter_context(budget)
-            if self.shares_device:
-                stack.enter_context(growing_segments(self.device))
-            yield
 
     @contextlib.contextmanager
     def _forgetting_failures(self) -> Iterator[None]:

@@ -36,6 +36,7 @@ def typed(name: str, hint: Any, value: Any) -> Any:
             value = bracketed(value)
             if member is Any or isinstance(value, get_origin(member)):
                 return list(map(bracketed, value)) if isinstance(value, list) else value
+    legal = [str(option) for member in members if get_origin(member) is Literal for option in get_args(member)]
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=hint)
     try:
@@ -43,11 +44,10 @@ def typed(name: str, hint: Any, value: Any) -> Any:
             if dict in kinds:  # a key with nothing below it
                 return {}
             raise TypeError
-        if not _in_digits(value, kinds):
+        if not _in_digits(value, kinds) and value not in legal:
             raise TypeError
         return parser.parse_object({"value": value}, defaults=False).value
     except (jsonargparse.ArgumentError, TypeError):
-        legal = [str(option) for member in members if get_origin(member) is Literal for option in get_args(member)]
         quoted = isinstance(value, (str, list, Mapping))
         got = repr(value) if quoted else json.dumps(value, default=str)
         hint_of_quotes = " Put it in quotes." if str in kinds and not quoted else ""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 NAME = "slots"
+MOST_SIZE = 256  # of a head, for the kernel
+ways = Counter[str]()  # by which single queries attended: "kernel", which reads the filled part of a row, or "torch"
 
 
 def register() -> None:
@@ -48,7 +53,29 @@ def slot_mask(
     offset = q_offset.view(-1, 1, 1, 1) if isinstance(q_offset, torch.Tensor) else q_offset
     queries = offset + counted(q_length)[None, None, :, None]
     rows, heads = counted(batch_size)[:, None, None, None], counted(1)[None, :, None, None]
-    return mask_function(rows, heads, queries, counted(kv_length)).expand(batch_size, 1, q_length, kv_length)
+    mask = mask_function(rows, heads, queries, counted(kv_length)).expand(batch_size, 1, q_length, kv_length)
+    if q_length == 1 and has_kernels(device):
+        mask = mask.contiguous()
+        mask.spans_B2 = spans(mask[:, 0, 0])  # type: ignore[attr-defined]  # for all layers that get this very mask
+    return mask
+
+
+def spans(mask_BT: torch.Tensor) -> torch.Tensor:
+    """(B, 2) int32: the first place that is True in each row, and the one behind the last."""
+    places_T = torch.arange(mask_BT.shape[1], device=mask_BT.device, dtype=torch.int32)
+    first_B = torch.where(mask_BT, places_T, mask_BT.shape[1]).amin(1)
+    last_B = torch.where(mask_BT, places_T + 1, 0).amax(1)
+    return torch.stack([first_B, last_B], 1)
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether ``decoding_kernels.py`` runs there."""
+    return device.type == "cuda" and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def slot_attention(
@@ -74,6 +101,14 @@ def slot_attention(
         raise ValueError(f"{type(module).__name__} adds a bias by position to its scores")
     batch, num_heads, length, _ = query_BHTD.shape
     num_key_heads = key_BHTD.shape[1]
+    spans_B2 = getattr(attention_mask, "spans_B2", None)
+    if length == 1 and softcap is None and s_aux is None and spans_B2 is not None and _fits(key_BHTD, value_BHTD):
+        from trainers.rollout.hf.decoding_kernels import attend
+
+        ways["kernel"] += 1
+        seen_BT = attention_mask[:, 0, 0]
+        return attend(query_BHTD[:, :, 0], key_BHTD, value_BHTD, seen_BT, spans_B2, scaling)[:, None], None
+    ways["torch"] += length == 1
     # Under autocast norms leave queries and keys in float32
     query_BHTD, key_BHTD = query_BHTD.to(value_BHTD.dtype), key_BHTD.to(value_BHTD.dtype)
     # The queries of one key head stand behind each other, so that keys and values need no copies per query head
@@ -88,6 +123,12 @@ def slot_attention(
         sinks = None if s_aux is None else s_aux.view(num_key_heads, num_groups).repeat_interleave(length, 1)
         mixed = _by_scores(grouped, key_BHTD, value_BHTD, mask, scaling, softcap, sinks)
     return mixed.reshape(batch, num_heads, length, -1).transpose(1, 2).contiguous(), None
+
+
+def _fits(key_BHTD: torch.Tensor, value_BHTD: torch.Tensor) -> bool:
+    """Whether the kernel takes them."""
+    is_dense = key_BHTD.stride(3) == value_BHTD.stride(3) == 1
+    return is_dense and key_BHTD.dtype == value_BHTD.dtype and max(key_BHTD.shape[3], value_BHTD.shape[3]) <= MOST_SIZE
 
 
 def _by_scores(

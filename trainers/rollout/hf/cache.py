@@ -12,6 +12,8 @@ import torch
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from trainers.rollout.hf.attention import has_kernels
+
 KNOWN = (DynamicLayer, DynamicSlidingWindowLayer)  # what transformers keeps for attention; recurrent layers have others
 
 
@@ -58,8 +60,14 @@ class SlotLayer(CacheLayerMixin):
                 written = kept[:, :, : new.shape[2]]
                 written.index_copy_(0, view.rows, new.to(kept.dtype).index_select(0, view.sources))
             return key_states, value_states
-        for kept, new in pairs:
-            kept[view.rows, :, view.positions] = new[:, :, 0].to(kept.dtype)
+        if has_kernels(self.device):
+            from trainers.rollout.hf.decoding_kernels import write
+
+            new_keys, new_values = (_dense(new[:, :, 0]) for _, new in pairs)
+            write(self.keys, self.values, new_keys, new_values, view.positions)
+        else:
+            for kept, new in pairs:
+                kept[view.rows, :, view.positions] = new[:, :, 0].to(kept.dtype)
         width = len(view.rows)
         return self.keys[:width, :, : view.length], self.values[:width, :, : view.length]
 
@@ -74,6 +82,11 @@ class SlotLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """No maximum: ``SlotCache.resize`` makes rows longer."""
         return -1
+
+
+def _dense(values_BHD: torch.Tensor) -> torch.Tensor:
+    """With numbers of a head behind each other."""
+    return values_BHD if values_BHD.stride(2) == 1 else values_BHD.contiguous()
 
 
 class SlotCache(Cache):

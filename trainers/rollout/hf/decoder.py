@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from trainers.rollout.base import Completion
+from trainers.rollout.hf.attention import has_kernels, ways
 from trainers.rollout.hf.cache import SlotCache
 from trainers.rollout.hf.graphs import Graphs
 from trainers.rollout.hf.requests import Request
@@ -32,7 +33,7 @@ class Decoder:
     """Completes what is submitted, with a model that ``attending`` has prepared.
 
     ``max_slots`` None: as many as there is memory for, on GPUs at most 512. ``memory_share``: of the free memory, for
-    the cache. ``num_steps``: between two looks of the host.
+    the cache. ``num_steps`` and ``num_idle_steps``: between two looks of the host.
 
     Raises:
         ValueError: the architecture keeps something else than keys and values.
@@ -46,6 +47,7 @@ class Decoder:
         self.max_slots = max_slots or (512 if is_gpu else 1 << 20)
         self.memory_share = memory_share
         self.num_steps = 8 if is_gpu else 1
+        self.num_idle_steps = 16 if is_gpu else 1  # where nobody waits for a slot that becomes free
         self.unit = 64 if is_gpu else 16  # lengths are rounded up to it, so that few shapes occur
         self.graphs = Graphs(is_on=is_gpu and uses_graphs)
         self.cache = SlotCache(module.config)
@@ -55,6 +57,7 @@ class Decoder:
         self.running: dict[int, Request] = {}  # by slot
         self.counts: dict[int, int] = {}  # tokens that each has, as the host knows
         self.places: list[int] = []  # of weights
+        self.reads_filled = False  # attention reads of each row what is filled, however long the row is
         self.has_new = False  # somebody began to wait, and room was not made yet
         keeps = "logits_to_keep" in inspect.signature(module.forward).parameters
         self.only_last = {"logits_to_keep": 1} if keeps else {}
@@ -74,12 +77,14 @@ class Decoder:
             self.cache.resize(2, self.unit)
             positions_2 = torch.arange(2, device=self.module.device)
             self.cache.decode(positions_2, positions_2, self.unit)
+            before = ways["torch"]
             self.module(
                 input_ids=zero_11.expand(2, -1),
                 position_ids=positions_2[:, None],
                 past_key_values=self.cache,
                 use_cache=True,
             )
+            self.reads_filled = has_kernels(self.module.device) and ways["torch"] == before
             self.cache.resize(0, 0)
 
     def submit(self, request: Request) -> None:
@@ -97,13 +102,16 @@ class Decoder:
             if not request.versions or request.versions[-1][0] != version:
                 request.versions.append((version, self.counts[slot]))
         left = max(request.sampling.max_completion_length - self.counts[slot] for slot, request in self.running.items())
-        num_steps = min(self.num_steps, most_steps or self.num_steps, left)
+        wanted = self.num_steps if self.waiting else self.num_idle_steps
+        num_steps = min(wanted, most_steps or wanted, left)
         width = self._width(max(self.running) + 1)
         longest = max(len(request.prompt_ids) + self.counts[slot] for slot, request in self.running.items())
         length = min(self._rounded(longest + num_steps), self.cache.length)
+        if self.reads_filled:
+            length = self.cache.length  # one shape, and one graph
         slots = self.slots
         for _ in range(num_steps):
-            self.graphs.run((width, length), lambda: slots.step(width, length))
+            self.graphs.run((width, length, self.kind), lambda: slots.step(width, length))
         finished = self._look(width)
         self._close_up()
         return finished

@@ -31,6 +31,7 @@ from trainers.rollout.completions import completions_of, no_rollouts, rollouts_o
 from trainers.rollout.hf.attention import attending
 from trainers.rollout.hf.batches import Batches
 from trainers.rollout.hf.draws import TRUNCATIONS, Draws, uniform
+from trainers.rollout.hf.norms import quick_norms
 from trainers.rollout.hf.requests import Request
 from trainers.rollout.hf.settings import check_generation_kwargs, refuse_empty_prompts, stop_token_ids
 
@@ -338,6 +339,7 @@ class HfEngine:
                 evaluating(self.module),
                 torch.autocast(device.type, self.dtype, enabled=casts, cache_enabled=keeps_casts),
                 torch.no_grad(),
+                quick_norms(self.module),
                 self._attention,
             ):
                 if self._decoder is not None and self._decoder.graphs.is_on:

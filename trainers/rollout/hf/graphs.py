@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -16,16 +17,19 @@ class Graphs:
 
     def __init__(self, *, is_on: bool) -> None:
         self.is_on = is_on
-        self.clear()
-
-    def clear(self) -> None:
-        """Forgets all graphs: buffers or weights lie elsewhere now."""
         self.graphs: dict[Hashable, Any] = {}
         self.seen: set[Hashable] = set()
-        self.pool: Any = None
+        self.last: Any = None  # it keeps the memory of graphs for those to come, even if it is not to run any more
+
+    def clear(self) -> None:
+        """Forgets all graphs: buffers or weights lie elsewhere now. Kernels stay loaded."""
+        self.graphs.clear()
 
     def run(self, shape: Hashable, step: Callable[[], object]) -> None:
-        """One step: a real one in any case, as kernels that are loaded first may not be captured."""
+        """One step: a real one in any case, as kernels that are loaded first may not be captured.
+
+        ``shape``: what decides which kernels run.
+        """
         if not self.is_on:
             step()
         elif shape in self.graphs:
@@ -50,16 +54,31 @@ class Graphs:
         torch.cuda.current_stream().wait_stream(stream)
 
     def _captured(self, step: Callable[[], object]) -> Any:
+        """Not by ``torch.cuda.graph``, which gives all of torch's free memory back: training would ask for it again."""
         graph = torch.cuda.CUDAGraph()
+        collects = gc.isenabled()
+        gc.disable()  # what it frees meanwhile would be a part of the capture
         try:
-            with torch.cuda.graph(graph, pool=self.pool):
-                step()
+            torch.cuda.synchronize()
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                graph.capture_begin(*([] if self.last is None else [self.last.pool()]))
+                try:
+                    step()
+                finally:
+                    graph.capture_end()
+            torch.cuda.current_stream().wait_stream(stream)
         except RuntimeError as error:
             self.is_on = False
             self.clear()
+            self.last = None
             torch.cuda.synchronize()
             reason = str(error).splitlines()[0]
             logger.warning("rollout_engine: hf decodes without CUDA graphs: its steps cannot be captured (%s)", reason)
             return None
-        self.pool = graph.pool() if self.pool is None else self.pool
+        finally:
+            if collects:
+                gc.enable()
+        self.last = graph
         return graph

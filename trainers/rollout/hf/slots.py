@@ -13,6 +13,7 @@ import torch
 
 from trainers.losses.tokens import token_logps
 from trainers.rollout.base import Sampling
+from trainers.rollout.hf.attention import has_kernels
 from trainers.rollout.hf.cache import SlotCache
 from trainers.rollout.hf.draws import drawn, truncations
 
@@ -37,6 +38,9 @@ class Slots:
         self.module, self.cache, self.device = module, cache, module.device
         self.temperature, self.penalty = sampling.temperature, sampling.repetition_penalty
         self.truncations = truncations(sampling, self.device) if self.temperature else []
+        # Softmax and nothing else: no token is cut off, so none has to be sorted
+        no_cuts = len(self.truncations) == (self.temperature != 1.0)
+        self.is_plain = bool(self.temperature) and self.penalty == 1.0 and no_cuts
         self.stops = torch.tensor(list(stops), device=self.device)
         self.num_slots = self.limit = 0
         self._make(0, 0)
@@ -111,10 +115,17 @@ class Slots:
         ).logits[:, -1]
         is_running_B = self.is_running_S[:width]
         place_B1 = torch.where(is_running_B, self.counts_S[:width], self.limit)[:, None]
-        chosen_B1 = self._chosen(logits_BV.float(), width, place_B1)
-        chosen_B = chosen_B1[:, 0]
+        if self.is_plain and has_kernels(self.device):
+            from trainers.rollout.hf.decoding_kernels import draw
+
+            uniform_B1 = self.uniform_SL[:width].gather(1, place_B1)
+            chosen_B, logps_B = draw(logits_BV, uniform_B1[:, 0], self.temperature)
+            chosen_B1 = chosen_B[:, None]
+        else:
+            chosen_B1 = self._chosen(logits_BV.float(), width, place_B1)
+            chosen_B = chosen_B1[:, 0]
+            logps_B = token_logps(logits_BV, chosen_B, self.temperature or 1.0)
         self.drawn_SL[:width].scatter_(1, place_B1, chosen_B1)
-        logps_B = token_logps(logits_BV, chosen_B, self.temperature or 1.0)
         self.logps_SL[:width].scatter_(1, place_B1, logps_B[:, None])
         if self.penalty != 1.0:
             self.is_seen_SV[:width].scatter_(1, chosen_B1, True)

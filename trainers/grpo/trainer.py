@@ -146,8 +146,9 @@ class GRPOTrainer:
         self.rewarder.prepare(self.tokenizer)
         self.rows: Any = self.read(*config.training_data)
         self.eval_rows: Any = self.read(*config.evaluation_data) if config.evaluates else None
+        datasets = {"dataset": self.rows, "eval_dataset": self.eval_rows}
+        self.rewarder.check_columns(datasets)
         if not config.has_environment:  # whose prompts are what it makes of the rows
-            datasets = {"dataset": self.rows, "eval_dataset": self.eval_rows}
             check_prompts_fit(config, datasets, self.tokenizer, self.model_path)
         self.begin({})
 

@@ -86,6 +86,8 @@ GRPO: dict[str, Any] = {"reward_funcs": ["format"]}
         (SFTConfig, {"adam_epsilon": 2.0}, "adam_epsilon must be at most 1, got 2"),
         (SFTConfig, {"weight_decay": 1e6}, "weight_decay must be at most 100"),
         (SFTConfig, {"neftune_noise_alpha": 1e6}, "neftune_noise_alpha must be at most 1000"),
+        (SFTConfig, {"columns": {"prompt": "prompt", "completion": "prompt"}},
+         "columns: 'prompt' and 'completion' would both become 'prompt'"),
         (SFTConfig, {"max_steps": -5}, "max_steps must be at least -1, got -5"),
         (SFTConfig, {"tuner_type": "lora", "lora_alpha": -1}, "lora_alpha must be positive, got -1"),
         (SFTConfig, {"tuner_type": "lora", "lora_alpha": 0}, "lora_alpha must be positive, got 0"),

@@ -65,6 +65,7 @@ def check_values(config: Any) -> None:
             )
     _check_texts(config)
     _check_env(config.env)
+    _check_columns(config.columns)
 
 
 def types_of(config_type: type[Any]) -> Mapping[str, Any]:
@@ -213,6 +214,16 @@ def read_template(file: str | Path) -> str:
         return Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template: {str(file)!r} cannot be read: {error}") from None
+
+
+def _check_columns(columns: Mapping[str, str]) -> None:
+    """Raises ConfigError if two columns would get one name."""
+    for name in columns.values():
+        if len(both := [old for old, new in columns.items() if new == name]) > 1:
+            raise ConfigError(
+                f"columns: {' and '.join(map(repr, both))} would both become {name!r}. Rename one of them to another "
+                "name."
+            )
 
 
 def _check_env(env: Mapping[str, Any]) -> None:

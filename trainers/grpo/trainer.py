@@ -184,7 +184,10 @@ class GRPOTrainer:
         plan = GenerationPlan.of(config, len(self.rows), self.policy.num_shards(), saved_order(config))
         plan.check_rows()
         self.build(plan.num_steps)
-        with Run(config, plan.num_steps, headline=HEADLINE, order=plan.order()) as run, self.generator.following(run):
+        with (
+            Run(config, plan.num_steps, headline=HEADLINE, order=plan.order(), rows=self.rows) as run,
+            self.generator.following(run),
+        ):
             self.begin(run.trainer_state)
             for _ in run.rounds(self, self.state):
                 generation = plan.generation(run.step)

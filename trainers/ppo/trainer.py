@@ -125,7 +125,10 @@ class PPOTrainer:
         plan = BatchPlan.of(config, len(self.rows), self.policy.num_shards(), saved_order(config))
         batches = Batches(len(self.rows), plan.batch_size, **order_of(config))
         self.build(plan.num_steps)
-        with Run(config, plan.num_steps, headline=HEADLINE, order=plan.order()) as run, self.generator.following(run):
+        with (
+            Run(config, plan.num_steps, headline=HEADLINE, order=plan.order(), rows=self.rows) as run,
+            self.generator.following(run),
+        ):
             for step in run.rounds(self):
                 batch = plan.batch(step)
                 samples, states, metrics = self.explore(self.rows.select(batches[batch]), plan, run)

@@ -8,7 +8,7 @@ from typing import Any
 
 from rayhelper.errors import ConfigError, RayHelperError
 from rayhelper.named_class import class_named
-from rayhelper.prove.runs import prove_class
+from rayhelper.prove.runs import prove_class, same_rows_per_step
 from rayhelper.text import parse_text
 
 
@@ -16,7 +16,10 @@ def prove(target: str, config: str | None, entry: str, steps: int, ray: bool) ->
     """Prints the first difference of each pair of runs: 0 if there is none, 1 if there is, 2 if nothing can be run."""
     try:
         cls = class_named(target)
-        differences = prove_class(cls, _settings(config), entry=entry, steps=steps, ray=ray)
+        settings = _settings(config)
+        if size := same_rows_per_step(cls, settings).get("global_batch_size"):
+            print(f"global_batch_size is {size} in all runs, so that two workers take the rows of one")
+        differences = prove_class(cls, settings, entry=entry, steps=steps, ray=ray)
     except (RayHelperError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

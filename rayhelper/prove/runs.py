@@ -223,6 +223,7 @@ def prove_class(
         looked = f"{entry}()" if entry else ", ".join(f"{one}()" for one in _ENTRIES)
         raise ConfigError(f"{cls.__name__} has no method {looked}. Name the one that does the work: --entry METHOD.")
     plain = {key: value for key, value in settings.items() if key not in _PLACEMENT_KEYS}
+    plain |= same_rows_per_step(cls, plain)
     config_type = _config_type(cls)
     with tempfile.TemporaryDirectory(prefix="rayhelper-prove-") as folder:
         numbers = iter(range(100))
@@ -245,6 +246,22 @@ def prove_class(
             getattr(instance, name)()
 
         return prove(program, roles_of(cls), ray=ray)
+
+
+def same_rows_per_step(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Further settings by which two workers take the rows of one: ``global_batch_size`` of a trainer that has it.
+
+    Empty: the settings give it, or the configuration of the class has no such field.
+    """
+    config_type = _config_type(cls)
+    sizes = {one.name: settings.get(one.name, one.default) for one in fields(config_type)} if config_type else {}
+    if "global_batch_size" not in sizes or sizes["global_batch_size"] is not None:
+        return {}
+    count, rounds = sizes.get("per_device_train_batch_size"), sizes.get("gradient_accumulation_steps", 1)
+    if type(count) is not int or type(rounds) is not int:
+        return {}
+    alone = {"gradient_accumulation_steps": 1} if rounds != 1 else {}  # the two are not given together
+    return {"global_batch_size": count * rounds, **alone}
 
 
 def roles_of(cls: type) -> tuple[str, ...]:

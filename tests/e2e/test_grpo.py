@@ -105,6 +105,22 @@ def test_devices_of_a_role_that_is_not_used_are_told(models: dict[str, str], tmp
         GRPOTrainer.check(config, placement(GRPOTrainer, config))
 
 
+def test_a_column_that_a_reward_asks_for_is_missed_before_models_are_loaded(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {"reward_funcs": [needs_gold], "reward_weights": None}
+    with pytest.raises(ConfigError, match=r"^reward_funcs: [^\n]*'needs_gold' asks for 'gold', but dataset[^\n]*$"):
+        GRPOTrainer(grpo_config(models["policy"], tmp_path, **keys))
+    keys["dataset"] = [{"prompt": text, "gold": text} for text in TEXTS[:6]]
+    with pytest.raises(ConfigError, match="'needs_gold' asks for 'gold', but eval_dataset has"):
+        GRPOTrainer(grpo_config(models["policy"], tmp_path, **keys))
+    assert GRPOTrainer(grpo_config(models["policy"], tmp_path, eval_dataset=None, **keys))
+
+
+def needs_gold(completions: Sequence[Any], gold: Sequence[str]) -> list[float]:
+    return [0.0] * len(completions)
+
+
 def test_a_model_with_other_tokens_is_refused(models: dict[str, str], tmp_path: Path) -> None:
     save_tiny(tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForSequenceClassification
 from rayhelper import ConfigError
 from tests.conftest import RaySession
 from tests.e2e.runs import (
+    TEXTS,
     evenness,
     final_bytes,
     interrupted_after,
@@ -350,6 +352,20 @@ def test_a_plan_goes_through_every_completion_once_an_epoch() -> None:
 def test_mistakes_are_found_before_anything_starts(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         ppo_config("tiny", tmp_path, **keys)
+
+
+def test_a_column_that_a_reward_asks_for_is_missed_before_models_are_loaded(model: str, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"reward_funcs": [needs_gold], "reward_weights": None}
+    with pytest.raises(ConfigError, match=r"^reward_funcs: [^\n]*'needs_gold' asks for 'gold', but dataset[^\n]*$"):
+        PPOTrainer(ppo_config(model, tmp_path, **keys))
+    keys["dataset"] = [{"prompt": text, "gold": text} for text in TEXTS[:6]]
+    with pytest.raises(ConfigError, match="'needs_gold' asks for 'gold', but eval_dataset has"):
+        PPOTrainer(ppo_config(model, tmp_path, **keys))
+    assert PPOTrainer(ppo_config(model, tmp_path, eval_dataset=None, **keys))
+
+
+def needs_gold(completions: Sequence[Any], gold: Sequence[str]) -> list[float]:
+    return [0.0] * len(completions)
 
 
 def test_models_with_other_tokens_are_refused(model: str, tmp_path: Path) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rayhelper.prove import prove
-from rayhelper.prove.runs import roles_of
+from rayhelper.prove import command, prove
+from rayhelper.prove.runs import roles_of, same_rows_per_step
 from tests.conftest import without_runtime
 from tests.e2e import runs
 from tests.golden.tiny import save_tiny
@@ -55,3 +56,22 @@ def test_a_bundled_trainer_is_the_same_everywhere(
     with without_runtime():
         found = prove(program, roles_of(trainer), ray=on_ray)
     assert [str(one) for one in found] == []
+
+
+def test_two_workers_take_the_rows_of_one_where_the_keys_do_not_say_how_many(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"text": text} for text in runs.TEXTS]
+    keys = {"model": model, "dataset": rows, "per_device_train_batch_size": 2, "report_to": [], "save_steps": 0}
+    file = tmp_path / "x.yaml"
+    file.write_text(json.dumps(keys))
+    with without_runtime():
+        code = command.prove("trainers.sft:SFTTrainer", str(file), "", 3, ray=False)
+    said = capsys.readouterr().out
+    assert "global_batch_size is 2 in all runs, so that two workers take the rows of one" in said
+    assert code == 0, said
+    assert same_rows_per_step(SFTTrainer, {"gradient_accumulation_steps": 3}) == {
+        "global_batch_size": 24,
+        "gradient_accumulation_steps": 1,
+    }
+    assert same_rows_per_step(SFTTrainer, {"global_batch_size": 4}) == {}

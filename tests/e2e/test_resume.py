@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import torch
 from rayhelper import ConfigError, WorkerDiedError
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import (
+    TEXTS,
+    dpo_config,
     final_bytes,
     grpo_config,
     interrupted_after,
     lines,
+    pair_rows,
     sft_config,
     signalled_in,
     together,
@@ -25,6 +29,7 @@ from tests.golden.tiny import save_tiny
 from tests.rayhelper.strangers import Payload
 from trainers.checkpoint import resolve_resume
 from trainers.cli import run
+from trainers.dpo.trainer import DPOTrainer
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.manifest import write_manifest
 from trainers.run.stopping import Stopped
@@ -66,6 +71,34 @@ def test_a_resumed_run_equals_one_that_never_stopped(name: str, model: str, tmp_
     assert lines(parted) == lines(whole)
     assert final_bytes(parted) == final_bytes(whole)
     assert resumed.keys() <= numbers.keys()  # not what only evaluations before it had
+
+
+OTHER_ROWS: dict[str, tuple[Any, Any, list[dict[str, Any]]]] = {
+    "sft": (SFTTrainer, sft_config, [{"text": text} for text in TEXTS]),
+    "grpo": (GRPOTrainer, grpo_config, [{"prompt": text} for text in TEXTS[:6]]),
+    "dpo": (DPOTrainer, dpo_config, pair_rows()),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ROWS)
+def test_a_run_does_not_go_on_with_as_many_other_rows(name: str, model: str, tmp_path: Path) -> None:
+    trainer, config, rows = OTHER_ROWS[name]
+    step = 4 if name == "grpo" else 1  # a checkpoint is saved between generations
+    keys: dict[str, Any] = {"dataset": rows, "max_steps": step + 1, "save_steps": step, "eval_strategy": "no"}
+    trainer(config(model, tmp_path, **keys)).train()
+    keys |= {"resume_from_checkpoint": str(tmp_path / f"checkpoint-{step}"), "max_steps": step + 2}
+    other = {"dataset": [*rows[:-1], rows[0]]}
+    with pytest.raises(ConfigError, match=r"^resume_from_checkpoint: [^\n]*fingerprint of the rows was [^\n]*$"):
+        trainer(config(model, tmp_path / "other", **keys | other)).train()
+    trainer(config(model, tmp_path / "same", **keys)).train()
+    assert lines(tmp_path / "same")[-1]["step"] == step + 2
+    state_file = tmp_path / f"checkpoint-{step}" / "trainer_state.json"
+    state = json.loads(state_file.read_text())
+    del state["order"]["fingerprint of the rows"]  # as an earlier version wrote it
+    state_file.write_text(json.dumps(state))
+    write_manifest(tmp_path / f"checkpoint-{step}")
+    trainer(config(model, tmp_path / "old", **keys | other)).train()
+    assert lines(tmp_path / "old")[-1]["step"] == step + 2
 
 
 def test_two_workers_resume_bit_for_bit(model: str, tmp_path: Path, ray_session: RaySession) -> None:

@@ -114,6 +114,32 @@ def test_lines_that_are_no_text_are_named_or_left_out(
     assert "2 lines are broken and left out" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('{"prompt": "1", "completion": NaN}', "it holds NaN, which is no value of JSON"),
+        ('{"prompt": "1", "completion": "2", "score": [-Infinity]}', "it holds -Infinity, which is no value of JSON"),
+        ('{"prompt": "1", "prompt": "3", "completion": "2"}', "it holds the key 'prompt' twice in one object"),
+    ],
+)
+def test_a_line_that_no_other_row_may_suffer_from_is_named_or_left_out(line: str, told: str, tmp_path: Path) -> None:
+    good, file = '{"prompt": "1+1=", "completion": "2"}', tmp_path / "rows.jsonl"
+    file.write_text("\n".join([good] * 5 + [line] + [good] * 5))
+    with pytest.raises(ValueError, match=rf"^[^\n]*rows.jsonl:6 is not JSON: {told}[^\n]*skip_broken_rows: true\.$"):
+        load_rows(str(file))
+    rows = load_rows(str(file), skip_broken=True)
+    assert rows["completion"] == ["2"] * 10
+    file.write_text("\n".join([good, good.replace("1+1=", "NaN or -Infinity?")]))  # as text they are any other
+    assert load_rows(str(file))["prompt"] == ["1+1=", "NaN or -Infinity?"]
+
+
+def test_nan_in_a_json_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text('[\n{"prompt": "1", "completion": "2"},\n{"prompt": "1",\n"completion": NaN}\n]')
+    with pytest.raises(ValueError, match=r"cannot read [^\n]*rows.json: ValueError: it holds NaN or Infinity"):
+        load_rows(str(file))
+
+
 def test_half_a_surrogate_pair_in_rows_from_python_is_named() -> None:
     rows = [{"prompt": "a"}, {"prompt": [{"role": "user", "content": "\ud800"}]}]
     with pytest.raises(ValueError, match="1 of 2 rows are broken: row 1 holds text that is not Unicode"):

@@ -39,6 +39,7 @@ from trainers.backends.megatron.fields import (
 )
 from trainers.backends.megatron.layers import implementation
 from trainers.backends.megatron.settings import MegatronSettings, layout_mistakes, setting_mistakes
+from trainers.cli import load_config
 from trainers.configuration.megatron import MegatronConfig
 from trainers.configuration.megatron_checks import check_megatron, models_of
 from trainers.configuration.shared import TrainConfig, megatron_settings
@@ -274,6 +275,15 @@ def test_no_key_of_megatron_is_passed_over_by_fsdp(name: str) -> None:
     value = other.get(name, True if default is False or name == "sequence_parallel" else 2)
     with pytest.raises(ConfigError, match=rf"^{name} is .*, but backend is fsdp.*Set backend: megatron"):
         config(backend="fsdp", **{name: value})
+
+
+@pytest.mark.parametrize("name", [one.name for one in dataclasses.fields(MegatronConfig)])
+def test_a_key_of_megatron_in_a_file_has_its_type_under_fsdp_too(name: str, tmp_path: Path) -> None:
+    file, value = tmp_path / "x.yaml", "[[xxxx]]" if name == "recompute_modules" else "xxxx"
+    for written in ("model: m\n", "model: m\nbackend: fsdp\n"):
+        file.write_text(f"{written}dataset: d\n{name}: {value}\n")
+        with pytest.raises(ConfigError, match=rf"^{re.escape(str(file))}: {name} must be [^\n]*got [^\n]*xxxx[^\n]*$"):
+            load_config(SFTConfig, ["--config", str(file)])
 
 
 # Workers and models

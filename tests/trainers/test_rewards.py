@@ -16,6 +16,7 @@ import pytest
 
 from trainers.batch import Ragged
 from trainers.rewards.functions import (
+    check_columns,
     exact_answer,
     format_reward,
     is_async,
@@ -187,6 +188,28 @@ def test_a_missing_column_is_named_before_anything_runs() -> None:
 
     with pytest.raises(ValueError, match=r"'needs' asks for 'gold', .*there are: prompts, completions, .*answer"):
         call(needs, answer=["1", "2"])
+
+
+def test_the_columns_that_functions_ask_for_are_known_before_anything_is_scored() -> None:
+    def needs(completions: Any, gold: Any, weight: float = 1.0) -> Any:
+        raise AssertionError("not called")
+
+    def takes_all(completions: Any, **columns: Any) -> Any:
+        raise AssertionError("not called")
+
+    def by_place(completions: Any, gold: Any, /) -> Any:
+        raise AssertionError("not called")
+
+    named = [(takes_all, "takes_all"), (needs, "needs"), (functools.partial(needs, gold="1"), "bound")]
+    check_columns(named, ["prompt", "gold"])
+    for missing in ("answer", "prompt"):
+        with pytest.raises(ValueError, match=r"'needs' asks for 'gold', but eval_dataset has no such column"):
+            check_columns(named, [missing], "eval_dataset")
+    with pytest.raises(ValueError, match="'by_place' takes 'completions' by its place only"):
+        check_columns([(by_place, "by_place")], ["gold"])
+    with pytest.raises(ValueError, match="exact_answer compares with column 'answer' or 'solution'"):
+        check_columns([(exact_answer, "exact_answer")], ["gold"])
+    check_columns([(exact_answer, "exact_answer")], ["solution"])
 
 
 def test_columns_must_have_one_entry_a_prompt() -> None:

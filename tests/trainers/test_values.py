@@ -25,6 +25,7 @@ from trainers.cpo.config import SimPOConfig
 from trainers.dpo.config import DPOConfig
 from trainers.grpo.config import GRPOConfig
 from trainers.parts.model_checks import (
+    check_lengths,
     check_model_folder,
     check_optimizer,
     check_vocabulary,
@@ -85,6 +86,14 @@ GRPO: dict[str, Any] = {"reward_funcs": ["format"]}
         (SFTConfig, {"adam_epsilon": 2.0}, "adam_epsilon must be at most 1, got 2"),
         (SFTConfig, {"weight_decay": 1e6}, "weight_decay must be at most 100"),
         (SFTConfig, {"neftune_noise_alpha": 1e6}, "neftune_noise_alpha must be at most 1000"),
+        (SFTConfig, {"columns": {"prompt": "prompt", "completion": "prompt"}},
+         "columns: 'prompt' and 'completion' would both become 'prompt'"),
+        (SFTConfig, {"max_steps": -5}, "max_steps must be at least -1, got -5"),
+        (SFTConfig, {"tuner_type": "lora", "lora_alpha": -1}, "lora_alpha must be positive, got -1"),
+        (SFTConfig, {"tuner_type": "lora", "lora_alpha": 0}, "lora_alpha must be positive, got 0"),
+        (GRPOConfig, GRPO | {"temperature": 1e-9}, "temperature must be at least 0.01, got 1e-09"),
+        (PPOConfig, GRPO | {"eval_temperature": 1e-3}, "eval_temperature must be at least 0.01, got 0.001"),
+        (GRPOConfig, GRPO | {"epsilon_high": 1e9}, "epsilon_high must be at most 1000, got 1000000000"),
     ],
 )  # fmt: skip
 def test_a_value_without_a_meaning_is_refused_by_its_key(kind: type, keys: dict[str, Any], told: str) -> None:
@@ -92,6 +101,40 @@ def test_a_value_without_a_meaning_is_refused_by_its_key(kind: type, keys: dict[
         kind(**NEEDED | keys)
     assert told in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_split_of_files_is_refused_as_they_have_none(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    file = str(rows)
+    for keys in ({"dataset": file}, {"dataset": [file, f"{file}#:5"]}, {"eval_dataset": file}):
+        split = f"{next(iter(keys))}_split"
+        with pytest.raises(ConfigError, match=rf"^{split} is 'nope', but [^\n]*rows.jsonl is a file, which has no"):
+            SFTConfig(**NEEDED | keys | {split: "nope"})
+    for keys in ({"dataset": [file, "org/hub"]}, {"dataset": "org/hub"}, {"dataset": "folder"}):  # which have some
+        assert SFTConfig(**NEEDED | keys | {"dataset_split": "nope"})
+    assert SFTConfig(**NEEDED | {"dataset": file, "eval_dataset": file, "eval_dataset_split": "train"})
+
+
+def test_a_length_far_beyond_the_positions_of_the_model_is_refused(tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "m")
+    file = Path(model, "config.json")
+    known = json.loads(file.read_text())
+    positions = known["max_position_embeddings"]
+    for kind, keys in (
+        (SFTConfig, {"max_length": 10**12}),
+        (DPOConfig, {"max_length": 10**12}),
+        (GRPOConfig, GRPO | {"max_completion_length": 10**9}),
+    ):
+        with pytest.raises(ConfigError, match=rf"^max_\w*length is 10+, but the model .* knows {positions} positions"):
+            check_lengths(kind(**NEEDED | keys | {"model": model}))
+    for length in (None, positions, 4 * positions):  # a row of packed documents
+        check_lengths(SFTConfig(**NEEDED | {"model": model, "max_length": length}))
+    rope = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0}
+    scaled = {"model": model, "max_length": 64 * positions, "model_init_kwargs": {"rope_parameters": rope}}
+    check_lengths(SFTConfig(**NEEDED | scaled))
+    file.write_text(json.dumps(known | {"rope_parameters": rope}))
+    check_lengths(SFTConfig(**NEEDED | {"model": model, "max_length": 64 * positions}))
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ class ClassificationTrainer:
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.build(num_steps)
         order = {"rows": len(self.rows), SEQUENCES_PER_STEP: batch_size}
-        with Run(config, num_steps, headline=HEADLINE, order=order) as run:
+        with Run(config, num_steps, headline=HEADLINE, order=order, rows=self.rows) as run:
             for step in run.rounds(self):
                 with run.phase("data"):
                     rows = dataclasses.replace(self.rows[batches[step]], row_ids=batches[step])

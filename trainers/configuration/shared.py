@@ -23,11 +23,10 @@ from trainers.configuration.packs import check_packing, micro_batch_tokens
 from trainers.configuration.roles import WELL_KNOWN, Role
 from trainers.configuration.saving import SavingConfig, saving_mistakes
 from trainers.configuration.tuners import TunerConfig, check_tuner
-from trainers.configuration.values import check_file, check_folder, check_values, is_there, types_of
+from trainers.configuration.values import check_file, check_folder, check_source, check_values, is_there, types_of
 from trainers.data.held_out import Part
 from trainers.run.trackers import check_installed
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 SEQUENCES_PER_STEP = "sequences a step"  # the name of that number in what a checkpoint says of the order of the data
 PARALLEL_KEYS = tuple(key for key in SIZE_KEYS if key != VLLM_KEY)
 OF_MEGATRON = tuple(one.name for one in fields(MegatronConfig))
@@ -226,7 +225,7 @@ class TrainConfig(SavingConfig, MegatronConfig, TunerConfig, RunConfig):
     num_train_epochs: float = 3.0
     """Times to go through the rows; may be a fraction."""
     max_steps: int = -1
-    """Optimizer steps in all; overrides ``num_train_epochs`` where positive."""
+    """Optimizer steps in all; overrides ``num_train_epochs`` where positive. -1: no limit."""
     per_device_train_batch_size: int = 8
     """Sequences that a worker passes through the model at once (the micro-batch)."""
     gradient_accumulation_steps: int = 1
@@ -305,8 +304,7 @@ def check_run(config: RunConfig) -> None:
     check_installed(config.report_to)
     if config.dataset is None or config.dataset == [] or config.dataset == "":
         raise ConfigError("dataset is empty; give a file, a folder, a hub name, a plugin's dataset, or rows")
-    for source in _listed(config.dataset):
-        check_file("dataset", source, DATA_SUFFIXES)
+    check_source("dataset", config.dataset, config.dataset_split, "train")
     for plugin in config.external_plugins:
         check_file("external_plugins", plugin, (".py",))
     check_init_kwargs("model_init_kwargs", config.model_init_kwargs, "trust_remote_code", "dtype", "torch_dtype")
@@ -328,6 +326,7 @@ def check_shared(config: TrainConfig) -> None:
     at_least(config, 0, "num_train_epochs", "lora_dropout", "logits_memory_gib", "resume_on_failure")
     at_least(config, 0, "router_aux_loss_coef")
     counted = [] if config.token_budget == "auto" else ["token_budget"]
+    at_least(config, -1, "max_steps")
     at_least(config, 1, "lora_rank", "sequence_parallel_size", *counted)
     at_least(config, 1, "recompute_num_layers", "infer_batch_size", *PARALLEL_KEYS)
     if not str(config.model).strip():
@@ -339,8 +338,7 @@ def check_shared(config: TrainConfig) -> None:
     if not config.shuffle_dataset or getattr(config, "packing", False):
         why = "packing fills rows to one length" if config.shuffle_dataset else "shuffle_dataset is false"
         unread(config, why, "group_by_length")
-    for source in _listed(config.eval_dataset):
-        check_file("eval_dataset", source, DATA_SUFFIXES)
+    check_source("eval_dataset", config.eval_dataset, config.eval_dataset_split, "test")
     if not 0 <= config.activation_memory_budget <= 1:
         raise ConfigError(f"activation_memory_budget must lie in [0, 1], got {config.activation_memory_budget}")
     if not config.torch_compile:
@@ -594,7 +592,3 @@ def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
 def steps_of_epochs(epochs: float, steps_per_epoch: int) -> int:
     """Optimizer steps of so many epochs, a part of a step counted as one, as transformers' Trainer counts them."""
     return max(1, math.ceil(epochs * steps_per_epoch))
-
-
-def _listed(source: Any) -> list[Any]:
-    return source if isinstance(source, list) else [source]

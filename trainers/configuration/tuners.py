@@ -84,6 +84,10 @@ def check_tuner(config: TunerConfig, *, backend: str, max_steps: int) -> None:
     ``max_steps``: of the run, where it is positive.
     """
     tuner = config.tuner_type
+    if not config.lora_alpha > 0:
+        raise ConfigError(
+            f"lora_alpha must be positive, got {config.lora_alpha}: the adapter is multiplied by lora_alpha / lora_rank"
+        )
     names_none = not config.lora_target_modules and not config.lora_kwargs.get("target_parameters")
     if config.has_adapter and (names_none or not all(map(str.strip, config.lora_target_modules))):
         raise ConfigError("lora_target_modules names no layer. Name some, or write all-linear for every linear layer.")

@@ -20,6 +20,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from rayhelper import ConfigError
 from rayhelper.text import DID_YOU_MEAN, nearest
 
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 MOST = 1e12  # no number of a configuration is larger: steps, tokens, bytes in MiB
 MAX_SEED = 2**32 - 1  # of NumPy
 MAY_BE_INFINITE = ("prm_threshold",)  # where everything passes, or nothing does
@@ -30,6 +31,7 @@ AT_MOST = {  # numbers beyond them are accepted by every formula, and mean nothi
     "adam_epsilon": 1.0,
     "weight_decay": 100.0,
     "neftune_noise_alpha": 1000.0,
+    **dict.fromkeys(("epsilon", "epsilon_high"), 1000.0),  # a ratio above is a token that the policy did not draw
     **dict.fromkeys(  # weights of terms of a loss, or of a reward
         (
             *("beta", "kl_coef", "vf_coef", "entropy_coef", "entropy_coef_min", "entropy_coef_max", "kl_cov_coef"),
@@ -39,6 +41,8 @@ AT_MOST = {  # numbers beyond them are accepted by every formula, and mean nothi
         10_000.0,
     ),
 }
+# vLLM samples with this temperature where a smaller one is asked for: the loss would divide logits by another number
+LOWEST_TEMPERATURE = 0.01
 TYPES_SAID_BETTER = ("stop_token_ids",)  # keys whose own check says more than their type
 SECONDS = ("timeout_s", "request_timeout_s", "reward_timeout_s", "save_before_s")
 NUMBERS_SAID_BETTER = ("peak_tflops", *SECONDS)  # or than that it is finite
@@ -54,8 +58,14 @@ def check_values(config: Any) -> None:
             raise ConfigError(f"{one.name} must be {expected(hints[one.name])}, got {_shown(value)}")
         if one.name not in NUMBERS_SAID_BETTER:
             _check_numbers(one.name, value)
+        if one.name in ("temperature", "eval_temperature") and value is not None and 0 < value < LOWEST_TEMPERATURE:
+            raise ConfigError(
+                f"{one.name} must be at least {LOWEST_TEMPERATURE}, got {value}: logits are divided by it. Raise it"
+                f"{', or write 0 for the likeliest tokens' if one.name == 'eval_temperature' else ''}."
+            )
     _check_texts(config)
     _check_env(config.env)
+    _check_columns(config.columns)
 
 
 def types_of(config_type: type[Any]) -> Mapping[str, Any]:
@@ -206,6 +216,16 @@ def read_template(file: str | Path) -> str:
         raise ConfigError(f"chat_template: {str(file)!r} cannot be read: {error}") from None
 
 
+def _check_columns(columns: Mapping[str, str]) -> None:
+    """Raises ConfigError if two columns would get one name."""
+    for name in columns.values():
+        if len(both := [old for old, new in columns.items() if new == name]) > 1:
+            raise ConfigError(
+                f"columns: {' and '.join(map(repr, both))} would both become {name!r}. Rename one of them to another "
+                "name."
+            )
+
+
 def _check_env(env: Mapping[str, Any]) -> None:
     for name, value in env.items():
         if not VARIABLE.fullmatch(name):
@@ -237,3 +257,20 @@ def check_file(name: str, source: Any, suffixes: tuple[str, ...]) -> None:
         close = nearest(path.name, beside, "{}")
         hint = DID_YOU_MEAN.format(str(path.parent / close)) if close else f" It was looked for from {Path.cwd()}."
         raise ConfigError(f"{name}: there is no file {source!r}.{hint}")
+
+
+def check_source(name: str, source: Any, split: str, default: str) -> None:
+    """Raises ConfigError for a file that is not there, and for a split of files, which have none.
+
+    ``default``: of the key of the split. ``train`` is what ``datasets`` calls the rows of a file.
+    """
+    sources = source if isinstance(source, list) else [source]
+    for one in sources:
+        check_file(name, one, DATA_SUFFIXES)
+    files = [re.sub(r"#:?\d+$", "", one) for one in sources if isinstance(one, str)]
+    is_of_files = bool(files) and len(files) == len(sources) and all(file.endswith(DATA_SUFFIXES) for file in files)
+    if is_of_files and split not in (default, "train"):
+        raise ConfigError(
+            f"{name}_split is {split!r}, but {files[0]} is a file, which has no splits. Remove {name}_split. To take "
+            f"the first 500 rows, write {files[0]}#:500."
+        )

@@ -5,6 +5,7 @@ What columns must be called and hold is not decided here: that is ``rows.py``.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import inspect
 import json
@@ -249,7 +250,11 @@ def read_files(files: list[Path], skip_broken: bool = False) -> Dataset:
         if not file.stat().st_size:
             raise ValueError(f"dataset file {file} is empty: it has no rows")
     try:
-        rows = datasets.load_dataset(FILE_TYPES[types.pop()], data_files=[str(file) for file in files], split="train")
+        for file in files:
+            check_constants(file)
+        with _without_its_errors():
+            names = [str(file) for file in files]
+            rows = datasets.load_dataset(FILE_TYPES[types.pop()], data_files=names, split="train")
         rows.data.validate(full=True)  # bytes that are not UTF-8 are read as text unseen
         return rows
     except Exception as error:
@@ -261,6 +266,62 @@ def read_files(files: list[Path], skip_broken: bool = False) -> Dataset:
             raise ValueError(f"{told[0]}{more}. Correct it, or set skip_broken_rows: true.") from error
         logger.warning("skip_broken_rows: %d lines are broken and left out; the first: %s", len(told), told[0])
         return read_source([row for file in files for row in _unbroken_rows(file)])
+
+
+def check_constants(file: Path) -> None:
+    """Raises ValueError if a file of JSON holds a bare NaN or Infinity.
+
+    Arrow does not read these. ``datasets`` gives such a file to pandas, which makes numbers of all texts such as "2".
+    """
+    if FILE_TYPES.get(file.suffix) != "json":
+        return
+    with file.open("rb") as lines:
+        found = any(_holds_constant(line) for line in lines)
+    if found or (file.suffix == ".json" and _holds_constant(file.read_bytes())):  # an object over many lines
+        raise ValueError("it holds NaN or Infinity, which are no values of JSON. Write null")
+
+
+def _holds_constant(text: bytes) -> bool:
+    if b"NaN" not in text and b"Infinity" not in text:
+        return False
+    try:
+        json.loads(text, parse_constant=_refused)
+    except _ConstantError:
+        return True
+    except (ValueError, RecursionError):  # not JSON by itself
+        pass
+    return False
+
+
+class _ConstantError(ValueError):
+    """A bare NaN, Infinity or -Infinity."""
+
+
+def _refused(constant: str) -> Any:
+    raise _ConstantError(f"it holds {constant}, which is no value of JSON (write null)")
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs. Raises ValueError for a key that stands in it twice: which one is meant?"""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it holds the key {twice!r} twice in one object")
+    return found
+
+
+@contextlib.contextmanager
+def _without_its_errors() -> Iterator[None]:
+    """Inside, ``datasets`` logs no error: what is wrong with a file is in the error that is raised."""
+    import datasets
+
+    level = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
 
 
 def _joined(parts: list[Dataset]) -> Dataset:
@@ -297,7 +358,8 @@ def _parsed_lines(file: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                row = json.loads(text, parse_constant=_refused, object_pairs_hook=_once_each)
             except UnicodeDecodeError as error:
                 yield number, f"is not UTF-8: {error.reason} at byte {error.start}"
                 continue

@@ -132,7 +132,7 @@ class DPOTrainer:
         self.prepare_reference()
         self.policy.build(self.model_path, num_steps)
         order = {"pairs": len(self.pairs), SEQUENCES_PER_STEP: batch_size}
-        with Run(config, num_steps, headline=HEADLINE, order=order) as run:
+        with Run(config, num_steps, headline=HEADLINE, order=order, rows=self.pairs) as run:
             for step in run.rounds(self):
                 with run.phase("data"):
                     pairs = dataclasses.replace(self.pairs[batches[step]], row_ids=batches[step])

@@ -179,7 +179,10 @@ class GKDTrainer:
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.build(num_steps)
         order = {"num_rows": len(self.rows), SEQUENCES_PER_STEP: batch_size}
-        with Run(config, num_steps, headline=HEADLINE, order=order) as run, self.generator.following(run):
+        with (
+            Run(config, num_steps, headline=HEADLINE, order=order, rows=self.rows) as run,
+            self.generator.following(run),
+        ):
             for step in run.rounds(self):
                 source = source_of(config, step)
                 samples, metrics = self.explore(source, batches, run)

@@ -146,8 +146,9 @@ class GRPOTrainer:
         self.rewarder.prepare(self.tokenizer)
         self.rows: Any = self.read(*config.training_data)
         self.eval_rows: Any = self.read(*config.evaluation_data) if config.evaluates else None
+        datasets = {"dataset": self.rows, "eval_dataset": self.eval_rows}
+        self.rewarder.check_columns(datasets)
         if not config.has_environment:  # whose prompts are what it makes of the rows
-            datasets = {"dataset": self.rows, "eval_dataset": self.eval_rows}
             check_prompts_fit(config, datasets, self.tokenizer, self.model_path)
         self.begin({})
 
@@ -183,7 +184,10 @@ class GRPOTrainer:
         plan = GenerationPlan.of(config, len(self.rows), self.policy.num_shards(), saved_order(config))
         plan.check_rows()
         self.build(plan.num_steps)
-        with Run(config, plan.num_steps, headline=HEADLINE, order=plan.order()) as run, self.generator.following(run):
+        with (
+            Run(config, plan.num_steps, headline=HEADLINE, order=plan.order(), rows=self.rows) as run,
+            self.generator.following(run),
+        ):
             self.begin(run.trainer_state)
             for _ in run.rounds(self, self.state):
                 generation = plan.generation(run.step)

@@ -123,7 +123,7 @@ class KTOTrainer:
         self.prepare_reference(batches)
         self.policy.build(self.model_path, num_steps)
         order = {"completions": len(self.rows), SEQUENCES_PER_STEP: batch_size}
-        with Run(config, num_steps, headline=HEADLINE, order=order) as run:
+        with Run(config, num_steps, headline=HEADLINE, order=order, rows=self.rows) as run:
             for step in run.rounds(self):
                 with run.phase("logps"):
                     rows = self.rows[batches[step]]

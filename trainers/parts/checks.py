@@ -18,7 +18,14 @@ from trainers.configuration.shared import TrainConfig
 from trainers.configuration.tuners import quantization_mistake
 from trainers.data.rows import tokenize_prompts
 from trainers.parts.engine import lora_settings_of_engine, sampling_of
-from trainers.parts.model_checks import check_model_folder, check_new_tokens, check_optimizer, check_sequences
+from trainers.parts.model_checks import (
+    check_lengths,
+    check_model_folder,
+    check_new_tokens,
+    check_optimizer,
+    check_sequences,
+    positions_of,
+)
 from trainers.parts.models import lora_settings
 from trainers.plugins import load_plugins
 from trainers.rollout.hf.settings import check_generation_kwargs
@@ -44,6 +51,7 @@ def check_before_start(config: TrainConfig, groups: DeviceGroups | None) -> None
         raise ConfigError(mistake)
     check_optimizer(config)
     check_model_folder(config)
+    check_lengths(config)
     check_sequences(config, groups)
     check_new_tokens(config)
     resumed_state(config)
@@ -163,12 +171,7 @@ def model_length(model: str, *, trust_remote_code: bool) -> int | None:
     """Positions that the model knows; None: it does not say, or vLLM takes another number."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", rope.get("type"))
-    if kind != "llama3" and ("factor" in rope or kind in ("longrope", "su")):
-        return None
-    return getattr(config, "max_position_embeddings", None)
+    return positions_of(AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code))
 
 
 def check_staleness(max_staleness: int, groups: DeviceGroups | None) -> None:

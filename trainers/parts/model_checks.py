@@ -9,7 +9,7 @@ from typing import Any
 
 from rayhelper import ConfigError, DeviceGroups
 from trainers.configuration.megatron_checks import config_file, learns, models_of
-from trainers.configuration.shared import TrainConfig
+from trainers.configuration.shared import TrainConfig, changed
 from trainers.parts.models import check_same_tokens, lora_settings
 from trainers.parts.tokenizer import load_tokenizer, new_tokens, tokenizer_there
 
@@ -23,6 +23,7 @@ OF_FROM_PRETRAINED = (
     *("max_memory", "offload_folder", "offload_buffers", "use_kernels", "kernel_config", "strict", "adapter_kwargs"),
     *("tp_plan", "tp_size", "device_mesh", "distributed_config", "dtype", "torch_dtype", "fusion_config"),
 )
+FAR_BEYOND = 16  # times the positions that a model knows: a row of packed documents may hold so many of its lengths
 ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
@@ -166,6 +167,36 @@ def check_sequences(config: TrainConfig, groups: DeviceGroups | None) -> None:
                 f"disable_dropout is false and the model has {dropout[0]}, which attention over shared rows "
                 f"(sequence_parallel_size {size}) does not apply. Write disable_dropout: true."
             )
+
+
+def check_lengths(config: TrainConfig) -> None:
+    """Raises ConfigError for a limit of tokens that is far beyond the positions that the model knows.
+
+    Nothing is known of a model that is not there yet, nor where its positions are scaled.
+    """
+    said = dict(changed(config, ("max_length", "max_completion_length")))
+    lengths = {name: value for name, value in said.items() if value is not None}
+    if not lengths or config_file(config.model) is None:
+        return
+    fields = {key: value for key, value in config.model_init_kwargs.items() if key not in OF_FROM_PRETRAINED}
+    positions = positions_of(configuration_of(config.model, config.trust_remote_code, **fields))
+    for name, length in lengths.items():
+        if positions is not None and length > FAR_BEYOND * positions:
+            raise ConfigError(
+                f"{name} is {length}, but the model {config.model!r} knows {positions} positions "
+                f"(max_position_embeddings), and its configuration scales none. Write {positions} at most, or scale "
+                "its rope_parameters by model_init_kwargs."
+            )
+
+
+def positions_of(configuration: Any) -> int | None:
+    """Positions that a model knows; None: it does not say, or scales them, so that vLLM takes another number."""
+    text = configuration.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind != "llama3" and ("factor" in rope or kind in ("longrope", "su")):
+        return None
+    return getattr(text, "max_position_embeddings", None)
 
 
 def check_whole(configuration: Any, model: str) -> None:

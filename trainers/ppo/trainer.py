@@ -112,6 +112,7 @@ class PPOTrainer:
         self.rows: Any = self.read(*config.training_data)
         self.eval_rows: Any = self.read(*config.evaluation_data) if config.evaluates else None
         datasets = {"dataset": self.rows, "eval_dataset": self.eval_rows}
+        self.rewarder.check_columns(datasets)
         check_prompts_fit(config, datasets, self.tokenizer, self.model_path)
 
     def read(self, source: Any, split: str) -> Any:
@@ -124,7 +125,10 @@ class PPOTrainer:
         plan = BatchPlan.of(config, len(self.rows), self.policy.num_shards(), saved_order(config))
         batches = Batches(len(self.rows), plan.batch_size, **order_of(config))
         self.build(plan.num_steps)
-        with Run(config, plan.num_steps, headline=HEADLINE, order=plan.order()) as run, self.generator.following(run):
+        with (
+            Run(config, plan.num_steps, headline=HEADLINE, order=plan.order(), rows=self.rows) as run,
+            self.generator.following(run),
+        ):
             for step in run.rounds(self):
                 batch = plan.batch(step)
                 samples, states, metrics = self.explore(self.rows.select(batches[batch]), plan, run)

@@ -38,6 +38,7 @@ RewardSpec = str | Mapping[str, Any] | RewardFunction
 LONGEST_NUMBER = 1000  # characters; Python refuses to read integers of more than 4300 digits, which models do write
 CALLS_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward", "ms_swift_accuracy", "ms_swift_cosine")
 _BLOCKED_S = 1.0  # so much later than it is cancelled, an async function is given up
+GIVEN = ("prompts", "completions", "completion_ids")
 RESERVED_COLUMNS = ("prompt", "completion", "completion_ids", "prompts", "completions")
 
 
@@ -105,20 +106,48 @@ def is_async(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+def check_columns(
+    functions: Sequence[tuple[RewardFunction, str]], columns: Iterable[str], dataset: str = "the dataset"
+) -> None:
+    """Raises ValueError naming a function, and a parameter of it that none of the ``columns`` of ``dataset`` fills."""
+    offered = [*GIVEN, *(name for name in columns if name not in RESERVED_COLUMNS)]
+    for function, name in functions:
+        _check_parameters(function, name, offered, dataset)
+        if function is exact_answer and not set(TRUTHS) & set(offered):
+            raise ValueError(NO_TRUTHS)
+
+
 def _accepted(function: RewardFunction, name: str, offered: dict[str, Any]) -> dict[str, Any]:
     """The part of ``offered`` that the signature takes. Raises ValueError for a parameter that nothing fills."""
-    parameters = inspect.signature(function).parameters.values()
+    parameters = _check_parameters(function, name, offered)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    for parameter in named.values():
-        if parameter.default is parameter.empty and parameter.name not in offered:
-            raise ValueError(
-                f"reward function {name!r} asks for {parameter.name!r}, but the dataset has no such column (there are: "
-                f"{', '.join(offered)}). Rename one with `columns`, or give the parameter a default."
-            )
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     # A bound argument of a partial is a keyword parameter with a default: it stays as bound.
     bound = function.keywords if isinstance(function, functools.partial) else {}
     return {key: value for key, value in offered.items() if (takes_all or key in named) and key not in bound}
+
+
+def _check_parameters(
+    function: RewardFunction, name: str, offered: Iterable[str], dataset: str = "the dataset"
+) -> list[inspect.Parameter]:
+    """All parameters. Raises ValueError for one that nothing offered fills."""
+    parameters, offered = list(inspect.signature(function).parameters.values()), list(offered)
+    for parameter in parameters:
+        if (
+            parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            or parameter.default is not parameter.empty
+        ):
+            continue
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ValueError(
+                f"reward function {name!r} takes {parameter.name!r} by its place only, but columns are given by name"
+            )
+        if parameter.name not in offered:
+            raise ValueError(
+                f"reward function {name!r} asks for {parameter.name!r}, but {dataset} has no such column (there are: "
+                f"{', '.join(offered)}). Rename one with `columns`, or give the parameter a default."
+            )
+    return parameters
 
 
 async def _awaited(
@@ -180,6 +209,8 @@ def _number(value: Any, name: str, row: int) -> float:
 
 # Built-in functions
 
+TRUTHS = ("answer", "solution")
+NO_TRUTHS = "exact_answer compares with column 'answer' or 'solution'; rename one to it with `columns`"
 _MARKERS = re.compile(
     r"\\boxed\s*\{(?P<boxed>(?:[^{}]|\{[^{}]*\})*)\}"
     r"|<answer>(?P<tagged>(?:(?!<answer>).)*?)</answer>"
@@ -205,7 +236,7 @@ def exact_answer(
     """
     truths = answer if answer is not None else solution
     if truths is None:
-        raise ValueError("exact_answer compares with column 'answer' or 'solution'; rename one to it with `columns`")
+        raise ValueError(NO_TRUTHS)
     wanted = [_reference_number(truth) for truth in truths]
     return [
         None if number is None else float(_answer_number(completion_text(completion)) == number)

@@ -33,6 +33,7 @@ from trainers.configuration.packs import pack_length
 from trainers.configuration.reading.secrets import masked
 from trainers.configuration.reading.text import save_config
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
+from trainers.data.contents import contents_of
 from trainers.metrics import Metrics
 from trainers.run.bad_steps import BAD_STEPS, BadSteps
 from trainers.run.best import Best
@@ -70,14 +71,24 @@ class Trainer(Protocol):
         """The numbers of the evaluation data, by name."""
 
 
+CONTENTS = "fingerprint of the rows"  # the name of it in what a checkpoint says of the order of the data
+
+
 class Run:
     """Progress, logs and checkpoints of one call of ``train()``; a context manager that closes the logs.
 
-    ``order`` says what decides which rows a step sees. Raises ConfigError if a checkpoint was written under another.
+    ``order`` says what decides which rows a step sees, and ``rows`` are all of them; None: they are not compared.
+    Raises ConfigError if a checkpoint was written under another order, or of other rows.
     """
 
     def __init__(
-        self, config: TrainConfig, num_steps: int, *, headline: Sequence[str], order: Mapping[str, Any]
+        self,
+        config: TrainConfig,
+        num_steps: int,
+        *,
+        headline: Sequence[str],
+        order: Mapping[str, Any],
+        rows: Any = None,
     ) -> None:
         self.config = config
         self.num_steps = num_steps
@@ -91,6 +102,8 @@ class Run:
             "dataloader_drop_last": config.dataloader_drop_last,
             "tokens a pack": pack_length(config),
         }
+        if rows is not None:
+            self.order[CONTENTS] = contents_of(rows)
         _check_same_order(state.get("order", {}), self.order, self.checkpoint)
         self.settings = {name: getattr(config, name) for name in KEPT_BY_CHECKPOINTS}
         _check_same_settings(state.get("settings", {}), self.settings, self.checkpoint)

@@ -103,7 +103,7 @@ class SFTTrainer:
         num_steps = total_steps(config, batches.steps_per_epoch)
         self.policy.build(self.model_path, num_steps)
         order = {"sequences": len(self.sequences), SEQUENCES_PER_STEP: batch_size}
-        with Run(config, num_steps, headline=HEADLINE, order=order) as run:
+        with Run(config, num_steps, headline=HEADLINE, order=order, rows=self.sequences) as run:
             for step in run.rounds(self):
                 with run.phase("data"):
                     batch = dataclasses.replace(self.sequences[batches[step]], row_ids=batches[step])

@@ -101,7 +101,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "virtual_pipeline_model_parallel_size": (None,),
     "decoder_first_pipeline_num_layers": (None,),
     "decoder_last_pipeline_num_layers": (None,),
-    "sequence_parallel": ANY,  # of Megatron: does nothing without tensor parallelism
+    "sequence_parallel": (True, False, None),  # of Megatron: does nothing without tensor parallelism
     "sequence_parallel_size": (1,),
     "recompute_method": ("uniform", None),
     "recompute_num_layers": (1, None),

@@ -261,14 +261,16 @@ def _megatron(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
         hints = types_of(MegatronConfig)
         for name in [name for name in own if name in given.values]:
             value = given.get(name)
+            try:
+                typed(name, hints[name], given.values[name])
+            except ConfigError as error:  # also where nobody would read it
+                given.refuse(name, str(error))
+                del given.values[name]
+                continue
             if is_neutral(name, value) or (type(value), value) == (type(defaults[name]), defaults[name]):
                 del given.values[name]
             elif name in HINTS:
-                try:
-                    typed(name, hints[name], given.values[name])
-                    given.notes[name] = HINTS[name]
-                except ConfigError as error:
-                    given.refuse(name, str(error))
+                given.notes[name] = HINTS[name]
                 del given.values[name]
         return
     if given.get("sequence_parallel") is True and given.get("tensor_model_parallel_size", 1) == 1:

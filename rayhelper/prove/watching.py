@@ -15,9 +15,9 @@ from rayhelper.device_groups import DRIVER
 from rayhelper.roles.classes import build
 from rayhelper.roles.futures import Future, finished
 from rayhelper.roles.methods import RoleMethod
+from rayhelper.roles.names import names_of_roles
 from rayhelper.roles.parts import Identity, placement_of
 from rayhelper.roles.runtime import Route, state
-from rayhelper.roles.stale import names_of_roles
 from rayhelper.runtimes.off import OneProcess
 from rayhelper.values.calls import parameter_names
 from rayhelper.values.contents import Contents, contents_of

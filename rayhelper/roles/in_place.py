@@ -9,7 +9,7 @@ from typing import Any
 
 from rayhelper.errors import RoleError
 from rayhelper.roles.methods import RoleMethod
-from rayhelper.roles.stale import read_by
+from rayhelper.roles.names import read_by
 from rayhelper.values.slicing import instance_of
 
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
 
-from rayhelper.roles.methods import RoleMethod, find_method
+from rayhelper.roles.methods import RoleMethod
+from rayhelper.roles.names import function_of, tree_of
 from rayhelper.roles.stale import Snapshot
 
 CHANGING = frozenset(
@@ -97,7 +97,7 @@ def _changed_by(cls: Any, method: RoleMethod[..., Any]) -> Changed:
     read: set[str] = set()
     trains = False
     for function in _functions(cls, method.function, set()):
-        own, tree = function.__code__.co_varnames[0], _tree(function)
+        own, tree = function.__code__.co_varnames[0], tree_of(function)
         for node in ast.walk(tree) if tree is not None else ():
             name = _attribute(node, own)
             if name is not None:
@@ -124,23 +124,9 @@ def _functions(cls: type, function: Callable[..., Any], seen: set[Any]) -> Itera
         return
     seen.add(plain)
     yield plain
-    own, tree = plain.__code__.co_varnames[0], _tree(plain)
+    own, tree = plain.__code__.co_varnames[0], tree_of(plain)
     for node in ast.walk(tree) if tree is not None else ():
         name = _attribute(node, own)
-        entry = None if name is None else inspect.getattr_static(cls, name, None)
-        inner = entry if isinstance(entry, FunctionType) else getattr(entry, "fget", None)
-        if isinstance(inner, FunctionType):
-            yield from _functions(cls, inner, seen)
-        elif entry is not None and hasattr(entry, "__get__"):
-            try:
-                yield from _functions(cls, find_method(entry).function, seen)
-            except Exception:  # no method with a role
-                continue
-
-
-@functools.lru_cache(4096)
-def _tree(function: FunctionType) -> ast.AST | None:
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return None
+        called = None if name is None else function_of(cls, name)
+        if called is not None:
+            yield from _functions(cls, called, seen)

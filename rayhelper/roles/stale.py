@@ -4,62 +4,21 @@
     sampling.TOP_P = 0.9             and what the module had when it was imported there
     Trainer.helper = another         and the functions that the class and its modules had
 
-Functions of the user's project that the methods call are looked into as well: they may read globals of their modules,
-and attributes of the object, if they are given it.
-A call of a role's method that reads such a name is refused. What a role's method sets itself is the role's own, and may
-differ. So may a global that a function of its module both reads and sets: a counter, a cache. Values that are changed
-in place (``self.options["top_p"] = 0.9``) are not seen.
+A call of a role's method that reads such a name (``names.py``) is refused. What a role's method sets itself is the
+role's own, and may differ. So may a global that a function of its module both reads and sets: a counter, a cache. Values
+that are changed in place (``self.options["top_p"] = 0.9``) are not seen.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
 import operator
-import sys
-import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from types import FunctionType
+from typing import Any
 
-from rayhelper.device_groups import DRIVER
 from rayhelper.errors import RoleError
-from rayhelper.roles.classes import role_methods
-from rayhelper.roles.methods import RoleMethod, find_method
-from rayhelper.roles.project import is_of_project
-
-_PLAIN = (bool, int, float, str, type(None))  # globals that are compared: by value
-_MISSING = object()
-
-
-@dataclass
-class Names:
-    """What a function does with its object's attributes and its module's globals."""
-
-    reads: set[str] = field(default_factory=set)
-    writes: set[str] = field(default_factory=set)
-    globals: set[tuple[int, str]] = field(default_factory=set)  # by the id of the namespace
-    set_globals: set[tuple[int, str]] = field(default_factory=set)
-    namespaces: dict[int, dict[str, Any]] = field(default_factory=dict)
-    attributes: set[str] = field(default_factory=set)  # read of whatever object, which may be a class
-    set_elsewhere: set[str] = field(default_factory=set)  # attributes of other objects, which may be classes
-    classes: set[type] = field(default_factory=set)  # of the project, that it refers to
-    functions: set[FunctionType] = field(default_factory=set)  # itself, and those to which it gives its object
-    reads_any: bool = False  # its object goes where it cannot be followed, or a name is computed
-
-    def add(self, other: Names) -> None:
-        self.reads |= other.reads
-        self.writes |= other.writes
-        self.globals |= other.globals
-        self.set_globals |= other.set_globals
-        self.namespaces |= other.namespaces
-        self.attributes |= other.attributes
-        self.set_elsewhere |= other.set_elsewhere
-        self.classes |= other.classes
-        self.functions |= other.functions
-        self.reads_any |= other.reads_any
+from rayhelper.roles.methods import RoleMethod
+from rayhelper.roles.names import MISSING, PLAIN, Names, function_of, of_class, of_method, set_by
 
 
 class Compared:
@@ -83,23 +42,23 @@ class Snapshot:
     def __init__(self, instance: Any) -> None:
         self.attributes = {name: _kept(value) for name, value in vars(instance).items()}
         cls: Any = type(instance)
-        found = _of_class(cls)
-        self.globals = {key: found.namespaces[key[0]].get(key[1], _MISSING) for key in found.globals}
+        found = of_class(cls)
+        self.globals = {key: found.namespaces[key[0]].get(key[1], MISSING) for key in found.globals}
         self.specs = {place: namespace.get("__spec__") for place, namespace in found.namespaces.items()}
         self.compared: dict[Any, list[Compared]] = {}  # by method, once it has been called
         self.classes = {one: dict(vars(one)) for one in (*cls.__mro__[:-1], *found.classes)}
 
     def is_as_constructed(self, name: str, value: Any) -> bool:
         """Whether an attribute is what the constructor has set."""
-        return _is_kept(self.attributes.get(name, _MISSING), value)
+        return _is_kept(self.attributes.get(name, MISSING), value)
 
     def check(self, method: RoleMethod[..., Any], target: Any, title: str) -> None:
         """Raises RoleError if the method reads what was set since."""
         cls: Any = type(target)
-        names = _of_method(cls, method)
+        names = of_method(cls, method)
         held = vars(target)
         for name in names.reads:
-            if not _is_kept(self.attributes.get(name, _MISSING), held.get(name, _MISSING)):
+            if not _is_kept(self.attributes.get(name, MISSING), held.get(name, MISSING)):
                 if name not in self.attributes and _is_filled_when_read(cls, name):
                     continue
                 raise RoleError(
@@ -132,7 +91,7 @@ class Snapshot:
         if namespace.get("__spec__") is not self.specs[id(namespace)]:
             return  # its module was reloaded: the runtime refuses another source, and the same one changes nothing
         for name, before in zip(compared.names, compared.values, strict=True):
-            value = namespace.get(name, _MISSING)
+            value = namespace.get(name, MISSING)
             if value is not before and not _is_same(value, before):
                 owner = namespace.get("__name__")
                 known = name if owner in (cls.__module__, method.function.__module__) else f"{owner}.{name}"
@@ -145,11 +104,11 @@ class Snapshot:
 
     def _check_any(self, method: RoleMethod[..., Any], cls: Any, held: dict[str, Any], title: str) -> None:
         """Raises RoleError if what neither a role nor the class itself sets was set since."""
-        own = _of_class(cls).writes | _set_by(cls).writes
+        own = of_class(cls).writes | set_by(cls).writes
         for name in (held.keys() | self.attributes.keys()) - own:
             if name.startswith("_rayhelper") or _is_filled_when_read(cls, name):
                 continue
-            if not _is_kept(self.attributes.get(name, _MISSING), held.get(name, _MISSING)):
+            if not _is_kept(self.attributes.get(name, MISSING), held.get(name, MISSING)):
                 raise RoleError(
                     f"{title} may read self.{name}, which was set on the driver after the object was constructed: the "
                     f"method passes self on, or computes an attribute's name. The workers of role {method.role!r} "
@@ -161,7 +120,7 @@ class Snapshot:
         """Raises RoleError if a name of a class that the method may read was set in the class since."""
         now, before = vars(one), self.classes[one]
         for name in now.keys() | before.keys():
-            value, was = now.get(name, _MISSING), before.get(name, _MISSING)
+            value, was = now.get(name, MISSING), before.get(name, MISSING)
             is_read = name in names.attributes or (name.startswith("__") and isinstance(value, FunctionType))
             if value is not was and is_read and not _is_same(value, was):
                 known = f"self.{name}" if one in cls.__mro__ else f"{one.__name__}.{name}"
@@ -194,7 +153,7 @@ def _is_same(value: Any, before: Any) -> bool:
         return value.__code__ == before.__code__ and _holds_the_same(value, before)
     if isinstance(value, type) and isinstance(before, type):  # a cell of a notebook that is run again
         of_both = [
-            {name: getattr(_function_of(one, name), "__code__", held) for name, held in vars(one).items()}
+            {name: getattr(function_of(one, name), "__code__", held) for name, held in vars(one).items()}
             for one in (value, before)
         ]
         for of_one in of_both:
@@ -202,7 +161,7 @@ def _is_same(value: Any, before: Any) -> bool:
                 of_one.pop(name, None)
         is_named = (value.__module__, value.__qualname__) == (before.__module__, before.__qualname__)
         return is_named and _is_equal(*of_both)
-    if type(value) is type(before) and isinstance(value, (*_PLAIN, dict, list, tuple, set)):
+    if type(value) is type(before) and isinstance(value, (*PLAIN, dict, list, tuple, set)):
         try:
             return bool(value == before) or value != value
         except Exception:  # of arrays in them
@@ -220,380 +179,27 @@ def _holds_the_same(value: FunctionType, before: FunctionType) -> bool:
             now, was = one.cell_contents, other.cell_contents
         except ValueError:  # not set yet
             continue
-        if now is not was and isinstance(now, (*_PLAIN, FunctionType)) and not _is_same(now, was):
+        if now is not was and isinstance(now, (*PLAIN, FunctionType)) and not _is_same(now, was):
             return False
     return True
 
 
 def _is_short(value: Any, before: Any) -> bool:
-    return isinstance(value, _PLAIN) and isinstance(before, _PLAIN)
+    return isinstance(value, PLAIN) and isinstance(before, PLAIN)
 
 
 def _entry(cls: type, name: str) -> Any:
     """What a class has under a name."""
-    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), MISSING)
 
 
 def _kept(value: Any) -> Any:
     """What tells later whether an attribute is still the same: plain values themselves, of others who they are."""
-    return (type(value), value) if isinstance(value, _PLAIN) else id(value)
+    return (type(value), value) if isinstance(value, PLAIN) else id(value)
 
 
 def _is_kept(kept: Any, value: Any) -> bool:
-    if value is _MISSING or kept is _MISSING:
+    if value is MISSING or kept is MISSING:
         return value is kept
     now = _kept(value)
     return bool(now == kept) or now != now
-
-
-def read_by(cls: Any, method: RoleMethod[..., Any]) -> set[str]:
-    """The attributes that a role's method reads, and no method of a role sets."""
-    return _of_method(cls, method).reads
-
-
-def names_of_roles(cls: Any) -> frozenset[str]:
-    """The attributes that the methods of a class's roles read or set."""
-    found = _of_class(cls)
-    return frozenset(found.reads | found.writes)
-
-
-@functools.lru_cache(4096)
-def _of_method(cls: Any, method: RoleMethod[..., Any]) -> Names:
-    """What a role's method reads that no method of a role sets."""
-    found = Names()
-    if method.kind == "method":
-        found.add(_of_function(cls, method.function, set()))
-        _follow(found)
-    found.reads -= _of_class(cls).writes
-    found.attributes -= _of_class(cls).writes | _of_class(cls).set_elsewhere | _set_by(cls).set_elsewhere
-    found.globals -= _of_class(cls).set_globals
-    return found
-
-
-@functools.lru_cache(1024)
-def _of_class(cls: Any) -> Names:
-    """What the methods of a class's roles do."""
-    found = Names()
-    for method in role_methods(cls).values():
-        if method.role != DRIVER:
-            found.add(_of_function(cls, method.function, set()))
-    _follow(found)
-    return found
-
-
-def _of_function(cls: type, function: Callable[..., Any], seen: set[Any], own_index: int = 0) -> Names:
-    """What a function does that is given the object at a position (a method: the first), and those that it calls."""
-    found, plain = Names(), inspect.unwrap(function)
-    if (plain, own_index) in seen or not isinstance(plain, FunctionType) or plain.__code__.co_argcount <= own_index:
-        return found
-    seen.add((plain, own_index))
-    tree = _tree(plain)
-    nodes = list(ast.walk(tree)) if tree is not None else []
-    own = _aliases(nodes, plain.__code__.co_varnames[own_index])
-    parents = {id(child): node for node in nodes for child in ast.iter_child_nodes(node)}
-    for node in nodes:
-        name = _attribute(node, own)
-        if name is not None:
-            called = _function_of(cls, name)
-            if called is not None:
-                found.add(_of_function(cls, called, seen))
-            if called is None and not isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
-                found.writes.add(name)
-            else:
-                found.reads.add(name)
-                found.attributes.add(name)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value).startswith("super("):
-            for base in cls.__mro__[1:]:
-                if node.attr in vars(base) and (inherited := _function_of(base, node.attr)) is not None:
-                    found.add(_of_function(cls, inherited, seen))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "vars"):
-            found.writes |= set(_constants(node))
-        if isinstance(node, ast.Name) and node.id in own and isinstance(node.ctx, ast.Load):
-            parent = parents.get(id(node))
-            call = parents.get(id(parent)) if isinstance(parent, ast.keyword) else parent
-            given = _given(call, parent, node, plain.__globals__) if isinstance(call, ast.Call) else None
-            if given is not None:
-                found.add(_of_function(cls, given[0], seen, given[1]))
-            elif not _is_understood(node, parent, parents):
-                found.reads_any = True
-    found.functions.add(plain)
-    return found
-
-
-def _follow(found: Names) -> None:
-    """Adds what the functions and classes do to which those of ``found`` refer."""
-    done: set[FunctionType] = set()
-    classes: set[type] = set()
-    waiting = set(found.functions)
-    while waiting:
-        function = waiting.pop()
-        done.add(function)
-        reached = _of_globals(function)
-        found.add(reached.names)
-        waiting |= set(reached.functions)
-        classes |= reached.names.classes
-        if not waiting - done:
-            waiting |= {one for cls in classes for name, one in _functions_in(cls) if _is_called(name, found)}
-        waiting -= done
-
-
-def _is_called(name: str, found: Names) -> bool:
-    return name in found.attributes or (name.startswith("__") and name.endswith("__"))
-
-
-_HARMLESS = frozenset(("isinstance", "issubclass", "type", "id", "super", "callable", "hash", "print", "repr", "str"))
-_BY_NAME = frozenset(("getattr", "hasattr", "setattr", "delattr"))
-
-
-def _aliases(nodes: list[ast.AST], own: str) -> frozenset[str]:
-    """The names that an object has in a function: its parameter, and those that are assigned from it."""
-    found = {own}
-    for node in nodes:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name) and node.value.id in found:
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return frozenset(found)
-
-
-def _attribute(node: ast.AST, own: frozenset[str]) -> str | None:
-    """The attribute of an object at a node: self.name, getattr(self, "name"), vars(self)["name"]."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in own:
-        return None if node.attr in ("__dict__", "__class__", "__getattribute__") else node.attr
-    if isinstance(node, ast.Call) and node.args:
-        called, first, name = ast.unparse(node.func), ast.unparse(node.args[0]), node.args[-1]
-        if called in ("getattr", "hasattr") and first in own and len(node.args) > 1:
-            name = node.args[1]
-        elif isinstance(node.func, ast.Attribute) and node.func.attr == "get" and _is_dict(node.func.value, own):
-            name = node.args[0]
-        elif not (called.endswith(".__getattribute__") and called.partition(".")[0] in {*own, "object"}):
-            return None
-        return str(name.value) if isinstance(name, ast.Constant) else None
-    if isinstance(node, ast.Subscript) and _is_dict(node.value, own):
-        return str(node.slice.value) if isinstance(node.slice, ast.Constant) else None
-    return None
-
-
-def _is_dict(node: ast.AST, own: frozenset[str]) -> bool:
-    """Whether a node is the dict of an object's attributes."""
-    return any(ast.unparse(node) in (f"vars({name})", f"{name}.__dict__") for name in own)
-
-
-def _is_understood(node: ast.Name, parent: ast.AST | None, parents: dict[int, ast.AST]) -> bool:
-    """Whether where an object stands shows what is read of it."""
-    of_parent = parents.get(id(parent))
-    is_by_name = isinstance(of_parent, ast.Subscript) and isinstance(of_parent.slice, ast.Constant)
-    if isinstance(of_parent, ast.Attribute):  # vars(self).get("name"), vars(self).update(name=1)
-        use = parents.get(id(of_parent))
-        first = use.args[0] if isinstance(use, ast.Call) and use.args else None
-        is_by_name = of_parent.attr == "update" or isinstance(first, ast.Constant)
-    if isinstance(parent, ast.Attribute):
-        if parent.attr == "__getattribute__":
-            return isinstance(of_parent, ast.Call) and isinstance((*of_parent.args, None)[0], ast.Constant)
-        return parent.attr != "__dict__" or is_by_name
-    if isinstance(parent, ast.Call):
-        called = ast.unparse(parent.func)
-        if called == "vars":
-            return is_by_name
-        if called in _BY_NAME or called.endswith(".__getattribute__"):
-            return called in ("setattr", "delattr") or (
-                len(parent.args) > 1 and isinstance(parent.args[1], ast.Constant)
-            )
-        return called in _HARMLESS or called.endswith("__setattr__")
-    return isinstance(parent, (ast.Compare, ast.Assign, ast.Return))
-
-
-def _given(
-    call: ast.Call, parent: ast.AST | None, node: ast.Name, namespace: dict[str, Any]
-) -> tuple[FunctionType, int] | None:
-    """The function of the project to which a call gives an object, and the position of its parameter there."""
-    called, shift = _named(call.func, namespace), 0
-    if called is _MISSING and isinstance(call.func, ast.Attribute):
-        owner = _named(call.func.value, namespace)
-        if isinstance(owner, type):
-            entry = inspect.getattr_static(owner, call.func.attr, None)
-            called = entry.__func__ if isinstance(entry, staticmethod) else entry
-        else:
-            called, shift = inspect.getattr_static(type(owner), call.func.attr, None), 1
-    helper = _unwrapped(called)
-    if not isinstance(helper, FunctionType) or not _is_users(helper):
-        return None
-    if isinstance(parent, ast.keyword):
-        names = helper.__code__.co_varnames[: helper.__code__.co_argcount]
-        return (helper, names.index(parent.arg)) if parent.arg in names else None
-    if node not in call.args or any(isinstance(one, ast.Starred) for one in call.args):
-        return None
-    index = call.args.index(node) + shift
-    return (helper, index) if index < helper.__code__.co_argcount else None
-
-
-def _named(node: ast.AST, namespace: dict[str, Any]) -> Any:
-    """What a name, or an attribute of a module, is in a namespace."""
-    if isinstance(node, ast.Name):
-        return namespace.get(node.id, _MISSING)
-    owner = _named(node.value, namespace) if isinstance(node, ast.Attribute) else None
-    return vars(owner).get(node.attr, _MISSING) if isinstance(owner, ModuleType) else _MISSING  # type: ignore[attr-defined]
-
-
-def _is_users(value: FunctionType | type) -> bool:
-    module = sys.modules.get(str(value.__module__))
-    return module is not None and (module.__name__ == "__main__" or is_of_project(module.__name__, module))
-
-
-class Reached(NamedTuple):
-    """The globals that a function reads and sets, and the functions of the user's project that it refers to."""
-
-    names: Names
-    functions: tuple[FunctionType, ...]
-
-
-@functools.lru_cache(4096)
-def _of_globals(function: FunctionType) -> Reached:
-    found = Names()
-    functions: dict[FunctionType, None] = {}
-    tree, namespace = _tree(function), function.__globals__
-    nodes = list(ast.walk(tree)) if tree is not None else []
-    declared = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
-    imported = _imported(nodes)
-    local = {node.arg for node in nodes if isinstance(node, ast.arg)} | imported.keys()
-    local |= {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
-    local -= declared
-
-    def value_of(node: ast.AST) -> Any:
-        """What a name, or an attribute of a module, is now."""
-        if isinstance(node, ast.Name):
-            return imported.get(node.id, _MISSING) if node.id in local else namespace.get(node.id, _MISSING)
-        owner = value_of(node.value) if isinstance(node, ast.Attribute) else None
-        return vars(owner).get(node.attr, _MISSING) if isinstance(owner, ModuleType) else _MISSING  # type: ignore[attr-defined]
-
-    found.attributes |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    found.set_elsewhere |= set(_stored(nodes))
-    for node in nodes:
-        if isinstance(node, ast.Name) and node.id in imported:
-            place, name = imported, node.id
-        elif isinstance(node, ast.Name) and node.id not in local:
-            place, name = namespace, node.id
-        elif isinstance(node, ast.Attribute) and isinstance(owner := value_of(node.value), ModuleType):
-            if not is_of_project(owner.__name__, owner):
-                continue
-            place, name = vars(owner), node.attr
-        else:
-            continue
-        key = (id(place), name)
-        value = place.get(name, _MISSING)
-        if not isinstance(node.ctx, ast.Load):
-            found.set_globals.add(key)
-            continue
-        if isinstance(value, type) and _is_users(value):
-            found.classes |= {base for base in value.__mro__ if _is_users(base)}
-        if not isinstance(value, ModuleType) and value is not _MISSING and place is not imported:
-            owner_module = sys.modules.get(str(place.get("__name__")))
-            is_users = owner_module is not None and is_of_project(owner_module.__name__, owner_module)
-            is_users = is_users or place.get("__name__") == "__main__" or isinstance(value, _PLAIN)
-            is_users = is_users and (not isinstance(value, type) or _is_users(value))
-            is_counter = not isinstance(value, FunctionType) and name in _counters(str(place.get("__name__")))
-            if is_users and not is_counter:
-                found.globals.add(key)
-                found.namespaces[id(place)] = place
-        if isinstance(plain := _unwrapped(value), FunctionType):
-            module = sys.modules.get(plain.__module__)
-            if module is not None and (plain.__globals__ is namespace or is_of_project(module.__name__, module)):
-                functions[plain] = None
-    return Reached(found, tuple(functions))
-
-
-@functools.lru_cache(4096)
-def _functions_in(cls: type) -> tuple[tuple[str, FunctionType], ...]:
-    """By name the functions of a class of the user's project, under whatever decorators."""
-    found = [(name, _unwrapped(_function_of(cls, name))) for name in vars(cls)] if _is_users(cls) else []
-    return tuple((name, one) for name, one in found if isinstance(one, FunctionType) and _is_users(one))
-
-
-@functools.lru_cache(1024)
-def _set_by(cls: type) -> Names:
-    """What the methods of a class set but for __init__ on the object itself: the driver's own, too."""
-    found = Names()
-    for base in cls.__mro__:
-        for _, function in _functions_in(base):
-            tree = _tree(function)
-            nodes = list(ast.walk(tree)) if tree is not None else []
-            found.set_elsewhere |= set(_stored(nodes))
-            if function.__name__ != "__init__" and function.__code__.co_argcount:
-                own = function.__code__.co_varnames[0]
-                found.writes |= {node.attr for node in nodes if _is_stored(node) and ast.unparse(node.value) == own}  # type: ignore[attr-defined]
-    return found
-
-
-def _is_stored(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
-
-
-def _stored(nodes: list[ast.AST]) -> Iterator[str]:
-    """The attributes that a function sets of anything but self."""
-    for node in nodes:
-        if _is_stored(node) and ast.unparse(node.value) != "self":  # type: ignore[attr-defined]
-            yield node.attr  # type: ignore[attr-defined]
-
-
-def _imported(nodes: list[ast.AST]) -> dict[str, Any]:
-    """By name, the loaded modules and their values that a function imports when it runs."""
-    found: dict[str, Any] = {}
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                name = alias.name if alias.asname else alias.name.partition(".")[0]
-                found[alias.asname or name] = sys.modules.get(name, _MISSING)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module in sys.modules:
-            for alias in node.names:
-                found[alias.asname or alias.name] = vars(sys.modules[node.module]).get(alias.name, _MISSING)
-    return found
-
-
-def _unwrapped(value: Any) -> Any:
-    return inspect.unwrap(value) if callable(value) and not isinstance(value, type) else value
-
-
-@functools.lru_cache(1024)
-def _counters(module: str) -> frozenset[str]:
-    """The globals that some function of a module both reads and sets: counters and caches."""
-    try:
-        text = inspect.getsource(sys.modules[module])
-        tree = ast.parse(text if "global " in text else "")
-    except (KeyError, OSError, TypeError, SyntaxError):
-        return frozenset()
-    found: set[str] = set()
-    for function in ast.walk(tree):
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            nodes = list(ast.walk(function))
-            read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-            read |= {ast.unparse(node.target) for node in nodes if isinstance(node, ast.AugAssign)}
-            found |= {name for node in nodes if isinstance(node, ast.Global) for name in node.names if name in read}
-    return frozenset(found)
-
-
-def _constants(node: ast.Call) -> Iterator[str]:
-    for argument in node.args:
-        if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-            yield argument.value
-
-
-def _function_of(cls: type, name: str) -> Callable[..., Any] | None:
-    """The function behind a method or property of a class; None: the name is no such thing."""
-    entry = inspect.getattr_static(cls, name, None)
-    if entry is None:
-        return None
-    if isinstance(entry, FunctionType):
-        return entry
-    try:
-        decorated: Callable[..., Any] = find_method(entry).function  # or what wraps a decorated method
-        return decorated
-    except RoleError:
-        inner = getattr(entry, "fget", None) or getattr(entry, "func", None) or getattr(entry, "__func__", None)
-        return inner if isinstance(inner, FunctionType) else None
-
-
-@functools.lru_cache(4096)
-def _tree(function: FunctionType) -> ast.AST | None:
-    """The function's source; None: there is none."""
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return None

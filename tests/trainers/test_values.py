@@ -91,8 +91,8 @@ GRPO: dict[str, Any] = {"reward_funcs": ["format"]}
         (SFTConfig, {"max_steps": -5}, "max_steps must be at least -1, got -5"),
         (SFTConfig, {"tuner_type": "lora", "lora_alpha": -1}, "lora_alpha must be positive, got -1"),
         (SFTConfig, {"tuner_type": "lora", "lora_alpha": 0}, "lora_alpha must be positive, got 0"),
-        (GRPOConfig, GRPO | {"temperature": 1e-9}, "temperature must be at least 0.01, got 1e-09"),
-        (PPOConfig, GRPO | {"eval_temperature": 1e-3}, "eval_temperature must be at least 0.01, got 0.001"),
+        (GRPOConfig, GRPO | {"temperature": 1e-9}, "temperature must be at least 0.0001, got 1e-09"),
+        (PPOConfig, GRPO | {"eval_temperature": 1e-5}, "eval_temperature must be at least 0.0001, got 1e-05"),
         (GRPOConfig, GRPO | {"epsilon_high": 1e9}, "epsilon_high must be at most 1000, got 1000000000"),
     ],
 )  # fmt: skip

@@ -41,8 +41,7 @@ AT_MOST = {  # numbers beyond them are accepted by every formula, and mean nothi
         10_000.0,
     ),
 }
-# vLLM samples with this temperature where a smaller one is asked for: the loss would divide logits by another number
-LOWEST_TEMPERATURE = 0.01
+LOWEST_TEMPERATURE = 1e-4  # logits are divided by it
 TYPES_SAID_BETTER = ("stop_token_ids",)  # keys whose own check says more than their type
 SECONDS = ("timeout_s", "request_timeout_s", "reward_timeout_s", "save_before_s")
 NUMBERS_SAID_BETTER = ("peak_tflops", *SECONDS)  # or than that it is finite

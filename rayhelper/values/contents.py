@@ -31,7 +31,7 @@ class Contents(NamedTuple):
     """A hash of what is exact, one of the same items in any order, and sums of real numbers: (weighted, absolute)."""
 
     exact: bytes
-    unordered: bytes | None  # None: there are too many items
+    unordered: bytes | None  # None: there are too many items, or only a sample was looked at
     sums: tuple[tuple[float, float], ...]
     leaves: tuple[
         tuple[str, bytes, tuple[tuple[float, float], ...]], ...
@@ -72,7 +72,7 @@ def contents_of(
     unordered: bytes | None = b""
     for value in values:
         reading.read(value, 0)
-        of_value = _in_any_order(value)
+        of_value = _in_any_order(value) if share == 1 else None
         unordered = None if unordered is None or of_value is None else unordered + of_value
     return Contents(reading.digest.digest(), unordered, tuple(reading.sums), tuple(reading.leaves))
 

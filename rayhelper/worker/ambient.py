@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rayhelper.roles.project import installed_modules
 from rayhelper.worker.patches import default_device
 from rayhelper.worker.random_streams import DriverRandom, NewRandom, RandomState, RandomStream
@@ -74,7 +76,7 @@ def _set_cudnn(cudnn: Any, deterministic: bool, benchmark: bool) -> None:
     cudnn.deterministic, cudnn.benchmark = deterministic, benchmark
 
 
-_TORCH: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
+_TORCH: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
     "default dtype": (
         lambda torch: str(torch.get_default_dtype()),
         lambda torch, name: torch.set_default_dtype(_dtype(torch, name)),
@@ -93,6 +95,14 @@ _TORCH: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
             torch.is_deterministic_algorithms_warn_only_enabled(),
         ),
         lambda torch, value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
+    ),
+    "anomaly detection": (
+        lambda torch: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda torch, value: torch.autograd.set_detect_anomaly(value[0], check_nan=value[1]),
+    ),
+    "numpy's floating-point errors": (
+        lambda torch: tuple(np.geterr().items()),
+        lambda torch, value: np.seterr(**dict(value)),
     ),
     "cudnn": (
         lambda torch: (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),

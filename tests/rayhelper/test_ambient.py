@@ -60,6 +60,8 @@ class Net:
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             (cudnn.deterministic, cudnn.benchmark),
+            torch.is_anomaly_enabled(),
+            np.geterr()["divide"],
         ]
 
     @RayHelper.function(group="net")
@@ -297,14 +299,18 @@ def test_defaults_of_torch_hold_on_workers(on_ray: None) -> None:
         torch.set_float32_matmul_precision("high")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.deterministic = True
+        torch.autograd.set_detect_anomaly(True)
+        np.seterr(divide="raise")
         seen = Net().defaults()
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision("highest")
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.deterministic = False
-    assert seen == [["torch.float64", "high", True, True, (True, False)]] * 2
-    assert Net().defaults() == [["torch.float32", "highest", False, False, (False, False)]] * 2
+        torch.autograd.set_detect_anomaly(False)
+        np.seterr(divide="warn")
+    assert seen == [["torch.float64", "high", True, True, (True, False), True, "raise"]] * 2
+    assert Net().defaults() == [["torch.float32", "highest", False, False, (False, False), False, "warn"]] * 2
 
 
 def test_defaults_of_torch_that_are_set_later_hold_from_the_next_call_on(on_ray: None) -> None:
@@ -315,13 +321,13 @@ def test_defaults_of_torch_that_are_set_later_hold_from_the_next_call_on(on_ray:
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
         with torch.no_grad():
-            assert net.defaults() == [["torch.float64", "high", False, False, (False, True)]] * 2
-        assert net.defaults() == [["torch.float64", "high", False, False, (False, True)]] * 2
+            assert net.defaults() == [["torch.float64", "high", False, False, (False, True), False, "warn"]] * 2
+        assert net.defaults() == [["torch.float64", "high", False, False, (False, True), False, "warn"]] * 2
     finally:
         torch.set_default_dtype(torch.float32)
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.benchmark = False
-    assert net.defaults() == before == [["torch.float32", "highest", False, False, (False, False)]] * 2
+    assert net.defaults() == before == [["torch.float32", "highest", False, False, (False, False), False, "warn"]] * 2
 
 
 def test_the_mode_of_a_call_holds_on_workers(on_ray: None) -> None:

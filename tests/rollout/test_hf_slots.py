@@ -206,6 +206,6 @@ def test_weights_that_come_in_flight_draw_the_tokens_behind_them(open_minded: st
         split = drawn.index(5)
         np.testing.assert_allclose(rollouts.rollout_logps[row][:split], logps[0][row][:split], atol=1e-5)
         assert completions(before)[row][:split] == completions(rollouts)[row][:split]
-        if not split:
-            np.testing.assert_allclose(rollouts.rollout_logps[row], logps[5][row], atol=1e-5)
+        if not split:  # logits of weights that are half as large again differ by more in their last bits
+            np.testing.assert_allclose(rollouts.rollout_logps[row], logps[5][row], atol=3e-5)
         assert rollouts.policy_versions.lengths[row] == len(rollouts.completion_ids[row])

@@ -50,6 +50,10 @@ class Net:
         return 1
 
     @RayHelper.function(group="train")
+    def join(self):
+        RayHelper.init_process_group("gloo", timeout_s=60)
+
+    @RayHelper.function(group="train")
     def given(self, value):
         return value
 
@@ -130,6 +134,9 @@ with RayHelper.session({"g": {"device": "CPU", "ranks": 2, "workers": ["train"]}
     told("constructor", lambda: Given(np.arange(3) + rank).one())
     told("loader", lambda: [net.given([k, k]) for k in range(12)] and net.given([rank, 5]))
     told("at last", net.one)
+    net.join()
+    told("beside in group", lambda: asyncio.run(beside(net.by_all)))
+    told("after the group", net.one)
 with open(f"{sys.argv[1]}/{rank}.json", "w") as file:
     json.dump(facts, file)
 """
@@ -208,6 +215,14 @@ def test_ordinary_calls_are_made_beside_coroutines_that_are_in_flight(facts: lis
     for seen in facts:
         assert seen["beside one"] == ["nothing", [[1, 1], 7, [1, 1]]]
         assert seen["beside all"] == ["nothing", [[1, 1], [7, 7], [1, 1]]]
+
+
+def test_beside_coroutines_of_a_process_group_they_are_refused(facts: list[dict[str, object]]) -> None:
+    for seen in facts:
+        told, text = seen["beside in group"]  # type: ignore[misc]
+        assert told == "RoleError"
+        assert "Await the other call first" in str(text)
+        assert seen["after the group"] == ["nothing", [1, 1]]
 
 
 def test_a_coroutine_that_is_cancelled_leaves_the_processes_in_step(facts: list[dict[str, object]]) -> None:

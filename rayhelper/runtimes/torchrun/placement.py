@@ -125,6 +125,13 @@ class SpmdPlacement:
         group = self.groups.get(method.role)
         if group is None:
             raise undeclared(method, self.identity.cls)
+        awaited = self.runtime.last_awaited
+        if awaited is not None and not awaited.done() and in_process_group():
+            raise RoleError(
+                f"{self.identity.title(method)} is called while a call that is awaited is in flight, and the workers "
+                "share a process group: collectives would meet in another order on each process. Await the other call "
+                "first."
+            )
         call = self._divided(method, group, args, kwargs)
 
         def own_value() -> Any:

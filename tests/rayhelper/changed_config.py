@@ -85,3 +85,22 @@ def counted() -> int:
 def registered(name: str) -> int:
     REGISTRY[name] = len(REGISTRY)
     return len(REGISTRY)
+
+
+class Store:
+    """Whether it has loaded something goes with what it has loaded."""
+
+    def __init__(self) -> None:
+        self.is_loaded = False
+        self.size = 0
+        self.data: object = None
+
+    def load(self) -> None:
+        self.data = object()
+        self.is_loaded = True
+
+    def set_size(self, size: int) -> None:
+        self.size = size
+
+
+store = Store()

@@ -247,9 +247,27 @@ def _attributes(node: ast.ClassDef, body: Body, call: ast.Call) -> dict[str, Any
         found |= _set_in_init(methods["__init__"], values)
     for method in methods.values():
         if method.name != "__init__":
-            stored, read = _stored_on_self(method), {name for one in ast.walk(method) for name in _read_at(one)}
-            found |= dict.fromkeys(stored if method.name == "__post_init__" else stored & read, _MISSING)
+            found |= dict.fromkeys(_stored_on_self(method) - _passed_on(method), _MISSING)
     return found
+
+
+def _passed_on(setter: ast.FunctionDef) -> set[str]:
+    """The attributes of self that a method sets to what it was given, and does not read: as a setter does.
+
+    What it computes may go with something that is not told, such as a flag that data were loaded.
+    """
+    if setter.name == "__post_init__":
+        return set()
+    given = {one.arg for one in (*setter.args.posonlyargs, *setter.args.args, *setter.args.kwonlyargs)}
+    attributes = [node for node in ast.walk(setter) if isinstance(node, ast.Attribute)]
+    read = {node.attr for node in attributes if isinstance(node.ctx, ast.Load) and ast.unparse(node.value) == "self"}
+    passed, computed = set[str](), set[str]()
+    for node in ast.walk(setter):
+        if isinstance(node, ast.Assign):
+            is_given = isinstance(node.value, ast.Name) and node.value.id in given
+            names = {target.attr for target in node.targets if isinstance(target, ast.Attribute)}
+            passed, computed = (passed | names, computed) if is_given else (passed, computed | names)
+    return passed - computed - read
 
 
 def _set_in_init(init: ast.FunctionDef, values: dict[str, Any]) -> dict[str, Any]:

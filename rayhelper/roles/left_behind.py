@@ -20,12 +20,9 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 from rayhelper.roles.methods import RoleMethod
-from rayhelper.roles.names import function_of, tree_of
+from rayhelper.roles.names import CHANGING, function_of, tree_of
 from rayhelper.roles.stale import Snapshot
 
-CHANGING = frozenset(
-    ("append", "add", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update")
-)
 _STATE_DICT = "state_dict()"
 _TRAINING = frozenset(("backward", "step"))
 
@@ -41,7 +38,7 @@ class LeftBehind:
     """Of one object of the driver."""
 
     def __init__(self) -> None:
-        self.seen: set[str] = set()  # locations of methods
+        self.seen: set[str] = set()  # names of methods
         self.changed_by: dict[str, str] = {}  # by attribute, the method as messages name it
 
     def note(self, method: RoleMethod[..., Any], target: Any, title: str, snapshot: Snapshot) -> None:

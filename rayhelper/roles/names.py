@@ -20,10 +20,13 @@ from rayhelper.device_groups import DRIVER
 from rayhelper.errors import RoleError
 from rayhelper.roles.classes import role_methods
 from rayhelper.roles.methods import RoleMethod, find_method
-from rayhelper.roles.project import is_of_project
+from rayhelper.roles.project import is_of_project, is_users
 
 PLAIN = (bool, int, float, str, type(None))  # globals that are compared: by value
 MISSING = object()
+CHANGING = frozenset(
+    ("append", "add", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update")
+)  # methods that change a list, dict or set in place
 
 
 @dataclass
@@ -242,8 +245,7 @@ def _named(node: ast.AST, namespace: dict[str, Any]) -> Any:
 
 
 def _is_users(value: FunctionType | type) -> bool:
-    module = sys.modules.get(str(value.__module__))
-    return module is not None and (module.__name__ == "__main__" or is_of_project(module.__name__, module))
+    return is_users(str(value.__module__))
 
 
 class Reached(NamedTuple):

@@ -20,6 +20,12 @@ def is_of_project(name: str, module: Any) -> bool:
     return root not in installed_modules()
 
 
+@functools.lru_cache(4096)
+def is_users(name: str) -> bool:
+    """Whether a module, by its name, is the main module or a loaded one of the user's project."""
+    return name == "__main__" or (name in sys.modules and is_of_project(name, sys.modules[name]))
+
+
 @functools.cache
 def installed_modules() -> frozenset[str]:
     """The top-level modules of installed packages, as they were when first asked for: reading them takes a while."""

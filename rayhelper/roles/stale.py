@@ -162,10 +162,7 @@ def _is_same(value: Any, before: Any) -> bool:
         is_named = (value.__module__, value.__qualname__) == (before.__module__, before.__qualname__)
         return is_named and _is_equal(*of_both)
     if type(value) is type(before) and isinstance(value, (*PLAIN, dict, list, tuple, set)):
-        try:
-            return bool(value == before) or value != value
-        except Exception:  # of arrays in them
-            return False
+        return _is_equal(value, before) or (isinstance(value, float) and value != value)
     return False
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from rayhelper.errors import DispatchError, WorkerError
-from rayhelper.roles.project import is_of_project
+from rayhelper.roles.project import is_users
 from rayhelper.values.dispatch import Whole, bare, label_of
 from rayhelper.values.slicing import instance_of
 
@@ -130,7 +130,7 @@ def _contents(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f" (its variable {name!r})", cell.cell_contents) for name, cell in held if _is_filled(cell))
     elif isinstance(value, MethodType):
         yield ".__self__", value.__self__
-    elif not isinstance(value, type) and _is_users(type(value).__module__):
+    elif not isinstance(value, type) and is_users(type(value).__module__):  # through others nobody wants to look
         yield from ((f".{name}", item) for name, item in getattr(value, "__dict__", {}).items())
 
 
@@ -139,9 +139,3 @@ def _is_filled(cell: Any) -> bool:
         return cell.cell_contents is not cell
     except ValueError:  # the variable is not set yet
         return False
-
-
-@functools.lru_cache(4096)
-def _is_users(name: str) -> bool:
-    """Whether a module is of the user's project: through objects of other classes nobody wants to look."""
-    return name == "__main__" or (name in sys.modules and is_of_project(name, sys.modules[name]))

@@ -28,6 +28,8 @@ from pathlib import Path, PurePath
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+from rayhelper.roles.names import CHANGING
+
 Place = tuple[str, ...]  # a module, and the names that lead from it to what was set
 _BAGS = (SimpleNamespace, Namespace)
 _KINDS = {"staticmethod", "classmethod", "property"}
@@ -36,9 +38,6 @@ _MISSING = object()
 REMOVED = "<nothing: the driver has removed it>"
 AS_WRITTEN = "<the function that the source defines>"  # it would be pickled by its name, which is the other one's now
 _as_imported: dict[Place, Any] = {}  # on a worker: what stood in a place before something was set there
-_CHANGING = frozenset(
-    ("append", "add", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update")
-)
 
 
 class Changes:
@@ -367,7 +366,7 @@ def _bound(body: list[ast.stmt]) -> list[str]:
             found.append(node.attr)  # a statement of the module sets it
         elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             found.append(ast.unparse(node.value))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING:
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
             found.append(ast.unparse(node.func.value))
         waiting += ast.iter_child_nodes(node)
     return found
@@ -383,9 +382,7 @@ def _counters(tree: ast.Module) -> set[str]:
                 if isinstance(node, ast.AugAssign):
                     read.add(_last_name(node.target))
                     changed.add(_last_name(node.target))
-                elif (
-                    isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING
-                ):
+                elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
                     changed.add(_last_name(node.func.value))
                 elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
                     changed.add(_last_name(node.value))
@@ -408,9 +405,9 @@ def _read_at(node: ast.AST) -> Iterator[str]:
     """The names that a node reads; a list that is only changed in place is not read."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load):
-            is_changed = child.attr in _CHANGING and isinstance(node, ast.Call) and node.func is child
+            is_changed = child.attr in CHANGING and isinstance(node, ast.Call) and node.func is child
             yield "" if is_changed else child.attr
         elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Load):
             in_place = isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load) and node.value is child
-            if not in_place and not (isinstance(node, ast.Attribute) and node.attr in _CHANGING):
+            if not in_place and not (isinstance(node, ast.Attribute) and node.attr in CHANGING):
                 yield child.id

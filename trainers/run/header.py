@@ -96,7 +96,7 @@ def _steps(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Ite
 
 def _cut(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
     if config.token_budget == "auto":
-        yield "micro-batches: token_budget: auto (a GPU measures it in the first step, and logs the number that fixes it)"
+        yield "micro-batches: token_budget: auto (a GPU measures it in step 1, and logs the number that fixes it)"
 
 
 def _translated(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:

@@ -294,7 +294,8 @@ def test_others_keys_say_what_ours_say(kind: type[Any], text: str, keys: dict[st
     if "use_vllm: true" in text and kind is GRPOConfig:
         keys = {"rollout_importance_sampling_correction": True} | keys  # as TRL's use_vllm means
     found = load(kind, text, tmp_path)
-    keys = {"token_budget": found.token_budget} | keys  # by default it follows from other keys: test_defaults.py
+    if hasattr(found, "token_budget"):  # by default it follows from other keys: test_defaults.py
+        keys = {"token_budget": found.token_budget} | keys
     assert found == dataclasses.replace(load(kind, "", tmp_path), **keys)
 
 

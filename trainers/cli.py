@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from rayhelper import ConfigError, DeviceGroups, RayHelper, RayHelperError
+from rayhelper import ConfigError, DeviceGroups, RayHelper, RayHelperError, logs
 from rayhelper.device_groups.keys import SHARE_KEY, SIZE_KEYS
 from rayhelper.planning.role_kinds import RoleKind, declared_name, declared_roles, default_hosts
 from rayhelper.text import nearest, parse_text
@@ -47,15 +47,14 @@ def main(name: str, argv: Sequence[str] | None = None) -> None:
 
 def _main(name: str, argv: Sequence[str] | None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    for noisy in ("httpx", "httpx2", "datasets", "absl", "torch"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         arguments = sys.argv[1:] if argv is None else argv
-        command = _command(name, arguments)
-        if _is_other_process():  # one process shows progress
-            os.environ.update({"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"})
-        config, header = read_config(command.config_type, arguments, prog=f"python -m trainers {name}")
-        run(command.trainer, config, header)
+        with logs.apart(_log_level(arguments)):
+            command = _command(name, arguments)
+            if _is_other_process():  # one process shows progress
+                os.environ.update({"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"})
+            config, header = read_config(command.config_type, arguments, prog=f"python -m trainers {name}")
+            run(command.trainer, config, header)
     except ConfigError as error:
         _end(f"error: {error}", 2)
     except KeyboardInterrupt:
@@ -74,6 +73,12 @@ def _command(name: str, arguments: Sequence[str]) -> Command:
         return found if task is None else command_named(name, task_type=task)
     export_env(arguments)
     return command_named(name, plain(given_keys(arguments, [])[0].values.get("rlhf_type")))
+
+
+def _log_level(arguments: Sequence[str]) -> str:
+    """Before libraries are imported, some of which look once; what is wrong with it, the configuration says."""
+    said = plain(given_keys(arguments, [])[0].values.get("log_level"))
+    return said if isinstance(said, str) and said in logs.LEVELS else "passive"
 
 
 def uses_ray(arguments: Sequence[str]) -> bool:
@@ -115,6 +120,9 @@ def run(trainer: Any, config: Any, header: str | None = None) -> dict[str, float
 def _run(trainer: Any, config: Any, header: str | None) -> dict[str, float]:
     os.environ.update({name: str(value) for name, value in config.env.items()})
     num_processes = _num_processes()
+    folder = getattr(config, "run_folder", None)
+    process = f"rank-{os.environ['RANK']}" if num_processes > 1 else "driver"
+    keeping = contextlib.nullcontext() if folder is None else logs.kept(folder / "logs", process)
     if config.use_ray and num_processes > 1:
         raise ConfigError(
             f"torchrun started {num_processes} processes, each of which would start the workers of use_ray. Start one "
@@ -127,22 +135,21 @@ def _run(trainer: Any, config: Any, header: str | None) -> dict[str, float]:
             what = "is not used" if limits is None else "is used for timeout_s alone"
             logging.getLogger(__name__).info("device_groups %s, because use_ray is false", what)
         _tell(header)
-        if limits is None:
-            return _trained(trainer, config)
-        with RayHelper.session(limits, runtime="off"):
+        with keeping, contextlib.nullcontext() if limits is None else RayHelper.session(limits, runtime="off"):
             return _trained(trainer, config)
     groups = placement(trainer, config, num_processes)
     _check_run(trainer, config, groups)
     _tell(header)
     if num_processes > 1:
-        with RayHelper.session(groups, runtime="torchrun"):
+        with keeping, RayHelper.session(groups, runtime="torchrun"):
             return _trained(trainer, config)
 
     def on_ray(config: Any) -> dict[str, float]:
         with RayHelper.session(groups, ray_address=config.ray_address), ends_by_sigterm():  # Ray has put its own
             return _trained(trainer, config)
 
-    return going_on(config, on_ray)
+    with keeping:
+        return going_on(config, on_ray)
 
 
 def _limits(trainer: Any, config: Any) -> DeviceGroups | None:

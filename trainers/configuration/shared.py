@@ -109,6 +109,8 @@ class RunConfig:
     """Name of the run in wandb."""
     logging_steps: int = 10
     """Optimizer steps between lines on the console; the metrics files hold every step."""
+    log_level: Literal["passive", "debug", "info", "warning", "error", "critical"] = "passive"
+    """Of the console. passive: libraries speak when something is wrong; all of it is in ``output_dir/logs``."""
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
     """tensorboard, wandb, swanlab, none."""
 

@@ -30,9 +30,15 @@ WITHOUT_PROGRESS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PR
 VLLMS = {"VLLM_CONFIGURE_LOGGING": "0"}  # its lines then come here, and not to a handler of its own
 OUTDATED = (FutureWarning, DeprecationWarning, PendingDeprecationWarning)
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-LEVELS = {  # by transformers' names: the least that the project says on the console, and libraries
+LEVELS: dict[
+    str, tuple[int, int]
+] = {  # by transformers' names: the least that the project says on the console, and libraries
     "passive": (logging.INFO, logging.WARNING),
-    **{name: (getattr(logging, name.upper()),) * 2 for name in ("debug", "info", "warning", "error", "critical")},
+    "debug": (logging.DEBUG, logging.DEBUG),
+    "info": (logging.INFO, logging.INFO),
+    "warning": (logging.WARNING, logging.WARNING),
+    "error": (logging.ERROR, logging.ERROR),
+    "critical": (logging.CRITICAL, logging.CRITICAL),
 }
 
 

@@ -77,8 +77,10 @@ def _command(name: str, arguments: Sequence[str]) -> Command:
 
 def _log_level(arguments: Sequence[str]) -> str:
     """Before libraries are imported, some of which look once; what is wrong with it, the configuration says."""
-    said = plain(given_keys(arguments, [])[0].values.get("log_level"))
-    return said if isinstance(said, str) and said in logs.LEVELS else "passive"
+    with contextlib.suppress(ConfigError):
+        said = plain(given_keys(arguments, [])[0].values.get("log_level"))
+        return said if isinstance(said, str) and said in logs.LEVELS else "passive"
+    return "passive"
 
 
 def uses_ray(arguments: Sequence[str]) -> bool:

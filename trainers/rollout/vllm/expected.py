@@ -16,7 +16,9 @@ EXPECTED: dict[str, tuple[str, ...]] = {  # by logger: how the message begins
         "Enforce eager set",  # by the key vllm_enforce_eager
         "Inductor compilation was disabled by user settings",
     ),
-    "vllm.v1.engine.input_processor": ("Passing raw prompts to InputProcessor",),  # of token ids, which need no renderer
+    "vllm.v1.engine.input_processor": (
+        "Passing raw prompts to InputProcessor",
+    ),  # of token ids, which need no renderer
     "vllm.renderers.base": ("Using None for EOS token id",),  # stop tokens stand in every request
     "vllm.v1.worker.cpu_worker": ("CPU backend doesn't allow to use `torch.set_num_threads`",),  # put back too
 }

@@ -42,7 +42,7 @@ def parsed(side: str) -> tuple[str, dict[str, Any]]:
 
 
 def run_side(command: list[str], steps_file: Path, log: Path, limit_s: float) -> dict[str, Any]:
-    """The steps of a command, when each ended (seconds since the start), the peak of the GPU's memory, and how it ended.
+    """The steps of a command, when each ended (seconds since the start), the peak of memory, and how it ended.
 
     Nothing that the command started is left.
     """

@@ -106,5 +106,14 @@ def test_an_engine_of_vllm_says_nothing_where_nothing_is_wrong(tmp_path: Path) -
     assert "Enforce eager set" in kept
 
 
-CONSOLE = ("grpo: ", "data: ", "roles: ", "steps: ", "micro-batches: ", "INFO trainers.", "the model is in ", "step ")
+CONSOLE = (
+    "grpo: ",
+    "data: ",
+    "roles: ",
+    "steps: ",
+    "chosen by the run: ",
+    "INFO trainers.",
+    "the model is in ",
+    "step ",
+)
 OF_CPUS = ("Triton", "NUMA binding", "libtcmalloc", "libiomp", "SSM cache")  # warnings of vLLM that a GPU does not have

@@ -244,8 +244,9 @@ class TrainConfig(SavingConfig, MegatronConfig, TunerConfig, RunConfig):
     padding_free: bool = False
     """Pass the sequences of a micro-batch through the model as one row of documents, without padding; backend: megatron
     always does."""
-    gradient_checkpointing: bool = False
-    """Compute activations twice instead of keeping them: less memory, more time."""
+    gradient_checkpointing: bool | Literal["auto"] = False
+    """Compute activations twice instead of keeping them: less memory, more time. auto (backend: fsdp; of a file that
+    does not say it): where a GPU has no room for them, by the numbers of ``rayhelper plan``."""
     disable_dropout: bool = True
     """Train without dropout, the model's and the adapter's."""
     router_aux_loss_coef: float = 0.0
@@ -425,6 +426,8 @@ def _check_backend(config: TrainConfig) -> None:
     """Raises ConfigError for keys that the other backend reads, and for those of megatron that break each other."""
     if config.backend == "megatron":
         unread(config, "backend is megatron, which does not read it", *OF_FSDP)
+        if config.gradient_checkpointing == "auto":
+            raise ConfigError("gradient_checkpointing: auto is of backend: fsdp. Write true or false.")
         if config.router_aux_loss_coef:
             raise ConfigError(
                 f"router_aux_loss_coef is {config.router_aux_loss_coef}, which is of transformers' losses, but backend "
@@ -438,7 +441,7 @@ def _check_backend(config: TrainConfig) -> None:
             optim=config.optim,
             optim_kwargs=config.optim_kwargs,
             token_budget=micro_batch_tokens(config),
-            gradient_checkpointing=config.gradient_checkpointing,
+            gradient_checkpointing=config.gradient_checkpointing is True,
         ):
             raise ConfigError(mistake)
         return
@@ -470,7 +473,7 @@ def _check_sequences(config: TrainConfig) -> None:
 def megatron_settings(config: TrainConfig) -> MegatronSettings:
     """What the keys say to ``backend: megatron``, all but the fields in ``megatron``."""
     return settings_of(
-        config, gradient_checkpointing=config.gradient_checkpointing, optimizer_offload=config.optimizer_offload
+        config, gradient_checkpointing=config.gradient_checkpointing is True, optimizer_offload=config.optimizer_offload
     )
 
 

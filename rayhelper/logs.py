@@ -68,7 +68,8 @@ def apart(level: str) -> Iterator[None]:
     least = root.level
     handlers = [one for one in root.handlers if _is_console(one)]
     os.environ.update(given)
-    root.setLevel(min(logging.INFO, *LEVELS[level]))
+    if LEVELS[level][0] < logging.INFO:
+        root.setLevel(LEVELS[level][0])
     for handler in handlers:
         handler.addFilter(shown)
     try:

@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper, RayHelperError, logs
@@ -30,7 +30,7 @@ from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.reading.command_line import export_env, given_keys, load_config, read_config
 from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.reading.text import save_config
-from trainers.configuration.shared import TrainConfig
+from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.run.folder_lock import held
 from trainers.run.going_on import going_on
 from trainers.run.stopping import Stopped, ends_by_sigterm, ends_with_parent
@@ -122,9 +122,7 @@ def run(trainer: Any, config: Any, header: str | None = None) -> dict[str, float
 def _run(trainer: Any, config: Any, header: str | None) -> dict[str, float]:
     os.environ.update({name: str(value) for name, value in config.env.items()})
     num_processes = _num_processes()
-    folder = getattr(config, "run_folder", None)
-    process = f"rank-{os.environ['RANK']}" if num_processes > 1 else "driver"
-    keeping = contextlib.nullcontext() if folder is None else logs.kept(folder / "logs", process)
+    keeping = _logging(config, f"rank-{os.environ['RANK']}" if num_processes > 1 else "driver")
     if config.use_ray and num_processes > 1:
         raise ConfigError(
             f"torchrun started {num_processes} processes, each of which would start the workers of use_ray. Start one "
@@ -152,6 +150,15 @@ def _run(trainer: Any, config: Any, header: str | None) -> dict[str, float]:
 
     with keeping:
         return going_on(config, on_ray)
+
+
+@contextlib.contextmanager
+def _logging(config: Any, process: str) -> Iterator[None]:
+    """Inside, lines of logging go where ``log_level`` says, and into a file in the folder of the run."""
+    folder = getattr(config, "run_folder", None)
+    keeping = contextlib.nullcontext() if folder is None else logs.kept(folder / "logs", process)
+    with logs.apart(config.log_level) if isinstance(config, RunConfig) else contextlib.nullcontext(), keeping:
+        yield
 
 
 def _limits(trainer: Any, config: Any) -> DeviceGroups | None:

@@ -218,7 +218,7 @@ def _loggers() -> Iterator[LoggerState]:
 
 
 def _state_of(name: str, logger: logging.Logger) -> LoggerState:
-    handlers = logger.handlers
+    handlers = [one for one in logger.handlers if not isinstance(one, logging.NullHandler)]  # which write nothing
     to_console = [one for one in handlers if getattr(one, "stream", None) in (sys.stderr, sys.stdout)]
     chosen = next(iter([*to_console, *handlers]), None)
     if chosen is None:

@@ -71,6 +71,10 @@ class Net:
         return [str(product.dtype), (weight * 2).requires_grad, torch.is_inference_mode_enabled()]
 
     @RayHelper.function(group="net")
+    def handlers_of(self, name: str) -> int:
+        return len(logging.getLogger(name).handlers)
+
+    @RayHelper.function(group="net")
     def logging_of(self, name: str) -> list[Any]:
         root = logging.getLogger()
         formats = [handler.formatter._fmt for handler in root.handlers if handler.formatter]
@@ -359,9 +363,12 @@ def test_levels_and_format_of_logging_hold_on_workers(on_ray: None) -> None:
     try:
         root.setLevel(logging.INFO)
         logging.getLogger("mine.here").setLevel(logging.DEBUG)
-        seen = Net().logging_of("mine.here")
+        logging.getLogger("mine.silent").addHandler(logging.NullHandler())
+        seen, silent = Net().logging_of("mine.here"), Net().handlers_of("mine.silent")
     finally:
         root.removeHandler(handler)
         root.setLevel(level)
         logging.getLogger("mine.here").setLevel(logging.NOTSET)
+        logging.getLogger("mine.silent").handlers.clear()
+    assert silent == [0, 0], "a handler that writes nothing is none"
     assert seen == [[logging.INFO, logging.DEBUG, [FORMAT]]] * 2

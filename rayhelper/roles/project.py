@@ -11,9 +11,13 @@ from typing import Any
 
 def is_of_project(name: str, module: Any) -> bool:
     """Whether a loaded module is one of the user's project; the main module is not asked for."""
-    root = name.partition(".")[0]
     file = getattr(module, "__file__", None)
-    if not file or root in sys.stdlib_module_names or root == "rayhelper":
+    return bool(file) and _is_of_project(name.partition(".")[0], file)
+
+
+@functools.lru_cache(65536)  # all loaded modules are asked about whenever an object is constructed
+def _is_of_project(root: str, file: str) -> bool:
+    if root in sys.stdlib_module_names or root == "rayhelper":
         return False
     if any(part in ("site-packages", "dist-packages") for part in file.split(os.sep)):
         return False

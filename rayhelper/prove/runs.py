@@ -12,39 +12,27 @@ values agree within a tolerance. A whole number that is the number of workers in
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from rayhelper.errors import ConfigError, RayHelperError
 from rayhelper.helper import RayHelper
-from rayhelper.prove.watching import Seen, WatchedOff, Watcher
+from rayhelper.prove.causes import rank_of_error
+from rayhelper.prove.comparing import Difference, Ended, differences
+from rayhelper.prove.evidence import Evidence, Observer
+from rayhelper.prove.watching import WatchedOff, Watcher, in_role
 from rayhelper.roles.runtime import state
 from rayhelper.runtimes.inprocess import ProcessesNeededError
-from rayhelper.values.contents import Contents
 from rayhelper.worker.random_streams import RandomState
 
 TOLERANCE = 1e-4  # between one worker and two
 _ENTRIES = ("train", "run", "fit", "main")  # methods that are looked for, in order
 _PLACEMENT_KEYS = ("use_ray", "device_groups", "ray_address", "colocate_groups")
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first thing in which two runs of a program differ."""
-
-    runs: tuple[str, str]
-    call: int  # the number of the call, or of the construction, from 1
-    title: str
-    what: str
-    cause: str
-
-    def __str__(self) -> str:
-        one, other = self.runs
-        return f"{one} | {other}: call {self.call}, {self.title}: {self.what}. Likely cause: {self.cause}"
 
 
 def prove(program: Callable[[], Any], roles: Collection[str], *, ray: bool = True) -> list[Difference]:
@@ -69,10 +57,21 @@ def prove(program: Callable[[], Any], roles: Collection[str], *, ray: bool = Tru
             raise run.error  # there is nothing to compare with
         if not isinstance(run.error, ProcessesNeededError):
             runs[name] = run
+
+    @functools.cache
+    def watch(number: int) -> Evidence:
+        began_with.restore()
+        observer = Observer(number, in_role)
+        observer.ended(0)
+        _watched(program, roles, 0, {}, observer)
+        return observer.evidence
+
+    found: list[Difference] = []
+    for one, other, tolerance in _PAIRS:
+        if one in runs and other in runs:
+            found += differences((one, other), runs[one], runs[other], tolerance, watch)
     began_with.restore()
-    pairs = [pair for pair in _PAIRS if pair[0] in runs and pair[1] in runs]
-    found = [_first_difference((one, other), runs[one], runs[other], tolerance) for one, other, tolerance in pairs]
-    return [difference for difference in found if difference is not None]
+    return found
 
 
 _RUNS: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -91,21 +90,15 @@ _PAIRS = (  # the second of a pair is compared with the first, by this tolerance
 )
 
 
-@dataclass
-class Ended:
-    """What a run came to: its calls, and what ended it."""
-
-    seen: list[Seen]
-    error: Exception | None
-
-    @property
-    def how(self) -> str:
-        return "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
-
-
-def _watched(program: Callable[[], Any], roles: Collection[str], workers: int, options: dict[str, Any]) -> Ended:
-    """A run of so many workers; 0: with Ray off."""
-    watcher = Watcher(max(1, workers))
+def _watched(
+    program: Callable[[], Any],
+    roles: Collection[str],
+    workers: int,
+    options: dict[str, Any],
+    observer: Observer | None = None,
+) -> Ended:
+    """A run of so many workers; 0: with Ray off, which an ``observer`` may watch."""
+    watcher = Watcher(max(1, workers), observer)
     ended: Exception | None = None
     if state.active is not None:
         raise RayHelperError("prove makes sessions of its own. Call it outside of RayHelper.session, after teardown.")
@@ -121,87 +114,10 @@ def _watched(program: Callable[[], Any], roles: Collection[str], workers: int, o
     except Exception as error:
         ended = error
     finally:
+        if observer is not None:
+            observer.close()
         RayHelper.teardown()
-    return Ended(watcher.seen, ended)
-
-
-def _first_difference(runs: tuple[str, str], one: Ended, other: Ended, tolerance: float) -> Difference | None:
-    seen, seen_there = one.seen, other.seen
-    for number, (here, there) in enumerate(zip(seen, seen_there, strict=False), 1):
-        for what, cause in _differences(here, there, tolerance):
-            return Difference(runs, number, here.title, what, cause)
-    number = min(len(seen), len(seen_there))
-    if (one.error is None) != (other.error is None):
-        name, failed = (runs[0], one) if one.error is not None else (runs[1], other)
-        title = failed.seen[-1].title if failed.seen else "the program"
-        return Difference(runs, number, title, f"{name} ended with {failed.how}", "what the error says")
-    if len(seen) != len(seen_there):
-        more = (seen if len(seen) > len(seen_there) else seen_there)[number].title
-        return Difference(runs, number + 1, more, "only one of the runs makes this call", _OF_THE_DRIVER)
-    return None
-
-
-_OF_THE_DRIVER = (
-    "the driver's own code: random numbers that main does not seed, an order of a set or of files, the time, or what a "
-    "role changed in an object that the driver shares with it"
-)
-_OF_SEEDS = "random numbers without a seed of main, or what __init__ reads of the process (time, pid, environment)"
-_OF_THE_ROLE = (
-    "random numbers that both the driver and the role draw (dropout and a shuffle share one generator off: give one of "
-    "them a torch.Generator of its own), an argument that was changed in place, or state outside of the object: a "
-    "module's globals, a class's attributes, the clock, a uuid, a file that is written, the process (environment, pid, "
-    "folder, hash() of a text, the order of a set)"
-)
-_OF_WORKERS = "the result depends on how the rows are divided: a mean over a shard, a random number a worker, a rank"
-
-
-def _differences(here: Seen, there: Seen, tolerance: float) -> Iterator[tuple[str, str]]:
-    """What differs of one call, with the likely cause."""
-    if here.title != there.title:
-        yield f"the other run calls {there.title}", _OF_THE_DRIVER
-        return
-    same = {name for name in here.relative.keys() & there.relative.keys() if _as_counts(name, here, there, tolerance)}
-    for name in here.arguments.keys() - same:
-        if name in there.arguments and not here.arguments[name].equals(there.arguments[name], tolerance):
-            how = _how(here.arguments[name], there.arguments[name])
-            at = here.arguments[name].differs_at(there.arguments[name], tolerance)
-            yield f"argument {name!r}{at} {how}", _OF_THE_DRIVER
-    if bool(here.raised) != bool(there.raised):
-        yield f"only one of the runs raises {here.raised or there.raised}", "what the error says"
-    is_constructor = here.title.endswith(".__init__")
-    elsewhere = _OF_SEEDS if is_constructor else _OF_WORKERS if tolerance else _OF_THE_ROLE
-    alike = here.num_workers == there.num_workers
-    both = here.value is not None and there.value is not None and (alike or here.is_collected)
-    if both and "value" not in same and not here.value.equals(there.value, tolerance):  # type: ignore[union-attr, arg-type]
-        at = here.value.differs_at(there.value, tolerance)  # type: ignore[union-attr, arg-type]
-        rank = at[1 : at.find("]")] if at and alike and not here.is_collected else ""
-        told = f" (value{at}{f' of rank {rank}' if rank else ''})" if at else ""
-        yield f"its value{told} {_how(here.value, there.value)}", elsewhere  # type: ignore[arg-type]
-    if alike:
-        for rank, (state_here, state_there) in enumerate(zip(here.states, there.states, strict=False)):
-            for name in state_here.keys() & state_there.keys():
-                for attribute in state_here[name].keys() & state_there[name].keys():
-                    one, other = state_here[name][attribute], state_there[name][attribute]
-                    if not one.equals(other, tolerance):
-                        at = one.differs_at(other, tolerance)
-                        yield f"afterwards {name}.{attribute}{at} of rank {rank} {_how(one, other)}", elsewhere
-
-
-def _as_counts(name: str, here: Seen, there: Seen, tolerance: float) -> bool:
-    """Whether an argument or the value is the same if the number of workers counts as the same."""
-    return here.relative[name].equals(there.relative[name], tolerance)
-
-
-def _how(one: Contents, other: Contents) -> str:
-    if one.is_reordered(other):
-        return "holds the same items in another order"
-    if one.exact != other.exact:
-        return "holds other items, or of another type or shape"
-    pairs = [(a, b) for a, b in zip(one.sums, other.sums, strict=False) if a != b]
-    if not pairs:
-        return "holds other items"
-    (_, size), (_, other_size) = pairs[0]
-    return f"holds other numbers (their absolute values sum up to {size:.9g} and {other_size:.9g})"
+    return Ended(watcher.seen, ended, None if ended is None else rank_of_error(ended))
 
 
 # By the class's name

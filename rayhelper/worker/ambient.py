@@ -54,7 +54,7 @@ class Ambient:
         torch = sys.modules.get("torch")
         return cls(
             RandomState.here(),
-            None if torch is None else _flags(torch),
+            None if torch is None else flags_of(torch),
             tuple(_loggers()),
             logging.root.manager.disable,
         )
@@ -111,7 +111,7 @@ _TORCH: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
 }
 
 
-def _flags(torch: Any) -> dict[str, Any]:
+def flags_of(torch: Any) -> dict[str, Any]:
     """What ``_TORCH`` names, as it is set here."""
     return {name: get(torch) for name, (get, _) in _TORCH.items()}
 
@@ -165,7 +165,7 @@ class DriverMode:
     def constructing(self) -> None:
         """The workers are told all seeds and defaults now."""
         torch = sys.modules.get("torch")
-        self.flags = None if torch is None else _flags(torch)
+        self.flags = None if torch is None else flags_of(torch)
         self.random.constructing()
 
     def of_call(self, restarts_left: int) -> Mode | None:
@@ -177,7 +177,7 @@ class DriverMode:
         new = self.random.of_call()
         if torch is None:
             return None if new is None else Mode(True, False, (), True, new, None)
-        flags = _flags(torch)
+        flags = flags_of(torch)
         is_told = flags == self.flags and self.restarts_left in (None, restarts_left)
         self.flags, self.restarts_left = flags, restarts_left
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()

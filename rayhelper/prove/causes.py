@@ -61,9 +61,13 @@ class Case:
 
 
 def _note(seen: Seen, rank: int | None) -> Note | None:
-    at = rank or 0
-    notes = seen.workers[at].notes if at < len(seen.workers) else []
+    """What a worker noted of the call; of one worker alone, whatever the rank."""
+    notes = seen.workers[_at(seen, rank)].notes if seen.workers else []
     return next((note for note in reversed(notes) if note.title == seen.name), None)
+
+
+def _at(seen: Seen, rank: int | None) -> int:
+    return rank if rank is not None and rank < len(seen.workers) else 0
 
 
 # Errors: what they say, and the kind of mistake
@@ -93,11 +97,10 @@ def of_error(told: str) -> Cause:
     return Cause(kind, "what the error says" if kind == "error" else f"{kind}, as the error says")
 
 
-def rank_of_error(error: BaseException) -> int | None:
-    """The rank that raised it, by its notes."""
-    told = " ".join([*getattr(error, "__notes__", ()), str(error)])
-    found = re.search(r"on rank (\d+) of group", told)
-    return int(found[1]) if found else None
+def argument_of_error(told: str) -> str:
+    """The argument that an error names; empty: none."""
+    found = re.search(r"argument '(\w+)'", told)
+    return found[1] if found else ""
 
 
 # Differences
@@ -162,8 +165,7 @@ def _ambient(case: Case) -> Iterator[Cause]:
 
 
 def _after(seen: Seen, rank: int | None) -> dict[str, str]:
-    at = rank or 0
-    return seen.workers[at].settings if at < len(seen.workers) else {}
+    return seen.workers[_at(seen, rank)].settings if seen.workers else {}
 
 
 def _in_place(case: Case) -> Iterator[Cause]:
@@ -202,6 +204,22 @@ def _seeds(case: Case) -> Iterator[Cause]:
 
 def _whose(case: Case) -> str:
     return "the driver's own code" if case.place == "argument" else f"the role's code in {case.here[-1].title}"
+
+
+def _earlier(case: Case) -> Iterator[Cause]:
+    """What was read before the call, and may be kept since."""
+    in_role = case.place != "argument"
+    for what, words in (
+        (ENTROPY, "random numbers without a seed of main: taken from the system"),
+        (UUID, "a uuid"),
+        (CLOCK, "the clock"),
+        (PROCESS, "the process (pid, host)"),
+    ):
+        read = case.evidence.first(what, in_role=in_role, before=True)
+        if read is not None:
+            kind = {ENTROPY: "seed", UUID: "uuid", CLOCK: "time", PROCESS: "process"}[what]
+            outside = "state outside of the object: " if what != ENTROPY else ""
+            yield Cause(kind, f"{outside}{words} in an earlier call, {read}, and kept since")
 
 
 def _draws(case: Case) -> Iterator[Cause]:
@@ -243,12 +261,12 @@ def _driver_draws(case: Case) -> Iterator[Cause]:
         return
     moved = [name for name in sorted(drawn) if here[-2].random.get(name) != there[-2].random.get(name)]
     if moved:
-        kind = "order of rows" if case.unlike.how == "order" else "one generator for driver and role"
+        use = " to order the rows" if case.unlike.how == "order" else ""
         yield Cause(
-            kind,
+            "one generator for driver and role",
             f"random numbers that both the driver and a role draw: the generator of {moved[0]}, which the driver's own "
-            f"code uses{' to order the rows' if case.unlike.how == 'order' else ''}. With Ray off they share it. Give "
-            "one of them a generator of its own, such as torch.Generator().manual_seed(seed)",
+            f"code uses{use}. With Ray off they share it. Give one of them a generator of its own, such as "
+            "torch.Generator().manual_seed(seed)",
         )
 
 
@@ -256,7 +274,7 @@ def _rank(case: Case) -> Iterator[Cause]:
     read = case.evidence.first(RANK, in_role=True)
     if read is None:
         ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
-        found = [one for one in case.evidence.reads if one.what == ENVIRONMENT and one.in_role]
+        found = [one for one in case.evidence.of_call(in_role=True) if one.what == ENVIRONMENT]
         read = next((one for one in found if any(repr(name) in one.how for name in ranks)), None)
     if read is not None:
         told = f"{_ROWS}, or on which rank has them" if case.tolerance else "the result depends on the worker"
@@ -291,9 +309,7 @@ def _settings(case: Case) -> Iterator[Cause]:
         one, other = case.here[-1].settings, case.there[-1].settings
     in_role = case.place != "argument"
     unlike = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
-    for read in case.evidence.reads:
-        if read.in_role is not in_role:
-            continue
+    for read in case.evidence.of_call(in_role=in_role):
         names = [name for name in unlike if name.startswith(VARIABLE) and repr(name[len(VARIABLE) :]) in read.how]
         if read.what == ENVIRONMENT and (names or not in_role):
             yield Cause(
@@ -402,7 +418,19 @@ def _rounding(case: Case) -> Iterator[Cause]:
 
 _OF_ROLES = (
     *(_ambient, _in_place, _rank, _draws, _seeds, _outside, _settings, _kept),
-    *(_own_state, _rounding, _orders, _shape_of),
+    *(_own_state, _earlier, _rounding, _orders, _shape_of),
 )
 _OF_CONSTRUCTORS = (_seeds, _outside, _settings, _rank, _ambient, _kept, _rounding, _orders, _shape_of)
-_OF_THE_DRIVER = (_in_place, _ambient, _seeds, _driver_draws, _outside, _settings, _orders, _kept, _rounding, _shape_of)
+_OF_THE_DRIVER = (
+    _in_place,
+    _ambient,
+    _seeds,
+    _driver_draws,
+    _outside,
+    _settings,
+    _orders,
+    _kept,
+    _earlier,
+    _rounding,
+    _shape_of,
+)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from rayhelper.prove.causes import Case, Cause, cause_of, of_calls, of_error
+from rayhelper.prove.causes import Case, Cause, argument_of_error, cause_of, of_calls, of_error
 from rayhelper.prove.evidence import Evidence
 from rayhelper.prove.held import Held, Signatures, Unlike
 from rayhelper.prove.watching import Seen
@@ -69,15 +70,23 @@ def differences(
             has_rounding = True
     number = min(len(one.seen), len(other.seen))
     if (one.error is None) != (other.error is None):
-        name, failed = (runs[0], one) if one.error is not None else (runs[1], other)
-        title = failed.seen[-1].title if failed.seen else "the program"
-        cause = of_error(failed.how)
-        what = f"{name} ended with {failed.how}"
-        yield Difference(runs, number, title, what, cause.told, cause.kind, rank=failed.rank)
+        yield _of_error(runs, one, other)
     elif len(one.seen) != len(other.seen):
         more = (one.seen if len(one.seen) > len(other.seen) else other.seen)[number].title
         cause = of_calls()
         yield Difference(runs, number + 1, more, "only one of the runs makes this call", cause.told, cause.kind)
+
+
+def _of_error(runs: tuple[str, str], one: Ended, other: Ended) -> Difference:
+    """The difference of two runs, one of which ended with an error."""
+    name, failed, whole = (runs[0], one, other) if one.error is not None else (runs[1], other, one)
+    number = len(failed.seen)
+    if (not failed.seen or not failed.seen[-1].raised) and number < len(whole.seen):
+        number += 1  # it was raised before the call was made
+    title = whole.seen[number - 1].title if 0 < number <= len(whole.seen) else "the program"
+    cause, argument = of_error(failed.how), argument_of_error(failed.how)
+    what = f"{name} ended with {failed.how}"
+    return Difference(runs, number, title, what, cause.told, cause.kind, failed.rank, argument)
 
 
 class Found(NamedTuple):
@@ -101,8 +110,15 @@ def _told(
     watch: Watch,
 ) -> Difference:
     if found.unlike is None:
-        cause = of_calls() if found.place == "calls" else of_error(here[-1].raised or there[-1].raised)
-        return Difference(runs, number, here[-1].title, found.what, cause.told, cause.kind, found.rank)
+        failed = here[-1] if here[-1].raised else there[-1]
+        cause = of_calls() if found.place == "calls" else of_error(failed.raised)
+        changed = [name for worker in failed.workers for note in worker.notes for name in note.changed]
+        argument = argument_of_error(failed.raised) or next(iter(changed), "")
+        if argument and argument not in found.what:
+            cause = cause._replace(told=f"{cause.told}: it is argument {argument!r}")
+        return Difference(
+            *(runs, number, here[-1].title, found.what, cause.told, cause.kind, found.rank), argument=argument
+        )
     case = Case(here, there, found.place, found.name, found.unlike, found.rank, tolerance, watch(number))
     cause = cause_of(case)
     argument = found.name if found.place in ("argument", "arrived") else ""
@@ -133,7 +149,8 @@ def _of_call(here: Seen, there: Seen, tolerance: float) -> Iterator[Found]:
     if alike:
         yield from _arrived(here, there, tolerance)
     if bool(here.raised) != bool(there.raised):
-        yield Found("raised", "", f"only one of the runs raises {here.raised or there.raised}")
+        what = f"only one of the runs raises {here.raised or there.raised}"
+        yield Found("raised", "", what, rank=here.raised_on if here.raised else there.raised_on)
     both = here.value is not None and there.value is not None and (alike or here.is_collected)
     if both and "value" not in same:
         unlike = here.value.unlike(there.value, tolerance)  # type: ignore[union-attr, arg-type]
@@ -208,19 +225,26 @@ def _rank_of_value(here: Seen, there: Seen, unlike: Unlike, alike: bool) -> int 
 
 def _rank_with(unlike: Unlike, whole: Held, parts: Sequence[tuple[int, Held | None]]) -> int | None:
     """The rank whose part of a value holds the item that differs; None: it cannot be told."""
-    path, item = unlike.path, unlike.item
-    leaf = whole.leaves.get(path)
-    if item is None or leaf is None or not leaf.slices:
-        head, _, last = path.rpartition("[")
-        leaf, number = whole.leaves.get(head), last.rstrip("]")
-        path, item = head, int(number) if number.isdigit() else None
-    if item is None or leaf is None or not leaf.slices or item >= len(leaf.slices[0]):
-        return None
-    for rank, part in parts:
-        own = part.leaves.get(path) if part is not None else None
-        if own is not None and own.slices and _has(own.slices[0], leaf.slices[0][item]):
-            return rank
+    for path, item in _items_of(unlike, whole):
+        leaf = whole.leaves[path]
+        for rank, part in parts:
+            own = part.leaves.get(path) if part is not None else None
+            if own is not None and own.slices and _has(own.slices[0], leaf.slices[0][item]):
+                return rank
     return None
+
+
+def _items_of(unlike: Unlike, whole: Held) -> Iterator[tuple[str, int]]:
+    """The items that hold a difference, each with the path of its array or list: the innermost first."""
+    steps = re.findall(r"\[.*?\]|\.\w+", unlike.path)
+    found = [(unlike.path, unlike.item)]
+    for k in range(len(steps) - 1, -1, -1):
+        number = steps[k].strip("[]")
+        found.append(("".join(steps[:k]), int(number) if number.isdigit() else None))
+    for path, item in found:
+        leaf = whole.leaves.get(path)
+        if item is not None and leaf is not None and leaf.slices and item < len(leaf.slices[0]):
+            yield path, item
 
 
 def _has(items: Signatures, item: Signatures) -> bool:

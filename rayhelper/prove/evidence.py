@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import io
 import itertools
+import linecache
 import os
 import platform
 import random
@@ -29,7 +30,7 @@ import numpy as np
 from rayhelper.helper import RayHelper
 from rayhelper.prove.held import Held, held_of
 from rayhelper.roles.names import tree_of
-from rayhelper.roles.project import is_of_project
+from rayhelper.roles.project import is_of_project, is_users
 
 # What is read, by the words that name it in a cause
 CLOCK, ENTROPY, UUID, PROCESS = "the clock", "the system's random source", "a uuid", "the process"
@@ -77,43 +78,63 @@ class Read:
     how: str  # "time.time_ns()"
     where: str  # "trainer.py:31"
     in_role: bool  # otherwise the driver's own code read it
+    call: int  # while the run was at this call, or before it since the one before
+
+    line: str = ""  # as it is written there
 
     def __str__(self) -> str:
-        return f"{self.how} at {self.where}"
+        return f"{self.how} at {self.where}" + (f" ({self.line})" if 0 < len(self.line) <= _LONGEST else "")
+
+
+_LONGEST = 100  # characters of a line that is shown
+
+
+def _place(code: CodeType, line: int, in_role: bool, call: int) -> tuple[str, bool, int, str]:
+    where = f"{os.path.basename(code.co_filename)}:{line}"
+    return where, in_role, call, linecache.getline(code.co_filename, line).strip()
 
 
 @dataclass
 class Evidence:
-    """What was seen of one call, and of the driver's code before it."""
+    """What was seen of a run up to one call."""
 
+    number: int  # of the call
     reads: list[Read] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)  # globals and the like that calls of the run have changed
 
-    def first(self, *what: str, in_role: bool) -> Read | None:
-        """The first read of one of these."""
-        return next((one for one in self.reads if one.what in what and one.in_role is in_role), None)
+    def first(self, what: str, *, in_role: bool, before: bool = False) -> Read | None:
+        """The first read of this in the call, or in the driver's code right before it; ``before``: in earlier ones."""
+        found = (one for one in self.reads if one.what == what and one.in_role is in_role)
+        return next((one for one in found if (one.call < self.number) is before), None)
+
+    def of_call(self, *, in_role: bool) -> list[Read]:
+        """What the call reads, or the driver's code right before it."""
+        return [one for one in self.reads if one.call == self.number and one.in_role is in_role]
 
 
 class Observer:
-    """Watches the code of one call of a run, and what lies before it since the call before."""
+    """Watches the code of a run up to the end of one call."""
 
-    def __init__(self, number: int, in_role: Callable[[], bool]) -> None:
-        self.number, self.in_role = number, in_role
-        self.evidence = Evidence()
+    def __init__(self, number: int, in_role: Callable[[], bool], before: dict[str, Held]) -> None:
+        """``before``: what ``kept`` gave before the first run."""
+        self.number, self.in_role, self.before = number, in_role, before
+        self.evidence = Evidence(number)
         self.codes = _codes()
-        self.executed: dict[CodeType, bool] = {}  # the user's, and whether a role ran it
-        self.lines: set[tuple[CodeType, int]] = set()  # of the user's code, that ran
-        self.before = dict(_kept())
-        self.is_on = False
+        self.executed: dict[CodeType, tuple[int, bool]] = {}  # the user's: at which call last, and whether in a role
+        self.lines: dict[tuple[CodeType, int], int] = {}  # of the user's code, that ran: at which call last
+        self.at = 1  # the call at which the run is
+        self.outer = sys.gettrace()
+        self.is_on = True
+
+    def begin(self) -> None:
+        """The run begins."""
+        sys.setprofile(self._note)
+        sys.settrace(self._trace)
 
     def ended(self, number: int) -> None:
-        """A call has ended, or (0) the run begins: the next one is watched if it is the one."""
-        if number == self.number - 1:
-            self.is_on = True
-            self.outer = sys.gettrace()
-            sys.setprofile(self._note)
-            sys.settrace(self._trace)
-        elif number >= self.number and self.is_on:
+        """A call has ended."""
+        self.at = number + 1
+        if number >= self.number:
             self.close()
 
     def close(self) -> None:
@@ -123,13 +144,13 @@ class Observer:
         sys.settrace(self.outer)
         sys.setprofile(None)
         self.is_on = False
-        for code, in_role in self.executed.items():
+        for code, (_, in_role) in self.executed.items():
             for how, line in _sets(code):
                 if (code, line) in self.lines:
-                    where = f"{os.path.basename(code.co_filename)}:{line}"
-                    self.evidence.reads.append(Read(SET, how, where, in_role))
-        names = {name for code in self.executed for name in (*code.co_names, code.co_name)}
-        for key, value in _kept():
+                    self.evidence.reads.append(Read(SET, how, *_place(code, line, in_role, self.lines[code, line])))
+        last = [code for code, (call, _) in self.executed.items() if call == self.number]
+        names = {name for code in last for name in (*code.co_names, code.co_name)}
+        for key, value in kept():
             before = self.before.get(key)
             is_used = key.rpartition(".")[2].partition(" ")[0] in names
             if is_used and before is not None and value.unlike(before):
@@ -138,14 +159,14 @@ class Observer:
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         """Notes which lines of the user's code run."""
         if event == "line":
-            self.lines.add((frame.f_code, frame.f_lineno))
+            self.lines[frame.f_code, frame.f_lineno] = self.at
         return self._trace if _is_users_frame(frame) else None
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             code = frame.f_code
-            if code not in self.executed and _is_users_frame(frame):
-                self.executed[code] = self.in_role()
+            if _is_users_frame(frame):
+                self.executed[code] = self.at, self.in_role()
             what = self.codes.get(code)
             if what is not None:
                 self._read(what, code.co_qualname, frame.f_back, frame.f_locals)
@@ -166,8 +187,7 @@ class Observer:
             shown = f"os.environ[{given.get('key', '...')!r}]"
         elif what == FILE:
             shown = "open()"
-        where = f"{os.path.basename(user.f_code.co_filename)}:{user.f_lineno}"
-        read = Read(what, shown, where, self.in_role())
+        read = Read(what, shown, *_place(user.f_code, user.f_lineno, self.in_role(), self.at))
         if read not in self.evidence.reads:
             self.evidence.reads.append(read)
 
@@ -194,12 +214,7 @@ def _of_method(function: Any) -> str | None:
 
 
 def _is_users_frame(frame: FrameType) -> bool:
-    return _is_users(frame.f_globals.get("__name__"))
-
-
-def _is_users(name: Any) -> bool:
-    module = sys.modules.get(str(name))
-    return name == "__main__" or (module is not None and is_of_project(str(name), module))
+    return is_users(str(frame.f_globals.get("__name__")))
 
 
 def _sets(code: CodeType) -> Iterator[tuple[str, int]]:
@@ -215,7 +230,7 @@ def _sets(code: CodeType) -> Iterator[tuple[str, int]]:
         yield name, code.co_firstlineno + node.lineno - 1
 
 
-def _kept() -> Iterator[tuple[str, Held]]:
+def kept() -> Iterator[tuple[str, Held]]:
     """What outlives a call beside the attributes of objects: globals, attributes of classes, defaults of functions."""
     for module_name, module in list(sys.modules.items()):
         if not (module_name == "__main__" or (module is not None and is_of_project(module_name, module))):
@@ -263,6 +278,6 @@ def _data_in(value: Any) -> Any:
         return [hash(value.getstate())]
     if isinstance(value, itertools.count) or hasattr(value, "cache_info"):
         return [repr(value.cache_info() if hasattr(value, "cache_info") else value)]
-    if _is_users(type(value).__module__) and hasattr(value, "__dict__"):
+    if is_users(type(value).__module__) and hasattr(value, "__dict__"):
         return [{name: one for name, one in vars(value).items() if isinstance(one, _DATA)}]
     return None

@@ -4,6 +4,7 @@
     one worker, strict      what crosses a role's border is packed, and has no memory in common
     two workers             in this process, one after the other
     two workers on Ray      in processes of their own
+    two under torchrun      in two processes that are started for it
 
 Where workers meet in collectives, which takes processes, one worker on Ray stands in for two in this process. Runs of
 equally many workers must agree to the last bit. One worker and two sum real numbers in another order, so that their
@@ -13,65 +14,108 @@ values agree within a tolerance. A whole number that is the number of workers in
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import tempfile
 import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rayhelper.errors import ConfigError, RayHelperError
 from rayhelper.helper import RayHelper
-from rayhelper.prove.causes import rank_of_error
 from rayhelper.prove.comparing import Difference, Ended, differences
-from rayhelper.prove.evidence import Evidence, Observer
-from rayhelper.prove.watching import WatchedOff, Watcher, in_role
+from rayhelper.prove.evidence import Evidence, Observer, kept
+from rayhelper.prove.under_torchrun import CannotRunError, UnderTorchrun
+from rayhelper.prove.watching import WatchedOff, Watcher, in_role, rank_of_error
 from rayhelper.roles.runtime import state
 from rayhelper.runtimes.inprocess import ProcessesNeededError
 from rayhelper.worker.random_streams import RandomState
 
+TORCHRUN = "two processes of torchrun"
 TOLERANCE = 1e-4  # between one worker and two
 _ENTRIES = ("train", "run", "fit", "main")  # methods that are looked for, in order
 _PLACEMENT_KEYS = ("use_ray", "device_groups", "ray_address", "colocate_groups")
 
 
-def prove(program: Callable[[], Any], roles: Collection[str], *, ray: bool = True) -> list[Difference]:
+logger = logging.getLogger(__name__)
+
+
+class Proof(NamedTuple):
+    """What came of comparing the runs of a program."""
+
+    differences: list[Difference]
+    runs: tuple[str, ...]  # that were made
+    left_out: dict[str, str]  # by name, runs that could not be made, and why
+
+
+def prove(
+    program: Callable[[], Any], roles: Collection[str], *, ray: bool = True, torchrun: bool | None = None
+) -> list[Difference]:
     """The first difference of each pair of runs; none: the program gives the same everywhere.
+
+    Real numbers that were only added up in another order are told as well, with ``is_error`` False. A run that could
+    not be made is logged.
 
     Args:
         program: What a script would do: it constructs objects and makes calls. It is called once a run.
         roles: All roles of its classes.
         ray: Whether it also runs on Ray, with workers on CPUs.
+        torchrun: Whether it also runs under torchrun, in two processes that are started for it; None: as ``ray``.
 
     Raises:
         What the program raises with Ray off. What it raises elsewhere is a difference.
     """
+    return _reported(proof_of(program, roles, ray=ray, torchrun=torchrun))
+
+
+def _reported(proof: Proof) -> list[Difference]:
+    for name, why in proof.left_out.items():
+        logger.warning("prove leaves out the run %r: %s", name, why)
+    return proof.differences
+
+
+def proof_of(
+    program: Callable[[], Any], roles: Collection[str], *, ray: bool = True, torchrun: bool | None = None
+) -> Proof:
+    """As ``prove``, with the runs that were made and those that could not be."""
     began_with = RandomState.here()
+    with_torchrun = ray if torchrun is None else torchrun
+    under_torchrun = UnderTorchrun()
+    kept_before = dict(kept())
     runs: dict[str, Ended] = {}
+    left_out: dict[str, str] = {}
     for name, workers, options in _RUNS:
         if ("Ray" in name and not ray) or (name == "one worker on Ray" and "two workers" in runs):
             continue
         began_with.restore()
-        run = _watched(program, roles, workers, options)
+        run = watched(program, roles, workers, options)
         if run.error is not None and not workers:
             raise run.error  # there is nothing to compare with
-        if not isinstance(run.error, ProcessesNeededError):
+        if isinstance(run.error, ProcessesNeededError):
+            if not ray and not with_torchrun:
+                left_out[name] = "its workers meet in collectives, for which they need processes of their own"
+        else:
             runs[name] = run
+    began_with.restore()
+    if with_torchrun:
+        try:
+            runs[TORCHRUN] = under_torchrun.run(program, roles)
+        except CannotRunError as error:
+            left_out[TORCHRUN] = str(error)
 
     @functools.cache
     def watch(number: int) -> Evidence:
         began_with.restore()
-        observer = Observer(number, in_role)
-        observer.ended(0)
-        _watched(program, roles, 0, {}, observer)
+        observer = Observer(number, in_role, kept_before)
+        watched(program, roles, 0, {}, observer)
         return observer.evidence
 
     found: list[Difference] = []
-    for one, other, tolerance in _PAIRS:
-        if one in runs and other in runs:
-            found += differences((one, other), runs[one], runs[other], tolerance, watch)
+    for one, other, tolerance in _pairs(runs):
+        found += differences((one, other), runs[one], runs[other], tolerance, watch)
     began_with.restore()
-    return found
+    return Proof(found, tuple(runs), left_out)
 
 
 _RUNS: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -87,10 +131,20 @@ _PAIRS = (  # the second of a pair is compared with the first, by this tolerance
     ("one worker, strict", "one worker on Ray", 0.0),
     ("two workers", "two workers on Ray", 0.0),
     ("one worker on Ray", "two workers on Ray", TOLERANCE),
+    ("two workers", TORCHRUN, 0.0),
+    ("two workers on Ray", TORCHRUN, 0.0),  # where two workers need processes
+    ("one worker, strict", TORCHRUN, TOLERANCE),
 )
 
 
-def _watched(
+def _pairs(runs: Collection[str]) -> list[tuple[str, str, float]]:
+    """The pairs that are compared. The run under torchrun is compared with one other run."""
+    pairs = [pair for pair in _PAIRS if pair[0] in runs and pair[1] in runs]
+    under_torchrun = [pair for pair in pairs if pair[1] == TORCHRUN]
+    return [pair for pair in pairs if pair not in under_torchrun[1:]]
+
+
+def watched(
     program: Callable[[], Any],
     roles: Collection[str],
     workers: int,
@@ -110,6 +164,8 @@ def _watched(
     else:
         state.active = WatchedOff(watcher)
     try:
+        if observer is not None:
+            observer.begin()
         program()
     except Exception as error:
         ended = error
@@ -124,9 +180,28 @@ def _watched(
 
 
 def prove_class(
-    cls: type, settings: Mapping[str, Any], *, entry: str = "", steps: int = 3, ray: bool = True
+    cls: type,
+    settings: Mapping[str, Any],
+    *,
+    entry: str = "",
+    steps: int = 3,
+    ray: bool = True,
+    torchrun: bool | None = None,
 ) -> list[Difference]:
-    """``prove`` of a class: it is constructed, and its method ``entry`` is called.
+    """``prove`` of a class: see ``proof_of_class``."""
+    return _reported(proof_of_class(cls, settings, entry=entry, steps=steps, ray=ray, torchrun=torchrun))
+
+
+def proof_of_class(
+    cls: type,
+    settings: Mapping[str, Any],
+    *,
+    entry: str = "",
+    steps: int = 3,
+    ray: bool = True,
+    torchrun: bool | None = None,
+) -> Proof:
+    """``proof_of`` a class: it is constructed, and its method ``entry`` is called.
 
     The constructor is given the settings as keywords, or as the dataclass of its one annotated parameter. ``max_steps``
     of a dataclass becomes ``steps``, and ``output_dir`` a folder of its own a run. What places roles is left out.
@@ -153,7 +228,8 @@ def prove_class(
                 if "max_steps" in names:
                     own["max_steps"] = steps
                 if "output_dir" in names:
-                    own["output_dir"] = os.path.join(folder, str(next(numbers)))
+                    launched = os.environ.get("TORCHELASTIC_RUN_ID", "")  # its processes share a folder
+                    own["output_dir"] = os.path.join(folder, f"{next(numbers)}{launched}")
                 try:
                     config = config_type(**own)
                 except TypeError as error:
@@ -161,7 +237,7 @@ def prove_class(
                 instance = cls(config)
             getattr(instance, name)()
 
-        return prove(program, roles_of(cls), ray=ray)
+        return proof_of(program, roles_of(cls), ray=ray, torchrun=torchrun)
 
 
 def same_rows_per_step(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:

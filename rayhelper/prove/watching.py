@@ -6,6 +6,8 @@ WatchedOff         a runtime in which everything runs here, as with Ray off, and
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -34,6 +36,7 @@ class Seen:
     arguments: dict[str, Held] = field(default_factory=dict)
     value: Held | None = None  # None: it raised
     raised: str = ""
+    raised_on: int | None = None  # the rank that raised it
     relative: dict[str, Held] = field(default_factory=dict)  # arguments and "value", numbers of workers put as such
     divides: bool = False  # each worker gets a part of the arguments
     collect: str = ""  # how the value is made: "first", "none", "flatten", or "a function"
@@ -86,6 +89,8 @@ class Watcher:
             value = run()
         except BaseException as error:
             self._raised(seen, error)
+            with contextlib.suppress(Exception):  # a worker that died has noted nothing
+                seen.workers = workers()
             raise
         self._ended(seen, value, is_off)
         seen.workers = workers()
@@ -137,7 +142,7 @@ class Watcher:
         return seen
 
     def _raised(self, seen: Seen, error: BaseException) -> None:
-        seen.raised = f"{type(error).__name__}: {error}"
+        seen.raised, seen.raised_on = f"{type(error).__name__}: {error}", rank_of_error(error)
         self._observed()
 
     def _ended(self, seen: Seen, value: Any, is_off: bool) -> None:
@@ -152,6 +157,13 @@ class Watcher:
         if type(value) is tuple:
             return tuple(map(self._relative, value))
         return "the number of workers" if type(value) is int and value == self.num_workers else value
+
+
+def rank_of_error(error: BaseException) -> int | None:
+    """The rank that raised an error, by its notes."""
+    told = " ".join([*getattr(error, "__notes__", ()), str(error)])
+    found = re.search(r"on rank (\d+) of group", told)
+    return int(found[1]) if found else None
 
 
 def _given(value: Any) -> Any:

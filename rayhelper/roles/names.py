@@ -299,8 +299,7 @@ def _of_globals(function: FunctionType) -> Reached:
             is_users = owner_module is not None and is_of_project(owner_module.__name__, owner_module)
             is_users = is_users or place.get("__name__") == "__main__" or isinstance(value, PLAIN)
             is_users = is_users and (not isinstance(value, type) or _is_users(value))
-            is_counter = not isinstance(value, FunctionType) and name in _counters(str(place.get("__name__")))
-            if is_users and not is_counter:
+            if is_users:
                 found.globals.add(key)
                 found.namespaces[id(place)] = place
         if isinstance(plain := _unwrapped(value), FunctionType):
@@ -359,24 +358,6 @@ def _imported(nodes: list[ast.AST]) -> dict[str, Any]:
 
 def _unwrapped(value: Any) -> Any:
     return inspect.unwrap(value) if callable(value) and not isinstance(value, type) else value
-
-
-@functools.lru_cache(1024)
-def _counters(module: str) -> frozenset[str]:
-    """The globals that some function of a module both reads and sets: counters and caches."""
-    try:
-        text = inspect.getsource(sys.modules[module])
-        tree = ast.parse(text if "global " in text else "")
-    except (KeyError, OSError, TypeError, SyntaxError):
-        return frozenset()
-    found: set[str] = set()
-    for function in ast.walk(tree):
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            nodes = list(ast.walk(function))
-            read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-            read |= {ast.unparse(node.target) for node in nodes if isinstance(node, ast.AugAssign)}
-            found |= {name for node in nodes if isinstance(node, ast.Global) for name in node.names if name in read}
-    return frozenset(found)
 
 
 def _constants(node: ast.Call) -> Iterator[str]:

@@ -165,11 +165,15 @@ class WorkerRuntime:
 
     def state(self, address: str) -> Any:
         """What an object and its parts hold here, and what the calls since the last question came to: for ``prove``."""
+        return self.noted(placement_of(self.instances[address]).identity)
+
+    def noted(self, identity: Identity) -> Any:
+        """As ``state``, of an object of this process."""
         if self.notes is None:
             from rayhelper.prove.on_worker import Notes
 
             self.notes = Notes()
-        return self.notes.of(placement_of(self.instances[address]).identity)
+        return self.notes.of(identity)
 
     def take_reports(self) -> dict[tuple[str, str], Shard]:
         """The shards that were reported since the last time, by address and role."""
@@ -181,7 +185,11 @@ class WorkerRuntime:
         address, mro_index, name = location.split(" ", 2)
         instance = self.instances[address]
         method = find_method(type(instance).__mro__[int(mro_index)].__dict__[name]).played_by(type(instance))
-        return instance, method if self.notes is None else self.notes.noting(method)
+        return instance, self.watched(method)
+
+    def watched(self, method: RoleMethod[..., Any]) -> RoleMethod[..., Any]:
+        """The method; while ``prove`` compares runtimes, one whose calls are noted."""
+        return method if self.notes is None else self.notes.noting(method)
 
     def instance_at(self, address: str) -> Any:
         return self.instances.get(address)

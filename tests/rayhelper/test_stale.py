@@ -154,6 +154,21 @@ def test_a_function_of_the_helper_that_sets_it_is_noticed(monkeypatch: pytest.Mo
         whole.helped(3.0)
 
 
+def lowered() -> None:
+    """The driver's own way to lower a rate step by step."""
+    global SCALE
+    SCALE = SCALE / 2
+
+
+def test_one_that_the_driver_alone_reads_and_sets_is_no_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.SCALE", 2.0)
+    whole = Whole()
+    assert whole.scaled(3.0) == [6.0, 6.0]
+    lowered()
+    with pytest.raises(RoleError, match=r"reads the global 'SCALE', which was set to 1\.0"):
+        whole.scaled(3.0)
+
+
 def test_counters_caches_and_loggers_of_helpers_are_their_own() -> None:
     whole = Whole()
     stale_helper.count()  # the driver counts too

@@ -5,7 +5,7 @@
     Trainer.helper = another         and the functions that the class and its modules had
 
 A call of a role's method that reads such a name (``names.py``) is refused. What a role's method sets itself is the
-role's own, and may differ. So may a global that a function of its module both reads and sets: a counter, a cache.
+role's own, and may differ. So may a global that code of a role sets: a counter, a cache.
 Values that are changed in place (``self.options["top_p"] = 0.9``) are not seen.
 """
 

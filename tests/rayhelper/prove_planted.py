@@ -166,15 +166,11 @@ class VocabularyOfSet:
     """The vocabulary is numbered in the order of a set."""
 
     @RayHelper.function(group="train", execute="first")
-    def numbered(self, words: list[str]) -> dict[str, int]:
-        return {word: number for number, word in enumerate(set(words))}
-
-    @RayHelper.function(group="train", execute="first")
-    def first_word(self, words: list[str]) -> str:
-        return next(iter(set(words)))
+    def vocabulary(self, words: list[str]) -> str:
+        return " ".join(set(words))
 
     def train(self) -> None:
-        self.first_word([f"word{k}" for k in range(200)])
+        self.vocabulary([f"word{k}" for k in range(200)])
 
 
 @RayHelper.worker(group="train")

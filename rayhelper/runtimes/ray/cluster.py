@@ -117,6 +117,7 @@ class RayCluster:
         names_of_modules = imports.modules()
         with bound_for(*names):
             changes = changes_in([name for name in names_of_modules if name not in by_value], self.told_changes)
+            changes.check(cls)
             self.told_changes |= changes.values.keys()
             payload = ray.put(_pickled(cls, args, kwargs, Pins(names_of_modules), changes, by_value))
         return ToConstruct(payload, Reloads(names_of_modules))

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayhelper import ConfigError
-from trainers.backends.megatron.weights import Source, block_sources
+from trainers.backends.megatron.tensors.sources import Source
+from trainers.backends.megatron.tensors.table import block_sources
 
 FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "use_rslora")
 STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # what peft calls the experts of a layer

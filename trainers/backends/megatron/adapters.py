@@ -37,7 +37,8 @@ from trainers.backends.megatron.adapter_targets import (
     names_in_stacks,
     peft_fields,
 )
-from trainers.backends.megatron.weights import MegatronWeights, Source
+from trainers.backends.megatron.tensors.sources import Source
+from trainers.backends.megatron.weights import MegatronWeights
 
 PREFIX, FILE = "base_model.model.", "adapter_model.safetensors"
 

@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-from trainers.backends.megatron.architectures import BIASED, MIXED, NORMED, has_experts, head_width
+from trainers.backends.megatron.architectures import (
+    BIASED,
+    DELTA,
+    MIXED,
+    NORMED,
+    SHARED,
+    has_experts,
+    head_width,
+    is_delta,
+)
 from trainers.backends.megatron.layers import LOCAL, implementation
 from trainers.backends.megatron.settings import MegatronSettings
 
@@ -18,11 +27,12 @@ def model_fields(
     hf: Any, settings: MegatronSettings, *, dtype: torch.dtype, on_gpu: bool, has_adapter: bool
 ) -> dict[str, Any]:
     """What megatron-core wants to know of a model and of how it is cut."""
-    layers = implementation(settings.transformer, has_adapter=has_adapter)
+    has_delta = hf.model_type in DELTA
+    layers = implementation(settings.transformer, own_only=has_adapter or has_delta)
     return {
         "num_layers": hf.num_hidden_layers,
         "hidden_size": hf.hidden_size,
-        "ffn_hidden_size": hf.intermediate_size,
+        "ffn_hidden_size": getattr(hf, "intermediate_size", None) or hf.moe_intermediate_size,
         "num_attention_heads": hf.num_attention_heads,
         "num_query_groups": hf.num_key_value_heads,
         "kv_channels": head_width(hf),
@@ -51,6 +61,7 @@ def model_fields(
         "calculate_per_token_loss": True,
         "deallocate_pipeline_outputs": on_gpu,  # gloo would still be sending what was freed
         **(mixture(hf) if hf.model_type in MIXED else {}),
+        **(delta_rule(hf) if has_delta else {}),
         **settings.transformer_fields,
     }
 
@@ -61,9 +72,23 @@ def mixture(hf: Any) -> dict[str, Any]:
         "moe_layer_freq": [int(has_experts(hf, layer)) for layer in range(hf.num_hidden_layers)],
         "moe_ffn_hidden_size": hf.moe_intermediate_size,
         "moe_router_topk": hf.num_experts_per_tok,
-        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
     }
-    if hf.model_type == "qwen2_moe":
+    if hf.model_type in SHARED:
         shared = hf.shared_expert_intermediate_size
         found |= {"moe_shared_expert_intermediate_size": shared, "moe_shared_expert_gate": True}
     return found
+
+
+def delta_rule(hf: Any) -> dict[str, Any]:
+    """Of the layers that go by the gated delta rule, and of the attention between them."""
+    return {
+        "linear_attention_freq": [int(is_delta(hf, layer)) for layer in range(hf.num_hidden_layers)],
+        "linear_conv_kernel_dim": hf.linear_conv_kernel_dim,
+        "linear_key_head_dim": hf.linear_key_head_dim,
+        "linear_value_head_dim": hf.linear_value_head_dim,
+        "linear_num_key_heads": hf.linear_num_key_heads,
+        "linear_num_value_heads": hf.linear_num_value_heads,
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
+    }

@@ -3,7 +3,7 @@
     checkpoint --load--> slices that this rank has       named tensors --load_named--> the same slices
     slices of all ranks --named_weights--> whole tensors, one at a time --export--> checkpoint
 
-Which parameter is made of which tensors stands in one table, ``block_sources``. It follows from the configuration alone
+Which parameter is made of which tensors stands in one table (tensors/table.py). It follows from the configuration alone
 and is the same on every rank, so ranks agree on names, shapes and order without asking each other. How a model is built
 is not decided here: a parameter that the table does not know, or lacks, is refused.
 """
@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,87 +26,11 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Parameter
 
-from trainers.backends.megatron.architectures import MODEL_TYPES, NORMED, has_experts, head_width
+from trainers.backends.megatron.tensors.sources import Block, Source
+from trainers.backends.megatron.tensors.table import EMBEDDING, GROUPED, HEAD, VALUES, block_sources, check
 from trainers.backends.model_files import model_folder, safetensors_files
 
-EMBEDDING, HEAD, VALUES = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 GENERATION = "generation_config.json"
-GROUPED = "mlp.experts.weight{}"  # the parameters of GroupedMLP, of all experts of a rank
-
-
-@dataclass(frozen=True)
-class Source:
-    """The tensors of a checkpoint that one parameter is made of: the rows of one above those of the next.
-
-    A rank has an equal part of each tensor along ``dim``, or all of it (None). With ``groups`` above one the rows of a
-    part are cut into so many groups, and groups lie above each other: q, k, v of one key-value head, then of the next.
-    """
-
-    parameters: tuple[str, ...]  # what megatron-core and TransformerEngine call the parameter; {}: a rank's expert
-    tensors: Mapping[str, tuple[int, ...]]  # name and shape in the checkpoint
-    dim: int | None = None
-    num_ranks: int = 1  # that ``dim`` is cut over
-    groups: int = 1
-    num_padded: int = 0  # rows of zeros behind the last one
-
-    @property
-    def key(self) -> str:
-        return next(iter(self.tensors))
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the parameter on a rank."""
-        parts = [self.part_shape(name) for name in self.tensors]
-        return (sum(part[0] for part in parts), *parts[0][1:])
-
-    def part_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a rank's part of a tensor, with its padding."""
-        shape = list(self.tensors[name])
-        if self.dim is not None:
-            shape[self.dim] = (shape[self.dim] + self.num_padded) // self.num_ranks
-        return tuple(shape)
-
-    def part(self, name: str, rank: int) -> tuple[slice, ...]:
-        """Where a rank's part of a tensor, without padding, begins and ends."""
-        if self.dim is None:
-            return (slice(None),)
-        end, length = self.tensors[name][self.dim], self.part_shape(name)[self.dim]
-        own = slice(min(rank * length, end), min((rank + 1) * length, end))
-        return (*[slice(None)] * self.dim, own)
-
-    def views(self, shard: Tensor) -> dict[str, Tensor]:
-        """Where the parts of the tensors lie in a rank's parameter: (groups, rows of a group, ...)."""
-        rows = [self.part_shape(name)[0] // self.groups for name in self.tensors]
-        return dict(zip(self.tensors, shard.unflatten(0, (self.groups, -1)).split(rows, dim=1), strict=True))
-
-    def fill(self, shard: Tensor, name: str, part: Tensor, share: float | None = None) -> None:
-        """Puts a rank's part of a tensor where it belongs; ``share``: as in ``MegatronWeights.load_named``."""
-        view = self.views(shard)[name]
-        given = part.reshape(self.groups, part.shape[0] // self.groups, *part.shape[1:])
-        own, padding = view[:, : given.shape[1]], view[:, given.shape[1] :]
-        if share is None:
-            own.copy_(given)
-        else:
-            own.lerp_(given.to(own), share)
-        padding.zero_()
-
-    def join(self, shards: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The whole tensors, in memory of their own, from the parameters of all ranks."""
-        views = [self.views(shard) for shard in (shards if self.dim is not None else shards[:1])]
-        for name in self.tensors:
-            parts = [view[name].flatten(0, 1) for view in views]
-            if self.num_padded:
-                ends = (self.part(name, rank)[0] for rank in range(self.num_ranks))
-                parts = [part[: end.stop - end.start] for part, end in zip(parts, ends, strict=True)]
-            yield name, torch.cat(parts, dim=self.dim or 0)
-
-
-@dataclass(frozen=True)
-class Block:
-    """A layer, or what comes before the first or behind the last one: its sources, and those of each expert."""
-
-    plain: Sequence[Source]
-    experts: Sequence[Sequence[Source]] = ()
 
 
 @dataclass(frozen=True)
@@ -237,7 +161,7 @@ class MegatronWeights:
                 self._check_shape(name, tuple(tensor.get_shape()))
             for slot in self._slots:
                 for name in slot.source.tensors.keys() & tensors.keys():
-                    slot.fill(name, tensors[name][slot.source.part(name, slot.rank)])
+                    slot.fill(name, slot.source.part(name, tensors[name], slot.rank))
 
     def load_named(self, named: Iterable[tuple[str, Tensor]], share: float | None = None) -> None:
         """Copies whole tensors in place, the same on every rank, in any order; a tied head may be among them.
@@ -261,7 +185,7 @@ class MegatronWeights:
                     continue
                 given.add(name)
                 for slot in places[name]:
-                    slot.fill(name, weight[slot.source.part(name, slot.rank)], share)
+                    slot.fill(name, slot.source.part(name, weight, slot.rank), share)
         self._check_all_given(given)
 
     def named_weights(self, of: Callable[[Parameter], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
@@ -450,112 +374,6 @@ class MegatronWeights:
             raise ValueError(
                 f"{len(missing)} of {len(self.shapes)} weights of the model were not given, among them {missing[:3]}"
             )
-
-
-def check(config: Any, num_ranks: int) -> None:
-    """Raises ValueError for a model that is not known, or cannot be cut over so many tensor-parallel ranks."""
-    if config.model_type not in MODEL_TYPES:
-        raise ValueError(
-            f"model_type {config.model_type!r} cannot be converted for megatron-core; these can: "
-            f"{', '.join(MODEL_TYPES)}. For others use backend: fsdp."
-        )
-    heads = config.num_key_value_heads
-    if heads % num_ranks:
-        sizes = [size for size in range(1, heads + 1) if heads % size == 0]
-        raise ValueError(
-            f"tensor_model_parallel_size {num_ranks} does not divide the model's {heads} key-value heads: "
-            f"use one of {sizes}"
-        )
-
-
-def block_sources(
-    config: Any,
-    block: int,
-    *,
-    num_ranks: int,
-    num_expert_ranks: int,
-    num_padded: int,
-    head: Literal["lm", "value"] = "lm",
-    num_labels: int = 1,
-) -> Block:
-    """The table: the embedding (block 0), a layer (from 1 on), or what follows the last layer.
-
-    ``num_ranks`` are the tensor-parallel ranks, ``num_expert_ranks`` those of an expert, ``num_padded`` the rows that
-    the vocabulary has in megatron-core alone. Names of a layer's parameters begin behind ``decoder.layers.N.``.
-    """
-    hidden, words = config.hidden_size, (config.vocab_size, config.hidden_size)
-    if block == 0:
-        name = "embedding.word_embeddings.weight"
-        return Block([Source((name,), {EMBEDDING: words}, 0, num_ranks, num_padded=num_padded)])
-    if block > config.num_hidden_layers:
-        end = [Source(("decoder.final_layernorm.weight",), {"model.norm.weight": (hidden,)})]
-        if head == "value":
-            end.append(Source(("values.weight",), {VALUES: (num_labels, hidden)}))
-        elif not config.tie_word_embeddings:
-            end.append(Source(("output_layer.weight",), {HEAD: words}, 0, num_ranks, num_padded=num_padded))
-        return Block(end)
-    layer = f"model.layers.{block - 1}."
-    plain = [
-        Source(
-            ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-            {f"{layer}input_layernorm.weight": (hidden,)},
-        ),
-        *_attention(config, f"{layer}self_attn.", num_ranks),
-        Source(
-            ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-            {f"{layer}post_attention_layernorm.weight": (hidden,)},
-        ),
-    ]
-    mlp = f"{layer}mlp."
-    if not has_experts(config, block - 1):
-        plain += _mlp(["mlp.linear_fc{}.weight"], mlp, hidden, config.intermediate_size, num_ranks)
-        if config.model_type == "llama" and config.mlp_bias:
-            rows = (config.intermediate_size,)
-            gated = {f"{mlp}gate_proj.bias": rows, f"{mlp}up_proj.bias": rows}
-            plain.append(Source(("mlp.linear_fc1.bias",), gated, 0, num_ranks))
-            plain.append(Source(("mlp.linear_fc2.bias",), {f"{mlp}down_proj.bias": (hidden,)}))
-        return Block(plain)
-    plain.append(Source(("mlp.router.weight",), {f"{mlp}gate.weight": (config.num_experts, hidden)}))
-    if config.model_type == "qwen2_moe":
-        names = ["mlp.shared_experts.linear_fc{}.weight"]
-        plain += _mlp(names, f"{mlp}shared_expert.", hidden, config.shared_expert_intermediate_size, num_ranks)
-        plain.append(Source(("mlp.shared_experts.gate_weight",), {f"{mlp}shared_expert_gate.weight": (1, hidden)}))
-    names = ["mlp.experts.local_experts.{{}}.linear_fc{}.weight", "mlp.experts.linear_fc{}.weight{{}}", GROUPED]
-    size = config.moe_intermediate_size
-    experts = [
-        _mlp(names, f"{mlp}experts.{expert}.", hidden, size, num_expert_ranks) for expert in range(config.num_experts)
-    ]
-    return Block(plain, experts)
-
-
-def _attention(config: Any, hf: str, num_ranks: int) -> Iterator[Source]:
-    head = head_width(config)
-    wide, hidden = config.num_attention_heads * head, config.hidden_size
-    rows = {"q": wide, "k": config.num_key_value_heads * head, "v": config.num_key_value_heads * head}
-    groups = config.num_key_value_heads // num_ranks
-    biased = config.model_type in ("llama", "qwen3", "qwen3_moe") and config.attention_bias
-    qkv_biased = biased or config.model_type == "qwen2" or (config.model_type == "qwen2_moe" and config.qkv_bias)
-    name = "self_attention.linear_qkv"
-    yield Source(
-        (f"{name}.weight",), {f"{hf}{x}_proj.weight": (n, hidden) for x, n in rows.items()}, 0, num_ranks, groups
-    )
-    if qkv_biased:
-        yield Source((f"{name}.bias",), {f"{hf}{x}_proj.bias": (n,) for x, n in rows.items()}, 0, num_ranks, groups)
-    if config.model_type in NORMED:
-        for x in "qk":
-            yield Source((f"self_attention.{x}_layernorm.weight",), {f"{hf}{x}_norm.weight": (head,)})
-    yield Source(("self_attention.linear_proj.weight",), {f"{hf}o_proj.weight": (hidden, wide)}, 1, num_ranks)
-    if biased:
-        yield Source(("self_attention.linear_proj.bias",), {f"{hf}o_proj.bias": (hidden,)})
-
-
-def _mlp(parameters: Sequence[str], hf: str, hidden: int, size: int, num_ranks: int) -> list[Source]:
-    """A gated MLP of ``size``; in the parameters' names {} is 1 for what goes in and 2 for what comes out."""
-    gated = {f"{hf}gate_proj.weight": (size, hidden), f"{hf}up_proj.weight": (size, hidden)}
-    return [
-        Source(tuple(name.format(1) for name in parameters), gated, 0, num_ranks),
-        Source(tuple(name.format(2) for name in parameters), {f"{hf}down_proj.weight": (hidden, size)}, 1, num_ranks),
-    ]
 
 
 def _slot(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+SEEING = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # and what their language model is
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # some layers go by the gated delta rule
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", *DELTA)
 ROTATIONS = ("default", "linear", "llama3", "yarn")
@@ -17,8 +18,11 @@ MIXED = ("qwen3_moe", *SHARED)  # mixtures of experts
 def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
     """What a config.json asks for that the backend would leave out, and so compute something else."""
     kind = config.get("model_type")
+    if kind in SEEING:  # its language model alone is trained
+        yield from architecture_mistakes({**(config.get("text_config") or {}), "model_type": SEEING[kind]})
+        return
     if kind not in MODEL_TYPES:
-        yield f"the architecture {kind!r} is not known (known: {', '.join(MODEL_TYPES)})"
+        yield f"the architecture {kind!r} is not known (known: {', '.join((*MODEL_TYPES, *SEEING))})"
         return
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
@@ -40,6 +44,10 @@ def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
         yield "its num_experts is 0, and a mixture has experts"
     if kind in MIXED and config.get("num_experts_per_tok") == 1 and _norms_choices(config):
         yield "its norm_topk_prob is true with num_experts_per_tok 1, which megatron-core's router refuses"
+    if kind in DELTA:
+        keys, values = config.get("linear_num_key_heads", 16), config.get("linear_num_value_heads", 32)
+        if values % keys:
+            yield f"its linear_num_value_heads {values} are no multiple of its linear_num_key_heads {keys}"
     if config.get("mlp_bias"):
         yield "its mlp_bias is true, and MLPs have no bias"
     if quantized := config.get("quantization_config"):

@@ -5,10 +5,12 @@ The workers build their models of these fields, and what is checked before they 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from rayhelper import ConfigError
 from trainers.backends.megatron.architectures import (
     BIASED,
     DELTA,
@@ -64,6 +66,26 @@ def model_fields(
         **(delta_rule(hf) if has_delta else {}),
         **settings.transformer_fields,
     }
+
+
+def read_config(model: Any, fields: Mapping[str, Any], *, trust_remote_code: bool) -> Any:
+    """The model's configuration with other values of ``fields``; ``get_text_config()`` of it is the language model's.
+
+    Raises:
+        ConfigError: values for a model that also sees, of which it is not told whether they are of its language model.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **fields)
+    text = config.get_text_config()
+    if text is not config:
+        if fields:
+            raise ConfigError(
+                f"model_init_kwargs {sorted(fields)}: {config.model_type} also sees, and the backend megatron changes "
+                "nothing of its configuration. Change config.json, or remove them."
+            )
+        text.name_or_path = config.name_or_path
+    return config
 
 
 def mixture(hf: Any) -> dict[str, Any]:

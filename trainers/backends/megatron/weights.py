@@ -26,11 +26,15 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Parameter
 
+from trainers.backends.megatron.architectures import SEEING
+from trainers.backends.megatron.tensors.kept import FILES, KeptTensors
 from trainers.backends.megatron.tensors.sources import Block, Source
+from trainers.backends.megatron.tensors.stacks import STACK, stack_shapes, stacking, unstacked
 from trainers.backends.megatron.tensors.table import EMBEDDING, GROUPED, HEAD, VALUES, block_sources, check
 from trainers.backends.model_files import model_folder, safetensors_files
 
 GENERATION = "generation_config.json"
+INNER = "model.language_model."  # names of a language model within a model that also sees
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,11 @@ class MegatronWeights:
     Every rank makes one once ``parallel_state`` is initialised, which costs a small all-reduce over the pipeline. It
     holds the parameters, so that what wraps the model later changes nothing. ``head``: of a language model, or the
     linear layer of a sequence classifier (``value``) with ``num_labels`` labels. ``bucket_bytes``: of a layer's experts
-    at most about so many bytes are gathered at a time.
+    at most about so many bytes are gathered at a time. ``whole``: the configuration of a model that also sees, of whose
+    language model ``config`` is.
+
+    A checkpoint of such a model has names that begin with ``model.language_model.``, and is written so again. Other
+    tensors than those of the chunks stay as they are (tensors/kept.py).
 
     Raises:
         ValueError: a model type that is not supported, more tensor-parallel ranks than it can be cut into, or a model
@@ -92,10 +100,12 @@ class MegatronWeights:
         head: Literal["lm", "value"] = "lm",
         num_labels: int = 1,
         bucket_bytes: int = 1 << 30,
+        whole: Any = None,
     ) -> None:
         from megatron.core import parallel_state as state
 
         self.config, self.head, self.num_labels = config, head, num_labels
+        self.whole = config if whole is None else whole
         self._is_tied = head == "lm" and config.tie_word_embeddings
         self._pipeline: dist.ProcessGroup = state.get_pipeline_model_parallel_group()
         tensor_group = state.get_tensor_model_parallel_group()
@@ -134,6 +144,8 @@ class MegatronWeights:
             for name, shape in source.tensors.items()
         }
         self.generation: str | None = None  # how to generate, as the model that was loaded says
+        self.kept: KeptTensors | None = None  # what it has beside
+        self.is_inner = self.is_stacked = False  # whether it has names of a model that also sees; whether stacks
         self._slots: list[Slot] = []
         own_blocks = [block for model in models for block in self._bind(model)]
         self._by_key = {slot.source.key: slot for slot in self._slots}
@@ -148,14 +160,26 @@ class MegatronWeights:
             FileNotFoundError: there are no safetensors files.
             ValueError: a tensor is missing or has another shape.
         """
-        folder = model_folder(model, GENERATION)
+        folder = model_folder(model, GENERATION, FILES)
         if (folder / GENERATION).is_file():
             self.generation = (folder / GENERATION).read_text(encoding="utf-8")
         with contextlib.ExitStack() as files, torch.no_grad():
             tensors: dict[str, Any] = {}
-            for file in safetensors_files(folder):
+            found = safetensors_files(folder)
+            is_inner = is_stacked = False
+            for file in found:
                 opened = files.enter_context(safe_open(file, framework="pt"))
-                tensors |= {name: opened.get_slice(name) for name in opened.keys() if name in self.shapes}  # noqa: SIM118
+                for outer in opened.keys():  # noqa: SIM118
+                    name = canonical(outer)
+                    if name in self.shapes:
+                        tensors[name] = opened.get_slice(outer)
+                    elif STACK.fullmatch(name):
+                        tensors |= unstacked(name, opened.get_slice(outer))
+                        is_stacked = True
+                    is_inner |= name != outer
+            if self.kept is None:  # a checkpoint of this run, read later, has the same
+                self.is_inner, self.is_stacked = is_inner, is_stacked
+                self.kept = KeptTensors.of(folder, found) if self.head == "lm" else KeptTensors()
             self._check_all_given([*tensors, VALUES])
             for name, tensor in tensors.items():
                 self._check_shape(name, tuple(tensor.get_shape()))
@@ -177,7 +201,8 @@ class MegatronWeights:
                 places[name].append(slot)
         given: set[str] = set()
         with torch.no_grad():
-            for name, weight in named:
+            for outer, weight in named:
+                name = canonical(outer)
                 if name == HEAD and self._is_tied:
                     name = EMBEDDING
                 self._check_shape(name, tuple(weight.shape))
@@ -198,7 +223,12 @@ class MegatronWeights:
         """
         first = of(self._slots[0].parameter)
         for bucket in self._buckets:
-            yield from self._gathered(bucket, of, first.dtype, first.device)
+            for name, weight in self._gathered(bucket, of, first.dtype, first.device):
+                yield self.outer(name), weight
+
+    def outer(self, name: str) -> str:
+        """The name in the checkpoint that was loaded."""
+        return name.replace("model.", INNER, 1) if self.is_inner and name.startswith("model.") else name
 
     def export(self, folder: Path, *, dtype: torch.dtype, max_file_bytes: int = 5 * 10**9) -> None:
         """Writes a Hugging Face folder, weights in ``dtype``; every rank calls it, and rank 0 writes.
@@ -210,14 +240,22 @@ class MegatronWeights:
         """
         from safetensors.torch import save_file
 
+        kept = self.kept or KeptTensors()
         files = self._planned_files(dtype, max_file_bytes)
         is_writer = dist.get_rank() == 0
         if is_writer:
             self._begin_folder(folder, dtype, files)
+            kept.copy_files(folder)
         weights = self.named_weights()
+        if self.is_stacked:
+            weights = stacking(weights, self._written_shapes())
         for file, names in files.items():
             in_file = {}
             for name in names:
+                if name in kept.files:
+                    if is_writer:
+                        in_file[name] = kept.read(name)
+                    continue
                 given, weight = next(weights)
                 assert given == name, "weights come in the order that was planned"
                 if is_writer:
@@ -323,17 +361,31 @@ class MegatronWeights:
         """The names of the tensors in each file, in the order in which they come."""
         files: list[list[str]] = [[]]
         size = 0
-        for bucket in self._buckets:
-            for name in (name for sources in bucket.sources for source in sources for name in source.tensors):
-                num_bytes = math.prod(self.shapes[name]) * dtype.itemsize
-                if files[-1] and size + num_bytes > max_bytes:
-                    files.append([])
-                    size = 0
-                files[-1].append(name)
-                size += num_bytes
+        for name, num_bytes in self._written_bytes(dtype).items():
+            if files[-1] and size + num_bytes > max_bytes:
+                files.append([])
+                size = 0
+            files[-1].append(name)
+            size += num_bytes
         if len(files) == 1:
             return {"model.safetensors": files[0]}
         return {f"model-{k:05d}-of-{len(files):05d}.safetensors": names for k, names in enumerate(files, start=1)}
+
+    def _written_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of what comes from the workers, under its names in the checkpoint and in the order in which it comes."""
+        names = [
+            name
+            for bucket in self._buckets
+            for sources in bucket.sources
+            for source in sources
+            for name in source.tensors
+        ]
+        shapes = {self.outer(name): self.shapes[name] for name in names}
+        return stack_shapes(shapes) if self.is_stacked else shapes
+
+    def _written_bytes(self, dtype: torch.dtype) -> dict[str, int]:
+        written = {name: math.prod(shape) * dtype.itemsize for name, shape in self._written_shapes().items()}
+        return written | (self.kept or KeptTensors()).sizes
 
     def _begin_folder(self, folder: Path, dtype: torch.dtype, files: Mapping[str, Sequence[str]]) -> None:
         """Removes the weights of another export; writes the configuration and, for several files, the index."""
@@ -342,8 +394,10 @@ class MegatronWeights:
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("model*.safetensors*"):
             old.unlink()
-        config = copy.deepcopy(self.config)
-        if self.head == "lm":
+        config = copy.deepcopy(self.whole)
+        if self.head == "lm" and config.model_type in SEEING:
+            config.architectures = [known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type]]
+        elif self.head == "lm":
             config.architectures = [known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
         else:
             config.architectures = [known.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
@@ -354,7 +408,7 @@ class MegatronWeights:
             (folder / GENERATION).write_text(self.generation, encoding="utf-8")
         if len(files) > 1:
             index = {
-                "metadata": {"total_size": sum(map(math.prod, self.shapes.values())) * dtype.itemsize},
+                "metadata": {"total_size": sum(self._written_bytes(dtype).values())},
                 "weight_map": {name: file for file, names in files.items() for name in names},
             }
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -392,6 +446,11 @@ def _slot(
             "was the model built from another configuration?"
         )
     return Slot(source, cut.rank, parameter, view)
+
+
+def canonical(name: str) -> str:
+    """The name in a checkpoint of a language model alone."""
+    return name.replace(INNER, "model.", 1) if name.startswith(INNER) else name
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -28,7 +28,9 @@ def one_by_one(given: Inputs, lengths: list[int]) -> torch.Tensor:
     found = []
     for document in documents:
         query, key, value, rate, beta = (x[None] for x in document)
-        found.append(torch_recurrent_gated_delta_rule(query, key, value, rate, beta, use_qk_l2norm_in_kernel=True)[0][0])
+        found.append(
+            torch_recurrent_gated_delta_rule(query, key, value, rate, beta, use_qk_l2norm_in_kernel=True)[0][0]
+        )
     return torch.cat(found)
 
 

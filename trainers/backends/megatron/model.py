@@ -147,8 +147,15 @@ def build_stages(
 
     A value head is drawn, for a model that has none (``fresh_weights.py``).
     """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
     for mistake in architecture_mistakes(hf.to_dict()):
         raise ConfigError(f"backend: megatron cannot be this model: {mistake}. Write backend: fsdp.")
+    if head == "value" and hf.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        raise ConfigError(
+            f"transformers has no sequence classifier of {hf.model_type}, so no model of it with values can be written "
+            "or read. Take another model."
+        )
     patches.apply()
     fields = model_fields(hf, settings, dtype=dtype, on_gpu=device.type == "cuda", has_adapter=has_adapter)
     config = TransformerConfig(**fields)

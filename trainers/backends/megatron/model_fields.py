@@ -21,7 +21,7 @@ from trainers.backends.megatron.architectures import (
     head_width,
     is_delta,
 )
-from trainers.backends.megatron.layers import LOCAL, implementation
+from trainers.backends.megatron.layers import ENGINE_FIELDS, LOCAL, TRANSFORMER_ENGINE, implementation
 from trainers.backends.megatron.settings import MegatronSettings
 
 
@@ -30,6 +30,16 @@ def model_fields(
 ) -> dict[str, Any]:
     """What megatron-core wants to know of a model and of how it is cut."""
     has_delta = hf.model_type in DELTA
+    if has_delta and (asked := [name for name in ENGINE_FIELDS if name in settings.transformer]):
+        raise ConfigError(
+            f"megatron: {asked[0]} needs layers of TransformerEngine, but the layers of {hf.model_type} are "
+            "megatron-core's own. Remove it."
+        )
+    if has_delta and settings.transformer.get("transformer_impl") == TRANSFORMER_ENGINE:
+        raise ConfigError(
+            f"megatron: transformer_impl is {TRANSFORMER_ENGINE}, but the layers of {hf.model_type} are "
+            f"megatron-core's own. Write transformer_impl: {LOCAL}, or remove it."
+        )
     layers = implementation(settings.transformer, own_only=has_adapter or has_delta)
     return {
         "num_layers": hf.num_hidden_layers,

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from trainers.backends.megatron.architectures import SEEING
-from trainers.backends.megatron.tensors.kept import FILES, KeptTensors
+from trainers.backends.megatron.tensors.kept import FILES, KEPT, TOWER, KeptTensors
 from trainers.backends.megatron.tensors.sources import Block, Source
 from trainers.backends.megatron.tensors.stacks import STACK, stack_shapes, stacking, unstacked
 from trainers.backends.megatron.tensors.table import EMBEDDING, GROUPED, HEAD, VALUES, block_sources, check
@@ -179,7 +179,7 @@ class MegatronWeights:
                     is_inner |= name != outer
             if self.kept is None:  # a checkpoint of this run, read later, has the same
                 self.is_inner, self.is_stacked = is_inner, is_stacked
-                self.kept = KeptTensors.of(folder, found) if self.head == "lm" else KeptTensors()
+                self.kept = KeptTensors.of(folder, found, KEPT if self.head == "lm" else TOWER)
             self._check_all_given([*tensors, VALUES])
             for name, tensor in tensors.items():
                 self._check_shape(name, tuple(tensor.get_shape()))

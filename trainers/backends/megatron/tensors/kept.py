@@ -13,7 +13,8 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
-KEPT = ("mtp.", "model.visual.")  # beginnings of names
+TOWER = ("model.visual.",)  # beginnings of names
+KEPT = ("mtp.", *TOWER)
 FILES = "*processor_config.json"  # of the processor, which a model that also sees has
 
 
@@ -26,12 +27,12 @@ class KeptTensors:
     folder: Path | None = None
 
     @classmethod
-    def of(cls, folder: Path, files: Iterable[Path]) -> KeptTensors:
+    def of(cls, folder: Path, files: Iterable[Path], beginnings: tuple[str, ...] = KEPT) -> KeptTensors:
         found, sizes = {}, {}
         for file in files:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
-                    if name.startswith(KEPT):
+                    if name.startswith(beginnings):
                         found[name] = file
                         tensor = opened.get_slice(name)
                         sizes[name] = math.prod(tensor.get_shape()) * _bytes_each(tensor.get_dtype())

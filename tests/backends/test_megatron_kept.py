@@ -40,11 +40,11 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("model*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def seeing(kind: str, folder: Path) -> Path:
+def seeing(kind: str, folder: Path, seed: int = 0, **more: Any) -> Path:
     """A checkpoint of a model that also sees, with a layer that predicts a further token, and experts in stacks."""
-    fields = FAMILIES[SEEING[kind]]
+    fields = FAMILIES[SEEING[kind]] | more
     tied = {"tie_word_embeddings": fields["tie_word_embeddings"]}
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, text_config=fields, vision_config=VISION, **tied)
     AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(folder)
     tensors = tensors_of(folder)

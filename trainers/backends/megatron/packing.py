@@ -38,7 +38,7 @@ class Row(NamedTuple):
     """The whole row, of T tokens, for layers that go through each document from its start."""
 
     positions: torch.Tensor  # (T,) within documents
-    starts: torch.Tensor  # (documents + 1,) int32
+    starts: torch.Tensor  # (documents + 1,) int64
     lengths: tuple[int, ...]  # of the documents
     order: torch.Tensor | None  # (T,) where each token lies once all workers' are gathered; None: there is one worker
     own: torch.Tensor | None  # (S,) the tokens of this worker
@@ -137,9 +137,9 @@ def _documents(
     lengths: list[int], positions_T: torch.Tensor, own_T: list[torch.Tensor], worker: int, device: torch.device
 ) -> Documents:
     num_workers = len(own_T)
-    positions, starts = on_device(positions_T, device), _starts(lengths, device)
+    given = (on_device(positions_T, device), _starts(lengths, device, torch.int64), tuple(lengths))
     if num_workers == 1:
-        row, longest = Row(positions, starts, tuple(lengths), None, None), max(lengths)
+        row, starts, longest = Row(*given, None, None), _starts(lengths, device), max(lengths)
         return Documents(starts, starts, longest, longest, None, row)
     queries, prefixes, keys, begin = [], [], [], 0
     for length in lengths:
@@ -157,9 +157,9 @@ def _documents(
         max(queries),
         max(prefixes),
         on_device(gathered[torch.cat(keys)], device),
-        Row(positions, starts, tuple(lengths), on_device(gathered, device), on_device(own_T[worker], device)),
+        Row(*given, on_device(gathered, device), on_device(own_T[worker], device)),
     )
 
 
-def _starts(lengths: list[int], device: torch.device) -> torch.Tensor:
-    return on_device(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)
+def _starts(lengths: list[int], device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return on_device(torch.tensor([0, *lengths]).cumsum(0).to(dtype), device)

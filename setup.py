@@ -37,6 +37,7 @@ setup(
     entry_points={"rayhelper.trainers": ["trainers = trainers.commands:roles_named"]},  # for rayhelper plan --trainer
     extras_require={
         "vllm": ["vllm>=0.26"],
+        "delta": ["flash-linear-attention>=0.4"],  # kernels of gated delta-rule layers, for GPUs
         "megatron": ["megatron-core>=0.16.1,<0.17"],
         "wandb": ["wandb"],
         "dev": [

@@ -20,6 +20,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+    from trainers.data.images.pictures import Pictures
+
 
 def on_device(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     """A tensor of the host there; this process does not wait until a GPU has come so far."""
@@ -282,6 +284,8 @@ class Sequences(Batch):
     segment_lengths: Ragged | None = None  # int64: lengths of the documents packed into each row; None: one a row
     row_ids: np.ndarray | None = None  # int64: places in the data, for messages
     weights: Ragged | None = None  # float32, one a target: how much it counts in the loss of SFT; None: 1
+    # Of each row, in the order of their tokens; a packed row has those of each document; None: no row has any
+    images: list[Pictures] | None = None
 
     def as_sequences(self) -> Sequences:
         """Itself: what a backend asks of every batch that it learns from."""

@@ -11,14 +11,18 @@ from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.data.broken_rows import prompt_mistake, without_broken
+from trainers.data.images.processor import ImageReader, is_vision
 from trainers.data.rows import drop_long_prompts, load_rows, prompt_of
 from trainers.parts.model_checks import check_adapter, check_vocabulary, check_whole, configuration_of
 from trainers.parts.tokenizer import grown_model, load_tokenizer
 from trainers.plugins import load_plugins, resolve_model
 
 
-def read_rows(config: RunConfig, source: Any, split: str) -> Any:
-    """The rows of ``dataset`` or ``eval_dataset``. Raises ConfigError if there are none of the kind."""
+def read_rows(config: RunConfig, source: Any, split: str, images: ImageReader | None = None) -> Any:
+    """The rows of ``dataset`` or ``eval_dataset``; ``images``: of a model that sees pictures, which rows then may have.
+
+    Raises ConfigError if there are none of the kind.
+    """
     with mistakes_of("dataset"):
         return load_rows(
             source,
@@ -28,7 +32,26 @@ def read_rows(config: RunConfig, source: Any, split: str) -> Any:
             system=config.system,
             skip_broken=skips_broken(config),
             names={"model_name": config.model_name, "model_author": config.model_author},
+            images=images is not None,
         )
+
+
+def image_reader(config: TrainConfig, model: str, tokenizer: Any) -> ImageReader | None:
+    """What reads the pictures of rows for a model that sees some; None for others.
+
+    The chat template is the processor's, unless the configuration gives one.
+
+    Raises:
+        ConfigError: the model's processor cannot be loaded.
+    """
+    if config.backend != "fsdp" or not is_vision(configuration_of(model, config.trust_remote_code)):
+        return None
+    with mistakes_of("model"):
+        reader = ImageReader(tokenizer, model, trust_remote_code=config.trust_remote_code)
+        own = reader.processor.chat_template
+    if config.chat_template is None and own is not None:
+        tokenizer.chat_template = own
+    return reader
 
 
 def read_prompts(config: RunConfig, source: Any, split: str) -> Any:
@@ -75,7 +98,7 @@ def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:
     tokenizer = load_tokenizer(config, model)
     found = configuration_of(model, config.trust_remote_code)
     check_vocabulary(tokenizer, found, config.tokenizer or model, model)
-    check_whole(found, model)
+    check_whole(found, model, getattr(config, "backend", "fsdp"))
     was_known = model == config.model and Path(model).is_dir()  # and so checked before anything started
     if isinstance(config, TrainConfig) and not was_known:
         check_adapter(config, model)

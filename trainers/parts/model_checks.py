@@ -10,6 +10,7 @@ from typing import Any
 from rayhelper import ConfigError, DeviceGroups
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
+from trainers.data.images.processor import is_vision
 from trainers.parts.models import check_same_tokens, lora_settings
 from trainers.parts.tokenizer import load_tokenizer, new_tokens, tokenizer_there
 
@@ -60,7 +61,7 @@ def check_model_folder(config: TrainConfig) -> None:
     if not Path(config.model).is_dir():
         return
     found = configuration_of(config.model, config.trust_remote_code)
-    check_whole(found, config.model)
+    check_whole(found, config.model, config.backend)
     if config.backend == "fsdp":
         check_arguments("model_init_kwargs", config.model_init_kwargs, config.model, config.trust_remote_code)
         check_adapter(config, config.model)
@@ -199,17 +200,19 @@ def positions_of(configuration: Any) -> int | None:
     return getattr(text, "max_position_embeddings", None)
 
 
-def check_whole(configuration: Any, model: str) -> None:
+def check_whole(configuration: Any, model: str, backend: str = "fsdp") -> None:
     """Raises ConfigError for a model that sees or hears, of which a class for text alone would be trained and saved."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if backend == "fsdp" and is_vision(configuration):
+        return
     towers = [name for name in ("vision_config", "audio_config") if getattr(configuration, name, None) is not None]
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(configuration), None) if towers else None
     if kind is not None and getattr(kind, "config_class", None) is not type(configuration):
         raise ConfigError(
             f"model: {model!r} has a {towers[0].removesuffix('_config')} tower, and is trained here by "
-            f"{kind.__name__}, which is for text alone: the model that is saved would lack its tower. Models that see "
-            "or hear are not supported yet; take one of text."
+            f"{kind.__name__}, which is for text alone: the model that is saved would lack its tower. Vision models "
+            "are trained with backend: fsdp; models that hear are not supported yet."
         )
 
 

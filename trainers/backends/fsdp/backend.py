@@ -60,6 +60,7 @@ from trainers.backends.fsdp.tuners.adapters import (
     load_adapter,
     without_adapter,
 )
+from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.backends.offload import MEMORY, WEIGHTS, Offload
 from trainers.backends.random_state import random_state, read_random_state, set_random_state
 from trainers.backends.scores.head import room_of
@@ -170,6 +171,7 @@ class FsdpBackend:
             seed=seed,
             quantization=quantization,
         )
+        self.vision = Vision.of(self.module, model, trust_remote_code=trust_remote_code)
         if lowers and self.device.type == "cuda":
             packed_attention.prefer(self.module)
         self.sharing: SequenceRanks | None = None  # of rows
@@ -206,6 +208,8 @@ class FsdpBackend:
         if torch_compile:
             for layer in layers_of(self.module):
                 layer.compile()
+        if self.vision is not None:
+            self.vision.joins(self.scorer, trains=trains, shards=shards)
         self.forward: torch.nn.Module = self.scorer
         self.casts = lowers
         if shards:
@@ -222,7 +226,8 @@ class FsdpBackend:
             reshard(self.scorer)
         elif trains and self.world_size > 1:
             devices = [self.device.index] if self.device.type == "cuda" else None
-            self.forward = DistributedDataParallel(self.scorer, device_ids=devices, gradient_as_bucket_view=True)
+            views: dict[str, Any] = {"gradient_as_bucket_view": True, "find_unused_parameters": self.vision is not None}
+            self.forward = DistributedDataParallel(self.scorer, device_ids=devices, **views)
         self.is_sharded = shards
         is_one = shards and self.world_size == 1 and not offload_params
         self.accumulates_whole = is_one and can_accumulate_whole(self.scorer)
@@ -247,13 +252,9 @@ class FsdpBackend:
         )
         if optimizer_offload and self.device.type == "cuda":
             self.resting = RestingOptimizer(self.optimizer, self.device)
-        self.scheduler = get_scheduler(
-            lr_scheduler_type,
-            self.optimizer,
-            num_warmup_steps=warmup_steps,
-            num_training_steps=num_training_steps,
-            scheduler_specific_kwargs=dict(lr_scheduler_kwargs or {}),
-        )
+        steps: dict[str, Any] = {"num_warmup_steps": warmup_steps, "num_training_steps": num_training_steps}
+        further: dict[str, Any] = {"scheduler_specific_kwargs": dict(lr_scheduler_kwargs or {})}
+        self.scheduler = get_scheduler(lr_scheduler_type, self.optimizer, **steps, **further)
 
     @property
     def shard(self) -> tuple[int, int, bool]:
@@ -443,7 +444,7 @@ class FsdpBackend:
         micro = Sequences(Ragged.of([], np.int64), Ragged.of([], bool)) if micro is None else micro
         sharing = None if self.sharing is None else (self.sharing.index, self.sharing.size)
         told: dict[str, Any] = {"padding_free": self.padding_free, "read_at": self.read_at, "sharing": sharing}
-        inputs = model_inputs(micro, self.device, **told)
+        inputs = model_inputs(micro, self.device, **told, vision=self.vision)
         if isinstance(self.scorer, ValueScorer):
             settings = {}
         with self._autocast():
@@ -548,9 +549,8 @@ class FsdpBackend:
         """
         self._settle()
         if self.rank == 0 or self.is_sharded:
-            checkpoint.export_model(
-                Path(folder), self.module, self.adapted, self.config, self.dtype, writes=self.rank == 0
-            )
+            parts = (self.module, self.adapted, self.config, self.dtype)
+            checkpoint.export_model(Path(folder), *parts, vision=self.vision, writes=self.rank == 0)
         if tokenizer is not None and self.rank == 0:
             tokenizer.save_pretrained(folder)
 

@@ -1,0 +1,132 @@
+"""What a vision model is called with beside the tokens: pixels, and where pictures stand.
+
+    vision = Vision.of(module, "Qwen/Qwen2.5-VL-3B-Instruct")      # None: the model sees nothing
+    seen = vision.seen(micro.images)                               # pixel tensors by the names of the model's arguments
+
+The model's own image processor makes the pixels of a row, on the worker that needs them. They are kept for the next
+pass over the same row, up to ``CACHE_BYTES``.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainers.data.images.pictures import Picture, Pictures
+from trainers.data.images.processor import is_vision, load_processor
+
+CACHE_BYTES = 2**30
+OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+DUMMY_SIZE = 28  # pixels
+FILES = (  # of a processor; of those that a tokenizer writes too the run's own are kept
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *("chat_template.json", "chat_template.jinja"),
+)
+
+Pixels = dict[str, torch.Tensor]
+
+
+class Vision:
+    """How the pictures of rows get into a vision model."""
+
+    def __init__(self, model: str | Path, *, trust_remote_code: bool = False) -> None:
+        self.model, self.trust_remote_code = str(model), trust_remote_code
+        self._processor: Any = None
+        self._kept: OrderedDict[tuple[Any, ...], Pixels] = OrderedDict()
+        self._num_bytes = 0
+
+    @classmethod
+    def of(cls, module: Any, model: str | Path, **options: Any) -> Vision | None:
+        """That of a vision model; None for others."""
+        return cls(model, **options) if is_vision(module.config) else None
+
+    @property
+    def processor(self) -> Any:
+        if self._processor is None:
+            self._processor = load_processor(self.model, trust_remote_code=self.trust_remote_code)
+        return self._processor
+
+    def seen(self, images: Sequence[Pictures]) -> Pixels:
+        """The pixels of all rows in order; none if no row has pictures.
+
+        Some processors make fewer pixels of a picture that has others beside it, so a document is processed by itself.
+        """
+        found = [self._pixels(document) for row in images if row for document in documents_of(row)]
+        return {name: joined([pixels[name] for pixels in found]) for name in found[0]} if found else {}
+
+    def dummy(self) -> Pixels:
+        """The pixels of a small picture, for passes in which every weight must take part."""
+        from PIL import Image
+
+        return self._processed([Image.new("RGB", (DUMMY_SIZE, DUMMY_SIZE), (127, 127, 127))])
+
+    def joins(self, scorer: Any, *, trains: bool, shards: bool) -> None:
+        """The tower runs in every pass that asks it to: in training, and with shards, which all ranks gather together.
+
+        A pass without pictures runs it on a small one, and multiplies what it gives by zero.
+        """
+        weights = list(scorer.parameters())
+        if shards or (trains and any(weight.requires_grad for weight in weights)):
+            scorer.dummy = {name: value.to(weights[0].device) for name, value in self.dummy().items()}
+
+    def export(self, folder: Path) -> None:
+        """Writes the processor's files beside a model, as they are where the model comes from. One process calls it."""
+        from huggingface_hub import try_to_load_from_cache
+
+        for name in FILES:
+            is_folder = Path(self.model).is_dir()
+            found = Path(self.model) / name if is_folder else try_to_load_from_cache(self.model, name)
+            if isinstance(found, (str, Path)) and Path(found).is_file() and not (folder / name).exists():
+                shutil.copyfile(found, folder / name)
+
+    def is_picture(self, ids: np.ndarray) -> np.ndarray:
+        """Whether tokens stand for parts of pictures; of the ids' shape."""
+        found: np.ndarray = np.isin(ids, self.processor.image_token_ids)
+        return found
+
+    def _pixels(self, row: tuple[Picture, ...]) -> Pixels:
+        key = tuple(picture.key for picture in row)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        pixels = self._processed([picture.image() for picture in row])
+        self._kept[key] = pixels
+        self._num_bytes += _num_bytes(pixels)
+        while self._num_bytes > CACHE_BYTES and len(self._kept) > 1:
+            _, gone = self._kept.popitem(last=False)
+            self._num_bytes -= _num_bytes(gone)
+        return pixels
+
+    def _processed(self, images: list[Any]) -> Pixels:
+        text = " ".join([self.processor.image_token] * len(images))
+        found = self.processor(text=[text], images=[images], return_tensors="pt")
+        return {name: value for name, value in found.items() if name not in OF_TEXT and torch.is_tensor(value)}
+
+
+def documents_of(row: Pictures) -> tuple[tuple[Picture, ...], ...]:
+    """The pictures of each document that has some."""
+    documents: Any = row if isinstance(row[0], tuple) else (row,)
+    return tuple(documents)
+
+
+def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors of several rows along the first dimension; the others are padded with zeros to the largest.
+
+    That is what the processors of transformers make of several rows: see ``tests/images``.
+    """
+    sizes = [max(size) for size in zip(*(row.shape[1:] for row in rows), strict=True)]
+    padded = []
+    for row in rows:
+        room = [amount for size, own in zip(sizes[::-1], row.shape[:0:-1], strict=True) for amount in (0, size - own)]
+        padded.append(torch.nn.functional.pad(row, room) if any(room) else row)
+    return torch.cat(padded)
+
+
+def _num_bytes(pixels: Pixels) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in pixels.values())

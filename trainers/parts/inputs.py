@@ -47,7 +47,8 @@ def image_reader(config: TrainConfig, model: str, tokenizer: Any) -> ImageReader
     if config.backend != "fsdp" or not is_vision(configuration_of(model, config.trust_remote_code)):
         return None
     with mistakes_of("model"):
-        reader = ImageReader(tokenizer, model, trust_remote_code=config.trust_remote_code)
+        told: dict[str, Any] = {"max_pixels": config.max_pixels, "urls": config.image_urls}
+        reader = ImageReader(tokenizer, model, trust_remote_code=config.trust_remote_code, **told)
         own = reader.processor.chat_template
     if config.chat_template is None and own is not None:
         tokenizer.chat_template = own

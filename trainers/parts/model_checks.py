@@ -10,6 +10,7 @@ from typing import Any
 from rayhelper import ConfigError, DeviceGroups
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
+from trainers.configuration.vision import vision_mistake
 from trainers.data.images.processor import is_vision
 from trainers.parts.models import check_same_tokens, lora_settings
 from trainers.parts.tokenizer import load_tokenizer, new_tokens, tokenizer_there
@@ -62,6 +63,13 @@ def check_model_folder(config: TrainConfig) -> None:
         return
     found = configuration_of(config.model, config.trust_remote_code)
     check_whole(found, config.model, config.backend)
+    if mistake := vision_mistake(config, sees=is_vision(found)):
+        raise ConfigError(f"{mistake}.")
+    if is_vision(found) and config.sequence_parallel_size > 1:
+        raise ConfigError(
+            f"sequence_parallel_size is {config.sequence_parallel_size}, but workers cannot share the rows of a vision "
+            "model yet. Remove it."
+        )
     if config.backend == "fsdp":
         check_arguments("model_init_kwargs", config.model_init_kwargs, config.model, config.trust_remote_code)
         check_adapter(config, config.model)

@@ -40,7 +40,7 @@ from trainers.backends.fsdp.hf_model import (
 from trainers.backends.fsdp.optimizer import OptimizerName, build_optimizer
 from trainers.backends.fsdp.resting_optimizer import RestingOptimizer
 from trainers.backends.fsdp.router import Balance
-from trainers.backends.fsdp.sequence_attention import SequenceRanks, share_rows
+from trainers.backends.fsdp.sequence_attention import share_rows
 from trainers.backends.fsdp.sharding import (
     accumulate_whole,
     can_accumulate_whole,
@@ -95,6 +95,7 @@ class FsdpBackend:
     ``head.room_of``). ``router_aux_loss_coef``: of the loss that balances experts (``router.py``), in steps of a
     language model. ``neftune_noise_alpha``: noise on embeddings in ``step`` alone (see ``hf_model.add_noise``).
     ``sequence_parallel_size``: so many consecutive ranks share the rows of a slice (see ``sequence_attention.py``).
+    ``vision``: of a model that sees pictures, its frozen parts and their learning rates (see ``vision/pixels.py``).
     """
 
     vocabulary = WHOLE
@@ -141,6 +142,7 @@ class FsdpBackend:
         seed: int = 42,
         model_init_kwargs: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
+        vision: Mapping[str, Any] | None = None,
     ) -> None:
         from transformers import get_scheduler, set_seed
 
@@ -171,12 +173,11 @@ class FsdpBackend:
             seed=seed,
             quantization=quantization,
         )
-        self.vision = Vision.of(self.module, model, trust_remote_code=trust_remote_code)
+        self.vision = Vision.of(self.module, model, trust_remote_code=trust_remote_code, **(vision or {}))
         if lowers and self.device.type == "cuda":
             packed_attention.prefer(self.module)
-        self.sharing: SequenceRanks | None = None  # of rows
-        if sequence_parallel_size > 1:
-            self.sharing = share_rows(self.module, sequence_parallel_size)
+        shares = sequence_parallel_size > 1  # rows
+        self.sharing = share_rows(self.module, sequence_parallel_size) if shares else None
         way = documents.way_of(self.module)
         if padding_free and way is None:
             raise ConfigError(documents.refusal(self.module))
@@ -188,7 +189,7 @@ class FsdpBackend:
         self.scorer = Scorer(self.module, **calls, room=room) if head == "lm" else ValueScorer(self.module, **calls)
         self.adapted: Any = None
         if lora is not None:
-            told: dict[str, Any] = {"value_head": head == "value", "seed": seed, "tuner": tuner}
+            told: dict[str, Any] = {"value_head": head == "value", "seed": seed, "tuner": tuner, "vision": self.vision}
             self.adapted = add_adapter(self.module, lora, num_training_steps=num_training_steps, **told)
             if isinstance(self.scorer, Scorer):
                 self.scorer.head.linear = self.module.get_output_embeddings()  # which may have got an adapter too
@@ -249,6 +250,7 @@ class FsdpBackend:
             adam_betas=(adam_beta1, adam_beta2),
             adam_epsilon=adam_epsilon,
             kwargs=optim_kwargs or {},
+            rates=self.vision.rates if self.vision else {},
         )
         if optimizer_offload and self.device.type == "cuda":
             self.resting = RestingOptimizer(self.optimizer, self.device)

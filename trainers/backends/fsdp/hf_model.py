@@ -21,7 +21,7 @@ from trainers.backends.fsdp import packed_attention
 from trainers.backends.fsdp.sharding import as_placed
 from trainers.backends.fsdp.tuners.adapters import own_weights, trained_names
 from trainers.backends.fsdp.tuners.quantized import compute_alike, loading_arguments, quantized_layers, written_whole
-from trainers.data.images.processor import is_vision
+from trainers.data.images.processor import language_class
 
 ModelHead = Literal["lm", "value"]
 
@@ -44,7 +44,7 @@ def build_model(
     A classifier has ``num_labels`` labels. It may be read from a language model; its head is then drawn
     (``fresh_weights.py``). ``quantization``: fields of transformers' BitsAndBytesConfig (see ``tuners/quantized.py``).
     """
-    from transformers import AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForSequenceClassification
 
     packed_attention.register()
     settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, **dict(model_init_kwargs or {})}
@@ -58,7 +58,8 @@ def build_model(
             head_KH = built.score.weight.data
             head_KH.copy_(value_head(head_KH.shape[1], built.config.initializer_range, seed, num_labels))
     else:
-        built = language_class(model, trust_remote_code).from_pretrained(model, **settings)
+        found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        built = language_class(found).from_pretrained(model, **settings)
     if quantization:  # it is on its device, and cannot be moved
         compute_alike(built)
     else:
@@ -66,14 +67,6 @@ def build_model(
     packed_attention.check_model(built)
     _cap_scores(built, asked=settings.get("attn_implementation"))
     return built
-
-
-def language_class(model: str | Path, trust_remote_code: bool = False) -> Any:
-    """The class of transformers that builds the whole of a model: with its vision tower, if it has one."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-    return AutoModelForImageTextToText if is_vision(found) else AutoModelForCausalLM
 
 
 def _cap_scores(model: Any, asked: str | None) -> None:

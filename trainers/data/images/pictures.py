@@ -94,7 +94,8 @@ def _picture(value: Any, max_pixels: int | None, urls: bool) -> Picture:
             )
         return _picture(found, max_pixels, urls)
     if isinstance(value, (bytes, bytearray, memoryview)):
-        return Picture(bytes(value), max_pixels)
+        text = _text_of(bytes(value))
+        return Picture(bytes(value), max_pixels) if text is None else _picture(text, max_pixels, urls)
     if isinstance(value, Path):
         return Picture(str(value), max_pixels)
     if hasattr(value, "tobytes") and hasattr(value, "save"):  # a PIL.Image
@@ -116,6 +117,15 @@ def _picture(value: Any, max_pixels: int | None, urls: bool) -> Picture:
         return Picture(_decoded(value), max_pixels)
     path = value.removeprefix(FILE_URI)
     return Picture(str(Path(path).expanduser().absolute()), max_pixels)
+
+
+def _text_of(value: bytes) -> str | None:
+    """The text that bytes are: a table whose column holds paths and bytes makes bytes of all of them."""
+    try:
+        text = value.decode() if len(value) <= LONGEST_PATH else ""
+    except UnicodeDecodeError:
+        return None
+    return text if text.isprintable() and text else None
 
 
 def _decoded(text: str) -> bytes:

@@ -31,6 +31,13 @@ def is_vision(configuration: Any) -> bool:
     return has_tower and getattr(kind, "config_class", None) is type(configuration)
 
 
+def language_class(configuration: Any) -> Any:
+    """transformers' class that builds the whole of a model: with its vision tower, if it has one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if is_vision(configuration) else AutoModelForCausalLM
+
+
 def load_processor(model: str, *, trust_remote_code: bool = False, tokenizer: Any = None) -> Any:
     """The processor of a folder or hub name, for images and text. ``tokenizer``: in place of its own.
 

@@ -1,6 +1,6 @@
 """What a vision model is called with beside the tokens: pixels, and where pictures stand.
 
-    vision = Vision.of(module, "Qwen/Qwen2.5-VL-3B-Instruct")      # None: the model sees nothing
+    vision = Vision.of(module, "Qwen/Qwen2.5-VL-3B-Instruct", frozen=["vit"])      # None: the model sees nothing
     seen = vision.seen(micro.images)                               # pixel tensors by the names of the model's arguments
 
 The model's own image processor makes the pixels of a row, on the worker that needs them. They are kept for the next
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import shutil
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from trainers.backends.fsdp.vision.parts import Part, freeze, linear_layers, part_of
 from trainers.data.images.pictures import Picture, Pictures
 from trainers.data.images.processor import is_vision, load_processor
 
@@ -33,10 +34,24 @@ Pixels = dict[str, torch.Tensor]
 
 
 class Vision:
-    """How the pictures of rows get into a vision model."""
+    """How the pictures of rows get into a vision model, and which of its parts learn.
 
-    def __init__(self, model: str | Path, *, trust_remote_code: bool = False) -> None:
-        self.model, self.trust_remote_code = str(model), trust_remote_code
+    ``frozen``: parts that do not; ``rates``: learning rates of parts that have their own.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        model: str | Path,
+        *,
+        trust_remote_code: bool = False,
+        frozen: Sequence[Part] = (),
+        rates: Mapping[Part, float] | None = None,
+    ) -> None:
+        self.module, self.model, self.trust_remote_code = module, str(model), trust_remote_code
+        self.frozen, self.parts = tuple(frozen), part_of(module)
+        self.rates = {name: rates[part] for name, part in self.parts.items() if part in rates} if rates else {}
+        freeze(module, frozen)
         self._processor: Any = None
         self._kept: OrderedDict[tuple[Any, ...], Pixels] = OrderedDict()
         self._num_bytes = 0
@@ -44,7 +59,11 @@ class Vision:
     @classmethod
     def of(cls, module: Any, model: str | Path, **options: Any) -> Vision | None:
         """That of a vision model; None for others."""
-        return cls(model, **options) if is_vision(module.config) else None
+        return cls(module, model, **options) if is_vision(module.config) else None
+
+    def without_adapter(self) -> list[str]:
+        """Linear layers of the parts that are frozen, which get no adapter."""
+        return linear_layers(self.module, self.frozen)
 
     @property
     def processor(self) -> Any:
@@ -71,9 +90,10 @@ class Vision:
 
         A pass without pictures runs it on a small one, and multiplies what it gives by zero.
         """
-        weights = list(scorer.parameters())
-        if shards or (trains and any(weight.requires_grad for weight in weights)):
-            scorer.dummy = {name: value.to(weights[0].device) for name, value in self.dummy().items()}
+        learns = trains and not {"vit", "aligner"} <= set(self.frozen)
+        if shards or learns:
+            device = next(self.module.parameters()).device
+            scorer.dummy = {name: value.to(device) for name, value in self.dummy().items()}
 
     def export(self, folder: Path) -> None:
         """Writes the processor's files beside a model, as they are where the model comes from. One process calls it."""

@@ -411,34 +411,44 @@ def tokenize_prompts(
     max_prompt_length: int | None = None,
     truncation: PromptTruncation = "left",
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    images: ImageReader | None = None,
 ) -> list[list[int]]:
     """Token ids of each row's prompt, ready to be completed.
 
     A conversation gets the generation prompt, or continues its last message if that is the assistant's. A prompt of
     more than ``max_prompt_length`` tokens loses its beginning (``left``) or raises ValueError (``error``);
-    ``drop_long_prompts`` takes such rows out beforehand. A row's own ``chat_template_kwargs`` win.
+    ``drop_long_prompts`` takes such rows out beforehand. A row's own ``chat_template_kwargs`` win. ``images``: of a
+    model that sees pictures; a prompt that would lose a part of one raises ValueError.
     """
     _check_choice("truncation", truncation, PromptTruncation)
     prompts = []
     for index, row in enumerate(rows):
-        ids = _prompt_ids(row, tokenizer, dict(chat_template_kwargs or {}))
+        ids = _prompt_ids(row, tokenizer, dict(chat_template_kwargs or {}), images)
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             if truncation == "error":
                 raise ValueError(
                     f"the prompt of row {index} has {len(ids)} tokens, max_prompt_length is {max_prompt_length}. "
                     f"Raise it, or truncate, or take long prompts out."
                 )
-            ids = ids[len(ids) - max_prompt_length :]
+            kept = ids[len(ids) - max_prompt_length :]
+            if images is not None:
+                images.check_cut(ids, kept, f"max_prompt_length {max_prompt_length}")
+            ids = kept
         prompts.append(ids)
     return prompts
 
 
 def drop_long_prompts(
-    rows: Dataset, tokenizer: Any, *, max_prompt_length: int, chat_template_kwargs: Mapping[str, Any] | None = None
+    rows: Dataset,
+    tokenizer: Any,
+    *,
+    max_prompt_length: int,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    images: ImageReader | None = None,
 ) -> Dataset:
     """The rows whose prompts have at most ``max_prompt_length`` tokens. Raises ValueError if there are none."""
     options = dict(chat_template_kwargs or {})
-    kept = [i for i, row in enumerate(rows) if len(_prompt_ids(row, tokenizer, options)) <= max_prompt_length]
+    kept = [i for i, row in enumerate(rows) if len(_prompt_ids(row, tokenizer, options, images)) <= max_prompt_length]
     if not kept:
         raise ValueError(f"all {len(rows)} prompts have more than max_prompt_length {max_prompt_length} tokens")
     if len(kept) < len(rows):
@@ -449,7 +459,12 @@ def drop_long_prompts(
     return rows.select(kept)
 
 
-def _prompt_ids(row: Mapping[str, Any], tokenizer: Any, options: dict[str, Any]) -> list[int]:
+def _prompt_ids(
+    row: Mapping[str, Any], tokenizer: Any, options: dict[str, Any], images: ImageReader | None = None
+) -> list[int]:
+    if images is not None:
+        row, pictures = images.prompt(row)
+        tokenizer = images.tokenizer(pictures)
     prompt = prompt_of(row)
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])

@@ -11,7 +11,8 @@ from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.data.broken_rows import prompt_mistake, without_broken
-from trainers.data.images.processor import ImageReader, is_vision
+from trainers.data.images.conversations import COLUMNS
+from trainers.data.images.processor import ImageReader, is_vision, seen_too
 from trainers.data.rows import drop_long_prompts, load_rows, prompt_of
 from trainers.parts.model_checks import check_adapter, check_vocabulary, check_whole, configuration_of
 from trainers.parts.tokenizer import grown_model, load_tokenizer
@@ -55,21 +56,22 @@ def image_reader(config: TrainConfig, model: str, tokenizer: Any) -> ImageReader
     return reader
 
 
-def read_prompts(config: RunConfig, source: Any, split: str) -> Any:
+def read_prompts(config: RunConfig, source: Any, split: str, images: ImageReader | None = None) -> Any:
     """As ``read_rows``, of rows that each have a prompt to complete.
 
     Raises:
         ConfigError: rows have none, or a broken one, and ``skip_broken_rows`` is false. It names the first few.
     """
-    rows = read_rows(config, source, split)
+    rows = read_rows(config, source, split, images)
     with mistakes_of("dataset"):
         if not {"prompt", "messages"} & set(rows.column_names):
             prompt_of(rows[0])
-        mistake = partial(prompt_mistake, empty=getattr(config, "has_environment", False))
-        return without_broken(rows, mistake, "prompt", "messages", skip=skips_broken(config))
+        mistake = seen_too(partial(prompt_mistake, empty=getattr(config, "has_environment", False)), images)
+        columns = ("prompt", "messages", *(() if images is None else COLUMNS))
+        return without_broken(rows, mistake, *columns, skip=skips_broken(config))
 
 
-def without_long(config: CompletionConfig, rows: Any, tokenizer: Any) -> Any:
+def without_long(config: CompletionConfig, rows: Any, tokenizer: Any, images: ImageReader | None = None) -> Any:
     """The rows, less those of long prompts where ``drop_long_prompts`` says so. Raises ConfigError if none is left."""
     if not config.drop_long_prompts or config.max_prompt_length is None:
         return rows
@@ -79,6 +81,7 @@ def without_long(config: CompletionConfig, rows: Any, tokenizer: Any) -> Any:
             tokenizer,
             max_prompt_length=config.max_prompt_length,
             chat_template_kwargs=config.chat_template_kwargs,
+            images=images,
         )
 
 

@@ -18,7 +18,7 @@ import torch
 
 from rayhelper import ConfigError
 from trainers.backends.fsdp.packed_attention import packed_arguments
-from trainers.backends.scores.inputs import Inputs
+from trainers.backends.scores.inputs import Inputs, Seen
 
 Way = Literal["positions", "lengths", "masks"]
 LENGTHS = (9, 8)  # tokens of the two documents that a model is asked for
@@ -42,11 +42,9 @@ def model_arguments(model: Any, inputs: Inputs, way: Way | None) -> dict[str, An
         ConfigError: rows hold several documents, and the model has no way to keep them apart.
     """
     config = model.config.get_text_config()
-    arguments = {
-        "input_ids": inputs.input_ids_BT,
-        **packed_arguments(config, inputs),
-        **picture_arguments(model, inputs),
-    }
+    arguments = {"input_ids": inputs.input_ids_BT, **packed_arguments(config, inputs)}
+    if inputs.seen is not None:
+        arguments |= picture_arguments(model, inputs.seen)
     if inputs.position_ids_BT is None:
         return arguments
     if way is None:
@@ -59,13 +57,11 @@ def model_arguments(model: Any, inputs: Inputs, way: Way | None) -> dict[str, An
     return arguments
 
 
-def picture_arguments(model: Any, inputs: Inputs) -> dict[str, Any]:
+def picture_arguments(model: Any, seen: Seen) -> dict[str, Any]:
     """The pixels, and which tokens stand for pictures, by the names that the model gives them."""
-    if inputs.seen is None:
-        return {}
     taken = inspect.signature(backbone(model).forward).parameters
     marks = next((name for name in PICTURE_MARKS if name in taken), None)
-    return inputs.seen.pixels | ({} if marks is None else {marks: inputs.seen.is_picture_BT})
+    return seen.pixels | ({} if marks is None else {marks: seen.is_picture_BT})
 
 
 def positions_of(model: Any, inputs: Inputs) -> torch.Tensor:

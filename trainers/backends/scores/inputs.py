@@ -137,9 +137,15 @@ def model_inputs(
     tensors = (input_ids_BT, position_ids_BT, places_N, input_ids_BT.flatten()[targets_N], starts)
     inputs = Inputs(*tensors, longest)
     if vision is not None and images is not None and any(images):
-        is_picture_BT = torch.from_numpy(vision.is_picture(input_ids_BT.numpy())).long()
-        inputs = inputs._replace(seen=Seen(vision.seen(images), is_picture_BT))
+        inputs = inputs._replace(seen=seen_by(vision, images, input_ids_BT))
     return _on_device(inputs if sharing is None else _part_of(inputs, *sharing), device)
+
+
+def seen_by(vision: Sees, images: Any, input_ids_BT: torch.Tensor) -> Seen:
+    """The pictures of rows, and which of their tokens stand for them, on the device of the tokens."""
+    is_picture_BT = torch.from_numpy(vision.is_picture(input_ids_BT.cpu().numpy())).long()
+    pixels = {name: on_device(values, input_ids_BT.device) for name, values in vision.seen(images).items()}
+    return Seen(pixels, is_picture_BT.to(input_ids_BT.device))
 
 
 def _part_of(inputs: Inputs, index: int, size: int) -> Inputs:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ("images", "image")
 CONVERSATIONS = ("prompt", "messages", "completion", "chosen", "rejected")  # in the order in which they are read
+ANSWERS = ("completion", "chosen", "rejected")
 MARK = "<image>"
 TYPES = ("image", "image_url")  # of a part of a message
 IN_PARTS = ("system", "user", "assistant")  # roles whose contents become lists of parts
@@ -52,7 +53,7 @@ def placed(
         return dict(row), ()
     turns = {name: [dict(message) for message in row[name]] for name in spoken}
     first = turns[spoken[0]]
-    missing = len(column) - sum(_num_places(message) for name in spoken for message in turns[name])
+    missing = len(column) - sum(num_places(message) for name in spoken for message in turns[name])
     in_parts = any(
         isinstance(m.get("content"), list) and m.get("role") == "user" for name in spoken for m in turns[name]
     )
@@ -125,7 +126,7 @@ def encoded(rows: Dataset) -> Dataset:
     return rows
 
 
-def _num_places(message: Mapping[str, Any]) -> int:
+def num_places(message: Mapping[str, Any]) -> int:
     """Places in a message for pictures of the column."""
     content = message.get("content")
     if isinstance(content, str):

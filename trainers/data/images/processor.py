@@ -11,15 +11,18 @@ The model's processor alone decides how many tokens a picture has, and what stan
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from trainers.data.images.conversations import TYPES, picture_mistake, placed
+from trainers.data.images.conversations import ANSWERS, TYPES, num_places, picture_mistake, placed
 from trainers.data.images.pictures import Picture
 
 VIDEOS = "video_processor"
+MOST_KNOWN = 256  # texts with pictures whose tokens are remembered
+Expanded = tuple[str, list[dict[str, Any]]]
 
 
 def is_vision(configuration: Any) -> bool:
@@ -111,9 +114,10 @@ class ImageReader:
         self.plain, self.model, self.trust_remote_code = tokenizer, model, trust_remote_code
         self.max_pixels, self.urls = max_pixels, urls
         self._processor: Any = None
+        self._known: OrderedDict[Any, Expanded] = OrderedDict()  # the prompts of a group are equal
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_processor": None}
+        return self.__dict__ | {"_processor": None, "_known": OrderedDict()}
 
     @property
     def processor(self) -> Any:
@@ -126,13 +130,50 @@ class ImageReader:
         """The row as chat templates of vision models read it, and its pictures. Raises ValueError."""
         return placed(row, max_pixels=self.max_pixels, urls=self.urls)
 
+    def prompt(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Picture, ...]]:
+        """As ``placed``, of what is to be completed in a row alone: its answer is left out."""
+        shown, pictures = self.placed({name: value for name, value in row.items() if name not in ANSWERS})
+        if shown.get("prompt") is None and shown.get("messages"):
+            last = shown["messages"][-1]
+            if last.get("role") == "assistant":
+                pictures = pictures[: len(pictures) - num_places(last)]
+        return shown, pictures
+
     def mistake(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
         """The column and what is wrong with the pictures of a row, if anything is."""
         return picture_mistake(row, urls=self.urls)
 
     def tokenizer(self, pictures: Sequence[Picture]) -> SeeingTokenizer:
         """The tokenizer for a row with these pictures."""
-        return SeeingTokenizer(self.plain, self.processor, pictures)
+        return SeeingTokenizer(self, pictures)
+
+    def expanded(self, text: str, pictures: Sequence[Picture]) -> Expanded:
+        """The text with the tokens of the pictures, and where each of them was put.
+
+        Raises:
+            ValueError: the text has another number of places than there are pictures.
+        """
+        places = text.count(self.processor.image_token)
+        if places != len(pictures):
+            raise ValueError(
+                f"the chat template made {places} places for {len(pictures)} images. A template of a vision model "
+                "writes one for each part of type image; do texts hold its image token?"
+            )
+        if not pictures:
+            return text, []
+        key = text, tuple(picture.key for picture in pictures)
+        if key not in self._known:
+            images = [[picture.image() for picture in pictures]]
+            found = self.processor(text=[text], images=images, return_text_replacement_offsets=True)
+            (spans,) = found["text_replacement_offsets"]
+            pieces, end = [], 0
+            for span in spans:
+                pieces += [text[end : span["span"][0]], span["replacement"]]
+                end = span["span"][1]
+            self._known[key] = "".join([*pieces, text[end:]]), spans
+            if len(self._known) > MOST_KNOWN:
+                self._known.popitem(last=False)
+        return self._known[key]
 
     def num_image_tokens(self, ids: Sequence[int]) -> int:
         """How many of the ids stand for parts of pictures."""
@@ -160,14 +201,14 @@ class SeeingTokenizer:
     Offsets are those of the text as it is given, before the processor writes a picture's tokens into it.
     """
 
-    def __init__(self, tokenizer: Any, processor: Any, pictures: Sequence[Picture]) -> None:
-        self._tokenizer, self._processor, self._pictures = tokenizer, processor, list(pictures)
+    def __init__(self, reader: ImageReader, pictures: Sequence[Picture]) -> None:
+        self._tokenizer, self._reader, self._pictures = reader.plain, reader, list(pictures)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
     def __call__(self, text: str, **options: Any) -> Any:
-        shown, spans = self._expanded(text)
+        shown, spans = self._reader.expanded(text, self._pictures)
         encoded = self._tokenizer(shown, **options)
         if options.get("return_offsets_mapping") and spans:
             encoded["offset_mapping"] = [_before(span, spans) for span in encoded["offset_mapping"]]
@@ -202,31 +243,8 @@ class SeeingTokenizer:
         given = options | {"chat_template": options.get("chat_template") or self._tokenizer.chat_template}
         asked: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         # of the base class: SmolVLM's own asks its part for videos
-        found: Any = ProcessorMixin.apply_chat_template(self._processor, shown, **given, **asked)
+        found: Any = ProcessorMixin.apply_chat_template(self._reader.processor, shown, **given, **asked)
         return {"input_ids": found["input_ids"][0], "assistant_masks": found["assistant_masks"][0]}
-
-    def _expanded(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """The text with the tokens of the pictures, and where each of them was put.
-
-        Raises:
-            ValueError: the text has another number of places than there are pictures.
-        """
-        places = text.count(self._processor.image_token)
-        if places != len(self._pictures):
-            raise ValueError(
-                f"the chat template made {places} places for {len(self._pictures)} images. A template of a vision "
-                "model writes one for each part of type image; do texts hold its image token?"
-            )
-        if not self._pictures:
-            return text, []
-        images = [[picture.image() for picture in self._pictures]]
-        found = self._processor(text=[text], images=images, return_text_replacement_offsets=True)
-        (spans,) = found["text_replacement_offsets"]
-        pieces, end = [], 0
-        for span in spans:
-            pieces += [text[end : span["span"][0]], span["replacement"]]
-            end = span["span"][1]
-        return "".join([*pieces, text[end:]]), spans
 
 
 def _before(offsets: tuple[int, int], spans: Sequence[Mapping[str, Any]]) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import shutil
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,12 @@ class Vision:
             found = Path(self.model) / name if is_folder else try_to_load_from_cache(self.model, name)
             if isinstance(found, (str, Path)) and Path(found).is_file() and not (folder / name).exists():
                 shutil.copyfile(found, folder / name)
+
+    def words_alone(self, sampling: Any) -> Any:
+        """The sampling, by which no token is drawn that stands for a part of a picture: there would be no pixels."""
+        own = sampling.generation_kwargs.get("suppress_tokens") or []
+        tokens = sorted({*own, *(token for token in self.processor.image_token_ids if token is not None)})
+        return replace(sampling, generation_kwargs={**sampling.generation_kwargs, "suppress_tokens": tokens})
 
     def is_picture(self, ids: np.ndarray) -> np.ndarray:
         """Whether tokens stand for parts of pictures; of the ids' shape."""

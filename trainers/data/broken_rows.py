@@ -76,12 +76,15 @@ def supervised_mistake(row: Mapping[str, Any], text_field: str = "text", seen: S
     )
 
 
-def pair_mistake(row: Mapping[str, Any]) -> Mistake | None:
-    """Of a row that compares ``chosen`` and ``rejected``, with or without a ``prompt`` and a ``margin``."""
+def pair_mistake(row: Mapping[str, Any], seen: Seen = ()) -> Mistake | None:
+    """Of a row that compares ``chosen`` and ``rejected``, with or without a ``prompt`` and a ``margin``.
+
+    ``seen``: as ``in_column``, of the prompt.
+    """
     for name in ("chosen", "rejected"):
         if mistake := in_column(row, name, empty=True):
             return mistake
-    if row.get("prompt") is not None and (mistake := in_column(row, "prompt", empty=True)):
+    if row.get("prompt") is not None and (mistake := in_column(row, "prompt", empty=True, seen=seen)):
         return mistake
     if "margin" in row and (isinstance(row["margin"], bool) or not isinstance(row["margin"], (int, float))):
         return "margin", f"{_called(row['margin'])}, not a number"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MEDIA = (*COLUMNS, "videos", "video", "audios", "audio")
+MEDIA = (*COLUMNS, "rejected_images", "videos", "video", "audios", "audio")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 TruncationMode = Literal["keep_start", "keep_end", "drop"]
 PromptTruncation = Literal["left", "error"]
@@ -104,7 +104,7 @@ def check_seen(rows: Dataset, media: Sequence[str] = MEDIA) -> None:
         if count := pc.sum(pc.greater(sizes.cast("int64"), 0)).as_py():
             raise ValueError(
                 f"{count} of {len(rows)} rows have {name}, which are not seen here: they would be learned as the text "
-                f"around them. Images are seen by vision models in SFT with backend: fsdp; videos and audios by none. "
+                f"around them. Vision models see images in SFT, DPO, CPO, SimPO, ORPO and GRPO, with backend: fsdp. "
                 f"Take them out, or the column {name!r} if nothing is to be seen in it."
             )
 

@@ -65,6 +65,8 @@ def check_model_folder(config: TrainConfig) -> None:
     check_whole(found, config.model, config.backend)
     if mistake := vision_mistake(config, sees=is_vision(found)):
         raise ConfigError(f"{mistake}.")
+    if config.SCORES:
+        check_scores(found, config.model)
     if is_vision(found) and config.sequence_parallel_size > 1:
         raise ConfigError(
             f"sequence_parallel_size is {config.sequence_parallel_size}, but workers cannot share the rows of a vision "
@@ -221,6 +223,17 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp") -> None:
             f"model: {model!r} has a {towers[0].removesuffix('_config')} tower, and is trained here by "
             f"{kind.__name__}, which is for text alone: the model that is saved would lack its tower. Vision models "
             "are trained with backend: fsdp; models that hear are not supported yet."
+        )
+
+
+def check_scores(configuration: Any, model: str) -> None:
+    """Raises ConfigError for a vision model of which transformers has no sequence classifier."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    if is_vision(configuration) and MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(configuration), None) is None:
+        raise ConfigError(
+            f"model: {model!r} sees pictures, and transformers has no sequence classifier of "
+            f"{configuration.model_type} models. Take a language model."
         )
 
 

@@ -173,7 +173,7 @@ class FsdpBackend:
             seed=seed,
             quantization=quantization,
         )
-        self.vision = Vision.of(self.module, model, trust_remote_code=trust_remote_code, **(vision or {}))
+        self.vision = Vision.of(self.module, model, head, trust_remote_code=trust_remote_code, **(vision or {}))
         if lowers and self.device.type == "cuda":
             packed_attention.prefer(self.module)
         shares = sequence_parallel_size > 1  # rows
@@ -227,8 +227,8 @@ class FsdpBackend:
             reshard(self.scorer)
         elif trains and self.world_size > 1:
             devices = [self.device.index] if self.device.type == "cuda" else None
-            views: dict[str, Any] = {"gradient_as_bucket_view": True, "find_unused_parameters": self.vision is not None}
-            self.forward = DistributedDataParallel(self.scorer, device_ids=devices, **views)
+            told = {"gradient_as_bucket_view": True, "find_unused_parameters": self.vision is not None}
+            self.forward = DistributedDataParallel(self.scorer, device_ids=devices, **told)
         self.is_sharded = shards
         is_one = shards and self.world_size == 1 and not offload_params
         self.accumulates_whole = is_one and can_accumulate_whole(self.scorer)

@@ -47,12 +47,15 @@ class Scorer(torch.nn.Module):
         ``is_token_BT``: asks for the loss of routers, over what is True.
         """
         routes = {} if is_token_BT is None else {"output_router_logits": True}
+        nothing = None
+        if self.dummy is not None and inputs.seen is None:  # first, as where there are pictures: shards are gathered so
+            nothing = nothing_of(self.model, self.dummy)
         with single_documents(inputs):
             given = arguments_of(self.model, inputs, self.way, self.ranks)
             outputs = self.head.outputs(self.model, **given, **routes)
         features_NX = self.head.features(outputs, inputs.places_N)
-        if self.dummy is not None and inputs.seen is None:
-            features_NX = features_NX + nothing_of(self.model, self.dummy)
+        if nothing is not None:
+            features_NX = features_NX + nothing
         if features_only:
             return (of_all(features_NX, inputs, self.ranks),)
         if inputs.part is not None:

@@ -63,6 +63,9 @@ def placed(
         missing = 0
     if missing and column:
         raise ValueError(f"the row has {len(column)} images and {len(column) - missing} places for them")
+    for name in ("chosen", "rejected"):
+        if any(num_pictures(message, marks=bool(column)) for message in turns.get(name, ())):
+            raise ValueError(f"{name} has an image: of pairs the prompt alone may have some")
     rest, found = iter(column), []
     for name in spoken:
         for message in turns[name]:
@@ -139,6 +142,15 @@ def num_places(message: Mapping[str, Any]) -> int:
         for part in parts
         if isinstance(part, Mapping)
     )
+
+
+def num_pictures(message: Mapping[str, Any], *, marks: bool) -> int:
+    """Pictures of a message, its own and those of the column; ``marks``: ``<image>`` is a place of one."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content.count(MARK) if marks else 0
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    return sum(part.get("type") in TYPES for part in parts)
 
 
 def _in_parts(content: Any, *, marks: bool) -> list[dict[str, Any]]:

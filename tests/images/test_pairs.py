@@ -86,10 +86,12 @@ def test_a_run_over_two_workers_is_the_run_of_one(model: str, tmp_path: Path, ra
         DPOTrainer(dpo_config(model, tmp_path / "two", **KEYS, adam_epsilon=1e-4)).train()
     assert lines(tmp_path / "ray") == lines(tmp_path / "off")
     assert final_bytes(tmp_path / "ray") == final_bytes(tmp_path / "off")
-    alone, before = final_weights(tmp_path / "off"), AutoModelForImageTextToText.from_pretrained(model).state_dict()
-    assert any(
-        not torch.equal(alone[name], before[name]) for name in alone if "vision_tower" in name and name in before
+    after, before = (
+        AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+        for folder in (tmp_path / "off" / "final", model)
     )
+    assert any(not torch.equal(after[name], before[name]) for name in after if "vision_tower" in name)
+    alone = final_weights(tmp_path / "off")
     for name, weight in final_weights(tmp_path / "two").items():
         torch.testing.assert_close(weight, alone[name], rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 

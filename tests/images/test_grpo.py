@@ -20,6 +20,7 @@ from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.data.images.processor import ImageReader, load_processor
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.parts.engine import prompts_of
+from trainers.parts.model_checks import check_whole, configuration_of
 from trainers.rollout.base import Sampling
 from trainers.rollout.hf.engine import HfEngine
 
@@ -171,3 +172,26 @@ def test_a_prompt_whose_picture_is_missing_is_told(folders: dict[str, str], tmp_
         ConfigError, match=r"1 of 5 rows are broken: row 4 \(images: image 0 .*nowhere.png' does not exist"
     ):
         GRPOTrainer(grpo_config(folders["qwen2_5_vl"], tmp_path, **KEYS | {"dataset": rows}))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "vllm": ({"rollout_engine": "vllm"}, "rollout_engine: vllm does not complete prompts for vision models yet"),
+    "shared rows": ({"sequence_parallel_size": 2}, "workers cannot share the rows of a vision model yet"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_vision_models_cannot_do_is_refused_before_the_start(
+    name: str, folders: dict[str, str], tmp_path: Path
+) -> None:
+    keys, told = REFUSED[name]
+    with pytest.raises(ConfigError, match=told):
+        GRPOTrainer.check(grpo_config(folders["qwen2_5_vl"], tmp_path, **KEYS | keys), None)
+
+
+def test_nothing_that_reads_texts_alone_is_given_rows_with_pictures(folders: dict[str, str], tmp_path: Path) -> None:
+    model = folders["qwen2_5_vl"]
+    with pytest.raises(ConfigError, match="rows have images, which are not seen here"):
+        GRPOTrainer(grpo_config(model, tmp_path, **KEYS | {"reward_model": [model], "reward_weights": None}))
+    with pytest.raises(ConfigError, match="has a vision tower"):
+        check_whole(configuration_of(model, False), model, "megatron")

@@ -14,7 +14,13 @@ from trainers.data.broken_rows import prompt_mistake, without_broken
 from trainers.data.images.conversations import COLUMNS
 from trainers.data.images.processor import ImageReader, is_vision, seen_too
 from trainers.data.rows import drop_long_prompts, load_rows, prompt_of
-from trainers.parts.model_checks import check_adapter, check_vocabulary, check_whole, configuration_of
+from trainers.parts.model_checks import (
+    check_adapter,
+    check_vision_model,
+    check_vocabulary,
+    check_whole,
+    configuration_of,
+)
 from trainers.parts.tokenizer import grown_model, load_tokenizer
 from trainers.plugins import load_plugins, resolve_model
 
@@ -38,14 +44,15 @@ def read_rows(config: RunConfig, source: Any, split: str, images: ImageReader | 
 
 
 def image_reader(config: TrainConfig, model: str, tokenizer: Any) -> ImageReader | None:
-    """What reads the pictures of rows for a model that sees some; None for others.
+    """What reads the pictures of rows for a model that sees some; None for others, and where others read texts alone.
 
-    The chat template is the processor's, unless the configuration gives one.
+    Environments and reward models read texts alone. The chat template is the processor's, unless the configuration gives one.
 
     Raises:
         ConfigError: the model's processor cannot be loaded.
     """
-    if config.backend != "fsdp" or not is_vision(configuration_of(model, config.trust_remote_code)):
+    is_blind = getattr(config, "has_environment", False) or getattr(config, "reward_model", None)
+    if config.backend != "fsdp" or is_blind or not is_vision(configuration_of(model, config.trust_remote_code)):
         return None
     with mistakes_of("model"):
         told: dict[str, Any] = {"max_pixels": config.max_pixels, "urls": config.image_urls}
@@ -105,6 +112,7 @@ def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:
     check_whole(found, model, getattr(config, "backend", "fsdp"))
     was_known = model == config.model and Path(model).is_dir()  # and so checked before anything started
     if isinstance(config, TrainConfig) and not was_known:
+        check_vision_model(config, found)
         check_adapter(config, model)
     return model, tokenizer
 

@@ -63,15 +63,7 @@ def check_model_folder(config: TrainConfig) -> None:
         return
     found = configuration_of(config.model, config.trust_remote_code)
     check_whole(found, config.model, config.backend)
-    if mistake := vision_mistake(config, sees=is_vision(found)):
-        raise ConfigError(f"{mistake}.")
-    if config.SCORES:
-        check_scores(found, config.model)
-    if is_vision(found) and config.sequence_parallel_size > 1:
-        raise ConfigError(
-            f"sequence_parallel_size is {config.sequence_parallel_size}, but workers cannot share the rows of a vision "
-            "model yet. Remove it."
-        )
+    check_vision_model(config, found)
     if config.backend == "fsdp":
         check_arguments("model_init_kwargs", config.model_init_kwargs, config.model, config.trust_remote_code)
         check_adapter(config, config.model)
@@ -223,6 +215,27 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp") -> None:
             f"model: {model!r} has a {towers[0].removesuffix('_config')} tower, and is trained here by "
             f"{kind.__name__}, which is for text alone: the model that is saved would lack its tower. Vision models "
             "are trained with backend: fsdp; models that hear are not supported yet."
+        )
+
+
+def check_vision_model(config: TrainConfig, found: Any) -> None:
+    """Raises ConfigError for what a vision model cannot do yet, and for keys of one that a language model has not."""
+    sees = is_vision(found)
+    if mistake := vision_mistake(config, sees=sees):
+        raise ConfigError(f"{mistake}.")
+    if not sees:
+        return
+    if config.SCORES:
+        check_scores(found, config.model)
+    if config.sequence_parallel_size > 1:
+        raise ConfigError(
+            f"sequence_parallel_size is {config.sequence_parallel_size}, but workers cannot share the rows of a vision "
+            "model yet. Remove it."
+        )
+    if getattr(config, "rollout_engine", "hf") == "vllm":
+        raise ConfigError(
+            f"rollout_engine: vllm does not complete prompts for vision models yet, and {config.model!r} is one. Write "
+            "rollout_engine: hf."
         )
 
 

@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from safetensors.torch import load_file
 
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import final_bytes, lines, together
 from tests.images.tiny import save_vision
-from trainers.cli import load_config, run
+from trainers.cli import load_config, main, run
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.plugins import DATASETS, REWARDS, load_plugins
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = "examples/grpo/count_shapes.yaml"
+MS_SWIFT = "examples/ms_swift/grpo_images.yaml"
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +49,19 @@ def test_the_example_trains_two_steps_off_and_the_same_on_ray(tmp_path: Path, ra
         GRPOTrainer(configured(model, tmp_path / "ray")).train()
     assert lines(tmp_path / "ray") == lines(tmp_path / "off")
     assert final_bytes(tmp_path / "ray") == final_bytes(tmp_path / "off")
+
+
+def test_the_file_in_ms_swifts_form_trains_two_steps(tmp_path: Path) -> None:
+    model = save_vision(tmp_path / "model")
+    small = ["--max_steps=2", "--max_completion_length=6", "--global_batch_size=8", "--steps_per_generation=1"]
+    arguments = [f"--config={MS_SWIFT}", f"--model={model}", f"--output_dir={tmp_path / 'out'}", *small]
+    with without_runtime():
+        with pytest.raises(SystemExit):  # told in one line
+            main("rlhf", [*arguments, "--use_ray=false"])
+        main("rlhf", [*arguments, "--use_vllm=false", "--use_ray=false", "--report_to=none"])
+    assert len([line for line in lines(tmp_path / "out") if "loss" in line]) == 2
+    adapter = load_file(tmp_path / "out" / "final" / "adapter" / "adapter_model.safetensors")
+    assert all("language_model" in name for name in adapter)
 
 
 def test_solutions_count_the_shapes_that_are_asked_for() -> None:

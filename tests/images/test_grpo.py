@@ -193,5 +193,6 @@ def test_nothing_that_reads_texts_alone_is_given_rows_with_pictures(folders: dic
     model = folders["qwen2_5_vl"]
     with pytest.raises(ConfigError, match="rows have images, which are not seen here"):
         GRPOTrainer(grpo_config(model, tmp_path, **KEYS | {"reward_model": [model], "reward_weights": None}))
+    hybrid = folders["qwen3_5"]
     with pytest.raises(ConfigError, match="has a vision tower"):
-        check_whole(configuration_of(model, False), model, "megatron")
+        check_whole(configuration_of(hybrid, False), hybrid, "megatron")

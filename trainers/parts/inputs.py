@@ -46,7 +46,8 @@ def read_rows(config: RunConfig, source: Any, split: str, images: ImageReader | 
 def image_reader(config: TrainConfig, model: str, tokenizer: Any) -> ImageReader | None:
     """What reads the pictures of rows for a model that sees some; None for others, and where others read texts alone.
 
-    Environments and reward models read texts alone. The chat template is the processor's, unless the configuration gives one.
+    Environments and reward models read texts alone. The chat template is the processor's, unless the configuration
+    gives one.
 
     Raises:
         ConfigError: the model's processor cannot be loaded.

@@ -46,6 +46,8 @@ def export_model(
     adapter = saved_weights(adapted)
     if not writes:
         return
+    if vision is not None:
+        weights |= vision.unread_weights()
     write_model(module, weights, folder, dtype=dtype, config=config)
     if adapter:
         write_adapter(adapted, folder / "adapter", adapter)

@@ -9,6 +9,8 @@ pass over the same row, up to ``CACHE_BYTES``.
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -98,13 +100,38 @@ class Vision:
 
     def export(self, folder: Path) -> None:
         """Writes the processor's files beside a model, as they are where the model comes from. One process calls it."""
+        for name in FILES:
+            found = self._file(name)
+            if found is not None and not (folder / name).exists():
+                shutil.copyfile(found, folder / name)
+
+    def unread_weights(self) -> dict[str, torch.Tensor]:
+        """Weights of the checkpoint that transformers leaves out as it loads the model, such as layers that predict
+        several tokens (Qwen3.5). They are written as they were, so that the model is whole."""
+        from safetensors import safe_open
+
+        patterns = list(getattr(self.module, "_keys_to_ignore_on_load_unexpected", None) or [])
+        index = self._file("model.safetensors.index.json")
+        single = self._file("model.safetensors")
+        if index is not None:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = [file for name in names if (file := self._file(name)) is not None]
+        else:
+            files = [] if single is None else [single]
+        found = {}
+        for file in files if patterns else ():
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  (it cannot be iterated)
+                    if any(re.search(pattern, name) for pattern in patterns):
+                        found[name] = opened.get_tensor(name)
+        return found
+
+    def _file(self, name: str) -> Path | None:
+        """A file of the model, if it is here."""
         from huggingface_hub import try_to_load_from_cache
 
-        for name in FILES:
-            is_folder = Path(self.model).is_dir()
-            found = Path(self.model) / name if is_folder else try_to_load_from_cache(self.model, name)
-            if isinstance(found, (str, Path)) and Path(found).is_file() and not (folder / name).exists():
-                shutil.copyfile(found, folder / name)
+        found = Path(self.model) / name if Path(self.model).is_dir() else try_to_load_from_cache(self.model, name)
+        return Path(found) if isinstance(found, (str, Path)) and Path(found).is_file() else None
 
     def words_alone(self, sampling: Any) -> Any:
         """The sampling, by which no token is drawn that stands for a part of a picture: there would be no pixels."""

@@ -91,19 +91,20 @@ def pair_mistake(row: Mapping[str, Any], seen: Seen = ()) -> Mistake | None:
     return None
 
 
-def judged_mistake(row: Mapping[str, Any]) -> Mistake | None:
-    """Of a row with a completion that was judged by itself, or of a pair of them."""
+def judged_mistake(row: Mapping[str, Any], seen: Seen = ()) -> Mistake | None:
+    """Of a row with a completion that was judged by itself, or of a pair of them. ``seen``: as ``in_column``."""
     if row.get("chosen") is not None or row.get("rejected") is not None:
-        return pair_mistake(row)
+        return pair_mistake(row, seen)
     if not isinstance(row.get("label"), bool) and row.get("label") not in (0, 1):
         return "label", f"{_called(row.get('label'))}, neither true nor false"
     if row.get("completion") is None and row.get("messages") is not None:
-        if mistake := in_column(row, "messages", text=False):
+        if mistake := in_column(row, "messages", text=False, seen=seen):
             return mistake
         messages = row["messages"]
         is_answered = len(messages) > 1 and messages[-1]["role"] == "assistant"
         return None if is_answered else ("messages", "no prompt that the assistant answers in its last turn")
-    return in_column(row, "prompt", empty=True) or in_column(row, "completion", empty=True) or _completed(row)
+    of_prompt = in_column(row, "prompt", empty=True, seen=seen)
+    return of_prompt or in_column(row, "completion", empty=True) or _completed(row)
 
 
 def in_column(

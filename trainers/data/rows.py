@@ -104,8 +104,8 @@ def check_seen(rows: Dataset, media: Sequence[str] = MEDIA) -> None:
         if count := pc.sum(pc.greater(sizes.cast("int64"), 0)).as_py():
             raise ValueError(
                 f"{count} of {len(rows)} rows have {name}, which are not seen here: they would be learned as the text "
-                f"around them. Vision models see images in SFT, DPO, CPO, SimPO, ORPO and GRPO, with backend: fsdp, "
-                f"rollout_engine: hf, and without environments, tools and reward models. "
+                f"around them. Vision models see images in SFT, DPO, CPO, SimPO, ORPO, KTO, GRPO and GKD, with "
+                f"backend: fsdp, engines hf, and without environments, tools and reward models. "
                 f"Take them out, or the column {name!r} if nothing is to be seen in it."
             )
 

@@ -222,9 +222,19 @@ def _add_file(file: str, given: GivenKeys) -> None:
             given.mistakes.append(
                 f"{file}: {given.written[name]} and {written} are two names of one key; remove one of them"
             )
-        given.values[name] = value
+        given.values[name] = plugins_of(path, value) if name == "external_plugins" else value
         given.where[name] = file
         given.written[name] = str(written)
+
+
+def plugins_of(file: Path, plugins: Any) -> Any:
+    """The plugins that a file names; one that is not in the current folder, but beside the file, with its path."""
+    if isinstance(plugins, list):
+        return [plugins_of(file, plugin) for plugin in plugins]
+    if not isinstance(plugins, str) or not plugins.endswith(".py") or Path(plugins).expanduser().exists():
+        return plugins
+    found = file.parent / plugins
+    return str(found) if found.is_file() else plugins
 
 
 # What it means

@@ -40,7 +40,7 @@ setup(
     package_dir={"trainers.examples": "examples"},  # what rayhelper examples copies
     package_data={
         "rayhelper": ["py.typed", "timeline/page.html"],
-        "trainers": ["py.typed"],
+        "trainers": ["py.typed", "report/page.html", "report/page.js"],
         "trainers.examples": ["*/*.*", "*/gsm8k/*"],
     },
     exclude_package_data={"trainers.examples": ["*/__pycache__/*"]},

@@ -35,11 +35,13 @@ from trainers.configuration.reading.text import save_config
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 from trainers.data.contents import contents_of
 from trainers.metrics import Metrics
+from trainers.report.command import write_of
+from trainers.run import origin
 from trainers.run.bad_steps import BAD_STEPS, BadSteps
 from trainers.run.best import Best
 from trainers.run.folder_lock import FolderLock, held
 from trainers.run.going_on import is_going_on
-from trainers.run.header import header
+from trainers.run.header import header, trainer_name
 from trainers.run.stopping import Stop, Stopped, StopSignals
 from trainers.run.throughput import WORK, throughput
 from trainers.run.timing import Stopwatch, step_times
@@ -148,6 +150,9 @@ class Run:
         for note in chosen(config.resume_from_checkpoint, self.output_dir).notes:
             logger.warning(note)
         save_config(config, self.output_dir)
+        origin.begin(
+            self.output_dir, config, trainer=trainer_name(config), first_step=self.step, num_steps=self.num_steps
+        )
         self.trackers = Trackers(
             self.output_dir,
             report_to=config.report_to,
@@ -171,12 +176,23 @@ class Run:
         self.open.enter_context(self.signals)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         with self.open:
             if self.trackers is not None:
                 with contextlib.suppress(RuntimeError):  # the run has ended or failed before
                     self._name_if_written()
                 self.trackers.close()
+                self.report(error)
+
+    def report(self, error: BaseException | None) -> None:
+        """Writes down how the run ended, and the page that shows it. Process 0 calls it."""
+        how = "finished" if error is None else f"ended by {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if isinstance(error, Stopped):
+            how = "stopped early, and saved"
+        elif isinstance(error, KeyboardInterrupt):
+            how = "interrupted"
+        origin.end(self.output_dir, self.step, how)
+        write_of(self.output_dir)
 
     @property
     def final(self) -> Path:
@@ -292,6 +308,9 @@ class Run:
         if self.trackers is not None:
             self.trackers.log(self.step, numbers)
             self._name_if_written()
+            if self.due(self.config.report_every):
+                with self.stopwatch.stopped():
+                    write_of(self.output_dir)
         self.bad_steps.check()
 
     def evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> bool:

@@ -106,8 +106,9 @@ class Trackers:
         folder.mkdir(exist_ok=True)
         table = pd.DataFrame({"step": step, **{name: list(column) for name, column in columns.items()}})
         table.to_parquet(folder / f"completions_{step:05d}.parquet")
-        rows = table[list(columns)].head(num_shown).to_numpy().tolist()
-        self.bar.write(_drawn(f"step {step}", list(columns), [[_cell(value) for value in row] for row in rows]))
+        names = [name for name in columns if name != "turns"]
+        rows = table[names].head(num_shown).to_numpy().tolist()
+        self.bar.write(_drawn(f"step {step}", names, [[_cell(value) for value in row] for row in rows]))
 
     def close(self) -> None:
         """Closes everything; nothing is lost."""

@@ -452,6 +452,7 @@ class DummyTrainer:
 
 
 DUMMY = f"{__name__}:DummyTrainer"
+LOADING = f"{DUMMY}: loading model tiny, data sums\n"  # the first line of every run
 
 
 @pytest.fixture
@@ -486,7 +487,23 @@ def test_a_mistake_that_the_trainer_finds_is_answered_the_same_way(
     with pytest.raises(SystemExit) as exit_:
         main(DUMMY, NEEDED)
     assert exit_.value.code == 2
-    assert capsys.readouterr().err == "error: no row has a prompt\n"
+    assert capsys.readouterr().err == f"{LOADING}error: no row has a prompt\n"
+
+
+def test_bars_of_libraries_are_off_where_nobody_sees_them_unless_the_shell_wants_them(
+    made: list[Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str | None, str | None]] = []
+    monkeypatch.setattr(cli, "run", lambda *_: seen.append(tuple(map(os.environ.get, cli.NO_BARS))))
+    monkeypatch.setattr(cli, "NO_BARS", frozenset({"TQDM_DISABLE"}))
+    main(DUMMY, NEEDED)
+    monkeypatch.setenv("TQDM_DISABLE", "0")
+    main(DUMMY, NEEDED)
+    monkeypatch.delenv("TQDM_DISABLE")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    main(DUMMY, NEEDED)
+    assert seen == [("1",), ("0",), (None,)]
+    assert "TQDM_DISABLE" not in os.environ
 
 
 def test_a_bug_keeps_its_traceback(made: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -521,7 +538,7 @@ def test_ctrl_c_stops_the_workers_and_exits_with_130(
         main(DUMMY, [*NEEDED, "--use_ray", "true"])
     assert exit_.value.code == 130
     assert session[-1] == "closed"
-    assert capsys.readouterr().err == "interrupted\n"
+    assert capsys.readouterr().err == f"{LOADING}interrupted\n"
 
 
 def test_sigterm_before_the_first_step_ends_the_process_though_it_may_be_process_1(
@@ -781,7 +798,8 @@ def test_a_mistake_costs_one_line_and_exit_code_2_and_starts_nothing(argv: list[
     needed = ["--model", "tiny", "--dataset", "sums", "--use_ray"]
     needed += [] if "--reward_funcs" in argv else ["--reward_funcs", "exact_answer"]
     done = python("-m", "trainers.grpo", *needed, *argv, PYTHONPATH=no_ray)
-    (line,) = done.stderr.splitlines()
+    *before, line = done.stderr.splitlines()
+    assert before in ([], ["grpo: loading model tiny, data sums"]), "of mistakes in single keys not even that"
     assert line.startswith("error: ")
     assert told in line
     assert (done.returncode, done.stdout) == (2, "")

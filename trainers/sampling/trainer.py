@@ -273,11 +273,13 @@ class SamplingTrainer:
         path = self.config.output_path
         write_output(path, self.rows, self.ledger.in_order(self.order.tolist()))
         told = {name: int(value) for name, value in numbers.items() if float(value).is_integer()}
-        self.trackers.bar.write(
+        self.trackers.console.write(
             "{rows} rows: {kept} kept, {easy} easy, {no_positive} without a positive, {failed} failed".format(**told)
             + f"; acceptance {numbers['acceptance']:.1%}, {numbers['tokens_per_second']:.0f} tokens/s"
         )
-        self.trackers.bar.write(f"{told['num_samples']} samples are in {path}, what became of each row in its .ledger")
+        self.trackers.console.write(
+            f"{told['num_samples']} samples are in {path}, what became of each row in its .ledger"
+        )
         origin.end(self.config.log_dir, self.step, "finished")
         write_of(self.config.log_dir)
         return numbers

@@ -43,9 +43,10 @@ from trainers.configuration.others.other_names import (
 from trainers.configuration.others.strategies import open_strategies
 from trainers.configuration.others.translations import translate
 from trainers.configuration.reading.given_keys import COMMAND_LINE, GivenKeys, plain
+from trainers.configuration.reading.help import print_help
 from trainers.configuration.reading.role_sections import lift_sections, our_name
 from trainers.configuration.reading.secrets import masked, unmasked
-from trainers.configuration.reading.text import as_yaml, default_of, print_help
+from trainers.configuration.reading.text import as_yaml, default_of
 from trainers.configuration.reading.typed_values import admits_bool, bracketed, typed
 from trainers.configuration.roles import Role
 from trainers.configuration.values import types_of
@@ -66,14 +67,15 @@ def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | Non
 def read_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | None = None) -> tuple[ConfigT, str]:
     """The configuration that ``--config FILE`` and the other arguments say; the command line wins.
 
-    ``config_type`` is any dataclass. ``--help`` and ``--print_config`` print and exit. With it comes a line that tells
-    whose defaults hold, and which those are.
+    ``config_type`` is any dataclass. ``--help [TOPIC]`` and ``--print_config`` print and exit. With it comes a line
+    that tells whose defaults hold, and which those are.
 
     Raises:
         ConfigError: unknown keys, wrong types and missing keys, all of them at once; or a value without meaning.
     """
-    if {"--help", "-h"} & set(argv):
-        print_help(config_type, prog)
+    if asked := {"--help", "-h"} & set(argv):
+        after = argv[argv.index(asked.pop()) + 1 :]
+        print_help(config_type, prog, after[0] if after and not after[0].startswith("-") else None)
     fields = {field.name: field for field in dataclasses.fields(config_type) if field.init}  # type: ignore[arg-type]
     types = types_of(config_type)
     ours = {name: default_of(field) for name, field in fields.items()}

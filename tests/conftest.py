@@ -33,6 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup's are to a hangup
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _temporary.enter_context(own_temporary_folder())
+    if (started := getattr(config, "workerinput", {}).get("warm python")) is not None:
+        warm.use(started)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Processes of xdist share one Python that is warm: to import what it does takes ten seconds."""
+    node.workerinput["warm python"] = warm.python()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -130,10 +138,9 @@ def session_of(request: pytest.FixtureRequest, groups: dict[str, Any]) -> Iterat
 @contextlib.contextmanager
 def may_stay(kind: str | None = None) -> Iterator[None]:
     """What is started inside belongs to the cluster; ``kind``: that of this kind alone."""
-    before = Snapshot.take()
+    before = Snapshot.take(kind)
     yield
-    new = Snapshot.take().without(before)
-    _of_the_cluster.append(new if kind is None else new.only(kind))
+    _of_the_cluster.append(Snapshot.take(kind).without(before))
 
 
 @pytest.fixture(scope="module")

@@ -49,8 +49,9 @@ class Snapshot:
     things: dict[str, Names]
 
     @classmethod
-    def take(cls) -> Snapshot:
-        return cls({kind: look() for kind, look in KINDS.items()})
+    def take(cls, only: str | None = None) -> Snapshot:
+        """``only``: the kind that is looked at; None: all."""
+        return cls({kind: look() if only in (None, kind) else {} for kind, look in KINDS.items()})
 
     def since(self, before: Snapshot) -> list[str]:
         """What is here and was not there before, by name."""
@@ -69,10 +70,6 @@ class Snapshot:
                 for kind, names in self.things.items()
             }
         )
-
-    def only(self, kind: str) -> Snapshot:
-        """What there is of one kind."""
-        return Snapshot({name: things if name == kind else {} for name, things in self.things.items()})
 
     def joined(self, other: Snapshot) -> Snapshot:
         """What is in either."""

@@ -11,13 +11,17 @@ from typing import Any
 
 def is_of_project(name: str, module: Any) -> bool:
     """Whether a loaded module is one of the user's project; the main module is not asked for."""
-    root = name.partition(".")[0]
     file = getattr(module, "__file__", None)
-    if not file or root in sys.stdlib_module_names or root == "rayhelper":
+    return bool(file) and _is_of_project(name.partition(".")[0], file)
+
+
+@functools.lru_cache(65536)  # all loaded modules are asked about whenever an object is constructed
+def _is_of_project(root: str, file: str) -> bool:
+    if root in sys.stdlib_module_names or root == "rayhelper":
         return False
     if any(part in ("site-packages", "dist-packages") for part in file.split(os.sep)):
         return False
-    return root not in installed_modules()
+    return not is_installed(root)
 
 
 @functools.lru_cache(4096)
@@ -26,7 +30,19 @@ def is_users(name: str) -> bool:
     return name == "__main__" or (name in sys.modules and is_of_project(name, sys.modules[name]))
 
 
-@functools.cache
-def installed_modules() -> frozenset[str]:
-    """The top-level modules of installed packages, as they were when first asked for: reading them takes a while."""
-    return frozenset(importlib.metadata.packages_distributions())
+@functools.lru_cache(4096)
+def is_installed(root: str) -> bool:
+    """Whether an installed package has a top-level module of that name, also one that is installed as editable.
+
+    As ``importlib.metadata.packages_distributions`` says, which takes twenty times as long: it reads every file's name.
+    """
+    for package in importlib.metadata.distributions():
+        names = package.read_text("top_level.txt")
+        if names:
+            if root in names.split():
+                return True
+        else:
+            files = "\n" + (package.read_text("RECORD") or "")
+            if f"\n{root}/" in files or f"\n{root}.py," in files:
+                return True
+    return False

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rayhelper.roles.project import installed_modules
+from rayhelper.roles.project import is_installed
 from rayhelper.worker.patches import default_device
 from rayhelper.worker.random_streams import DriverRandom, NewRandom, RandomState, RandomStream
 from rayhelper.worker.when_loaded import when_loaded
@@ -211,7 +211,7 @@ def _loggers() -> Iterator[LoggerState]:
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if isinstance(logger, logging.Logger) and not name.startswith(_OWN_LOGGERS):
             state = _state_of(name, logger)
-            if state.format is not None and name.partition(".")[0] in installed_modules():
+            if state.format is not None and is_installed(name.partition(".")[0]):
                 state = replace(state, format=None)  # the package gives its logger handlers when it is imported
             if state.level or not state.propagate or state.format is not None:
                 yield state

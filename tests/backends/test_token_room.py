@@ -11,7 +11,7 @@ import torch
 from tests.backends.batches import largest_difference, samples_of, weighted_loss, weights_of
 from tests.golden.tiny import save_tiny
 from trainers.backends.fsdp.backend import FsdpBackend
-from trainers.backends.fsdp.token_room import ENOUGH, SHARE, STATES, TokenRoom
+from trainers.backends.fsdp.token_room import ENOUGH, MOST_LOOKS, SHARE, STATES, TELLING, TokenRoom
 
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "num_training_steps": 10, "adam_epsilon": 1e-4, "max_grad_norm": 0.0}
 KEPT = 1000  # bytes a token
@@ -23,22 +23,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Room(TokenRoom):
-    """Memory of so many bytes, of which every pass keeps ``KEPT`` a token."""
+    """Memory of so many bytes, of which every pass keeps ``fixed``, and ``KEPT`` a token."""
 
-    def __init__(self, backend: FsdpBackend, free: float, first: int) -> None:
-        super().__init__(backend.module, backend.device)
-        self.bytes, self.kept = free, KEPT * first
-        self.looks = 0
+    def __init__(self, backend: Any, free: float, fixed: int = 0) -> None:
+        super().__init__(backend.module, torch.device("cpu"))
+        self.bytes, self.fixed = free, fixed
+        self.kept = 0
+        self.passed: list[int] = []
+
+    def before(self) -> None:
+        self.kept = 0
+        super().before()
+
+    def budget(self, num_tokens: int) -> int:
+        self.passed.append(num_tokens)
+        self.kept = self.fixed + KEPT * num_tokens
+        return super().budget(num_tokens)
 
     def allocated(self) -> int:
-        self.looks += 1
-        return 5000 if self.looks % 2 else 5000 + self.kept
+        return 5000 + self.kept
 
     def free(self) -> int:
         return int(self.bytes)
 
 
-def needed(backend: FsdpBackend, num_tokens: float) -> float:
+def needed(backend: Any, num_tokens: float) -> float:
     """Free bytes with which a budget has so many tokens."""
     trained = sum(weight.numel() for weight in backend.module.parameters())
     return STATES * trained + num_tokens * KEPT / SHARE + 1
@@ -65,21 +74,43 @@ def test_the_rows_behind_the_first_micro_batch_are_cut_by_what_it_kept(
     small = two_steps(fixed)
     backend = FsdpBackend(folder, padding_free=padding_free, token_budget="auto", **SETTINGS)
     assert backend.room is None, "on a CPU there is nothing to gain"
-    lengths = samples_of().row_lengths()
-    first = int(lengths[:2].sum() if padding_free else 2 * lengths[:2].max())
-    backend.room = Room(backend, needed(backend, 10_000), first)
+    room = backend.room = Room(backend, needed(backend, 10_000))
     with caplog.at_level(logging.INFO):
         sizes = two_steps(backend)
+        sizes += two_steps(backend)
+    lengths = samples_of().row_lengths()
+    assert sizes == [2, len(lengths) - 2, *[len(lengths)] * 3]
+    assert len(small) > 4
     assert backend.token_budget == 10_000
-    assert "token_budget: 10000" in caplog.text
-    assert sizes == [2, len(lengths) - 2, len(lengths)]
-    assert len(small) > len(sizes)
+    assert room.passed[0] == int(lengths[:2].sum() if padding_free else 2 * lengths[:2].max())
+    assert caplog.text.count("token_budget: 10000") == 1
+    two_steps(fixed)
     assert largest_difference(weights_of(fixed.module), weights_of(backend.module)) < 1e-6
+
+
+def test_small_passes_are_measured_again_and_a_large_one_ends_it(folder: str) -> None:
+    """A few tokens beside gathered weights would say that a token keeps much."""
+    backend = FsdpBackend(folder, **SETTINGS)
+    room = Room(backend, needed(backend, 10_000), fixed=1_000_000)
+    found = []
+    for num_tokens in (100, 1000, TELLING):
+        assert not room.is_known
+        room.before()
+        found.append(room.budget(num_tokens))
+    assert found == [909, 5000, 8037]
+    assert room.is_known
+    room = Room(backend, needed(backend, 10_000))
+    for _ in range(MOST_LOOKS):
+        assert not room.is_known
+        room.before()
+        room.budget(100)
+    assert room.is_known
 
 
 def test_a_budget_is_at_most_what_gains_and_at_least_what_went_well(folder: str) -> None:
     backend = FsdpBackend(folder, **SETTINGS)
     for num_tokens, budget in ((ENOUGH * 9, ENOUGH), (4321, 4321), (0, 70), (-1e9, 70)):
-        room = Room(backend, needed(backend, num_tokens), 70)
+        room = Room(backend, needed(backend, num_tokens))
         room.before()
         assert room.budget(70) == budget
+    assert room.budget(0) == ENOUGH, "a rank without rows leaves it to the others"

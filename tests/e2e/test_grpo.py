@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,10 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from rayhelper import ConfigError, RayHelper
+from tests.backends.test_token_room import Room, needed
 from tests.e2e.runs import TEXTS, evenness, final_bytes, grpo_config, interrupted_after, lines
 from tests.e2e.test_workers import injected_samples
 from tests.golden.tiny import save_tiny
 from tests.trainers.test_reward_models import save_reward_model
+from trainers.backends.fsdp.token_room import TokenRoom
 from trainers.batch import Ragged, Samples
 from trainers.cli import placement
 from trainers.grpo import trainer as grpo
@@ -160,11 +163,20 @@ def one_step(models: dict[str, str], folder: Path, **keys: Any) -> tuple[dict[st
     return metrics, load_file(folder / "model.safetensors")
 
 
+def measured_room(module: torch.nn.Module, device: torch.device) -> TokenRoom:
+    """As on a GPU with memory for 60 tokens."""
+    told = SimpleNamespace(module=module)
+    return Room(told, needed(told, 60))
+
+
 @pytest.mark.parametrize("keys", [{"tuner_type": "full"}, {"tuner_type": "lora", "beta": 0.3}], ids=["full", "lora"])
 def test_how_a_step_is_cut_does_not_change_it(models: dict[str, str], tmp_path: Path, keys: dict[str, Any]) -> None:
     metrics, weights = one_step(models, tmp_path / "whole", **keys)
-    for cut in ({"per_device_train_batch_size": 1}, {"padding_free": True}, {"token_budget": 24}):
-        found = one_step(models, tmp_path / "cut", **keys | cut)
+    cuts: list[dict[str, Any]] = [{"per_device_train_batch_size": size} for size in (1, 2, 4)]
+    cuts += [{"padding_free": True}, {"token_budget": 24}, {"per_device_train_batch_size": 2, "token_budget": "auto"}]
+    for cut in cuts:
+        with patch.object(TokenRoom, "of", measured_room):
+            found = one_step(models, tmp_path / "cut", **keys | cut)
         assert found[0] == pytest.approx(metrics, rel=1e-5, abs=1e-5), cut
         furthest = max(float((found[1][name] - weight).abs().max()) for name, weight in weights.items())
         assert furthest < 1e-6, cut

@@ -242,6 +242,37 @@ def test_our_defaults_that_are_trls() -> None:
     assert SFTConfig.disable_dropout is False  # what TRL does without such a field
 
 
+CUTS: list[tuple[type[Any], str, int, Any]] = [
+    (SFTConfig, "", 8, "auto"),
+    (SFTConfig, "packing: true", 8, "auto"),
+    (SFTConfig, "per_device_train_batch_size: auto", 8, "auto"),
+    (SFTConfig, "per_device_train_batch_size: 8", 8, None),
+    (SFTConfig, "token_budget: 100", 8, 100),
+    (SFTConfig, "token_budget: null", 8, None),
+    (SFTConfig, "backend: megatron", 8, None),
+    (SFTConfig, "neftune_noise_alpha: 5", 8, None),
+    (SFTConfig, "router_aux_loss_coef: 0.1", 8, None),
+    (SFTConfig, THEIRS, 1, "auto"),
+    (SFTConfig, THEIRS + "per_device_train_batch_size: auto", 1, "auto"),
+    (SFTConfig, THEIRS + "per_device_train_batch_size: 2", 2, None),
+    (DPOConfig, "", 8, "auto"),
+    (DPOConfig, "packing: true", 8, None),
+    (DPOConfig, "loss_type: aot", 8, None),
+    (GRPOConfig, "global_batch_size: 64", 8, "auto"),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "size", "budget"), CUTS, ids=[f"{one[0].__name__} {one[1]}" for one in CUTS])
+def test_a_run_cuts_its_steps_itself_where_no_key_says_it_and_no_number_depends_on_it(
+    kind: type[Any], text: str, size: int, budget: Any, tmp_path: Path
+) -> None:
+    found = load(kind, text, tmp_path)
+    assert (found.per_device_train_batch_size, found.token_budget) == (size, budget)
+    assert "token_budget" not in line_of(kind, text, tmp_path)
+    if text == THEIRS:
+        assert found.gradient_accumulation_steps == 16, "the sequences of a step are those of ms-swift"
+
+
 def test_no_key_of_ours_makes_a_file_ms_swifts() -> None:
     for kind in configurations().values():
         shared = MS_SWIFT_ONLY & {one.name for one in dataclasses.fields(kind)}

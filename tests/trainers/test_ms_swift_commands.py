@@ -303,7 +303,7 @@ def test_packing_of_rows_needs_a_length(kind: type[Any], tmp_path: Path) -> None
 
 def test_rows_that_are_joined_fill_no_packs(tmp_path: Path) -> None:
     config = load(SFTConfig, "packing: true\npacking_strategy: binpack", tmp_path)
-    assert (config.packing_strategy, pack_length(config), micro_batch_tokens(config)) == ("bfd", None, None)
+    assert (config.packing_strategy, pack_length(config), micro_batch_tokens(config)) == ("bfd", None, "auto")
 
 
 def test_packing_of_rows_that_ms_swift_does_not_pack_is_padding_free(tmp_path: Path) -> None:

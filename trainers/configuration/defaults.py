@@ -81,7 +81,12 @@ def _has_kl_in_loss(keys: Keys) -> bool:
 
 
 def _counts_steps(keys: Keys) -> bool:
-    return _is_fsdp(keys) and not keys.get("global_batch_size") and not keys.get("token_budget")
+    return _is_fsdp(keys) and not keys.get("global_batch_size") and _counts_rows(keys)
+
+
+def _counts_rows(keys: Keys) -> bool:
+    """Whether rows say how large a micro-batch is, or would if the run did not choose it."""
+    return keys.get("token_budget") in (None, "auto")
 
 
 def _accumulation(keys: Keys) -> int:
@@ -171,7 +176,7 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         Default("lr_scheduler_type", "cosine", ARGUMENTS),
         Default("weight_decay", 0.1, ARGUMENTS),
         Default("adam_beta2", 0.95, ARGUMENTS, lambda keys: str(keys.get("optim")).startswith("adamw")),
-        Default("per_device_train_batch_size", 1, ARGUMENTS, lambda keys: not keys.get("token_budget")),
+        Default("per_device_train_batch_size", 1, ARGUMENTS, _counts_rows),
         Default("gradient_accumulation_steps", _accumulation, ARGUMENTS, _counts_steps),
         Default("global_batch_size", SEQUENCES_A_STEP, MEGATRON, _is_megatron),
         Default("gradient_checkpointing", True, ARGUMENTS, _is_fsdp),
@@ -260,6 +265,11 @@ DEPARTURES = (
 OF_TRLS_NAMES = (("use_vllm", "rollout_importance_sampling_correction", True),)
 
 
+OF_EITHER = ("defaults", "token_budget")  # no default of ms-swift, though not the class's
+# Whose losses or noise depend on the rows of a micro-batch, so that nothing but the file decides which they are
+CUT_MATTERS = ("router_aux_loss_coef", "neftune_noise_alpha")
+
+
 @dataclass(frozen=True)
 class Holding:
     """Whose defaults hold in a run, and why."""
@@ -299,7 +309,21 @@ def defaults_of(held: Holding, config_type: type, ours: Mapping[str, Any], given
             keys[default.key] = found[default.key]
     if "gradient_accumulation_steps" in ours and _counts_generations(keys, given):
         found["gradient_accumulation_steps"] = ours["gradient_accumulation_steps"]
+    if "token_budget" in ours and _may_be_cut(keys, given, joins=bool(getattr(config_type, "JOINS_ROWS", False))):
+        found["token_budget"] = "auto"
     return {**ours, **found}
+
+
+def _may_be_cut(keys: Keys, given: GivenKeys, *, joins: bool) -> bool:
+    """Whether a run may choose its micro-batches: no key says how large they are, and no number depends on it.
+
+    The sequences of a step stay those of ``per_device_train_batch_size``. ``joins``: ``packing`` makes rows of rows.
+    """
+    if {"per_device_train_batch_size", "token_budget"} & set(given.values) or _is_megatron(keys):
+        return False
+    losses = keys.get("loss_type")
+    sorts = {"aot", "aot_unpaired"}.intersection([losses] if isinstance(losses, str) else losses or ())
+    return not (sorts or any(keys.get(name) for name in CUT_MATTERS) or (keys.get("packing") and not joins))
 
 
 def _rows(held: Holding, config_type: type, given: GivenKeys) -> Iterable[Default]:
@@ -326,7 +350,7 @@ def told_of(held: Holding, ours: Mapping[str, Any], found: Mapping[str, Any], gi
     keys = {**found, **{name: plain(value) for name, value in given.values.items()}}
     if held.is_ms_swift:
         others = [name for name in found if name in ours and found[name] != ours[name] and name not in given.values]
-        listed = ", ".join(f"{name} {_shown(found[name])}" for name in others if name != "defaults")
+        listed = ", ".join(f"{name} {_shown(found[name])}" for name in others if name not in OF_EITHER)
         return f"defaults: {MS_SWIFT}{why}, which are, where they are not TRL's: {listed or 'all the same'}"
     here = [
         f"{row.key} {_shown(keys.get(row.key))} (TRL: {_shown(row.theirs)})"

@@ -238,9 +238,9 @@ class TrainConfig(SavingConfig, MegatronConfig, TunerConfig, RunConfig):
     gradient_accumulation_steps must be left alone."""
     token_budget: int | Literal["auto"] | None = None
     """Tokens that a micro-batch holds at most, padding included; null: per_device_train_batch_size says it in
-    sequences. A longer sequence is a micro-batch of its own. auto (backend: fsdp): on a GPU as many as there is memory
-    for by what the first micro-batch of the first step kept, which per_device_train_batch_size says, and at most as
-    many as gain time; the numbers are the same but for rounding."""
+    sequences. A longer sequence is a micro-batch of its own. auto (backend: fsdp): a GPU measures the first passes of
+    the first step, and takes as many as there is memory for and gain time; the numbers are the same but for rounding.
+    It is what a file has that gives neither key, unless its numbers depend on the micro-batch."""
     padding_free: bool = False
     """Pass the sequences of a micro-batch through the model as one row of documents, without padding; backend: megatron
     always does."""

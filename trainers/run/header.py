@@ -4,6 +4,7 @@
     data: 7,473 rows of gsm8k/train.jsonl
     roles: train, rollout on 8 GPU (policy); reward on 2 CPU
     steps: 934, of 64 sequences and at most 65,536 tokens each
+    micro-batches: token_budget: auto (...)
     translated: learning_rate from lr, dtype from bf16
 
 What is true of one kind of trainer alone is no line here; a line that has nothing to say is left out.
@@ -97,11 +98,16 @@ def _steps(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Ite
     yield f"steps: {num_steps:,}{of_what}{most}, into {config.output_dir}"
 
 
+def _cut(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
+    if config.token_budget == "auto":
+        yield "micro-batches: token_budget: auto (a GPU measures it in step 1, and logs the number that fixes it)"
+
+
 def _translated(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
     if origins := read_from.get():
         yield f"translated: {', '.join(f'{key} from {theirs}' for key, theirs in origins.items())}"
 
 
 PARTS: tuple[Callable[[Any, int, Mapping[str, Any]], Iterator[str]], ...] = (
-    *(_model, _rows, _roles, _steps, _translated),
+    *(_model, _rows, _roles, _steps, _cut, _translated),
 )

@@ -60,6 +60,7 @@ class Crew:
         self.port = 0
         self.remotes: dict[str, list[Callable[..., Any]]] = {}  # by location of a method
         self.bound: dict[str, int] = {}  # numbers of the hosts' slots, by location
+        self.alike: dict[str, str] = {}  # modules with the sources that all workers would run as the driver does
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -77,7 +78,7 @@ class Crew:
             "name": None,
         }
         name = f"{self.group.name}[{slot.rank}]"
-        return ray.remote(Host).options(**options).remote(name, cloudpickle.dumps, current_task)
+        return _actor_class().options(**options).remote(name, cloudpickle.dumps, current_task)
 
     def prepare(self, ranks: Iterable[int] | None = None) -> None:
         """Gives the processes of these ranks (None: all) their rank and environment.
@@ -212,6 +213,7 @@ class Crew:
             with contextlib.suppress(Exception):
                 ray.kill(self.actors[rank], no_restart=True)
             self.doors.pop(rank, None)
+        self.alike.clear()
         if lost := self.reservation.lost_nodes():
             if len(chosen) < len(self.actors):
                 raise NodeLostError(f"a node of group {self.group.name!r} was lost meanwhile: {lost}")
@@ -245,9 +247,14 @@ class Crew:
 
     def unlike_modules(self, sources: Mapping[str, str | None]) -> set[str]:
         """Those of the modules that some worker of the group could not import, or not with the same source."""
+        asked = {name: source for name, source in sources.items() if source is None or self.alike.get(name) != source}
+        if not asked:
+            return set()
         first_ranks = {slot.node_id: slot.rank for slot in reversed(self.slots)}.values()
-        replies = ray.get([self.actors[rank].unlike_modules.remote(sources) for rank in first_ranks])
-        return {name for reply in replies for name in reply}
+        replies = ray.get([self.actors[rank].unlike_modules.remote(asked) for rank in first_ranks])
+        unlike = {name for reply in replies for name in reply}
+        self.alike |= {name: source for name, source in asked.items() if source is not None and name not in unlike}
+        return unlike
 
     def end(self) -> None:
         """Ends every process and frees what was reserved."""
@@ -257,3 +264,9 @@ class Crew:
         if self.group.shares_devices_with is None:
             with contextlib.suppress(Exception):
                 self.reservation.free()
+
+
+@functools.cache
+def _actor_class() -> Any:
+    """One for all workers: Ray pickles a class, and reads its bytecode, once for each."""
+    return ray.remote(Host)

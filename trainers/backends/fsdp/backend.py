@@ -394,8 +394,9 @@ class FsdpBackend:
                 with self._synchronised(last=k == num_micro - 1):
                     scores = self._run(self.forward, sequences, temperature=temperature, **settings)
                     if self.room:  # rows that are left are cut by what this pass kept
-                        self.token_budget, self.room = self.room.cut(batch, rows, padding_free=self.padding_free), None
-                        num_micro = max(min(2, num_micro), self._most(max(1, len(rows))))
+                        self.token_budget = self.room.cut(batch, rows, k, padding_free=self.padding_free)
+                        self.room = None if self.room.is_known else self.room
+                        num_micro = max(min(k + 2, num_micro), self._most(max(1, len(rows))))
                     names = () if token_function is None else token_function.names
                     loss = token_loss(scores, names, loss_function, micro, sequences, metrics)
                     if self.balance is not None:

@@ -1,4 +1,4 @@
-"""``token_budget: auto``: how many tokens a micro-batch has, by what the first one of the first step kept.
+"""``token_budget: auto``: how many tokens a micro-batch has, by what the first ones of the first step kept.
 
 Small micro-batches leave a GPU waiting for the host, which starts some hundred kernels a layer whatever their size;
 beyond ``ENOUGH`` tokens nothing is gained. Gradients of micro-batches add up, so that a step may change the size on its
@@ -19,6 +19,8 @@ from trainers.backends.base import token_lengths
 from trainers.backends.scores.inputs import micro_batches
 
 ENOUGH = 32768  # of 135 M parameters on an H100: 0.53 s a step with 34,816 tokens, 1.3 s with 8,704
+TELLING = 4096  # tokens of a pass: of a smaller one, much of what it kept are gathered weights
+MOST_LOOKS = 4  # at passes that are smaller
 SHARE = 0.5  # of the free memory: the backward pass needs some beside what the forward pass has kept
 STATES = 12  # bytes a trained number: float32 gradient and both moments, which the first step makes
 
@@ -26,10 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 class TokenRoom:
-    """Measures one forward pass with gradients: ``before`` it, and ``cut`` after it. On GPUs."""
+    """Measures forward passes with gradients: ``before`` each, and ``cut`` after it, until it ``is_known``. On GPUs."""
 
     def __init__(self, module: torch.nn.Module, device: torch.device) -> None:
         self.module, self.device = module, device
+        self.num_looks = 0
+        self.is_known = False  # the same on all ranks
 
     @classmethod
     def of(cls, module: torch.nn.Module, device: torch.device) -> TokenRoom | None:
@@ -37,18 +41,24 @@ class TokenRoom:
         return cls(module, device) if device.type == "cuda" else None
 
     def before(self) -> None:
-        """The forward pass is about to begin."""
+        """A forward pass is about to begin."""
         self.held = self.allocated()
 
-    def cut(self, batch: Any, rows: list[np.ndarray], *, padding_free: bool) -> int:
-        """The pass over ``rows[0]`` of ``batch`` has ended: cuts those behind it anew, in place; gives the budget."""
+    def cut(self, batch: Any, rows: list[np.ndarray], k: int, *, padding_free: bool) -> int:
+        """The pass over ``rows[k]`` of ``batch`` has ended: cuts those behind it anew, in place; gives the budget.
+
+        A rank without rows passes nothing, and leaves it to the others.
+        """
         lengths = token_lengths(batch, padded=not padding_free)
-        first = lengths[rows[0]] if rows else np.ones(1, np.int64)
-        budget = self.budget(int(first.sum() if padding_free else first.max() * len(first)))
-        if len(rows) > 1:
-            rest = np.concatenate(rows[1:])
+        num_tokens = 0
+        if k < len(rows):
+            own = lengths[rows[k]]
+            num_tokens = int(own.sum() if padding_free else own.max() * len(own))
+        budget = self.budget(num_tokens)
+        if k + 1 < len(rows):
+            rest = np.concatenate(rows[k + 1 :])
             parts = micro_batches(lengths[rest], 1, token_budget=budget, padding_free=padding_free)
-            rows[1:] = [rest[part] for part in parts]
+            rows[k + 1 :] = [rest[part] for part in parts]
         return budget
 
     def budget(self, num_tokens: int) -> int:
@@ -59,13 +69,16 @@ class TokenRoom:
         kept = max(1, self.allocated() - self.held)
         trained = sum(_own(weight).numel() for weight in self.module.parameters() if weight.requires_grad)
         free = SHARE * (self.free() - STATES * trained)
-        tokens = torch.tensor(max(num_tokens, min(ENOUGH, int(free * num_tokens / kept))), device=self.device)
+        fits = max(num_tokens, min(ENOUGH, int(free * num_tokens / kept))) if num_tokens else ENOUGH
+        found = torch.tensor([fits, num_tokens or ENOUGH], device=self.device)
         if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(tokens, dist.ReduceOp.MIN)
-        found = int(tokens)
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            logger.info("token_budget: %d", found)
-        return found
+            dist.all_reduce(found, dist.ReduceOp.MIN)
+        budget, smallest = found.tolist()
+        self.num_looks += 1
+        self.is_known = smallest >= TELLING or self.num_looks >= MOST_LOOKS
+        if self.is_known and (not dist.is_initialized() or dist.get_rank() == 0):
+            logger.info("token_budget: %d", budget)
+        return int(budget)
 
     def allocated(self) -> int:
         """Bytes of the device in tensors."""

@@ -85,6 +85,7 @@ def translate(
     _generation(given)
     translate_tuner(given, defaults)
     _sharding(given)
+    _micro_batches(given)
     _recomputation(given)
     _megatron(given, defaults)
     _evaluation(given, defaults)
@@ -232,6 +233,14 @@ def _sharding(given: GivenKeys) -> None:
         given.put("fsdp_reshard_after_forward", frees, "deepspeed")
     if value != stage:
         given.put("fsdp_offload_params", True, "deepspeed")
+
+
+def _micro_batches(given: GivenKeys) -> None:
+    """``per_device_train_batch_size: auto``: the step has the sequences of the default, and the run cuts them."""
+    name = "per_device_train_batch_size"
+    if name in given.known and given.get(name) == "auto":
+        given.put("token_budget", "auto", name)
+        del given.values[name]
 
 
 def _recomputation(given: GivenKeys) -> None:

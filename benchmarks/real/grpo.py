@@ -1,0 +1,125 @@
+"""A GRPO step of a plain YAML beside TRL's GRPOTrainer with vLLM in its process: seconds, memory, reward by step.
+
+    python -m benchmarks.real.grpo --model SMOLLM2_FOLDER [--data GSM8K_FOLDER]     # 135 M on GSM8K, about 6 minutes
+    python -m benchmarks.real.grpo --shape 0.6b                                     # random weights, about 8 minutes
+
+The YAML of ours gives the model, the data, the reward and the sizes of a step, and nothing else. GSM8K: 32 problems x 16
+completions of at most 256 tokens, one optimizer step per generation. A shape: 64 prompts x 8 completions of 512 tokens,
+which hardly ever stop. ``--sides``: ours and trl, each with further keys of its own where you like, such as
+``ours:rollout_engine=vllm`` or ``trl:gradient_checkpointing=false``. ``--tiny`` tries it all on a CPU. Medians leave the
+first two steps out; ``first step`` is the time from the start of the process to the end of its first step; ``peak``
+is what the process had of the GPU at the most. ``generate`` of TRL holds the transfer of weights. Results are printed, and
+written to $OUT/real_grpo.json after each side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.real.gsm8k import prepared_model, problems, write_numbers, write_prompts
+from benchmarks.real.sides import by_step, card, median, parsed, report, run_side, write
+
+REAL = {"prompts": 32, "generations": 16, "length": 256, "steps": 20, "micro": 32}
+SHAPE = {"prompts": 64, "generations": 8, "length": 512, "steps": 6, "micro": 16}
+TINY = {"prompts": 2, "generations": 4, "length": 12, "steps": 3, "micro": 4}
+
+
+def ours(asked: dict[str, Any]) -> tuple[list[str], Path]:
+    """The command of a plain run, and the file of its steps."""
+    folder = Path(asked["folder"])
+    keys = {
+        "model": asked["model"],
+        "dataset": asked["data"],
+        "reward_funcs": [asked["rewards"]],
+        "num_generations": asked["generations"],
+        "max_completion_length": asked["length"],
+        "global_batch_size": asked["rows"],
+        "max_steps": asked["steps"],
+        "output_dir": str(folder / "out"),
+        **asked["keys"],
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(keys, sort_keys=False))
+    return [sys.executable, "-m", "trainers.grpo", "--config", str(folder / "run.yaml")], folder / "out/metrics.jsonl"
+
+
+def trl(asked: dict[str, Any]) -> tuple[list[str], Path]:
+    told = json.dumps(asked)
+    return [sys.executable, "-m", "benchmarks.real.trl_side", "grpo", told], Path(asked["steps_file"])
+
+
+def in_words(found: dict[str, Any], rows: int) -> dict[str, Any]:
+    """The steps under one set of names, whoever wrote them."""
+    names = {"step_time": "seconds", "time/generate": "generate", "time/update": "update"}
+    for step in found["steps"]:
+        for theirs, name in names.items():
+            if theirs in step:
+                step[name] = step[theirs]
+        length = step.get("completions/mean_length")
+        step["tokens"] = None if length is None else length * rows
+    return found
+
+
+COLUMNS = {
+    "s a step": lambda one: f"{median(one, 'seconds'):.2f}",
+    "generate": lambda one: f"{median(one, 'generate'):.2f}",
+    "update": lambda one: f"{median(one, 'update'):.2f}",
+    "tokens": lambda one: f"{median(one, 'tokens'):,.0f}",
+    "tokens/s": lambda one: f"{median(one, 'tokens') / median(one, 'seconds'):,.0f}",
+    "peak GiB": lambda one: f"{one['peak_gib']:.1f}",
+    "first step": lambda one: f"{one['ends'][0]:.1f} s",
+    "steps": lambda one: str(len(one["steps"])),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder of a real model, which learns GSM8K")
+    parser.add_argument("--data", help="folder of GSM8K")
+    parser.add_argument("--shape", default="0.6b", help="random weights, where no model is named")
+    parser.add_argument("--sides", nargs="+", default=["ours", "trl"], metavar="SIDE[:key=value,...]")
+    parser.add_argument("--limit_s", type=float, default=245, help="seconds that one side may take")
+    parser.add_argument("--tiny", action="store_true")
+    for name in REAL:
+        parser.add_argument(f"--{name}", type=int)
+    options = parser.parse_args()
+    if options.tiny and options.model is None:
+        options.shape = "tiny"
+    sizes = TINY if options.tiny else SHAPE if options.model is None else REAL
+    sizes = {name: value if getattr(options, name) is None else getattr(options, name) for name, value in sizes.items()}
+    results: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as top:
+        model, data = prepared_model(options.model, options.shape, Path(top)), Path(top) / "data.jsonl"
+        if options.model is None:
+            write_numbers(sizes["prompts"] * sizes["steps"], data)
+        else:
+            write_prompts(problems(options.data), data)
+        rows = sizes["prompts"] * sizes["generations"]
+        for k, side in enumerate(options.sides):
+            name, keys = parsed(side)
+            folder = Path(top) / f"side{k}"
+            folder.mkdir()
+            asked = {
+                **{"model": model, "data": str(data), "folder": str(folder), "rows": rows, "keys": keys, **sizes},
+                "rewards": "benchmarks.gpu.rewards.even" if options.model is None else "exact_answer",
+                "steps_file": str(folder / "steps.jsonl"),
+            }
+            command, steps_file = {"ours": ours, "trl": trl}[name](asked)
+            results[side] = in_words(run_side(command, steps_file, folder / "log", options.limit_s), rows)
+            write("real_grpo", vars(options), results)
+            told = {key: f"{median(results[side], key):.3f}" for key in ("seconds", "generate", "update")}
+            print(f"{side}: {told}, {len(results[side]['steps'])} steps, {results[side].get('failed', 'ended')}", flush=True)
+    what = Path(options.model).name if options.model else f"{options.shape}, random weights"
+    sentence = f"{sizes['prompts']} prompts x {sizes['generations']} completions of at most {sizes['length']} tokens"
+    report(f"GRPO, {what}, {sentence}, {card()}", results, COLUMNS)
+    by_step(results, "reward")
+
+
+if __name__ == "__main__":
+    main()

@@ -200,7 +200,7 @@ def test_device_groups_of_the_command_line_replace_the_sections_of_the_file(tmp_
 
 FILE_MISTAKES: list[tuple[str, list[str]]] = [
     ("learning_rat: 1", ["x.yaml", "unknown key learning_rat", "did you mean learning_rate?"]),
-    ("bogus: 1", ["unknown key bogus", "--help lists all keys"]),
+    ("bogus: 1", ["unknown key bogus", "--help all lists all keys"]),
     ("1: 2", ["unknown key 1"]),
     ("lr: 1\nlearning_rate: 2", ["lr and learning_rate", "two names of one key", "remove one"]),
     ("seed: 1\nseed: 2", ["x.yaml", "'seed' is written twice", "line 4"]),
@@ -508,7 +508,8 @@ def test_main_answers_a_mistake_with_one_line_and_exit_code_2(
         main(DUMMY, [*NEEDED, "--sead", "7"])
     assert exit_.value.code == 2
     assert (
-        capsys.readouterr().err == "error: command line: unknown key sead (did you mean seed?); --help lists all keys\n"
+        capsys.readouterr().err
+        == "error: command line: unknown key sead (did you mean seed?); --help all lists all keys\n"
     )
     assert made == []
 

@@ -6,12 +6,12 @@
 A file holds one question:
 
     {"title": "GRPO step, Qwen3-0.6B", "unit": "tokens/s", "better": "higher",
-     "bars": [{"label": "ours", "value": 5120, "low": 5000, "high": 5200, "ours": true, "group": "512 tokens"},
-              {"label": "TRL", "value": 2210, "group": "512 tokens"}],
+     "bars": [{"label": "ours", "value": 5120, "low": 5000, "high": 5200, "ours": true, "group": "short"},
+              {"label": "TRL", "value": 2210, "group": "short"}],
      "card": "H100", "command": "python -m benchmarks.real.grpo", "commit": "3a88d80"}
 
-``low`` and ``high`` (the scatter), ``group``, ``ours``, ``card``, ``command`` and ``commit`` may be left out. A value of
-null is drawn as "not measured".
+``low`` and ``high`` (the scatter), ``group``, ``ours``, ``card``, ``command`` and ``commit`` may be left out. A value
+of null is drawn as "not measured".
 """
 
 from __future__ import annotations

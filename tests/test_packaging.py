@@ -71,6 +71,10 @@ def test_the_quickstart_runs_from_a_folder_with_a_trainers_of_its_own(installed:
         done = installed.run(program, *arguments, *quickstart)
         assert done.returncode == 0, done.stderr
         assert "the model is in out/final" in done.stdout
+    assert "step 2 of 2; finished." in (installed.folder / "out" / "report.html").read_text()
+    done = installed.run("rayhelper", "report", "out", "--output", "again.html")
+    assert (done.returncode, done.stdout) == (0, "The report is in again.html. Open it in a browser.\n"), done.stderr
+    assert (installed.folder / "again.html").is_file()
     lines = (installed.folder / "out" / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2
     assert (installed.folder / "out" / "metrics.1.jsonl").is_file()

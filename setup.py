@@ -40,6 +40,7 @@ setup(
     package_dir={"trainers.examples": "examples"},  # what rayhelper examples copies
     package_data={
         "rayhelper": ["py.typed", "timeline/page.html"],
+        "rayhelper.trainers": ["first/trainers.py"],
         "trainers": ["py.typed", "report/page.html", "report/page.js"],
         "trainers.examples": ["*/*.*", "*/gsm8k/*"],
     },

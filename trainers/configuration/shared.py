@@ -114,6 +114,8 @@ class RunConfig:
     """Of the console. passive: libraries speak when something is wrong; all of it is in ``output_dir/logs``."""
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
     """tensorboard, wandb, swanlab, none."""
+    report_every: int = 0
+    """Optimizer steps between writings of report.html, the page about the run; 0: only at the end of the run."""
 
     # Placement
     use_ray: bool = False
@@ -301,7 +303,7 @@ def check_run(config: RunConfig) -> None:
     """Raises ConfigError naming the first key of any run whose value has no meaning."""
     check_values(config)
     at_least(config, 1, "logging_steps")
-    at_least(config, 0, "seed")
+    at_least(config, 0, "seed", "report_every")
     check_choices(config)
     for reporter in config.report_to:
         one_of("report_to", reporter, REPORTERS)

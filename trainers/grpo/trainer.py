@@ -199,6 +199,7 @@ class GRPOTrainer:
                 rewards, greedy = explored.rewards, explored.greedy_rewards
                 samples, seen = credit(config, samples, rewards, self.rewarder.weights, self.rewarder.names, greedy)
                 metrics = Metrics.merge([metrics, seen])
+                self.show(explored, samples, plan, run)
                 for chunk in plan.chunks(samples, seed=(config.seed, generation)):
                     with run.phase("update"):
                         learned = self.learn(self.selected(chunk, run.step), samples)
@@ -226,15 +227,19 @@ class GRPOTrainer:
 
     def explore(self, plan: GenerationPlan, run: Run) -> tuple[Rewarded, Metrics]:
         """G completions of each of the generation's prompts, rewarded, and what was seen of all that were drawn."""
-        config = self.config
         explored, metrics = self.redrawn(plan, run) if plan.is_dynamic else self.next_generation(plan, run)
         self.generator.rest()
+        return explored, metrics
+
+    def show(self, explored: Rewarded, samples: Samples, plan: GenerationPlan, run: Run) -> None:
+        """Keeps completions with their rewards and advantages, where that is asked for and due."""
+        config = self.config
         num_updates = plan.num_updates(len(explored) // config.num_generations)
         if config.log_completions and run.shows_completions(num_updates):
             assert explored.prompts is not None
             assert explored.rewards is not None
-            run.log_completions(self.rewarder.shown(explored.prompts, explored, explored.rewards))
-        return explored, metrics
+            shown = self.rewarder.shown(explored.prompts, explored, explored.rewards, samples.advantages)
+            run.log_completions(shown)
 
     def next_generation(self, plan: GenerationPlan, run: Run) -> tuple[Rewarded, Metrics]:
         """The completions of the next rows; up to ``max_staleness`` further generations are begun, and go on meanwhile.

@@ -72,7 +72,7 @@ from trainers.backends.segments import growing_segments, memory_settings
 from trainers.batch import Ragged, Sequences
 from trainers.losses.vocabulary import WHOLE
 from trainers.metrics import Metrics
-from trainers.run.throughput import add_work, flops_of, peak_flops
+from trainers.run.throughput import add_memory, add_work, flops_of, peak_flops
 
 Sharding = Literal["full_shard", "no_shard"]
 
@@ -428,6 +428,7 @@ class FsdpBackend:
             self.optimizer.zero_grad(set_to_none=True)
             num_ranks = 1 if self.sharing is None else self.sharing.size  # whose work it is
             add_work(metrics, num_tokens, flops_of(self.module, num_tokens), self.peak_flops, num_ranks)
+            add_memory(metrics, self.device)
             return metrics
 
     @contextlib.contextmanager

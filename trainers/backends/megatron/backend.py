@@ -56,7 +56,7 @@ from trainers.batch import Ragged, Sequences
 from trainers.checkpoint import is_written
 from trainers.losses.vocabulary import WHOLE, Vocabulary
 from trainers.metrics import Metrics
-from trainers.run.throughput import add_work, peak_flops
+from trainers.run.throughput import add_memory, add_work, peak_flops
 
 
 class MegatronBackend:
@@ -409,6 +409,7 @@ class MegatronBackend:
                 metrics.sum(name, value)
         flops = (6.0 if self.adapter is None else 4.0) * self.num_active * num_tokens
         add_work(metrics, num_tokens, flops, self.peak_flops, self.at.workers_per_shard)
+        add_memory(metrics, self.device)
         return metrics
 
     def _filled(self, micros: list[Any], batch: Any) -> list[Any]:

@@ -100,7 +100,11 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     prove.add_argument("--config", help="a YAML or JSON file: what the constructor takes")
     prove.add_argument("--entry", default="", help="the method that does the work (default: train, run, fit or main)")
     prove.add_argument("--steps", type=int, default=3, help="max_steps of the configuration (default: 3)")
-    prove.add_argument("--no-ray", "--no_ray", dest="ray", action="store_false", help="leave out the run on Ray")
+    prove.add_argument(
+        "--no-ray", "--no_ray", dest="ray", action="store_false", help="leave out the runs on Ray and under torchrun"
+    )
+    prove.add_argument("--torchrun", action="store_true", default=None, help="run under torchrun also with --no-ray")
+    prove.add_argument("--no-torchrun", "--no_torchrun", dest="torchrun", action="store_false", help="leave it out")
     stacks = subcommands.add_parser(
         "stacks", help="where every rank of a run on this machine is, while it runs or hangs"
     )

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from rayhelper import ConfigError, DeviceGroups, RayHelper, RayHelperError
+from rayhelper import ConfigError, DeviceGroups, RayHelper, RayHelperError, logs
 from rayhelper.device_groups.keys import SHARE_KEY, SIZE_KEYS
 from rayhelper.planning.role_kinds import RoleKind, declared_name, declared_roles, default_hosts
 from rayhelper.text import nearest, parse_text
@@ -30,7 +30,7 @@ from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.reading.command_line import export_env, given_keys, load_config, read_config
 from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.reading.text import save_config
-from trainers.configuration.shared import TrainConfig
+from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.run.folder_lock import held
 from trainers.run.going_on import going_on
 from trainers.run.stopping import Stopped, ends_by_sigterm, ends_with_parent
@@ -48,14 +48,13 @@ def main(name: str, argv: Sequence[str] | None = None) -> None:
 
 def _main(name: str, argv: Sequence[str] | None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    for noisy in ("httpx", "httpx2", "datasets", "absl", "torch"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
     try:
         arguments = sys.argv[1:] if argv is None else argv
-        command = _command(name, arguments)
-        config, header = read_config(command.config_type, arguments, prog=f"{program_name()} {name}")
-        _say_what_is_loaded(name, config)
-        run(command.trainer, config, header)
+        with logs.apart(_log_level(arguments)):
+            command = _command(name, arguments)
+            config, header = read_config(command.config_type, arguments, prog=f"{program_name()} {name}")
+            _say_what_is_loaded(name, config)
+            run(command.trainer, config, header)
     except ConfigError as error:
         _end(f"error: {error}", 2)
     except KeyboardInterrupt:
@@ -101,6 +100,14 @@ def _command(name: str, arguments: Sequence[str]) -> Command:
     return command_named(name, plain(given_keys(arguments, [])[0].values.get("rlhf_type")))
 
 
+def _log_level(arguments: Sequence[str]) -> str:
+    """Before libraries are imported, some of which look once; what is wrong with it, the configuration says."""
+    with contextlib.suppress(ConfigError):
+        said = plain(given_keys(arguments, [])[0].values.get("log_level"))
+        return said if isinstance(said, str) and said in logs.LEVELS else "passive"
+    return "passive"
+
+
 def uses_ray(arguments: Sequence[str]) -> bool:
     """Whether the arguments, or the file that they name, say ``use_ray``. Mistakes are reported by ``main``."""
     with contextlib.suppress(ConfigError):
@@ -140,6 +147,7 @@ def run(trainer: Any, config: Any, header: str | None = None) -> dict[str, float
 def _run(trainer: Any, config: Any, header: str | None) -> dict[str, float]:
     os.environ.update({name: str(value) for name, value in config.env.items()})
     num_processes = _num_processes()
+    keeping = _logging(config, f"rank-{os.environ['RANK']}" if num_processes > 1 else "driver")
     if config.use_ray and num_processes > 1:
         raise ConfigError(
             f"torchrun started {num_processes} processes, each of which would start the workers of use_ray. Start one "
@@ -152,22 +160,30 @@ def _run(trainer: Any, config: Any, header: str | None) -> dict[str, float]:
             what = "is not used" if limits is None else "is used for timeout_s alone"
             logging.getLogger(__name__).info("device_groups %s, because use_ray is false", what)
         _tell(header)
-        if limits is None:
-            return _trained(trainer, config)
-        with RayHelper.session(limits, runtime="off"):
+        with keeping, contextlib.nullcontext() if limits is None else RayHelper.session(limits, runtime="off"):
             return _trained(trainer, config)
     groups = placement(trainer, config, num_processes)
     _check_run(trainer, config, groups)
     _tell(header)
     if num_processes > 1:
-        with RayHelper.session(groups, runtime="torchrun"):
+        with keeping, RayHelper.session(groups, runtime="torchrun"):
             return _trained(trainer, config)
 
     def on_ray(config: Any) -> dict[str, float]:
         with RayHelper.session(groups, ray_address=config.ray_address), ends_by_sigterm():  # Ray has put its own
             return _trained(trainer, config)
 
-    return going_on(config, on_ray)
+    with keeping:
+        return going_on(config, on_ray)
+
+
+@contextlib.contextmanager
+def _logging(config: Any, process: str) -> Iterator[None]:
+    """Inside, lines of logging go where ``log_level`` says, and into a file in the folder of the run."""
+    folder = getattr(config, "run_folder", None)
+    keeping = contextlib.nullcontext() if folder is None else logs.kept(folder / "logs", process)
+    with logs.apart(config.log_level) if isinstance(config, RunConfig) else contextlib.nullcontext(), keeping:
+        yield
 
 
 def _limits(trainer: Any, config: Any) -> DeviceGroups | None:

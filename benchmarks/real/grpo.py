@@ -3,13 +3,14 @@
     python -m benchmarks.real.grpo --model SMOLLM2_FOLDER [--data GSM8K_FOLDER]     # 135 M on GSM8K, about 6 minutes
     python -m benchmarks.real.grpo --shape 0.6b                                     # random weights, about 8 minutes
 
-The YAML of ours gives the model, the data, the reward and the sizes of a step, and nothing else. GSM8K: 32 problems x 16
-completions of at most 256 tokens, one optimizer step per generation. A shape: 64 prompts x 8 completions of 512 tokens,
-which hardly ever stop. ``--sides``: ours and trl, each with further keys of its own where you like, such as
-``ours:rollout_engine=vllm`` or ``trl:gradient_checkpointing=false``. ``--tiny`` tries it all on a CPU. Medians leave the
-first two steps out; ``first step`` is the time from the start of the process to the end of its first step; ``peak``
-is what the process had of the GPU at the most. ``generate`` of TRL holds the transfer of weights. Results are printed, and
-written to $OUT/real_grpo.json after each side.
+The YAML of ours gives the model, the data, the reward and the sizes of a step, and nothing else. GSM8K: 32 problems x
+16 completions of at most 256 tokens, one optimizer step per generation. A shape: 64 prompts x 8 completions of 512
+tokens, which hardly ever stop. ``--sides``: ours and trl, each with further keys of its own where you like, such as
+``ours:rollout_engine=vllm`` or ``trl:gradient_checkpointing=false``. ``--tiny`` tries it all on a CPU.
+
+Medians leave the first two steps out. ``first step`` is the time from the start of the process to the end of its first
+step; ``peak`` is the most that the process had of the GPU. ``generate`` of TRL holds the transfer of weights. Results
+are printed, and written to $OUT/real_grpo.json after each side.
 """
 
 from __future__ import annotations
@@ -114,7 +115,10 @@ def main() -> None:
             results[side] = in_words(run_side(command, steps_file, folder / "log", options.limit_s), rows)
             write("real_grpo", vars(options), results)
             told = {key: f"{median(results[side], key):.3f}" for key in ("seconds", "generate", "update")}
-            print(f"{side}: {told}, {len(results[side]['steps'])} steps, {results[side].get('failed', 'ended')}", flush=True)
+            print(
+                f"{side}: {told}, {len(results[side]['steps'])} steps, {results[side].get('failed', 'ended')}",
+                flush=True,
+            )
     what = Path(options.model).name if options.model else f"{options.shape}, random weights"
     sentence = f"{sizes['prompts']} prompts x {sizes['generations']} completions of at most {sizes['length']} tokens"
     report(f"GRPO, {what}, {sentence}, {card()}", results, COLUMNS)

@@ -1,12 +1,12 @@
-"""Supervised fine-tuning on GSM8K, packed, by a plain YAML beside TRL's SFTTrainer with packing: tokens a second, memory.
+"""SFT on GSM8K, packed, by a plain YAML beside TRL's SFTTrainer with packing: tokens a second, memory, loss.
 
     python -m benchmarks.real.sft --model SMOLLM2_FOLDER [--data GSM8K_FOLDER]     # 135 M, about 4 minutes
     python -m benchmarks.real.sft --shape 0.6b                                     # random weights, about 6 minutes
 
-The YAML of ours gives the model, the data, ``packing``, ``max_length`` and the rows of a step: 16 of 1,024 tokens. TRL has
-its defaults, and micro-batches of ``--micro`` rows, which its documentation leaves to the user. ``--sides``:
-``ours:torch_compile=true`` or ``trl:gradient_checkpointing=false`` are sides with further keys. ``--tiny`` tries it on a
-CPU. Medians leave the first two steps out; tokens are those that passed through the model. Results are printed, and
+The YAML of ours gives the model, the data, ``packing``, ``max_length`` and the rows of a step: 16 of 1,024 tokens. TRL
+has its defaults, and micro-batches of ``--micro`` rows, which its documentation leaves to the user. ``--sides``:
+``ours:torch_compile=true`` or ``trl:gradient_checkpointing=false`` are sides with further keys. ``--tiny`` tries it on
+a CPU. Medians leave the first two steps out; tokens are those that passed through the model. Results are printed, and
 written to $OUT/real_sft.json after each side.
 """
 
@@ -110,7 +110,10 @@ def main() -> None:
             results[side] = in_words(run_side(command, steps_file, folder / "log", options.limit_s))
             write("real_sft", vars(options), results)
             one = results[side]
-            print(f"{side}: {rate(one):,.0f} tokens/s, {len(one['steps'])} steps, {one.get('failed', 'ended')}", flush=True)
+            print(
+                f"{side}: {rate(one):,.0f} tokens/s, {len(one['steps'])} steps, {one.get('failed', 'ended')}",
+                flush=True,
+            )
     what = Path(options.model).name if options.model else f"{options.shape}, random weights"
     title = f"SFT packed, {what}, {sizes['rows']} rows of {sizes['length']} tokens a step, {card()}"
     report(title, results, COLUMNS)

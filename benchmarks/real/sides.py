@@ -42,7 +42,7 @@ def parsed(side: str) -> tuple[str, dict[str, Any]]:
 
 
 def run_side(command: list[str], steps_file: Path, log: Path, limit_s: float) -> dict[str, Any]:
-    """The steps of a command, when each ended (seconds since the start), the peak of the GPU's memory, and how it ended.
+    """The steps of a command, when each ended (seconds since the start), the peak of memory, and how it ended.
 
     Nothing that the command started is left.
     """
@@ -79,7 +79,9 @@ def median(found: dict[str, Any], name: str) -> float:
 
 def report(title: str, results: dict[str, dict[str, Any]], columns: dict[str, Callable[[dict[str, Any]], str]]) -> None:
     """Prints one table: a line per side, and below it why sides failed."""
-    widths = {name: max(len(name), *(len(_cell(show, one)) for one in results.values())) for name, show in columns.items()}
+    widths = {
+        name: max(len(name), *(len(_cell(show, one)) for one in results.values())) for name, show in columns.items()
+    }
     first = max(len(side) for side in results)
     print(f"\n{title}")
     print("  ".join([" " * first, *(name.rjust(widths[name]) for name in columns)]))

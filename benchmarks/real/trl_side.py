@@ -2,8 +2,8 @@
 
     python -m benchmarks.real.trl_side grpo '{"model": ..., "data": ..., "folder": ..., "steps": 6, ...}'
 
-GRPO: vLLM in the same process (``vllm_mode: colocate``), everything else TRL's default but for the sizes of a step. SFT:
-``packing``, likewise. ``micro``: rows of a micro-batch, which TRL has no default for that fits a card.
+GRPO: vLLM in the same process (``vllm_mode: colocate``), everything else TRL's default but for the sizes of a step.
+SFT: ``packing``, likewise. ``micro``: rows of a micro-batch, which TRL has no default for that fits a card.
 """
 
 from __future__ import annotations

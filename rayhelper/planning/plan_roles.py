@@ -251,7 +251,8 @@ def _work(place: Place, sizes: ParallelSizes) -> Work:
         findings.assume(f"{MICRO_BATCH_KEYS[0]} 8")
     steps = _whole(settings, "gradient_accumulation_steps")
     batch = _whole(settings, "global_batch_size")
-    recomputes = bool(settings.get("gradient_checkpointing")) or settings.get("recompute_granularity") == "full"
+    says = settings.get("gradient_checkpointing")
+    recomputes = (bool(says) and says != "auto") or settings.get("recompute_granularity") == "full"
     is_megatron = settings.get("backend", "megatron" if sizes.is_divided else "fsdp") == "megatron"
     return Work(
         micro_batch=micro_batch,

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from types import GeneratorType
 from typing import Any
 
+from rayhelper import logs
 from rayhelper.errors import CallCancelledError, DispatchError, WorkerError
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.runtime import state
@@ -77,6 +78,7 @@ class Calls:
             where = f"{cls.__name__}.__init__"
             changes.apply()
             ambient.apply()
+            logs.on_worker(f"{runtime.info.group}-{runtime.info.rank}")
             return self._reply(runtime.build(address, cls, args, kwargs, ambient))
         except BaseException as error:
             return self._failure(error, where)

@@ -28,7 +28,7 @@ from rayhelper.watch.breakpoints import Breakpoints
 from rayhelper.watch.patches import stop_at_breakpoints
 from rayhelper.worker.calls import Calls
 from rayhelper.worker.runtime import WorkerRuntime
-from rayhelper.worker.side_door import Door, stacks
+from rayhelper.worker.side_door import Door, printed, stacks
 
 # Methods that stand for bound addresses. Every argument of a remote call is serialised on its own, which for a small
 # call is a fifth of its cost: a call through a slot sends nothing but its own arguments.
@@ -119,6 +119,7 @@ class Host:
             "leave": lambda _: calls.leave(),
             "wake": lambda _: calls.coroutines.wake(),
             "apart": calls.ran_apart,
+            "printed": lambda _: printed(),
             "stacks": lambda _: stacks() + calls.coroutines.stacks(),
         }
         return Door(node, key, answers).address

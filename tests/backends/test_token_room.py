@@ -11,7 +11,7 @@ import torch
 from tests.backends.batches import largest_difference, samples_of, weighted_loss, weights_of
 from tests.golden.tiny import save_tiny
 from trainers.backends.fsdp.backend import FsdpBackend
-from trainers.backends.fsdp.token_room import ENOUGH, MOST_LOOKS, SHARE, STATES, TELLING, TokenRoom
+from trainers.backends.fsdp.token_room import ENOUGH, MOST_LOOKS, SHARE, STATES, TELLING, ScoringRoom, TokenRoom
 
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "num_training_steps": 10, "adam_epsilon": 1e-4, "max_grad_norm": 0.0}
 KEPT = 1000  # bytes a token
@@ -114,3 +114,28 @@ def test_a_budget_is_at_most_what_gains_and_at_least_what_went_well(folder: str)
         room.before()
         assert room.budget(70) == budget
     assert room.budget(0) == ENOUGH, "a rank without rows leaves it to the others"
+
+
+class Scoring(ScoringRoom):
+    """On a device with so many free bytes."""
+
+    bytes = 0
+
+    def free(self) -> int:
+        return self.bytes
+
+
+def test_a_pass_that_scores_has_what_the_widest_layer_leaves_room_for(folder: str) -> None:
+    backend = FsdpBackend(folder, token_budget="auto", **SETTINGS)
+    assert backend.scoring_room is None, "on a CPU there is nothing to gain"
+    rows = backend.token_logps(samples_of().as_sequences(), micro_batch_size=2)
+    room = Scoring(500, backend.device)
+    for free, budget in ((10**12, ENOUGH), (500 * 10_000 / SHARE, 10_000), (500 * TELLING / SHARE - 2000, None)):
+        room.bytes = int(free)
+        assert room.budget() == budget
+        backend.scoring_room = room
+        found = backend.token_logps(samples_of().as_sequences(), micro_batch_size=2)
+        assert found.values == pytest.approx(rows.values, abs=1e-5)
+    gpu = ScoringRoom.of(backend.module, torch.device("cuda"), torch.bfloat16)
+    assert gpu is not None
+    assert 500 < gpu.token_bytes < 10_000, "one layer of hidden 64"

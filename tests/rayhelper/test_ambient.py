@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,6 +70,18 @@ class Net:
         product = torch.ones(2, 2) @ torch.ones(2, 2)
         weight = torch.ones(2, requires_grad=True)
         return [str(product.dtype), (weight * 2).requires_grad, torch.is_inference_mode_enabled()]
+
+    @RayHelper.function(group="net")
+    def handlers_of(self, name: str) -> int:
+        return len(logging.getLogger(name).handlers)
+
+    @RayHelper.function(group="net")
+    def warned(self) -> str:
+        try:
+            warnings.warn("an old name", UserWarning, stacklevel=1)
+        except UserWarning as error:
+            return str(error)
+        return "went on"
 
     @RayHelper.function(group="net")
     def logging_of(self, name: str) -> list[Any]:
@@ -351,6 +364,16 @@ def test_a_future_among_the_arguments_keeps_its_mode(on_ray: None) -> None:
         assert net.modes(given) == [["torch.float32", False, False]] * 2
 
 
+def test_filters_of_warnings_hold_on_workers(on_ray: None) -> None:
+    assert Net().warned() == ["went on"] * 2
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "an old", UserWarning)
+        with without_runtime():
+            assert Net().warned() == "an old name"
+        assert Net().warned() == ["an old name"] * 2
+    assert Net().warned() == ["went on"] * 2
+
+
 def test_levels_and_format_of_logging_hold_on_workers(on_ray: None) -> None:
     root = logging.getLogger()
     level, handler = root.level, logging.StreamHandler()
@@ -359,9 +382,12 @@ def test_levels_and_format_of_logging_hold_on_workers(on_ray: None) -> None:
     try:
         root.setLevel(logging.INFO)
         logging.getLogger("mine.here").setLevel(logging.DEBUG)
-        seen = Net().logging_of("mine.here")
+        logging.getLogger("mine.silent").addHandler(logging.NullHandler())
+        seen, silent = Net().logging_of("mine.here"), Net().handlers_of("mine.silent")
     finally:
         root.removeHandler(handler)
         root.setLevel(level)
         logging.getLogger("mine.here").setLevel(logging.NOTSET)
+        logging.getLogger("mine.silent").handlers.clear()
+    assert silent == [0, 0], "a handler that writes nothing is none"
     assert seen == [[logging.INFO, logging.DEBUG, [FORMAT]]] * 2

@@ -175,7 +175,7 @@ def test_one_line_tells_whose_defaults_hold_and_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "defaults: trl, except for gradient_checkpointing false (TRL: true)"),
+        ("", "defaults: trl, except for gradient_checkpointing auto (TRL: true)"),
         ("gradient_checkpointing: true", "defaults: trl"),
         (
             "rollout_engine: vllm\ngradient_checkpointing: true",

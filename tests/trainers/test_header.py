@@ -31,7 +31,8 @@ def test_a_header_says_what_the_run_is_about_to_do(tmp_path: Path) -> None:
         "data: 5,000 rows of rows",
         "roles: train on 2 GPU (train); rollout on 2 GPU (rollout)",
         f"steps: 30, of 16 sequences each, at most {16 * (100 + 512):,} tokens, into outputs/grpo",
-        "micro-batches: token_budget: auto (a GPU measures it in step 1, and logs the number that fixes it)",
+        "chosen by the run: token_budget: auto, gradient_checkpointing: auto "
+        "(on a GPU, where the log has the values that fix them)",
         "translated: dtype from bf16",
     ]
 

@@ -100,7 +100,7 @@ SAME: list[tuple[type[Any], str, dict[str, Any]]] = [  # what is written, and ou
         "recompute_granularity: full\nrecompute_method: uniform\nrecompute_num_layers: 1",
         {"gradient_checkpointing": True},
     ),
-    (SFTConfig, "recompute_granularity: none", {}),
+    (SFTConfig, "recompute_granularity: none", {"gradient_checkpointing": False}),
     (
         SFTConfig,
         "train_type: lora\ntarget_modules: q_proj k_proj",
@@ -294,8 +294,8 @@ def test_others_keys_say_what_ours_say(kind: type[Any], text: str, keys: dict[st
     if "use_vllm: true" in text and kind is GRPOConfig:
         keys = {"rollout_importance_sampling_correction": True} | keys  # as TRL's use_vllm means
     found = load(kind, text, tmp_path)
-    if hasattr(found, "token_budget"):  # by default it follows from other keys: test_defaults.py
-        keys = {"token_budget": found.token_budget} | keys
+    if hasattr(found, "token_budget"):  # by default these follow from other keys: test_defaults.py
+        keys = {name: getattr(found, name) for name in ("token_budget", "gradient_checkpointing")} | keys
     assert found == dataclasses.replace(load(kind, "", tmp_path), **keys)
 
 

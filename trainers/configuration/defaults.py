@@ -311,6 +311,9 @@ def defaults_of(held: Holding, config_type: type, ours: Mapping[str, Any], given
         found["gradient_accumulation_steps"] = ours["gradient_accumulation_steps"]
     if "token_budget" in ours and _may_be_cut(keys, given, joins=bool(getattr(config_type, "JOINS_ROWS", False))):
         found["token_budget"] = "auto"
+    is_said = {"gradient_checkpointing", "recompute_granularity"} & set(given.values)
+    if "gradient_checkpointing" in ours and not (is_said or held.is_ms_swift or _is_megatron(keys)):
+        found["gradient_checkpointing"] = "auto"
     return {**ours, **found}
 
 

@@ -109,6 +109,8 @@ class RunConfig:
     """Name of the run in wandb."""
     logging_steps: int = 10
     """Optimizer steps between lines on the console; the metrics files hold every step."""
+    log_level: Literal["passive", "debug", "info", "warning", "error", "critical"] = "passive"
+    """Of the console. passive: libraries speak when something is wrong; all of it is in ``output_dir/logs``."""
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
     """tensorboard, wandb, swanlab, none."""
     report_every: int = 0
@@ -244,8 +246,9 @@ class TrainConfig(SavingConfig, MegatronConfig, TunerConfig, RunConfig):
     padding_free: bool = False
     """Pass the sequences of a micro-batch through the model as one row of documents, without padding; backend: megatron
     always does."""
-    gradient_checkpointing: bool = False
-    """Compute activations twice instead of keeping them: less memory, more time."""
+    gradient_checkpointing: bool | Literal["auto"] = False
+    """Compute activations twice instead of keeping them: less memory, more time. auto (backend: fsdp; of a file that
+    does not say it): where a GPU has no room for them, by the numbers of ``rayhelper plan``."""
     disable_dropout: bool = True
     """Train without dropout, the model's and the adapter's."""
     router_aux_loss_coef: float = 0.0
@@ -425,6 +428,8 @@ def _check_backend(config: TrainConfig) -> None:
     """Raises ConfigError for keys that the other backend reads, and for those of megatron that break each other."""
     if config.backend == "megatron":
         unread(config, "backend is megatron, which does not read it", *OF_FSDP)
+        if config.gradient_checkpointing == "auto":
+            raise ConfigError("gradient_checkpointing: auto is of backend: fsdp. Write true or false.")
         if config.router_aux_loss_coef:
             raise ConfigError(
                 f"router_aux_loss_coef is {config.router_aux_loss_coef}, which is of transformers' losses, but backend "
@@ -438,7 +443,7 @@ def _check_backend(config: TrainConfig) -> None:
             optim=config.optim,
             optim_kwargs=config.optim_kwargs,
             token_budget=micro_batch_tokens(config),
-            gradient_checkpointing=config.gradient_checkpointing,
+            gradient_checkpointing=config.gradient_checkpointing is True,
         ):
             raise ConfigError(mistake)
         return
@@ -470,7 +475,7 @@ def _check_sequences(config: TrainConfig) -> None:
 def megatron_settings(config: TrainConfig) -> MegatronSettings:
     """What the keys say to ``backend: megatron``, all but the fields in ``megatron``."""
     return settings_of(
-        config, gradient_checkpointing=config.gradient_checkpointing, optimizer_offload=config.optimizer_offload
+        config, gradient_checkpointing=config.gradient_checkpointing is True, optimizer_offload=config.optimizer_offload
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError, DeviceGroups
+from trainers.backends.megatron.architectures import SEEING
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
 from trainers.parts.models import check_same_tokens, lora_settings
@@ -60,7 +61,12 @@ def check_model_folder(config: TrainConfig) -> None:
     if not Path(config.model).is_dir():
         return
     found = configuration_of(config.model, config.trust_remote_code)
-    check_whole(found, config.model)
+    check_whole(found, config.model, config.backend)
+    if found.model_type in SEEING and new_tokens(config):
+        raise ConfigError(
+            f"new_special_tokens: {config.model!r} also sees, and would lose its tower where it gets rows for new "
+            "tokens. Remove them."
+        )
     if config.backend == "fsdp":
         check_arguments("model_init_kwargs", config.model_init_kwargs, config.model, config.trust_remote_code)
         check_adapter(config, config.model)
@@ -199,10 +205,12 @@ def positions_of(configuration: Any) -> int | None:
     return getattr(text, "max_position_embeddings", None)
 
 
-def check_whole(configuration: Any, model: str) -> None:
+def check_whole(configuration: Any, model: str, backend: str = "fsdp") -> None:
     """Raises ConfigError for a model that sees or hears, of which a class for text alone would be trained and saved."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if backend == "megatron" and configuration.model_type in SEEING:  # which keeps the tower as it is
+        return
     towers = [name for name in ("vision_config", "audio_config") if getattr(configuration, name, None) is not None]
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(configuration), None) if towers else None
     if kind is not None and getattr(kind, "config_class", None) is not type(configuration):

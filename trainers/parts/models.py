@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rayhelper import ConfigError, RayHelper
+from rayhelper.planning.memory import Work
+from rayhelper.planning.parallel_sizes import ParallelSizes
 from trainers.backends.base import Backend
 from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.backends.recomputing import device_memory, recomputes
+from trainers.backends.scores.head import room_of
 from trainers.configuration.packs import micro_batch_tokens, pack_length
 from trainers.configuration.shared import RunConfig, TrainConfig, megatron_settings
 from trainers.configuration.tuners import peft_fields, quantization_mistake
@@ -81,7 +85,7 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
     if RayHelper.current().world_size > 1 or (trains and resolve_dtype(config) != "float32"):
         RayHelper.init_process_group()
     arguments: dict[str, Any] = {
-        "gradient_checkpointing": config.gradient_checkpointing,
+        "gradient_checkpointing": trains and recomputes_activations(config, model),
         "sharding": config.fsdp_sharding_strategy,
         "reshard_after_forward": config.fsdp_reshard_after_forward,
         "offload_params": config.fsdp_offload_params,
@@ -102,6 +106,33 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
     if config.sequence_parallel_size > 1:
         RayHelper.shard(*backend.shard)
     return backend
+
+
+def recomputes_activations(config: TrainConfig, model: str) -> bool:
+    """What ``gradient_checkpointing`` means for a model that is trained on this worker's device. Every rank."""
+    if config.gradient_checkpointing != "auto":
+        return config.gradient_checkpointing
+    length = longest_sequence(config)
+    num_workers, num_sharing = RayHelper.current().world_size, config.sequence_parallel_size
+    is_divided = config.fsdp_sharding_strategy == "full_shard"
+    sizes = ParallelSizes(shared_rows=num_sharing, data=num_workers // num_sharing if is_divided else 1)
+    work = Work(
+        micro_batch=config.per_device_train_batch_size,
+        length=length or 0,
+        compute_bytes=4 if resolve_dtype(config) == "float32" else 2,
+        kept_share=config.activation_memory_budget if config.torch_compile else 1.0,
+        kept_logits=room_of(config.logits_memory_gib, recomputes=False),
+        adapter=1 if config.has_adapter else 0,
+    )
+    memory = None if length is None else device_memory()
+    return recomputes(model, sizes, work, memory=memory, trust_remote_code=config.trust_remote_code)
+
+
+def longest_sequence(config: Any) -> int | None:
+    """Tokens of a sequence at most; None: no key says it."""
+    prompt, completion = getattr(config, "max_prompt_length", None), getattr(config, "max_completion_length", None)
+    both = prompt + completion if prompt and completion else None
+    return getattr(config, "max_length", None) or both
 
 
 def build_megatron(config: TrainConfig, model: str, arguments: dict[str, Any]) -> Backend:

@@ -4,7 +4,7 @@
     data: 7,473 rows of gsm8k/train.jsonl
     roles: train, rollout on 8 GPU (policy); reward on 2 CPU
     steps: 934, of 64 sequences and at most 65,536 tokens each
-    micro-batches: token_budget: auto (...)
+    chosen by the run: token_budget: auto, gradient_checkpointing: auto (...)
     translated: learning_rate from lr, dtype from bf16
 
 What is true of one kind of trainer alone is no line here; a line that has nothing to say is left out.
@@ -98,9 +98,10 @@ def _steps(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Ite
     yield f"steps: {num_steps:,}{of_what}{most}, into {config.output_dir}"
 
 
-def _cut(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
-    if config.token_budget == "auto":
-        yield "micro-batches: token_budget: auto (a GPU measures it in step 1, and logs the number that fixes it)"
+def _chosen(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
+    keys = [f"{key}: auto" for key in ("token_budget", "gradient_checkpointing") if getattr(config, key) == "auto"]
+    if keys:
+        yield f"chosen by the run: {', '.join(keys)} (on a GPU, where the log has the values that fix them)"
 
 
 def _translated(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
@@ -109,5 +110,5 @@ def _translated(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -
 
 
 PARTS: tuple[Callable[[Any, int, Mapping[str, Any]], Iterator[str]], ...] = (
-    *(_model, _rows, _roles, _steps, _cut, _translated),
+    *(_model, _rows, _roles, _steps, _chosen, _translated),
 )

@@ -52,7 +52,7 @@ from trainers.backends.fsdp.sharding import (
     take_gradients,
     whole_weights,
 )
-from trainers.backends.fsdp.token_room import TokenRoom
+from trainers.backends.fsdp.token_room import rooms_of
 from trainers.backends.fsdp.tuners.adalora import ranks_of
 from trainers.backends.fsdp.tuners.adapters import (
     adapter_weights,
@@ -195,7 +195,7 @@ class FsdpBackend:
         if router_aux_loss_coef and trains and isinstance(self.scorer, Scorer):
             known = self.scorer.head.known
             self.balance = self.scorer.balance = Balance(self.module, router_aux_loss_coef, has_backbone=known)
-        self.room = TokenRoom.of(self.module, self.device) if token_budget == "auto" else None
+        self.room, self.scoring_room = rooms_of(self.module, self.device, self.dtype, token_budget)
         self.module.train(trains)
         if neftune_noise_alpha and trains:
             add_noise(self.module, neftune_noise_alpha)
@@ -336,7 +336,8 @@ class FsdpBackend:
     ) -> list[Ragged]:
         """The columns that ``pick`` takes of each micro-batch's scores, in the order of the rows."""
         self.offloaded.check_here(WEIGHTS)
-        rows = self._cut(sequences, micro_batch_size)
+        budget = self.token_budget if self.scoring_room is None else self.scoring_room.budget()
+        rows = self._cut(sequences, micro_batch_size, budget)
         columns: list[list[torch.Tensor]] = [[] for _ in range(num_columns)]
         with evaluating(self.module), self._without_adapter(not adapter):
             for k in range(self._most(len(rows)) if self.is_sharded else len(rows)):
@@ -373,7 +374,7 @@ class FsdpBackend:
         growing = growing_segments(self.device) if self.shares_device else contextlib.nullcontext()
         with self._forgetting_failures(), memory_settings(self.activation_memory_budget, growing):
             metrics = Metrics()
-            rows = self._cut(batch, micro_batch_size)
+            rows = self._cut(batch, micro_batch_size, self.token_budget)
             num_micro, num_tokens = self._most(max(1, len(rows))), 0
             finite = FiniteStep(self.device)
             settings: dict[str, Any] = {}
@@ -454,9 +455,9 @@ class FsdpBackend:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.device.type, self.dtype, enabled=self.casts)
 
-    def _cut(self, batch: Any, micro_batch_size: int) -> list[np.ndarray]:
+    def _cut(self, batch: Any, micro_batch_size: int, budget: int | None) -> list[np.ndarray]:
         lengths = token_lengths(batch, padded=not self.padding_free)
-        return micro_batches(lengths, micro_batch_size, token_budget=self.token_budget, padding_free=self.padding_free)
+        return micro_batches(lengths, micro_batch_size, token_budget=budget, padding_free=self.padding_free)
 
     def _synchronised(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if isinstance(self.forward, DistributedDataParallel) and not last:

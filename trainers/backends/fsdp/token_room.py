@@ -2,7 +2,7 @@
 
 Small micro-batches leave a GPU waiting for the host, which starts some hundred kernels a layer whatever their size;
 beyond ``ENOUGH`` tokens nothing is gained. Gradients of micro-batches add up, so that a step may change the size on its
-way: its numbers are those of any other cut, within rounding.
+way: its numbers are those of any other cut, within rounding. Passes that only score are not measured.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from rayhelper import ConfigError
+from rayhelper.planning.memory import Work, scoring
+from rayhelper.planning.model_shape import ModelShape
+from rayhelper.planning.parallel_sizes import ParallelSizes
 from trainers.backends.base import token_lengths
 from trainers.backends.scores.inputs import micro_batches
 
@@ -86,8 +90,49 @@ class TokenRoom:
 
     def free(self) -> int:
         """Bytes of the device that tensors may have beside those."""
-        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return torch.cuda.mem_get_info(self.device)[0] + unused
+        return _free(self.device)
+
+
+class ScoringRoom:
+    """How many tokens a pass without gradients has: ``ENOUGH``, or those whose widest layer fits by the plan."""
+
+    def __init__(self, token_bytes: int, device: torch.device) -> None:
+        self.token_bytes, self.device = token_bytes, device
+
+    @classmethod
+    def of(cls, module: Any, device: torch.device, dtype: torch.dtype) -> ScoringRoom | None:
+        """None where there is no GPU, or the shape of the model is not known."""
+        try:
+            shape = ModelShape.of(module.config.to_dict())
+        except ConfigError:
+            return None
+        if device.type != "cuda" or shape is None:
+            return None
+        terms = scoring(shape, ParallelSizes(), Work(micro_batch=1, length=1, compute_bytes=dtype.itemsize))
+        return cls(sum(term.num_bytes for term in terms if term.name == "activations"), device)
+
+    def budget(self) -> int | None:
+        """None: there is so little room that rows are to say it."""
+        fits = min(ENOUGH, int(SHARE * self.free() / self.token_bytes))
+        return fits if fits >= TELLING else None
+
+    def free(self) -> int:
+        """Bytes of the device that tensors may have."""
+        return _free(self.device)
+
+
+def rooms_of(
+    module: Any, device: torch.device, dtype: torch.dtype, token_budget: int | str | None
+) -> tuple[TokenRoom | None, ScoringRoom | None]:
+    """Of passes that learn and that score; None where no memory is to be looked at."""
+    if token_budget != "auto":
+        return None, None
+    return TokenRoom.of(module, device), ScoringRoom.of(module, device, dtype)
+
+
+def _free(device: torch.device) -> int:
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def _own(weight: torch.Tensor) -> torch.Tensor:

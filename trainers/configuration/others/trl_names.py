@@ -87,7 +87,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "log_on_each_node": ANY,  # process 0 of all nodes writes
     "logging_nan_inf_filter": (True,),
     "include_num_input_tokens_seen": ("no", False),
-    "log_level": ("passive",),
     "log_level_replica": ("warning",),
     "disable_tqdm": (None, False),
     "project": ("huggingface",),
@@ -217,8 +216,7 @@ REFUSED = {
     "dtype: float32, or remove it",
     "transformers_continuous_batching_config": "the hf engine sizes its cache by itself. Remove it",
     "logging_strategy": "write logging_steps",
-    "log_level": "write env: {TRANSFORMERS_VERBOSITY: debug}, or another level",
-    "log_level_replica": "write env: {TRANSFORMERS_VERBOSITY: debug}, or another level",
+    "log_level_replica": "all processes have log_level. Write that",
     "disable_tqdm": "write env: {TQDM_DISABLE: 1}",
     "project": _TRACKIO,
     **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _TRACKIO),

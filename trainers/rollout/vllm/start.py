@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from rayhelper import ConfigError, RayHelper
+from rayhelper.logs import shows_progress
 from trainers.rollout.vllm.decoding import DecodedTokens
+from trainers.rollout.vllm.expected import expect
 from trainers.rollout.vllm.patches import (
     changed_variables,
     end_with_process,
@@ -38,13 +40,14 @@ def start(
 
     ``alone``, ``has_processes``: as ``VllmEngine`` has it. ``is_patched``: with what makes its steps quicker.
     """
+    expect()
     with starting(on_cpu, alone=alone, joins=not has_processes):
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         small_blocks_decode(is_patched)
         with own_classes(), _refusals():
-            arguments = EngineArgs(**fields)
+            arguments = EngineArgs(**{"use_tqdm_on_load": shows_progress(), **fields})
             model = arguments.create_model_config() if on_cpu else None
             if model is not None and model.use_mla and arguments.attention_backend is None:
                 # Of a CPU with AMX vLLM (0.32) takes a backend for bfloat16 alone, which packs weights as it loads them

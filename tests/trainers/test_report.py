@@ -193,6 +193,21 @@ def test_conversations_are_shown_as_their_messages(tmp_path: Path) -> None:
     assert texts[:2] == ["[system] Add.\n[user] 1+2", "3"]
 
 
+def test_pictures_and_tool_calls_of_a_conversation_are_named(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "first")
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "What is it?"}]
+    calls = [{"type": "function", "function": {"name": "look", "arguments": "{}"}}]
+    answer = [
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "a bee", "tool_calls": None},
+    ]
+    kept(folder, 1, {"prompt": [[{"role": "user", "content": parts}]], "completion": [answer], "right": [1.0]})
+    prompt, call, result, *_ = [text for _, text in shown(folder).all("pre")]
+    assert prompt == "[user] [image]\nWhat is it?"
+    assert '"name": "look"' in call
+    assert result == "a bee"
+
+
 def test_nothing_that_a_model_wrote_runs_and_all_of_it_is_shown(tmp_path: Path) -> None:
     folder = a_run(tmp_path / HOSTILE.replace("/", "|")[:60], model=HOSTILE, rows=[{"step": 4, HOSTILE: 1.0}])
     turns = [{"role": HOSTILE, "text": HOSTILE + "\x00\u202e\ud83d"}]

@@ -10,6 +10,7 @@ VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "rayhelper" / "__init__.p
 EXTRAS = {
     "vllm": ["vllm>=0.26"],
     "megatron": ["megatron-core>=0.16.1,<0.17"],
+    "delta": ["flash-linear-attention>=0.4"],  # kernels of gated delta-rule layers, for GPUs
     "lora": ["peft>=0.17"],
     "delta": ["flash-linear-attention>=0.4"],  # kernels of gated delta-rule layers, for GPUs
     "wandb": ["wandb"],

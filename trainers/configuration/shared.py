@@ -24,6 +24,7 @@ from trainers.configuration.roles import WELL_KNOWN, Role
 from trainers.configuration.saving import SavingConfig, saving_mistakes
 from trainers.configuration.tuners import TunerConfig, check_tuner
 from trainers.configuration.values import check_file, check_folder, check_source, check_values, is_there, types_of
+from trainers.configuration.vision import VisionConfig, check_vision
 from trainers.data.held_out import Part
 from trainers.run.trackers import check_installed
 
@@ -148,7 +149,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(SavingConfig, MegatronConfig, TunerConfig, RunConfig):
+class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunConfig):
     """The keys that all trainers share."""
 
     JOINS_ROWS: ClassVar[bool] = False
@@ -337,6 +338,7 @@ def check_shared(config: TrainConfig) -> None:
     if not str(config.model).strip():
         raise ConfigError("model is empty. Give a folder, a hub name, or the name of a plugin's model.")
     check_packing(config)
+    check_vision(config)
     _check_backend(config)
     _check_sequences(config)
     _check_adapter(config)

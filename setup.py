@@ -12,7 +12,6 @@ EXTRAS = {
     "megatron": ["megatron-core>=0.16.1,<0.17"],
     "delta": ["flash-linear-attention>=0.4"],  # kernels of gated delta-rule layers, for GPUs
     "lora": ["peft>=0.17"],
-    "delta": ["flash-linear-attention>=0.4"],  # kernels of gated delta-rule layers, for GPUs
     "wandb": ["wandb"],
 }
 

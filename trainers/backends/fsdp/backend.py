@@ -47,6 +47,7 @@ from trainers.backends.fsdp.sharding import (
     forget_step,
     full,
     layers_of,
+    most_of_ranks,
     reshard,
     shard,
     take_gradients,
@@ -343,7 +344,7 @@ class FsdpBackend:
         rows = self._cut(sequences, micro_batch_size, budget)
         columns: list[list[torch.Tensor]] = [[] for _ in range(num_columns)]
         with evaluating(self.module), self._without_adapter(not adapter):
-            for k in range(self._most(len(rows)) if self.is_sharded else len(rows)):
+            for k in range(most_of_ranks(len(rows), self.device) if self.is_sharded else len(rows)):
                 micro = sequences[rows[k]] if k < len(rows) else None
                 scores = pick(self._run(self.scorer, micro, temperature=temperature, **settings))
                 if micro is not None:
@@ -378,7 +379,7 @@ class FsdpBackend:
         with self._forgetting_failures(), memory_settings(self.activation_memory_budget, growing):
             metrics = Metrics()
             rows = self._cut(batch, micro_batch_size, self.token_budget)
-            num_micro, num_tokens = self._most(max(1, len(rows))), 0
+            num_micro, num_tokens = most_of_ranks(max(1, len(rows)), self.device), 0
             finite = FiniteStep(self.device)
             settings: dict[str, Any] = {}
             if isinstance(self.scorer, Scorer):
@@ -400,7 +401,7 @@ class FsdpBackend:
                     if self.room:  # rows that are left are cut by what this pass kept
                         self.token_budget = self.room.cut(batch, rows, k, padding_free=self.padding_free)
                         self.room = None if self.room.is_known else self.room
-                        num_micro = max(min(k + 2, num_micro), self._most(max(1, len(rows))))
+                        num_micro = max(min(k + 2, num_micro), most_of_ranks(max(1, len(rows)), self.device))
                     names = () if token_function is None else token_function.names
                     loss = token_loss(scores, names, loss_function, micro, sequences, metrics)
                     if self.balance is not None:
@@ -468,14 +469,6 @@ class FsdpBackend:
         if self.accumulates_whole:
             accumulate_whole(self.scorer, last=last)
         return contextlib.nullcontext()
-
-    def _most(self, count: int) -> int:
-        """The largest count of any rank."""
-        if self.world_size == 1:
-            return count
-        counts = torch.tensor(count, device=self.device)
-        dist.all_reduce(counts, dist.ReduceOp.MAX)
-        return int(counts)
 
     # Weights
 

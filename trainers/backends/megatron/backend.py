@@ -192,8 +192,7 @@ class MegatronBackend:
         return sum(sizes.values()) - of_experts * (1 - share)
 
     def _head_weight(self) -> torch.Tensor:
-        stage = self.stages[-1]
-        weight: torch.Tensor = stage.output_layer()
+        weight: torch.Tensor = self.stages[-1].output_layer()
         return weight[: self._num_columns()]
 
     def _num_columns(self) -> int:

@@ -21,6 +21,8 @@ from rayhelper.helper import RayHelper
 from rayhelper.roles.futures import Future
 from rayhelper.roles.runtime import Shard, WorkerInfo
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CallCancelledError",
     "Channel",

@@ -1,4 +1,7 @@
-"""``python -m rayhelper plan | check | prove | stacks | debug | timeline``: a run before, while and after it runs.
+"""``rayhelper plan | check | prove | stacks | debug | timeline``: a run before, while and after it runs.
+
+    rayhelper --version
+    rayhelper grpo --config x.yaml    what an installed package has: see programs.py
 
 argparse rather than jsonargparse: these read their configuration themselves, and answer in a fraction of a second.
 """
@@ -8,11 +11,40 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+from rayhelper import __version__
+from rayhelper.text import nearest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of a subcommand: 0 all is well, 1 something was found, 2 the input cannot be read."""
-    options = vars(_parser().parse_args(arguments))
+    """The exit code of a subcommand: 0 all is well, 1 something was found, 2 the input cannot be read.
+
+    ``arguments``: those of the process, if None.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    parser, own = _parser()
+    if words and not words[0].startswith("-") and words[0] not in own:
+        from rayhelper.programs import help_lines, run
+
+        code = run(words)
+        if code is None:
+            known = [*own, *(name for names in help_lines() for name in names.split(", "))]
+            near = nearest(words[0], known)
+            print(f"error: there is no command {words[0]!r}{near}. Known: {', '.join(known)}.", file=sys.stderr)
+            return 2
+        return code
+    if not words or {"-h", "--help"} & {words[0]}:
+        from rayhelper.programs import help_lines
+
+        found = help_lines()
+        width = max(map(len, found), default=0)
+        lines = [f"  {names:<{width}}  {line}" for names, line in found.items()]
+        more = ["more commands, of installed packages:", *lines, "\nEach command has its own --help."] if lines else []
+        parser.epilog = "\n".join(more) or None
+        parser.print_help()
+        return 0 if words else 2
+    options = vars(parser.parse_args(words))
     subcommand = options.pop("subcommand")
     if subcommand == "plan":
         from rayhelper.planning.plan_report import plan
@@ -39,9 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return timeline(**options)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m rayhelper", description=__doc__.splitlines()[0])
-    subcommands = parser.add_subparsers(dest="subcommand", required=True)
+def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    """The parser, and the names of its subcommands."""
+    is_script = Path(sys.argv[0]).stem == "rayhelper"
+    parser = argparse.ArgumentParser(
+        prog="rayhelper" if is_script else "python -m rayhelper",
+        description="A run of roles on device groups: before it starts, while it runs, and afterwards.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"rayhelper {__version__}")
+    subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND", title="commands")
     plan = subcommands.add_parser("plan", help="what a configuration would ask of a cluster, and every rule it breaks")
     plan.add_argument("--config", required=True, help="a trainer's whole YAML or JSON file, or device groups alone")
     plan.add_argument("--nodes", type=int, help="nodes of the cluster (default: nnodes, or as many as are needed)")
@@ -61,7 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     prove.add_argument("--config", help="a YAML or JSON file: what the constructor takes")
     prove.add_argument("--entry", default="", help="the method that does the work (default: train, run, fit or main)")
     prove.add_argument("--steps", type=int, default=3, help="max_steps of the configuration (default: 3)")
-    prove.add_argument("--no-ray", "--no_ray", dest="ray", action="store_false", help="leave out the run on Ray")
+    prove.add_argument(
+        "--no-ray", "--no_ray", dest="ray", action="store_false", help="leave out the runs on Ray and under torchrun"
+    )
+    prove.add_argument("--torchrun", action="store_true", default=None, help="run under torchrun also with --no-ray")
+    prove.add_argument("--no-torchrun", "--no_torchrun", dest="torchrun", action="store_false", help="leave it out")
     stacks = subcommands.add_parser(
         "stacks", help="where every rank of a run on this machine is, while it runs or hangs"
     )
@@ -74,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     timeline = subcommands.add_parser("timeline", help="where the time of a traced run went")
     timeline.add_argument("file", help="the file that trace=... named")
     timeline.add_argument("--html", help="write a picture that a browser opens")
-    return parser
+    return parser, list(subcommands.choices)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
+    from trainers.data.images.pictures import Pictures
+
 
 def on_device(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     """A tensor of the host there; this process does not wait until a GPU has come so far."""
@@ -213,6 +215,7 @@ class Prompts(Batch):
     rows: list[Any] | None = None  # of the dataset
     groups: np.ndarray | None = None  # int64: prompts of one number are rewarded together
     numbers: np.ndarray | None = None  # int64: with the seed, what a prompt's draws depend on; None: its place
+    images: list[Pictures] | None = None  # of each prompt, in the order of their tokens; None: no prompt has any
 
 
 @dataclass(eq=False)
@@ -247,6 +250,7 @@ class Rollouts(Batch):
     num_tool_calls: np.ndarray | None = None  # int64
     num_tool_failures: np.ndarray | None = None  # int64
     rollout_infos: list[Any] | None = None  # what a scheduler tells reward functions of; a dict a completion
+    images: list[Pictures] | None = None  # of each prompt
 
     def samples(self, mask_truncated: bool = False) -> Samples:
         """Prompt and completion as one sequence each; targets are the tokens that the model itself wrote.
@@ -266,6 +270,7 @@ class Rollouts(Batch):
             target_mask=Ragged.of([np.append(np.zeros(length, bool), mask) for length, mask in masks], bool),
             loss_mask=Ragged.split(np.repeat(kept_B, num_sampled_B), num_sampled_B),
             rollout_logps=Ragged.split(self.rollout_logps.values[is_sampled.values], num_sampled_B),
+            images=self.images,
         )
 
 
@@ -282,6 +287,8 @@ class Sequences(Batch):
     segment_lengths: Ragged | None = None  # int64: lengths of the documents packed into each row; None: one a row
     row_ids: np.ndarray | None = None  # int64: places in the data, for messages
     weights: Ragged | None = None  # float32, one a target: how much it counts in the loss of SFT; None: 1
+    # Of each row, in the order of their tokens; a packed row has those of each document; None: no row has any
+    images: list[Pictures] | None = None
 
     def as_sequences(self) -> Sequences:
         """Itself: what a backend asks of every batch that it learns from."""

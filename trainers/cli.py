@@ -35,13 +35,14 @@ from trainers.run.folder_lock import held
 from trainers.run.going_on import going_on
 from trainers.run.stopping import Stopped, ends_by_sigterm, ends_with_parent
 
+NO_BARS = frozenset({"TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"})
 TOLD_BY_FIRST_S = 10.0  # within which process 0 of torchrun finds a mistake that all of them find
 
 
 def main(name: str, argv: Sequence[str] | None = None) -> None:
     """Runs the trainer that ``name`` stands for; exits with 2 and one line on a mistake in name or configuration, with
     130 on Ctrl-C, and as ``Stopped`` says where a signal or a limit of time ended the run early."""
-    with ends_by_sigterm(), ends_with_parent() if _num_processes() > 1 else contextlib.nullcontext():
+    with ends_by_sigterm(), ends_with_parent() if _num_processes() > 1 else contextlib.nullcontext(), _few_bars():
         _main(name, argv)
 
 
@@ -51,14 +52,38 @@ def _main(name: str, argv: Sequence[str] | None) -> None:
         arguments = sys.argv[1:] if argv is None else argv
         with logs.apart(_log_level(arguments)):
             command = _command(name, arguments)
-            if _is_other_process():  # one process shows progress
-                os.environ.update({"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"})
-            config, header = read_config(command.config_type, arguments, prog=f"python -m trainers {name}")
+            config, header = read_config(command.config_type, arguments, prog=f"{program_name()} {name}")
+            _say_what_is_loaded(name, config)
             run(command.trainer, config, header)
     except ConfigError as error:
         _end(f"error: {error}", 2)
     except KeyboardInterrupt:
         _end("interrupted", 130)
+
+
+@contextlib.contextmanager
+def _few_bars() -> Iterator[None]:
+    """Inside, libraries show progress only in the first process, and only in a terminal; what the shell says holds."""
+    hidden = NO_BARS - os.environ.keys() if _is_other_process() or not sys.stderr.isatty() else frozenset()
+    os.environ.update(dict.fromkeys(hidden, "1"))
+    try:
+        yield
+    finally:
+        for name in hidden:
+            os.environ.pop(name, None)
+
+
+def program_name() -> str:
+    """How this process was started, as a usage line says it."""
+    return "rayhelper" if os.path.basename(sys.argv[0]) == "rayhelper" else "python -m trainers"
+
+
+def _say_what_is_loaded(name: str, config: Any) -> None:
+    """The first line of a run, before anything large is imported."""
+    if _is_other_process():
+        return
+    data = config.dataset if isinstance(config.dataset, str) else "as the file lists it"
+    print(f"{name}: loading model {config.model}, data {data}", file=sys.stderr, flush=True)
 
 
 def _command(name: str, arguments: Sequence[str]) -> Command:

@@ -45,7 +45,8 @@ JUDGE_KEYS = ("reward_model", "prm_model")  # of MODEL_KEYS: those that score a 
 DATA_KEYS = ("dataset", "val_dataset", "eval_dataset", "cached_dataset", "cached_val_dataset", "chord_sft_dataset")
 
 
-MEGATRON = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")  # which backend: megatron builds
+DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # three of four layers keep a state
+MEGATRON = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", *DELTA)  # which backend: megatron builds
 
 
 def architecture_of(name: str) -> str:
@@ -71,7 +72,11 @@ def model_for(name: str, folder: Path, program: str, seed: int = 0) -> str:
         fields: dict[str, Any] = {"max_position_embeddings": 131072}
         if program == "megatron" or architecture in MEGATRON:  # sizes that parallel layouts divide
             fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": layers, "head_dim": 32}
-            fields |= {"vocab_size": 320, "hidden_size": 256} | ({"num_experts": 8} if "moe" in architecture else {})
+            fields |= {"vocab_size": 320, "hidden_size": 256}
+            fields |= {"num_experts": 8} if "moe" in architecture or architecture == "qwen3_next" else {}
+            if architecture in DELTA:
+                kinds = ["full_attention" if (layer + 1) % 4 == 0 else "linear_attention" for layer in range(layers)]
+                fields |= {"layer_types": kinds, "linear_num_key_heads": 8, "linear_num_value_heads": 8}
         save(architecture, target, seed, **fields)
     return str(target)
 

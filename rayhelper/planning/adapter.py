@@ -69,7 +69,7 @@ def adapter_parameters(
         return sum(size for name, size in layer.items() if name in names or ALL in names)
 
     attention = {
-        "q_proj": numbers(hidden, queries),
+        "q_proj": numbers(hidden, queries * (2 if shape.output_gate else 1)),
         "k_proj": numbers(hidden, keys),
         "v_proj": numbers(hidden, keys),
         "o_proj": numbers(queries, hidden),
@@ -81,5 +81,18 @@ def adapter_parameters(
         experts |= {"down_proj": numbers(expert, hidden)}
         router = {"gate": numbers(hidden, shape.num_experts)}
     num_dense = shape.num_hidden_layers - shape.num_moe_layers
-    total = shape.num_hidden_layers * chosen(attention) + num_dense * chosen(mlp)
+    num_delta = shape.num_delta_layers
+    total = (shape.num_hidden_layers - num_delta) * chosen(attention) + num_dense * chosen(mlp)
+    total += num_delta * chosen(_delta_layer(shape, numbers))
     return total + shape.num_moe_layers * (shape.num_experts * chosen(experts) + chosen(router))
+
+
+def _delta_layer(shape: ModelShape, numbers: Numbers) -> dict[str, int]:
+    """What an adapter has beside the projections of a layer with a state, by their names."""
+    hidden, (keys, values), heads = shape.hidden_size, shape.delta_widths, shape.linear_num_value_heads
+    rows = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
+    if shape.delta_by_head:
+        rows = {"qkvz": 2 * (keys + values), "ba": 2 * heads}
+    return {f"in_proj_{name}": numbers(hidden, size) for name, size in rows.items()} | {
+        "out_proj": numbers(values, hidden)
+    }

@@ -26,6 +26,7 @@ RUNTIME_BYTES = 3 * GIB // 2  # CUDA context, NCCL and the allocator's leftovers
 LOGITS_CHUNK_BYTES = 256 * 1024**2  # float32 logits that autograd holds at once; a plain head's twice, in 1.5 tensors
 LOGITS_ROOM = 3 * GIB  # kept by a head for the backward pass, at most, unless logits_memory_gib says it
 CACHE_BYTES = 2  # of a number in a key-value cache
+DELTA_CHUNK = 64  # tokens that the gated delta rule takes at once
 
 # Keys that move something away while another role works
 OFFLOAD_MODEL, OFFLOAD_OPTIMIZER, SLEEP_LEVEL = "offload_model", "offload_optimizer", "sleep_level"
@@ -227,9 +228,9 @@ def hf_engine(shape: ModelShape, work: Work, num_sequences: int, *, shares_weigh
 
 
 def cache_bytes_per_token(shape: ModelShape, tensor: int = 1) -> int:
-    """Keys and values of one token on one GPU; every GPU holds at least one head of each."""
+    """Keys and values of one token on one GPU; every GPU holds at least one head of each. States have no tokens."""
     heads = max(1, shape.num_key_value_heads // tensor)
-    return 2 * CACHE_BYTES * shape.num_hidden_layers * heads * shape.head_dim
+    return 2 * CACHE_BYTES * (shape.num_hidden_layers - shape.num_delta_layers) * heads * shape.head_dim
 
 
 def megatron_parameters(shape: ModelShape, sizes: ParallelSizes) -> tuple[int, int]:
@@ -247,11 +248,21 @@ def megatron_parameters(shape: ModelShape, sizes: ParallelSizes) -> tuple[int, i
 
 
 def _layer_parameters(shape: ModelShape, sizes: ParallelSizes, num_layers: int) -> tuple[int, int]:
-    """Parameters of so many layers on a worker, as many of them mixtures as there can be; those of experts apart."""
+    """Parameters of so many layers on a worker, as many of them of the larger kind as there can be; those of experts
+    apart."""
     moe_layers = min(num_layers, shape.num_moe_layers)
     kinds: list[tuple[int, Weights]] = [(num_layers - moe_layers, shape.dense_layer)]
     kinds += [(moe_layers, shape.moe_layer)] if moe_layers else []
     dense = sum(count * (math.ceil(part.split / sizes.tensor) + part.replicated) for count, part in kinds)
+    if shape.num_delta_layers:
+        state, attention = (
+            math.ceil(part.split / sizes.tensor) + part.replicated for part in (shape.delta_rule, shape.attention)
+        )
+        others = shape.num_hidden_layers - shape.num_delta_layers
+        is_more = state > attention
+        dense += (min(num_layers, shape.num_delta_layers) if is_more else max(0, num_layers - others)) * (
+            state - attention
+        )
     experts = sum(count * math.ceil(part.experts / (sizes.expert * sizes.expert_tensor)) for count, part in kinds)
     return dense, experts
 
@@ -297,12 +308,29 @@ def _layer_bytes(shape: ModelShape, sizes: ParallelSizes, work: Work, *, trains:
     heads = compute * (2 * queries + 2 * keys) + 4 * shape.num_attention_heads
     if shape.qk_norm:
         heads += (4 + compute) * (queries + keys)
+    if shape.output_gate:
+        heads += 2 * compute * queries
+    if shape.num_delta_layers:
+        heads = max(heads, _delta_bytes(shape, compute))
     if shape.num_moe_layers:
         each = 4 * compute * shape.moe_intermediate_size / sizes.expert_tensor + 2 * compute * hidden
         mlp = shape.num_experts_per_tok * each + 8 * shape.num_experts
     else:
         mlp = 4 * compute * shape.intermediate_size / sizes.tensor
     return int(whole / _norm_ways(sizes) + heads / sizes.tensor + mlp)
+
+
+def _delta_bytes(shape: ModelShape, compute: int) -> int:
+    """Kept a token between the norms of a layer with a state, by flash-linear-attention's kernels.
+
+    Its products, the convolution's output, queries and keys of every value head, the rows of a chunk's triangular
+    matrix, and of the gated norm what a norm keeps, with the gate.
+    """
+    keys, values = shape.delta_widths
+    heads = shape.linear_num_value_heads
+    products = 2 * (2 * keys + values) + values + 2 * heads
+    rule = 2 * heads * shape.linear_key_head_dim + values + DELTA_CHUNK * heads
+    return compute * (products + rule + values) + (4 + compute) * values + 8 * heads
 
 
 def _norm_ways(sizes: ParallelSizes) -> int:

@@ -7,7 +7,7 @@ Exact for the architectures named in ``BIASES``; any other is counted as if it w
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,16 @@ BIASES = {
     "qwen2_moe": ("qkv_bias",),
     "qwen3": ("qk_norm",),
     "qwen3_moe": ("qk_norm",),
+    "qwen3_next": ("qk_norm", "output_gate"),
+    "qwen3_5_text": ("qk_norm", "output_gate"),
+    "qwen3_5_moe_text": ("qk_norm", "output_gate"),
+}
+DELTA = {  # what these sizes are unless it is said, of architectures some of whose layers have a state
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
 }
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 SHAPE_REMEDY = (
@@ -61,6 +71,14 @@ class ModelShape:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # a norm on every head's queries and keys
+    output_gate: bool = False  # what attention gives is multiplied by a gate, as wide as the queries
+    num_delta_layers: int = 0  # that have a state in the place of attention (gated delta rule)
+    delta_by_head: bool = False  # their projections are stacked as Qwen3-Next has them
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
     is_exact: bool = True  # False: the architecture is not one of BIASES
 
     @classmethod
@@ -88,6 +106,9 @@ class ModelShape:
     def _of_mapping(cls, config: Mapping[str, Any], where: str) -> ModelShape:
         text = config.get("text_config")
         config = text if isinstance(text, Mapping) else config  # of a model that also sees
+        kind = str(config.get("model_type", "llama"))
+        if kind == "qwen3_5_moe_text":  # has no other layers
+            config = {"intermediate_size": config.get("moe_intermediate_size"), **config}
         missing = [name for name in REQUIRED if config.get(name) is None]
         if missing:
             raise ConfigError(f"{where} has no {', '.join(missing)}. {SHAPE_REMEDY}")
@@ -98,7 +119,6 @@ class ModelShape:
                     return check_count(f"{name} of {where}", config[name], SHAPE_REMEDY)
             return default
 
-        kind = str(config.get("model_type", "llama"))
         extras = BIASES.get(kind, ())
         layers, heads, hidden = size("num_hidden_layers"), size("num_attention_heads"), size("hidden_size")
         experts = 0 if config.get("num_experts") == 0 else size("num_experts", "num_local_experts")
@@ -107,6 +127,7 @@ class ModelShape:
         if not isinstance(plain, list):
             raise ConfigError(f"mlp_only_layers of {where} must be a list of layers, got {plain!r}. Write [0, 1].")
         step = size("decoder_sparse_step", default=1)
+        delta = _delta_sizes(config, layers, size) if "output_gate" in extras else {}
         sparse = [layer for layer in range(layers) if (layer + 1) % step == 0 and layer not in plain]
         return cls(
             hidden_size=hidden,
@@ -126,16 +147,35 @@ class ModelShape:
             output_bias=bool(config.get("attention_bias")),
             mlp_bias=bool(config.get("mlp_bias")),
             qk_norm=bool(config.get("qk_norm", "qk_norm" in extras)),
+            output_gate="output_gate" in extras,
+            delta_by_head=kind == "qwen3_next",
             is_exact=kind in BIASES,
+            **delta,
         )
 
     @property
     def attention(self) -> Weights:
         """Of one layer, with both norms of the layer."""
-        heads = (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+        queries = self.num_attention_heads * (2 if self.output_gate else 1)
+        heads = (queries + 2 * self.num_key_value_heads) * self.head_dim
         output = self.num_attention_heads * self.head_dim * self.hidden_size
         norms = 2 * self.hidden_size + 2 * self.head_dim * self.qk_norm + self.hidden_size * self.output_bias
         return Weights(self.hidden_size * heads + output + heads * self.qkv_bias, norms)
+
+    @property
+    def delta_rule(self) -> Weights:
+        """Of one layer that has a state in the place of attention, with both norms of the layer."""
+        keys, values = self.delta_widths
+        mixed = 2 * keys + values
+        rows = mixed + values + 2 * self.linear_num_value_heads
+        further = mixed * self.linear_conv_kernel_dim + 2 * self.linear_num_value_heads
+        return Weights((rows + values) * self.hidden_size + further, 2 * self.hidden_size + self.linear_value_head_dim)
+
+    @property
+    def delta_widths(self) -> tuple[int, int]:
+        """Of all keys, and of all values, of such a layer."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        return keys, self.linear_num_value_heads * self.linear_value_head_dim
 
     @property
     def dense_layer(self) -> Weights:
@@ -163,9 +203,21 @@ class ModelShape:
 
     @property
     def largest_layer(self) -> int:
-        return sum(self.moe_layer if self.num_moe_layers else self.dense_layer)
+        more = max(0, sum(self.delta_rule) - sum(self.attention)) if self.num_delta_layers else 0
+        return sum(self.moe_layer if self.num_moe_layers else self.dense_layer) + more
 
     @property
     def num_parameters(self) -> int:
         dense_layers = self.num_hidden_layers - self.num_moe_layers
-        return self.ends + dense_layers * sum(self.dense_layer) + self.num_moe_layers * sum(self.moe_layer)
+        more = self.num_delta_layers * (sum(self.delta_rule) - sum(self.attention))
+        return self.ends + dense_layers * sum(self.dense_layer) + self.num_moe_layers * sum(self.moe_layer) + more
+
+
+def _delta_sizes(config: Mapping[str, Any], num_layers: int, size: Callable[..., int]) -> dict[str, int]:
+    """The fields of ModelShape that say which layers have a state, and how large it is."""
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        count = kinds.count("linear_attention")
+    else:
+        count = num_layers - num_layers // size("full_attention_interval", default=4)
+    return {"num_delta_layers": count} | {name: size(name, default=default) for name, default in DELTA.items()}

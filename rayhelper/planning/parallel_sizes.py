@@ -145,6 +145,8 @@ def _shape_mistakes(where: str, sizes: ParallelSizes, settings: Mapping[str, Any
     for name, count in (
         ("num_attention_heads", shape.num_attention_heads),
         ("num_key_value_heads", shape.num_key_value_heads),
+        ("linear_num_key_heads", shape.linear_num_key_heads),
+        ("linear_num_value_heads", shape.linear_num_value_heads),
         ("intermediate_size", shape.intermediate_size if shape.num_moe_layers < shape.num_hidden_layers else tp),
         ("shared_expert_intermediate_size", shape.shared_expert_intermediate_size if shape.num_moe_layers else tp),
     ):

@@ -6,25 +6,25 @@ WatchedOff         a runtime in which everything runs here, as with Ray off, and
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from rayhelper.device_groups import DRIVER
+from rayhelper.prove.evidence import Observer
+from rayhelper.prove.held import Held, held_of
+from rayhelper.prove.on_worker import Notes, OnWorker, named_arguments, random_digests, settings
 from rayhelper.roles.classes import build
 from rayhelper.roles.futures import Future, finished
 from rayhelper.roles.methods import RoleMethod
-from rayhelper.roles.names import names_of_roles
-from rayhelper.roles.parts import Identity, placement_of
+from rayhelper.roles.parts import Identity
 from rayhelper.roles.runtime import Route, state
 from rayhelper.runtimes.off import OneProcess
-from rayhelper.values.calls import parameter_names
-from rayhelper.values.contents import Contents, contents_of
 from rayhelper.values.dispatch import bare
 from rayhelper.worker.steps import Stepped
-
-State = dict[str, dict[str, Contents]]  # of an object and its parts, by name: what each attribute holds
 
 
 @dataclass
@@ -32,25 +32,45 @@ class Seen:
     """One call, or the construction of an object."""
 
     title: str
-    arguments: dict[str, Contents] = field(default_factory=dict)
-    value: Contents | None = None  # None: it raised
+    name: str = ""  # of the method
+    arguments: dict[str, Held] = field(default_factory=dict)
+    value: Held | None = None  # None: it raised
     raised: str = ""
-    relative: dict[str, Contents] = field(default_factory=dict)  # arguments and "value", numbers of workers put as such
-    is_collected: bool = True  # the value is one however many workers there are
-    states: list[State] = field(default_factory=list)  # by worker; none while other calls were in flight
+    raised_on: int | None = None  # the rank that raised it
+    relative: dict[str, Held] = field(default_factory=dict)  # arguments and "value", numbers of workers put as such
+    divides: bool = False  # each worker gets a part of the arguments
+    collect: str = ""  # how the value is made: "first", "none", "flatten", or "a function"
+    workers: list[OnWorker] = field(default_factory=list)  # by rank; none while other calls were in flight
     num_workers: int = 1
+    drawn_before: tuple[str, ...] = ()  # generators of the driver that drew since the call before
+    random: dict[str, bytes] = field(default_factory=dict)  # where the driver's generators are after the call
+    settings: dict[str, str] = field(default_factory=dict)  # of the driver's process as it makes the call
+
+    @property
+    def is_collected(self) -> bool:
+        """Whether the value is one however many workers there are."""
+        return self.collect != "none"
 
 
 class Watcher:
-    """What one run of so many workers came to."""
+    """What one run of so many workers came to. ``observer``: of one of its calls."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, observer: Observer | None = None) -> None:
         self.num_workers = num_workers
         self.seen: list[Seen] = []
         self.num_awaited = 0  # calls that are in flight
+        self.observer = observer
 
-    def constructed(self, name: str, states: list[State]) -> None:
-        self.seen.append(Seen(f"{name}.__init__", states=states, num_workers=len(states)))
+    def constructed(self, name: str, workers: list[OnWorker]) -> None:
+        """An object was constructed."""
+        seen = Seen(f"{name}.__init__", name="__init__", workers=workers, num_workers=len(workers))
+        seen.random = random_digests()
+        self.seen.append(seen)
+        self._observed()
+
+    def _observed(self) -> None:
+        if self.observer is not None:
+            self.observer.ended(len(self.seen))
 
     def call(
         self,
@@ -59,7 +79,7 @@ class Watcher:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         run: Callable[[], Any],
-        states: Callable[[], list[State]],
+        workers: Callable[[], list[OnWorker]],
         *,
         is_off: bool = False,
     ) -> Any:
@@ -68,10 +88,12 @@ class Watcher:
         try:
             value = run()
         except BaseException as error:
-            seen.raised = f"{type(error).__name__}: {error}"
+            self._raised(seen, error)
+            with contextlib.suppress(Exception):  # a worker that died has noted nothing
+                seen.workers = workers()
             raise
         self._ended(seen, value, is_off)
-        seen.states = states()
+        seen.workers = workers()
         return value
 
     async def awaited(
@@ -81,7 +103,7 @@ class Watcher:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         run: Callable[[], Awaitable[Any]],
-        states: Callable[[], list[State]],
+        workers: Callable[[], list[OnWorker]],
         *,
         is_off: bool = False,
     ) -> Any:
@@ -94,31 +116,41 @@ class Watcher:
         try:
             value = await run()
         except BaseException as error:
-            seen.raised = f"{type(error).__name__}: {error}"
+            self._raised(seen, error)
             raise
         finally:
             self.num_awaited -= 1
         self._ended(seen, value, is_off)
         if self.num_awaited == 0:
-            self.seen[-1].states = states()
+            self.seen[-1].workers = workers()
         return value
 
     def _begun(
         self, method: RoleMethod[..., Any], title: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Seen:
-        names = parameter_names(method)
-        labels = [names[k] if k < len(names) else str(k + 1) for k in range(len(args))]
-        given = {name: _given(value) for name, value in (*zip(labels, args, strict=True), *kwargs.items())}
-        seen = Seen(title, {name: contents_of([value], with_leaves=True) for name, value in given.items()})
-        seen.relative = {name: contents_of([self._relative(value)]) for name, value in given.items()}
-        seen.is_collected = method.execute == "first" or method.collect != "none"
+        given = {name: _given(value) for name, value in named_arguments(method, args, kwargs).items()}
+        seen = Seen(title, method.__name__, {name: held_of(value) for name, value in given.items()})
+        seen.relative = {name: held_of(self._relative(value)) for name, value in given.items()}
+        collect = method.collect if isinstance(method.collect, str) else "a function"
+        seen.collect = "first" if method.execute == "first" else collect
+        seen.divides = method.dispatch != "all"
+        before = self.seen[-1].random if self.seen else {}
+        now = random_digests()
+        seen.drawn_before = tuple(name for name in now if name in before and now[name] != before[name])
+        seen.random, seen.settings = now, settings()
         self.seen.append(seen)
         return seen
 
+    def _raised(self, seen: Seen, error: BaseException) -> None:
+        seen.raised, seen.raised_on = f"{type(error).__name__}: {error}", rank_of_error(error)
+        self._observed()
+
     def _ended(self, seen: Seen, value: Any, is_off: bool) -> None:
-        seen.value = contents_of([[value] if is_off and not seen.is_collected else value], with_leaves=True)
-        seen.relative["value"] = contents_of([self._relative(value)])
+        seen.value = held_of([value] if is_off and not seen.is_collected else value)
+        seen.relative["value"] = held_of(self._relative(value))
         seen.num_workers = 1 if is_off else self.num_workers
+        seen.random = random_digests()
+        self._observed()
 
     def _relative(self, value: Any) -> Any:
         """The value, with words in place of whole numbers that are the number of workers."""
@@ -127,27 +159,16 @@ class Watcher:
         return "the number of workers" if type(value) is int and value == self.num_workers else value
 
 
+def rank_of_error(error: BaseException) -> int | None:
+    """The rank that raised an error, by its notes."""
+    told = " ".join([*getattr(error, "__notes__", ()), str(error)])
+    found = re.search(r"on rank (\d+) of group", told)
+    return int(found[1]) if found else None
+
+
 def _given(value: Any) -> Any:
     plain = bare(value)
     return plain.result() if isinstance(plain, Future) else plain
-
-
-def state_of(identity: Identity) -> State:
-    """What an object of this process and its parts hold, in the attributes that methods of roles read or set."""
-    found: State = {}
-    for instance in identity.instances():
-        known = names_of_roles(type(instance))
-        name = instance._rayhelper.identity.name
-        found[name] = {
-            attribute: contents_of([value], of_arrays_alone=not _is_plain(value), with_leaves=True)
-            for attribute, value in vars(instance).items()
-            if attribute in known and placement_of(value) is None
-        }
-    return found
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, bytes, list, tuple, dict, type(None)))
 
 
 class WatchedOff(OneProcess):
@@ -155,22 +176,29 @@ class WatchedOff(OneProcess):
 
     def __init__(self, watcher: Watcher) -> None:
         self.watcher = watcher
+        self.notes = Notes()
 
     def construct(
         self, init: Callable[..., None], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any], whole: Any
     ) -> None:
         identity = Identity(instance, None if whole is None else whole._rayhelper.identity, None)
-        object.__setattr__(instance, "_rayhelper", WatchedPlacement(self.watcher, identity))
-        build(init, instance, args, kwargs, identity)
+        object.__setattr__(instance, "_rayhelper", WatchedPlacement(self, identity))
+        with _WithinRole():
+            build(init, instance, args, kwargs, identity)
         if whole is None:
-            self.watcher.constructed(identity.name, [state_of(identity)])
+            self.watcher.constructed(identity.name, [self.notes.of(identity)])
 
     def placement(self, method: RoleMethod[..., Any], target: Any) -> WatchedPlacement:
-        return WatchedPlacement(self.watcher, Identity(target, None, None))
+        return WatchedPlacement(self, Identity(target, None, None))
 
     def teardown(self) -> None:
         if state.active is self:
             state.active = None
+
+
+def in_role() -> bool:
+    """Whether code of a role, or of a constructor, runs in a run with Ray off."""
+    return _within_role.get()
 
 
 _within_role: ContextVar[bool] = ContextVar("rayhelper_within_role", default=False)
@@ -181,8 +209,8 @@ class WatchedPlacement:
 
     hosts = ()
 
-    def __init__(self, watcher: Watcher, identity: Identity) -> None:
-        self.watcher = watcher
+    def __init__(self, runtime: WatchedOff, identity: Identity) -> None:
+        self.watcher, self.notes = runtime.watcher, runtime.notes
         self.identity = identity
 
     def route(self, method: RoleMethod[..., Any]) -> Route:
@@ -203,16 +231,16 @@ class WatchedPlacement:
         def run() -> Any:
             token = _within_role.set(True)
             try:
-                return method.finished_call(target, *plain)
+                return self.notes.noting(method).finished_call(target, *plain)
             finally:
                 _within_role.reset(token)
 
         title = self.identity.title(method)
 
-        def states() -> list[State]:
-            return [state_of(self.identity.outermost)]
+        def workers() -> list[OnWorker]:
+            return [self.notes.of(self.identity.outermost)]
 
-        return finished(lambda: self.watcher.call(method, title, *plain, run, states, is_off=True))
+        return finished(lambda: self.watcher.call(method, title, *plain, run, workers, is_off=True))
 
     async def awaited(
         self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -220,12 +248,12 @@ class WatchedPlacement:
         plain = tuple(map(_given, args)), {name: _given(value) for name, value in kwargs.items()}
 
         def run() -> Awaitable[Any]:
-            return Stepped(method.coroutine(target, *plain), _WithinRole)
+            return Stepped(self.notes.noting(method).coroutine(target, *plain), _WithinRole)
 
-        def states() -> list[State]:
-            return [state_of(self.identity.outermost)]
+        def workers() -> list[OnWorker]:
+            return [self.notes.of(self.identity.outermost)]
 
-        return await self.watcher.awaited(method, self.identity.title(method), *plain, run, states, is_off=True)
+        return await self.watcher.awaited(method, self.identity.title(method), *plain, run, workers, is_off=True)
 
 
 class _WithinRole:

@@ -25,7 +25,10 @@ from rayhelper.roles.project import is_of_project, is_users
 PLAIN = (bool, int, float, str, type(None))  # globals that are compared: by value
 MISSING = object()
 CHANGING = frozenset(
-    ("append", "add", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update")
+    (
+        *("append", "add", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update"),
+        *("appendleft", "extendleft", "popleft", "reverse", "rotate", "sort"),
+    )
 )  # methods that change a list, dict or set in place
 
 
@@ -35,8 +38,10 @@ class Names:
 
     reads: set[str] = field(default_factory=set)
     writes: set[str] = field(default_factory=set)
+    changes: set[str] = field(default_factory=set)  # in which something is set: self.options["lr"] = 1
     globals: set[tuple[int, str]] = field(default_factory=set)  # by the id of the namespace
     set_globals: set[tuple[int, str]] = field(default_factory=set)
+    changed_globals: set[tuple[int, str]] = field(default_factory=set)  # in place
     namespaces: dict[int, dict[str, Any]] = field(default_factory=dict)
     attributes: set[str] = field(default_factory=set)  # read of whatever object, which may be a class
     set_elsewhere: set[str] = field(default_factory=set)  # attributes of other objects, which may be classes
@@ -47,8 +52,10 @@ class Names:
     def add(self, other: Names) -> None:
         self.reads |= other.reads
         self.writes |= other.writes
+        self.changes |= other.changes
         self.globals |= other.globals
         self.set_globals |= other.set_globals
+        self.changed_globals |= other.changed_globals
         self.namespaces |= other.namespaces
         self.attributes |= other.attributes
         self.set_elsewhere |= other.set_elsewhere
@@ -102,6 +109,7 @@ def _of_function(cls: type, function: Callable[..., Any], seen: set[Any], own_in
     nodes = list(ast.walk(tree)) if tree is not None else []
     own = _aliases(nodes, plain.__code__.co_varnames[own_index])
     parents = {id(child): node for node in nodes for child in ast.iter_child_nodes(node)}
+    found.changes |= {name for place in _changed_places(nodes) if (name := _first_attribute(place, own)) is not None}
     for node in nodes:
         name = _attribute(node, own)
         if name is not None:
@@ -180,6 +188,24 @@ def _attribute(node: ast.AST, own: frozenset[str]) -> str | None:
         return str(name.value) if isinstance(name, ast.Constant) else None
     if isinstance(node, ast.Subscript) and _is_dict(node.value, own):
         return str(node.slice.value) if isinstance(node.slice, ast.Constant) else None
+    return None
+
+
+def _changed_places(nodes: list[ast.AST]) -> Iterator[ast.AST]:
+    """What a function changes in place: ``x`` of ``x.append(1)``, ``x[0] = 1`` and ``x.y = 1``."""
+    for node in nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
+            yield node.func.value
+        elif isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
+            yield node.value
+
+
+def _first_attribute(node: ast.AST, own: frozenset[str]) -> str | None:
+    """The attribute of an object in which a place lies: ``a`` of ``self.a.b[0]``."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in own:
+            return node.attr
+        node = node.value
     return None
 
 
@@ -276,6 +302,14 @@ def _of_globals(function: FunctionType) -> Reached:
 
     found.attributes |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     found.set_elsewhere |= set(_stored(nodes))
+    for inner in _changed_places(nodes):
+        while isinstance(inner, (ast.Attribute, ast.Subscript)):
+            if isinstance(inner, ast.Attribute) and isinstance(owner := value_of(inner.value), ModuleType):
+                found.changed_globals.add((id(vars(owner)), inner.attr))
+                break
+            inner = inner.value
+        if isinstance(inner, ast.Name) and inner.id not in local:
+            found.changed_globals.add((id(namespace), inner.id))
     for node in nodes:
         if isinstance(node, ast.Name) and node.id in imported:
             place, name = imported, node.id
@@ -299,8 +333,7 @@ def _of_globals(function: FunctionType) -> Reached:
             is_users = owner_module is not None and is_of_project(owner_module.__name__, owner_module)
             is_users = is_users or place.get("__name__") == "__main__" or isinstance(value, PLAIN)
             is_users = is_users and (not isinstance(value, type) or _is_users(value))
-            is_counter = not isinstance(value, FunctionType) and name in _counters(str(place.get("__name__")))
-            if is_users and not is_counter:
+            if is_users:
                 found.globals.add(key)
                 found.namespaces[id(place)] = place
         if isinstance(plain := _unwrapped(value), FunctionType):
@@ -329,6 +362,8 @@ def set_by(cls: type) -> Names:
             if function.__name__ != "__init__" and function.__code__.co_argcount:
                 own = function.__code__.co_varnames[0]
                 found.writes |= {node.attr for node in nodes if _is_stored(node) and ast.unparse(node.value) == own}  # type: ignore[attr-defined]
+                places = (_first_attribute(place, frozenset((own,))) for place in _changed_places(nodes))
+                found.changes |= {name for name in places if name is not None}
     return found
 
 
@@ -359,24 +394,6 @@ def _imported(nodes: list[ast.AST]) -> dict[str, Any]:
 
 def _unwrapped(value: Any) -> Any:
     return inspect.unwrap(value) if callable(value) and not isinstance(value, type) else value
-
-
-@functools.lru_cache(1024)
-def _counters(module: str) -> frozenset[str]:
-    """The globals that some function of a module both reads and sets: counters and caches."""
-    try:
-        text = inspect.getsource(sys.modules[module])
-        tree = ast.parse(text if "global " in text else "")
-    except (KeyError, OSError, TypeError, SyntaxError):
-        return frozenset()
-    found: set[str] = set()
-    for function in ast.walk(tree):
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            nodes = list(ast.walk(function))
-            read = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-            read |= {ast.unparse(node.target) for node in nodes if isinstance(node, ast.AugAssign)}
-            found |= {name for node in nodes if isinstance(node, ast.Global) for name in node.names if name in read}
-    return frozenset(found)
 
 
 def _constants(node: ast.Call) -> Iterator[str]:

@@ -3,20 +3,23 @@
     trainer.temperature = 0.5        the workers still have what __init__ set
     sampling.TOP_P = 0.9             and what the module had when it was imported there
     Trainer.helper = another         and the functions that the class and its modules had
+    trainer.options["lr"] = 0.1      nor do they see changes within dicts, lists, dataclasses (``inside.py``)
 
 A call of a role's method that reads such a name (``names.py``) is refused. What a role's method sets itself is the
-role's own, and may differ. So may a global that a function of its module both reads and sets: a counter, a cache.
-Values that are changed in place (``self.options["top_p"] = 0.9``) are not seen.
+role's own, and may differ. So may a global that code of a role sets: a counter, a cache.
+Changes in settings that code of a role changes itself are its own as well.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rayhelper.errors import RoleError
+from rayhelper.roles.inside import Inside
 from rayhelper.roles.methods import RoleMethod
 from rayhelper.roles.names import MISSING, PLAIN, Names, function_of, of_class, of_method, set_by
 
@@ -36,6 +39,13 @@ class Compared:
             return False
 
 
+class Settings(NamedTuple):
+    """Containers that a method reads."""
+
+    name: str  # as messages name the attribute or the global
+    inside: Inside
+
+
 class Snapshot:
     """What an object's attributes, and the globals that its roles' methods read, were when it was constructed."""
 
@@ -46,6 +56,11 @@ class Snapshot:
         self.globals = {key: found.namespaces[key[0]].get(key[1], MISSING) for key in found.globals}
         self.specs = {place: namespace.get("__spec__") for place, namespace in found.namespaces.items()}
         self.compared: dict[Any, list[Compared]] = {}  # by method, once it has been called
+        self.inside = {name: Inside(value) for name, value in vars(instance).items() if not isinstance(value, PLAIN)}
+        self.inside_globals = {
+            key: Inside(value) for key, value in self.globals.items() if not isinstance(value, PLAIN)
+        }
+        self.settings: dict[Any, list[Settings]] = {}  # by method, once it has been called
         self.classes = {one: dict(vars(one)) for one in (*cls.__mro__[:-1], *found.classes)}
 
     def is_as_constructed(self, name: str, value: Any) -> bool:
@@ -68,6 +83,11 @@ class Snapshot:
                 )
         if names.reads_any:
             self._check_any(method, cls, held, title)
+        if method not in self.settings:
+            self.settings[method] = list(self._settings(cls, names))
+        for settings in self.settings[method]:
+            if not settings.inside.is_as_it_was():
+                self._check_settings(method, cls, settings, title)
         for one, before in self.classes.items():
             if (one in names.classes or one in cls.__mro__) and not _is_untouched(vars(one), before):
                 self._check_class(method, cls, one, names, title)
@@ -76,6 +96,34 @@ class Snapshot:
         for compared in self.compared[method]:
             if not compared.is_as_it_was():
                 self._check_globals(method, cls, compared, title)
+
+    def _settings(self, cls: Any, names: Names) -> Iterator[Settings]:
+        """The containers that a method reads, and no method of a role changes in place."""
+        of_roles = of_class(cls)
+        own = of_roles.writes | of_roles.changes
+        read = (self.inside.keys() if names.reads_any else names.reads & self.inside.keys()) - own
+        for name in sorted(read):
+            if self.inside[name].containers:
+                yield Settings(f"self.{name}", self.inside[name])
+        for place, name in sorted(names.globals & self.inside_globals.keys() - of_roles.changed_globals):
+            if self.inside_globals[place, name].containers:
+                owner = names.namespaces[place].get("__name__")
+                known = name if owner == cls.__module__ else f"{owner}.{name}"
+                yield Settings(f"the global {known}", self.inside_globals[place, name])
+
+    def _check_settings(self, method: RoleMethod[..., Any], cls: Any, settings: Settings, title: str) -> None:
+        """Raises RoleError if an entry is another one now that no code of a role sets."""
+        own = of_class(cls).set_elsewhere
+        for path, before, now in settings.inside.changed():
+            if path.rpartition(".")[2] in own:
+                continue
+            shown = f" from {before!r} to {now!r}" if _is_short(before, now) else ""
+            raise RoleError(
+                f"{title} reads {settings.name}, of which {settings.name.removeprefix('the global ')}{path} was changed"
+                f"{shown} on the driver after the object was constructed. The workers of role {method.role!r} still "
+                f"have what it was. Pass the value as an argument, or set it in a method of role {method.role!r} or "
+                "before you construct the object."
+            )
 
     def _by_namespace(self, names: Names) -> list[Compared]:
         found: list[Compared] = []

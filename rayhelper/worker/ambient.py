@@ -1,6 +1,7 @@
 """What the driver's process has set beside its variables, which a worker's code must find as with Ray off.
 
-    with the construction of an object     Ambient     seeds, torch's defaults, levels and format of logging
+    with the construction of an object     Ambient     seeds, torch's defaults, levels and format of logging, filters
+                                                       of warnings
     with a call                            Mode        grad mode, autocast; what the driver has set since: seeds and
                                                        torch's defaults
 
@@ -14,6 +15,7 @@ import contextlib
 import functools
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -40,6 +42,16 @@ class LoggerState:
     handler_level: int
 
 
+class Filter(NamedTuple):
+    """One entry of ``warnings.filters``. Its category by name, so that no library is imported for it."""
+
+    action: Any
+    message: str
+    category: tuple[str, str]  # module and name
+    module: str
+    lineno: int
+
+
 @dataclass(frozen=True)
 class Ambient:
     """What the driver's process has set when it constructs an object."""
@@ -48,15 +60,17 @@ class Ambient:
     torch: dict[str, Any] | None  # by name in ``_TORCH``; None: torch is not loaded
     loggers: tuple[LoggerState, ...]
     disabled_below: int  # as ``logging.disable`` was told
+    warnings: tuple[Filter, ...]
 
     @classmethod
     def here(cls) -> Ambient:
         torch = sys.modules.get("torch")
         return cls(
             RandomState.here(),
-            None if torch is None else _flags(torch),
+            None if torch is None else flags_of(torch),
             tuple(_loggers()),
             logging.root.manager.disable,
+            tuple(_filters()),
         )
 
     def apply(self) -> None:
@@ -66,6 +80,7 @@ class Ambient:
         logging.disable(self.disabled_below)
         for state in self.loggers:
             _set_logger(state)
+        _set_filters(self.warnings)
 
 
 def _dtype(torch: Any, name: str) -> Any:
@@ -111,7 +126,7 @@ _TORCH: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]] = {
 }
 
 
-def _flags(torch: Any) -> dict[str, Any]:
+def flags_of(torch: Any) -> dict[str, Any]:
     """What ``_TORCH`` names, as it is set here."""
     return {name: get(torch) for name, (get, _) in _TORCH.items()}
 
@@ -165,7 +180,7 @@ class DriverMode:
     def constructing(self) -> None:
         """The workers are told all seeds and defaults now."""
         torch = sys.modules.get("torch")
-        self.flags = None if torch is None else _flags(torch)
+        self.flags = None if torch is None else flags_of(torch)
         self.random.constructing()
 
     def of_call(self, restarts_left: int) -> Mode | None:
@@ -177,7 +192,7 @@ class DriverMode:
         new = self.random.of_call()
         if torch is None:
             return None if new is None else Mode(True, False, (), True, new, None)
-        flags = _flags(torch)
+        flags = flags_of(torch)
         is_told = flags == self.flags and self.restarts_left in (None, restarts_left)
         self.flags, self.restarts_left = flags, restarts_left
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -201,6 +216,34 @@ class Inside:
     def __exit__(self, *raised: Any) -> None:
         for context in reversed(self.contexts):
             context.__exit__(*raised)
+
+
+# Warnings
+
+
+def _filters() -> Iterator[Filter]:
+    entries: list[Any] = list(warnings.filters)
+    for action, message, category, module, lineno in entries:
+        patterns = [str(getattr(one, "pattern", one) or "") for one in (message, module)]
+        yield Filter(action, patterns[0], (category.__module__, category.__qualname__), patterns[1], lineno)
+
+
+_told: list[Filter] = []  # on a worker: what it was told last
+
+
+def _set_filters(told: Sequence[Filter]) -> None:
+    """Those of the driver come first. What the worker's libraries have added for categories of theirs stays."""
+    here = tuple(_filters())
+    own = [one for one in here if one not in told and one not in _told]
+    both = (*told, *own)
+    _told[:] = told
+    if here == both:
+        return
+    warnings.resetwarnings()
+    for action, message, (home, name), module, lineno in reversed(both):
+        category = getattr(sys.modules.get(home), name, None)
+        if isinstance(category, type) and issubclass(category, Warning):  # else its library adds it when it is loaded
+            warnings.filterwarnings(action, message, category, module, lineno)
 
 
 # Logging

@@ -11,6 +11,7 @@ a call runs in the main thread, the driver reaches the process through its ``Doo
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -27,7 +28,7 @@ from rayhelper.watch.breakpoints import Breakpoints
 from rayhelper.watch.patches import stop_at_breakpoints
 from rayhelper.worker.calls import Calls
 from rayhelper.worker.runtime import WorkerRuntime
-from rayhelper.worker.side_door import Door, stacks
+from rayhelper.worker.side_door import Door, printed, stacks
 
 # Methods that stand for bound addresses. Every argument of a remote call is serialised on its own, which for a small
 # call is a fifth of its cost: a call through a slot sends nothing but its own arguments.
@@ -89,8 +90,11 @@ class Host:
         key: bytes,
         trace: bool,
         folder: str | None,
+        first: list[str],
     ) -> tuple[str, int]:
         """Makes this process worker ``info`` of its group, its environment cleared of ``forgotten``, ``env`` added.
+
+        The modules ``first`` are imported now: other packages of these have their names from then on.
 
         It works in ``folder`` as its driver does, if this node has it; None: it stays where it is. The reply is the
         address of the process's door, which opens to ``key``.
@@ -100,6 +104,8 @@ class Host:
         for name in forgotten:
             os.environ.pop(name, None)
         os.environ.update(env)
+        for module in first:
+            importlib.import_module(module)
         state.active = runtime = WorkerRuntime(info, node)
         calls = self.calls
         runtime.loop = calls.coroutines.loop
@@ -113,6 +119,7 @@ class Host:
             "leave": lambda _: calls.leave(),
             "wake": lambda _: calls.coroutines.wake(),
             "apart": calls.ran_apart,
+            "printed": lambda _: printed(),
             "stacks": lambda _: stacks() + calls.coroutines.stacks(),
         }
         return Door(node, key, answers).address

@@ -124,6 +124,7 @@ class WorkerRuntime:
         self.instances: dict[str, Any] = {}  # by address
         self.awaited: str | None = None  # the address of the whole that is about to be constructed
         self.unreported: dict[tuple[str, str], Shard] = {}  # by address and role
+        self.notes: Any = None  # of calls, while ``prove`` compares runtimes
 
     def build(
         self, address: str, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], ambient: Ambient
@@ -163,10 +164,16 @@ class WorkerRuntime:
             del self.instances[known]
 
     def state(self, address: str) -> Any:
-        """What an object and its parts hold here (``prove/watching.py``)."""
-        from rayhelper.prove.watching import state_of
+        """What an object and its parts hold here, and what the calls since the last question came to: for ``prove``."""
+        return self.noted(placement_of(self.instances[address]).identity)
 
-        return state_of(placement_of(self.instances[address]).identity)
+    def noted(self, identity: Identity) -> Any:
+        """As ``state``, of an object of this process."""
+        if self.notes is None:
+            from rayhelper.prove.on_worker import Notes
+
+            self.notes = Notes()
+        return self.notes.of(identity)
 
     def take_reports(self) -> dict[tuple[str, str], Shard]:
         """The shards that were reported since the last time, by address and role."""
@@ -177,8 +184,12 @@ class WorkerRuntime:
         """The object and the method at a location, as ``driver.location_of`` writes it."""
         address, mro_index, name = location.split(" ", 2)
         instance = self.instances[address]
-        method = find_method(type(instance).__mro__[int(mro_index)].__dict__[name])
-        return instance, method.played_by(type(instance))
+        method = find_method(type(instance).__mro__[int(mro_index)].__dict__[name]).played_by(type(instance))
+        return instance, self.watched(method)
+
+    def watched(self, method: RoleMethod[..., Any]) -> RoleMethod[..., Any]:
+        """The method; while ``prove`` compares runtimes, one whose calls are noted."""
+        return method if self.notes is None else self.notes.noting(method)
 
     def instance_at(self, address: str) -> Any:
         return self.instances.get(address)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import sys
 import threading
 import time
 import traceback
@@ -36,6 +37,8 @@ _NOT_OURS_TO_TELL = (
 _NUM_FRAMES = 24  # of a stack are told
 _LIBRARY = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MACHINERY = (f"{os.sep}ray{os.sep}", _LIBRARY)  # what a stack begins with on a worker
+_TAIL_BYTES = 65536
+_MARKS = (":actor_name:", ":task_name:", ":job_id:")  # lines for Ray itself
 _SILENT = "no answer: native code holds its interpreter, or the process is gone\n"
 
 
@@ -75,6 +78,20 @@ def stacks() -> str:
             shown = "".join(traceback.format_list((list(own) or stack)[-_NUM_FRAMES:]))
             texts.append(f"thread {thread.name}, most recent call last:\n{shown}")
     return "".join(texts)
+
+
+def printed() -> tuple[int, list[str]]:
+    """This process, and the last lines of its output and its errors, if these are files, as Ray's workers have them."""
+    last: list[str] = []
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    for number in (1, 2):
+        with contextlib.suppress(OSError), open(os.readlink(f"/proc/self/fd/{number}"), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+            last += [line for line in lines if line.strip() and not line.startswith(_MARKS)][-1:]
+    return os.getpid(), last
 
 
 def told_stacks(answers: Mapping[int, str], ranks: Iterable[int]) -> str:

@@ -124,7 +124,7 @@ def told(layout: Layout) -> str:
 def save(family: str, folder: Path, **fields: Any) -> Path:
     """A tiny model of the family, weights drawn from one seed."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **FAMILIES[family] | fields)
+    config = AutoConfig.for_model(family, **FAMILIES.get(family, {}) | fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():
@@ -133,8 +133,8 @@ def save(family: str, folder: Path, **fields: Any) -> Path:
     return folder / family
 
 
-def one(folder: Path, layout: Layout) -> dict[str, Any]:
-    """All that a rank finds out about its model: scores, three steps, the gradients of the first, weights."""
+def one(folder: Path, layout: Layout, steps: int = STEPS) -> dict[str, Any]:
+    """All that a rank finds out about its model: scores, steps, the gradients of the first, weights."""
     from trainers.backends.megatron.backend import MegatronBackend
     from trainers.backends.megatron.settings import MegatronSettings
 
@@ -158,7 +158,7 @@ def one(folder: Path, layout: Layout) -> dict[str, Any]:
     backend.optimizer.step = watched
     total = float(samples.target_mask.values.sum())
     loss = partial(weighted_loss, total)
-    steps = [backend.step(mine, loss, micro_batch_size=MICRO).values() for _ in range(STEPS)]
+    taken = [backend.step(mine, loss, micro_batch_size=MICRO).values() for _ in range(steps)]
     return {
         "index": index,
         "leader": leader,
@@ -167,23 +167,23 @@ def one(folder: Path, layout: Layout) -> dict[str, Any]:
         "entropies": entropies.values,
         "top ids": ids.values,
         "top logps": top.values,
-        "losses": [step["loss"] for step in steps if leader],
-        "norms": [step["grad_norm"] for step in steps],
+        "losses": [step["loss"] for step in taken if leader],
+        "norms": [step["grad_norm"] for step in taken],
         "gradients": gradients,
         "weights": {name: weight.clone() for name, weight in backend.named_weights()},
     }
 
 
-def of_layouts(rank: int, folder: Path, layouts: list[Layout]) -> list[dict[str, Any]]:
+def of_layouts(rank: int, folder: Path, layouts: list[Layout], steps: int = STEPS) -> list[dict[str, Any]]:
     megatron_on_cpu.install()
     found = []
     for layout in layouts:
-        found.append(one(folder, layout))
+        found.append(one(folder, layout, steps))
         megatron_on_cpu.end_groups()
     return found
 
 
-def wanted(folder: Path) -> dict[str, Any]:
+def wanted(folder: Path, steps: int = STEPS) -> dict[str, Any]:
     """The same from transformers in one process."""
     samples = samples_of()
     backend = FsdpBackend(folder, **TRAINING)
@@ -199,14 +199,14 @@ def wanted(folder: Path) -> dict[str, Any]:
 
     gradients = {name: value.clone() for name, value in named_weights(model)}
     loss = partial(weighted_loss, float(samples.target_mask.values.sum()))
-    steps = [backend.step(samples, loss, micro_batch_size=MICRO).values() for _ in range(STEPS)]
+    taken = [backend.step(samples, loss, micro_batch_size=MICRO).values() for _ in range(steps)]
     return {
         "logps": logps.values,
         "entropies": entropies.values,
         "top ids": ids.values,
         "top logps": top.values,
-        "losses": [step["loss"] for step in steps],
-        "norms": [step["grad_norm"] for step in steps],
+        "losses": [step["loss"] for step in taken],
+        "norms": [step["grad_norm"] for step in taken],
         "gradients": gradients,
         "weights": {name: weight.clone() for name, weight in backend.named_weights()},
     }

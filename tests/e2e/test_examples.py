@@ -37,6 +37,7 @@ JUDGED = ["kto/quickstart.yaml", "kto/device_groups.yaml"]  # test_judged.py
 JUDGED += [f"cpo/{name}.yaml" for name in ("quickstart", "simpo", "orpo")]
 GKD = [f"gkd/{name}.yaml" for name in ("quickstart", "separate", "vllm_teacher")]  # test_gkd.py, test_gkd_vllm.py
 OWN = ["own_trainer/raft.yaml", "own_trainer/online_dpo.yaml"]  # test_own_trainer.py
+IMAGES = ["grpo/count_shapes.yaml"]  # tests/images
 PPO = ["ppo/quickstart.yaml", "ppo/quickstart_ray.yaml"]  # test_ppo.py
 
 
@@ -58,7 +59,7 @@ def test_every_example_is_known_here() -> None:
     found = {str(path.relative_to(ROOT / "examples")) for path in (ROOT / "examples").rglob("*.yaml")}
     elsewhere = ("ms_swift/", "megatron/")  # test_ms_swift.py, test_megatron_examples.py
     found = {name for name in found if not name.startswith(elsewhere)}
-    assert found == {*EXAMPLES, *SAMPLING, *PPO, *PAIRS, *JUDGED, *GKD, *OWN}
+    assert found == {*EXAMPLES, *SAMPLING, *PPO, *PAIRS, *JUDGED, *GKD, *OWN, *IMAGES}
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "grpo/quickstart.yaml"])

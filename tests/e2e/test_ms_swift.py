@@ -30,6 +30,7 @@ from trainers.sft.trainer import SFTTrainer
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["--max_steps=2", "--max_completion_length=6", "--global_batch_size=8"]
 WITHOUT_VLLM = ["--use_vllm=false"]
+IMAGES = ["grpo_images"]  # tests/images
 STARTS: dict[str, tuple[str, list[str]]] = {  # the command of each file, and what makes it small
     "grpo": ("rlhf", [*SHORT, "--soft_cache_length=4", "--steps_per_generation=2", *WITHOUT_VLLM]),
     "gkd_rollout_colocate_teacher_colocate": ("rlhf", [*SHORT, *WITHOUT_VLLM, "--teacher_model=TEACHER", "--lmbda=1"]),
@@ -58,7 +59,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def test_every_file_is_started_here() -> None:
-    assert {path.stem for path in (ROOT / "examples" / "ms_swift").glob("*.yaml")} == set(STARTS)
+    assert {path.stem for path in (ROOT / "examples" / "ms_swift").glob("*.yaml")} == {*STARTS, *IMAGES}
 
 
 @pytest.mark.parametrize("name", STARTS)

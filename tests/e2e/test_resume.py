@@ -181,7 +181,8 @@ def test_a_signal_saves_after_the_step_and_a_resumed_run_equals_one_that_never_s
     with signalled_in(during, getattr(signal, sent)), pytest.raises(Stopped) as ended:
         trainer(config(model, parted, **keys)).train()
     assert ended.value.code == 143
-    assert {path.name for path in parted.iterdir()} == {"config.yaml", "metrics.jsonl", f"checkpoint-{stop}"}
+    written = {"config.yaml", "metrics.jsonl", "run.json", "report.html"}
+    assert {path.name for path in parted.iterdir()} == {*written, f"checkpoint-{stop}"}
     (told,) = [line for line in capsys.readouterr().out.splitlines() if "stopped by" in line]
     assert f"stopped by {sent} after step {stop} of" in told
     assert told.endswith("--resume_from_checkpoint auto")

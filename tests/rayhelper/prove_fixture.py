@@ -70,7 +70,8 @@ class Trainer:
                 calls.write("x")
                 return [one + calls.tell() for one in scores]
         if self.planted == "order of a set":
-            return [one + int(min(enumerate({f"{k}" for k in range(99)}))[1]) for one in scores]
+            first = "".join(list({f"{k}" for k in range(99)})[:4])
+            return [one + int(first) for one in scores]
         if self.planted == "folder":
             return [one + len(os.getcwd()) for one in scores]
         if self.planted == "another worker's rows":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -73,6 +74,14 @@ class Net:
     @RayHelper.function(group="net")
     def handlers_of(self, name: str) -> int:
         return len(logging.getLogger(name).handlers)
+
+    @RayHelper.function(group="net")
+    def warned(self) -> str:
+        try:
+            warnings.warn("an old name", UserWarning, stacklevel=1)
+        except UserWarning as error:
+            return str(error)
+        return "went on"
 
     @RayHelper.function(group="net")
     def logging_of(self, name: str) -> list[Any]:
@@ -353,6 +362,16 @@ def test_a_future_among_the_arguments_keeps_its_mode(on_ray: None) -> None:
     given = net.drawn_now.defer()
     with torch.no_grad():
         assert net.modes(given) == [["torch.float32", False, False]] * 2
+
+
+def test_filters_of_warnings_hold_on_workers(on_ray: None) -> None:
+    assert Net().warned() == ["went on"] * 2
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "an old", UserWarning)
+        with without_runtime():
+            assert Net().warned() == "an old name"
+        assert Net().warned() == ["an old name"] * 2
+    assert Net().warned() == ["went on"] * 2
 
 
 def test_levels_and_format_of_logging_hold_on_workers(on_ray: None) -> None:

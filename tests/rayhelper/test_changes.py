@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from argparse import Namespace
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rayhelper import DispatchError
 from rayhelper.runtimes.ray.modules.changes import changes_in
 from tests.conftest import RaySession, without_runtime
 from tests.rayhelper import changed_config, changed_user
@@ -107,3 +110,16 @@ def test_of_modules_as_they_were_imported_nothing_is_told() -> None:
     known = [name for name in sys.modules if name.startswith("trainers.")]
     assert len(known) > 100
     assert changes_in(known, ()).values == {}
+
+
+def test_an_object_in_the_place_of_a_literal_travels_or_is_refused_by_name(
+    ray_session: RaySession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ray_session(ONE):
+        monkeypatch.setattr(changed_config, "LATE", Fraction(1, 3))
+        assert Fraction(1, 3) in seen().values()
+        monkeypatch.setattr(changed_config, "LATE", threading.Lock())
+        with pytest.raises(
+            DispatchError, match=r"methods of User read the global .*changed_config\.LATE, .* cannot be"
+        ):
+            changed_user.User()

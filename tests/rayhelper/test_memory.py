@@ -15,8 +15,11 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from rayhelper.errors import ConfigError
@@ -48,6 +51,13 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "vocab_size": 101,
 }
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 14,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 MODELS: dict[str, PreTrainedConfig] = {
@@ -60,6 +70,16 @@ MODELS: dict[str, PreTrainedConfig] = {
     "qwen2_moe": Qwen2MoeConfig(**SIZES, **EXPERTS, shared_expert_intermediate_size=80),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS),
     "qwen3_moe with dense layers": Qwen3MoeConfig(**SIZES, **EXPERTS, decoder_sparse_step=2, mlp_only_layers=[3]),
+    "qwen3_next": Qwen3NextConfig(**SIZES, **DELTA, **EXPERTS, mlp_only_layers=[1], linear_conv_kernel_dim=3),
+    "qwen3_5": Qwen3_5TextConfig(**SIZES, **DELTA, tie_word_embeddings=True),
+    "qwen3_5 with large states": Qwen3_5TextConfig(**SIZES, **DELTA | {"linear_value_head_dim": 60}),
+    "qwen3_5 by default": Qwen3_5TextConfig(**SIZES),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(
+        **{key: value for key, value in SIZES.items() if key != "intermediate_size"},
+        **DELTA,
+        **EXPERTS,
+        shared_expert_intermediate_size=80,
+    ),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
 }
 DENSE = ModelShape.of({**SIZES, "model_type": "qwen3"})
@@ -258,6 +278,29 @@ def test_expert_states_are_divided_over_the_workers_that_hold_the_same_experts()
 
 def test_megatron_parameters_of_one_worker_are_all_parameters() -> None:
     assert sum(megatron_parameters(DENSE, ONE)) == DENSE.num_parameters
+    for name in ("qwen3_next", "qwen3_5", "qwen3_5 with large states", "qwen3_5_moe"):
+        shape = ModelShape.of(MODELS[name].to_dict())
+        assert shape is not None
+        assert sum(megatron_parameters(shape, ONE)) == shape.num_parameters
+
+
+def test_a_pipeline_stage_has_as_many_layers_of_the_larger_kind_as_there_can_be() -> None:
+    halves = ParallelSizes(pipeline=2)
+    for name, kind in (("qwen3_5", "attention"), ("qwen3_5 with large states", "delta_rule")):
+        shape = ModelShape.of(MODELS[name].to_dict() | {"tie_word_embeddings": False})
+        assert shape is not None
+        small, large = sorted((sum(shape.attention), sum(shape.delta_rule)))
+        assert sum(getattr(shape, kind)) == large
+        num_large = 1 if kind == "attention" else 2
+        mlps = 2 * (sum(shape.dense_layer) - sum(shape.attention))
+        end = shape.embedding + shape.hidden_size
+        assert sum(megatron_parameters(shape, halves)) == num_large * large + (2 - num_large) * small + mlps + end
+
+
+def test_only_layers_of_attention_have_a_cache() -> None:
+    shape = ModelShape.of(MODELS["qwen3_5"].to_dict())
+    assert shape is not None
+    assert cache_bytes_per_token(shape) == 2 * 2 * 1 * 2 * 16
     assert sum(megatron_parameters(MOE, ONE)) == MOE.num_parameters
 
 
@@ -315,6 +358,26 @@ def test_an_adapter_counts_exactly_the_parameters_of_pefts(kind: Any, targets: l
     assert shape is not None
     wanted = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     assert adapter_parameters(shape, 3, targets) == wanted > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("qwen3_5", "all-linear"),
+        ("qwen3_5", ["in_proj_qkv", "in_proj_b", "q_proj", "out_proj"]),
+        ("qwen3_next", ["in_proj_qkvz", "in_proj_ba", "out_proj", "k_proj"]),
+    ],
+)
+def test_an_adapter_of_layers_with_a_state_counts_too(name: str, targets: Any) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(MODELS[name])
+        adapted = get_peft_model(model, LoraConfig(r=3, target_modules=targets))
+    shape = ModelShape.of(MODELS[name].to_dict())
+    assert shape is not None
+    wanted = sum(weight.numel() for weight in adapted.parameters() if weight.requires_grad)
+    assert adapter_parameters(shape, 3, [targets] if isinstance(targets, str) else targets) == wanted > 0
 
 
 def test_under_an_adapter_it_alone_has_gradients_and_states() -> None:

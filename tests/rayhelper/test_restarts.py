@@ -38,6 +38,10 @@ class Mortal:
         return [item * self.scale for item in items]
 
     @RayHelper.function(group="score")
+    def total(self, items: list[int]) -> int:
+        return sum(items)
+
+    @RayHelper.function(group="score")
     def pid(self) -> int:
         return os.getpid()
 
@@ -186,6 +190,15 @@ def test_a_worker_that_dies_between_calls_is_replaced_by_the_next(mortal: Mortal
     assert mortal.scaled([1, 2, 3]) == [10, 20, 30]
     assert mortal.pid()[1] == pids[1]
     assert mortal.pid()[0] != pids[0]
+
+
+def test_what_the_driver_changes_after_it_deferred_a_call_is_not_sent_again(mortal: Mortal, tmp_path: Path) -> None:
+    first = mortal.scaled.defer([1, 2, 3], str(tmp_path / "died"))
+    items = [1, 2, 3]
+    second = mortal.total.defer(items)
+    items.append(100)
+    assert first.result() == [10, 20, 30]
+    assert second.result() == [6, 6]
 
 
 def test_the_call_in_which_a_worker_died_is_named_though_a_later_one_noticed(

@@ -120,6 +120,20 @@ if __name__ == "__main__":
     main()
 """
 
+PRINTING = """
+from rayhelper import RayHelper
+
+@RayHelper.worker(group="work")
+class Prints:
+    @RayHelper.function(group="work", execute="first")
+    def lines(self, count):
+        for number in range(count):
+            print(f"line {number}.")
+
+with RayHelper.session({"work": {"device": "CPU", "ranks": 1, "workers": ["work"]}}):
+    Prints().lines(3000)
+"""
+
 WAITING = """
 import threading
 from rayhelper import RayHelper
@@ -160,6 +174,15 @@ def test_a_program_prints_the_same_off_and_with_ray(tmp_path: Path) -> None:
     off = run(tmp_path, "program.py", "off")
     assert off == "[2, 5, 10, 17, 26]\n[10, 20]\n[[(2, 1), (4, 1)], [(3, 1), (6, 1)]] True\nodd: 5\n"
     assert run(tmp_path, "program.py", "ray") == off
+
+
+def test_the_last_lines_of_a_worker_are_shown_before_a_short_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_DEDUP_LOGS", "0")
+    (tmp_path / "program.py").write_text(PRINTING)
+    told = run(tmp_path, "program.py")
+    assert [number for number in range(3000) if f"line {number}." not in told] == []
 
 
 def test_ctrl_c_ends_the_driver_and_every_worker(tmp_path: Path) -> None:

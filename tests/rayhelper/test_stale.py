@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rayhelper import RayHelper, RoleError
 from tests.conftest import session_of
@@ -154,6 +157,21 @@ def test_a_function_of_the_helper_that_sets_it_is_noticed(monkeypatch: pytest.Mo
         whole.helped(3.0)
 
 
+def lowered() -> None:
+    """The driver's own way to lower a rate step by step."""
+    global SCALE
+    SCALE = SCALE / 2
+
+
+def test_one_that_the_driver_alone_reads_and_sets_is_no_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.SCALE", 2.0)
+    whole = Whole()
+    assert whole.scaled(3.0) == [6.0, 6.0]
+    lowered()
+    with pytest.raises(RoleError, match=r"reads the global 'SCALE', which was set to 1\.0"):
+        whole.scaled(3.0)
+
+
 def test_counters_caches_and_loggers_of_helpers_are_their_own() -> None:
     whole = Whole()
     stale_helper.count()  # the driver counts too
@@ -161,3 +179,103 @@ def test_counters_caches_and_loggers_of_helpers_are_their_own() -> None:
     for _ in range(2):
         assert len(whole.counted_by_helper()) == len(whole.counted_inside()) == 2
         assert whole.helped(3.0) == [6.0, 6.0]
+
+
+# Settings that are changed in place
+
+
+@dataclass
+class ModelConfig:
+    lr: float = 0.1
+
+
+@dataclass
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    names: list[str] = field(default_factory=lambda: ["a"])
+
+
+class Handwritten:
+    def __init__(self) -> None:
+        self.lr = 0.1
+
+
+OPTIONS = {"lr": 0.1}
+SEEN: list[float] = []
+
+
+@RayHelper.worker(group="train")
+class Configured:
+    def __init__(self) -> None:
+        self.config = Config()
+        self.options = {"lr": 0.1, "betas": [0.9, 0.95]}
+        self.args = SimpleNamespace(lr=0.1, tensor=torch.ones(1))
+        self.own = Handwritten()
+        self.history: list[float] = []
+        self.meter = {"steps": 0}
+        self.model = torch.nn.Linear(1, 1)
+
+    @RayHelper.function(group="train", execute="first")
+    def by_config(self) -> tuple[float, list[str]]:
+        return self.config.model.lr, self.config.names
+
+    @RayHelper.function(group="train", execute="first")
+    def by_options(self) -> tuple[Any, Any]:
+        return self.options["lr"], self.options["betas"]
+
+    @RayHelper.function(group="train", execute="first")
+    def by_args(self) -> float:
+        return float(self.args.lr)
+
+    @RayHelper.function(group="train", execute="first")
+    def by_own(self) -> float:
+        return self.own.lr
+
+    @RayHelper.function(group="train", execute="first")
+    def by_global(self) -> float:
+        return OPTIONS["lr"]
+
+    @RayHelper.function(group="train", execute="first")
+    def counts(self) -> int:
+        self.meter["steps"] += 1
+        SEEN.append(1.0)
+        return self.meter["steps"] + 0 * len(SEEN)
+
+    @RayHelper.function(group="train", execute="first")
+    def any_of(self) -> int:
+        return len(vars(self))
+
+
+CHANGED: dict[str, tuple[str, Callable[[Any], Any], str]] = {  # the method, what the driver does, and what is told
+    "a field of a field": ("by_config", lambda one: setattr(one.config.model, "lr", 1.0), "self.config.model.lr"),
+    "a list of a dataclass": ("by_config", lambda one: one.config.names.append("b"), "self.config.names"),
+    "an entry": ("by_options", lambda one: one.options.update(lr=1.0), r"self.options\['lr'\] was changed from 0.1 to"),
+    "a new entry": ("by_options", lambda one: one.options.update(new=1.0), r"self.options\['new'\]"),
+    "an entry of an entry": ("by_options", lambda one: one.options["betas"].pop(), r"self.options\['betas'\]"),
+    "a namespace": ("by_args", lambda one: setattr(one.args, "lr", 1.0), "self.args.lr was changed from 0.1 to 1.0"),
+    "an object of settings": ("by_own", lambda one: setattr(one.own, "lr", 1.0), "self.own.lr"),
+    "a dict of the module": ("by_global", lambda one: OPTIONS.update(lr=1.0), r"OPTIONS\['lr'\] was changed from 0.1"),
+    "read by name": ("any_of", lambda one: one.options.update(lr=1.0), r"self.options\['lr'\]"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_settings_that_are_changed_in_place_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, change, words = CHANGED[name]
+    monkeypatch.setitem(OPTIONS, "lr", 0.1)
+    configured = Configured()
+    getattr(configured, method)()
+    change(configured)
+    with pytest.raises(RoleError, match=rf"Configured\.{method} .*{words}.* on the driver after"):
+        getattr(configured, method)()
+    assert configured.counts() == 1  # a method that does not read it
+
+
+def test_what_roles_change_in_place_themselves_and_what_is_set_back_is_no_change() -> None:
+    configured = Configured()
+    assert [configured.counts(), configured.counts()] == [1, 2]
+    configured.options["lr"] = 1.0
+    configured.options["lr"] = 0.1
+    assert configured.by_options() == (0.1, [0.9, 0.95])
+    SEEN.append(2.0)
+    assert configured.counts() == 3

@@ -22,6 +22,7 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers import cli, commands
 from trainers.cli import load_config, main, placement, run, save_config
 from trainers.configuration.reading import command_line
+from trainers.configuration.reading.help import print_help
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.dpo.config import DPOConfig
 from trainers.grpo.config import GRPOConfig
@@ -199,7 +200,7 @@ def test_device_groups_of_the_command_line_replace_the_sections_of_the_file(tmp_
 
 FILE_MISTAKES: list[tuple[str, list[str]]] = [
     ("learning_rat: 1", ["x.yaml", "unknown key learning_rat", "did you mean learning_rate?"]),
-    ("bogus: 1", ["unknown key bogus", "--help lists all keys"]),
+    ("bogus: 1", ["unknown key bogus", "--help all lists all keys"]),
     ("1: 2", ["unknown key 1"]),
     ("lr: 1\nlearning_rate: 2", ["lr and learning_rate", "two names of one key", "remove one"]),
     ("seed: 1\nseed: 2", ["x.yaml", "'seed' is written twice", "line 4"]),
@@ -304,7 +305,7 @@ def test_an_argument_without_a_key_is_refused() -> None:
 
 def test_help_tells_every_key_its_meaning_and_its_other_names(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        load_config(Config, ["--help"], prog="python -m trainers.grpo")
+        load_config(Config, ["--help", "all"], prog="python -m trainers.grpo")
     assert exit_.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert all(f"--{key.name} " in shown for key in dataclasses.fields(Config))
@@ -313,22 +314,55 @@ def test_help_tells_every_key_its_meaning_and_its_other_names(capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    ("config_type", "own", "common"),
+    ("config_type", "own", "common", "rest"),
     [
-        (GRPOConfig, ["num_generations", "reward_funcs", "epsilon"], ["model", "learning_rate", "max_prompt_length"]),
-        (PretrainConfig, ["max_length", "packing"], ["model", "output_dir", "save_steps"]),
-        (DPOConfig, ["loss_type", "beta"], ["model", "ref_model", "lora_rank"]),
+        (GRPOConfig, ["epsilon", "loss_type"], ["model", "reward_funcs", "num_generations"], ["top_k", "vllm_patches"]),
+        (PretrainConfig, ["packing"], ["model", "max_length", "save_steps"], ["optim", "pipeline_model_parallel_size"]),
+        (DPOConfig, ["loss_type", "beta"], ["model", "lora_rank"], ["ref_model", "lora_alpha"]),
     ],
 )
-def test_help_shows_the_keys_of_the_trainer_before_the_common_ones(
-    config_type: type[Any], own: list[str], common: list[str], capsys: pytest.CaptureFixture[str]
+def test_help_shows_common_keys_then_those_of_the_trainer_and_the_names_of_the_others(
+    config_type: type[Any], own: list[str], common: list[str], rest: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         load_config(config_type, ["--help"])
     shown = capsys.readouterr().out
-    first, second = (shown.index(title) for title in ("keys of this trainer:", "keys of all trainers, or of several:"))
-    assert all(first < shown.index(f"  --{name} ") < second for name in own)
-    assert all(second < shown.index(f"  --{name} ") for name in common)
+    titles = ("\ncommon keys:", "\nkeys of this trainer:", "\nfurther keys, of all trainers or of several:")
+    places = [shown.index(title) for title in titles]
+    assert places == sorted(places)
+    assert all(places[1] < shown.index(f"\n  --{name}") < places[2] for name in own)
+    assert all(places[0] < shown.index(f"\n  --{name}") < places[1] for name in common)
+    further = shown[places[2] :]
+    assert all(re.search(rf"\b{name}\b", further) for name in rest)
+    assert max(map(len, shown.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("topic", "there", "not_there"),
+    [
+        ("vllm", ["vllm_max_model_len", "vllm_patches"], ["learning_rate", "rollout_engine"]),
+        ("megatron", ["tensor_model_parallel_size", "megatron"], ["learning_rate"]),
+        ("Placement", ["use_ray", "device_groups"], ["learning_rate"]),
+        ("eval", ["eval_steps", "num_generations_eval", "eval_dataset"], ["learning_rate"]),
+        ("--learning_rate", ["learning_rate"], ["use_ray"]),
+    ],
+)
+def test_help_about_a_group_or_a_word_shows_its_keys_alone(
+    topic: str, there: list[str], not_there: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        print_help(GRPOConfig, None, topic)
+    assert exit_.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n  --{name}" in shown for name in there)
+    assert not [name for name in not_there if f"\n  --{name}" in shown]
+
+
+def test_help_about_what_is_no_key_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        load_config(GRPOConfig, ["--help", "megatrn"])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == "error: no key and no group of keys has 'megatrn' (did you mean megatron?)\n"
 
 
 @pytest.mark.parametrize("config_type", [SFTConfig, PretrainConfig, GRPOConfig])
@@ -336,12 +370,11 @@ def test_every_key_of_every_trainer_has_a_meaning_in_its_help(
     config_type: type[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        load_config(config_type, ["--help"])
+        load_config(config_type, ["--help", "all"])
     shown = " ".join(capsys.readouterr().out.split())
     for key in dataclasses.fields(config_type):
         (told,) = re.findall(rf" --{key.name} (.*?)\((?:required, )?type", shown)
-        _, *meaning = told.split()  # after what stands for the value
-        assert len(meaning) >= 2, key.name
+        assert len(told.split()) >= 2, key.name
 
 
 def test_what_is_printed_reads_back_to_the_same_configuration(
@@ -452,6 +485,7 @@ class DummyTrainer:
 
 
 DUMMY = f"{__name__}:DummyTrainer"
+LOADING = f"{DUMMY}: loading model tiny, data sums\n"  # the first line of every run
 
 
 @pytest.fixture
@@ -474,7 +508,8 @@ def test_main_answers_a_mistake_with_one_line_and_exit_code_2(
         main(DUMMY, [*NEEDED, "--sead", "7"])
     assert exit_.value.code == 2
     assert (
-        capsys.readouterr().err == "error: command line: unknown key sead (did you mean seed?); --help lists all keys\n"
+        capsys.readouterr().err
+        == "error: command line: unknown key sead (did you mean seed?); --help all lists all keys\n"
     )
     assert made == []
 
@@ -486,7 +521,23 @@ def test_a_mistake_that_the_trainer_finds_is_answered_the_same_way(
     with pytest.raises(SystemExit) as exit_:
         main(DUMMY, NEEDED)
     assert exit_.value.code == 2
-    assert capsys.readouterr().err == "error: no row has a prompt\n"
+    assert capsys.readouterr().err == f"{LOADING}error: no row has a prompt\n"
+
+
+def test_bars_of_libraries_are_off_where_nobody_sees_them_unless_the_shell_wants_them(
+    made: list[Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str | None, str | None]] = []
+    monkeypatch.setattr(cli, "run", lambda *_: seen.append(tuple(map(os.environ.get, cli.NO_BARS))))
+    monkeypatch.setattr(cli, "NO_BARS", frozenset({"TQDM_DISABLE"}))
+    main(DUMMY, NEEDED)
+    monkeypatch.setenv("TQDM_DISABLE", "0")
+    main(DUMMY, NEEDED)
+    monkeypatch.delenv("TQDM_DISABLE")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    main(DUMMY, NEEDED)
+    assert seen == [("1",), ("0",), (None,)]
+    assert "TQDM_DISABLE" not in os.environ
 
 
 def test_a_bug_keeps_its_traceback(made: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -521,7 +572,7 @@ def test_ctrl_c_stops_the_workers_and_exits_with_130(
         main(DUMMY, [*NEEDED, "--use_ray", "true"])
     assert exit_.value.code == 130
     assert session[-1] == "closed"
-    assert capsys.readouterr().err == "interrupted\n"
+    assert capsys.readouterr().err == f"{LOADING}interrupted\n"
 
 
 def test_sigterm_before_the_first_step_ends_the_process_though_it_may_be_process_1(
@@ -781,7 +832,8 @@ def test_a_mistake_costs_one_line_and_exit_code_2_and_starts_nothing(argv: list[
     needed = ["--model", "tiny", "--dataset", "sums", "--use_ray"]
     needed += [] if "--reward_funcs" in argv else ["--reward_funcs", "exact_answer"]
     done = python("-m", "trainers.grpo", *needed, *argv, PYTHONPATH=no_ray)
-    (line,) = done.stderr.splitlines()
+    *before, line = done.stderr.splitlines()
+    assert before in ([], ["grpo: loading model tiny, data sums"]), "of mistakes in single keys not even that"
     assert line.startswith("error: ")
     assert told in line
     assert (done.returncode, done.stdout) == (2, "")

@@ -566,7 +566,7 @@ def test_without_transformer_engine_its_layers_and_their_fields_are_refused(
     told = refused(name, value)
     assert name in told
     assert "needs layers of TransformerEngine, but TransformerEngine is not installed. Remove it" in told
-    assert implementation({}, has_adapter=False) == "local"
+    assert implementation({}, own_only=False) == "local"
     check_fields({"transformer_impl": "local"})
 
 
@@ -587,8 +587,8 @@ def test_with_transformer_engine_fields_of_its_layers_are_checked(monkeypatch: p
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
             check_fields(further, has_adapter=adapter)
-    assert implementation({}, has_adapter=False) == "transformer_engine"
-    assert implementation({}, has_adapter=True) == implementation({"transformer_impl": "local"}, has_adapter=False)
+    assert implementation({}, own_only=False) == "transformer_engine"
+    assert implementation({}, own_only=True) == implementation({"transformer_impl": "local"}, own_only=False)
 
 
 def test_fp8_asks_for_widths_that_it_can_multiply() -> None:
@@ -887,6 +887,56 @@ def test_experts_however_they_lie_may_have_an_adapter(sizes: dict[str, Any], tmp
     stacks = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
     keys = {"model": folder(tmp_path, MOE), "tuner_type": "lora", "lora_target_modules": [], "lora_kwargs": stacks}
     SFTTrainer.check(config(SFTConfig, **keys, **sizes), gpus("train", 2))
+
+
+DELTA = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+@pytest.mark.parametrize("seeing", [False, True])
+def test_heads_of_states_are_divided_or_refused(seeing: bool, tmp_path: Path) -> None:
+    model = folder(tmp_path, {"model_type": "qwen3_5", "text_config": DELTA} if seeing else DELTA)
+    run = config(SFTConfig, model=model, **{TP: 4})
+    with pytest.raises(ConfigError, match=r"4 of role 'train' does not divide.*linear_num_key_heads 2\. Choose among"):
+        SFTTrainer.check(run, gpus("train", 4))
+    SFTTrainer.check(config(SFTConfig, model=model, **{TP: 2, CP: 2}), gpus("train", 4))
+
+
+def test_layers_of_states_are_megatron_cores_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(layers, "why_no_engine", lambda: None)
+    model = folder(tmp_path, DELTA)
+    for fields, told in (
+        ({"transformer_impl": "transformer_engine"}, "layers of qwen3_5_text are megatron-core's own. Write transf"),
+        (
+            {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+            "fp8 needs layers of TransformerEngine, but the layers of qwen3",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            SFTTrainer.check(config(SFTConfig, model=model, megatron=fields), gpus("train"))
+    SFTTrainer.check(config(SFTConfig, model=model), gpus("train"))
+
+
+def test_a_model_that_also_sees_is_judged_by_its_language_model() -> None:
+    assert not list(architecture_mistakes({"model_type": "qwen3_5", "text_config": DELTA}))
+    (mistake,) = architecture_mistakes({"model_type": "qwen3_5", "text_config": DELTA | {"attention_bias": True}})
+    assert "attention_bias" in mistake
+    (mistake,) = architecture_mistakes(DELTA | {"linear_num_value_heads": 5})
+    assert "its linear_num_value_heads 5 are no multiple of its linear_num_key_heads 2" in mistake
+    (mistake,) = architecture_mistakes({"model_type": "qwen3_5_moe_text", "num_experts_per_tok": 1})
+    assert "num_experts_per_tok 1" in mistake
 
 
 def test_a_mistral_without_a_window_is_known() -> None:

@@ -11,7 +11,9 @@ import pytest
 
 from rayhelper import ConfigError
 from tests.conftest import registries_restored
+from trainers.cli import load_config
 from trainers.configuration.mistakes import mistakes_of
+from trainers.configuration.shared import TrainConfig
 from trainers.plugins import DATASETS, REWARDS, load_plugins, register_reward, resolve_model
 from trainers.rewards.functions import resolve_rewards
 
@@ -103,6 +105,28 @@ def test_a_decorator_without_a_name_says_so() -> None:
 def test_a_missing_file_is_answered_with_the_nearest_one(plugin: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"Did you mean 'random.py'\?"):
         load_plugins([plugin.with_name("randon.py")])
+
+
+def test_a_plugin_that_a_file_names_is_also_found_beside_the_file(
+    plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the current folder comes first, as ever; a name on the command line has no file beside which it may be."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\ndataset: d\nexternal_plugins: [random.py, a.module]\n")
+
+    def named(*arguments: str) -> list[str]:
+        return load_config(TrainConfig, arguments).external_plugins
+
+    assert named("--config", str(file)) == [str(plugin), "a.module"]
+    assert named("--config", "../run.yaml") == ["../random.py", "a.module"]
+    (elsewhere / "random.py").write_text("")
+    assert named("--config", str(file)) == ["random.py", "a.module"]
+    (elsewhere / "random.py").unlink()
+    with pytest.raises(ConfigError, match=r"external_plugins: there is no file 'random.py'"):
+        named("--model", "m", "--dataset", "d", "--external_plugins", "random.py")
 
 
 @pytest.mark.parametrize(

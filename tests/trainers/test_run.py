@@ -542,7 +542,10 @@ def test_grpo_learns_what_is_rewarded(model: str, tmp_path: Path) -> None:
         "completions_00005.parquet",
         "completions_00007.parquet",
     ]
-    assert set(tables.columns) == {"step", "prompt", "completion", name.split("/")[1]}
+    assert set(tables.columns) == {"step", "prompt", "completion", name.split("/")[1], "advantage"}
+    for _, group in tables.groupby(["step", "prompt"]):
+        assert group["advantage"].sum() == pytest.approx(0, abs=1e-4)
+        assert group.sort_values(name.split("/")[1])["advantage"].is_monotonic_increasing
 
 
 def test_every_step_of_every_generation_is_taken(model: str, tmp_path: Path) -> None:

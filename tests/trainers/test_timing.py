@@ -28,7 +28,7 @@ from trainers.metrics import Metrics
 from trainers.ppo.trainer import PPOTrainer
 from trainers.reward.trainer import RewardTrainer
 from trainers.run.run import Run
-from trainers.run.throughput import add_work, flops_of, known_peak, throughput
+from trainers.run.throughput import add_memory, add_work, flops_of, known_peak, throughput
 from trainers.run.timing import Stopwatch, step_times
 from trainers.sft.trainer import SFTTrainer
 
@@ -140,6 +140,19 @@ def test_mfu_is_six_flops_a_parameter_and_token_by_what_the_devices_could_do() -
         parts.append(metrics)
     found = throughput(Metrics.merge(parts), {"idle": 2.0, "update": 8.0})
     assert found == {"throughput/tokens_per_second": 8.0, "throughput/mfu": 9600 / (8 * 2 * 1000)}
+
+
+def test_memory_is_that_of_the_fullest_gpu_and_a_cpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((60 - 8 * device.index) * gib, 80 * gib))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: (10 + device.index) * gib)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: (15 - device.index) * gib)
+    parts = [Metrics(), Metrics(), Metrics()]
+    for part, device in zip(parts, ("cuda:0", "cuda:1", "cpu"), strict=True):
+        add_memory(part, torch.device(device))
+    found = Metrics.merge(parts).values()
+    assert found == {"memory/peak_gib": 11.0, "memory/reserved_gib": 15.0, "memory/device_used_gib": 28.0}
+    assert parts[2].values() == {}
 
 
 def test_what_is_frozen_costs_no_gradient_of_its_own() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,11 +111,41 @@ def test_a_line_shows_rewards_of_an_earlier_step(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out.splitlines() == ["step 2: loss 0.5  reward 0.25", "step 4: loss 0.5"]
 
 
-def test_an_evaluation_is_shown_whole_and_is_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluations_are_rows_below_one_another_and_no_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with opened(tmp_path) as trackers:
-        trackers.log(1, {"eval_loss": 2.0}, advance=False)
-        assert trackers.bar.n == 0
-    assert capsys.readouterr().out == "step 1: eval_loss 2\n"
+        for step, loss in ((0, 2.0), (1, 1.23456)):
+            told = {"eval_rewards/right/mean": 0.5 + loss, "eval_loss": loss, "eval_reward_std": 1.0}
+            trackers.log(step, told | {"eval_completions/min_length": 1.0}, advance=False)
+        assert trackers.console.bar.n == 0
+    assert lines(tmp_path)[1]["eval_reward_std"] == 1.0, "the file has every number"
+    assert capsys.readouterr().out.splitlines() == [
+        "evaluation  step  rewards/right/mean      loss",
+        "               0                 2.5         2",
+        "               1               1.735     1.235",
+    ]
+
+
+def test_an_evaluation_of_many_numbers_has_several_rows_and_none_is_wide(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened(tmp_path) as trackers:
+        trackers.log(7, {f"eval_number/of/some/length/{i}": float(i) for i in range(9)}, advance=False)
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= 120
+    assert [line.split()[:2] for line in shown if line.startswith("evaluation")] == [["evaluation", "step"]] * 3
+    assert [number for line in shown for number in line.split()[1:] if number.isdigit()] == [str(i) for i in range(9)]
+
+
+def test_the_bar_says_step_headline_speed_and_the_time_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with opened(tmp_path) as trackers:
+        trackers.log(1, {"loss": 0.5, "throughput/tokens_per_second": 12345.6})
+        trackers.console.bar.refresh()
+    assert re.search(r"step 1/4 \|.+\| loss 0\.5, 12,346 tokens/s \| 00:00 done, .* left", capsys.readouterr().err)
 
 
 def test_where_stderr_is_a_file_no_bar_fills_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -335,6 +335,7 @@ def test_a_model_that_sees_is_refused_where_its_tower_would_be_lost(tmp_path: Pa
         check_whole(Qwen3_5Config(), "m")
     check_whole(Qwen3_5TextConfig(), "m")
     check_whole(Gemma3Config(), "m")  # whose class keeps it
+    check_whole(Qwen3_5Config(), "m", "megatron")  # which keeps it as it is
     Qwen3_5Config().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"Models that see or hear are not supported yet"):
         check_model_folder(SFTConfig(model=str(tmp_path), dataset="d"))

@@ -1,4 +1,4 @@
-"""Sequence classification, and regression."""
+"""Sequence classification and regression."""
 
 from trainers import from_folder
 

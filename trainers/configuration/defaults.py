@@ -55,6 +55,10 @@ def _has_adapter(keys: Keys) -> bool:
     return keys.get("tuner_type") in ("lora", "adalora")
 
 
+def _learns_whole(keys: Keys) -> bool:
+    return _is_fsdp(keys) and keys.get("tuner_type") == "full" and not keys.get("freeze_llm")
+
+
 def _has_four_bits(keys: Keys) -> bool:
     return keys.get("load_in_4bit") is True
 
@@ -172,6 +176,8 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         Default("use_bnb_nested_quant", True, "swift/arguments/base_args/quant_args.py", _has_four_bits),
         Default("fsdp_sharding_strategy", "no_shard", ARGUMENTS, _is_quantized),
         Default("lora_dropout", 0.05, "swift/arguments/tuner_args.py", _has_adapter),
+        Default("freeze_vit", True, "swift/arguments/tuner_args.py", _learns_whole),
+        Default("freeze_aligner", True, "swift/arguments/tuner_args.py", _learns_whole),
         Default("learning_rate", _learning_rate, SFT),
         Default("lr_scheduler_type", "cosine", ARGUMENTS),
         Default("weight_decay", 0.1, ARGUMENTS),

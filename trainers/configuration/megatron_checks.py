@@ -16,6 +16,7 @@ from trainers.backends.device import default_device
 from trainers.backends.megatron.adapter_targets import chosen_targets
 from trainers.backends.megatron.architectures import architecture_mistakes
 from trainers.backends.megatron.fields import check_fields, check_installed, check_made, divided
+from trainers.backends.megatron.model_fields import read_config
 from trainers.backends.megatron.settings import MegatronSettings, dense_mistakes, layout_mistakes
 from trainers.configuration.roles import LEARNS, backend_model
 from trainers.configuration.shared import TrainConfig, megatron_settings
@@ -51,12 +52,10 @@ def check_model(
     config: TrainConfig, role: str, model: str, settings: MegatronSettings, lora: Mapping[str, Any] | None
 ) -> None:
     """Raises ConfigError for a model that megatron-core or the role's adapter cannot be of, as far as it is known."""
-    from transformers import AutoConfig
-
     file = config_file(model)
     if file is None:
         return
-    hf = AutoConfig.from_pretrained(file.parent, trust_remote_code=config.trust_remote_code)
+    hf = read_config(file.parent, {}, trust_remote_code=config.trust_remote_code).get_text_config()
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16  # which auto is on a GPU
     check_made(f"role {role!r}", hf, settings, dtype=dtype, has_adapter=lora is not None)
     if lora is not None:

@@ -10,20 +10,28 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from types import NoneType
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal
 
 from rayhelper import ConfigError, DeviceGroups
 from rayhelper.device_groups.keys import SECTION_KEYS
 from rayhelper.planning.parallel_sizes import SIZE_KEYS, VLLM_KEY
-from rayhelper.text import DID_YOU_MEAN, nearest
+from rayhelper.text import nearest
 from trainers.backends.megatron.settings import MegatronSettings
 from trainers.configuration.megatron import OF_FSDP, MegatronConfig, key_mistakes, settings_of
 from trainers.configuration.packs import check_packing, micro_batch_tokens
 from trainers.configuration.roles import WELL_KNOWN, Role
 from trainers.configuration.saving import SavingConfig, saving_mistakes
 from trainers.configuration.tuners import TunerConfig, check_tuner
-from trainers.configuration.values import check_file, check_folder, check_source, check_values, is_there, types_of
+from trainers.configuration.values import (
+    check_choices,
+    check_file,
+    check_folder,
+    check_source,
+    check_values,
+    is_there,
+    one_of,
+)
+from trainers.configuration.vision import VisionConfig, check_vision
 from trainers.data.held_out import Part
 from trainers.run.trackers import check_installed
 
@@ -113,6 +121,8 @@ class RunConfig:
     """Of the console. passive: libraries speak when something is wrong; all of it is in ``output_dir/logs``."""
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
     """tensorboard, wandb, swanlab, none."""
+    report_every: int = 0
+    """Optimizer steps between writings of report.html, the page about the run; 0: only at the end of the run."""
 
     # Placement
     use_ray: bool = False
@@ -146,7 +156,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(SavingConfig, MegatronConfig, TunerConfig, RunConfig):
+class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunConfig):
     """The keys that all trainers share."""
 
     JOINS_ROWS: ClassVar[bool] = False
@@ -300,7 +310,7 @@ def check_run(config: RunConfig) -> None:
     """Raises ConfigError naming the first key of any run whose value has no meaning."""
     check_values(config)
     at_least(config, 1, "logging_steps")
-    at_least(config, 0, "seed")
+    at_least(config, 0, "seed", "report_every")
     check_choices(config)
     for reporter in config.report_to:
         one_of("report_to", reporter, REPORTERS)
@@ -335,6 +345,7 @@ def check_shared(config: TrainConfig) -> None:
     if not str(config.model).strip():
         raise ConfigError("model is empty. Give a folder, a hub name, or the name of a plugin's model.")
     check_packing(config)
+    check_vision(config)
     _check_backend(config)
     _check_sequences(config)
     _check_adapter(config)
@@ -524,16 +535,6 @@ def _check_schedule(name: str, kwargs: dict[str, Any]) -> None:
         raise ConfigError(f"lr_scheduler_kwargs={kwargs} of lr_scheduler_type={name} give learning rates like {rates}")
 
 
-def check_choices(config: Any) -> None:
-    """Raises ConfigError for a key that has none of the values it may have: Python checks no types."""
-    for name, hint in types_of(type(config)).items():
-        kinds = [hint, *get_args(hint)]
-        allowed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
-        value = getattr(config, name)
-        if allowed and type(value) not in (kind for kind in kinds if kind in (bool, int, NoneType)):
-            one_of(name, value, allowed)
-
-
 def at_least(config: Any, least: float, *names: str) -> None:
     """Raises ConfigError if a named key is set and below ``least``, or no finite number."""
     for name in names:
@@ -548,15 +549,6 @@ def check_seconds(config: Any, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{name} must be a positive number of seconds, got {value}")
-
-
-def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
-    """Raises ConfigError if the value is not among the allowed ones, with the nearest of them."""
-    allowed = list(allowed)
-    if value not in allowed:
-        options = list(map(str, allowed))
-        hint = nearest(value, options, DID_YOU_MEAN)
-        raise ConfigError(f"{name} must be one of {', '.join(options)}; got {value!r}.{hint}")
 
 
 def sequences_per_step(config: TrainConfig, num_shards: int, saved_order: Mapping[str, Any] | None = None) -> int:

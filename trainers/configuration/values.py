@@ -11,7 +11,7 @@ import math
 import numbers
 import os
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path, PurePath
 from types import MappingProxyType, NoneType, UnionType
@@ -273,3 +273,22 @@ def check_source(name: str, source: Any, split: str, default: str) -> None:
             f"{name}_split is {split!r}, but {files[0]} is a file, which has no splits. Remove {name}_split. To take "
             f"the first 500 rows, write {files[0]}#:500."
         )
+
+
+def check_choices(config: Any) -> None:
+    """Raises ConfigError for a key that has none of the values it may have: Python checks no types."""
+    for name, hint in types_of(type(config)).items():
+        kinds = [hint, *get_args(hint)]
+        allowed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+        value = getattr(config, name)
+        if allowed and type(value) not in (kind for kind in kinds if kind in (bool, int, NoneType)):
+            one_of(name, value, allowed)
+
+
+def one_of(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """Raises ConfigError if the value is not among the allowed ones, with the nearest of them."""
+    allowed = list(allowed)
+    if value not in allowed:
+        options = list(map(str, allowed))
+        hint = nearest(value, options, DID_YOU_MEAN)
+        raise ConfigError(f"{name} must be one of {', '.join(options)}; got {value!r}.{hint}")

@@ -1,4 +1,4 @@
-"""Preferences, learned without a reference: CPO, SimPO and ORPO."""
+"""Preference learning without a reference model: CPO, SimPO and ORPO."""
 
 from trainers import from_folder
 

@@ -26,11 +26,13 @@ from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, 
 from trainers.cpo.config import ORPOConfig, PairConfig
 from trainers.cpo.loss import PairCounts, pair_loss
 from trainers.data.broken_rows import pair_mistake, without_broken
+from trainers.data.images.conversations import COLUMNS
+from trainers.data.images.processor import seen_too
 from trainers.data.packs import batches_of
 from trainers.data.preferences import Preferences, tokenize_preferences
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
-from trainers.parts.inputs import load_model_and_tokenizer, read_rows
+from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_rows
 from trainers.parts.policy import Policy
 from trainers.run.run import Run, saved_order
 
@@ -56,22 +58,24 @@ class CPOTrainer:
         """Reads and tokenizes the data."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
+        self.images = image_reader(config, self.model_path, self.tokenizer)
         self.pairs = self.read(*config.training_data)
         self.eval_pairs = self.read(*config.evaluation_data) if config.evaluates else None
 
     def read(self, source: Any, split: str) -> Preferences:
         """The pairs of a dataset."""
         config = self.config
-        rows = read_rows(config, source, split)
+        rows = read_rows(config, source, split, self.images)
         with mistakes_of("dataset"):
-            columns = ("chosen", "rejected", "prompt", "margin")
-            rows = without_broken(rows, pair_mistake, *columns, skip=config.skip_broken_rows)
+            columns = ("chosen", "rejected", "prompt", "margin", *COLUMNS)
+            rows = without_broken(rows, seen_too(pair_mistake, self.images), *columns, skip=config.skip_broken_rows)
             pairs = tokenize_preferences(
                 rows,
                 self.tokenizer,
                 max_length=config.max_length,
                 truncation_mode=config.truncation_mode,
                 num_proc=config.dataset_num_proc,
+                images=self.images,
             )
         learns_prompts = isinstance(config, ORPOConfig) and config.learns_prompts
         return pairs.with_prompt_targets() if learns_prompts else pairs

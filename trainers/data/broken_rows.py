@@ -8,7 +8,7 @@ A *mistake* of a row is (column, what is wrong), or None. Whether a chat templat
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 NUM_TOLD = 5
 Mistake = tuple[str, str]
+Seen = Sequence[str]
 logger = logging.getLogger(__name__)
 
 
@@ -44,16 +45,16 @@ def without_broken(
     return rows.select([number for number in range(len(rows)) if number not in broken])
 
 
-def prompt_mistake(row: Mapping[str, Any], empty: bool = False) -> Mistake | None:
+def prompt_mistake(row: Mapping[str, Any], empty: bool = False, seen: Seen = ()) -> Mistake | None:
     """Of a row to complete: its ``prompt``, or its ``messages`` without a last turn of the assistant.
 
-    ``empty``: a text may be empty, as an environment makes a prompt of the row.
+    ``empty``: a text may be empty, as an environment makes a prompt of the row. ``seen``: as ``in_column``.
     """
     if row.get("prompt") is not None:
-        return in_column(row, "prompt", empty=empty)
+        return in_column(row, "prompt", empty=empty, seen=seen)
     if row.get("messages") is None:
         return ("prompt" if "prompt" in row else "messages"), "null"
-    if mistake := in_column(row, "messages", text=False):
+    if mistake := in_column(row, "messages", text=False, seen=seen):
         return mistake
     messages = row["messages"]
     if len(messages) == 1 and messages[0]["role"] == "assistant":
@@ -61,12 +62,13 @@ def prompt_mistake(row: Mapping[str, Any], empty: bool = False) -> Mistake | Non
     return None
 
 
-def supervised_mistake(row: Mapping[str, Any], text_field: str = "text") -> Mistake | None:
-    """Of a row to learn from: ``prompt`` and ``completion``, ``messages``, or a text."""
+def supervised_mistake(row: Mapping[str, Any], text_field: str = "text", seen: Seen = ()) -> Mistake | None:
+    """Of a row to learn from: ``prompt`` and ``completion``, ``messages``, or a text. ``seen``: as ``in_column``."""
     if row.get("prompt") is not None and row.get("completion") is not None:
-        return in_column(row, "prompt", empty=True) or in_column(row, "completion", empty=True) or _alike(row)
+        of_both = [in_column(row, name, empty=True, seen=seen) for name in ("prompt", "completion")]
+        return of_both[0] or of_both[1] or _alike(row)
     if row.get("messages") is not None:
-        return in_column(row, "messages", text=False)
+        return in_column(row, "messages", text=False, seen=seen)
     if row.get(text_field) is not None:
         return None if isinstance(row[text_field], str) else (text_field, f"{_called(row[text_field])}, not text")
     return next((name for name in (text_field, "messages", "completion", "prompt") if row.get(name, 0) is None), ""), (
@@ -74,35 +76,44 @@ def supervised_mistake(row: Mapping[str, Any], text_field: str = "text") -> Mist
     )
 
 
-def pair_mistake(row: Mapping[str, Any]) -> Mistake | None:
-    """Of a row that compares ``chosen`` and ``rejected``, with or without a ``prompt`` and a ``margin``."""
+def pair_mistake(row: Mapping[str, Any], seen: Seen = ()) -> Mistake | None:
+    """Of a row that compares ``chosen`` and ``rejected``, with or without a ``prompt`` and a ``margin``.
+
+    ``seen``: as ``in_column``, of the prompt.
+    """
     for name in ("chosen", "rejected"):
         if mistake := in_column(row, name, empty=True):
             return mistake
-    if row.get("prompt") is not None and (mistake := in_column(row, "prompt", empty=True)):
+    if row.get("prompt") is not None and (mistake := in_column(row, "prompt", empty=True, seen=seen)):
         return mistake
     if "margin" in row and (isinstance(row["margin"], bool) or not isinstance(row["margin"], (int, float))):
         return "margin", f"{_called(row['margin'])}, not a number"
     return None
 
 
-def judged_mistake(row: Mapping[str, Any]) -> Mistake | None:
-    """Of a row with a completion that was judged by itself, or of a pair of them."""
+def judged_mistake(row: Mapping[str, Any], seen: Seen = ()) -> Mistake | None:
+    """Of a row with a completion that was judged by itself, or of a pair of them. ``seen``: as ``in_column``."""
     if row.get("chosen") is not None or row.get("rejected") is not None:
-        return pair_mistake(row)
+        return pair_mistake(row, seen)
     if not isinstance(row.get("label"), bool) and row.get("label") not in (0, 1):
         return "label", f"{_called(row.get('label'))}, neither true nor false"
     if row.get("completion") is None and row.get("messages") is not None:
-        if mistake := in_column(row, "messages", text=False):
+        if mistake := in_column(row, "messages", text=False, seen=seen):
             return mistake
         messages = row["messages"]
         is_answered = len(messages) > 1 and messages[-1]["role"] == "assistant"
         return None if is_answered else ("messages", "no prompt that the assistant answers in its last turn")
-    return in_column(row, "prompt", empty=True) or in_column(row, "completion", empty=True) or _completed(row)
+    of_prompt = in_column(row, "prompt", empty=True, seen=seen)
+    return of_prompt or in_column(row, "completion", empty=True) or _completed(row)
 
 
-def in_column(row: Mapping[str, Any], name: str, *, text: bool = True, empty: bool = False) -> Mistake | None:
-    """What is wrong with a column that holds a conversation, or (``text``) a text, which ``empty`` may be empty."""
+def in_column(
+    row: Mapping[str, Any], name: str, *, text: bool = True, empty: bool = False, seen: Seen = ()
+) -> Mistake | None:
+    """What is wrong with a column that holds a conversation, or (``text``) a text, which ``empty`` may be empty.
+
+    ``seen``: types of parts beside text that the model reads.
+    """
     value = row.get(name)
     if isinstance(value, str) and text:
         return None if value or empty else (name, "empty")
@@ -117,15 +128,15 @@ def in_column(row: Mapping[str, Any], name: str, *, text: bool = True, empty: bo
             return name, f"message {number} has no role"
         if not isinstance(message.get("content"), (str, list)) and not message.get("tool_calls"):
             return name, f"message {number} has no content"
-        if media := _media(message.get("content")):
-            return name, f"message {number} has a part of type {media!r}, which no model here sees"
+        if media := _media(message.get("content"), seen):
+            return name, f"message {number} has a part of type {media!r}, which is not seen here"
     return None
 
 
-def _media(content: Any) -> str | None:
-    """The type of a part of a message that is no text."""
+def _media(content: Any, seen: Seen) -> str | None:
+    """The type of a part of a message that is neither text nor ``seen``."""
     parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
-    return next((str(part["type"]) for part in parts if part.get("type", "text") != "text"), None)
+    return next((str(part["type"]) for part in parts if part.get("type", "text") not in ("text", *seen)), None)
 
 
 def _alike(row: Mapping[str, Any]) -> Mistake | None:

@@ -36,8 +36,16 @@ def _add(digest: Any, value: Any) -> None:
         _add(digest, np.diff(value.offsets))
     elif isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         digest.update(np.ascontiguousarray(value).data)
+    elif isinstance(value, list) and value and isinstance(value[0], tuple):  # pictures
+        digest.update(hashlib.blake2b(repr(_sources(value)).encode()).digest())
     elif is_dataclass(value):
         for one in fields(value):
+            if one.name == "images" and getattr(value, one.name) is None:  # as before there were pictures
+                continue
             if one.name not in ("row_ids", "kl") and not one.name.startswith("ref_"):
                 digest.update(one.name.encode())
                 _add(digest, getattr(value, one.name))
+
+
+def _sources(pictures: Any) -> Any:
+    return [_sources(one) if isinstance(one, tuple) else one.source for one in pictures]

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from trainers.batch import Batch, Ragged, Sequences
+from trainers.data.images.pictures import Pictures
+from trainers.data.images.processor import ImageReader
 from trainers.data.rows import TruncationMode, _common_prefix, _messages, _ragged, _template_options
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Preferences(Batch):
     ref_rejected_logps: Ragged | None = None
     row_ids: np.ndarray | None = None  # int64, one a pair: places in the data, for messages
     num_prompt_targets: np.ndarray | None = None  # int64, one a pair: those of chosen that come first
+    images: list[Pictures] | None = None  # of each pair's prompt; None: no pair has any
 
     @classmethod
     def of(
@@ -63,7 +66,9 @@ class Preferences(Batch):
     def as_sequences(self) -> Sequences:
         """Twice as many rows: all chosen, then all rejected."""
         return Sequences(
-            Ragged.concat([self.chosen_ids, self.rejected_ids]), Ragged.concat([self.chosen_mask, self.rejected_mask])
+            Ragged.concat([self.chosen_ids, self.rejected_ids]),
+            Ragged.concat([self.chosen_mask, self.rejected_mask]),
+            images=None if self.images is None else 2 * self.images,
         )
 
     def row_lengths(self) -> np.ndarray:
@@ -106,6 +111,7 @@ def tokenize_preferences(
     max_length: int | None,
     truncation_mode: TruncationMode = "keep_start",
     num_proc: int | None = None,
+    images: ImageReader | None = None,
 ) -> Preferences:
     """One pair a row and, as targets, the tokens of its completions: TRL's DPO preparation.
 
@@ -113,7 +119,8 @@ def tokenize_preferences(
     start where the tokens of the prompt alone part from those of the prompt with either of them. Each sequence is cut
     to ``max_length`` tokens; with ``keep_start``, rows whose prompt fills it are dropped, and with ``drop`` rows with a
     longer sequence, with one line in the log. The first token of a sequence is no target. A text completion of a
-    conversation is a turn of the assistant.
+    conversation is a turn of the assistant. ``images``: of a model that sees pictures, which prompts may have; a pair
+    whose pictures would be cut raises ValueError.
 
     Raises ValueError for rows that are no pairs, naming the first, or if none is left.
     """
@@ -122,17 +129,24 @@ def tokenize_preferences(
     cut = slice(-max_length, None) if max_length and truncation_mode == "keep_end" else slice(max_length)
 
     def encode(row: dict[str, Any]) -> tuple[Tokens, Tokens] | None:
-        prompt_ids, *completed = _tokenized(_pair_of(row), tokenizer)
+        pair, own = _pair_of(row), tokenizer
+        if images is not None:
+            pair, pictures = images.placed(pair)
+            own = images.tokenizer(pictures)
+        prompt_ids, *completed = _tokenized(pair, own)
         start = min(_common_prefix(prompt_ids, ids) for ids in completed)
         if max_length and truncation_mode == "keep_start" and start >= max_length:
             return None
         if max_length and truncation_mode == "drop" and max(len(ids) for ids in completed) > max_length:
             return None
+        if images is not None:
+            for ids in completed:
+                images.check_cut(ids, ids[cut], f"max_length {max_length}")
         chosen, rejected = ((ids[cut], _from(start, len(ids))[cut]) for ids in completed)
         return _without_first(chosen), _without_first(rejected)
 
     why = "longer than" if truncation_mode == "drop" else "whose prompt fills"
-    return _encoded(rows, encode, num_proc, f"{why} max_length {max_length}")
+    return _encoded(rows, encode, num_proc, f"{why} max_length {max_length}", images)
 
 
 def tokenize_comparisons(
@@ -157,17 +171,23 @@ def tokenize_comparisons(
 
 
 def _encoded(
-    rows: Dataset, encode: Callable[[dict[str, Any]], tuple[Tokens, Tokens] | None], num_proc: int | None, why: str
+    rows: Dataset,
+    encode: Callable[[dict[str, Any]], tuple[Tokens, Tokens] | None],
+    num_proc: int | None,
+    why: str,
+    images: ImageReader | None = None,
 ) -> Preferences:
     """What ``encode`` makes of each row, without those of which it makes nothing."""
     from datasets import Features, LargeList, Value
 
     names = ("chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask")
-    types = {name: LargeList(Value("bool" if name.endswith("mask") else "int64")) for name in names}
+    types: dict[str, Any] = {name: LargeList(Value("bool" if name.endswith("mask") else "int64")) for name in names}
     has_margins = "margin" in rows.column_names
+    types |= {"margin": Value("float32")} if has_margins else {}
 
     def encode_all(table: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        columns: dict[str, list[Any]] = {name: [] for name in [*names, *(["margin"] if has_margins else [])]}
+        further = [*(["margin"] if has_margins else []), *(["row"] if images is not None else [])]
+        columns: dict[str, list[Any]] = {name: [] for name in [*names, *further]}
         for position, index in enumerate(indices):
             row = {name: column[position] for name, column in table.items()}
             try:
@@ -180,6 +200,8 @@ def _encoded(
             if encoded is not None:
                 for name, values in zip(names, [*encoded[0], *encoded[1]], strict=True):
                     columns[name].append(values)
+                if images is not None:
+                    columns["row"].append(index)
         return columns
 
     table = rows.map(
@@ -188,7 +210,7 @@ def _encoded(
         with_indices=True,
         num_proc=num_proc,
         remove_columns=rows.column_names,
-        features=Features({**types, **({"margin": Value("float32")} if has_margins else {})}),
+        features=Features(types | ({} if images is None else {"row": Value("int64")})),
         desc="Tokenizing",
     )
     if dropped := len(rows) - len(table):
@@ -198,6 +220,8 @@ def _encoded(
     columns: dict[str, Any] = {
         name: _ragged(table, name, np.bool_ if name.endswith("mask") else np.int64) for name in names
     }
+    if images is not None:
+        columns["images"] = [images.placed(_pair_of(rows[index]))[1] for index in table["row"]]
     return Preferences(**columns, margins=np.asarray(table["margin"], np.float32) if has_margins else None)
 
 

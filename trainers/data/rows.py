@@ -28,6 +28,9 @@ from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.batch import Ragged, Sequences
 from trainers.data.answers import OWN_KEYS, Answer, answers_of
 from trainers.data.formats import in_our_columns, with_names
+from trainers.data.images.conversations import COLUMNS, encoded
+from trainers.data.images.pictures import Pictures
+from trainers.data.images.processor import ImageReader
 from trainers.data.loss_scale import LossScale
 from trainers.data.sources import read_source, shown
 
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+MEDIA = (*COLUMNS, "rejected_images", "videos", "video", "audios", "audio")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 TruncationMode = Literal["keep_start", "keep_end", "drop"]
 PromptTruncation = Literal["left", "error"]
@@ -56,6 +59,7 @@ def load_rows(
     system: str | None = None,
     skip_broken: bool = False,
     names: Mapping[str, Sequence[str] | None] | None = None,
+    images: bool = False,
 ) -> Dataset:
     """The rows of ``source`` as one ``datasets.Dataset`` in one of TRL's formats.
 
@@ -65,7 +69,8 @@ def load_rows(
     conversation that has no system message; texts become conversations by it, and ``system=""`` does only that.
     ShareGPT ``conversations`` and ms-swift's columns become ``messages``, or ``prompt``, ``chosen`` and ``rejected``
     (``formats.py``, which also says what ``names`` are). What was to be changed in a broken row is null afterwards, or
-    as it was: ``broken_rows.py`` finds them. ``skip_broken``: as ``read_source``.
+    as it was: ``broken_rows.py`` finds them. ``skip_broken``: as ``read_source``. ``images``: the model sees
+    pictures, so that rows may have some (``images/conversations.py``).
 
     Raises FileNotFoundError or ValueError saying what is wrong with the source and what there is instead.
     """
@@ -74,7 +79,8 @@ def load_rows(
         raise ValueError(f"dataset {shown(source)} is empty (split {split!r}): it has no rows")
     if max_rows is not None:
         rows = rows.select(range(min(max_rows, len(rows))))
-    check_text_alone(rows)
+    rows = encoded(rows)
+    check_seen(rows, MEDIA[len(COLUMNS) :] if images else MEDIA)
     rows = _sharegpt_converted(_renamed(rows, columns or {}))
     if prompt_template is None and (not columns or {"query", "response"} & set(columns.values())):
         rows = in_our_columns(rows)  # other columns say themselves what they are
@@ -86,20 +92,21 @@ def load_rows(
     return rows
 
 
-def check_text_alone(rows: Dataset) -> None:
-    """Raises ValueError for rows with images, videos or sounds, of which a language model would see nothing."""
+def check_seen(rows: Dataset, media: Sequence[str] = MEDIA) -> None:
+    """Raises ValueError for rows with images, videos or sounds, of which the model would see nothing."""
     import pyarrow.compute as pc
     from pyarrow import types
 
-    for name in [name for name in MEDIA if name in rows.column_names]:
+    for name in [name for name in media if name in rows.column_names]:
         column = rows.with_format("arrow")[:][name]
         is_listed = types.is_list(column.type) or types.is_large_list(column.type)
         sizes = pc.list_value_length(column) if is_listed else pc.is_valid(column)
         if count := pc.sum(pc.greater(sizes.cast("int64"), 0)).as_py():
             raise ValueError(
-                f"{count} of {len(rows)} rows have {name}, which no model here sees: they would be learned as the text "
-                f"around them. Rows with images, videos and audios are not supported yet. Take them out, or the column "
-                f"{name!r} if nothing is to be seen in it."
+                f"{count} of {len(rows)} rows have {name}, which are not seen here: they would be learned as the text "
+                f"around them. Vision models see images in SFT, DPO, CPO, SimPO, ORPO, KTO, GRPO and GKD, with "
+                f"backend: fsdp, engines hf, and without environments, tools and reward models. "
+                f"Take them out, or the column {name!r} if nothing is to be seen in it."
             )
 
 
@@ -204,6 +211,7 @@ def tokenize_sft(
     eos: str | None = None,
     num_proc: int | None = None,
     loss_scale: LossScale | None = None,
+    images: ImageReader | None = None,
 ) -> Sequences:
     """One sequence a row and, as targets, the tokens to learn: TRL's SFT preparation.
 
@@ -212,24 +220,31 @@ def tokenize_sft(
     ``assistant_only_loss`` learns what the template marks with ``{% generation %}``. Rows are cut to ``max_length``
     tokens, and those left without a target are dropped, with one line in the log. The first token is no target.
     ``loss_scale`` chooses among the tokens that would be learned, and weighs them: see ``loss_scale.py``.
-    ``pack`` with ``bfd_split`` or ``wrapped`` wants ``max_length=None``.
+    ``pack`` with ``bfd_split`` or ``wrapped`` wants ``max_length=None``. ``images``: of a model that sees pictures; a
+    row whose pictures would be cut raises ValueError.
 
     Departures from TRL: it keeps rows without a target when it packs, and refuses rows without an assistant's turn.
     """
     _check_choice("truncation_mode", truncation_mode, TruncationMode)
     template = _chat_template(rows[0], tokenizer, assistant_only_loss)
     eos = eos or tokenizer.eos_token
-    encode = _SFTEncoder(tokenizer, template, completion_only_loss, assistant_only_loss, text_field, eos, loss_scale)
+    told = (template, completion_only_loss, assistant_only_loss, text_field, eos, loss_scale)
     is_weighted = loss_scale is not None and loss_scale.is_weighted
     longest = max_length if truncation_mode == "drop" else None
     cut = slice(-max_length, None) if max_length and truncation_mode == "keep_end" else slice(max_length)
 
     def encode_all(table: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        ids, masks, weights = [], [], []
+        ids, masks, weights, kept = [], [], [], []
         for position, index in enumerate(indices):
             try:
                 row = {name: column[position] for name, column in table.items()}
-                row_ids, row_weights = encode(row)
+                own = tokenizer
+                if images is not None:
+                    row, pictures = images.placed(row)
+                    own = images.tokenizer(pictures)
+                row_ids, row_weights = _SFTEncoder(own, *told)(row)
+                if images is not None and longest is None:
+                    images.check_cut(row_ids, row_ids[cut], f"max_length {max_length}")
             except Exception as error:
                 error.add_note(f"while tokenizing row {index} of the dataset")
                 raise
@@ -238,11 +253,14 @@ def tokenize_sft(
                 ids.append(row_ids[cut])
                 masks.append([weight > 0 for weight in row_weights])
                 weights.append(row_weights)
-        columns: dict[str, list[Any]] = {"input_ids": ids, "target_mask": masks}
-        return columns | ({"weights": weights} if is_weighted else {})
+                kept.append(index)
+        columns: dict[str, list[Any]] = {"input_ids": ids, "target_mask": masks, "row": kept}
+        columns |= {"weights": weights} if is_weighted else {}
+        return {name: columns[name] for name in features}
 
+    features = _features(is_weighted, sees=images is not None)
     options: dict[str, Any] = {"batched": True, "with_indices": True, "num_proc": num_proc, "desc": "Tokenizing"}
-    table = rows.map(encode_all, remove_columns=rows.column_names, features=_features(is_weighted), **options)
+    table = rows.map(encode_all, remove_columns=rows.column_names, features=features, **options)
     if dropped := len(rows) - len(table):
         logger.warning(
             "dropped %d of %d rows that %s within max_length %s",
@@ -257,7 +275,10 @@ def tokenize_sft(
             f"assistant_only_loss={assistant_only_loss}). Raise max_length, or look at one row's tokens."
         )
     mask = _ragged(table, "target_mask", np.bool_)
-    return Sequences(_ragged(table, "input_ids", np.int64), mask, weights=_weights(table, mask))
+    pictures: list[Pictures] | None = None
+    if images is not None:
+        pictures = [images.placed(rows[index])[1] for index in table["row"]]
+    return Sequences(_ragged(table, "input_ids", np.int64), mask, weights=_weights(table, mask), images=pictures)
 
 
 @dataclass(frozen=True)
@@ -391,34 +412,44 @@ def tokenize_prompts(
     max_prompt_length: int | None = None,
     truncation: PromptTruncation = "left",
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    images: ImageReader | None = None,
 ) -> list[list[int]]:
     """Token ids of each row's prompt, ready to be completed.
 
     A conversation gets the generation prompt, or continues its last message if that is the assistant's. A prompt of
     more than ``max_prompt_length`` tokens loses its beginning (``left``) or raises ValueError (``error``);
-    ``drop_long_prompts`` takes such rows out beforehand. A row's own ``chat_template_kwargs`` win.
+    ``drop_long_prompts`` takes such rows out beforehand. A row's own ``chat_template_kwargs`` win. ``images``: of a
+    model that sees pictures; a prompt that would lose a part of one raises ValueError.
     """
     _check_choice("truncation", truncation, PromptTruncation)
     prompts = []
     for index, row in enumerate(rows):
-        ids = _prompt_ids(row, tokenizer, dict(chat_template_kwargs or {}))
+        ids = _prompt_ids(row, tokenizer, dict(chat_template_kwargs or {}), images)
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             if truncation == "error":
                 raise ValueError(
                     f"the prompt of row {index} has {len(ids)} tokens, max_prompt_length is {max_prompt_length}. "
                     f"Raise it, or truncate, or take long prompts out."
                 )
-            ids = ids[len(ids) - max_prompt_length :]
+            kept = ids[len(ids) - max_prompt_length :]
+            if images is not None:
+                images.check_cut(ids, kept, f"max_prompt_length {max_prompt_length}")
+            ids = kept
         prompts.append(ids)
     return prompts
 
 
 def drop_long_prompts(
-    rows: Dataset, tokenizer: Any, *, max_prompt_length: int, chat_template_kwargs: Mapping[str, Any] | None = None
+    rows: Dataset,
+    tokenizer: Any,
+    *,
+    max_prompt_length: int,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    images: ImageReader | None = None,
 ) -> Dataset:
     """The rows whose prompts have at most ``max_prompt_length`` tokens. Raises ValueError if there are none."""
     options = dict(chat_template_kwargs or {})
-    kept = [i for i, row in enumerate(rows) if len(_prompt_ids(row, tokenizer, options)) <= max_prompt_length]
+    kept = [i for i, row in enumerate(rows) if len(_prompt_ids(row, tokenizer, options, images)) <= max_prompt_length]
     if not kept:
         raise ValueError(f"all {len(rows)} prompts have more than max_prompt_length {max_prompt_length} tokens")
     if len(kept) < len(rows):
@@ -429,7 +460,12 @@ def drop_long_prompts(
     return rows.select(kept)
 
 
-def _prompt_ids(row: Mapping[str, Any], tokenizer: Any, options: dict[str, Any]) -> list[int]:
+def _prompt_ids(
+    row: Mapping[str, Any], tokenizer: Any, options: dict[str, Any], images: ImageReader | None = None
+) -> list[int]:
+    if images is not None:
+        row, pictures = images.prompt(row)
+        tokenizer = images.tokenizer(pictures)
     prompt = prompt_of(row)
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
@@ -486,12 +522,20 @@ def pack(sequences: Sequences, *, max_length: int, strategy: PackingStrategy = "
         raise ValueError("these sequences are packed already")
     if len(sequences) == 0:
         return sequences
+    if sequences.images is not None and strategy != "bfd" and any(sequences.images):
+        raise ValueError(f"packing_strategy {strategy} cuts documents, and pictures with them. Write bfd.")
     table = pack_dataset(_dataset(sequences), max_length, strategy)
     ids, mask = _ragged(table, "input_ids", np.int64), _ragged(table, "target_mask", np.bool_)
     lengths = None if strategy == "wrapped" else _ragged(table, "seq_lengths", np.int64)
     pieces = ids.lengths if lengths is None else lengths.values
-    mask.values[np.cumsum(pieces) - pieces] = False  # none is empty
-    return Sequences(ids, mask, lengths, weights=_weights(table, mask))
+    starts = np.cumsum(pieces) - pieces
+    mask.values[starts] = False  # none is empty
+    images: list[Any] | None = None
+    if sequences.images is not None and lengths is not None:
+        documents = _ragged(table, "document", np.int64).values[starts]
+        rows = Ragged.split(documents, lengths.lengths)
+        images = [tuple(sequences.images[number] for number in row if sequences.images[number]) for row in rows]
+    return Sequences(ids, mask, lengths, weights=_weights(table, mask), images=images)
 
 
 def _weights(table: Dataset, mask: Ragged) -> Ragged | None:
@@ -501,11 +545,12 @@ def _weights(table: Dataset, mask: Ragged) -> Ragged | None:
     return Ragged.split(_ragged(table, "weights", np.float32).values[mask.values], [int(row.sum()) for row in mask])
 
 
-def _features(is_weighted: bool = False) -> Any:
+def _features(is_weighted: bool = False, sees: bool = False) -> Any:
     from datasets import Features, LargeList, Value
 
     types = {"input_ids": "int64", "target_mask": "bool"} | ({"weights": "float32"} if is_weighted else {})
-    return Features({name: LargeList(Value(type)) for name, type in types.items()})
+    columns: dict[str, Any] = {name: LargeList(Value(type)) for name, type in types.items()}
+    return Features(columns | ({"row": Value("int64")} if sees else {}))
 
 
 def _dataset(sequences: Sequences) -> Dataset:
@@ -517,6 +562,9 @@ def _dataset(sequences: Sequences) -> Dataset:
         weights = np.zeros(len(sequences.input_ids.values), np.float32)
         weights[sequences.target_mask.values] = sequences.weights.values
         columns["weights"] = Ragged(weights, sequences.input_ids.offsets)
+    if sequences.images is not None:  # which document a token is of
+        numbers = np.repeat(np.arange(len(sequences)), sequences.input_ids.lengths)
+        columns["document"] = Ragged(numbers, sequences.input_ids.offsets)
     arrays = [pyarrow.LargeListArray.from_arrays(c.offsets, pyarrow.array(c.values)) for c in columns.values()]
     return Dataset(pyarrow.Table.from_arrays(arrays, names=list(columns)))
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.data.held_out import Part
+from trainers.data.images.conversations import has_pictures, with_folder
 from trainers.plugins import DATASETS, exits_are_errors
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def _read_named(name: str, split: str, skip_broken: bool = False) -> Dataset:
     if path.is_dir():
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
             return read_source(datasets.load_from_disk(str(path)), split)
-        return datasets.load_dataset(str(path), split=split)
+        return with_folder(datasets.load_dataset(str(path), split=split), path)
     if path.is_file():
         return read_files([path], skip_broken)
     if glob.has_magic(name):
@@ -256,7 +257,9 @@ def read_files(files: list[Path], skip_broken: bool = False) -> Dataset:
             names = [str(file) for file in files]
             rows = datasets.load_dataset(FILE_TYPES[types.pop()], data_files=names, split="train")
         rows.data.validate(full=True)  # bytes that are not UTF-8 are read as text unseen
-        return rows
+        if len({file.parent for file in files}) > 1 and has_pictures(rows):  # whose paths are relative to their file
+            return _joined([read_files([file], skip_broken) for file in files])
+        return with_folder(rows, files[0].parent)
     except Exception as error:
         told = [mistake for file in files if file.suffix == ".jsonl" for mistake in _line_mistakes(file)]
         if not told:

@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainers.batch import Batch, Ragged, Sequences
+from trainers.data.images.conversations import COLUMNS as PICTURES
+from trainers.data.images.pictures import Pictures
+from trainers.data.images.processor import ImageReader
 from trainers.data.preferences import completed_ids
 from trainers.data.rows import TruncationMode, _common_prefix, _messages, _ragged, _template_options
 
@@ -45,6 +48,7 @@ class UnpairedPreferences(Batch):
     prompt_ids: Ragged  # int64
     completion_ids: Ragged  # int64
     is_desirable: np.ndarray  # bool
+    images: list[Pictures] | None = None  # of each prompt; None: no prompt has any
 
     def sequences(self, *, max_length: int | None, truncation_mode: TruncationMode = "keep_start") -> Sequences:
         """Prompt and completion as one sequence each, of at most ``max_length`` tokens.
@@ -57,7 +61,7 @@ class UnpairedPreferences(Batch):
         masks = [np.repeat([False, True], pair)[cut] for pair in lengths]
         for mask in masks:
             mask[:1] = False
-        return Sequences(Ragged.of(ids, np.int64), Ragged.of(masks, bool))
+        return Sequences(Ragged.of(ids, np.int64), Ragged.of(masks, bool), images=self.images)
 
     def sequence_lengths(self, max_length: int | None) -> np.ndarray:
         """(rows,) int64: the tokens of each of ``sequences``."""
@@ -67,7 +71,7 @@ class UnpairedPreferences(Batch):
     def judged(self, *, max_length: int | None, truncation_mode: TruncationMode = "keep_start") -> Judged:
         """The sequences, with what was found of each."""
         found = self.sequences(max_length=max_length, truncation_mode=truncation_mode)
-        return Judged(found.input_ids, found.target_mask, is_desirable=self.is_desirable)
+        return Judged(found.input_ids, found.target_mask, images=found.images, is_desirable=self.is_desirable)
 
     def mismatched(self, group_size: int) -> UnpairedPreferences:
         """Each prompt with the completion of the row before it, in groups of ``group_size`` consecutive rows.
@@ -87,18 +91,29 @@ def tokenize_unpaired(
     max_length: int | None = None,
     truncation_mode: TruncationMode = "keep_start",
     num_proc: int | None = None,
+    images: ImageReader | None = None,
 ) -> UnpairedPreferences:
     """Prompt, completion and label of each row as tokens: TRL's KTO preparation.
 
     Text completions end with the tokenizer's end of sequence, conversations as their template ends them. A completion
     starts where the tokens of the prompt alone part from those of prompt and completion. With ``keep_start``, rows
     whose prompt fills ``max_length`` are dropped, and with ``drop`` longer rows, with one line in the log. A text
-    completion of a conversation is a turn of the assistant.
+    completion of a conversation is a turn of the assistant. ``images``: of a model that sees pictures, which prompts
+    may have; a row whose pictures would be cut raises ValueError.
 
     Raises ValueError for rows that are of none of the formats, naming the first, or if none is left.
     """
     from datasets import Features, LargeList, Value
 
+    if (
+        images is not None
+        and {"chosen", "rejected"} <= set(rows.column_names)
+        and set(PICTURES) & set(rows.column_names)
+    ):
+        raise ValueError(
+            "rows with chosen and rejected become two rows each, and pictures are not shared out yet. Write rows with "
+            "prompt, completion and label."
+        )
     rows = unpaired(rows)
     names = ("prompt_ids", "completion_ids")
     why = "longer than" if truncation_mode == "drop" else "whose prompt fills"
@@ -109,20 +124,30 @@ def tokenize_unpaired(
         return prompt + completion > max_length if truncation_mode == "drop" else prompt >= max_length
 
     def encode_all(table: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        columns: dict[str, list[Any]] = {name: [] for name in (*names, "label")}
+        columns: dict[str, list[Any]] = {name: [] for name in types}
         for position, index in enumerate(indices):
             row = {name: column[position] for name, column in table.items()}
             try:
-                prompt_ids, completion_ids, label = _encoded(row, tokenizer)
+                own = tokenizer
+                if images is not None:
+                    row, pictures = images.placed(_as_completed(row))
+                    own = images.tokenizer(pictures)
+                prompt_ids, completion_ids, label = _encoded(row, own)
+                if images is not None and truncation_mode != "drop":
+                    whole = [*prompt_ids, *completion_ids]
+                    images.check_cut(whole, whole[cut], f"max_length {max_length}")
             except Exception as error:
                 error.add_note(f"while tokenizing row {index} of the dataset")
                 raise
             if not is_left_out(len(prompt_ids), len(completion_ids)):
-                for name, value in zip(columns, (prompt_ids, completion_ids, label), strict=True):
-                    columns[name].append(value)
+                values = {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "label": label, "row": index}
+                for name, column in columns.items():
+                    column.append(values[name])
         return columns
 
     types: dict[str, Any] = {**{name: LargeList(Value("int64")) for name in names}, "label": Value("bool")}
+    types |= {} if images is None else {"row": Value("int64")}
+    cut = slice(-max_length, None) if max_length and truncation_mode == "keep_end" else slice(max_length)
     table = rows.map(
         encode_all,
         batched=True,
@@ -137,7 +162,10 @@ def tokenize_unpaired(
     if len(table) == 0:
         raise ValueError(f"none of {len(rows)} rows is left: all are {why} max_length {max_length}. Raise it.")
     prompt_ids, completion_ids = (_ragged(table, name, np.int64) for name in names)
-    return UnpairedPreferences(prompt_ids, completion_ids, np.asarray(table["label"], bool))
+    pictures: list[Pictures] | None = None
+    if images is not None:
+        pictures = [images.placed(_as_completed(rows[index]))[1] for index in table["row"]]
+    return UnpairedPreferences(prompt_ids, completion_ids, np.asarray(table["label"], bool), images=pictures)
 
 
 def unpaired(rows: Dataset) -> Dataset:
@@ -149,6 +177,15 @@ def unpaired(rows: Dataset) -> Dataset:
     if "prompt" not in rows.column_names:
         rows = rows.map(extract_prompt, desc="Extracting prompts")
     return unpair_preference_dataset(rows, desc="Unpairing")
+
+
+def _as_completed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with ``prompt`` and ``completion``."""
+    prompt, completion = _prompt_and_completion(row)
+    return {name: value for name, value in row.items() if name != "messages"} | {
+        "prompt": prompt,
+        "completion": completion,
+    }
 
 
 def _encoded(row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[int], bool]:

@@ -1,4 +1,4 @@
-"""Preferences, learned directly."""
+"""Preference learning with a reference model: DPO."""
 
 from trainers import from_folder
 

@@ -28,6 +28,8 @@ from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.packs import pack_length
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, sequences_per_step, total_steps
 from trainers.data.broken_rows import pair_mistake, without_broken
+from trainers.data.images.conversations import COLUMNS
+from trainers.data.images.processor import seen_too
 from trainers.data.packs import batches_of
 from trainers.data.preferences import Preferences, tokenize_preferences
 from trainers.dpo.config import DPOConfig, weighted_losses
@@ -37,7 +39,7 @@ from trainers.losses.preference import SORTING_LOSSES
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start, num_train_shards
 from trainers.parts.frozen import Reference
-from trainers.parts.inputs import load_model_and_tokenizer, read_rows
+from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_rows
 from trainers.parts.models import check_same_tokens, resolved_models
 from trainers.parts.policy import DefaultPolicy
 from trainers.run.run import Run, saved_order
@@ -97,6 +99,7 @@ class DPOTrainer:
         """Reads and tokenizes the data."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
+        self.images = image_reader(config, self.model_path, self.tokenizer)
         self.reference_path = self.model_path
         if config.ref_model is not None:
             self.reference_path = resolved_models(config, self.model_path, [config.ref_model])[config.ref_model]
@@ -109,16 +112,17 @@ class DPOTrainer:
     def read(self, source: Any, split: str) -> Preferences:
         """The pairs of a dataset."""
         config = self.config
-        rows = read_rows(config, source, split)
+        rows = read_rows(config, source, split, self.images)
         with mistakes_of("dataset"):
-            columns = ("chosen", "rejected", "prompt", "margin")
-            rows = without_broken(rows, pair_mistake, *columns, skip=config.skip_broken_rows)
+            columns = ("chosen", "rejected", "prompt", "margin", *COLUMNS)
+            rows = without_broken(rows, seen_too(pair_mistake, self.images), *columns, skip=config.skip_broken_rows)
             return tokenize_preferences(
                 rows,
                 self.tokenizer,
                 max_length=config.max_length,
                 truncation_mode=config.truncation_mode,
                 num_proc=config.dataset_num_proc,
+                images=self.images,
             )
 
     def train(self) -> dict[str, float]:

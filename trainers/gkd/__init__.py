@@ -1,4 +1,4 @@
-"""Distillation from a teacher."""
+"""Distillation from a teacher model: GKD."""
 
 from trainers import from_folder
 

@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainers.batch import Ragged, Sequences, TopLogps
+from trainers.data.images.conversations import COLUMNS
+from trainers.data.images.pictures import Pictures
+from trainers.data.images.processor import ImageReader
 from trainers.data.rows import prompt_of, tokenize_prompts, tokenize_sft
 
 if TYPE_CHECKING:
@@ -54,9 +57,9 @@ class DistillationSamples(Sequences):
     def as_teacher_sequences(self) -> Sequences:
         """What the teacher is given; its targets are the student's, in order."""
         if self.teacher_input_ids is None:
-            return Sequences(self.input_ids, self.target_mask)
+            return Sequences(self.input_ids, self.target_mask, images=self.images)
         assert self.teacher_target_mask is not None, "the teacher's sequences come with their targets"
-        return Sequences(self.teacher_input_ids, self.teacher_target_mask)
+        return Sequences(self.teacher_input_ids, self.teacher_target_mask, images=self.images)
 
     def row_lengths(self) -> np.ndarray:
         """(rows,) int64: the tokens of each row on the side where they are more."""
@@ -79,16 +82,18 @@ def samples_of(
     responses: Ragged,
     teacher_prompts: Iterable[Any] | None = None,
     is_learned: Ragged | None = None,
+    images: list[Pictures] | None = None,
 ) -> DistillationSamples:
     """Prompts and responses as one sequence each; ``teacher_prompts`` None: the teacher's are the student's.
 
-    ``is_learned``: bool, one a token of the responses; None: all of them.
+    ``is_learned``: bool, one a token of the responses; None: all of them. ``images``: the pictures of each prompt, the
+    teacher's too.
     """
     ids, mask = _joined(prompts, responses, is_learned)
     if teacher_prompts is None:
-        return DistillationSamples(ids, mask)
-    teacher_ids, teacher_mask = _joined(teacher_prompts, responses, is_learned)
-    return DistillationSamples(ids, mask, teacher_input_ids=teacher_ids, teacher_target_mask=teacher_mask)
+        return DistillationSamples(ids, mask, images=images)
+    theirs, their_mask = _joined(teacher_prompts, responses, is_learned)
+    return DistillationSamples(ids, mask, teacher_input_ids=theirs, teacher_target_mask=their_mask, images=images)
 
 
 def teacher_prompts_of(rows: Iterable[Mapping[str, Any]], tokenizer: Any, **settings: Any) -> list[list[int]] | None:
@@ -129,16 +134,22 @@ def has_response(row: Mapping[str, Any]) -> bool:
 
 
 def tokenize_responses(
-    rows: Dataset, tokenizer: Any, *, max_length: int | None, chat_template_kwargs: Mapping[str, Any] | None = None
+    rows: Dataset,
+    tokenizer: Any,
+    *,
+    max_length: int | None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    images: ImageReader | None = None,
 ) -> DistillationSamples:
     """One sample a row, of its prompt and its response: the ``completion``, or the last turn of ``messages``.
 
     A response begins where prompt and prompt + response part as tokens. A row of more than ``max_length`` tokens loses
     the beginning of its prompt, the teacher's too, as in TRL's ChatML collator. Departure from that: a token that lies
-    across the border of prompt and response is one of the response.
+    across the border of prompt and response is one of the response. ``images``: of a model that sees pictures.
 
     Raises:
-        ValueError: a row without a response, or with one that leaves no room for a token of the prompt.
+        ValueError: a row without a response, or with one that leaves no room for a token of the prompt, or for a
+            picture in it.
     """
     options = dict(chat_template_kwargs or {})
     pairs = rows.map(
@@ -148,17 +159,18 @@ def tokenize_responses(
         remove_columns=rows.column_names,
         desc="Splitting prompts from responses",
     )
-    sequences = tokenize_sft(pairs, tokenizer, max_length=None, completion_only_loss=True)
+    sequences = tokenize_sft(pairs, tokenizer, max_length=None, completion_only_loss=True, images=images)
     if len(sequences) != len(rows):
         raise ValueError(f"{len(rows) - len(sequences)} of {len(rows)} rows have a response without tokens")
     starts = [int(np.argmax(mask)) for mask in sequences.target_mask]
     prompts = [ids[:start] for ids, start in zip(sequences.input_ids, starts, strict=True)]
     responses = Ragged.of([ids[start:] for ids, start in zip(sequences.input_ids, starts, strict=True)], np.int64)
-    teacher_prompts = teacher_prompts_of(rows, tokenizer, chat_template_kwargs=options)
+    teacher_prompts = teacher_prompts_of(rows, tokenizer, chat_template_kwargs=options, images=images)
     if max_length is not None:
-        prompts = _cut(prompts, responses, max_length)
-        teacher_prompts = None if teacher_prompts is None else _cut(teacher_prompts, responses, max_length)
-    return samples_of(prompts, responses, teacher_prompts)
+        whole: list[list[Any]] = [prompts, *([] if teacher_prompts is None else [teacher_prompts])]
+        prompts, *others = (_cut(one, responses, max_length, images) for one in whole)
+        teacher_prompts = others[0] if others else None
+    return samples_of(prompts, responses, teacher_prompts, images=sequences.images)
 
 
 def _as_pair(row: dict[str, Any], index: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -170,15 +182,14 @@ def _as_pair(row: dict[str, Any], index: int, options: dict[str, Any]) -> dict[s
         pair = {"prompt": row["prompt"], "completion": row["completion"]}
     else:
         pair = {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
-    if row.get("tools") is not None:
-        pair["tools"] = row["tools"]
+    pair |= {name: row[name] for name in ("tools", *COLUMNS) if row.get(name) is not None}
     template = options | {
         name: value for name, value in (row.get("chat_template_kwargs") or {}).items() if value is not None
     }
     return pair | ({"chat_template_kwargs": template} if template else {})
 
 
-def _cut(prompts: list[Any], responses: Ragged, max_length: int) -> list[Any]:
+def _cut(prompts: list[Any], responses: Ragged, max_length: int, images: ImageReader | None = None) -> list[Any]:
     """The prompts without what would make prompt and response longer than ``max_length``."""
     room = max_length - responses.lengths
     full = np.flatnonzero(room < 1)
@@ -192,7 +203,10 @@ def _cut(prompts: list[Any], responses: Ragged, max_length: int) -> list[Any]:
         logger.warning(
             "%d of %d rows lose the beginning of their prompt to max_length %d", too_long, len(prompts), max_length
         )
-    return [prompt[max(0, len(prompt) - kept) :] for prompt, kept in zip(prompts, room, strict=True)]
+    cut = [prompt[max(0, len(prompt) - kept) :] for prompt, kept in zip(prompts, room, strict=True)]
+    for prompt, kept in zip(prompts, cut, strict=True) if images is not None else ():
+        images.check_cut(prompt, kept, f"max_length {max_length}")  # type: ignore[union-attr]
+    return cut
 
 
 def _joined(prompts: Iterable[Any], responses: Ragged, is_learned: Ragged | None) -> tuple[Ragged, Ragged]:

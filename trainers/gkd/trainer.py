@@ -37,6 +37,8 @@ from trainers.batch import Prompts, Ragged, Rollouts, Tasks
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of_steps, sequences_per_step, total_steps
 from trainers.data.batches import Batches
+from trainers.data.images.pictures import Pictures
+from trainers.data.images.processor import is_vision, load_processor
 from trainers.data.rows import prompt_of, tokenize_prompts
 from trainers.gkd.config import GKDConfig
 from trainers.gkd.loss import StepNumbers
@@ -56,7 +58,8 @@ from trainers.parts.checks import check_before_start, check_completions, check_p
 from trainers.parts.completion_metrics import rollout_metrics
 from trainers.parts.engine import numbered
 from trainers.parts.generator import Generator, Pending
-from trainers.parts.inputs import load_model_and_tokenizer, read_prompts, without_long
+from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_prompts, without_long
+from trainers.parts.model_checks import configuration_of
 from trainers.parts.models import resolved_models
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.plugins import MODELS, load_plugins
@@ -80,6 +83,7 @@ class Started:
     prompts: TokenIds
     teacher_prompts: TokenIds | None  # None: the teacher sees what the student sees
     pending: Pending
+    images: list[Pictures] | None  # of the prompts
 
 
 @RayHelper.worker(group=["train", "rollout", "teacher"])
@@ -126,6 +130,9 @@ class GKDTrainer:
         if config.teacher_model is not None:
             found = resolved_models(config, self.model_path, [config.teacher_model])
             self.teacher_path = found[config.teacher_model]
+        self.images = image_reader(config, self.model_path, self.tokenizer)
+        if self.images is not None and not teacher_sees(config, self.model_path, self.teacher_path):
+            self.images = None
         self.vocab_size = common_vocab_size(config, self.model_path, self.teacher_path, self.tokenizer)
         self.rows: Any = self.read(*config.training_data)
         self.check_rows(self.rows)
@@ -147,12 +154,13 @@ class GKDTrainer:
             "eval_dataset": self.eval_rows if self.eval_samples is None else None,
         }
         if not config.has_environment:  # whose prompts are what it makes of the rows
-            check_prompts_fit(config, completed, self.tokenizer, self.model_path)
+            check_prompts_fit(config, completed, self.tokenizer, self.model_path, self.images)
         self.ahead: dict[int, Started] = {}  # the student's completions of this step and of steps to come
 
     def read(self, source: Any, split: str) -> Any:
         """The rows of a dataset, each with a prompt; without long ones where ``drop_long_prompts`` says so."""
-        return without_long(self.config, read_prompts(self.config, source, split), self.tokenizer)
+        rows = read_prompts(self.config, source, split, self.images)
+        return without_long(self.config, rows, self.tokenizer, self.images)
 
     def check_rows(self, rows: Any) -> None:
         """Raises ConfigError for rows without a prompt of the teacher's own where it needs one."""
@@ -168,7 +176,11 @@ class GKDTrainer:
         config = self.config
         with mistakes_of("dataset"):
             return tokenize_responses(
-                rows, self.tokenizer, max_length=config.max_length, chat_template_kwargs=config.chat_template_kwargs
+                rows,
+                self.tokenizer,
+                max_length=config.max_length,
+                chat_template_kwargs=config.chat_template_kwargs,
+                images=self.images,
             )
 
     def train(self) -> dict[str, float]:
@@ -232,7 +244,7 @@ class GKDTrainer:
             started = self.started(source, batches[run.step], run.step, run)
             with run.phase("generate"):
                 rollouts = started.pending.rollouts.result()
-        samples = completed_samples(started.prompts, rollouts, started.teacher_prompts)
+        samples = completed_samples(started.prompts, rollouts, started.teacher_prompts, started.images)
         metrics = rollout_metrics(rollouts)
         if source == "student":
             self.generator.rest()
@@ -259,6 +271,7 @@ class GKDTrainer:
         settings: dict[str, Any] = {
             "max_prompt_length": self.config.max_prompt_length,
             "chat_template_kwargs": self.config.chat_template_kwargs,
+            "images": self.images,
         }
         own = tokenize_prompts(rows, self.tokenizer, **settings)
         return own, teacher_prompts_of(rows, self.tokenizer, **settings)
@@ -268,19 +281,24 @@ class GKDTrainer:
         with run.phase("data"):
             rows = self.rows.select(places)
             prompts, teacher_prompts = self.prompts(rows)
+            images = self.pictures(rows)
         if source == "student":
-            pending = self.generator.begin(self.starts(rows, prompts), step)
+            pending = self.generator.begin(self.starts(rows, prompts, images), step)
         else:
-            begin = partial(self.teacher.complete.defer, as_prompts(teacher_prompts or prompts), step)
+            begin = partial(self.teacher.complete.defer, as_prompts(teacher_prompts or prompts, images), step)
             with run.phase("generate"):
                 pending = Pending(begin, begin(), run.step)
-        return Started(rows, prompts, teacher_prompts, pending)
+        return Started(rows, prompts, teacher_prompts, pending, images)
 
-    def starts(self, rows: Any, prompts: TokenIds) -> Prompts | Tasks:
+    def pictures(self, rows: Any) -> list[Pictures] | None:
+        """The pictures of each prompt, if the models see any."""
+        return None if self.images is None else [self.images.prompt(row)[1] for row in rows]
+
+    def starts(self, rows: Any, prompts: TokenIds, images: list[Pictures] | None) -> Prompts | Tasks:
         """What the student completes: the prompts, or the rows where an environment plays them."""
         if self.config.has_environment:
             return numbered(Tasks(list(rows), np.arange(len(rows))))
-        return as_prompts(prompts)
+        return as_prompts(prompts, images)
 
     def learn(self, samples: DistillationSamples, answer: Any, sft_alpha: float) -> Metrics:
         """One optimizer step; ``answer``: what ``asked`` gives."""
@@ -291,8 +309,9 @@ class GKDTrainer:
         samples, metrics = self.eval_samples, Metrics()
         if samples is None:
             prompts, teacher_prompts = self.prompts(self.eval_rows)
-            rollouts = self.generator.complete(self.starts(self.eval_rows, prompts), -1)
-            samples = completed_samples(prompts, rollouts, teacher_prompts)
+            images = self.pictures(self.eval_rows)
+            rollouts = self.generator.complete(self.starts(self.eval_rows, prompts, images), -1)
+            samples = completed_samples(prompts, rollouts, teacher_prompts, images)
             metrics = rollout_metrics(rollouts).without("num_tokens")  # which is of training alone
         compared = self.policy.compare(samples, self.asked(samples), len(samples))
         return Metrics.merge([compared, metrics]).values("eval_")
@@ -311,14 +330,37 @@ class GKDTrainer:
         self.policy.load(folder)
 
 
-def as_prompts(prompts: TokenIds) -> Prompts:
-    return numbered(Prompts(Ragged.of(prompts, np.int64)))
+def as_prompts(prompts: TokenIds, images: list[Pictures] | None) -> Prompts:
+    return numbered(Prompts(Ragged.of(prompts, np.int64), images=images))
 
 
-def completed_samples(prompts: TokenIds, rollouts: Rollouts, teacher_prompts: TokenIds | None) -> DistillationSamples:
+def completed_samples(
+    prompts: TokenIds, rollouts: Rollouts, teacher_prompts: TokenIds | None, images: list[Pictures] | None
+) -> DistillationSamples:
     """The samples of completions; of an environment's episodes the prompts are its own."""
     own = prompts if rollouts.is_sampled is None else rollouts.prompt_ids
-    return samples_of(own, rollouts.completion_ids, teacher_prompts, rollouts.is_sampled)
+    return samples_of(own, rollouts.completion_ids, teacher_prompts, rollouts.is_sampled, images)
+
+
+def teacher_sees(config: GKDConfig, student: str, teacher: str | None) -> bool:
+    """Whether the teacher of a student that sees pictures sees them too.
+
+    Raises:
+        ConfigError: it makes other pixels or tokens of them than the student.
+    """
+    if config.teacher_engine == "vllm" or (config.teacher_model is not None and teacher is None):
+        return False
+    if teacher is None or teacher == student:
+        return True
+    if not is_vision(configuration_of(teacher, config.trust_remote_code)):
+        return False
+    own, theirs = (load_processor(name, trust_remote_code=config.trust_remote_code) for name in (student, teacher))
+    if own.image_processor.to_dict() != theirs.image_processor.to_dict():
+        raise ConfigError(
+            f"teacher_model: the processor of {teacher!r} makes other tokens of pictures than the student's, whose "
+            "token ids it would be given. Take a teacher with the student's processor."
+        )
+    return True
 
 
 def environment_of(config: GKDConfig, tokenizer: Any = None) -> Callable[[], Environment]:

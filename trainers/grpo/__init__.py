@@ -1,4 +1,4 @@
-"""GRPO and its family."""
+"""Reinforcement learning from groups of completions: GRPO and its family."""
 
 from trainers import from_folder
 

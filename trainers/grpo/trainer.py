@@ -61,7 +61,7 @@ from trainers.parts.checks import (
 from trainers.parts.completion_metrics import add_token_staleness, rollout_metrics
 from trainers.parts.frozen import Reference, Teacher
 from trainers.parts.generator import Generator, Pending
-from trainers.parts.inputs import load_model_and_tokenizer, read_prompts, without_long
+from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_prompts, without_long
 from trainers.parts.models import check_same_tokens, resolved_models
 from trainers.parts.policy import Policy
 from trainers.parts.rewarder import Rewarder, check_rewards
@@ -132,6 +132,7 @@ class GRPOTrainer:
         """Reads the data and resolves what the configuration names."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
+        self.images = image_reader(config, self.model_path, self.tokenizer)
         check_stop_tokens(config.stop_token_ids, self.tokenizer)
         if config.tools:
             environment_of(config, self.tokenizer)
@@ -149,7 +150,7 @@ class GRPOTrainer:
         datasets = {"dataset": self.rows, "eval_dataset": self.eval_rows}
         self.rewarder.check_columns(datasets)
         if not config.has_environment:  # whose prompts are what it makes of the rows
-            check_prompts_fit(config, datasets, self.tokenizer, self.model_path)
+            check_prompts_fit(config, datasets, self.tokenizer, self.model_path, self.images)
         self.begin({})
 
     def begin(self, state: dict[str, Any]) -> None:
@@ -166,17 +167,17 @@ class GRPOTrainer:
 
     def read(self, source: Any, split: str) -> Any:
         """The rows of a dataset, each with a prompt; without long ones where ``drop_long_prompts`` says so."""
-        rows = read_prompts(self.config, source, split)
+        rows = read_prompts(self.config, source, split, self.images)
         with mistakes_of("dataset"):
             is_text = isinstance(prompt_of(rows[0]), str)
         if not self.config.tools:
-            return without_long(self.config, rows, self.tokenizer)
+            return without_long(self.config, rows, self.tokenizer, self.images)
         if is_text or "tools" in rows.column_names:
             raise ConfigError(
                 "tools are shown by the chat template: prompts must be conversations, without own 'tools'"
             )
         shown = json.dumps(schemas(resolve_tools(self.config.tools)))
-        return without_long(self.config, rows.add_column("tools", [shown] * len(rows)), self.tokenizer)
+        return without_long(self.config, rows.add_column("tools", [shown] * len(rows)), self.tokenizer, self.images)
 
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
@@ -198,6 +199,7 @@ class GRPOTrainer:
                 rewards, greedy = explored.rewards, explored.greedy_rewards
                 samples, seen = credit(config, samples, rewards, self.rewarder.weights, self.rewarder.names, greedy)
                 metrics = Metrics.merge([metrics, seen])
+                self.show(explored, samples, plan, run)
                 for chunk in plan.chunks(samples, seed=(config.seed, generation)):
                     with run.phase("update"):
                         learned = self.learn(self.selected(chunk, run.step), samples)
@@ -225,15 +227,19 @@ class GRPOTrainer:
 
     def explore(self, plan: GenerationPlan, run: Run) -> tuple[Rewarded, Metrics]:
         """G completions of each of the generation's prompts, rewarded, and what was seen of all that were drawn."""
-        config = self.config
         explored, metrics = self.redrawn(plan, run) if plan.is_dynamic else self.next_generation(plan, run)
         self.generator.rest()
+        return explored, metrics
+
+    def show(self, explored: Rewarded, samples: Samples, plan: GenerationPlan, run: Run) -> None:
+        """Keeps completions with their rewards and advantages, where that is asked for and due."""
+        config = self.config
         num_updates = plan.num_updates(len(explored) // config.num_generations)
         if config.log_completions and run.shows_completions(num_updates):
             assert explored.prompts is not None
             assert explored.rewards is not None
-            run.log_completions(self.rewarder.shown(explored.prompts, explored, explored.rewards))
-        return explored, metrics
+            shown = self.rewarder.shown(explored.prompts, explored, explored.rewards, samples.advantages)
+            run.log_completions(shown)
 
     def next_generation(self, plan: GenerationPlan, run: Run) -> tuple[Rewarded, Metrics]:
         """The completions of the next rows; up to ``max_staleness`` further generations are begun, and go on meanwhile.
@@ -287,7 +293,7 @@ class GRPOTrainer:
         with run.phase("data"):
             row_ids = np.repeat(places, num_generations)
             rows = self.rows.select(row_ids)
-            starts = self.generator.starts(rows, self.tokenizer, np.arange(len(rows)) // num_generations)
+            starts = self.generator.starts(rows, self.tokenizer, np.arange(len(rows)) // num_generations, self.images)
         return rows, row_ids, self.generator.begin(starts, generation, attempt)
 
     def finished(self, started: Started, run: Run) -> Rewarded:
@@ -305,7 +311,7 @@ class GRPOTrainer:
         num_generations = self.config.num_generations
         with run.phase("data"):
             asked_once = rows.select(np.arange(0, len(rows), num_generations))
-            starts = self.generator.starts(asked_once, self.tokenizer, np.arange(len(asked_once)))
+            starts = self.generator.starts(asked_once, self.tokenizer, np.arange(len(asked_once)), self.images)
         rollouts = self.generator.finished(self.generator.begin(starts, run.step, temperature=0.0))
         with run.phase("reward"):
             return self.rewarder(asked_once, rollouts).repeat(num_generations, axis=0)
@@ -357,7 +363,7 @@ class GRPOTrainer:
         assert self.eval_rows is not None
         groups = np.repeat(np.arange(len(self.eval_rows)), num_generations)
         rows = self.eval_rows.select(groups)
-        starts = self.generator.starts(rows, self.tokenizer, groups)
+        starts = self.generator.starts(rows, self.tokenizer, groups, self.images)
         rollouts = self.generator.complete(starts, -1, 0, temperature=temperature)
         rewards_BK = self.rewarder(rows, rollouts)
         metrics = [rollout_metrics(rollouts), self.rewarder.metrics(rewards_BK, num_generations)]

@@ -1,4 +1,4 @@
-"""Preferences, learned from completions that were judged each by itself."""
+"""Learning from completions that are each judged good or bad: KTO."""
 
 from trainers import from_folder
 

@@ -37,6 +37,8 @@ from trainers.configuration.packs import pack_length
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of_steps, sequences_per_step, total_steps
 from trainers.data.batches import Batches
 from trainers.data.broken_rows import judged_mistake, without_broken
+from trainers.data.images.conversations import COLUMNS as PICTURES
+from trainers.data.images.processor import seen_too
 from trainers.data.packs import PackedBatches, batches_of
 from trainers.data.unpaired import COLUMNS, Judged, UnpairedPreferences, tokenize_unpaired
 from trainers.kto.config import KTOConfig
@@ -45,7 +47,7 @@ from trainers.losses.kto import kl_estimates
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start, num_train_shards
 from trainers.parts.frozen import Reference
-from trainers.parts.inputs import load_model_and_tokenizer, read_rows
+from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_rows
 from trainers.parts.models import check_same_tokens, resolved_models
 from trainers.parts.policy import DefaultPolicy
 from trainers.run.run import Run, saved_order
@@ -89,6 +91,7 @@ class KTOTrainer:
         """Reads and tokenizes the data."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
+        self.images = image_reader(config, self.model_path, self.tokenizer)
         self.reference_path = self.model_path
         if config.ref_model is not None:
             self.reference_path = resolved_models(config, self.model_path, [config.ref_model])[config.ref_model]
@@ -103,15 +106,17 @@ class KTOTrainer:
     def read(self, source: Any, split: str) -> UnpairedPreferences:
         """The completions of a dataset."""
         config = self.config
-        rows = read_rows(config, source, split)
+        rows = read_rows(config, source, split, self.images)
         with mistakes_of("dataset"):
-            rows = without_broken(rows, judged_mistake, *COLUMNS, skip=config.skip_broken_rows)
+            mistake = seen_too(judged_mistake, self.images)
+            rows = without_broken(rows, mistake, *COLUMNS, *PICTURES, skip=config.skip_broken_rows)
             return tokenize_unpaired(
                 rows,
                 self.tokenizer,
                 max_length=config.max_length,
                 truncation_mode=config.truncation_mode,
                 num_proc=config.dataset_num_proc,
+                images=self.images,
             )
 
     def train(self) -> dict[str, float]:

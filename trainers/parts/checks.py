@@ -16,6 +16,7 @@ from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.roles import LEARNS
 from trainers.configuration.shared import TrainConfig
 from trainers.configuration.tuners import quantization_mistake
+from trainers.data.images.processor import ImageReader
 from trainers.data.rows import tokenize_prompts
 from trainers.parts.engine import lora_settings_of_engine, sampling_of
 from trainers.parts.model_checks import (
@@ -137,7 +138,13 @@ def check_can_sleep(config: CompletionConfig, groups: DeviceGroups | None, role:
         )
 
 
-def check_prompts_fit(config: CompletionConfig, datasets: Mapping[str, Any], tokenizer: Any, model: str) -> None:
+def check_prompts_fit(
+    config: CompletionConfig,
+    datasets: Mapping[str, Any],
+    tokenizer: Any,
+    model: str,
+    images: ImageReader | None = None,
+) -> None:
     """Raises ConfigError naming the first row whose prompt leaves vLLM no room for a completion.
 
     ``datasets``: rows by the key that names them; None: they are not completed. With ``max_prompt_length`` there is
@@ -153,10 +160,15 @@ def check_prompts_fit(config: CompletionConfig, datasets: Mapping[str, Any], tok
         return  # vLLM finds one itself
     room = length - config.max_completion_length
     for key, rows in datasets.items():
-        long = ((k, row) for k, row in enumerate(rows or ()) if len(str(row).encode()) + TEMPLATE_TOKENS > room)
+        long = (
+            (k, row)
+            for k, row in enumerate(rows or ())
+            if images is not None or len(str(row).encode()) + TEMPLATE_TOKENS > room
+        )
         while some := list(itertools.islice(long, TOKENIZED_AT_ONCE)):
             places, texts = zip(*some, strict=True)
-            found = tokenize_prompts(texts, tokenizer, chat_template_kwargs=config.chat_template_kwargs)
+            options: dict[str, Any] = {"chat_template_kwargs": config.chat_template_kwargs, "images": images}
+            found = tokenize_prompts(texts, tokenizer, **options)
             for place, prompt_ids in zip(places, found, strict=True):
                 if len(prompt_ids) > room:
                     raise ConfigError(

@@ -14,6 +14,8 @@ from trainers.backends.fsdp.tuners.adapters import layer_names
 from trainers.batch import Prompts, Ragged, Tasks
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.shared import RunConfig
+from trainers.data.images.pictures import Pictures
+from trainers.data.images.processor import ImageReader
 from trainers.data.rows import tokenize_prompts
 from trainers.parts.models import resolve_dtype
 from trainers.parts.weights import is_beside
@@ -48,6 +50,7 @@ def build_engine(
         model_init_kwargs=config.model_init_kwargs,
         trust_remote_code=config.trust_remote_code,
         whole_weights=lender.whole_weights if lender is not None and gathers else None,
+        vision=getattr(lender, "vision", None),
     )
     if gathers:
         engine.check_decoding()
@@ -155,15 +158,23 @@ def sampling_of(config: CompletionConfig, temperature: float | None = None) -> S
     )
 
 
-def prompts_of(config: CompletionConfig, rows: Any, tokenizer: Any) -> Prompts:
-    """The rows' prompts as token ids."""
+def prompts_of(config: CompletionConfig, rows: Any, tokenizer: Any, images: ImageReader | None = None) -> Prompts:
+    """The rows' prompts as token ids, with their pictures if the model sees any.
+
+    Equal prompts have one tuple of pictures together: it travels once in a message.
+    """
     prompt_ids = tokenize_prompts(
         rows,
         tokenizer,
         max_prompt_length=config.max_prompt_length,
         chat_template_kwargs=config.chat_template_kwargs,
+        images=images,
     )
-    return Prompts(Ragged.of(prompt_ids, np.int64))
+    if images is None:
+        return Prompts(Ragged.of(prompt_ids, np.int64))
+    known: dict[Pictures, Pictures] = {}
+    pictures: list[Pictures] = [images.prompt(row)[1] for row in rows]
+    return Prompts(Ragged.of(prompt_ids, np.int64), images=[known.setdefault(row, row) for row in pictures])
 
 
 def numbered(starts: StartsT) -> StartsT:

@@ -31,6 +31,8 @@ import torch
 from rayhelper import Channel, ChannelError, DeadlineError, RayHelper
 from trainers.batch import Prompts, Rollouts, Tasks
 from trainers.configuration.completion import CompletionConfig
+from trainers.data.images.pictures import Pictures
+from trainers.data.images.processor import ImageReader
 from trainers.data.rows import prompt_of
 from trainers.parts.engine import build_engine, check_shards_are_here, numbered, prompts_of, sampling_of, seed_of
 from trainers.parts.policy import Policy
@@ -56,6 +58,7 @@ class Pending:
     begin: Callable[[], Any]  # asks for them once more
     rollouts: Any  # a future of Rollouts
     version: int  # optimizer steps that the policy had made when they were begun
+    images: list[Pictures] | None = None  # of the prompts
 
 
 @RayHelper.worker(group="rollout")
@@ -116,15 +119,18 @@ class Generator:
         finally:
             self.close_own_pool()
 
-    def starts(self, rows: Any, tokenizer: Any, groups: np.ndarray | None = None) -> Prompts | Tasks:
+    def starts(
+        self, rows: Any, tokenizer: Any, groups: np.ndarray | None = None, images: ImageReader | None = None
+    ) -> Prompts | Tasks:
         """What ``begin`` takes: the rows' prompts as token ids, or whole rows where an environment plays them.
 
-        Completions of one number in ``groups`` are rewarded together; None: each by itself.
+        Completions of one number in ``groups`` are rewarded together; None: each by itself. ``images``: of a model that
+        sees pictures.
         """
         groups = np.arange(len(rows)) if groups is None else groups
         if self.environment is not None:
             return Tasks(list(rows), groups)
-        prompts = prompts_of(self.config, rows, tokenizer)
+        prompts = prompts_of(self.config, rows, tokenizer, images)
         if self.rewarder is None or not self.rewarder.num_processes:
             return prompts
         return replace(prompts, rows=list(rows), groups=groups)
@@ -153,7 +159,7 @@ class Generator:
             return self.generate.defer(own, sampling, channel, *numbers)
 
         with self.phase("generate"):
-            return Pending(begin, begin(), self.version)
+            return Pending(begin, begin(), self.version, getattr(own, "images", None))
 
     def finished(self, pending: Pending) -> Rollouts:
         """The completions; of the policy as it is now, if a worker has died and was replaced meanwhile.
@@ -171,7 +177,7 @@ class Generator:
                     self._restore(lost)
                     pending.rollouts, pending.version = pending.begin(), self.version
                 else:
-                    return rollouts
+                    return rollouts if pending.images is None else replace(rollouts, images=pending.images)
 
     # The driver's part: weights
 

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError, DeviceGroups
+from trainers.backends.megatron.architectures import SEEING
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
+from trainers.configuration.vision import vision_mistake
+from trainers.data.images.processor import is_vision
 from trainers.parts.models import check_same_tokens, lora_settings
 from trainers.parts.tokenizer import load_tokenizer, new_tokens, tokenizer_there
 
@@ -60,7 +63,13 @@ def check_model_folder(config: TrainConfig) -> None:
     if not Path(config.model).is_dir():
         return
     found = configuration_of(config.model, config.trust_remote_code)
-    check_whole(found, config.model)
+    check_whole(found, config.model, config.backend)
+    if config.backend == "megatron" and found.model_type in SEEING and new_tokens(config):
+        raise ConfigError(
+            f"new_special_tokens: {config.model!r} also sees, and would lose its tower where it gets rows for new "
+            "tokens. Remove them."
+        )
+    check_vision_model(config, found)
     if config.backend == "fsdp":
         check_arguments("model_init_kwargs", config.model_init_kwargs, config.model, config.trust_remote_code)
         check_adapter(config, config.model)
@@ -199,17 +208,53 @@ def positions_of(configuration: Any) -> int | None:
     return getattr(text, "max_position_embeddings", None)
 
 
-def check_whole(configuration: Any, model: str) -> None:
+def check_whole(configuration: Any, model: str, backend: str = "fsdp") -> None:
     """Raises ConfigError for a model that sees or hears, of which a class for text alone would be trained and saved."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if backend == "fsdp" and is_vision(configuration):
+        return
+    if backend == "megatron" and configuration.model_type in SEEING:  # which keeps the tower as it is
+        return
     towers = [name for name in ("vision_config", "audio_config") if getattr(configuration, name, None) is not None]
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(configuration), None) if towers else None
     if kind is not None and getattr(kind, "config_class", None) is not type(configuration):
         raise ConfigError(
             f"model: {model!r} has a {towers[0].removesuffix('_config')} tower, and is trained here by "
-            f"{kind.__name__}, which is for text alone: the model that is saved would lack its tower. Models that see "
-            "or hear are not supported yet; take one of text."
+            f"{kind.__name__}, which is for text alone: the model that is saved would lack its tower. Vision models "
+            "are trained with backend: fsdp; models that hear are not supported yet."
+        )
+
+
+def check_vision_model(config: TrainConfig, found: Any) -> None:
+    """Raises ConfigError for what a vision model cannot do yet, and for keys of one that a language model has not."""
+    sees = is_vision(found)
+    if mistake := vision_mistake(config, sees=sees):
+        raise ConfigError(f"{mistake}.")
+    if not sees:
+        return
+    if config.SCORES:
+        check_scores(found, config.model)
+    if config.sequence_parallel_size > 1:
+        raise ConfigError(
+            f"sequence_parallel_size is {config.sequence_parallel_size}, but workers cannot share the rows of a vision "
+            "model yet. Remove it."
+        )
+    if getattr(config, "rollout_engine", "hf") == "vllm":
+        raise ConfigError(
+            f"rollout_engine: vllm does not complete prompts for vision models yet, and {config.model!r} is one. Write "
+            "rollout_engine: hf."
+        )
+
+
+def check_scores(configuration: Any, model: str) -> None:
+    """Raises ConfigError for a vision model of which transformers has no sequence classifier."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    if is_vision(configuration) and MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(configuration), None) is None:
+        raise ConfigError(
+            f"model: {model!r} sees pictures, and transformers has no sequence classifier of "
+            f"{configuration.model_type} models. Take a language model."
         )
 
 

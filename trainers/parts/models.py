@@ -18,6 +18,7 @@ from trainers.backends.scores.head import room_of
 from trainers.configuration.packs import micro_batch_tokens, pack_length
 from trainers.configuration.shared import RunConfig, TrainConfig, megatron_settings
 from trainers.configuration.tuners import peft_fields, quantization_mistake
+from trainers.configuration.vision import vision_settings
 from trainers.plugins import load_plugins, resolve_model
 
 Dtype = Literal["float32", "bfloat16"]
@@ -96,6 +97,7 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
         "router_aux_loss_coef": config.router_aux_loss_coef,
         "sequence_parallel_size": config.sequence_parallel_size,
         "model_init_kwargs": config.model_init_kwargs,
+        "vision": vision_settings(config) if trains else {},
     }
     if trains and config.has_adapter:
         workers = {"train": RayHelper.current().world_size}

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from rayhelper import ConfigError, RayHelper
-from trainers.batch import Rollouts
+from trainers.batch import Ragged, Rollouts
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.mistakes import mistakes_of
 from trainers.data.rows import prompt_of
@@ -120,10 +120,38 @@ class Rewarder:
         texts: list[str] = self.tokenizer.batch_decode(list(rollouts.completion_ids), skip_special_tokens=True)
         return texts
 
-    def shown(self, prompts: list[Any], rollouts: Rollouts, rewards_BK: np.ndarray) -> dict[str, Any]:
-        """Prompts, completions and rewards as the columns of a table."""
+    def shown(
+        self,
+        prompts: list[Any],
+        rollouts: Rollouts,
+        rewards_BK: np.ndarray,
+        advantages: np.ndarray | Ragged | None = None,
+    ) -> dict[str, Any]:
+        """Prompts, completions and rewards as the columns of a table; their advantages, of tokens the mean.
+
+        With an environment, also ``turns``: who wrote what, in order.
+        """
         rewards = {name: rewards_BK[:, k] for k, name in enumerate(self.names)}
-        return {"prompt": prompts, "completion": self.texts(rollouts), **rewards}
+        columns = {"prompt": prompts, "completion": self.texts(rollouts), **rewards}
+        if isinstance(advantages, Ragged):
+            advantages = np.array([float(row.mean()) if len(row) else np.nan for row in advantages])
+        if advantages is not None:
+            columns["advantage"] = advantages
+        if rollouts.is_sampled is not None:
+            columns["turns"] = self.turns(rollouts)
+        return columns
+
+    def turns(self, rollouts: Rollouts) -> list[list[dict[str, str]]]:
+        """Of each completion who wrote what, in order: ``model`` what was sampled, ``environment`` the rest."""
+        assert rollouts.is_sampled is not None
+        told = []
+        for ids, is_sampled in zip(rollouts.completion_ids, rollouts.is_sampled, strict=True):
+            starts = np.flatnonzero(np.diff(is_sampled.astype(np.int8))) + 1
+            parts, whose = np.split(ids, starts), np.split(is_sampled, starts)
+            texts = self.tokenizer.batch_decode(parts, skip_special_tokens=True)
+            roles = ["model" if len(who) and who[0] else "environment" for who in whose]
+            told.append([{"role": role, "text": text} for role, text in zip(roles, texts, strict=True)])
+        return told
 
     def totals(self, rewards_BK: np.ndarray) -> np.ndarray:
         """(B,) float64, the weighted sum of each completion's rewards; NaN where no reward has anything to say."""

@@ -1,4 +1,4 @@
-"""PPO with a critic."""
+"""Reinforcement learning with a critic: PPO."""
 
 from trainers import from_folder
 

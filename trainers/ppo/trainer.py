@@ -176,7 +176,8 @@ class PPOTrainer:
             length_adaptive_alpha=config.length_adaptive_alpha,
         )
         if config.log_completions and run.shows_completions(plan.num_updates(len(rows))):
-            run.log_completions(self.rewarder.shown(list(map(prompt_of, rows)), rollouts, rewards_BK))
+            prompts = list(map(prompt_of, rows))
+            run.log_completions(self.rewarder.shown(prompts, rollouts, rewards_BK, samples.advantages))
         metrics.same("episode", plan.num_episodes(batch + 1))
         metrics.sum("val/num_eos_tokens", float((~rollouts.truncated).sum()))
         return samples, states, Metrics.merge([self.seen(rollouts, rewards_BK), metrics])

@@ -1,4 +1,4 @@
-"""Reward models."""
+"""Reward models, trained on pairs of answers."""
 
 from trainers import from_folder
 

@@ -18,6 +18,7 @@ import dataclasses
 import multiprocessing
 import pickle
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from typing import Any
 
 import numpy as np
 
+import rayhelper
 from rayhelper import ConfigError
 from trainers.batch import Rollouts
 from trainers.data.rows import prompt_of
@@ -37,6 +39,17 @@ from trainers.rewards.patches import manager_of, processes_of
 from trainers.rewards.process import begin, get_ready, scored
 
 GRACE_S = 5.0  # for processes that have nothing to do, until they are killed
+
+
+@contextlib.contextmanager
+def _own_package_first() -> Iterator[None]:
+    """Inside, spawned processes find this package, whatever else of its name lies in a folder of the user's."""
+    folder = str(Path(rayhelper.__file__).parent / "trainers" / "first")
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
 
 
 class RewardPool:
@@ -74,8 +87,9 @@ class RewardPool:
             return
         context = multiprocessing.get_context("spawn")
         self.executor = ProcessPoolExecutor(self.num_processes, context, initializer=begin)
-        for _ in range(self.num_processes):
-            self.executor.submit(get_ready, self.settings)  # one more process each, as all others are busy
+        with _own_package_first():
+            for _ in range(self.num_processes):
+                self.executor.submit(get_ready, self.settings)  # one more process each, as all others are busy
 
     def close(self, grace_s: float = GRACE_S) -> None:
         """No process is left; those that are still at work after ``grace_s`` are killed."""

@@ -44,12 +44,16 @@ def _model(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Ite
     count = num_parameters(str(grown) if config.new_special_tokens and grown.is_dir() else config.model)
     size = "" if count is None else f" ({count:,} parameters)"
     dtype = "bfloat16 on GPUs that have it, else float32" if config.dtype == "auto" else config.dtype
-    kind = type(config)
-    name = names_of(kind)[0] if kind.__module__.startswith("trainers.") else kind.__name__  # of a user's own trainer
-    yield f"{name}: {config.model}{size}, {shown_tuner(config)}, backend {config.backend}, {dtype}"
+    yield f"{trainer_name(config)}: {config.model}{size}, {shown_tuner(config)}, backend {config.backend}, {dtype}"
     for name in ("ref_model", "teacher_model", "reward_model", "value_model"):
         if named := getattr(config, name, None):
             yield f"{name}: {', '.join(named) if isinstance(named, list) else named}"
+
+
+def trainer_name(config: Any) -> str:
+    """What the command line calls the trainer of a configuration; of a user's own, the name of its class."""
+    kind = type(config)
+    return names_of(kind)[0] if kind.__module__.startswith("trainers.") else kind.__name__
 
 
 def num_parameters(model: str) -> int | None:

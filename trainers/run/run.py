@@ -19,6 +19,7 @@ from trainers.checkpoint import (
     STATE_FILE,
     begin,
     checkpoint_folder,
+    checkpoints,
     chosen,
     complete,
     discard,
@@ -35,11 +36,13 @@ from trainers.configuration.reading.text import save_config
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 from trainers.data.contents import contents_of
 from trainers.metrics import Metrics
+from trainers.report.command import write_of
+from trainers.run import origin
 from trainers.run.bad_steps import BAD_STEPS, BadSteps
 from trainers.run.best import Best
 from trainers.run.folder_lock import FolderLock, held
 from trainers.run.going_on import is_going_on
-from trainers.run.header import header
+from trainers.run.header import header, trainer_name
 from trainers.run.stopping import Stop, Stopped, StopSignals
 from trainers.run.throughput import WORK, throughput
 from trainers.run.timing import Stopwatch, step_times
@@ -148,6 +151,9 @@ class Run:
         for note in chosen(config.resume_from_checkpoint, self.output_dir).notes:
             logger.warning(note)
         save_config(config, self.output_dir)
+        origin.begin(
+            self.output_dir, config, trainer=trainer_name(config), first_step=self.step, num_steps=self.num_steps
+        )
         self.trackers = Trackers(
             self.output_dir,
             report_to=config.report_to,
@@ -159,10 +165,10 @@ class Run:
             config=masked({field.name: getattr(config, field.name) for field in fields(config)}),
         )
         for line in header(config, self.num_steps, self.order):
-            self.trackers.bar.write(line)
+            self.trackers.console.write(line)
         self.best.check_there(self.output_dir)
         if self.checkpoint is None and self.final.exists():
-            self.trackers.bar.write(
+            self.trackers.console.write(
                 f"{self.final} is of an earlier run, and is replaced at the end of this one. To keep it, write another "
                 "output_dir; to go on with that run, write resume_from_checkpoint: auto"
             )
@@ -171,12 +177,25 @@ class Run:
         self.open.enter_context(self.signals)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         with self.open:
             if self.trackers is not None:
                 with contextlib.suppress(RuntimeError):  # the run has ended or failed before
                     self._name_if_written()
                 self.trackers.close()
+                self.report(error)
+
+    def report(self, error: BaseException | None) -> None:
+        """Writes down how the run ended, and the page that shows it. Process 0 calls it."""
+        how = "finished" if error is None else f"ended by {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if isinstance(error, Stopped):
+            how = "stopped early, and saved"
+        elif isinstance(error, KeyboardInterrupt):
+            how = "interrupted"
+        origin.end(self.output_dir, self.step, how)
+        file = write_of(self.output_dir)
+        if file is not None and self.trackers is not None:
+            self.trackers.console.write(f"the report is in {file}; rayhelper report RUN OTHER_RUN compares runs")
 
     @property
     def final(self) -> Path:
@@ -239,7 +258,7 @@ class Run:
         """Says how to go on from the checkpoint that has just been saved. Raises Stopped."""
         self.wait_until_written()
         if self.trackers is not None:
-            self.trackers.bar.write(
+            self.trackers.console.write(
                 f"stopped by {stop.reason} after step {self.step} of {self.num_steps}; saved "
                 f"{checkpoint_folder(self.output_dir, self.step)}. To go on, run the same command with "
                 "--resume_from_checkpoint auto"
@@ -292,6 +311,9 @@ class Run:
         if self.trackers is not None:
             self.trackers.log(self.step, numbers)
             self._name_if_written()
+            if self.due(self.config.report_every):
+                with self.stopwatch.stopped():
+                    write_of(self.output_dir)
         self.bad_steps.check()
 
     def evaluate(self, evaluate: Callable[[], Mapping[str, float]]) -> bool:
@@ -461,20 +483,33 @@ class Run:
         self.write(folder, export, tokenizer, None)
         self.wait_until_written()
         if self.trackers is not None:
-            for name, after in self.last_evaluation.items():
-                before = self.first_evaluation.get(name)
-                if before is not None and "rewards/" in name and name.endswith("/mean"):
-                    shares = min(before, after) >= 0 and max(before, after) <= 1
-                    told = [f"{value:.1%}" if shares else f"{value:.4g}" for value in (before, after)]
-                    self.trackers.bar.write(f"{name}: {told[0]} before, {told[1]} after")
-            self.trackers.bar.write(f"the model is in {folder}")
+            for line in before_and_after(self.first_evaluation, self.last_evaluation):
+                self.trackers.console.write(line)
+            self.trackers.console.write(f"the model is in {folder}")
             if (folder / "adapter").is_dir():  # LoRA's, as a backend exports it
-                self.trackers.bar.write(
+                self.trackers.console.write(
                     f"the adapter is merged into the weights of this model; alone it is in {folder / 'adapter'}"
                 )
             if best := self.best.told(self.output_dir):
-                self.trackers.bar.write(best)
+                self.trackers.console.write(best)
+            if checkpoints(self.output_dir):
+                self.trackers.console.write(
+                    "to train on from the last checkpoint, run the same command with --resume_from_checkpoint auto and "
+                    "a larger max_steps or num_train_epochs"
+                )
         return self.last
+
+
+def before_and_after(first: Mapping[str, float], last: Mapping[str, float]) -> Iterator[str]:
+    """A line for each reward, loss and accuracy that an evaluation gave before the first step and at the end."""
+    for name, after in last.items():
+        before = first.get(name)
+        is_reward = "rewards/" in name and name.endswith("/mean")
+        if before is None or not (is_reward or name.endswith(("loss", "accuracy", "accuracies"))):
+            continue
+        is_share = not name.endswith("loss") and min(before, after) >= 0 and max(before, after) <= 1
+        told = [f"{value:.1%}" if is_share else f"{value:.4g}" for value in (before, after)]
+        yield f"{name}: {told[0]} before, {told[1]} after"
 
 
 @RayHelper.function(group="driver", execute="first")

@@ -1,4 +1,5 @@
-"""How fast a step was: tokens a second, and the share of the devices' arithmetic that went into the model (MFU).
+"""How fast a step was: tokens a second, and the share of the devices' arithmetic that went into the model (MFU); and
+the memory of the devices.
 
 Each worker adds to the metrics of its update what it worked through (``add_work``). The driver divides that by the
 seconds that it saw go by (``throughput``).
@@ -42,6 +43,20 @@ def add_work(metrics: Metrics, num_tokens: int, flops: float, peak: float | None
     metrics.sum("update_flops", flops)
     if peak is not None:
         metrics.sum("update_peak_flops", peak * num_devices)
+
+
+def add_memory(metrics: Metrics, device: torch.device) -> None:
+    """Adds what a GPU has in use after an update, of all workers the largest: ``memory/...`` in GiB; a CPU has none.
+
+    ``peak_gib``: the most that tensors of this process have taken so far; ``reserved_gib``: what its allocator holds
+    now; ``device_used_gib``: what all processes hold on the device, engines too.
+    """
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    metrics.max("memory/peak_gib", torch.cuda.max_memory_allocated(device) / 2**30)
+    metrics.max("memory/reserved_gib", torch.cuda.memory_reserved(device) / 2**30)
+    metrics.max("memory/device_used_gib", (total - free) / 2**30)
 
 
 def flops_of(module: torch.nn.Module, num_tokens: int) -> float:

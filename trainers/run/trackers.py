@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: a progress bar, the console, ``metrics.jsonl``, TensorBoard, wandb, SwanLab.
+"""Where the numbers of a run go: the console (``console.py``), ``metrics.jsonl``, TensorBoard, wandb, SwanLab.
 
 ``metrics.jsonl`` holds every step at full precision, one JSON object a line; NaN and infinity, which JSON lacks, are
 written as null. Completions go to ``completions/completions_00010.parquet``, under the names of TRL.
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from rayhelper import ConfigError
+from trainers.run.console import Console
 
 
 class Trackers:
@@ -40,12 +41,7 @@ class Trackers:
         logging_steps: int,
         config: Mapping[str, Any],
     ) -> None:
-        from tqdm.auto import tqdm
-
         self.output_dir = output_dir
-        self.headline = headline
-        self.shown: dict[str, float] = {}  # since the last line: not every step has a reward
-        self.logging_steps = logging_steps
         self.tensorboard: Any = None
         self.wandb: Any = None
         self.swanlab: Any = None
@@ -61,8 +57,7 @@ class Trackers:
             self.swanlab = _open_swanlab(output_dir, run_name, config, is_new=first_step == 0)
         if "wandb" in report_to:
             self.wandb = _open_wandb(output_dir, run_name, config, is_new=first_step == 0)
-        # None: no bar where stderr is a file; the console lines are enough there
-        self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True, disable=None)
+        self.console = Console(total_steps, first_step, tuple(headline), logging_steps)
 
     def __enter__(self) -> Trackers:
         return self
@@ -71,7 +66,7 @@ class Trackers:
         self.close()
 
     def log(self, step: int, numbers: Mapping[str, float], *, advance: bool = True) -> None:
-        """Writes one step's numbers everywhere; ``advance`` moves the progress bar."""
+        """Writes one step's numbers everywhere; ``advance``: they are of a step, not of an evaluation."""
         numbers = {name: float(value) for name, value in numbers.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self.lines.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
@@ -84,19 +79,9 @@ class Trackers:
         if self.swanlab is not None:
             self.swanlab.log(dict(numbers), step=step)
         if advance:
-            self.shown |= {name: numbers[name] for name in self.headline if name in numbers}
-            shown = {name: self.shown[name] for name in self.headline if name in self.shown}
-            self.bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items()}, refresh=False)
-            self.bar.update(1)
-            if step % self.logging_steps == 0:
-                self.say(step, shown)
-                self.shown = {}
+            self.console.step(step, numbers)
         else:
-            self.say(step, numbers)
-
-    def say(self, step: int, numbers: Mapping[str, float]) -> None:
-        """A line on the console, above the progress bar."""
-        self.bar.write(f"step {step}: " + "  ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
+            self.console.evaluation(step, numbers)
 
     def completions(self, step: int, columns: Mapping[str, Sequence[Any]], *, num_shown: int = 2) -> None:
         """Keeps the completions of a step in a Parquet file and shows the first few as a table."""
@@ -106,12 +91,13 @@ class Trackers:
         folder.mkdir(exist_ok=True)
         table = pd.DataFrame({"step": step, **{name: list(column) for name, column in columns.items()}})
         table.to_parquet(folder / f"completions_{step:05d}.parquet")
-        rows = table[list(columns)].head(num_shown).to_numpy().tolist()
-        self.bar.write(_drawn(f"step {step}", list(columns), [[_cell(value) for value in row] for row in rows]))
+        names = [name for name in columns if name != "turns"]
+        rows = table[names].head(num_shown).to_numpy().tolist()
+        self.console.write(_drawn(f"step {step}", names, [[_cell(value) for value in row] for row in rows]))
 
     def close(self) -> None:
         """Closes everything; nothing is lost."""
-        self.bar.close()
+        self.console.close()
         self.lines.close()
         if self.tensorboard is not None:
             self.tensorboard.close()

@@ -1,4 +1,4 @@
-"""Best-of-N and distilled answers."""
+"""Best-of-N sampling and distilled answers."""
 
 from trainers import from_folder
 

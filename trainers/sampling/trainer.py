@@ -37,8 +37,11 @@ from trainers.configuration.reading.text import save_config
 from trainers.data.rows import prompt_of
 from trainers.parts.inputs import read_rows
 from trainers.plugins import load_plugins, resolve_model
+from trainers.report.command import write_of
 from trainers.rewards.models import check_reward_model, names_reward_model
 from trainers.rollout.hf.settings import check_generation_kwargs
+from trainers.run import origin
+from trainers.run.header import trainer_name
 from trainers.run.trackers import Trackers
 from trainers.sampling.candidates import Candidates, Questions, completion_of, judged
 from trainers.sampling.config import SamplingConfig
@@ -233,6 +236,9 @@ class SamplingTrainer:
         left = [part for part in ([p for p in batch.tolist() if p not in done] for batch in batches) if part]
         shown = dataclasses.replace(config, api_key=None)
         save_config(shown, config.log_dir)
+        done_before = len(batches) - len(left)
+        name = trainer_name(config)
+        origin.begin(config.log_dir, shown, trainer=name, first_step=done_before, num_steps=len(batches))
         self.trackers = self.files.enter_context(
             Trackers(
                 config.log_dir,
@@ -256,6 +262,9 @@ class SamplingTrainer:
         self.ledger.append(plain_numbers(entries))
         self.step += 1
         self.trackers.log(self.step, self.numbers())
+        every = self.config.report_every
+        if every and self.step % every == 0:
+            write_of(self.config.log_dir)
 
     @RayHelper.function(group="driver", execute="first")
     def finish(self) -> dict[str, float]:
@@ -264,11 +273,15 @@ class SamplingTrainer:
         path = self.config.output_path
         write_output(path, self.rows, self.ledger.in_order(self.order.tolist()))
         told = {name: int(value) for name, value in numbers.items() if float(value).is_integer()}
-        self.trackers.bar.write(
+        self.trackers.console.write(
             "{rows} rows: {kept} kept, {easy} easy, {no_positive} without a positive, {failed} failed".format(**told)
             + f"; acceptance {numbers['acceptance']:.1%}, {numbers['tokens_per_second']:.0f} tokens/s"
         )
-        self.trackers.bar.write(f"{told['num_samples']} samples are in {path}, what became of each row in its .ledger")
+        self.trackers.console.write(
+            f"{told['num_samples']} samples are in {path}, what became of each row in its .ledger"
+        )
+        origin.end(self.config.log_dir, self.step, "finished")
+        write_of(self.config.log_dir)
         return numbers
 
     def numbers(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, and pretraining."""
+"""Supervised fine-tuning and pretraining."""
 
 from trainers import from_folder
 

@@ -22,13 +22,15 @@ from trainers.batch import Sequences
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, sequences_per_step, total_steps
 from trainers.data.broken_rows import supervised_mistake, without_broken
+from trainers.data.images.conversations import COLUMNS
+from trainers.data.images.processor import seen_too
 from trainers.data.loss_scale import parsed
 from trainers.data.packs import batches_of
 from trainers.data.rows import pack, tokenize_sft
 from trainers.data.streaming import RowStream, StreamedSequences
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
-from trainers.parts.inputs import load_model_and_tokenizer, read_rows
+from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_rows
 from trainers.parts.policy import Policy
 from trainers.run.run import Run, saved_order
 from trainers.sft.config import SFTConfig
@@ -59,6 +61,7 @@ class SFTTrainer:
         """Reads and tokenizes the data."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
+        self.images = image_reader(config, self.model_path, self.tokenizer)
         if not config.streaming:
             self.sequences = self.read(*config.training_data)
         self.eval_sequences = self.read(*config.evaluation_data) if config.evaluates else None
@@ -66,12 +69,12 @@ class SFTTrainer:
     def read(self, source: Any, split: str) -> Sequences:
         """The sequences of a dataset, packed if asked for."""
         config = self.config
-        rows = read_rows(config, source, split)
+        rows = read_rows(config, source, split, self.images)
         cuts_rows = config.packing and config.packing_strategy != "bfd"
         with mistakes_of("dataset"):
             field = config.dataset_text_field
-            is_broken = partial(supervised_mistake, text_field=field)
-            columns = ("prompt", "completion", "messages", field)
+            is_broken = seen_too(partial(supervised_mistake, text_field=field), self.images)
+            columns = ("prompt", "completion", "messages", field, *COLUMNS)
             rows = without_broken(rows, is_broken, *columns, skip=config.skip_broken_rows)
             scale = parsed(config.loss_scale)
             sequences = tokenize_sft(
@@ -85,6 +88,7 @@ class SFTTrainer:
                 eos=config.eos_token,
                 num_proc=config.dataset_num_proc,
                 loss_scale=scale,
+                images=self.images,
             )
         if config.packing:
             assert config.max_length is not None

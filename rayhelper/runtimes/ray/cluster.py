@@ -22,12 +22,14 @@ from rayhelper.runtimes.ray.modules.imports import Imports, not_by_value, refuse
 from rayhelper.runtimes.ray.modules.pins import Pins
 from rayhelper.runtimes.ray.modules.reloads import Reloads
 from rayhelper.runtimes.ray.modules.sources import sources_of, user_modules
+from rayhelper.runtimes.ray.printed import Printed
 from rayhelper.timeline.recording import Recording
 from rayhelper.values.packing import dumps
 from rayhelper.watch.breakpoints import paused_s
 from rayhelper.worker.ambient import Ambient
 from rayhelper.worker.side_door import Address, stacks, told_stacks
 
+_ANSWER_S = 0.5  # so long a worker may take to say what it has printed
 _LOCAL_WAIT_S = 0.0  # a cluster of this machine alone will not grow
 _CLUSTER_WAIT_S = 120.0  # unless RAYHELPER_WAIT_S says otherwise
 
@@ -53,9 +55,11 @@ class RayCluster:
         self.told_changes: set[Place] = set()  # what workers were told that was set in modules
         self.is_ours = False
         self.announced: Announced | None = None
+        self.printed: Printed | None = None
 
     def start(self, config: DeviceGroups) -> dict[str, WorkerGroup]:
         self.is_ours = placing.connect(self.address)
+        self.printed = Printed()
         wait_s = cluster_wait_s() if self.address else _LOCAL_WAIT_S
         reserved = placing.reserved(config, wait_s=wait_s)
         inherits = self.is_ours and not self.address
@@ -117,6 +121,7 @@ class RayCluster:
         names_of_modules = imports.modules()
         with bound_for(*names):
             changes = changes_in([name for name in names_of_modules if name not in by_value], self.told_changes)
+            changes.check(cls)
             self.told_changes |= changes.values.keys()
             payload = ray.put(_pickled(cls, args, kwargs, Pins(names_of_modules), changes, by_value))
         return ToConstruct(payload, Reloads(names_of_modules))
@@ -136,6 +141,10 @@ class RayCluster:
                     group.hand_over_spans()
                 self.recording.write()
         finally:
+            if self.printed is not None:
+                asked = [group.crew.ask("printed", timeout_s=_ANSWER_S) for group in self.groups.values()]
+                self.printed.wait(last for answers in asked for last in answers.values())
+                self.printed.close()
             for group in self.groups.values():
                 group.stop()
             if self.is_ours:

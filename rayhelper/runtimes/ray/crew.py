@@ -24,6 +24,7 @@ from rayhelper.device_groups.slots import Slot, resources
 from rayhelper.errors import PlacementError
 from rayhelper.roles.runtime import Shard, WorkerInfo
 from rayhelper.runtimes.ray import environment
+from rayhelper.runtimes.ray.modules.sources import imported_first
 from rayhelper.runtimes.ray.patches import current_task, id_of_actor
 from rayhelper.runtimes.ray.placement import NodeLostError, Reservation
 from rayhelper.values.shards import is_within
@@ -113,6 +114,7 @@ class Crew:
                     self.key,
                     self.trace,
                     folder,
+                    imported_first(),
                 )
                 for rank in chosen
             ]

@@ -29,6 +29,7 @@ from rayhelper.runtimes.ray.awaited import AwaitedCall, AwaitedCalls
 from rayhelper.runtimes.ray.call import Construction, GroupCall, late_calls, sources_of
 from rayhelper.runtimes.ray.calls_under_way import CallsUnderWay
 from rayhelper.runtimes.ray.crew import Crew
+from rayhelper.runtimes.ray.late_call import LateCall
 from rayhelper.runtimes.ray.modules.reloads import Reloads
 from rayhelper.runtimes.ray.placement import Reservation
 from rayhelper.runtimes.ray.recovery import Recovery
@@ -166,13 +167,17 @@ class WorkerGroup:
         return kind(self.recovery, method, title, name, location, layout, order, sent, num_bytes, mode, sources, number)
 
     def _payloads(self, calls: list[Any], shard_of: tuple[int, ...], where: str) -> tuple[list[tuple[Any, ...]], int]:
-        """What each shard is sent (one for all, if it is the same), and its bytes."""
+        """What each shard is sent (one for all, if it is the same), and its bytes.
+
+        Where workers may be replaced, it may be sent again: then it is packed, as the caller may change it meanwhile.
+        """
+        stays = self.recovery.restarts_left > 0
         try:
             with bound_for(self.group.name):
                 if all(call is calls[0] for call in calls):
-                    value, num_bytes = sendable(calls[0], len(shard_of))
+                    value, num_bytes = sendable(calls[0], len(shard_of), stays)
                     return [(value,)], num_bytes
-                pairs = [sendable(call, shard_of.count(k)) for k, call in enumerate(calls)]
+                pairs = [sendable(call, shard_of.count(k), stays) for k, call in enumerate(calls)]
         except RoleError:
             raise
         except Exception as error:
@@ -198,14 +203,20 @@ class WorkerGroup:
         self.crew.end()
 
 
-def sendable(value: Any, num_readers: int) -> tuple[Any, int]:
+def holds_containers(call: Any) -> bool:
+    """Whether some argument of a call may be changed in place."""
+    args, kwargs = (call.args, call.kwargs) if isinstance(call, LateCall) else call
+    return not all(isinstance(value, (bool, int, float, str, bytes, type(None))) for value in (*args, *kwargs.values()))
+
+
+def sendable(value: Any, num_readers: int, stays: bool = False) -> tuple[Any, int]:
     """The value or what stands for it, an argument of ``num_readers`` remote calls; and its bytes, if it was packed.
 
     What is large, or holds a tensor, is packed. What several workers read is put into the object store once; what one
     worker reads goes with its call. Small values travel as they are: putting them costs more than sending them eight
-    times.
+    times. ``stays``: what the caller does with the value later does not change what is sent.
     """
-    if not worth_packing(value):
+    if not worth_packing(value) and not (stays and holds_containers(value)):
         return value, 0
     packed = pack(value)
     if num_readers > 1 and packed.nbytes > LARGE_BYTES:

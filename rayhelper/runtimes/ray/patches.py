@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ray
@@ -34,6 +35,25 @@ def ray_on_loopback() -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def listen_to_lines(note: Callable[[Mapping[str, Any]], None]) -> Callable[[], None] | None:
+    """Has ``note`` called with each batch of lines of workers, after Ray has shown it; the reply ends this.
+
+    None: Ray shows no lines here, or is another version. Ray (2.49 to 2.60) has no public way to know what it has
+    shown. Delete when ``ray.shutdown`` waits for what workers have printed.
+    """
+    try:
+        from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
+
+        is_shown = any(name == "ray_print_logs" for name, _ in dispatcher.handlers)
+    except (ImportError, AttributeError):
+        return None
+    if not is_shown:
+        return None
+    name = f"rayhelper-{id(note)}"
+    dispatcher.add_handler(name, note)
+    return functools.partial(dispatcher.remove_handler, name)
 
 
 def current_task() -> Any:

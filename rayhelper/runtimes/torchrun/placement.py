@@ -49,6 +49,7 @@ class Processes(Protocol):
     recording: Recording | None
     alone: str
     owed: OwedCall | None
+    watcher: Any  # of what calls come to, while ``prove`` compares runtimes
     last_awaited: asyncio.Future[None] | None  # done when the call that was awaited last has been settled
 
     @property
@@ -80,6 +81,11 @@ class SpmdPlacement:
         self.hosted = {
             name: HostedPlacement(runtime.workers[name], identity) for name in names if name in runtime.workers
         }
+
+    def noted(self) -> list[Any]:
+        """What the workers that this process is have noted of their calls, for ``prove``."""
+        identity = self.identity.outermost
+        return [hosted.runtime.noted(identity) for hosted in self.hosted.values()]
 
     def first_hosted(self) -> HostedPlacement | None:
         """Of the groups that this process belongs to, the first that the class declares."""
@@ -122,6 +128,19 @@ class SpmdPlacement:
         """The call, made now on every process of the group."""
         if method.role == DRIVER:
             return self._made_by_first(method, target, args, kwargs)
+        watcher = self.runtime.watcher
+        if watcher is None:
+            return self._submitted(method, target, args, kwargs)
+
+        def run() -> Any:
+            return self._submitted(method, target, args, kwargs).result()
+
+        title = self.identity.title(method)
+        return finished(lambda: watcher.call(method, title, args, kwargs, run, self.noted))
+
+    def _submitted(
+        self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Future[Any]:
         group = self.groups.get(method.role)
         if group is None:
             raise undeclared(method, self.identity.cls)
@@ -138,7 +157,7 @@ class SpmdPlacement:
             hosted, (own_args, own_kwargs), begun_ns = call.hosted, call.own, time.time_ns()
             assert hosted is not None, "only a process of the group runs the method"
             with acting_as(hosted.runtime), hosted.runtime.inside(hosted, method.role):
-                value = method.finished_call(target, own_args, own_kwargs)
+                value = hosted.runtime.watched(method).finished_call(target, own_args, own_kwargs)
             return call.answer(value, begun_ns)
 
         def leaders_values() -> list[Any]:
@@ -162,6 +181,18 @@ class SpmdPlacement:
         Where processes share a process group, one begins when the one before it has ended: their collectives would
         meet in another order on each process. One that is cancelled meets the others all the same, later.
         """
+        watcher = self.runtime.watcher
+        if watcher is None or method.role == DRIVER:
+            return await self._awaited(method, target, args, kwargs)
+
+        def run() -> Any:
+            return self._awaited(method, target, args, kwargs)
+
+        return await watcher.awaited(method, self.identity.title(method), args, kwargs, run, self.noted)
+
+    async def _awaited(
+        self, method: RoleMethod[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         group = self.groups.get(method.role)
         if method.role == DRIVER or group is None:
             return await asyncio.to_thread(self.submit(method, target, args, kwargs).result)
@@ -205,7 +236,7 @@ class SpmdPlacement:
         begun_ns = time.time_ns()
         attending = self.runtime.exchange.attending(where_of(call.title, call.group.name))
         with watching.Watched(attending), Watch(self.runtime.exchange, call.group.timeout_s) as watch:
-            coroutine = method.coroutine(target, own_args, own_kwargs)
+            coroutine = hosted.runtime.watched(method).coroutine(target, own_args, own_kwargs)
             self.runtime.exchange.coroutines[id(coroutine)] = coroutine
             try:
                 with task_acting_as(hosted.runtime), hosted.runtime.task_inside(hosted, method.role):

@@ -95,6 +95,7 @@ class TorchrunRuntime:
         self.last_awaited: asyncio.Future[None] | None = None  # done when the last call that was awaited is settled
         self.ended: tuple[int, Exception] | None = None  # of a constructor that others left: how deep it is, and why
         self.thread: int | None = None  # in which calls are made; None: there was none yet
+        self.watcher: Any = None  # of what calls come to, while ``prove`` compares runtimes
         self.alone = ""  # the driver's method that this process runs for all
         self.driver = WorkerInfo((DRIVER,), DRIVER, rank, size, _local_rank(), _local_size(), _node(), Shard(0, 1))
         if rank > 0:
@@ -142,6 +143,8 @@ class TorchrunRuntime:
                 self.ended = None
             raise why
         self.settle(outcome, error, watch)
+        if self.watcher is not None:
+            self.watcher.constructed(identity.name, placement.noted())
 
     def _drawing(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Inside, a constructor draws what it draws on process 0: otherwise replicas begin with different weights.

@@ -40,13 +40,14 @@ from trainers.backends.fsdp.hf_model import (
 from trainers.backends.fsdp.optimizer import OptimizerName, build_optimizer
 from trainers.backends.fsdp.resting_optimizer import RestingOptimizer
 from trainers.backends.fsdp.router import Balance
-from trainers.backends.fsdp.sequence_attention import SequenceRanks, share_rows
+from trainers.backends.fsdp.sequence_attention import share_rows
 from trainers.backends.fsdp.sharding import (
     accumulate_whole,
     can_accumulate_whole,
     forget_step,
     full,
     layers_of,
+    most_of_ranks,
     reshard,
     shard,
     take_gradients,
@@ -60,6 +61,7 @@ from trainers.backends.fsdp.tuners.adapters import (
     load_adapter,
     without_adapter,
 )
+from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.backends.offload import MEMORY, WEIGHTS, Offload
 from trainers.backends.random_state import random_state, read_random_state, set_random_state
 from trainers.backends.scores.head import room_of
@@ -71,7 +73,7 @@ from trainers.backends.segments import growing_segments, memory_settings
 from trainers.batch import Ragged, Sequences
 from trainers.losses.vocabulary import WHOLE
 from trainers.metrics import Metrics
-from trainers.run.throughput import add_work, flops_of, peak_flops
+from trainers.run.throughput import add_memory, add_work, flops_of, peak_flops
 
 Sharding = Literal["full_shard", "no_shard"]
 
@@ -94,6 +96,7 @@ class FsdpBackend:
     ``head.room_of``). ``router_aux_loss_coef``: of the loss that balances experts (``router.py``), in steps of a
     language model. ``neftune_noise_alpha``: noise on embeddings in ``step`` alone (see ``hf_model.add_noise``).
     ``sequence_parallel_size``: so many consecutive ranks share the rows of a slice (see ``sequence_attention.py``).
+    ``vision``: of a model that sees pictures, its frozen parts and their learning rates (see ``vision/pixels.py``).
     """
 
     vocabulary = WHOLE
@@ -140,6 +143,7 @@ class FsdpBackend:
         seed: int = 42,
         model_init_kwargs: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
+        vision: Mapping[str, Any] | None = None,
     ) -> None:
         from transformers import get_scheduler, set_seed
 
@@ -170,11 +174,11 @@ class FsdpBackend:
             seed=seed,
             quantization=quantization,
         )
+        self.vision = Vision.of(self.module, model, head, trust_remote_code=trust_remote_code, **(vision or {}))
         if lowers and self.device.type == "cuda":
             packed_attention.prefer(self.module)
-        self.sharing: SequenceRanks | None = None  # of rows
-        if sequence_parallel_size > 1:
-            self.sharing = share_rows(self.module, sequence_parallel_size)
+        shares = sequence_parallel_size > 1  # rows
+        self.sharing = share_rows(self.module, sequence_parallel_size) if shares else None
         way = documents.way_of(self.module)
         if padding_free and way is None:
             raise ConfigError(documents.refusal(self.module))
@@ -186,7 +190,7 @@ class FsdpBackend:
         self.scorer = Scorer(self.module, **calls, room=room) if head == "lm" else ValueScorer(self.module, **calls)
         self.adapted: Any = None
         if lora is not None:
-            told: dict[str, Any] = {"value_head": head == "value", "seed": seed, "tuner": tuner}
+            told: dict[str, Any] = {"value_head": head == "value", "seed": seed, "tuner": tuner, "vision": self.vision}
             self.adapted = add_adapter(self.module, lora, num_training_steps=num_training_steps, **told)
             if isinstance(self.scorer, Scorer):
                 self.scorer.head.linear = self.module.get_output_embeddings()  # which may have got an adapter too
@@ -206,6 +210,8 @@ class FsdpBackend:
         if torch_compile:
             for layer in layers_of(self.module):
                 layer.compile()
+        if self.vision is not None:
+            self.vision.joins(self.scorer, trains=trains, shards=shards)
         self.forward: torch.nn.Module = self.scorer
         self.casts = lowers
         if shards:
@@ -222,7 +228,8 @@ class FsdpBackend:
             reshard(self.scorer)
         elif trains and self.world_size > 1:
             devices = [self.device.index] if self.device.type == "cuda" else None
-            self.forward = DistributedDataParallel(self.scorer, device_ids=devices, gradient_as_bucket_view=True)
+            told = {"gradient_as_bucket_view": True, "find_unused_parameters": self.vision is not None}
+            self.forward = DistributedDataParallel(self.scorer, device_ids=devices, **told)
         self.is_sharded = shards
         is_one = shards and self.world_size == 1 and not offload_params
         self.accumulates_whole = is_one and can_accumulate_whole(self.scorer)
@@ -244,16 +251,13 @@ class FsdpBackend:
             adam_betas=(adam_beta1, adam_beta2),
             adam_epsilon=adam_epsilon,
             kwargs=optim_kwargs or {},
+            rates=self.vision.rates if self.vision else {},
         )
         if optimizer_offload and self.device.type == "cuda":
             self.resting = RestingOptimizer(self.optimizer, self.device)
-        self.scheduler = get_scheduler(
-            lr_scheduler_type,
-            self.optimizer,
-            num_warmup_steps=warmup_steps,
-            num_training_steps=num_training_steps,
-            scheduler_specific_kwargs=dict(lr_scheduler_kwargs or {}),
-        )
+        steps: dict[str, Any] = {"num_warmup_steps": warmup_steps, "num_training_steps": num_training_steps}
+        further: dict[str, Any] = {"scheduler_specific_kwargs": dict(lr_scheduler_kwargs or {})}
+        self.scheduler = get_scheduler(lr_scheduler_type, self.optimizer, **steps, **further)
 
     @property
     def shard(self) -> tuple[int, int, bool]:
@@ -340,7 +344,7 @@ class FsdpBackend:
         rows = self._cut(sequences, micro_batch_size, budget)
         columns: list[list[torch.Tensor]] = [[] for _ in range(num_columns)]
         with evaluating(self.module), self._without_adapter(not adapter):
-            for k in range(self._most(len(rows)) if self.is_sharded else len(rows)):
+            for k in range(most_of_ranks(len(rows), self.device) if self.is_sharded else len(rows)):
                 micro = sequences[rows[k]] if k < len(rows) else None
                 scores = pick(self._run(self.scorer, micro, temperature=temperature, **settings))
                 if micro is not None:
@@ -375,7 +379,7 @@ class FsdpBackend:
         with self._forgetting_failures(), memory_settings(self.activation_memory_budget, growing):
             metrics = Metrics()
             rows = self._cut(batch, micro_batch_size, self.token_budget)
-            num_micro, num_tokens = self._most(max(1, len(rows))), 0
+            num_micro, num_tokens = most_of_ranks(max(1, len(rows)), self.device), 0
             finite = FiniteStep(self.device)
             settings: dict[str, Any] = {}
             if isinstance(self.scorer, Scorer):
@@ -397,7 +401,7 @@ class FsdpBackend:
                     if self.room:  # rows that are left are cut by what this pass kept
                         self.token_budget = self.room.cut(batch, rows, k, padding_free=self.padding_free)
                         self.room = None if self.room.is_known else self.room
-                        num_micro = max(min(k + 2, num_micro), self._most(max(1, len(rows))))
+                        num_micro = max(min(k + 2, num_micro), most_of_ranks(max(1, len(rows)), self.device))
                     names = () if token_function is None else token_function.names
                     loss = token_loss(scores, names, loss_function, micro, sequences, metrics)
                     if self.balance is not None:
@@ -425,6 +429,7 @@ class FsdpBackend:
             self.optimizer.zero_grad(set_to_none=True)
             num_ranks = 1 if self.sharing is None else self.sharing.size  # whose work it is
             add_work(metrics, num_tokens, flops_of(self.module, num_tokens), self.peak_flops, num_ranks)
+            add_memory(metrics, self.device)
             return metrics
 
     @contextlib.contextmanager
@@ -445,7 +450,7 @@ class FsdpBackend:
         micro = Sequences(Ragged.of([], np.int64), Ragged.of([], bool)) if micro is None else micro
         sharing = None if self.sharing is None else (self.sharing.index, self.sharing.size)
         told: dict[str, Any] = {"padding_free": self.padding_free, "read_at": self.read_at, "sharing": sharing}
-        inputs = model_inputs(micro, self.device, **told)
+        inputs = model_inputs(micro, self.device, **told, vision=self.vision)
         if isinstance(self.scorer, ValueScorer):
             settings = {}
         with self._autocast():
@@ -464,14 +469,6 @@ class FsdpBackend:
         if self.accumulates_whole:
             accumulate_whole(self.scorer, last=last)
         return contextlib.nullcontext()
-
-    def _most(self, count: int) -> int:
-        """The largest count of any rank."""
-        if self.world_size == 1:
-            return count
-        counts = torch.tensor(count, device=self.device)
-        dist.all_reduce(counts, dist.ReduceOp.MAX)
-        return int(counts)
 
     # Weights
 
@@ -550,9 +547,8 @@ class FsdpBackend:
         """
         self._settle()
         if self.rank == 0 or self.is_sharded:
-            checkpoint.export_model(
-                Path(folder), self.module, self.adapted, self.config, self.dtype, writes=self.rank == 0
-            )
+            parts = (self.module, self.adapted, self.config, self.dtype)
+            checkpoint.export_model(Path(folder), *parts, vision=self.vision, writes=self.rank == 0)
         if tokenizer is not None and self.rank == 0:
             tokenizer.save_pretrained(folder)
 

@@ -15,6 +15,7 @@ from trainers.backends.fsdp.optimizer import load_whole_state, whole_state
 from trainers.backends.fsdp.resting_optimizer import RestingOptimizer
 from trainers.backends.fsdp.tuners.adalora import Ranks
 from trainers.backends.fsdp.tuners.adapters import own_weights, saved_weights, write_adapter
+from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.backends.saved_files import read_saved
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
@@ -27,15 +28,31 @@ def save_model(folder: Path, module: Any, config: Any, *, writes: bool) -> None:
         write_model(module, weights, folder, dtype=module.dtype, config=config)
 
 
-def export_model(folder: Path, module: Any, adapted: Any, config: Any, dtype: torch.dtype, *, writes: bool) -> None:
-    """Writes the model alone in ``dtype``, an adapter merged; the adapter stands alone in ``adapter``."""
+def export_model(
+    folder: Path,
+    module: Any,
+    adapted: Any,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    vision: Vision | None = None,
+    writes: bool,
+) -> None:
+    """Writes the model alone in ``dtype``, an adapter merged; the adapter stands alone in ``adapter``.
+
+    ``vision``: of a model that sees pictures, whose processor is written too.
+    """
     weights = dict(own_weights(module, untied(module)))
     adapter = saved_weights(adapted)
     if not writes:
         return
+    if vision is not None:
+        weights |= vision.unread_weights()
     write_model(module, weights, folder, dtype=dtype, config=config)
     if adapter:
         write_adapter(adapted, folder / "adapter", adapter)
+    if vision is not None:
+        vision.export(folder)
 
 
 def save_adapter(folder: Path, adapted: Any, ranks: Ranks | None, *, writes: bool) -> None:

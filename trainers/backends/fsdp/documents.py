@@ -11,16 +11,18 @@ to document unless a kernel for them is told; without these kernels the row is r
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Literal, get_args
 
 import torch
 
 from rayhelper import ConfigError
 from trainers.backends.fsdp.packed_attention import packed_arguments
-from trainers.backends.scores.inputs import Inputs
+from trainers.backends.scores.inputs import Inputs, Seen
 
 Way = Literal["positions", "lengths", "masks"]
 LENGTHS = (9, 8)  # tokens of the two documents that a model is asked for
+PICTURE_MARKS = ("mm_token_type_ids", "token_type_ids")  # how models call the marks of a picture's tokens
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the norm of what the documents give apart
 LOW_TOLERANCE = 5e-2
 
@@ -41,16 +43,54 @@ def model_arguments(model: Any, inputs: Inputs, way: Way | None) -> dict[str, An
     """
     config = model.config.get_text_config()
     arguments = {"input_ids": inputs.input_ids_BT, **packed_arguments(config, inputs)}
+    if inputs.seen is not None:
+        arguments |= picture_arguments(model, inputs.seen)
     if inputs.position_ids_BT is None:
         return arguments
     if way is None:
         raise ConfigError(refusal(model))
-    arguments["position_ids"] = inputs.position_ids_BT
+    arguments["position_ids"] = positions_of(model, inputs)
     if way == "lengths":
         arguments |= _lengths(inputs)
     elif way == "masks":
         arguments["attention_mask"] = _masks(model, config, inputs)
     return arguments
+
+
+def picture_arguments(model: Any, seen: Seen) -> dict[str, Any]:
+    """The pixels, and which tokens stand for pictures, by the names that the model gives them."""
+    taken = inspect.signature(backbone(model).forward).parameters
+    marks = next((name for name in PICTURE_MARKS if name in taken), None)
+    return seen.pixels | ({} if marks is None else {marks: seen.is_picture_BT})
+
+
+def positions_of(model: Any, inputs: Inputs) -> torch.Tensor:
+    """(B, T) positions within documents.
+
+    Of a model whose positions have three dimensions where there are pictures (M-RoPE, arXiv 2409.12191) (4, B, T):
+    before these the positions by which transformers keeps documents apart. The model itself says where its pictures
+    lie; it is asked for each document alone.
+    """
+    positions_BT = inputs.position_ids_BT
+    assert positions_BT is not None
+    part = backbone(model)
+    if not hasattr(part, "get_rope_index"):
+        return positions_BT
+    if inputs.seen is None:
+        return positions_BT.expand(4, -1, -1)
+    assert inputs.document_starts is not None
+    lengths_D = inputs.document_starts.diff()
+    places_L = torch.arange(inputs.longest_document, device=lengths_D.device)
+    is_there_DL = places_L < lengths_D[:, None]
+    ids_DL = torch.zeros_like(is_there_DL, dtype=torch.long)
+    marks_DL = torch.zeros_like(ids_DL)
+    ids_DL[is_there_DL], marks_DL[is_there_DL] = inputs.input_ids_BT.flatten(), inputs.seen.is_picture_BT.flatten()
+    grids = {name: value for name, value in inputs.seen.pixels.items() if name.endswith("_grid_thw")}
+    positions_3DL, _ = part.get_rope_index(
+        input_ids=ids_DL, mm_token_type_ids=marks_DL, attention_mask=is_there_DL.long(), **grids
+    )
+    positions_3BT = positions_3DL[:, is_there_DL].unflatten(1, tuple(positions_BT.shape))
+    return torch.cat([positions_BT[None], positions_3BT])
 
 
 def refusal(model: Any) -> str:

@@ -21,6 +21,7 @@ from trainers.backends.fsdp import packed_attention
 from trainers.backends.fsdp.sharding import as_placed
 from trainers.backends.fsdp.tuners.adapters import own_weights, trained_names
 from trainers.backends.fsdp.tuners.quantized import compute_alike, loading_arguments, quantized_layers, written_whole
+from trainers.data.images.processor import language_class
 
 ModelHead = Literal["lm", "value"]
 
@@ -37,12 +38,13 @@ def build_model(
     seed: int = 0,
     quantization: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The causal language model of a folder or hub name, or a sequence classifier (``value``).
+    """The causal language model of a folder or hub name, with its vision tower if it has one, or a sequence classifier
+    (``value``).
 
     A classifier has ``num_labels`` labels. It may be read from a language model; its head is then drawn
     (``fresh_weights.py``). ``quantization``: fields of transformers' BitsAndBytesConfig (see ``tuners/quantized.py``).
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForSequenceClassification
 
     packed_attention.register()
     settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, **dict(model_init_kwargs or {})}
@@ -56,7 +58,8 @@ def build_model(
             head_KH = built.score.weight.data
             head_KH.copy_(value_head(head_KH.shape[1], built.config.initializer_range, seed, num_labels))
     else:
-        built = AutoModelForCausalLM.from_pretrained(model, **settings)
+        found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        built = language_class(found).from_pretrained(model, **settings)
     if quantization:  # it is on its device, and cannot be moved
         compute_alike(built)
     else:

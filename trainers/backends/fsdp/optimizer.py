@@ -22,12 +22,13 @@ def build_optimizer(
     adam_betas: tuple[float, float],
     adam_epsilon: float,
     kwargs: Mapping[str, Any],
+    rates: Mapping[str, float] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of the weights that are trained; biases and norms do not decay.
 
-    ``kwargs``: its further arguments.
+    ``kwargs``: its further arguments. ``rates``: learning rates of single weights by their names.
     """
-    groups = parameter_groups(module, weight_decay)
+    groups = parameter_groups(module, weight_decay, rates or {})
     fused = next(module.parameters()).device.type == "cuda"
     match name:
         case "adamw_torch" | "adamw_torch_fused":
@@ -45,18 +46,29 @@ def build_optimizer(
             return torch.optim.Adagrad(groups, lr=learning_rate, **kwargs)
 
 
-def parameter_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The weights that are trained, as transformers' Trainer divides them: no decay of biases and norms."""
+def parameter_groups(
+    module: torch.nn.Module, weight_decay: float, rates: Mapping[str, float] | None = None
+) -> list[dict[str, Any]]:
+    """The weights that are trained, as transformers' Trainer divides them: no decay of biases and norms.
+
+    Weights with a learning rate of their own (``rates``) are groups of their own behind these.
+    """
+    rates = rates or {}
     from transformers.trainer_pt_utils import get_parameter_names
 
     forbidden = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
     decayed = set(get_parameter_names(module, [torch.nn.LayerNorm], forbidden))
     trained = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
     groups = [(True, weight_decay), (False, 0.0)]
-    return [
-        {"params": [weight for name, weight in trained if (name in decayed) == decays], "weight_decay": decay}
-        for decays, decay in groups
-    ]
+    found: list[dict[str, Any]] = []
+    for rate in (None, *sorted({rates[name] for name, _ in trained if name in rates})):
+        of_rate = [(name, weight) for name, weight in trained if rates.get(name) == rate]
+        found += [
+            {"params": [weight for name, weight in of_rate if (name in decayed) == decays], "weight_decay": decay}
+            | ({} if rate is None else {"lr": rate})
+            for decays, decay in groups
+        ]
+    return found
 
 
 def whole_state(

@@ -22,6 +22,7 @@ import torch
 from rayhelper import ConfigError
 from trainers.backends.fsdp.patches import tell_single_documents
 from trainers.backends.scores.inputs import Inputs
+from trainers.data.images.processor import is_vision
 
 NAME = "varlen"
 TORCH = torch.torch_version.TorchVersion(torch.__version__)
@@ -175,7 +176,7 @@ def one_by_one(
 def prefer(model: Any) -> None:
     """Gives a model ``varlen`` in place of ``sdpa`` if it keeps documents apart by it, with layers in bfloat16."""
     config = model.config.get_text_config()
-    if config._attn_implementation != "sdpa" or TORCH < "2.11":
+    if config._attn_implementation != "sdpa" or TORCH < "2.11" or is_vision(model.config):
         return
     model.set_attn_implementation(NAME)
     try:
@@ -196,6 +197,8 @@ def check_model(model: Any, *, tolerance: float | None = None) -> None:
     if config._attn_implementation != NAME:
         return
     told = f"model_init_kwargs: attn_implementation: {NAME}"
+    if is_vision(model.config):
+        raise ConfigError(f"{told} knows nothing of pictures, which {type(model).__name__} sees. Take sdpa.")
     if torch.cuda.is_available() and TORCH < "2.11":
         raise ConfigError(
             f"{told} needs torch 2.11 or newer on a GPU; this is {torch.__version__}. Take sdpa, or update."

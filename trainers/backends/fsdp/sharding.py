@@ -143,3 +143,12 @@ def as_placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return tensor
     tensor = tensor.to(like.device_mesh.device_type)
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
+
+
+def most_of_ranks(count: int, device: torch.device) -> int:
+    """The largest count of any rank. Every rank calls it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return count
+    counts = torch.tensor(count, device=device)
+    dist.all_reduce(counts, dist.ReduceOp.MAX)
+    return int(counts)

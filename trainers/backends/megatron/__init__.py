@@ -14,6 +14,8 @@
     router.py      losses that balance experts
     packing.py     a micro-batch as one row of documents, and the tokens of it that this worker has
     weights.py     Hugging Face names <-> this worker's shards
+    tensors/       which tensors each layer is made of (table.py), experts in stacks, and what is kept as it came
+    delta_rule/    layers that keep a state, of Qwen3-Next and Qwen3.5, and the attention between them
     checkpoint.py  the model in parts on the disk, read in any layout; written while training goes on
     moments.py     what the optimizers keep of each weight, as whole tensors
     adapter_targets.py  LoRA: which weights have an adapter

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from trainers.backends.megatron.weights import Source
+from trainers.backends.megatron.tensors.sources import Source
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Piece:
             self.source.put(own, weights, self.group.rank())
             return
         for name in self.source.tensors:
-            self.source.fill(own, name, weights[name][self.source.part(name, self.group.rank())])
+            self.source.fill(own, name, self.source.part(name, weights[name], self.group.rank()))
 
 
 def expert_stacks(config: Any, linear: str, name: str, rank: int, over: tuple[int, int]) -> tuple[Stack, Stack]:

@@ -1,23 +1,30 @@
 """Which weights of a model have an adapter, by fields of peft's LoraConfig.
 
-Routers, gates of shared experts, embedding and head get none: "all-linear" is attention, dense MLPs and shared experts,
-and of qwen3_moe, where names of an MLP mean experts to peft, attention alone. Experts get one where they are named.
+Routers, gates of shared experts, convolutions, embedding and head get none: "all-linear" is attention, gated delta-rule
+layers, dense MLPs and shared experts. In qwen3_moe and qwen3_next, where names of an MLP mean experts to peft, it has
+no MLP. Experts get an adapter where they are named.
 
 Needs neither weights nor megatron-core: mistakes are found before a process starts.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from rayhelper import ConfigError
-from trainers.backends.megatron.weights import Source, block_sources
+from trainers.backends.megatron.tensors.sources import Source
+from trainers.backends.megatron.tensors.table import block_sources
 
 FIELDS = ("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "use_rslora")
 STACKS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # what peft calls the experts of a layer
 IN_STACKS = ("gate_proj", "up_proj", "down_proj")  # and what it called them when they were layers of their own
-MLP_IS_EXPERTS = ("qwen3_moe",)  # where peft takes the names of an MLP of any kind for those of the experts
+LINEAR = re.compile(r"(_proj|\.in_proj_\w+)\.weight$")  # layers of a checkpoint that can have an adapter
+MLP_IS_EXPERTS = (
+    "qwen3_moe",
+    "qwen3_next",
+)  # where peft takes the names of an MLP of any kind for those of the experts
 
 
 def chosen_targets(config: Any, settings: Mapping[str, Any], *, num_stages: int = 1) -> set[str]:
@@ -100,8 +107,7 @@ def linear_layers(config: Any, num_ranks: int) -> list[list[Source]]:
         [
             source
             for source in block.plain
-            if all(name.endswith("_proj.weight") for name in source.tensors)
-            and not (attention_only and ".mlp." in source.key)
+            if all(LINEAR.search(name) for name in source.tensors) and not (attention_only and ".mlp." in source.key)
         ]
         for block in blocks
     ]

@@ -37,7 +37,9 @@ from trainers.backends.megatron.adapter_targets import (
     names_in_stacks,
     peft_fields,
 )
-from trainers.backends.megatron.weights import MegatronWeights, Source
+from trainers.backends.megatron.tensors.sources import Source
+from trainers.backends.megatron.tensors.table import VALUES
+from trainers.backends.megatron.weights import MegatronWeights, canonical
 
 PREFIX, FILE = "base_model.model.", "adapter_model.safetensors"
 
@@ -117,10 +119,9 @@ class MegatronAdapter:
         piece.put(own, wholes)
         return own
 
-    @property
-    def changed(self) -> set[str]:
-        """Names, in a checkpoint, of the weights that training makes others of."""
-        return self.targets | ({"score.weight"} if self.value_head else set())
+    def changes(self, name: str) -> bool:
+        """Whether training makes another of the weight of that name in the checkpoint."""
+        return canonical(name) in self.targets or (self.value_head and name == VALUES)
 
     def merged(self, parameter: Parameter) -> torch.Tensor:
         """This worker's part of a weight with the adapter added, which leaves the weight as it is."""
@@ -200,7 +201,12 @@ class MegatronAdapter:
         self._scalings |= dict.fromkeys(b, self._scaling())
         for key, tensors, dim in (("a", a, 1), ("b", b, 0)):
             cut = dim if dim == source.dim else None
-            yield Piece(Source((), tensors, cut, source.num_ranks), getattr(low_rank, key, None), self._tensor)
+            sections = {}
+            if cut == 0:
+                given = zip(tensors, targets, strict=True)
+                sections = {name: source.sections[target] for name, target in given if target in source.sections}
+            stacked = Source((), tensors, cut, source.num_ranks, sections=sections)
+            yield Piece(stacked, getattr(low_rank, key, None), self._tensor)
 
     def _added_to_experts(self, number: int, layer: Any) -> Iterator[Piece]:
         """What the adapter has beside the experts of the layer of that number."""

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+SEEING = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # and what their language model is
+DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # some layers go by the gated delta rule
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", *DELTA)
 ROTATIONS = ("default", "linear", "llama3", "yarn")
 BIASED = ("qwen2", "qwen2_moe")  # queries, keys and values have biases
-NORMED = ("qwen3", "qwen3_moe")  # queries and keys have norms
-MIXED = ("qwen2_moe", "qwen3_moe")  # mixtures of experts
+NORMED = ("qwen3", "qwen3_moe", *DELTA)  # queries and keys have norms
+SHARED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")  # mixtures with an expert for all tokens
+MIXED = ("qwen3_moe", *SHARED)  # mixtures of experts
 
 
 def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
     """What a config.json asks for that the backend would leave out, and so compute something else."""
     kind = config.get("model_type")
+    if kind in SEEING:  # its language model alone is trained
+        yield from architecture_mistakes({**(config.get("text_config") or {}), "model_type": SEEING[kind]})
+        return
     if kind not in MODEL_TYPES:
-        yield f"the architecture {kind!r} is not known (known: {', '.join(MODEL_TYPES)})"
+        yield f"the architecture {kind!r} is not known (known: {', '.join((*MODEL_TYPES, *SEEING))})"
         return
     activation = config.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
@@ -32,17 +38,26 @@ def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
         yield "its attention_bias is true, and projections have no bias"
     if kind == "qwen2_moe" and not config.get("qkv_bias", True):
         yield "its qkv_bias is false, and queries, keys and values have biases"
-    if kind == "qwen2_moe" and config.get("shared_expert_intermediate_size") == 0:
+    if kind in SHARED and config.get("shared_expert_intermediate_size") == 0:
         yield "its shared_expert_intermediate_size is 0, and layers of experts have a shared one"
     if kind in MIXED and config.get("num_experts") == 0:
         yield "its num_experts is 0, and a mixture has experts"
-    if kind in MIXED and config.get("num_experts_per_tok") == 1 and config.get("norm_topk_prob"):
+    if kind in MIXED and config.get("num_experts_per_tok") == 1 and _norms_choices(config):
         yield "its norm_topk_prob is true with num_experts_per_tok 1, which megatron-core's router refuses"
+    if kind in DELTA:
+        keys, values = config.get("linear_num_key_heads", 16), config.get("linear_num_value_heads", 32)
+        if values % keys:
+            yield f"its linear_num_value_heads {values} are no multiple of its linear_num_key_heads {keys}"
     if config.get("mlp_bias"):
         yield "its mlp_bias is true, and MLPs have no bias"
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
         yield f"its weights are quantized ({method}), and numbers are read as they stand, without their scales"
+
+
+def _norms_choices(config: Mapping[str, Any]) -> bool:
+    """Whether the probabilities of a token's experts are made to add up to one."""
+    return bool(config.get("norm_topk_prob", config.get("model_type") in DELTA))
 
 
 def has_experts(config: Any, layer: int) -> bool:
@@ -56,3 +71,8 @@ def head_width(config: Any) -> int:
     """Channels of an attention head."""
     width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return width
+
+
+def is_delta(config: Any, layer: int) -> bool:
+    """Whether a layer, counted from 0, goes by the gated delta rule and not by attention."""
+    return config.model_type in DELTA and config.layer_types[layer] == "linear_attention"

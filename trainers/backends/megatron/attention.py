@@ -24,7 +24,7 @@ from trainers.backends.megatron.parts import in_one_pass
 class Rotation(NamedTuple):
     """Of the angles by which each token's queries and keys are turned."""
 
-    cos_SR: torch.Tensor  # half as wide as a head
+    cos_SR: torch.Tensor  # half as wide as a head, or as what is turned of it
     sin_S2R: torch.Tensor  # negative, for the first half of a head, and as it is, for the second
 
 
@@ -44,16 +44,27 @@ def told(documents: Documents, turns: Rotation) -> torch.Tensor:
     return torch.tensor([number])
 
 
+def looked_up(number: torch.Tensor) -> tuple[Documents, Rotation]:
+    """What the number stands for."""
+    return _told[int(number)]
+
+
 def forget() -> None:
     """Behind the last backward pass of a step."""
     _told.clear()
 
 
 def turned(heads_SHD: torch.Tensor, cos_SR: torch.Tensor, sin_S2R: torch.Tensor) -> torch.Tensor:
-    """(S, H, D) turned by position, the first half of a head against the second (RoPE, arXiv 2104.09864)."""
-    halves_SH2R = heads_SHD.unflatten(-1, (2, -1))
+    """(S, H, D) turned by position, the first half of a head against the second (RoPE, arXiv 2104.09864).
+
+    Where there are fewer angles than half of a head has channels, the last channels stay as they are.
+    """
+    width = 2 * cos_SR.shape[-1]
+    halves_SH2R = heads_SHD[..., :width].unflatten(-1, (2, -1))
     turned_SH2R: torch.Tensor = halves_SH2R * cos_SR[:, None, None] + halves_SH2R.flip(-2) * sin_S2R[:, None]
-    return turned_SH2R.flatten(-2)
+    if width == heads_SHD.shape[-1]:
+        return turned_SH2R.flatten(-2)
+    return torch.cat([turned_SH2R.flatten(-2), heads_SHD[..., width:]], -1)
 
 
 class DocumentAttention(torch.nn.Module):
@@ -75,7 +86,7 @@ class DocumentAttention(torch.nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
-        documents, turns = _told[int(attention_mask)]
+        documents, turns = looked_up(attention_mask)
         query_SHD, key_SGD, value_SGD = (heads.squeeze(1) for heads in (query, key, value))
         query_SHD, key_SGD = (in_one_pass(turned, (heads, *turns)) for heads in (query_SHD, key_SGD))
         if self.context is not None:

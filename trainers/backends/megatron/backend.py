@@ -37,6 +37,7 @@ from trainers.backends.megatron.adapters import MegatronAdapter
 from trainers.backends.megatron.checkpoint import Writer, check_parts, load_parts, save_parts
 from trainers.backends.megatron.fields import check_fields
 from trainers.backends.megatron.model import build_stages
+from trainers.backends.megatron.model_fields import read_config
 from trainers.backends.megatron.optimizer import build_optimizer, build_schedule, gradient_norm, with_gradients
 from trainers.backends.megatron.packing import Packed
 from trainers.backends.megatron.pipeline import Pipeline
@@ -55,7 +56,7 @@ from trainers.batch import Ragged, Sequences
 from trainers.checkpoint import is_written
 from trainers.losses.vocabulary import WHOLE, Vocabulary
 from trainers.metrics import Metrics
-from trainers.run.throughput import add_work, peak_flops
+from trainers.run.throughput import add_memory, add_work, peak_flops
 
 
 class MegatronBackend:
@@ -107,7 +108,7 @@ class MegatronBackend:
         trust_remote_code: bool = False,
         async_save: bool = False,
     ) -> None:
-        from transformers import AutoConfig, set_seed
+        from transformers import set_seed
 
         set_seed(seed)
         further = {**settings.transformer, **settings.ddp, **settings.optimizer}
@@ -118,8 +119,8 @@ class MegatronBackend:
         self.peak_flops = peak_flops(self.device, peak_tflops)
         read_at: ReadAt = values_at if head == "value" else "predicting"
         self.at = layout.start(settings, seed=seed)
-        fields = dict(model_init_kwargs or {})
-        self.hf = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, **fields)
+        whole = read_config(model, model_init_kwargs or {}, trust_remote_code=trust_remote_code)
+        self.hf = whole.get_text_config()
         if not disable_dropout and learning_rate is not None and self.hf.attention_dropout:
             raise ConfigError(
                 f"disable_dropout is false and the model's attention_dropout {self.hf.attention_dropout}, which the "
@@ -135,7 +136,7 @@ class MegatronBackend:
             has_adapter=lora is not None,
             seed=seed,
         )
-        self.weights = MegatronWeights(self.hf, self.stages, head=head, num_labels=num_labels)
+        self.weights = MegatronWeights(self.hf, self.stages, head=head, num_labels=num_labels, whole=whole)
         self.weights.load(model)
         self.adapter: MegatronAdapter | None = None
         if lora is not None:
@@ -191,8 +192,7 @@ class MegatronBackend:
         return sum(sizes.values()) - of_experts * (1 - share)
 
     def _head_weight(self) -> torch.Tensor:
-        stage = self.stages[-1]
-        weight: torch.Tensor = stage.output_layer()
+        weight: torch.Tensor = self.stages[-1].output_layer()
         return weight[: self._num_columns()]
 
     def _num_columns(self) -> int:
@@ -408,6 +408,7 @@ class MegatronBackend:
                 metrics.sum(name, value)
         flops = (6.0 if self.adapter is None else 4.0) * self.num_active * num_tokens
         add_work(metrics, num_tokens, flops, self.peak_flops, self.at.workers_per_shard)
+        add_memory(metrics, self.device)
         return metrics
 
     def _filled(self, micros: list[Any], batch: Any) -> list[Any]:
@@ -466,7 +467,7 @@ class MegatronBackend:
                 yield from self.weights.named_weights()
                 return
             for name, weight in self.weights.named_weights(self.adapter.merged):
-                if not trained_only or name in self.adapter.changed:
+                if not trained_only or self.adapter.changes(name):
                     yield name, weight
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -34,16 +34,16 @@ def why_no_engine() -> str | None:
     return None
 
 
-def implementation(further: Mapping[str, Any], *, has_adapter: bool) -> str:
+def implementation(further: Mapping[str, Any], *, own_only: bool) -> str:
     """``TRANSFORMER_ENGINE`` or ``LOCAL``: what ``further`` fields say, else the former where it can be had.
 
-    An adapter stands beside megatron-core's own layers: TransformerEngine's have norms inside, and it needs what these
-    give.
+    ``own_only``: megatron-core's own layers are wanted. An adapter stands beside these: TransformerEngine's have norms
+    inside, and it needs what these give. Gated delta-rule layers and their attention are made of these too.
     """
     given: str | None = further.get("transformer_impl")
     if given is not None:
         return given
-    return LOCAL if has_adapter or why_no_engine() else TRANSFORMER_ENGINE
+    return LOCAL if own_only or why_no_engine() else TRANSFORMER_ENGINE
 
 
 def engine_mistake(further: Mapping[str, Any], *, has_adapter: bool) -> str | None:

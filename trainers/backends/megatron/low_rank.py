@@ -17,7 +17,7 @@ from megatron.core import tensor_parallel
 from torch.nn.functional import dropout, linear, pad
 
 from trainers.backends.megatron.grouped_experts import ALIGNED, GroupedExperts, grouped_product
-from trainers.backends.megatron.weights import Source
+from trainers.backends.megatron.tensors.sources import Source
 from trainers.backends.scores.sums import spread
 
 

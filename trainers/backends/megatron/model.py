@@ -6,6 +6,7 @@ gives those of the targets, on which ``backend.py`` puts the head.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,13 +15,17 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from rayhelper import ConfigError
 from trainers.backends.fresh_weights import value_head
 from trainers.backends.megatron import patches
 from trainers.backends.megatron.architectures import architecture_mistakes, head_width
 from trainers.backends.megatron.attention import DocumentAttention, rotation, told
+from trainers.backends.megatron.delta_rule.attention import GatedAttention
+from trainers.backends.megatron.delta_rule.layer import GatedDeltaNet
 from trainers.backends.megatron.grouped_experts import GroupedExperts
 from trainers.backends.megatron.layers import LOCAL
 from trainers.backends.megatron.model_fields import model_fields
@@ -111,14 +116,17 @@ class Stage(GPTModel):  # type: ignore[misc]
 
 
 def rotary_frequencies(hf: Any) -> tuple[torch.Tensor, float]:
-    """(D / 2,) float32 angles a position, as transformers has them, and what it multiplies queries and keys by."""
+    """(D / 2,) float32 angles a position, as transformers has them, and what it multiplies queries and keys by.
+
+    Fewer where only a part of each head is turned.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kind = hf.rope_parameters["rope_type"]
     if kind != "default":
         found, factor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
         return found.float(), factor
-    width = head_width(hf)
+    width = int(head_width(hf) * hf.rope_parameters.get("partial_rotary_factor", 1.0))
     powers = torch.arange(0, width, 2, dtype=torch.int64).float() / width
     frequencies: torch.Tensor = 1.0 / (hf.rope_parameters["rope_theta"] ** powers)
     return frequencies, 1.0
@@ -139,8 +147,15 @@ def build_stages(
 
     A value head is drawn, for a model that has none (``fresh_weights.py``).
     """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
     for mistake in architecture_mistakes(hf.to_dict()):
         raise ConfigError(f"backend: megatron cannot be this model: {mistake}. Write backend: fsdp.")
+    if head == "value" and hf.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        raise ConfigError(
+            f"transformers has no sequence classifier of {hf.model_type}, so no model of it with values can be written "
+            "or read. Take another model."
+        )
     patches.apply()
     fields = model_fields(hf, settings, dtype=dtype, on_gpu=device.type == "cuda", has_adapter=has_adapter)
     config = TransformerConfig(**fields)
@@ -162,7 +177,9 @@ def build_stages(
             num_labels=num_labels,
             seed=seed,
             balance=balance,
-            transformer_layer_spec=layer_spec(config, vp_stage=which["vp_stage"], balanced=balance is not None),
+            transformer_layer_spec=layer_spec(
+                config, vp_stage=which["vp_stage"], balanced=balance is not None, by_head=hf.model_type == "qwen3_next"
+            ),
             vocab_size=-(-hf.vocab_size // width) * width,
             pre_process=first,
             post_process=last,
@@ -189,10 +206,10 @@ def mark_shards(stage: torch.nn.Module) -> None:
                         tensor_parallel.set_tensor_model_parallel_attributes(weight, True, dim, 1)
 
 
-def layer_spec(config: TransformerConfig, *, vp_stage: int | None, balanced: bool) -> Any:
+def layer_spec(config: TransformerConfig, *, vp_stage: int | None, balanced: bool, by_head: bool = False) -> Any:
     """megatron-core's layers with attention within documents; its own ones with our norms and grouped experts.
 
-    ``balanced``: whether losses balance their experts.
+    ``balanced``: whether losses balance their experts. ``by_head``: as ``GatedDeltaNet`` has it.
     """
     is_local = config.transformer_impl == LOCAL
     spec = get_gpt_decoder_block_spec(
@@ -211,6 +228,8 @@ def layer_spec(config: TransformerConfig, *, vp_stage: int | None, balanced: boo
             layer.submodules.mlp.submodules.experts.module = GroupedExperts
     if is_local:
         use_own_norms(spec, config)
+    if config.linear_attention_freq is not None:
+        use_delta_rule(spec, config, vp_stage=vp_stage, by_head=by_head)
     return spec
 
 
@@ -223,3 +242,15 @@ def use_own_norms(spec: Any, config: TransformerConfig) -> None:
         if config.qk_layernorm:
             attention = parts.self_attention.submodules
             attention.q_layernorm = attention.k_layernorm = Norm
+
+
+def use_delta_rule(spec: Any, config: TransformerConfig, *, vp_stage: int | None, by_head: bool) -> None:
+    """In the layers that go by the gated delta rule; the output of attention in the others is gated."""
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    layers = []
+    for number, layer in enumerate(spec.layer_specs, start=first):  # one object may stand for several layers
+        attention = replace(layer.submodules.self_attention, module=GatedAttention)
+        if config.linear_attention_freq[number]:
+            attention = ModuleSpec(module=GatedDeltaNet, params={"by_head": by_head})
+        layers.append(replace(layer, submodules=replace(layer.submodules, self_attention=attention)))
+    spec.layer_specs = layers

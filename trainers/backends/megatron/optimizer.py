@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 
 from trainers.backends.megatron import patches
 from trainers.backends.megatron.settings import MegatronSettings
@@ -48,22 +50,20 @@ def build_optimizer(
 
     ``kwargs``: its further arguments, the ``momentum`` of sgd.
     """
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="sgd" if name == "sgd" else "adam",
-            lr=learning_rate,
-            weight_decay=weight_decay,
-            adam_beta1=adam_betas[0],
-            adam_beta2=adam_betas[1],
-            adam_eps=adam_epsilon,
-            sgd_momentum=kwargs.get("momentum", 0.0),
-            clip_grad=max_grad_norm,
-            bf16=dtype != torch.float32,
-            params_dtype=dtype,
-            **settings.optimizer_fields,
-        ),
-        list(chunks),
+    config = OptimizerConfig(
+        optimizer="sgd" if name == "sgd" else "adam",
+        lr=learning_rate,
+        weight_decay=weight_decay,
+        adam_beta1=adam_betas[0],
+        adam_beta2=adam_betas[1],
+        adam_eps=adam_epsilon,
+        sgd_momentum=kwargs.get("momentum", 0.0),
+        clip_grad=max_grad_norm,
+        bf16=dtype != torch.float32,
+        params_dtype=dtype,
+        **settings.optimizer_fields,
     )
+    optimizer = get_megatron_optimizer(config, list(chunks), config_overrides=_without_decay(config))
     for group in optimizer.param_groups:
         group["weight_decay"] = weight_decay * group["wd_mult"]  # which the optimizer only notes
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -92,6 +92,19 @@ def build_schedule(
         num_training_steps=num_training_steps,
         scheduler_specific_kwargs=dict(kwargs),
     )
+
+
+def _without_decay(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
+    """As megatron-core has it, biases and what has one dimension; but a weight may say that it ``decays``."""
+
+    def is_meant(weight: torch.nn.Parameter, name: str) -> bool:
+        if getattr(weight, "decays", False):
+            return False
+        of_heads = "q_layernorm." in name or "k_layernorm." in name
+        return (weight.dim() == 1 or name.endswith(".bias")) and not (of_heads and config.apply_wd_to_qk_layernorm)
+
+    key = ParamKey(with_name_predicate=ParamWithNamePredicate(name="no decay", fn=is_meant))
+    return {key: ParamGroupOverride(wd_mult=0.0)}
 
 
 def _fuse(adam: torch.optim.AdamW) -> None:

@@ -31,6 +31,17 @@ class Documents(NamedTuple):
     longest_query: int
     longest_key: int
     keys: torch.Tensor | None  # of all workers' tokens, one worker after the other; None: there is one worker
+    row: Row
+
+
+class Row(NamedTuple):
+    """The whole row, of T tokens, for layers that go through each document from its start."""
+
+    positions: torch.Tensor  # (T,) within documents
+    starts: torch.Tensor  # (documents + 1,) int64
+    lengths: tuple[int, ...]  # of the documents
+    order: torch.Tensor | None  # (T,) where each token lies once all workers' are gathered; None: there is one worker
+    own: torch.Tensor | None  # (S,) the tokens of this worker
 
 
 class Packed(NamedTuple):
@@ -99,7 +110,7 @@ def pack(
     return Packed(
         input_ids_S=on_device(ids_T[mine_S], device),
         positions_S=on_device(positions_T[mine_S], device),
-        documents=_documents(padded, own_T, context, device),
+        documents=_documents(padded, positions_T, own_T, context, device),
         places_M=on_device(places_N[chosen_M], device),
         target_ids_M=on_device(given.target_ids_N[chosen_M], device),
         chosen_M=on_device(chosen_M, device),
@@ -122,11 +133,14 @@ def _own_tokens(lengths: list[int], worker: int, num_workers: int) -> torch.Tens
     return torch.cat(own)
 
 
-def _documents(lengths: list[int], own_T: list[torch.Tensor], worker: int, device: torch.device) -> Documents:
+def _documents(
+    lengths: list[int], positions_T: torch.Tensor, own_T: list[torch.Tensor], worker: int, device: torch.device
+) -> Documents:
     num_workers = len(own_T)
+    given = (on_device(positions_T, device), _starts(lengths, device, torch.int64), tuple(lengths))
     if num_workers == 1:
-        starts, longest = _starts(lengths, device), max(lengths)
-        return Documents(starts, starts, longest, longest, None)
+        row, starts, longest = Row(*given, None, None), _starts(lengths, device), max(lengths)
+        return Documents(starts, starts, longest, longest, None, row)
     queries, prefixes, keys, begin = [], [], [], 0
     for length in lengths:
         width = length // (2 * num_workers)
@@ -143,8 +157,9 @@ def _documents(lengths: list[int], own_T: list[torch.Tensor], worker: int, devic
         max(queries),
         max(prefixes),
         on_device(gathered[torch.cat(keys)], device),
+        Row(*given, on_device(gathered, device), on_device(own_T[worker], device)),
     )
 
 
-def _starts(lengths: list[int], device: torch.device) -> torch.Tensor:
-    return on_device(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)
+def _starts(lengths: list[int], device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return on_device(torch.tensor([0, *lengths]).cumsum(0).to(dtype), device)

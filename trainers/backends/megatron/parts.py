@@ -34,8 +34,16 @@ def normed(rows_SH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.T
     return (wide_SH * scale_S1 * weight_H.float()).to(rows_SH.dtype)
 
 
+def centred_norm(rows_SH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """``normed`` by the weight plus one, computed in float32 as the rest."""
+    return normed(rows_SH, weight_H.float() + 1, eps)
+
+
 class Norm(torch.nn.Module):
-    """RMSNorm as megatron-core's layers build it; also where the sequence is spread over tensor-parallel workers."""
+    """RMSNorm as megatron-core's layers build it; also where the sequence is spread over tensor-parallel workers.
+
+    With ``layernorm_zero_centered_gamma`` its weight is what is added to one.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__()
@@ -43,9 +51,10 @@ class Norm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # its gradient is summed
         self.eps = eps
+        self.scaled = centred_norm if config.layernorm_zero_centered_gamma else normed
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return in_one_pass(normed, (hidden.flatten(0, -2),), self.weight, self.eps).view(hidden.shape)
+        return in_one_pass(self.scaled, (hidden.flatten(0, -2),), self.weight, self.eps).view(hidden.shape)
 
 
 def add_weight_gradient(input_TK: torch.Tensor, gradient_TN: torch.Tensor, total_NK: torch.Tensor) -> None:

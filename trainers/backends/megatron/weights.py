@@ -3,7 +3,7 @@
     checkpoint --load--> slices that this rank has       named tensors --load_named--> the same slices
     slices of all ranks --named_weights--> whole tensors, one at a time --export--> checkpoint
 
-Which parameter is made of which tensors stands in one table, ``block_sources``. It follows from the configuration alone
+Which parameter is made of which tensors stands in one table (tensors/table.py). It follows from the configuration alone
 and is the same on every rank, so ranks agree on names, shapes and order without asking each other. How a model is built
 is not decided here: a parameter that the table does not know, or lacks, is refused.
 """
@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,87 +26,15 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Parameter
 
-from trainers.backends.megatron.architectures import MODEL_TYPES, NORMED, has_experts, head_width
+from trainers.backends.megatron.architectures import SEEING
+from trainers.backends.megatron.tensors.kept import FILES, KEPT, TOWER, KeptTensors
+from trainers.backends.megatron.tensors.sources import Block, Source
+from trainers.backends.megatron.tensors.stacks import STACK, stack_shapes, stacking, unstacked
+from trainers.backends.megatron.tensors.table import EMBEDDING, GROUPED, HEAD, VALUES, block_sources, check
 from trainers.backends.model_files import model_folder, safetensors_files
 
-EMBEDDING, HEAD, VALUES = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 GENERATION = "generation_config.json"
-GROUPED = "mlp.experts.weight{}"  # the parameters of GroupedMLP, of all experts of a rank
-
-
-@dataclass(frozen=True)
-class Source:
-    """The tensors of a checkpoint that one parameter is made of: the rows of one above those of the next.
-
-    A rank has an equal part of each tensor along ``dim``, or all of it (None). With ``groups`` above one the rows of a
-    part are cut into so many groups, and groups lie above each other: q, k, v of one key-value head, then of the next.
-    """
-
-    parameters: tuple[str, ...]  # what megatron-core and TransformerEngine call the parameter; {}: a rank's expert
-    tensors: Mapping[str, tuple[int, ...]]  # name and shape in the checkpoint
-    dim: int | None = None
-    num_ranks: int = 1  # that ``dim`` is cut over
-    groups: int = 1
-    num_padded: int = 0  # rows of zeros behind the last one
-
-    @property
-    def key(self) -> str:
-        return next(iter(self.tensors))
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the parameter on a rank."""
-        parts = [self.part_shape(name) for name in self.tensors]
-        return (sum(part[0] for part in parts), *parts[0][1:])
-
-    def part_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a rank's part of a tensor, with its padding."""
-        shape = list(self.tensors[name])
-        if self.dim is not None:
-            shape[self.dim] = (shape[self.dim] + self.num_padded) // self.num_ranks
-        return tuple(shape)
-
-    def part(self, name: str, rank: int) -> tuple[slice, ...]:
-        """Where a rank's part of a tensor, without padding, begins and ends."""
-        if self.dim is None:
-            return (slice(None),)
-        end, length = self.tensors[name][self.dim], self.part_shape(name)[self.dim]
-        own = slice(min(rank * length, end), min((rank + 1) * length, end))
-        return (*[slice(None)] * self.dim, own)
-
-    def views(self, shard: Tensor) -> dict[str, Tensor]:
-        """Where the parts of the tensors lie in a rank's parameter: (groups, rows of a group, ...)."""
-        rows = [self.part_shape(name)[0] // self.groups for name in self.tensors]
-        return dict(zip(self.tensors, shard.unflatten(0, (self.groups, -1)).split(rows, dim=1), strict=True))
-
-    def fill(self, shard: Tensor, name: str, part: Tensor, share: float | None = None) -> None:
-        """Puts a rank's part of a tensor where it belongs; ``share``: as in ``MegatronWeights.load_named``."""
-        view = self.views(shard)[name]
-        given = part.reshape(self.groups, part.shape[0] // self.groups, *part.shape[1:])
-        own, padding = view[:, : given.shape[1]], view[:, given.shape[1] :]
-        if share is None:
-            own.copy_(given)
-        else:
-            own.lerp_(given.to(own), share)
-        padding.zero_()
-
-    def join(self, shards: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The whole tensors, in memory of their own, from the parameters of all ranks."""
-        views = [self.views(shard) for shard in (shards if self.dim is not None else shards[:1])]
-        for name in self.tensors:
-            parts = [view[name].flatten(0, 1) for view in views]
-            if self.num_padded:
-                ends = (self.part(name, rank)[0] for rank in range(self.num_ranks))
-                parts = [part[: end.stop - end.start] for part, end in zip(parts, ends, strict=True)]
-            yield name, torch.cat(parts, dim=self.dim or 0)
-
-
-@dataclass(frozen=True)
-class Block:
-    """A layer, or what comes before the first or behind the last one: its sources, and those of each expert."""
-
-    plain: Sequence[Source]
-    experts: Sequence[Sequence[Source]] = ()
+INNER = "model.language_model."  # names of a language model within a model that also sees
 
 
 @dataclass(frozen=True)
@@ -153,7 +81,11 @@ class MegatronWeights:
     Every rank makes one once ``parallel_state`` is initialised, which costs a small all-reduce over the pipeline. It
     holds the parameters, so that what wraps the model later changes nothing. ``head``: of a language model, or the
     linear layer of a sequence classifier (``value``) with ``num_labels`` labels. ``bucket_bytes``: of a layer's experts
-    at most about so many bytes are gathered at a time.
+    at most about so many bytes are gathered at a time. ``whole``: the configuration of a model that also sees, of whose
+    language model ``config`` is.
+
+    A checkpoint of such a model has names that begin with ``model.language_model.``, and is written so again. Other
+    tensors than those of the chunks stay as they are (tensors/kept.py).
 
     Raises:
         ValueError: a model type that is not supported, more tensor-parallel ranks than it can be cut into, or a model
@@ -168,10 +100,12 @@ class MegatronWeights:
         head: Literal["lm", "value"] = "lm",
         num_labels: int = 1,
         bucket_bytes: int = 1 << 30,
+        whole: Any = None,
     ) -> None:
         from megatron.core import parallel_state as state
 
         self.config, self.head, self.num_labels = config, head, num_labels
+        self.whole = config if whole is None else whole
         self._is_tied = head == "lm" and config.tie_word_embeddings
         self._pipeline: dist.ProcessGroup = state.get_pipeline_model_parallel_group()
         tensor_group = state.get_tensor_model_parallel_group()
@@ -210,6 +144,8 @@ class MegatronWeights:
             for name, shape in source.tensors.items()
         }
         self.generation: str | None = None  # how to generate, as the model that was loaded says
+        self.kept: KeptTensors | None = None  # what it has beside
+        self.is_inner = self.is_stacked = False  # whether it has names of a model that also sees; whether stacks
         self._slots: list[Slot] = []
         own_blocks = [block for model in models for block in self._bind(model)]
         self._by_key = {slot.source.key: slot for slot in self._slots}
@@ -224,20 +160,32 @@ class MegatronWeights:
             FileNotFoundError: there are no safetensors files.
             ValueError: a tensor is missing or has another shape.
         """
-        folder = model_folder(model, GENERATION)
+        folder = model_folder(model, GENERATION, FILES)
         if (folder / GENERATION).is_file():
             self.generation = (folder / GENERATION).read_text(encoding="utf-8")
         with contextlib.ExitStack() as files, torch.no_grad():
             tensors: dict[str, Any] = {}
-            for file in safetensors_files(folder):
+            found = safetensors_files(folder)
+            is_inner = is_stacked = False
+            for file in found:
                 opened = files.enter_context(safe_open(file, framework="pt"))
-                tensors |= {name: opened.get_slice(name) for name in opened.keys() if name in self.shapes}  # noqa: SIM118
+                for outer in opened.keys():  # noqa: SIM118
+                    name = canonical(outer)
+                    if name in self.shapes:
+                        tensors[name] = opened.get_slice(outer)
+                    elif STACK.fullmatch(name):
+                        tensors |= unstacked(name, opened.get_slice(outer))
+                        is_stacked = True
+                    is_inner |= name != outer
+            if self.kept is None:  # a checkpoint of this run, read later, has the same
+                self.is_inner, self.is_stacked = is_inner, is_stacked
+                self.kept = KeptTensors.of(folder, found, KEPT if self.head == "lm" else TOWER)
             self._check_all_given([*tensors, VALUES])
             for name, tensor in tensors.items():
                 self._check_shape(name, tuple(tensor.get_shape()))
             for slot in self._slots:
                 for name in slot.source.tensors.keys() & tensors.keys():
-                    slot.fill(name, tensors[name][slot.source.part(name, slot.rank)])
+                    slot.fill(name, slot.source.part(name, tensors[name], slot.rank))
 
     def load_named(self, named: Iterable[tuple[str, Tensor]], share: float | None = None) -> None:
         """Copies whole tensors in place, the same on every rank, in any order; a tied head may be among them.
@@ -253,7 +201,8 @@ class MegatronWeights:
                 places[name].append(slot)
         given: set[str] = set()
         with torch.no_grad():
-            for name, weight in named:
+            for outer, weight in named:
+                name = canonical(outer)
                 if name == HEAD and self._is_tied:
                     name = EMBEDDING
                 self._check_shape(name, tuple(weight.shape))
@@ -261,7 +210,7 @@ class MegatronWeights:
                     continue
                 given.add(name)
                 for slot in places[name]:
-                    slot.fill(name, weight[slot.source.part(name, slot.rank)], share)
+                    slot.fill(name, slot.source.part(name, weight, slot.rank), share)
         self._check_all_given(given)
 
     def named_weights(self, of: Callable[[Parameter], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
@@ -274,7 +223,12 @@ class MegatronWeights:
         """
         first = of(self._slots[0].parameter)
         for bucket in self._buckets:
-            yield from self._gathered(bucket, of, first.dtype, first.device)
+            for name, weight in self._gathered(bucket, of, first.dtype, first.device):
+                yield self.outer(name), weight
+
+    def outer(self, name: str) -> str:
+        """The name in the checkpoint that was loaded."""
+        return name.replace("model.", INNER, 1) if self.is_inner and name.startswith("model.") else name
 
     def export(self, folder: Path, *, dtype: torch.dtype, max_file_bytes: int = 5 * 10**9) -> None:
         """Writes a Hugging Face folder, weights in ``dtype``; every rank calls it, and rank 0 writes.
@@ -286,14 +240,22 @@ class MegatronWeights:
         """
         from safetensors.torch import save_file
 
+        kept = self.kept or KeptTensors()
         files = self._planned_files(dtype, max_file_bytes)
         is_writer = dist.get_rank() == 0
         if is_writer:
             self._begin_folder(folder, dtype, files)
+            kept.copy_files(folder)
         weights = self.named_weights()
+        if self.is_stacked:
+            weights = stacking(weights, self._written_shapes())
         for file, names in files.items():
             in_file = {}
             for name in names:
+                if name in kept.files:
+                    if is_writer:
+                        in_file[name] = kept.read(name)
+                    continue
                 given, weight = next(weights)
                 assert given == name, "weights come in the order that was planned"
                 if is_writer:
@@ -399,17 +361,31 @@ class MegatronWeights:
         """The names of the tensors in each file, in the order in which they come."""
         files: list[list[str]] = [[]]
         size = 0
-        for bucket in self._buckets:
-            for name in (name for sources in bucket.sources for source in sources for name in source.tensors):
-                num_bytes = math.prod(self.shapes[name]) * dtype.itemsize
-                if files[-1] and size + num_bytes > max_bytes:
-                    files.append([])
-                    size = 0
-                files[-1].append(name)
-                size += num_bytes
+        for name, num_bytes in self._written_bytes(dtype).items():
+            if files[-1] and size + num_bytes > max_bytes:
+                files.append([])
+                size = 0
+            files[-1].append(name)
+            size += num_bytes
         if len(files) == 1:
             return {"model.safetensors": files[0]}
         return {f"model-{k:05d}-of-{len(files):05d}.safetensors": names for k, names in enumerate(files, start=1)}
+
+    def _written_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of what comes from the workers, under its names in the checkpoint and in the order in which it comes."""
+        names = [
+            name
+            for bucket in self._buckets
+            for sources in bucket.sources
+            for source in sources
+            for name in source.tensors
+        ]
+        shapes = {self.outer(name): self.shapes[name] for name in names}
+        return stack_shapes(shapes) if self.is_stacked else shapes
+
+    def _written_bytes(self, dtype: torch.dtype) -> dict[str, int]:
+        written = {name: math.prod(shape) * dtype.itemsize for name, shape in self._written_shapes().items()}
+        return written | (self.kept or KeptTensors()).sizes
 
     def _begin_folder(self, folder: Path, dtype: torch.dtype, files: Mapping[str, Sequence[str]]) -> None:
         """Removes the weights of another export; writes the configuration and, for several files, the index."""
@@ -418,8 +394,10 @@ class MegatronWeights:
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("model*.safetensors*"):
             old.unlink()
-        config = copy.deepcopy(self.config)
-        if self.head == "lm":
+        config = copy.deepcopy(self.whole)
+        if self.head == "lm" and config.model_type in SEEING:
+            config.architectures = [known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[config.model_type]]
+        elif self.head == "lm":
             config.architectures = [known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
         else:
             config.architectures = [known.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
@@ -430,7 +408,7 @@ class MegatronWeights:
             (folder / GENERATION).write_text(self.generation, encoding="utf-8")
         if len(files) > 1:
             index = {
-                "metadata": {"total_size": sum(map(math.prod, self.shapes.values())) * dtype.itemsize},
+                "metadata": {"total_size": sum(self._written_bytes(dtype).values())},
                 "weight_map": {name: file for file, names in files.items() for name in names},
             }
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -452,112 +430,6 @@ class MegatronWeights:
             )
 
 
-def check(config: Any, num_ranks: int) -> None:
-    """Raises ValueError for a model that is not known, or cannot be cut over so many tensor-parallel ranks."""
-    if config.model_type not in MODEL_TYPES:
-        raise ValueError(
-            f"model_type {config.model_type!r} cannot be converted for megatron-core; these can: "
-            f"{', '.join(MODEL_TYPES)}. For others use backend: fsdp."
-        )
-    heads = config.num_key_value_heads
-    if heads % num_ranks:
-        sizes = [size for size in range(1, heads + 1) if heads % size == 0]
-        raise ValueError(
-            f"tensor_model_parallel_size {num_ranks} does not divide the model's {heads} key-value heads: "
-            f"use one of {sizes}"
-        )
-
-
-def block_sources(
-    config: Any,
-    block: int,
-    *,
-    num_ranks: int,
-    num_expert_ranks: int,
-    num_padded: int,
-    head: Literal["lm", "value"] = "lm",
-    num_labels: int = 1,
-) -> Block:
-    """The table: the embedding (block 0), a layer (from 1 on), or what follows the last layer.
-
-    ``num_ranks`` are the tensor-parallel ranks, ``num_expert_ranks`` those of an expert, ``num_padded`` the rows that
-    the vocabulary has in megatron-core alone. Names of a layer's parameters begin behind ``decoder.layers.N.``.
-    """
-    hidden, words = config.hidden_size, (config.vocab_size, config.hidden_size)
-    if block == 0:
-        name = "embedding.word_embeddings.weight"
-        return Block([Source((name,), {EMBEDDING: words}, 0, num_ranks, num_padded=num_padded)])
-    if block > config.num_hidden_layers:
-        end = [Source(("decoder.final_layernorm.weight",), {"model.norm.weight": (hidden,)})]
-        if head == "value":
-            end.append(Source(("values.weight",), {VALUES: (num_labels, hidden)}))
-        elif not config.tie_word_embeddings:
-            end.append(Source(("output_layer.weight",), {HEAD: words}, 0, num_ranks, num_padded=num_padded))
-        return Block(end)
-    layer = f"model.layers.{block - 1}."
-    plain = [
-        Source(
-            ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-            {f"{layer}input_layernorm.weight": (hidden,)},
-        ),
-        *_attention(config, f"{layer}self_attn.", num_ranks),
-        Source(
-            ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-            {f"{layer}post_attention_layernorm.weight": (hidden,)},
-        ),
-    ]
-    mlp = f"{layer}mlp."
-    if not has_experts(config, block - 1):
-        plain += _mlp(["mlp.linear_fc{}.weight"], mlp, hidden, config.intermediate_size, num_ranks)
-        if config.model_type == "llama" and config.mlp_bias:
-            rows = (config.intermediate_size,)
-            gated = {f"{mlp}gate_proj.bias": rows, f"{mlp}up_proj.bias": rows}
-            plain.append(Source(("mlp.linear_fc1.bias",), gated, 0, num_ranks))
-            plain.append(Source(("mlp.linear_fc2.bias",), {f"{mlp}down_proj.bias": (hidden,)}))
-        return Block(plain)
-    plain.append(Source(("mlp.router.weight",), {f"{mlp}gate.weight": (config.num_experts, hidden)}))
-    if config.model_type == "qwen2_moe":
-        names = ["mlp.shared_experts.linear_fc{}.weight"]
-        plain += _mlp(names, f"{mlp}shared_expert.", hidden, config.shared_expert_intermediate_size, num_ranks)
-        plain.append(Source(("mlp.shared_experts.gate_weight",), {f"{mlp}shared_expert_gate.weight": (1, hidden)}))
-    names = ["mlp.experts.local_experts.{{}}.linear_fc{}.weight", "mlp.experts.linear_fc{}.weight{{}}", GROUPED]
-    size = config.moe_intermediate_size
-    experts = [
-        _mlp(names, f"{mlp}experts.{expert}.", hidden, size, num_expert_ranks) for expert in range(config.num_experts)
-    ]
-    return Block(plain, experts)
-
-
-def _attention(config: Any, hf: str, num_ranks: int) -> Iterator[Source]:
-    head = head_width(config)
-    wide, hidden = config.num_attention_heads * head, config.hidden_size
-    rows = {"q": wide, "k": config.num_key_value_heads * head, "v": config.num_key_value_heads * head}
-    groups = config.num_key_value_heads // num_ranks
-    biased = config.model_type in ("llama", "qwen3", "qwen3_moe") and config.attention_bias
-    qkv_biased = biased or config.model_type == "qwen2" or (config.model_type == "qwen2_moe" and config.qkv_bias)
-    name = "self_attention.linear_qkv"
-    yield Source(
-        (f"{name}.weight",), {f"{hf}{x}_proj.weight": (n, hidden) for x, n in rows.items()}, 0, num_ranks, groups
-    )
-    if qkv_biased:
-        yield Source((f"{name}.bias",), {f"{hf}{x}_proj.bias": (n,) for x, n in rows.items()}, 0, num_ranks, groups)
-    if config.model_type in NORMED:
-        for x in "qk":
-            yield Source((f"self_attention.{x}_layernorm.weight",), {f"{hf}{x}_norm.weight": (head,)})
-    yield Source(("self_attention.linear_proj.weight",), {f"{hf}o_proj.weight": (hidden, wide)}, 1, num_ranks)
-    if biased:
-        yield Source(("self_attention.linear_proj.bias",), {f"{hf}o_proj.bias": (hidden,)})
-
-
-def _mlp(parameters: Sequence[str], hf: str, hidden: int, size: int, num_ranks: int) -> list[Source]:
-    """A gated MLP of ``size``; in the parameters' names {} is 1 for what goes in and 2 for what comes out."""
-    gated = {f"{hf}gate_proj.weight": (size, hidden), f"{hf}up_proj.weight": (size, hidden)}
-    return [
-        Source(tuple(name.format(1) for name in parameters), gated, 0, num_ranks),
-        Source(tuple(name.format(2) for name in parameters), {f"{hf}down_proj.weight": (hidden, size)}, 1, num_ranks),
-    ]
-
-
 def _slot(
     source: Source, name: str, parameters: Mapping[str, Parameter], cut: Cut, local: int = 0, num_local: int = 1
 ) -> Slot:
@@ -574,6 +446,11 @@ def _slot(
             "was the model built from another configuration?"
         )
     return Slot(source, cut.rank, parameter, view)
+
+
+def canonical(name: str) -> str:
+    """The name in a checkpoint of a language model alone."""
+    return name.replace(INNER, "model.", 1) if name.startswith(INNER) else name
 
 
 def _itself(tensor: Tensor) -> Tensor:

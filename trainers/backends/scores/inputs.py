@@ -8,7 +8,7 @@ document of its own.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,21 @@ import torch
 from trainers.batch import Ragged, Sequences, on_device
 
 ReadAt = Literal["predicting", "target"]
+
+
+class Sees(Protocol):
+    """What a vision model asks for beside tokens (``fsdp/vision/pixels.py``)."""
+
+    def seen(self, images: Any) -> dict[str, torch.Tensor]: ...
+
+    def is_picture(self, ids: np.ndarray) -> np.ndarray: ...
+
+
+class Seen(NamedTuple):
+    """The pictures of a micro-batch."""
+
+    pixels: dict[str, torch.Tensor]  # by the names of the model's arguments
+    is_picture_BT: torch.Tensor  # int64; 1 on tokens that stand for a part of a picture
 
 
 class Part(NamedTuple):
@@ -38,6 +53,7 @@ class Inputs(NamedTuple):
     document_starts: torch.Tensor | None = None  # (documents + 1,) int32, in the flattened (B, T), which ends the last
     longest_document: int = 0  # tokens; 0: where every row is one document
     part: Part | None = None
+    seen: Seen | None = None  # None: no row has a picture
 
 
 def micro_batches(
@@ -75,11 +91,13 @@ def model_inputs(
     padding_free: bool = False,
     read_at: ReadAt = "predicting",
     sharing: tuple[int, int] | None = None,
+    vision: Sees | None = None,
 ) -> Inputs:
     """What a model is called with. ``padding_free``: all rows one after the other, as documents of one row.
 
     ``read_at``: the numbers of a target are read off at the token before it, which predicts it, or at the target.
     ``sharing``: the index of this rank and the number of ranks that share the rows, padded to a multiple of it.
+    ``vision``: of a model that sees pictures.
 
     Raises:
         ValueError: a predicted target that is the first token of its document, or documents that do not add up to
@@ -91,6 +109,7 @@ def model_inputs(
         if sharing is None:
             return Inputs(one, None, nothing, nothing)
         return Inputs(one, one + sharing[0], nothing, nothing, part=Part(nothing, 0))
+    images = micro.images
     if padding_free:
         micro = _in_one_row(micro)
     multiple = 1 if sharing is None else sharing[1]
@@ -117,7 +136,16 @@ def model_inputs(
         longest = int(starts.diff().max())
     tensors = (input_ids_BT, position_ids_BT, places_N, input_ids_BT.flatten()[targets_N], starts)
     inputs = Inputs(*tensors, longest)
+    if vision is not None and images is not None and any(images):
+        inputs = inputs._replace(seen=seen_by(vision, images, input_ids_BT))
     return _on_device(inputs if sharing is None else _part_of(inputs, *sharing), device)
+
+
+def seen_by(vision: Sees, images: Any, input_ids_BT: torch.Tensor) -> Seen:
+    """The pictures of rows, and which of their tokens stand for them, on the device of the tokens."""
+    is_picture_BT = torch.from_numpy(vision.is_picture(input_ids_BT.cpu().numpy())).long()
+    pixels = {name: on_device(values, input_ids_BT.device) for name, values in vision.seen(images).items()}
+    return Seen(pixels, is_picture_BT.to(input_ids_BT.device))
 
 
 def _part_of(inputs: Inputs, index: int, size: int) -> Inputs:
@@ -146,6 +174,9 @@ def _on_device(inputs: Inputs, device: torch.device) -> Inputs:
     }
     if part is not None:
         moved["part"] = part._replace(targets_M=on_device(part.targets_M, device))
+    if inputs.seen is not None:
+        pixels = {name: on_device(values, device) for name, values in inputs.seen.pixels.items()}
+        moved["seen"] = Seen(pixels, on_device(inputs.seen.is_picture_BT, device))
     return inputs._replace(**moved)
 
 

@@ -30,6 +30,7 @@ class Scorer(torch.nn.Module):
         self.model, self.way, self.ranks = model, way, ranks
         self.head = Head(model, room=room)
         self.balance: Balance | None = None  # for ``is_token_BT``
+        self.dummy: dict[str, torch.Tensor] | None = None  # pixels, where a vision tower takes part in every pass
 
     def forward(
         self,
@@ -46,10 +47,15 @@ class Scorer(torch.nn.Module):
         ``is_token_BT``: asks for the loss of routers, over what is True.
         """
         routes = {} if is_token_BT is None else {"output_router_logits": True}
+        nothing = None
+        if self.dummy is not None and inputs.seen is None:  # first, as where there are pictures: shards are gathered so
+            nothing = nothing_of(self.model, self.dummy)
         with single_documents(inputs):
             given = arguments_of(self.model, inputs, self.way, self.ranks)
             outputs = self.head.outputs(self.model, **given, **routes)
         features_NX = self.head.features(outputs, inputs.places_N)
+        if nothing is not None:
+            features_NX = features_NX + nothing
         if features_only:
             return (of_all(features_NX, inputs, self.ranks),)
         if inputs.part is not None:
@@ -70,6 +76,14 @@ class Scorer(torch.nn.Module):
         if is_token_BT is None or self.balance is None:
             return scores
         return scores._replace(router_loss=self.balance.loss(outputs.router_logits, is_token_BT))
+
+
+def nothing_of(model: Any, pixels: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Zero, computed by the vision tower of a model: every rank of a group runs it, and its weights get gradients."""
+    outputs = model.get_image_features(**pixels, return_dict=True)
+    found = [value for value in outputs.values() if value is not None]
+    tensors = [one for value in found for one in (value if isinstance(value, (list, tuple)) else [value])]
+    return torch.stack([tensor.float().sum() * 0.0 for tensor in tensors if torch.is_tensor(tensor)]).sum()
 
 
 class ValueScorer(torch.nn.Module):

@@ -11,7 +11,7 @@ MS_SWIFT_ONLY = frozenset(
     """
     acc_strategy accumulate_allreduce_grads_in_fp32 adalora_beta1 adalora_beta2 adalora_deltaT adalora_init_r
     adalora_orth_reg_weight adalora_target_r adalora_tfinal adalora_tinit adapter_act adapter_length
-    add_non_thinking_prefix add_version advantage_reweight agent_template align_grad_reduce aligner_lr
+    add_non_thinking_prefix add_version advantage_reweight agent_template align_grad_reduce
     apply_dsa_kernel_fusion async_generate attn_impl bnb_4bit_compute_dtype bnb_4bit_use_double_quant boft_block_num
     boft_block_size boft_dropout boft_n_butterfly_factor bridge_backend cached_dataset cached_val_dataset
     calculate_KL check_model chord_enable_phi_function chord_mu_decay_steps chord_mu_peak chord_mu_valley
@@ -24,8 +24,8 @@ MS_SWIFT_ONLY = frozenset(
     early_stop_interval enable_channel_loss enable_dft_loss enable_flattened_weight_sync enable_npu_model_patch
     enable_thinking end_weight_decay eval_dataset_args eval_generation_config eval_iters eval_limit eval_metric
     eval_use_evalscope experts_impl extra_eval_args fourier_n_frequency fourier_scaling fp4_format fp4_param_gather
-    fp8_format freeze_aligner freeze_llm freeze_parameters freeze_parameters_ratio freeze_parameters_regex
-    freeze_vit galore_cos_threshold galore_gamma_proj galore_optim_per_parameter galore_proj_bits
+    fp8_format freeze_parameters freeze_parameters_ratio freeze_parameters_regex
+    galore_cos_threshold galore_gamma_proj galore_optim_per_parameter galore_proj_bits
     galore_proj_group_size galore_proj_quant galore_proj_type galore_quantization galore_queue_size galore_rank
     galore_scale galore_target_modules galore_update_proj_gap galore_with_embedding gym_env hqq_axis
     ignore_args_error init_strategy init_weights interleave_prob is_binary_loss_scale language_model_only
@@ -34,7 +34,7 @@ MS_SWIFT_ONLY = frozenset(
     log_rollout_offpolicy_metrics lora_bias lora_dtype lora_ga_batch_size lora_ga_direction lora_ga_iters
     lora_ga_max_length lora_ga_scale lora_ga_stable_gamma lorap_lr_ratio lr_decay_iters lr_decay_style
     lr_warmup_fraction lr_warmup_init lr_warmup_iters lr_wsd_decay_iters lr_wsd_decay_style manual_gc manual_gc_eval
-    manual_gc_steps max_epochs max_pixels max_shard_size mcore_adapter mcore_model mcore_ref_adapter mcore_ref_model
+    manual_gc_steps max_epochs max_shard_size mcore_adapter mcore_model mcore_ref_adapter mcore_ref_model
     megatron_extra_kwargs mhc_recompute_layer_num micro_batch_size mlp_padding_free model_author model_name
     move_model_batches mrl_dims mtp_decoder_input_detach mtp_shared_weights multi_turn_scheduler
     muon_coefficient_type muon_scalar_optimizer nccl_comm_warmup no_load_optim no_load_rng
@@ -55,7 +55,7 @@ MS_SWIFT_ONLY = frozenset(
     truncation_strategy tuner_backend use_chat_template use_flash_ckpt use_fused_mhc use_galore use_gym_env
     use_logits_to_keep use_persistent_ckpt_worker use_swift_lora val_dataset val_dataset_shuffle vera_d_initial
     vera_dropout vera_projection_prng_key vera_rank vit_attn_impl vit_gradient_checkpointing
-    vit_gradient_checkpointing_kwargs vit_lr wandb_exp_name wandb_project weight_decay_incr_style
+    vit_gradient_checkpointing_kwargs wandb_exp_name wandb_project weight_decay_incr_style
     zero_hpz_partition_size
     """.split()
 )

@@ -113,9 +113,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "deepspeed": (None,),
     "tuner_backend": ("peft",),
     # model
-    **dict.fromkeys(
-        ("vit_gradient_checkpointing", "vit_gradient_checkpointing_kwargs", "vit_lr", "aligner_lr", "max_pixels"), ANY
-    ),  # as freeze_vit
+    **dict.fromkeys(("vit_gradient_checkpointing", "vit_gradient_checkpointing_kwargs"), ANY),  # as the whole model
     "task_type": ("causal_lm",),
     "num_labels": (None,),
     "problem_type": (None,),
@@ -125,9 +123,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "device_map": (None,),
     **dict.fromkeys(("quant_method", "quant_bits", "hqq_axis", "bnb_4bit_compute_dtype"), (None,)),
     "bnb_4bit_use_double_quant": (True,),
-    "freeze_llm": (False,),
-    "freeze_vit": ANY,  # a language model has none
-    "freeze_aligner": ANY,
     "lora_bias": ("none",),
     "lora_dtype": (None,),
     "adapters": ([], None),

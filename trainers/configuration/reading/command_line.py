@@ -43,9 +43,10 @@ from trainers.configuration.others.other_names import (
 from trainers.configuration.others.strategies import open_strategies
 from trainers.configuration.others.translations import translate
 from trainers.configuration.reading.given_keys import COMMAND_LINE, GivenKeys, plain
+from trainers.configuration.reading.help import print_help
 from trainers.configuration.reading.role_sections import lift_sections, our_name
 from trainers.configuration.reading.secrets import masked, unmasked
-from trainers.configuration.reading.text import as_yaml, default_of, print_help
+from trainers.configuration.reading.text import as_yaml, default_of
 from trainers.configuration.reading.typed_values import admits_bool, bracketed, typed
 from trainers.configuration.roles import Role
 from trainers.configuration.values import types_of
@@ -66,14 +67,15 @@ def load_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | Non
 def read_config(config_type: type[ConfigT], argv: Sequence[str], prog: str | None = None) -> tuple[ConfigT, str]:
     """The configuration that ``--config FILE`` and the other arguments say; the command line wins.
 
-    ``config_type`` is any dataclass. ``--help`` and ``--print_config`` print and exit. With it comes a line that tells
-    whose defaults hold, and which those are.
+    ``config_type`` is any dataclass. ``--help [TOPIC]`` and ``--print_config`` print and exit. With it comes a line
+    that tells whose defaults hold, and which those are.
 
     Raises:
         ConfigError: unknown keys, wrong types and missing keys, all of them at once; or a value without meaning.
     """
-    if {"--help", "-h"} & set(argv):
-        print_help(config_type, prog)
+    if asked := {"--help", "-h"} & set(argv):
+        after = argv[argv.index(asked.pop()) + 1 :]
+        print_help(config_type, prog, after[0] if after and not after[0].startswith("-") else None)
     fields = {field.name: field for field in dataclasses.fields(config_type) if field.init}  # type: ignore[arg-type]
     types = types_of(config_type)
     ours = {name: default_of(field) for name, field in fields.items()}
@@ -222,9 +224,19 @@ def _add_file(file: str, given: GivenKeys) -> None:
             given.mistakes.append(
                 f"{file}: {given.written[name]} and {written} are two names of one key; remove one of them"
             )
-        given.values[name] = value
+        given.values[name] = plugins_of(path, value) if name == "external_plugins" else value
         given.where[name] = file
         given.written[name] = str(written)
+
+
+def plugins_of(file: Path, plugins: Any) -> Any:
+    """The plugins that a file names; one that is not in the current folder, but beside the file, with its path."""
+    if isinstance(plugins, list):
+        return [plugins_of(file, plugin) for plugin in plugins]
+    if not isinstance(plugins, str) or not plugins.endswith(".py") or Path(plugins).expanduser().exists():
+        return plugins
+    found = file.parent / plugins
+    return str(found) if found.is_file() else plugins
 
 
 # What it means
@@ -290,7 +302,7 @@ def _unknown(name: str, value: Any, given: GivenKeys, is_in_section: bool) -> st
         size = next((hint for key in value if (hint := nearest(str(key), SIZE_KEYS))), "")
         return f"unknown key {name}{near}; the section of a role needs {', '.join(SIZE_KEYS)}{size}"
     is_megatron = "megatron" in given.known and given.get("backend") == "megatron"
-    return f"unknown key {name}{near}{_field(name) if is_megatron else ''}; --help lists all keys"
+    return f"unknown key {name}{near}{_field(name) if is_megatron else ''}; --help all lists all keys"
 
 
 def _field(name: str) -> str:

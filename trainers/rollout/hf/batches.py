@@ -5,11 +5,15 @@ Prompts are padded on the left and completed together, until the last of them ha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from trainers.backends.fsdp.documents import picture_arguments
+from trainers.backends.fsdp.vision.pixels import Vision
+from trainers.backends.scores.inputs import seen_by
 from trainers.batch import Ragged, Rollouts
 from trainers.losses.tokens import token_logps
 from trainers.rollout.base import Sampling
@@ -19,8 +23,8 @@ from trainers.rollout.hf.draws import TRUNCATIONS, Draws
 class Batches:
     """Completes batches of prompts with a model in evaluation mode and without defaults of its own."""
 
-    def __init__(self, module: Any, pad_token_id: int) -> None:
-        self.module, self.pad_token_id = module, pad_token_id
+    def __init__(self, module: Any, pad_token_id: int, vision: Vision | None = None) -> None:
+        self.module, self.pad_token_id, self.vision = module, pad_token_id, vision
 
     def complete(
         self,
@@ -29,8 +33,9 @@ class Batches:
         stops: list[int],
         draws: Draws | None = None,
         version: int | None = None,
+        images: Sequence[Any] = (),
     ) -> Rollouts:
-        """All prompts; ``draws`` None: greedily. ``version``: of the weights."""
+        """All prompts; ``draws`` None: greedily. ``version``: of the weights. ``images``: the pictures of each."""
         config = self._generation_config(sampling, stops)
         device = self.module.device
         flipped = Ragged.of([row[::-1] for row in prompt_ids], np.int64)  # padding on the left
@@ -38,10 +43,14 @@ class Batches:
         # Attention does not see the padding but a repetition penalty does, so it must not be eos: any token of the row
         last_B1 = torch.tensor([[row[-1]] for row in prompt_ids], device=device)
         input_ids_BT = torch.where(attention_mask_BT.bool(), flipped.padded(0, device).flip(1), last_B1)
+        seen: dict[str, Any] = {}
+        if self.vision is not None and any(images):
+            seen = picture_arguments(self.module, seen_by(self.vision, images, input_ids_BT))
         with _LogpRecorder(self.module, sampling.temperature or 1.0) as recorder:
             sequences = self.module.generate(
                 input_ids=input_ids_BT,
                 attention_mask=attention_mask_BT,
+                **seen,
                 generation_config=config,
                 logits_processor=[] if draws is None else draws.processors(input_ids_BT.shape[1], device),
                 synced_gpus=False,  # weights are whole: ranks need not take as many steps, nor calls, as each other

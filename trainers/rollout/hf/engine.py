@@ -23,6 +23,7 @@ import torch
 from rayhelper import ConfigError
 from trainers.backends.device import default_device
 from trainers.backends.fsdp.hf_model import build_model, evaluating, load_named_weights, named_weights
+from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.losses.tokens import token_logps
 from trainers.parts.fingerprints import fingerprints
@@ -49,6 +50,7 @@ class HfEngine:
     ``batch_size``: at most so many at a time; None: as many as there is memory for. ``memory_share``: of the free
     memory, for keys and values. ``cuda_graphs``: decoding steps on GPUs are captured.
     ``whole_weights`` of a shared model gathers its weights where they lie in shards; then every worker generates.
+    ``vision``: of a shared model that sees pictures. Such a model draws no token that stands for a part of a picture.
     """
 
     has_weights = True
@@ -66,6 +68,7 @@ class HfEngine:
         model_init_kwargs: dict[str, Any] | None = None,
         trust_remote_code: bool = False,
         whole_weights: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
+        vision: Vision | None = None,
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.shares_weights = isinstance(model, torch.nn.Module)
@@ -85,7 +88,10 @@ class HfEngine:
         self.stop_token_ids = stop_token_ids(self.module.generation_config.eos_token_id, tokenizer)
         pad = tokenizer.pad_token_id
         self.pad_token_id = int(pad if pad is not None else tokenizer.eos_token_id)
-        self.batches = Batches(self.module, self.pad_token_id)
+        if not self.shares_weights:
+            vision = Vision.of(self.module, str(model), trust_remote_code=trust_remote_code)
+        self.vision = vision
+        self.batches = Batches(self.module, self.pad_token_id, vision)
         self._number = 0
         self._waiting: deque[Request] = deque()  # that neither slots nor batches have taken
         self._decoder: Decoder | None = None
@@ -145,16 +151,19 @@ class HfEngine:
         """
         refuse_empty_prompts(prompts)
         check_generation_kwargs(sampling.generation_kwargs)
+        if self.vision is not None:
+            sampling = self.vision.words_alone(sampling)
+        images = prompts.images or [()] * len(prompts)
         stops = tuple(sorted(self.stop_token_ids | set(sampling.stop_token_ids)))
         numbers = range(self._number, self._number + len(prompts))
         self._number = numbers.stop
         places = range(len(prompts))
         given = prompts.numbers
         entropy = [(place, seed) for place in places] if given is None else [(seed, int(number)) for number in given]
-        for pair, number, prompt_ids in zip(entropy, numbers, prompts.prompt_ids, strict=True):
+        for pair, number, prompt_ids, seen in zip(entropy, numbers, prompts.prompt_ids, images, strict=True):
             limit = sampling.max_completion_length if sampling.temperature else 0
             ids = np.array(prompt_ids, np.int64)
-            self._waiting.append(Request(number, ids, sampling, stops, uniform(*pair, limit)))
+            self._waiting.append(Request(number, ids, sampling, stops, uniform(*pair, limit), seen))
         return numbers
 
     def advance(self) -> list[Completion]:
@@ -206,14 +215,15 @@ class HfEngine:
             if (self._waiting[0].sampling, self._waiting[0].stops) != (head.sampling, head.stops):
                 break
             batch.append(self._waiting.popleft())
-        if self._decoder is not None:
+        if self._decoder is not None and self.vision is None:
             fields = ", ".join(sorted(head.sampling.generation_kwargs.keys() - set(TRUNCATIONS)))
             self._say_once(f"generation_kwargs {fields} need it")
         draws = None
         if head.sampling.temperature:
             draws = Draws(head.sampling, np.stack([request.uniform_L for request in batch]))
         prompt_ids = Ragged.of([request.prompt_ids for request in batch], np.int64)
-        rollouts = self.batches.complete(prompt_ids, head.sampling, list(head.stops), draws, self.version)
+        told: dict[str, Any] = {"version": self.version, "images": [request.images for request in batch]}
+        rollouts = self.batches.complete(prompt_ids, head.sampling, list(head.stops), draws, **told)
         numbers = [request.number for request in batch]
         return [
             dataclasses.replace(completion, number=number)

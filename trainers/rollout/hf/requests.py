@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ class Request:
     sampling: Sampling
     stops: tuple[int, ...]
     uniform_L: np.ndarray
+    images: Any = ()  # the pictures of the prompt
     versions: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@
     config.settings.lr = 0.1        the same of an object that the module made: settings = Settings()
     config.ARGS = parser.parse_args()  what a main script makes of its command line, in the place of None
     config.scale = twice            a function, method or property in the place of another one
+    config.MODEL = Model()          another object in the place of a literal
 
 Only what the source says is compared. What it computes (``DEVICE = "cuda" if torch.cuda.is_available() else "cpu"``)
 may be otherwise on a worker, and right there. What a function of the module both reads and sets is a counter or a
@@ -19,6 +20,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import pickle
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
@@ -28,12 +30,15 @@ from pathlib import Path, PurePath
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
-from rayhelper.roles.names import CHANGING
+from rayhelper.errors import DispatchError
+from rayhelper.roles.names import CHANGING, of_class
+from rayhelper.values.packing import dumps
 
 Place = tuple[str, ...]  # a module, and the names that lead from it to what was set
 _BAGS = (SimpleNamespace, Namespace)
 _KINDS = {"staticmethod", "classmethod", "property"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 _MISSING = object()
 REMOVED = "<nothing: the driver has removed it>"
 AS_WRITTEN = "<the function that the source defines>"  # it would be pickled by its name, which is the other one's now
@@ -46,12 +51,28 @@ class Changes:
     def __init__(self, values: dict[Place, Any]) -> None:
         self.values = values
 
+    def check(self, cls: type) -> None:
+        """Raises DispatchError if methods of the class's roles read a global that does not pickle."""
+        unsent = {
+            place[:2]: value.why for place, value in self.values.items() if isinstance(value, Placed) and value.why
+        }
+        for place, name in of_class(cls).globals if unsent else ():
+            module = str(of_class(cls).namespaces[place].get("__name__"))
+            if (module, name) in unsent:
+                raise DispatchError(
+                    f"methods of {cls.__name__} read the global {module}.{name}, which the driver has set to an object "
+                    f"that cannot be sent to a worker ({unsent[module, name]}). Make the object in __init__, or pass "
+                    "its settings as an argument."
+                )
+
     def apply(self) -> None:
         """Sets this process's modules as the driver's are. A list or dict stays the one that others have imported."""
         for (module, *names, last), value in self.values.items():
             owner: Any = importlib.import_module(module)
             for name in names:
                 owner = getattr(owner, name)
+            if value is _Stays:
+                continue
             held = vars(owner).get(last, _MISSING)
             written = _as_imported.setdefault((module, *names, last), held)
             if isinstance(value, str) and value == AS_WRITTEN:
@@ -102,12 +123,12 @@ def _changes_of(module: ModuleType, written: Written) -> Iterator[tuple[Place, A
         if known is not None and original in known.literals:
             yield from _changed((here, name), vars(module).get(name, _MISSING), known.literals[original])
     yield from _replaced((here,), vars(module), written.functions, here)
-    for name, of_class in written.classes.items():
+    for name, body in written.classes.items():
         cls = vars(module).get(name)
         if isinstance(cls, type) and cls.__module__ == here and type(cls).__setattr__ is type.__setattr__:  # no Enum
-            for attribute, literal in of_class.literals.items():
+            for attribute, literal in body.literals.items():
                 yield from _changed((here, name, attribute), vars(cls).get(attribute, _MISSING), literal)
-            yield from _replaced((here, name), vars(cls), of_class.functions, here)
+            yield from _replaced((here, name), vars(cls), body.functions, here)
     for name, said in written.objects.items():
         held = getattr(vars(module).get(name), "__dict__", {})
         made_of = type(vars(module).get(name))
@@ -119,8 +140,36 @@ def _changes_of(module: ModuleType, written: Written) -> Iterator[tuple[Place, A
 
 
 def _changed(place: Place, held: Any, literal: Any) -> Iterator[tuple[Place, Any]]:
-    if held is not _MISSING and _is_plain(held) and (type(held) is not type(literal) or held != literal):
+    if held is _MISSING:
+        return
+    if not _is_plain(held):
+        is_global = len(place) == 2  # in a class, what makes it may have put something in the place of a literal
+        if is_global and type(literal) in _PLAIN and not isinstance(held, (*_CONTAINERS, ModuleType)):
+            yield place, Placed(held)
+    elif type(held) is not type(literal) or held != literal:
         yield place, held
+
+
+class Placed:
+    """An object that the driver has put in the place of a literal. It is pickled at once, or known not to pickle."""
+
+    def __init__(self, value: Any) -> None:
+        self.pickled, self.why = b"", ""
+        try:
+            self.pickled = dumps(value)
+        except Exception as error:
+            self.why = f"{type(error).__name__}: {error}"
+
+    def __reduce__(self) -> Any:
+        return (pickle.loads, (self.pickled,)) if self.pickled else (_stays, ())
+
+
+class _Stays:
+    """Where the driver has something that does not pickle, a worker keeps what it has."""
+
+
+def _stays() -> type[_Stays]:
+    return _Stays
 
 
 def _is_plain(value: Any) -> bool:

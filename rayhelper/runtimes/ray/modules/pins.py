@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import sys
 from collections.abc import Iterable
@@ -9,13 +10,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rayhelper.runtimes.ray.modules.sources import source_of
+from rayhelper.runtimes.ray.modules.sources import imported_first, source_of
 
 
 class Pins:
-    """The driver's sources of modules. Where they are unpickled, later imports of the modules get these sources."""
+    """The driver's sources of modules. Where they are unpickled, later imports of the modules get these sources.
+
+    There the packages that the driver knows by a name below ``rayhelper`` are imported at once.
+    """
 
     def __init__(self, names: Iterable[str]) -> None:
+        self.first = imported_first()
         self.sources: dict[str, bytes] = {}
         for name in names:
             path = getattr(sys.modules[name], "__file__", None) or ""
@@ -23,10 +28,12 @@ class Pins:
                 self.sources[name] = Path(path).read_bytes()
 
     def __reduce__(self) -> Any:
-        return _pin, (self.sources,)
+        return _pin, (self.sources, self.first)
 
 
-def _pin(sources: dict[str, bytes]) -> None:
+def _pin(sources: dict[str, bytes], first: list[str]) -> None:
+    for name in first:
+        importlib.import_module(name)
     _PINNED.update(sources)
     if _Pinned not in sys.meta_path:
         sys.meta_path.insert(0, _Pinned)

@@ -25,6 +25,16 @@ def user_modules() -> list[str]:
     return sorted(name for name, module in loaded if name != "__main__" and is_of_project(name, module))
 
 
+def imported_first() -> list[str]:
+    """Names below ``rayhelper`` of packages that are no part of it, as far as this process uses them.
+
+    Who imports them first has these packages, whatever else of their own names lies in a folder of the user's.
+    """
+    loaded = list(sys.modules.items())
+    below = [(name, module) for name, module in loaded if name.startswith("rayhelper.") and name.count(".") == 1]
+    return [name for name, module in below if getattr(module, "__name__", name) != name]
+
+
 def sources_of(names: Iterable[str]) -> dict[str, str]:
     """Of loaded modules what their source is: a hash of the file, or that this process runs another source by now."""
     return {name: source_of(name) for name in names}

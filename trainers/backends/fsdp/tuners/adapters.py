@@ -19,6 +19,8 @@ from trainers.backends.fsdp.sharding import as_placed, full
 from trainers.backends.fsdp.tuners.adalora import Ranks
 from trainers.backends.fsdp.tuners.kinds import peft_config
 from trainers.backends.fsdp.tuners.quantized import dequantized, is_quantization_state, quantized_layers
+from trainers.backends.fsdp.vision.pixels import Vision
+from trainers.data.images.processor import language_class
 
 # Those of peft's LoraConfig that say which layers get an adapter
 TARGET_FIELDS = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
@@ -40,12 +42,14 @@ def add_adapter(
     value_head: bool,
     seed: int = 0,
     num_training_steps: int = 1,
+    vision: Vision | None = None,
 ) -> Any:
     """A ``PeftModel`` around ``module``, whose layers it changes in place; only the adapter is trained.
 
     ``settings`` are fields of peft's configuration of the ``tuner``. The head of a value model is new and is trained
     whole. Unless ``init_lora_weights`` says otherwise LoRA begins as ``fresh_weights.py`` draws it; other tuners begin
-    as peft draws them. AdaLoRA divides its ranks over ``num_training_steps``.
+    as peft draws them. AdaLoRA divides its ranks over ``num_training_steps``. ``vision``: of a model whose
+    frozen parts get no adapter.
 
     Raises:
         ConfigError: a tied embedding or head that would be trained without the other, or values that peft refuses.
@@ -53,7 +57,7 @@ def add_adapter(
     """
     from peft import get_peft_model
 
-    fields = targets_of(module, tuner, settings)
+    fields = targets_of(module, tuner, settings, () if vision is None else vision.without_adapter())
     if value_head:
         fields["modules_to_save"] = ["score", *(fields.get("modules_to_save") or [])]
     else:
@@ -100,16 +104,18 @@ def check_butterflies(module: Any, settings: Mapping[str, Any]) -> None:
         )
 
 
-def targets_of(module: Any, tuner: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """``settings`` with the layers that all-linear means in this model.
+def targets_of(module: Any, tuner: str, settings: Mapping[str, Any], frozen: Sequence[str] = ()) -> dict[str, Any]:
+    """``settings`` with the layers that all-linear means in this model, and without those of ``frozen`` parts.
 
     LoRA: see ``spelled_out``. For other tuners it is every linear layer but the head and routers; experts that lie
     stacked in one weight have no adapter of theirs, and the log says so.
     """
     fields = dict(settings)
     if not _has_all_linear(fields.get("target_modules")):
+        if frozen and not isinstance(fields.get("target_modules"), str):
+            fields.setdefault("exclude_modules", list(frozen))
         return fields
-    without = _without_adapter(module)
+    without = [*_without_adapter(module), *frozen]
     if tuner == "lora":
         if without:
             fields.setdefault("exclude_modules", without)
@@ -392,11 +398,12 @@ def layer_names(model: str | Path, target_modules: Sequence[str], *, trust_remot
 
 def without_weights(model: str | Path, *, trust_remote_code: bool = False) -> Any:
     """The model on the meta device, as its configuration says. Raises ValueError if it is none that generates text."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     settings = {"trust_remote_code": trust_remote_code}
+    found = AutoConfig.from_pretrained(model, **settings)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model, **settings), **settings)
+        return language_class(found).from_config(found, **settings)
 
 
 def linear_names(module: Any) -> set[str]:

@@ -1,0 +1,134 @@
+"""SFT of vision models: loss, gradients and tokens are transformers' own, however the rows are put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from tests.backends.batches import mean_loss
+from tests.images.tiny import MODELS, picture, png, save_vision
+from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.batch import Sequences
+from trainers.data.images.processor import ImageReader, load_processor
+from trainers.data.rows import pack, tokenize_sft
+
+MARGIN = 1e-5
+PACKS = [name for name in MODELS if name != "qwen3_5"]  # whose recurrent layers need kernels for that
+
+
+def turns(question: str, answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+ROWS: list[dict[str, Any]] = [
+    {"messages": turns("<image>How many?", "one"), "images": [png(0)]},
+    {"messages": turns("No picture here", "none at all"), "images": []},
+    {"messages": turns("A <image> and <image>, and <image>?", "three"), "images": [png(1), png(2), png(3)]},
+    {"messages": turns("What is it? <image>", "a"), "images": [png(4)]},
+    {"messages": turns("again <image>", "two words"), "images": [png(1)]},
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {name: save_vision(tmp_path_factory.mktemp(name), name) for name in MODELS}
+
+
+def sequences_of(model: str, rows: list[dict[str, Any]] = ROWS, **options: Any) -> Sequences:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    reader = ImageReader(tokenizer, model)
+    return tokenize_sft(Dataset.from_list(rows), tokenizer, max_length=None, images=reader, **options)
+
+
+def transformers_gradients(model: str, rows: list[dict[str, Any]] = ROWS) -> tuple[float, dict[str, torch.Tensor]]:
+    """The mean loss of all tokens but the first, and its gradients: the processor's batch, through the model itself."""
+    module = AutoModelForImageTextToText.from_pretrained(model)
+    processor = load_processor(model)
+    total = torch.zeros(())
+    count = 0
+    for row in rows:  # alone, so that nothing of how a batch is put together plays a part
+        number = len(row["images"])
+        parts = [{**turn, "content": parts_of(turn["content"])} for turn in row["messages"]]
+        text = processor.tokenizer.apply_chat_template(parts, tokenize=False)
+        images = [[image_of(value) for value in row["images"]]] if number else None
+        batch = processor(text=[text], images=images, return_tensors="pt")
+        outputs = module(**batch, labels=batch["input_ids"])
+        size = batch["input_ids"].shape[1] - 1
+        total, count = total + outputs.loss * size, count + size
+    loss = total / count
+    loss.backward()
+    return loss.item(), {name: w.grad for name, w in module.named_parameters() if w.grad is not None}
+
+
+def parts_of(content: str) -> list[dict[str, str]]:
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(content.split("<image>")):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
+
+
+def image_of(value: bytes) -> Any:
+    return next(picture(number) for number in range(8) if png(number) == value)
+
+
+def our_gradients(model: str, batch: Sequences, **settings: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """The same by one step of the backend, whose gradients are not clipped."""
+    size = settings.pop("micro_batch_size", 8)
+    backend = FsdpBackend(model, learning_rate=0.0, max_grad_norm=0.0, num_training_steps=2, **settings)
+    names = [name for name, weight in backend.module.named_parameters()]
+    found: dict[str, torch.Tensor] = {}
+
+    def step(*_: Any, **__: Any) -> None:
+        found.update({n: w.grad.clone() for n, w in backend.module.named_parameters() if w.grad is not None})
+
+    assert backend.optimizer is not None
+    backend.optimizer.register_step_pre_hook(step)
+    normaliser = float(batch.target_mask.values.sum())
+    metrics = backend.step(batch, lambda *args, **extra: mean_loss(normaliser, *args), micro_batch_size=size)
+    assert names
+    return metrics.values()["loss"], found
+
+
+def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """Equal gradients to 1e-5 of the largest; where transformers has none ours are zero, and the other way round."""
+    largest = max(float(gradient.abs().max()) for gradient in theirs.values())
+    for name in {**ours, **theirs}:
+        one, other = (found.get(name) for found in (ours, theirs))
+        one = torch.zeros_like(other) if one is None else one
+        other = torch.zeros_like(one) if other is None else other
+        assert float((one - other).abs().max()) <= MARGIN * max(1.0, largest), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("size", [8, 1])
+def test_loss_and_gradients_of_rows_with_no_one_and_several_pictures_are_those_of_transformers(
+    name: str, size: int, folders: dict[str, str]
+) -> None:
+    loss, theirs = transformers_gradients(folders[name])
+    assert any("vis" in weight for weight in theirs), "the tower learns"
+    our_loss, ours = our_gradients(folders[name], sequences_of(folders[name]), micro_batch_size=size)
+    assert our_loss == pytest.approx(loss, abs=MARGIN)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", PACKS)
+@pytest.mark.parametrize("way", ["padding_free", "packed"])
+def test_pictures_in_rows_of_several_documents_have_the_positions_that_they_have_alone(
+    name: str, way: str, folders: dict[str, str]
+) -> None:
+    loss, theirs = transformers_gradients(folders[name])
+    batch = sequences_of(folders[name])
+    if way == "packed":
+        longest = int(batch.input_ids.lengths.max())
+        batch = pack(batch, max_length=2 * longest)
+        assert len(batch) < len(ROWS)
+        assert batch.images is not None
+        assert sum(len(pictures) for row in batch.images for pictures in row) == sum(len(row["images"]) for row in ROWS)
+    our_loss, ours = our_gradients(folders[name], batch, padding_free=way == "padding_free")
+    assert our_loss == pytest.approx(loss, abs=MARGIN)
+    assert_same(ours, theirs)

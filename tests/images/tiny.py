@@ -1,0 +1,255 @@
+"""Vision models small enough for one core, with their processors, and small pictures: nothing is downloaded."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image, ImageDraw
+
+from tests.golden.tiny import tiny_tokenizer
+
+SHAPES = ((24, 32), (40, 20), (28, 28), (16, 48))  # width and height of pictures, in pixels
+COLOURS = ("red", "green", "blue", "yellow")
+TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' -}}"
+    "{%- if message['role'] == 'assistant' -%}{%- generation -%}"
+    "{%- for part in message['content'] -%}{{- part['text'] -}}{%- endfor -%}{{- '<|im_end|>' -}}{%- endgeneration -%}"
+    "{%- else -%}{%- for part in message['content'] -%}"
+    "{%- if part['type'] == 'image' -%}{{- IMAGE -}}{%- else -%}{{- part['text'] -}}{%- endif -%}"
+    "{%- endfor -%}{{- '<|im_end|>' -}}{%- endif -%}"
+    "{{- '\\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "bos_token_id": None,
+    "initializer_range": 0.1,
+}
+QWEN = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+QWEN_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+
+
+def picture(number: int) -> Image.Image:
+    """A picture of its own shape, with one or more coloured rectangles."""
+    width, height = SHAPES[number % len(SHAPES)]
+    image = Image.new("RGB", (width, height), "white")
+    draw = ImageDraw.Draw(image)
+    for k in range(1 + number % 3):
+        left, top = (5 * (number + 3 * k)) % (width - 6), (7 * (number + k)) % (height - 6)
+        draw.rectangle((left, top, left + 5, top + 5), fill=COLOURS[(number + k) % len(COLOURS)])
+    return image
+
+
+def png(number: int) -> bytes:
+    """The same as the bytes of a file."""
+    written = io.BytesIO()
+    picture(number).save(written, "PNG")
+    return written.getvalue()
+
+
+def _tokenizer(tokens: Sequence[str], place: str, **fields: Any) -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|endoftext|>", *tokens]})
+    tokenizer.chat_template = TEMPLATE.replace("IMAGE", repr(place))
+    for name, token in fields.items():
+        tokenizer._set_model_specific_special_tokens({name: token})
+    return tokenizer
+
+
+def _qwen_processor(folder: Path, tokenizer: Any, patch_size: int, kind: str) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    sizes = {"size": {"shortest_edge": 8 * 8, "longest_edge": 40 * 40}}
+    Qwen2VLImageProcessorPil(patch_size=patch_size, merge_size=2, temporal_patch_size=2, **sizes).save_pretrained(
+        folder
+    )
+    _processor_config(folder, kind)
+
+
+def _processor_config(folder: Path, kind: str, **fields: Any) -> None:
+    import json
+
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": kind, **fields}))
+
+
+def _ids(tokenizer: Any, **tokens: str) -> dict[str, int]:
+    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
+
+
+def _qwen2_5_vl(folder: Path) -> tuple[Any, Any]:
+    tokenizer = _tokenizer(QWEN, QWEN_PLACE)
+    _qwen_processor(folder, tokenizer, 4, "Qwen2_5_VLProcessor")
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"patch_size": 4, "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [1]}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=TEXT | {"vocab_size": len(tokenizer), "rope_parameters": MROPE, "dtype": "float32"},
+        vision_config=vision | {"initializer_range": 0.1},
+        **_ids(tokenizer, image_token_id=QWEN[2], video_token_id=QWEN[3]),
+        **_ids(tokenizer, vision_start_token_id=QWEN[0], vision_end_token_id=QWEN[1]),
+        tie_word_embeddings=False,
+    )
+    return config, tokenizer
+
+
+def _qwen3_vl(folder: Path) -> tuple[Any, Any]:
+    tokenizer = _tokenizer(QWEN, QWEN_PLACE)
+    _qwen_processor(folder, tokenizer, 4, "Qwen3VLProcessor")
+    vision = {"depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"patch_size": 4, "spatial_merge_size": 2, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    config = transformers.Qwen3VLConfig(
+        text_config=TEXT | {"vocab_size": len(tokenizer), "head_dim": 8, "rope_parameters": MROPE, "dtype": "float32"},
+        vision_config=vision | {"initializer_range": 0.1},
+        **_ids(tokenizer, image_token_id=QWEN[2], video_token_id=QWEN[3]),
+        **_ids(tokenizer, vision_start_token_id=QWEN[0], vision_end_token_id=QWEN[1]),
+        tie_word_embeddings=False,
+    )
+    return config, tokenizer
+
+
+def _qwen3_5(folder: Path) -> tuple[Any, Any]:
+    tokenizer = _tokenizer(QWEN, QWEN_PLACE)
+    _qwen_processor(folder, tokenizer, 4, "Qwen3VLProcessor")
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"patch_size": 4, "spatial_merge_size": 2, "num_position_embeddings": 16}
+    text = TEXT | {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
+    text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
+    text |= {"linear_num_value_heads": 4, "rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
+    config = transformers.Qwen3_5Config(
+        text_config=text | {"vocab_size": len(tokenizer), "dtype": "float32"},
+        vision_config=vision | {"initializer_range": 0.1},
+        **_ids(tokenizer, image_token_id=QWEN[2], video_token_id=QWEN[3]),
+        **_ids(tokenizer, vision_start_token_id=QWEN[0], vision_end_token_id=QWEN[1]),
+        tie_word_embeddings=False,
+    )
+    return config, tokenizer
+
+
+def _siglip(**fields: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return sizes | fields
+
+
+def _gemma3(folder: Path) -> tuple[Any, Any]:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    tokens = ["<start_of_image>", "<end_of_image>", "<image_soft_token>"]
+    names = {"boi_token": tokens[0], "eoi_token": tokens[1], "image_token": tokens[2]}
+    tokenizer = _tokenizer(tokens, tokens[0], **names)
+    Gemma3ImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(folder)
+    _processor_config(folder, "Gemma3Processor", image_seq_length=4)
+    vision = {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4, "vision_use_head": False}
+    text = TEXT | {"head_dim": 8, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
+    config = transformers.Gemma3Config(
+        text_config=text | {"vocab_size": len(tokenizer), "query_pre_attn_scalar": 8, "dtype": "float32"},
+        vision_config=_siglip(**vision),
+        mm_tokens_per_image=4,
+        **_ids(tokenizer, boi_token_index=tokens[0], eoi_token_index=tokens[1], image_token_index=tokens[2]),
+        initializer_range=0.1,
+    )
+    return config, tokenizer
+
+
+def _smolvlm(folder: Path) -> tuple[Any, Any]:
+    """With the processor of Idefics 3, which makes the same pixels, as SmolVLM's needs num2words for videos."""
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    tokens = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    tokens += [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    tokenizer = _tokenizer(tokens, "<image>")
+    sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+    Idefics3ImageProcessorPil(**sizes).save_pretrained(folder)
+    _processor_config(folder, "Idefics3Processor", image_seq_len=4)
+    config = transformers.SmolVLMConfig(
+        text_config=TEXT | {"model_type": "llama", "vocab_size": len(tokenizer), "dtype": "float32"},
+        vision_config=_siglip(image_size=16, patch_size=4),
+        scale_factor=2,
+        **_ids(tokenizer, image_token_id="<image>"),
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    return config, tokenizer
+
+
+def _internvl(folder: Path) -> tuple[Any, Any]:
+    from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+
+    tokens = ["<img>", "</img>", "<IMG_CONTEXT>", "<video>"]
+    names = {"start_image_token": tokens[0], "end_image_token": tokens[1], "context_image_token": tokens[2]}
+    tokenizer = _tokenizer(tokens, tokens[2], **names, video_token=tokens[3])
+    sizes = {"size": {"height": 16, "width": 16}, "crop_to_patches": True, "max_patches": 3}
+    GotOcr2ImageProcessorPil(**sizes).save_pretrained(folder)
+    _processor_config(folder, "InternVLProcessor", image_seq_length=4)
+    vision = _siglip(image_size=[16, 16], patch_size=[4, 4], projection_dropout=0.0, use_mean_pooling=False)
+    config = transformers.InternVLConfig(
+        text_config=TEXT | {"model_type": "qwen2", "vocab_size": len(tokenizer), "dtype": "float32"},
+        vision_config=vision | {"model_type": "internvl_vision"},
+        image_seq_length=4,
+        downsample_ratio=0.5,
+        **_ids(tokenizer, image_token_id=tokens[2]),
+        tie_word_embeddings=False,
+    )
+    return config, tokenizer
+
+
+def _llava_onevision(folder: Path) -> tuple[Any, Any]:
+    from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+
+    tokenizer = _tokenizer(["<image>", "<video>"], "<image>")
+    pinpoints = [[16, 16], [16, 32], [32, 16], [32, 32]]
+    sizes = {"size": {"height": 16, "width": 16}, "image_grid_pinpoints": pinpoints}
+    LlavaOnevisionImageProcessorPil(**sizes).save_pretrained(folder)
+    fields = {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_9"}
+    _processor_config(folder, "LlavaOnevisionProcessor", **fields)
+    vision = {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4, "vision_use_head": False}
+    config = transformers.LlavaOnevisionConfig(
+        text_config=TEXT | {"model_type": "qwen2", "vocab_size": len(tokenizer), "dtype": "float32"},
+        vision_config=_siglip(**vision),
+        image_grid_pinpoints=pinpoints,
+        vision_feature_select_strategy="full",
+        **_ids(tokenizer, image_token_index="<image>", video_token_index="<video>"),
+        tie_word_embeddings=False,
+    )
+    return config, tokenizer
+
+
+MODELS: dict[str, Callable[[Path], tuple[Any, Any]]] = {
+    "qwen2_5_vl": _qwen2_5_vl,
+    "qwen3_vl": _qwen3_vl,
+    "qwen3_5": _qwen3_5,
+    "gemma3": _gemma3,
+    "smolvlm": _smolvlm,
+    "internvl": _internvl,
+    "llava_onevision": _llava_onevision,
+}
+
+
+def save_vision(folder: str | Path, name: str = "qwen2_5_vl", seed: int = 0) -> str:
+    """Writes a random model of ``MODELS`` in float32, its tokenizer and its processor; the folder."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config, tokenizer = MODELS[name](folder)
+    tokenizer.save_pretrained(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        for weight in model.parameters():  # also those that would begin as zeros or ones
+            if weight.dim() < 2 or float(weight.detach().std()) == 0.0:
+                weight.data += 0.1 * torch.randn_like(weight)
+    model.save_pretrained(folder)
+    return str(folder)

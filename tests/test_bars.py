@@ -1,0 +1,74 @@
+"""Bar charts of benchmarks: what is drawn is what the JSON says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.bars import main, svg, words
+
+SVG = "{http://www.w3.org/2000/svg}"
+QUESTION: dict[str, Any] = {
+    "title": "GRPO <step>",
+    "unit": "tokens/s",
+    "better": "higher",
+    "bars": [
+        {"label": "ours & more", "value": 4000, "low": 3900, "high": 5000, "ours": True, "group": "short"},
+        {"label": "TRL", "value": 1000, "group": "short"},
+        {"label": "verl", "value": None, "group": "long"},
+    ],
+    "card": "H100",
+    "commit": "abc1234",
+}
+
+
+def test_bars_are_as_long_as_their_numbers_and_say_them() -> None:
+    chart = ElementTree.fromstring(svg(QUESTION))
+    widths = [float(bar.attrib["width"]) for bar in chart.iter(f"{SVG}rect")]
+    assert widths[0] == pytest.approx(4 * widths[1], rel=1e-3)
+    texts = [text.text for text in chart.iter(f"{SVG}text")]
+    assert texts == [
+        *("GRPO <step>", "tokens/s; higher is better", "short", "ours & more", "4,000", "TRL", "1,000"),
+        *("long", "verl", "not measured", "H100, abc1234"),
+    ]
+    assert max(float(text.attrib["x"]) for text in chart.iter(f"{SVG}text")) < 600, "numbers have room at the right"
+
+
+def test_the_chart_says_itself_in_words() -> None:
+    told = "GRPO <step>. short, ours & more: 4,000 tokens/s; short, TRL: 1,000 tokens/s; long, verl: not measured."
+    assert words(QUESTION) == told
+    assert ElementTree.fromstring(svg(QUESTION)).findtext(f"{SVG}desc") == told
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"unit": ""}, "it has no 'unit'"),
+        ({"better": "more"}, "better must be higher or lower, got 'more'"),
+        ({"bars": [{"label": "a"}]}, "a bar needs label and value"),
+        ({"bars": [{"label": "a", "value": -1}]}, "must be at least 0"),
+        ({"bars": [{"label": "a", "value": float("nan")}]}, "must be at least 0"),
+        ({"bars": [{"label": "a", "value": 2, "low": 1}]}, "needs both low and high"),
+        ({"bars": [{"label": "a", "value": 2, "low": 3, "high": 4}]}, "low <= value <= high"),
+    ],
+)
+def test_a_question_without_meaning_is_refused(changed: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        svg(QUESTION | changed)
+
+
+def test_pictures_that_are_not_as_drawn_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "step.json", tmp_path / "plots"
+    file.write_text(json.dumps(QUESTION))
+    assert main([str(file), "--out", str(out), "--check"]) == 1
+    assert main([str(file), "--out", str(out)]) == 0
+    assert main([str(file), "--out", str(out), "--check"]) == 0
+    file.write_text(json.dumps(QUESTION | {"title": "another"}))
+    assert main([str(file), "--out", str(out), "--check"]) == 1
+    file.write_text("{")
+    assert main([str(file), "--out", str(out)]) == 2
+    assert f"error: {file}: " in capsys.readouterr().err

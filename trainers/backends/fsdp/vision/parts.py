@@ -1,0 +1,48 @@
+"""The parts of a vision model: which weights are of the vision tower, the aligner and the language model.
+
+    part_of(module)                                # {"model.visual.patch_embed.proj.weight": "vit", ...}
+    freeze(module, ["vit", "aligner"])
+
+transformers says itself what the tower and the language model are. What is of neither is of the aligner, and so are
+the mergers that the Qwen models have at the end of their towers: as in ms-swift's ``swift/model/model_arch.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+
+Part = Literal["vit", "aligner", "llm"]
+MERGERS = ("merger", "merger_list", "deepstack_merger_list")  # parts of a tower
+
+
+def part_of(module: Any) -> dict[str, Part]:
+    """The part that each weight of the model is of, by its name in memory."""
+    tower = module.get_encoder(modality="image")
+    language = [module.get_decoder(), module.get_input_embeddings(), module.get_output_embeddings()]
+    of_language = {id(weight) for part in language if part is not None for weight in part.parameters()}
+    mergers = [part for name, part in tower.named_children() if name in MERGERS]
+    of_mergers = {id(weight) for part in mergers for weight in part.parameters()}
+    of_tower = {id(weight) for weight in tower.parameters()} - of_mergers
+    return {
+        name: "llm" if id(weight) in of_language else "vit" if id(weight) in of_tower else "aligner"
+        for name, weight in module.named_parameters(remove_duplicate=False)
+    }
+
+
+def freeze(module: Any, frozen: Iterable[Part]) -> None:
+    """The weights of these parts do not learn."""
+    kept = set(frozen)
+    parts = part_of(module)
+    for name, weight in module.named_parameters(remove_duplicate=False):
+        if parts[name] in kept:
+            weight.requires_grad_(False)
+
+
+def linear_layers(module: Any, of: Iterable[Part]) -> list[str]:
+    """The names of the linear layers of these parts."""
+    kept, parts = set(of), part_of(module)
+    layers = [(name, part) for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)]
+    return [name for name, _ in layers if parts[f"{name}.weight"] in kept]

@@ -1,0 +1,186 @@
+"""What a vision model is called with beside the tokens: pixels, and where pictures stand.
+
+    vision = Vision.of(module, "Qwen/Qwen2.5-VL-3B-Instruct", frozen=["vit"])      # None: the model sees nothing
+    seen = vision.seen(micro.images)                               # pixel tensors by the names of the model's arguments
+
+The model's own image processor makes the pixels of a row, on the worker that needs them. They are kept for the next
+pass over the same row, up to ``CACHE_BYTES``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainers.backends.fsdp.vision.parts import Part, freeze, linear_layers, part_of
+from trainers.data.images.pictures import Picture, Pictures
+from trainers.data.images.processor import is_vision, load_processor
+
+CACHE_BYTES = 2**30
+OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+DUMMY_SIZE = 28  # pixels
+FILES = (  # of a processor; of those that a tokenizer writes too the run's own are kept
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    *("chat_template.json", "chat_template.jinja"),
+)
+
+Pixels = dict[str, torch.Tensor]
+
+
+class Vision:
+    """How the pictures of rows get into a vision model, and which of its parts learn.
+
+    ``frozen``: parts that do not; ``rates``: learning rates of parts that have their own.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        model: str | Path,
+        *,
+        trust_remote_code: bool = False,
+        frozen: Sequence[Part] = (),
+        rates: Mapping[Part, float] | None = None,
+    ) -> None:
+        self.module, self.model, self.trust_remote_code = module, str(model), trust_remote_code
+        self.frozen, self.parts = tuple(frozen), part_of(module)
+        self.rates = {name: rates[part] for name, part in self.parts.items() if part in rates} if rates else {}
+        freeze(module, frozen)
+        self._processor: Any = None
+        self._kept: OrderedDict[tuple[Any, ...], Pixels] = OrderedDict()
+        self._num_bytes = 0
+
+    @classmethod
+    def of(cls, module: Any, model: str | Path, head: str = "lm", **options: Any) -> Vision | None:
+        """That of a vision model that gives tokens; None for others."""
+        return cls(module, model, **options) if head == "lm" and is_vision(module.config) else None
+
+    def without_adapter(self) -> list[str]:
+        """Linear layers of the parts that are frozen, which get no adapter."""
+        return linear_layers(self.module, self.frozen)
+
+    @property
+    def processor(self) -> Any:
+        if self._processor is None:
+            self._processor = load_processor(self.model, trust_remote_code=self.trust_remote_code)
+        return self._processor
+
+    def seen(self, images: Sequence[Pictures]) -> Pixels:
+        """The pixels of all rows in order; none if no row has pictures.
+
+        Some processors make fewer pixels of a picture that has others beside it, so a document is processed by itself.
+        """
+        found = [self._pixels(document) for row in images if row for document in documents_of(row)]
+        return {name: joined([pixels[name] for pixels in found]) for name in found[0]} if found else {}
+
+    def dummy(self) -> Pixels:
+        """The pixels of a small picture, for passes in which every weight must take part."""
+        from PIL import Image
+
+        return self._processed([Image.new("RGB", (DUMMY_SIZE, DUMMY_SIZE), (127, 127, 127))])
+
+    def joins(self, scorer: Any, *, trains: bool, shards: bool) -> None:
+        """The tower runs in every pass that asks it to: in training, and with shards, which all ranks gather together.
+
+        A pass without pictures runs it on a small one, and multiplies what it gives by zero.
+        """
+        learns = trains and not {"vit", "aligner"} <= set(self.frozen)
+        if shards or learns:
+            device = next(self.module.parameters()).device
+            scorer.dummy = {name: value.to(device) for name, value in self.dummy().items()}
+
+    def export(self, folder: Path) -> None:
+        """Writes the processor's files beside a model, as they are where the model comes from. One process calls it."""
+        for name in FILES:
+            found = self._file(name)
+            if found is not None and not (folder / name).exists():
+                shutil.copyfile(found, folder / name)
+
+    def unread_weights(self) -> dict[str, torch.Tensor]:
+        """Weights of the checkpoint that transformers leaves out as it loads the model, such as layers that predict
+        several tokens (Qwen3.5). They are written as they were, so that the model is whole."""
+        from safetensors import safe_open
+
+        patterns = list(getattr(self.module, "_keys_to_ignore_on_load_unexpected", None) or [])
+        index = self._file("model.safetensors.index.json")
+        single = self._file("model.safetensors")
+        if index is not None:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = [file for name in names if (file := self._file(name)) is not None]
+        else:
+            files = [] if single is None else [single]
+        found = {}
+        for file in files if patterns else ():
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  (it cannot be iterated)
+                    if any(re.search(pattern, name) for pattern in patterns):
+                        found[name] = opened.get_tensor(name)
+        return found
+
+    def _file(self, name: str) -> Path | None:
+        """A file of the model, if it is here."""
+        from huggingface_hub import try_to_load_from_cache
+
+        found = Path(self.model) / name if Path(self.model).is_dir() else try_to_load_from_cache(self.model, name)
+        return Path(found) if isinstance(found, (str, Path)) and Path(found).is_file() else None
+
+    def words_alone(self, sampling: Any) -> Any:
+        """The sampling, by which no token is drawn that stands for a part of a picture: there would be no pixels."""
+        own = sampling.generation_kwargs.get("suppress_tokens") or []
+        tokens = sorted({*own, *(token for token in self.processor.image_token_ids if token is not None)})
+        return replace(sampling, generation_kwargs={**sampling.generation_kwargs, "suppress_tokens": tokens})
+
+    def is_picture(self, ids: np.ndarray) -> np.ndarray:
+        """Whether tokens stand for parts of pictures; of the ids' shape."""
+        found: np.ndarray = np.isin(ids, self.processor.image_token_ids)
+        return found
+
+    def _pixels(self, row: tuple[Picture, ...]) -> Pixels:
+        key = tuple(picture.key for picture in row)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        pixels = self._processed([picture.image() for picture in row])
+        self._kept[key] = pixels
+        self._num_bytes += _num_bytes(pixels)
+        while self._num_bytes > CACHE_BYTES and len(self._kept) > 1:
+            _, gone = self._kept.popitem(last=False)
+            self._num_bytes -= _num_bytes(gone)
+        return pixels
+
+    def _processed(self, images: list[Any]) -> Pixels:
+        text = " ".join([self.processor.image_token] * len(images))
+        found = self.processor(text=[text], images=[images], return_tensors="pt")
+        return {name: value for name, value in found.items() if name not in OF_TEXT and torch.is_tensor(value)}
+
+
+def documents_of(row: Pictures) -> tuple[tuple[Picture, ...], ...]:
+    """The pictures of each document that has some."""
+    documents: Any = row if isinstance(row[0], tuple) else (row,)
+    return tuple(documents)
+
+
+def joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors of several rows along the first dimension; the others are padded with zeros to the largest.
+
+    That is what the processors of transformers make of several rows: see ``tests/images``.
+    """
+    sizes = [max(size) for size in zip(*(row.shape[1:] for row in rows), strict=True)]
+    padded = []
+    for row in rows:
+        room = [amount for size, own in zip(sizes[::-1], row.shape[:0:-1], strict=True) for amount in (0, size - own)]
+        padded.append(torch.nn.functional.pad(row, room) if any(room) else row)
+    return torch.cat(padded)
+
+
+def _num_bytes(pixels: Pixels) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in pixels.values())

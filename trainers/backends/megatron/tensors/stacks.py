@@ -1,0 +1,90 @@
+"""Experts that a checkpoint has stacked, as Qwen3.5's have: ``experts.gate_up_proj`` (E, 2 I, H), ``down_proj``.
+
+Read as the tensors of each expert that all other checkpoints have, and written stacked again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+@dataclass(frozen=True)
+class OfStack:
+    """The rows of one expert in a slice of a file, as a slice of a tensor of its own."""
+
+    stack: Any
+    expert: int
+    start: int
+    num_rows: int
+
+    def get_shape(self) -> list[int]:
+        return [self.num_rows, self.stack.get_shape()[2]]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        rows, columns = (*index, slice(None))[:2] if isinstance(index, tuple) else (index, slice(None))
+        first, last, _ = rows.indices(self.num_rows)
+        own: torch.Tensor = self.stack[self.expert : self.expert + 1, self.start + first : self.start + last, columns]
+        return own[0]
+
+
+def unstacked(name: str, stack: Any) -> Iterator[tuple[str, OfStack]]:
+    """The tensors of the experts in a stack, by name; none of a tensor that is no stack."""
+    found = STACK.fullmatch(name)
+    if found is None:
+        return
+    experts, kind = found.groups()
+    count, rows, _ = stack.get_shape()
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    each = rows // len(parts)
+    for expert in range(count):
+        for k, part in enumerate(parts):
+            yield f"{experts}.{expert}.{part}.weight", OfStack(stack, expert, k * each, each)
+
+
+def stack_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The same tensors with experts stacked, each stack where the last of its tensors was."""
+    counts: dict[str, int] = {}
+    for name in shapes:
+        if found := OF_EXPERT.fullmatch(name):
+            counts[found[1]] = max(counts.get(found[1], 0), int(found[2]) + 1)
+    stacked: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        found = OF_EXPERT.fullmatch(name)
+        if found is None:
+            stacked[name] = shape
+        elif int(found[2]) == counts[found[1]] - 1 and found[3] != "gate":
+            rows = 2 * shape[0] if found[3] == "up" else shape[0]
+            kind = "gate_up_proj" if found[3] == "up" else "down_proj"
+            stacked[f"{found[1]}.{kind}"] = (counts[found[1]], rows, shape[1])
+    return stacked
+
+
+def stacking(
+    weights: Iterator[tuple[str, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights with experts stacked; ``shapes``: of the stacks, by name. A stack comes behind its last tensor."""
+    stacks: dict[str, torch.Tensor] = {}
+    missing: dict[str, int] = {}
+    for name, weight in weights:
+        found = OF_EXPERT.fullmatch(name)
+        if found is None:
+            yield name, weight
+            continue
+        kind = "down_proj" if found[3] == "down" else "gate_up_proj"
+        stack = f"{found[1]}.{kind}"
+        if stack not in stacks:
+            stacks[stack] = weight.new_empty(shapes[stack])
+            missing[stack] = shapes[stack][0] * (1 if kind == "down_proj" else 2)
+        start = weight.shape[0] if found[3] == "up" else 0
+        stacks[stack][int(found[2]), start : start + weight.shape[0]].copy_(weight)
+        missing[stack] -= 1
+        if not missing[stack]:
+            yield stack, stacks.pop(stack)

@@ -1,0 +1,70 @@
+"""The keys of vision models: their pictures, and which of their parts learn. Names and meanings are ms-swift's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rayhelper import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """A vision model has a vision tower (vit), a language model (llm), and between them what fits one to the other
+    (the aligner: a projector or merger). A language model has the llm alone, and these keys change nothing in it."""
+
+    SCORES: ClassVar[bool] = False
+    """Whether the model is a sequence classifier, which gives numbers and no tokens."""
+
+    # Vision models (backend: fsdp)
+    max_pixels: int | None = None
+    """Pixels (width x height) of a picture; larger ones are made smaller. null: as the model's processor does it."""
+    image_urls: bool = False
+    """Download pictures of http addresses; false: rows with an address are broken."""
+    freeze_vit: bool | None = None
+    """The vision tower does not learn; with an adapter: gets none. null: true with an adapter, else false."""
+    freeze_aligner: bool | None = None
+    """The same of the aligner."""
+    freeze_llm: bool = False
+    """The same of the language model."""
+    vit_lr: float | None = None
+    """Learning rate of the vision tower; null: ``learning_rate``."""
+    aligner_lr: float | None = None
+    """Learning rate of the aligner; null: ``learning_rate``."""
+
+
+def vision_settings(config: Any) -> dict[str, Any]:
+    """What the backend is told: the parts that do not learn, and the learning rates of the others."""
+    frozen = {
+        "vit": config.has_adapter if config.freeze_vit is None else config.freeze_vit,
+        "aligner": config.has_adapter if config.freeze_aligner is None else config.freeze_aligner,
+        "llm": config.freeze_llm,
+    }
+    rates = {"vit": config.vit_lr, "aligner": config.aligner_lr}
+    return {
+        "frozen": [part for part, is_frozen in frozen.items() if is_frozen],
+        "rates": {part: rate for part, rate in rates.items() if rate is not None},
+    }
+
+
+def check_vision(config: VisionConfig) -> None:
+    """Raises ConfigError for values that have no meaning."""
+    for name in ("vit_lr", "aligner_lr"):
+        value = getattr(config, name)
+        if value is not None and value < 0:
+            raise ConfigError(f"{name} must be at least 0; got {value}")
+    if config.max_pixels is not None and config.max_pixels < 1:
+        raise ConfigError(f"max_pixels must be at least 1; got {config.max_pixels}")
+    told = vision_settings(config)
+    if len(told["frozen"]) == 3:
+        raise ConfigError(
+            "freeze_llm is true, and the vision tower and the aligner are frozen too: nothing would learn. Set "
+            "freeze_vit: false or freeze_aligner: false."
+        )
+
+
+def vision_mistake(config: VisionConfig, *, sees: bool) -> str | None:
+    """What is wrong with the keys for a model that ``sees`` pictures, or for a language model."""
+    if not sees and config.freeze_llm:
+        return "freeze_llm is true, but the model has no vision tower: nothing would learn. Remove it"
+    return None

@@ -1,0 +1,147 @@
+"""A picture as it travels: a path or the bytes of its file, never its pixels.
+
+    pictures = pictures_of(row["images"], max_pixels=None, urls=False)     # [Picture(...), ...]
+    pictures[0].image()                                                    # PIL.Image, RGB
+
+Workers read a picture where they need its pixels. So a prompt's pictures cost a path, or once the bytes of a file, for
+all completions of the prompt.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DATA_URI = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
+URL = re.compile(r"https?://", re.IGNORECASE)
+FILE_URI = "file://"
+LONGEST_PATH = 4096  # characters; a longer text is base64
+PATH_KEYS = ("path", "url", "image", "image_url", "base64", "bytes")  # where a mapping holds its picture
+DOWNLOAD_TIMEOUT_S = 30
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture by the path of its file, or by the file's bytes.
+
+    ``max_pixels``: a picture with more (width x height) is made smaller, as ms-swift's ``max_pixels`` does.
+    """
+
+    source: str | bytes
+    max_pixels: int | None = None
+
+    def image(self) -> Any:
+        """The picture in memory, a ``PIL.Image`` in RGB. Raises OSError or ValueError if it cannot be read."""
+        from PIL import Image
+
+        file = self.source if isinstance(self.source, str) else io.BytesIO(self.source)
+        with Image.open(file) as opened:
+            image = opened.convert("RGB")  # reads all of it
+        if self.max_pixels is None or image.width * image.height <= self.max_pixels:
+            return image
+        ratio = image.width / image.height
+        height = math.sqrt(self.max_pixels / ratio)
+        return image.resize((max(1, int(height * ratio)), max(1, int(height))))
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells pictures apart: equal keys, equal pixels. A file that is written anew has another key."""
+        if isinstance(self.source, bytes):
+            return hashlib.blake2b(self.source, digest_size=16).digest(), self.max_pixels
+        status = Path(self.source).stat()
+        return self.source, status.st_mtime_ns, status.st_size, self.max_pixels
+
+    def __repr__(self) -> str:
+        shown = repr(self.source) if isinstance(self.source, str) else f"{len(self.source)} bytes"
+        return f"Picture({shown})"
+
+
+Pictures = tuple[Picture, ...] | tuple[tuple[Picture, ...], ...]  # of a row: of its one document, or of each of them
+
+
+def pictures_of(value: Any, *, max_pixels: int | None = None, urls: bool = False) -> list[Picture]:
+    """The pictures of a column ``images``: None, one picture, or a list of them.
+
+    A picture is a path, a base64 text (with or without ``data:image/png;base64,``), bytes, a ``PIL.Image``, or a
+    mapping with one of these as ``path``, ``bytes``, ``url``, ``image``, ``image_url`` or ``base64``. ``urls``: a
+    picture of an http address is downloaded.
+
+    Raises:
+        ValueError: something that is no picture, or an address without ``urls``. Whether a file is there and holds a
+            picture is not asked here.
+    """
+    if value is None:
+        return []
+    if isinstance(value, (list, tuple)):
+        return [_picture(item, max_pixels, urls) for item in value if item is not None]
+    return [_picture(value, max_pixels, urls)]
+
+
+def _picture(value: Any, max_pixels: int | None, urls: bool) -> Picture:
+    if isinstance(value, Mapping):
+        found = next((value[key] for key in ("bytes", *PATH_KEYS) if value.get(key) is not None), None)
+        if found is None:
+            raise ValueError(
+                f"a picture that is a mapping needs path or bytes; this one has {', '.join(value) or '{}'}"
+            )
+        return _picture(found, max_pixels, urls)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        text = _text_of(bytes(value))
+        return Picture(bytes(value), max_pixels) if text is None else _picture(text, max_pixels, urls)
+    if isinstance(value, Path):
+        return Picture(str(value), max_pixels)
+    if hasattr(value, "tobytes") and hasattr(value, "save"):  # a PIL.Image
+        written = io.BytesIO()
+        value.save(written, "PNG")
+        return Picture(written.getvalue(), max_pixels)
+    if not isinstance(value, str):
+        raise ValueError(f"a picture is a path, bytes, base64 or a PIL.Image, not {type(value).__name__}")
+    if match := DATA_URI.match(value):
+        return Picture(_decoded(value[match.end() :]), max_pixels)
+    if URL.match(value):
+        if not urls:
+            raise ValueError(
+                f"{value[:80]!r} is an address, and nothing is downloaded unless you say so. Set image_urls: true, or "
+                "give a path."
+            )
+        return Picture(_downloaded(value), max_pixels)
+    if len(value) > LONGEST_PATH:
+        return Picture(_decoded(value), max_pixels)
+    path = value.removeprefix(FILE_URI)
+    return Picture(str(Path(path).expanduser().absolute()), max_pixels)
+
+
+def _text_of(value: bytes) -> str | None:
+    """The text that bytes are: a table whose column holds paths and bytes makes bytes of all of them."""
+    try:
+        text = value.decode() if len(value) <= LONGEST_PATH else ""
+    except UnicodeDecodeError:
+        return None
+    return text if text.isprintable() and text else None
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"{text[:20]!r}... ({len(text)} characters) is not base64: {error}") from None
+
+
+def _downloaded(url: str) -> bytes:
+    import urllib.error
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as answer:
+            content: bytes = answer.read()
+    except (urllib.error.URLError, TimeoutError, OSError) as error:
+        raise ValueError(f"{url[:80]!r} cannot be downloaded: {error}") from None
+    return content

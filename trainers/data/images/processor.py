@@ -1,0 +1,269 @@
+"""A vision model's own processor, and what it makes of texts with places for pictures.
+
+    processor = load_processor("Qwen/Qwen2.5-VL-3B-Instruct")
+    reader = ImageReader(tokenizer, "Qwen/Qwen2.5-VL-3B-Instruct")
+    row, pictures = reader.placed(row)
+    reader.tokenizer(pictures).apply_chat_template(row["messages"])        # token ids, with all tokens of the pictures
+
+The model's processor alone decides how many tokens a picture has, and what stands around them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trainers.data.images.conversations import ANSWERS, TYPES, num_places, picture_mistake, placed
+from trainers.data.images.pictures import Picture
+
+VIDEOS = "video_processor"
+MOST_KNOWN = 256  # texts with pictures whose tokens are remembered
+Expanded = tuple[str, list[dict[str, Any]]]
+
+
+def is_vision(configuration: Any) -> bool:
+    """Whether transformers has a class that reads images and text for a model of this configuration."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    kind: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(configuration), None)
+    has_tower = getattr(configuration, "vision_config", None) is not None
+    return has_tower and getattr(kind, "config_class", None) is type(configuration)
+
+
+def language_class(configuration: Any) -> Any:
+    """transformers' class that builds the whole of a model: with its vision tower, if it has one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if is_vision(configuration) else AutoModelForCausalLM
+
+
+def load_processor(model: str, *, trust_remote_code: bool = False, tokenizer: Any = None) -> Any:
+    """The processor of a folder or hub name, for images and text. ``tokenizer``: in place of its own.
+
+    It is what AutoProcessor builds, but without the part for videos, which needs torchvision.
+
+    Raises:
+        ValueError: the model has no processor of images, or one that gives no text for a picture.
+    """
+    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    options = {"trust_remote_code": trust_remote_code}
+    kind: Any = PROCESSOR_MAPPING.get(type(AutoConfig.from_pretrained(model, **options)), None)
+    fields, _ = _fields(kind, model) if kind is not None else ({}, None)
+    kind = _named(fields.get("processor_class")) or kind
+    if kind is None or "image_processor" not in kind.get_attributes():
+        raise ValueError(f"transformers has no processor of images for the model {model!r}")
+    parts = {
+        "image_processor": lambda: AutoImageProcessor.from_pretrained(model, **options),
+        "tokenizer": lambda: AutoTokenizer.from_pretrained(model, **options) if tokenizer is None else tokenizer,
+        VIDEOS: lambda: None,
+    }
+    if unknown := [name for name in kind.get_attributes() if name not in parts]:
+        raise ValueError(f"the processor of {model!r} has {', '.join(unknown)}; only images and text are supported")
+    given: list[Any] = [parts[name]() for name in kind.get_attributes()]  # type: ignore[no-untyped-call]
+    processor = _still(kind).from_args_and_dict(given, fields)
+    if not getattr(processor, "image_token", None):
+        raise ValueError(f"{kind.__name__} has no token that stands for a picture in a text")
+    return processor
+
+
+def _fields(kind: Any, model: str) -> tuple[dict[str, Any], Any]:
+    try:
+        found: tuple[dict[str, Any], Any] = kind.get_processor_dict(model)
+    except OSError:  # older models have no processor_config.json
+        return {}, None
+    return found
+
+
+def _named(name: str | None) -> Any:
+    import transformers
+
+    return getattr(transformers, name, None) if name else None
+
+
+def _still(kind: Any) -> Any:
+    """The class of a processor that need not have a part for videos."""
+
+    class Still(kind):  # type: ignore[misc]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            if argument_name == VIDEOS and argument is None:
+                return type(None)
+            return super().check_argument_for_proper_class(argument_name, argument)
+
+    Still.__name__ = kind.__name__
+    return Still
+
+
+class ImageReader:
+    """What the driver of a vision model asks about rows with pictures; made anew from its name in other processes."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        model: str,
+        *,
+        max_pixels: int | None = None,
+        urls: bool = False,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.plain, self.model, self.trust_remote_code = tokenizer, model, trust_remote_code
+        self.max_pixels, self.urls = max_pixels, urls
+        self._processor: Any = None
+        self._known: OrderedDict[Any, Expanded] = OrderedDict()  # the prompts of a group are equal
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_processor": None, "_known": OrderedDict()}
+
+    @property
+    def processor(self) -> Any:
+        if self._processor is None:
+            options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
+            self._processor = load_processor(self.model, tokenizer=self.plain, **options)
+        return self._processor
+
+    def placed(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Picture, ...]]:
+        """The row as chat templates of vision models read it, and its pictures. Raises ValueError."""
+        return placed(row, max_pixels=self.max_pixels, urls=self.urls)
+
+    def prompt(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Picture, ...]]:
+        """As ``placed``, of what is to be completed in a row alone: its answer is left out."""
+        shown, pictures = self.placed({name: value for name, value in row.items() if name not in ANSWERS})
+        if shown.get("prompt") is None and shown.get("messages"):
+            last = shown["messages"][-1]
+            if last.get("role") == "assistant":
+                pictures = pictures[: len(pictures) - num_places(last)]
+        return shown, pictures
+
+    def mistake(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
+        """The column and what is wrong with the pictures of a row, if anything is."""
+        return picture_mistake(row, urls=self.urls)
+
+    def tokenizer(self, pictures: Sequence[Picture]) -> SeeingTokenizer:
+        """The tokenizer for a row with these pictures."""
+        return SeeingTokenizer(self, pictures)
+
+    def expanded(self, text: str, pictures: Sequence[Picture]) -> Expanded:
+        """The text with the tokens of the pictures, and where each of them was put.
+
+        Raises:
+            ValueError: the text has another number of places than there are pictures.
+        """
+        places = text.count(self.processor.image_token)
+        if places != len(pictures):
+            raise ValueError(
+                f"the chat template made {places} places for {len(pictures)} images. A template of a vision model "
+                "writes one for each part of type image; do texts hold its image token?"
+            )
+        if not pictures:
+            return text, []
+        key = text, tuple(picture.key for picture in pictures)
+        if key not in self._known:
+            images = [[picture.image() for picture in pictures]]
+            found = self.processor(text=[text], images=images, return_text_replacement_offsets=True)
+            (spans,) = found["text_replacement_offsets"]
+            pieces, end = [], 0
+            for span in spans:
+                pieces += [text[end : span["span"][0]], span["replacement"]]
+                end = span["span"][1]
+            self._known[key] = "".join([*pieces, text[end:]]), spans
+            if len(self._known) > MOST_KNOWN:
+                self._known.popitem(last=False)
+        return self._known[key]
+
+    def num_image_tokens(self, ids: Sequence[int]) -> int:
+        """How many of the ids stand for parts of pictures."""
+        return int(np.isin(np.asarray(ids, np.int64), self.processor.image_token_ids).sum())
+
+    def check_cut(self, ids: Sequence[int], kept: Sequence[int], limit: str) -> None:
+        """Raises ValueError if ``kept`` lacks tokens of pictures that ``ids`` has; ``limit`` says what cut them off."""
+        if len(kept) < len(ids) and self.num_image_tokens(kept) < self.num_image_tokens(ids):
+            raise ValueError(
+                f"the row has {len(ids)} tokens, and {limit} would cut a picture apart. Raise it, make pictures "
+                "smaller with max_pixels, or leave such rows out (truncation_mode: drop, drop_long_prompts: true)"
+            )
+
+
+def seen_too(mistake_of: Callable[..., Any], images: ImageReader | None) -> Callable[[Mapping[str, Any]], Any]:
+    """``mistake_of`` (``broken_rows.py``) for rows whose pictures the model sees: what is wrong with them too."""
+    if images is None:
+        return mistake_of
+    return lambda row: mistake_of(row, seen=TYPES) or images.mistake(row)
+
+
+class SeeingTokenizer:
+    """A tokenizer of texts in which ``pictures`` have places, in order; in all else the tokenizer itself.
+
+    Offsets are those of the text as it is given, before the processor writes a picture's tokens into it.
+    """
+
+    def __init__(self, reader: ImageReader, pictures: Sequence[Picture]) -> None:
+        self._tokenizer, self._reader, self._pictures = reader.plain, reader, list(pictures)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        shown, spans = self._reader.expanded(text, self._pictures)
+        encoded = self._tokenizer(shown, **options)
+        if options.get("return_offsets_mapping") and spans:
+            encoded["offset_mapping"] = [_before(span, spans) for span in encoded["offset_mapping"]]
+        return encoded
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        """As the tokenizer's, with all tokens of the pictures."""
+        if not options.pop("tokenize", True):
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        as_dict = options.pop("return_dict", True)
+        if options.pop("return_assistant_tokens_mask", False):
+            return self._with_masks(messages, options)
+        text = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        bos = self._tokenizer.bos_token
+        encoded = self(text, add_special_tokens=not (bos and text.startswith(bos)))
+        return encoded if as_dict else encoded["input_ids"]
+
+    def _with_masks(self, messages: Any, options: dict[str, Any]) -> dict[str, Any]:
+        """Token ids, and the marks that ``{% generation %}`` gives."""
+        from transformers import ProcessorMixin
+
+        images = iter([picture.image() for picture in self._pictures])
+        shown = [
+            {
+                **message,
+                "content": [part | {"image": next(images)} if part["type"] == "image" else part for part in parts],
+            }
+            if isinstance(parts := message.get("content"), list)
+            else message
+            for message in messages
+        ]
+        given = options | {"chat_template": options.get("chat_template") or self._tokenizer.chat_template}
+        asked: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        # of the base class: SmolVLM's own asks its part for videos
+        found: Any = ProcessorMixin.apply_chat_template(self._reader.processor, shown, **given, **asked)
+        return {"input_ids": found["input_ids"][0], "assistant_masks": found["assistant_masks"][0]}
+
+
+def _before(offsets: tuple[int, int], spans: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """Where a token of the expanded text stands in the text before; all of a picture's tokens stand at its place."""
+    first, last = (_place(place, spans, at_end=at_end) for place, at_end in zip(offsets, (False, True), strict=True))
+    return first, last
+
+
+def _place(place: int, spans: Sequence[Mapping[str, Any]], *, at_end: bool) -> int:
+    new_starts = [_new_start(span) for span in spans]
+    number = bisect_right(new_starts, place - at_end) - 1
+    if number < 0:
+        return place
+    span = spans[number]
+    behind = place - (new_starts[number] + len(span["replacement"]))
+    if behind >= (1 if at_end else 0):
+        return int(span["span"][1]) + behind
+    return int(span["span"][1] if at_end else span["span"][0])
+
+
+def _new_start(span: Mapping[str, Any]) -> int:
+    return int(span["new_span"][0])

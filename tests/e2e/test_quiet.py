@@ -15,7 +15,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TALKER = """
 import logging
 import sys
-import time
 import warnings
 
 from rayhelper import RayHelper
@@ -46,8 +45,6 @@ class Talker:
 
     def train(self):
         self.talk()
-        if self.config.use_ray:
-            time.sleep(4)  # Ray looks at what workers print a few times a second, and forgets it when the run ends
         return {}
 """
 OWN = ("printed by a method", "printed to stderr", "logged by a method", "bar of a method")

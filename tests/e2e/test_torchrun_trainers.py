@@ -339,7 +339,7 @@ def test_processes_whose_launcher_is_stopped_or_killed_save_and_end(
     assert f"stopped by SIGTERM after step {step} of 100000" in told, told[-3000:]
     assert latest(tmp_path / "run") == tmp_path / "run" / f"checkpoint-{step}"
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "config.yaml", "metrics.jsonl", "run.json", "report.html", f"checkpoint-{step}",
+        "config.yaml", "logs", "metrics.jsonl", "run.json", "report.html", f"checkpoint-{step}",
     }  # fmt: skip
 
 

@@ -78,12 +78,21 @@ class Scorer(torch.nn.Module):
         return scores._replace(router_loss=self.balance.loss(outputs.router_logits, is_token_BT))
 
 
+TAKEN = ("pooler_output", "deepstack_features")  # of a tower's outputs: what language models take
+
+
 def nothing_of(model: Any, pixels: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Zero, computed by the vision tower of a model: every rank of a group runs it, and its weights get gradients."""
+    """Zero, computed by the vision tower of a model: every rank of a group runs it, and the same weights get gradients
+    as where there are pictures."""
     outputs = model.get_image_features(**pixels, return_dict=True)
-    found = [value for value in outputs.values() if value is not None]
-    tensors = [one for value in found for one in (value if isinstance(value, (list, tuple)) else [value])]
-    return torch.stack([tensor.float().sum() * 0.0 for tensor in tensors if torch.is_tensor(tensor)]).sum()
+    tensors = [tensor for name in TAKEN for tensor in _tensors_in(getattr(outputs, name, None))]
+    return torch.stack([tensor.float().sum() * 0.0 for tensor in tensors]).sum()
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, (list, tuple)):
+        return [tensor for one in value for tensor in _tensors_in(one)]
+    return [value] if torch.is_tensor(value) else []
 
 
 class ValueScorer(torch.nn.Module):

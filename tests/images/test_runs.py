@@ -285,3 +285,33 @@ def test_every_model_is_written_whole_under_its_own_names(name: str, data: Path,
     for weight, part in parts.items():
         if weight in first:
             assert torch.equal(first[weight], loaded[weight]) == (part != "llm"), weight
+
+
+@pytest.mark.parametrize(
+    ("name", "tuner"), [*((name, "full") for name in MODELS), ("qwen3_vl", "lora"), ("gemma3", "lora")]
+)
+def test_two_workers_of_which_one_has_no_pictures_make_the_step_of_one(
+    name: str, tuner: str, tmp_path: Path, ray_session: RaySession
+) -> None:
+    model = save_vision(tmp_path / "model", name)
+    rows = [
+        {"messages": turns(f"{'<image>' * (k % 2)}How many in {k}?", "some"), "images": [png(k)] * (k % 2)}
+        for k in range(4)
+    ]
+    keys: dict[str, Any] = {"dataset": rows, "max_steps": 1, "adam_epsilon": 1e-4, "tuner_type": tuner, "lora_rank": 2}
+    keys |= {"per_device_train_batch_size": 1, "global_batch_size": 2, "freeze_vit": False, "freeze_aligner": False}
+    if tuner == "full":
+        del keys["lora_rank"]
+    settings = {**KEYS, "shuffle_dataset": False, **keys}
+    with without_runtime():
+        SFTTrainer(sft_config(model, tmp_path / "alone", **settings)).train()
+    with ray_session(together(2)):
+        SFTTrainer(sft_config(model, tmp_path / "two", **settings)).train()
+    for found, wanted in zip(lines(tmp_path / "two"), lines(tmp_path / "alone"), strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    alone, before = final_weights(tmp_path / "alone"), load_file(Path(model) / "model.safetensors")
+    assert any(not torch.equal(weight, before[name]) for name, weight in alone.items() if "vis" in name)
+    for weight_name, weight in final_weights(tmp_path / "two").items():
+        torch.testing.assert_close(
+            weight, alone[weight_name], rtol=0, atol=1e-5, msg=lambda m, n=weight_name: f"{n}: {m}"
+        )

@@ -132,3 +132,19 @@ def test_pictures_in_rows_of_several_documents_have_the_positions_that_they_have
     our_loss, ours = our_gradients(folders[name], batch, padding_free=way == "padding_free")
     assert our_loss == pytest.approx(loss, abs=MARGIN)
     assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_without_pictures_gives_gradients_to_the_weights_of_a_step_with_some(
+    name: str, folders: dict[str, str]
+) -> None:
+    seen, blind = (
+        our_gradients(
+            folders[name], sequences_of(folders[name], [{"messages": turns(text, "some"), "images": images}])
+        )[1]
+        for text, images in (("<image>?", [png(1)]), ("?", []))
+    )
+    assert seen.keys() == blind.keys()
+    tower = [gradient for weight, gradient in blind.items() if "vis" in weight]
+    assert tower
+    assert not any(bool(gradient.any()) for gradient in tower)

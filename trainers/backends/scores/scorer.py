@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,15 +49,10 @@ class Scorer(torch.nn.Module):
         ``is_token_BT``: asks for the loss of routers, over what is True.
         """
         routes = {} if is_token_BT is None else {"output_router_logits": True}
-        nothing = None
-        if self.dummy is not None and inputs.seen is None:  # first, as where there are pictures: shards are gathered so
-            nothing = nothing_of(self.model, self.dummy)
-        with single_documents(inputs):
+        with single_documents(inputs), self.joining(inputs):
             given = arguments_of(self.model, inputs, self.way, self.ranks)
             outputs = self.head.outputs(self.model, **given, **routes)
         features_NX = self.head.features(outputs, inputs.places_N)
-        if nothing is not None:
-            features_NX = features_NX + nothing
         if features_only:
             return (of_all(features_NX, inputs, self.ranks),)
         if inputs.part is not None:
@@ -77,13 +74,40 @@ class Scorer(torch.nn.Module):
             return scores
         return scores._replace(router_loss=self.balance.loss(outputs.router_logits, is_token_BT))
 
+    @contextlib.contextmanager
+    def joining(self, inputs: Inputs) -> Iterator[None]:
+        """Inside, a pass without pictures runs the tower too, where it has a ``dummy``, and adds nothing to embeddings.
+
+        So it gathers shards and reduces gradients in the order of a pass with pictures, which other ranks may make.
+        """
+        if self.dummy is None or inputs.seen is not None:
+            yield
+            return
+        nothing = nothing_of(self.model, self.dummy)
+        hook = self.model.get_input_embeddings().register_forward_hook(
+            lambda module, given, embeddings: embeddings + nothing.to(embeddings.dtype)
+        )
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+TAKEN = ("pooler_output", "deepstack_features")  # of a tower's outputs: what language models take
+
 
 def nothing_of(model: Any, pixels: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Zero, computed by the vision tower of a model: every rank of a group runs it, and its weights get gradients."""
+    """Zero, computed by the vision tower of a model: every rank of a group runs it, and the same weights get gradients
+    as where there are pictures."""
     outputs = model.get_image_features(**pixels, return_dict=True)
-    found = [value for value in outputs.values() if value is not None]
-    tensors = [one for value in found for one in (value if isinstance(value, (list, tuple)) else [value])]
-    return torch.stack([tensor.float().sum() * 0.0 for tensor in tensors if torch.is_tensor(tensor)]).sum()
+    tensors = [tensor for name in TAKEN for tensor in _tensors_in(getattr(outputs, name, None))]
+    return torch.stack([tensor.float().sum() * 0.0 for tensor in tensors]).sum()
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, (list, tuple)):
+        return [tensor for one in value for tensor in _tensors_in(one)]
+    return [value] if torch.is_tensor(value) else []
 
 
 class ValueScorer(torch.nn.Module):

@@ -6,18 +6,39 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 
+from rayhelper.planning.dry_run import make_plan
 from tests.backends.ranks import run_ranks
 from tests.backends.test_megatron_kept import seeing, tensors_of
 from tests.e2e.runs import lines
 from tests.e2e.test_megatron import ON_CPU, process
 from tests.golden.tiny import tiny_tokenizer
-from trainers.cli import load_config
+from trainers.cli import load_config, placement
 from trainers.gkd.config import GKDConfig
+from trainers.gkd.trainer import GKDTrainer
 
-FILE = Path(__file__).with_name("ms_swift_ray") / "rollout_colocate_teacher_colocate.yaml"
+FOLDER = Path(__file__).with_name("ms_swift_ray")
+FILE = FOLDER / "rollout_colocate_teacher_colocate.yaml"
+TEXT: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248_320,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "max_position_embeddings": 262_144,
+    "tie_word_embeddings": True,
+}
+SHAPES: dict[str, dict[str, Any]] = {  # of about those sizes
+    "Qwen3.5-0.8B": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8, "intermediate_size": 3584}
+    | {"num_key_value_heads": 2},
+    "Qwen3.5-2B": {"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 8, "intermediate_size": 6144}
+    | {"num_key_value_heads": 2},
+    "Qwen3.5-4B": {"hidden_size": 2560, "num_hidden_layers": 32, "num_attention_heads": 16, "intermediate_size": 9216}
+    | {"num_key_value_heads": 4, "linear_num_value_heads": 32},
+}
 TEXTS = ["How many?", "Say it again.", "Which one is it?", "Yes or no?"]
 
 
@@ -33,6 +54,27 @@ def model(folder: Path, seed: int) -> str:
     seeing("qwen3_5", folder, seed, max_position_embeddings=16_384)
     tiny_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+@pytest.mark.xdist_group("vllm")  # whose fields are checked
+@pytest.mark.parametrize("name", sorted(file.stem for file in FOLDER.glob("*.yaml")))
+def test_a_file_is_planned_and_passes_all_checks_that_come_before_a_run(name: str, tmp_path: Path) -> None:
+    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    for model_name, shape in SHAPES.items():
+        place = tmp_path / model_name
+        tiny_tokenizer().save_pretrained(place)
+        written = {"model_type": "qwen3_5", "text_config": TEXT | shape, "vision_config": {"model_type": "qwen3_5"}}
+        (place / "config.json").write_text(json.dumps(written))
+        text = text.replace(f"Qwen/{model_name}", str(place))
+    (tmp_path / "x.yaml").write_text(text)
+    config = load_config(GKDConfig, ["--config", str(tmp_path / "x.yaml")])
+    assert (config.backend, config.tensor_model_parallel_size) == ("megatron", 2)
+    groups = placement(GKDTrainer, config)
+    assert groups.group_of("train").num_workers == groups.group_of("rollout").num_workers == 4
+    GKDTrainer.check(config, groups)
+    plan = make_plan(str(tmp_path / "x.yaml"), None, 8, None, 80.0)
+    assert [str(mistake) for mistake in plan.findings.mistakes] == []
+    assert plan.fits
 
 
 def test_qwen3_5_is_distilled_on_megatron(tmp_path: Path) -> None:

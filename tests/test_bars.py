@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import statistics
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -72,3 +74,43 @@ def test_pictures_that_are_not_as_drawn_are_found(tmp_path: Path, capsys: pytest
     file.write_text("{")
     assert main([str(file), "--out", str(out)]) == 2
     assert f"error: {file}: " in capsys.readouterr().err
+
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+PLAIN = {"plain_grpo_135m": 0, "plain_grpo_0.6b": 1, "plain_sft_135m": 2}  # by file, the group of bars
+
+
+def test_committed_pictures_are_those_of_the_committed_figures() -> None:
+    files = [str(file) for file in sorted((BENCHMARKS / "results").glob("*.json"))]
+    assert main([*files, "--out", str(BENCHMARKS / "plots"), "--check"]) == 0
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_page_and_the_bars_of_plain_runs_are_what_was_measured(name: str) -> None:
+    measured = json.loads((BENCHMARKS / "results" / "measured" / f"{name}.json").read_text())
+    page = (BENCHMARKS / "results" / "plain_run.md").read_text()
+    bars = json.loads((BENCHMARKS / "results" / "plain_run.json").read_text())["bars"]
+    assert measured["commit"] in page
+    for side, bar in zip(("ours", "trl"), bars[2 * PLAIN[name] :], strict=False):
+        found = measured["sides"][side]
+        warm = found["steps"][2:]
+        seconds, tokens = (statistics.median(step[key] for step in warm) for key in ("seconds", "tokens"))
+        row = next(
+            line for line in page.splitlines() if f"{bar['value']:,}" in line and line.lower().startswith(f"| {side}")
+        )
+        told = [word.strip("* ") for word in row.replace("(", "|").split("|")]
+        assert f"{seconds:.2f}" in told or f"{seconds:.3f}" in told
+        assert f"{found['peak_gib']:.1f} GiB" in told
+        assert f"{found['ends'][0]:.1f} s" in told
+        whole = sum(step["tokens"] for step in warm) / sum(step["seconds"] for step in warm)
+        assert bar["value"] == pytest.approx(whole if "sft" in name else tokens / seconds, rel=5e-3)
+
+
+def test_the_results_are_short_and_link_to_what_is_there() -> None:
+    text = (BENCHMARKS / "RESULTS.md").read_text()
+    assert len(text.splitlines()) <= 80
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert links
+    assert [link for link in links if not (BENCHMARKS / link).exists()] == []
+    pages = {file.relative_to(BENCHMARKS).as_posix() for file in BENCHMARKS.glob("results/*.md")}
+    assert pages <= set(links), "a table that no row leads to"

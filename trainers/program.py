@@ -20,16 +20,8 @@ from rayhelper import ConfigError
 from trainers.cli import main, uses_ray
 from trainers.commands import OF_TRL, RLHF, commands
 from trainers.configuration.folders import configuration_named, configurations
-from trainers.configuration.others.ms_swift import (
-    COMMANDS as OF_MS_SWIFT,
-)
-from trainers.configuration.others.ms_swift import (
-    PROGRAMS,
-    ROLLOUT,
-    engine_in_parts,
-    spelled,
-    torchrun_options,
-)
+from trainers.configuration.others import ms_swift
+from trainers.configuration.others.ms_swift import PROGRAMS, ROLLOUT, engine_in_parts, spelled, torchrun_options
 from trainers.configuration.reading.command_line import given_keys
 
 ON_RAY_BECAUSE = "workers that train hold no part of an engine: role rollout has processes of its own on their GPUs"
@@ -50,7 +42,7 @@ def help_lines() -> dict[str, str]:
         ", ".join(names): (import_module(folder).__doc__ or "").rstrip(".") for folder, names in folders.items()
     }
     of_type = {RLHF: "the trainer that the key rlhf_type names"}
-    swift = {", ".join(PROGRAMS): f"a command of ms-swift: {', '.join([*OF_MS_SWIFT, ROLLOUT])}"}
+    swift = {", ".join(PROGRAMS): f"a command of ms-swift: {', '.join([*ms_swift.COMMANDS, ROLLOUT])}"}
     return trainers | of_type | swift | {name: line for name, (_, line) in BESIDE.items()}
 
 
@@ -78,7 +70,10 @@ def python_m_trainers(words: Sequence[str]) -> int:
         print(f"NAME is one of {', '.join(commands())},", file=sys.stderr)
         print("or translate FILE|-- COMMAND, which writes another system's in our keys,", file=sys.stderr)
         print("or your own trainer: my_package.my_module:MyTrainer, or path/to/file.py:MyTrainer,", file=sys.stderr)
-        print(f"or a command of ms-swift: swift (or megatron) {', '.join([*OF_MS_SWIFT, ROLLOUT])},", file=sys.stderr)
+        print(
+            f"or a command of ms-swift: swift (or megatron) {', '.join([*ms_swift.COMMANDS, ROLLOUT])},",
+            file=sys.stderr,
+        )
         print("or report RUN, which writes a page about a run, or examples copy FOLDER.", file=sys.stderr)
         return 0 if words and words[0] in ("-h", "--help") else 2
     code = run(words)

@@ -40,9 +40,10 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """The files of the site, with the plots that benchmarks/RESULTS.md links to. Called by mkdocs."""
-    for plot in sorted((ROOT / "benchmarks" / "plots").glob("*.svg")):
-        files.append(File.generated(config, f"plots/{plot.name}", abs_src_path=str(plot)))
+    """The files of the site, with the pages and plots that benchmarks/RESULTS.md links to. Called by mkdocs."""
+    folder = ROOT / "benchmarks"
+    for file in sorted([folder / "LOG.md", *folder.glob("plots/*.svg"), *folder.glob("results/*.md")]):
+        files.append(File.generated(config, str(file.relative_to(folder)), abs_src_path=str(file)))
     return files
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayhelper.roles.parts import placement_of
+from rayhelper.values.contents import state_of
 from rayhelper.values.slicing import instance_of
 
 _MOST_ITEMS = 256  # of a list
@@ -125,7 +126,7 @@ def _read(value: Any, path: str, depth: int, leaves: dict[str, Leaf], of_arrays_
 
 
 def _is_container(value: Any) -> bool:
-    if isinstance(value, (Mapping, list, tuple, range)) or _state_of(value) is not None:
+    if isinstance(value, (Mapping, list, tuple, range)) or state_of(value) is not None:
         return True
     return is_dataclass(value) and not isinstance(value, type) and placement_of(value) is None
 
@@ -138,7 +139,7 @@ def _children(value: Any, of_arrays_alone: bool) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple, range)):
         for k in range(len(value))[:: max(1, len(value) // _MOST_ITEMS)]:
             yield f"[{k}]", value[k]
-    elif (state := _state_of(value)) is not None:
+    elif (state := state_of(value)) is not None:
         for name, item in list(state.items())[:_MOST_KEYS]:
             yield f".{name}", item
     elif is_dataclass(value) and not isinstance(value, type) and placement_of(value) is None:
@@ -265,16 +266,6 @@ def _first_item(one: Leaf, other: Leaf, axis: int, tolerance: float) -> int | No
     within = tolerance * np.maximum(a[:, 1], b[:, 1])[:, None]
     unlike = np.flatnonzero(((np.abs(a - b) > within) & (a != b)).any(1))
     return int(unlike[0]) if len(unlike) else None
-
-
-def _state_of(value: Any) -> Mapping[str, Any] | None:
-    """The weights of a module, or what an optimizer remembers; None: it is none."""
-    if instance_of(value, "torch.nn", "Module"):
-        return {**dict(value.named_parameters()), **dict(value.named_buffers())}
-    if instance_of(value, "torch.optim", "Optimizer"):
-        params = [param for group in value.param_groups for param in group["params"]]
-        return {f"{k}.{name}": item for k, param in enumerate(params) for name, item in value.state[param].items()}
-    return None
 
 
 def _as_array(tensor: Any) -> NDArray[Any]:

@@ -113,6 +113,8 @@ def _is_whole(value: Any) -> bool:
 def _items(value: Any) -> list[tuple[str, Any]] | None:
     """What a container holds, by the step of the path; None: it is none."""
     if isinstance(value, dict):
+        if hasattr(type(value), "__missing__"):  # reading it may add to it
+            return None
         return [(f"[{key!r}]", item) for key, item in itertools.islice(value.items(), MOST_ENTRIES + 1)]
     if isinstance(value, (list, tuple)):
         return [(f"[{k}]", item) for k, item in enumerate(value[: MOST_ENTRIES + 1])]
@@ -124,14 +126,18 @@ def _items(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _names(value: Any) -> list[str] | None:
-    """The attributes of an object that only holds settings; None: it is none."""
+    """The attributes of an object of settings, without those that its own methods set; None: it is no such object."""
     if isinstance(value, (type, ModuleType, FunctionType)) or hasattr(value, "_rayhelper"):
         return None
     if is_dataclass(value):
-        return [field.name for field in fields(value)]
-    if isinstance(value, (Namespace, SimpleNamespace)) or _is_settings(value):
-        return list(vars(value))
-    return None
+        names = [field.name for field in fields(value)]
+    elif isinstance(value, (Namespace, SimpleNamespace)) or _is_settings(value):
+        names = list(vars(value))
+    else:
+        return None
+    cls: Any = type(value)
+    of_class = set_by(cls)
+    return [name for name in names if not name.startswith("_") and name not in of_class.writes | of_class.changes]
 
 
 def _is_settings(value: Any) -> bool:
@@ -153,9 +159,9 @@ def _entries(value: Any, is_plain: bool) -> Callable[[Any], Any] | None:
         return _itself if is_plain else _identities_of_list
     if isinstance(value, set):
         return _itself
-    if not is_dataclass(value):
+    names = _names(value) or []
+    if not is_dataclass(value) and len(names) == len(vars(value)):
         return vars if is_plain else _identities_of_vars
-    names = [field.name for field in fields(value)]
     if not names or not all(hasattr(value, name) for name in names):
         return None
     if is_plain:

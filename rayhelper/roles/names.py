@@ -192,12 +192,43 @@ def _attribute(node: ast.AST, own: frozenset[str]) -> str | None:
 
 
 def _changed_places(nodes: list[ast.AST]) -> Iterator[ast.AST]:
-    """What a function changes in place: ``x`` of ``x.append(1)``, ``x[0] = 1`` and ``x.y = 1``."""
+    """What a function changes in place: x of ``x.append(1)``, ``x[0] = 1`` and ``x.y = 1``, and what x stands for."""
+    stands_for: dict[str, list[ast.AST]] = {}
+    for node in nodes:
+        if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Attribute, ast.Subscript, ast.Name)):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    stands_for.setdefault(target.id, []).append(node.value)
+        elif isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.target, ast.Name):
+            stands_for.setdefault(node.target.id, []).append(node.iter)
     for node in nodes:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGING:
-            yield node.func.value
+            place = node.func.value
         elif isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
-            yield node.value
+            place = node.value
+        else:
+            continue
+        yield place
+        while isinstance(place, (ast.Attribute, ast.Subscript)):
+            place = place.value
+        if isinstance(place, ast.Name):
+            yield from stands_for.get(place.id, ())
+
+
+_READING = frozenset(
+    (
+        *("len", "sorted", "sum", "min", "max", "dict", "list", "set", "tuple", "enumerate", "zip", "any", "all"),
+        *("isinstance", "print", "str", "repr", "bool", "iter", "reversed", "map", "filter"),
+    )
+)
+
+
+def _passed_whole(nodes: list[ast.AST]) -> Iterator[ast.AST]:
+    """What a function passes on to functions that may change it in place."""
+    for node in nodes:
+        if isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in _READING):
+            given = (*node.args, *(keyword.value for keyword in node.keywords if keyword.arg is not None))
+            yield from (one for one in given if isinstance(one, (ast.Name, ast.Attribute)))
 
 
 def _first_attribute(node: ast.AST, own: frozenset[str]) -> str | None:
@@ -302,7 +333,7 @@ def _of_globals(function: FunctionType) -> Reached:
 
     found.attributes |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     found.set_elsewhere |= set(_stored(nodes))
-    for inner in _changed_places(nodes):
+    for inner in (*_changed_places(nodes), *_passed_whole(nodes)):
         while isinstance(inner, (ast.Attribute, ast.Subscript)):
             if isinstance(inner, ast.Attribute) and isinstance(owner := value_of(inner.value), ModuleType):
                 found.changed_globals.add((id(vars(owner)), inner.attr))

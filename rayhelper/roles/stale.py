@@ -101,7 +101,9 @@ class Snapshot:
         """The containers that a method reads, and no method of a role changes in place."""
         of_roles = of_class(cls)
         own = of_roles.writes | of_roles.changes
-        read = (self.inside.keys() if names.reads_any else names.reads & self.inside.keys()) - own
+        read = names.reads & self.inside.keys() - own
+        if names.reads_any:
+            read |= self.inside.keys() - own - set_by(cls).writes - set_by(cls).changes
         for name in sorted(read):
             if self.inside[name].containers:
                 yield Settings(f"self.{name}", self.inside[name])

@@ -33,17 +33,6 @@ class Contents(NamedTuple):
     exact: bytes
     unordered: bytes | None  # None: there are too many items, or only a sample was looked at
     sums: tuple[tuple[float, float], ...]
-    leaves: tuple[
-        tuple[str, bytes, tuple[tuple[float, float], ...]], ...
-    ] = ()  # by path within the value, if asked for
-
-    def differs_at(self, other: Contents, tolerance: float) -> str:
-        """The path of the first number, text or tensor that differs: ``['loss']``; empty: the value as a whole."""
-        there = {path: Contents(exact, b"", sums) for path, exact, sums in other.leaves}
-        for path, exact, sums in self.leaves:
-            if path in there and not Contents(exact, b"", sums).equals(there[path], tolerance):
-                return path
-        return ""
 
     def equals(self, other: Contents, tolerance: float = _TOLERANCE) -> bool:
         """``tolerance``: of real numbers, relative to the sum of their absolute values; 0: to the last bit."""
@@ -61,45 +50,30 @@ def _near(one: tuple[float, float], other: tuple[float, float], tolerance: float
     return all(a == b or (a != a and b != b) or abs(a - b) <= within for a, b in zip(one, other, strict=True))
 
 
-def contents_of(
-    values: Iterable[Any], *, of_arrays_alone: bool = False, with_leaves: bool = False, share: int = 1
-) -> Contents:
-    """What the values hold, one after the other; ``of_arrays_alone``: what their arrays and tensors do.
-
-    ``share``: of what is large a so much smaller sample is looked at.
-    """
-    reading = _Reading(of_arrays_alone, with_leaves, share)
+def contents_of(values: Iterable[Any], *, share: int = 1) -> Contents:
+    """What the values hold, one after the other. ``share``: of what is large a so much smaller sample is looked at."""
+    reading = _Reading(share)
     unordered: bytes | None = b""
     for value in values:
         reading.read(value, 0)
         of_value = _in_any_order(value) if share == 1 else None
         unordered = None if unordered is None or of_value is None else unordered + of_value
-    return Contents(reading.digest.digest(), unordered, tuple(reading.sums), tuple(reading.leaves))
+    return Contents(reading.digest.digest(), unordered, tuple(reading.sums))
 
 
 class _Reading:
-    def __init__(self, of_arrays_alone: bool = False, with_leaves: bool = False, share: int = 1) -> None:
-        self.of_arrays_alone, self.with_leaves, self.share = of_arrays_alone, with_leaves, share
-        self.leaves: list[tuple[str, bytes, tuple[tuple[float, float], ...]]] = []
+    def __init__(self, share: int = 1) -> None:
+        self.share = share
         self.digest = hashlib.blake2b(digest_size=8)
         self.sums: list[tuple[float, float]] = []
 
     def note(self, *words: Any) -> None:
         self.digest.update(repr(words).encode())
 
-    def read(self, value: Any, depth: int, path: str | None = "") -> None:
+    def read(self, value: Any, depth: int) -> None:
         kind = type(value)
-        if (
-            self.with_leaves
-            and path is not None
-            and (isinstance(value, (*_PLAIN, np.ndarray)) or instance_of(value, "torch", "Tensor"))
-        ):
-            leaf = _Reading(self.of_arrays_alone)
-            leaf.read(value, depth)
-            self.leaves.append((path, leaf.digest.digest(), tuple(leaf.sums)))
         if isinstance(value, _PLAIN):
-            if not self.of_arrays_alone:
-                self.plain(value)
+            self.plain(value)
         elif instance_of(value, "torch", "Tensor"):
             self.note(str(value.dtype), tuple(value.shape))
             self.array(_as_array(value))
@@ -110,22 +84,22 @@ class _Reading:
         elif isinstance(value, Mapping):
             self.note(kind.__name__, len(value))
             for key, item in list(value.items())[: _MOST_KEYS // self.share]:
-                self.read(key, depth + 1, None)
-                self.read(item, depth + 1, _below(path, f"[{key!r}]"))
+                self.read(key, depth + 1)
+                self.read(item, depth + 1)
         elif isinstance(value, (list, tuple, range)):
             self.note(kind.__name__, len(value))
             for k in _sample(range(len(value)), _MOST_ITEMS // self.share):
-                self.read(value[k], depth + 1, _below(path, f"[{k}]"))
-        elif (state := _state_of(value)) is not None:
+                self.read(value[k], depth + 1)
+        elif (state := state_of(value)) is not None:
             self.note(sorted(state))
             self.note(type(state).__name__, len(state))
             for name, item in list(state.items())[:_MOST_KEYS]:
-                self.read(name, depth + 2, None)
-                self.read(item, depth + 2, _below(path, f".{name}"))
+                self.read(name, depth + 2)
+                self.read(item, depth + 2)
         elif is_dataclass(value) and not isinstance(value, type) and placement_of(value) is None:
             self.note(kind.__name__)
             for field in fields(value):
-                self.read(getattr(value, field.name, None), depth + 1, _below(path, f".{field.name}"))
+                self.read(getattr(value, field.name, None), depth + 1)
         else:
             self.note(kind.__name__)
 
@@ -149,7 +123,7 @@ class _Reading:
             self.digest.update(sample.tobytes())
 
 
-def _state_of(value: Any) -> Mapping[str, Any] | None:
+def state_of(value: Any) -> Mapping[str, Any] | None:
     """The weights of a module, or what an optimizer remembers; None: it is none."""
     if instance_of(value, "torch.nn", "Module"):
         return {**dict(value.named_parameters()), **dict(value.named_buffers())}
@@ -168,11 +142,6 @@ def _as_array(tensor: Any) -> NDArray[Any]:
     flat = plain.reshape(-1)
     flat = flat[:: max(1, flat.numel() // _MOST_NUMBERS)].cpu().resolve_conj().resolve_neg()
     return (flat.float() if flat.is_floating_point() else flat).numpy()  # type: ignore[no-any-return]
-
-
-def _below(path: str | None, step: str) -> str | None:
-    """The path of an item; None: of a key, which is no item."""
-    return None if path is None else path + step
 
 
 def _sample(items: Any, most: int) -> Any:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.functional import silu
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated, torch_recurrent_gated_delta_rule
 
+from trainers.backends.megatron.delta_rule.kernels import by_documents, by_kernel, why_none
 from trainers.backends.megatron.delta_rule.mixing import convolved, decay, gated_norm
 from trainers.backends.megatron.delta_rule.rule import gated_delta_rule
 
@@ -75,3 +82,48 @@ def test_a_gated_norm_is_that_of_transformers() -> None:
     norm = Qwen3NextRMSNormGated(8, eps=1e-3)
     norm.weight.data.copy_(weight)
     torch.testing.assert_close(gated_norm(rows, gate, weight, 1e-3), norm(rows, gate))
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "told"),
+    [
+        ("3.6.0", (9, 0), r"Triton 3\.6\.0 is wrong on this GPU .* Install Triton 3\.7\.1 or later, or tilelang"),
+        ("3.4.0+git1", (9, 0), r"Triton 3\.4\.0\+git1 is wrong"),
+        ("3.6.0", (8, 0), None),
+        ("3.3.1", (9, 0), None),
+        ("3.7.1", (9, 0), None),
+    ],
+)
+def test_kernels_that_are_wrong_are_not_taken(
+    version: str, capability: tuple[int, int], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules: dict[str, Any] = {name: ModuleType(name) for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule")}
+    modules["fla.ops"].gated_delta_rule = modules["fla.ops.gated_delta_rule"]
+    modules["triton"] = SimpleNamespace(__version__=version)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    reason = why_none(capability)
+    assert (reason is None) == (told is None)
+    if told is not None:
+        assert re.search(told, str(reason))
+
+
+def test_kernels_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fla", None)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.7.1"))
+    assert "pip install 'rayhelper[delta]'" in str(why_none((9, 0)))
+
+
+def test_a_kernel_gets_one_row_and_the_starts_of_documents() -> None:
+    lengths, seen = [3, 70, 1], {}
+    given = inputs(sum(lengths))
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+
+    def kernel(*rows: torch.Tensor, cu_seqlens: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, None]:
+        seen.update(settings)
+        return gated_delta_rule(*(x[0] for x in rows), cu_seqlens.diff().tolist())[None], None
+
+    found = by_kernel(kernel, *given, starts)
+    assert seen == {"use_qk_l2norm_in_kernel": True}
+    torch.testing.assert_close(found, by_documents(*given, lengths, starts), rtol=0, atol=0)

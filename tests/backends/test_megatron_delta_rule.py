@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rayhelper import ConfigError
 from tests import megatron_on_cpu
 from tests.backends import test_megatron_adapters as adapters
 from tests.backends.batches import packed, samples_of
@@ -28,16 +29,20 @@ from tests.backends.test_megatron import (
     SELECTIVE,
     SP,
     TP,
+    TRAINING,
     VPP,
     WHOLE,
     Layout,
     compare,
+    learned_values,
     of_layouts,
     save,
     told,
+    values_of,
     wanted,
 )
 from tests.backends.test_megatron_checkpoint import Part, losses, started, tensors
+from trainers.backends.fsdp.backend import FsdpBackend
 
 megatron_on_cpu.take_back()
 
@@ -219,3 +224,37 @@ def test_a_run_goes_on_in_any_layout(family: str, tmp_path: Path) -> None:
     for name, value in first.items():
         rows = min(len(value), len(last[name]))  # words behind the last are padding
         assert torch.equal(value[:rows], last[name][:rows]), name
+
+
+# Values
+
+
+def test_values_are_those_of_a_classifier(tmp_path: Path) -> None:
+    folder = saved("qwen3_5_text", tmp_path)
+    oracle = FsdpBackend(folder, head="value", **TRAINING)
+    head = dict(oracle.named_weights())["score.weight"].clone()
+    values, right, weights = learned_values(oracle)
+    layouts: list[Layout] = [{TP: 2} | SP, {PP: 2}]
+    for rank in run_ranks(2, values_of, folder, head, layouts, folder=tmp_path):
+        for layout, ((_, _, is_leader), found, learned, own) in zip(layouts, rank, strict=True):
+            np.testing.assert_allclose(found, values, atol=1e-5, err_msg=told(layout))
+            if is_leader:
+                np.testing.assert_allclose(learned, right, rtol=1e-5, err_msg=told(layout))
+            for name, weight in weights.items():
+                np.testing.assert_allclose(own[name], weight, atol=1e-5, err_msg=f"{told(layout)}: {name}")
+
+
+def refused(rank: int, folder: Path) -> str:
+    from trainers.backends.megatron.backend import MegatronBackend
+    from trainers.backends.megatron.settings import MegatronSettings
+
+    megatron_on_cpu.install()
+    with pytest.raises(ConfigError) as error:
+        MegatronBackend(folder, head="value", settings=MegatronSettings(), **TRAINING)
+    return str(error.value)
+
+
+def test_a_model_without_a_classifier_has_no_values(tmp_path: Path) -> None:
+    folder = save("qwen3_5_moe_text", tmp_path, **FAMILIES["qwen3_5_moe_text"])
+    (told_why,) = run_ranks(1, refused, folder, folder=tmp_path)
+    assert "transformers has no sequence classifier of qwen3_5_moe_text" in told_why

@@ -70,11 +70,6 @@ def test_last_bits_of_real_numbers_are_not_looked_at() -> None:
     assert not equal(numbers, numbers * 1.1)
 
 
-def test_of_arrays_alone() -> None:
-    assert equal({"t": 1.0, "x": np.arange(3)}, {"t": 2.0, "x": np.arange(3)}, of_arrays_alone=True)
-    assert not equal({"t": 1.0, "x": np.arange(3)}, {"t": 1.0, "x": np.arange(3) + 1}, of_arrays_alone=True)
-
-
 def test_the_same_items_in_another_order_are_told_from_others() -> None:
     one, turned, other = ([*map(torch.tensor, rows)] for rows in ([[1, 2], [3, 4]], [[3, 4], [1, 2]], [[1, 2], [9, 9]]))
     assert contents_of([one]).is_reordered(contents_of([turned]))
@@ -91,16 +86,3 @@ def test_what_is_not_the_same_items_is_not_called_another_order() -> None:
     assert not contents_of([[1], [2]]).is_reordered(contents_of([[2], [1]]))  # two arguments changed places
     many = torch.arange(257)
     assert not contents_of([many]).is_reordered(contents_of([many + 1]))  # of so many it is not known
-
-
-def test_the_tensor_that_differs_is_found_by_its_path() -> None:
-    def of(value: Any) -> Any:
-        return contents_of([value], with_leaves=True)
-
-    one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    other.load_state_dict(one.state_dict())
-    assert of(one).differs_at(of(other), 0.0) == ""
-    with torch.no_grad():
-        other.bias += 1
-    assert of({"state": one}).differs_at(of({"state": other}), 0.0) == "['state'].bias"
-    assert of([{"n": 1, "loss": 2.0}]).differs_at(of([{"n": 1, "loss": 2.5}]), 1e-4) == "[0]['loss']"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -202,6 +203,15 @@ class Handwritten:
 
 OPTIONS = {"lr": 0.1}
 SEEN: list[float] = []
+REMEMBERED: dict[str, int] = {}
+
+
+def remembered(text: str) -> None:
+    noted(REMEMBERED, text)
+
+
+def noted(memory: dict[str, int], text: str) -> None:
+    memory[text] = len(text)
 
 
 @RayHelper.worker(group="train")
@@ -213,6 +223,8 @@ class Configured:
         self.own = Handwritten()
         self.history: list[float] = []
         self.meter = {"steps": 0}
+        self.kept: dict[str, list[str]] = {}
+        self.grouped: defaultdict[str, int] = defaultdict(int)
         self.model = torch.nn.Linear(1, 1)
 
     @RayHelper.function(group="train", execute="first")
@@ -240,6 +252,16 @@ class Configured:
         self.meter["steps"] += 1
         SEEN.append(1.0)
         return self.meter["steps"] + 0 * len(SEEN)
+
+    @RayHelper.function(group="train", execute="first")
+    def remembers(self, text: str) -> int:
+        remembered(text)
+        return len(REMEMBERED) and len(self.tokens_of(text)) and sum(self.grouped.values())
+
+    def tokens_of(self, text: str) -> list[str]:
+        kept = self.kept
+        kept[text] = text.split()
+        return kept[text]
 
     @RayHelper.function(group="train", execute="first")
     def any_of(self) -> int:
@@ -279,3 +301,8 @@ def test_what_roles_change_in_place_themselves_and_what_is_set_back_is_no_change
     assert configured.by_options() == (0.1, [0.9, 0.95])
     SEEN.append(2.0)
     assert configured.counts() == 3
+    configured.remembers("a b")
+    remembered("the driver's")  # a cache that both fill, by a function that is passed it
+    configured.tokens_of("the driver's")  # and by another name
+    assert configured.grouped["read"] == 0
+    configured.remembers("a c")

@@ -18,6 +18,7 @@ import pandas as pd
 import pytest
 
 from tests.trainers.test_run import Nothing, opened, stepped
+from trainers.configuration.shared import TrainConfig
 from trainers.report.charts import Line, groups, lines, short, smoothed, stack, thinned
 from trainers.report.command import main, write
 from trainers.report.completions import EACH, chosen, completions
@@ -191,6 +192,21 @@ def test_conversations_are_shown_as_their_messages(tmp_path: Path) -> None:
     kept(folder, 1, {"prompt": [prompt], "completion": [[{"role": "assistant", "content": "3"}]], "right": [1.0]})
     texts = [text for _, text in shown(folder).all("pre")]
     assert texts[:2] == ["[system] Add.\n[user] 1+2", "3"]
+
+
+def test_pictures_and_tool_calls_of_a_conversation_are_named(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "first")
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "What is it?"}]
+    calls = [{"type": "function", "function": {"name": "look", "arguments": "{}"}}]
+    answer = [
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "a bee", "tool_calls": None},
+    ]
+    kept(folder, 1, {"prompt": [[{"role": "user", "content": parts}]], "completion": [answer], "right": [1.0]})
+    prompt, call, result, *_ = [text for _, text in shown(folder).all("pre")]
+    assert prompt == "[user] [image]\nWhat is it?"
+    assert '"name": "look"' in call
+    assert result == "a bee"
 
 
 def test_nothing_that_a_model_wrote_runs_and_all_of_it_is_shown(tmp_path: Path) -> None:
@@ -418,6 +434,35 @@ def test_secrets_stand_in_no_command_line_of_a_page(tmp_path: Path) -> None:
     assert "hunter" not in " ".join(found)
     assert found[1] == '{"HF_TOKEN": "***", "OMP_NUM_THREADS": 8}'
     assert found[-5:] == ["***", "--env.HF_TOKEN=***", "--judge_token=***", "--learning_rate", "1e-5"]
+
+
+def test_what_ctrl_c_ends_says_what_is_saved_and_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = stepped(opened(tmp_path / "none", num_steps=5), 2)
+    with pytest.raises(KeyboardInterrupt), run:
+        raise KeyboardInterrupt
+    assert "interrupted after step 2 of 5; nothing is saved. save_on_interrupt: true" in capsys.readouterr().out
+    run = stepped(opened(tmp_path / "one", num_steps=5), 2)
+    run.save_checkpoint(Nothing().save, Nothing())
+    stepped(run)
+    with pytest.raises(KeyboardInterrupt), run:
+        raise KeyboardInterrupt
+    told = f"interrupted after step 3 of 5; saved before: {tmp_path / 'one' / 'checkpoint-2'}. To go on, run the same"
+    assert told in capsys.readouterr().out
+
+
+def test_rows_passed_in_python_do_not_fill_the_file_of_the_run(tmp_path: Path) -> None:
+    rows = [{"text": "a" * 10_000, "image": b"0" * 10_000}] * 1000
+    config = TrainConfig(model="m", dataset=rows, eval_dataset=rows[:1], output_dir=str(tmp_path), report_to=["none"])
+    object.__setattr__(config, "eval_dataset", pd.DataFrame(rows[:2]))  # compares number by number
+    origin.begin(tmp_path, config, trainer="sft", first_step=0, num_steps=1)
+    assert (tmp_path / "run.json").stat().st_size < 50_000
+    changed = recorded(tmp_path).origin["changed"]
+    assert changed["dataset"][0] == {"text": "a" * 500 + " ...", "image": "10000 bytes"}
+    assert changed["dataset"][-1] == "... 1000 in all"
+    assert {"eval_dataset", "model", "output_dir", "report_to"} <= set(changed)
+    assert "learning_rate" not in changed
 
 
 # Curves

@@ -233,6 +233,14 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
         raise ConfigError(f"{mistake}.")
     if not sees:
         return
+    if config.backend == "megatron":  # its language model learns, from texts alone; the rest stays as it is
+        for name in ("freeze_vit", "freeze_aligner"):
+            if getattr(config, name) is False:
+                raise ConfigError(
+                    f"{name} is false, but backend: megatron trains the language model of {config.model!r} alone. "
+                    "Remove it, or write backend: fsdp."
+                )
+        return
     if config.SCORES:
         check_scores(found, config.model)
     if config.sequence_parallel_size > 1:

@@ -6,6 +6,7 @@ one side wrote: the model, or its environment.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -149,7 +150,8 @@ def _turns(completion: Any, turns: Any) -> list[tuple[str, str]]:
     if not isinstance(completion, str) and hasattr(completion, "__len__"):
         messages = [message for message in completion if isinstance(message, Mapping)]
         if messages:
-            return [(str(message.get("role", "")), cut(told(message.get("content")))) for message in messages]
+            texts = [_part(message).removeprefix(f"[{message.get('role', '')}] ") for message in messages]
+            return [(str(message.get("role", "")), cut(text)) for message, text in zip(messages, texts, strict=True)]
     return [("model", cut(told(completion)))]
 
 
@@ -157,9 +159,23 @@ def told(value: Any) -> str:
     """A prompt or a text of it as a person reads it: messages with their roles."""
     if isinstance(value, str):
         return value
-    if hasattr(value, "__len__") and len(value) and all(isinstance(message, Mapping) for message in value):
-        return "\n".join(f"[{message.get('role', '')}] {told(message.get('content'))}" for message in value)
+    if hasattr(value, "__len__") and len(value) and all(isinstance(part, Mapping) for part in value):
+        return "\n".join(map(_part, value))
     return "" if value is None else str(value)
+
+
+def _part(part: Mapping[str, Any]) -> str:
+    """A message with its role; of a message that has several parts, a text, or what kind of thing it is."""
+    if "role" in part:
+        calls = part.get("tool_calls")
+        called = "" if calls is None or not len(calls) else f" {json.dumps(calls, default=_listed, ensure_ascii=False)}"
+        return f"[{part['role']}] {told(part.get('content'))}{called}"
+    return str(part["text"]) if part.get("text") is not None else f"[{part.get('type', 'a part without a type')}]"
+
+
+def _listed(value: Any) -> Any:
+    """Arrays, as Parquet gives them, as lists."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def cut(text: str) -> str:

@@ -35,6 +35,7 @@ ORIGIN_FILE = "run.json"
 PACKAGES = ("torch", "transformers", "ray", "vllm", "megatron-core", "trl", "peft", "datasets", "numpy")
 WAIT_S = 5.0  # for a program that is asked for a fact
 ROWS = 20  # values of a list that are written down
+LONGEST = 500  # characters of a text
 
 
 def begin(folder: Path, config: Any, *, trainer: str, first_step: int, num_steps: int) -> None:
@@ -70,7 +71,15 @@ def read(folder: Path) -> dict[str, Any]:
 def changed(config: Any) -> dict[str, Any]:
     """The keys whose values are not the defaults of the configuration's class."""
     fields = [field for field in dataclasses.fields(config) if field.init]
-    return {field.name: value for field in fields if (value := getattr(config, field.name)) != default_of(field)}
+    return {field.name: value for field in fields if _differs(value := getattr(config, field.name), default_of(field))}
+
+
+def _differs(value: Any, default: Any) -> bool:
+    """Whether they are not equal; tables and arrays, which compare number by number, are no defaults."""
+    try:
+        return bool(value != default)
+    except Exception:
+        return True
 
 
 def without_secrets(arguments: Sequence[str], config: Any) -> list[str]:
@@ -167,14 +176,19 @@ def _told(command: list[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON knows it; long lists cut, other objects described."""
+    """The value as JSON knows it; long lists and texts cut, other objects described."""
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         if len(value) > ROWS:
             return [*map(_plain, value[:ROWS]), f"... {len(value)} in all"]
         return list(map(_plain, value))
-    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."
 
 
 def _now() -> str:

@@ -192,10 +192,24 @@ class Run:
             how = "stopped early, and saved"
         elif isinstance(error, KeyboardInterrupt):
             how = "interrupted"
+            self._say_interrupted()
         origin.end(self.output_dir, self.step, how)
         file = write_of(self.output_dir)
         if file is not None and self.trackers is not None:
             self.trackers.console.write(f"the report is in {file}; rayhelper report RUN OTHER_RUN compares runs")
+
+    def _say_interrupted(self) -> None:
+        """What is saved of a run that Ctrl-C ended, and how to go on."""
+        assert self.trackers is not None
+        saved = checkpoints(self.output_dir)
+        told = f"interrupted after step {self.step} of {self.num_steps}; "
+        if saved:
+            told += f"saved before: {saved[-1]}. To go on, run the same command with --resume_from_checkpoint auto"
+        else:
+            told += (
+                "nothing is saved. save_on_interrupt: true saves a checkpoint first, save_steps: N one every N steps"
+            )
+        self.trackers.console.write(told)
 
     @property
     def final(self) -> Path:

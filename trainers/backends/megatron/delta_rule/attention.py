@@ -24,5 +24,6 @@ class GatedAttention(SelfAttention):  # type: ignore[misc]
         parts = product.unflatten(-1, (groups, -1, width))
         both, key, value = parts.split([parts.shape[-2] - 2, 1, 1], dim=-2)
         query, gate = both.unflatten(-2, (-1, 2)).flatten(-4, -3).unbind(-2)
-        query, key = self.q_layernorm(query), self.k_layernorm(key.squeeze(-2))
+        query = self.q_layernorm(query.contiguous())  # a norm is compiled anew for parts of a larger tensor
+        key = self.k_layernorm(key.squeeze(-2).contiguous())
         return query, key, value.squeeze(-2), gate

@@ -63,8 +63,8 @@ def _main(name: str, argv: Sequence[str] | None) -> None:
 
 @contextlib.contextmanager
 def _few_bars() -> Iterator[None]:
-    """Inside, libraries show progress only in the first process, and only in a terminal; what the shell says holds."""
-    hidden = NO_BARS - os.environ.keys() if _is_other_process() or not sys.stderr.isatty() else frozenset()
+    """Inside, only the first process shows progress; what the shell says holds. Of libraries ``logs`` decides."""
+    hidden = NO_BARS - os.environ.keys() if _is_other_process() else frozenset()
     os.environ.update(dict.fromkeys(hidden, "1"))
     try:
         yield

@@ -111,6 +111,7 @@ CONSOLE = (
     "chosen by the run: ",
     "INFO trainers.",
     "the model is in ",
+    "the report is in ",
     "step ",
 )
 OF_CPUS = ("Triton", "NUMA binding", "libtcmalloc", "libiomp", "SSM cache")  # warnings of vLLM that a GPU does not have

@@ -524,19 +524,19 @@ def test_a_mistake_that_the_trainer_finds_is_answered_the_same_way(
     assert capsys.readouterr().err == f"{LOADING}error: no row has a prompt\n"
 
 
-def test_bars_of_libraries_are_off_where_nobody_sees_them_unless_the_shell_wants_them(
+def test_bars_are_off_in_all_processes_but_the_first_unless_the_shell_wants_them(
     made: list[Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[str | None, str | None]] = []
     monkeypatch.setattr(cli, "run", lambda *_: seen.append(tuple(map(os.environ.get, cli.NO_BARS))))
     monkeypatch.setattr(cli, "NO_BARS", frozenset({"TQDM_DISABLE"}))
+    main(DUMMY, NEEDED)  # where a user's own bars are to be seen
+    monkeypatch.setattr(cli, "_is_other_process", lambda: True)
     main(DUMMY, NEEDED)
     monkeypatch.setenv("TQDM_DISABLE", "0")
     main(DUMMY, NEEDED)
     monkeypatch.delenv("TQDM_DISABLE")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    main(DUMMY, NEEDED)
-    assert seen == [("1",), ("0",), (None,)]
+    assert seen == [(None,), ("1",), ("0",)]
     assert "TQDM_DISABLE" not in os.environ
 
 

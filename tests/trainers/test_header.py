@@ -8,14 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import trainers
 from rayhelper import ConfigError
 from rayhelper.planning.dry_run import make_plan
+from tests.golden.tiny import save_tiny
+from tests.images.tiny import save_vision
 from trainers.configuration.reading.command_line import load_config
 from trainers.configuration.shared import SEQUENCES_PER_STEP
 from trainers.grpo.config import GRPOConfig
-from trainers.run.header import MOST_LINES, header
+from trainers.run.header import MOST_LINES, header, num_parameters
 from trainers.sft.config import SFTConfig
 
 ROLES = "train: {gpus: 2}\nrollout: {gpus: 2}\n"
@@ -46,6 +49,15 @@ def test_a_header_counts_the_data_of_every_trainer() -> None:
     config = SFTConfig(model="m", dataset="rows")
     for name in named:
         assert f"data: 1,234 {name.removeprefix('num_')} of rows" in header(config, 1, {name: 1234})
+
+
+def test_parameters_of_a_tower_are_counted_too(tmp_path: Path) -> None:
+    model = save_vision(tmp_path / "seeing")
+    whole = AutoModelForImageTextToText.from_pretrained(model)
+    assert num_parameters(model) == sum(weight.numel() for weight in whole.parameters())
+    language = save_tiny(tmp_path / "reading")
+    other = AutoModelForCausalLM.from_pretrained(language)
+    assert num_parameters(language) == sum(weight.numel() for weight in other.parameters())
 
 
 def test_a_header_is_short() -> None:

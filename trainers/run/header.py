@@ -12,10 +12,14 @@ What is true of one kind of trainer alone is no line here; a line that has nothi
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from rayhelper import DeviceGroups
 from rayhelper.planning.model_shape import ModelShape
@@ -26,6 +30,7 @@ from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 from trainers.configuration.tuners import shown_tuner
 
 MOST_LINES = 15
+TOWERS = ("vision_config", "audio_config")
 MOST_CHARACTERS = 200  # of a line
 # what the order of a run's data counts
 ROWS = {name: name.removeprefix("num_") for name in ("num_rows", "rows", "sequences", "pairs", "completions")}
@@ -57,14 +62,25 @@ def trainer_name(config: Any) -> str:
 
 
 def num_parameters(model: str) -> int | None:
-    """How many parameters a folder's model has, by its config.json; None where that does not say it."""
-    if not Path(model).is_dir():
+    """How many parameters a folder's model has, by its config.json; None where that does not say it.
+
+    Of a model with a tower config.json says the language model alone: its files are asked.
+    """
+    folder = Path(model)
+    if not folder.is_dir():
         return None
     try:
+        if any(json.loads((folder / "config.json").read_bytes()).get(tower) for tower in TOWERS):
+            return sum(map(_num_in_file, folder.glob("*.safetensors"))) or None
         shape = ModelShape.of(model, "model")
-    except (ValueError, OSError):
+    except (ValueError, OSError, SafetensorError):
         return None
     return None if shape is None else shape.num_parameters
+
+
+def _num_in_file(file: Path) -> int:
+    with safe_open(file, framework="np") as weights:
+        return sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
 
 
 def _rows(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:

@@ -110,7 +110,7 @@ def _picture(value: Any, max_pixels: int | None, urls: bool) -> Picture:
         if not urls:
             raise ValueError(
                 f"{value[:80]!r} is an address, and nothing is downloaded unless you say so. Set image_urls: true, or "
-                "give a path."
+                "give a path"
             )
         return Picture(_downloaded(value), max_pixels)
     if len(value) > LONGEST_PATH:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from rayhelper import ConfigError, DeviceGroups, RayHelper, RayHelperError, logs
+from rayhelper import ConfigError, DeviceGroups, PlacementError, RayHelper, RayHelperError, logs
 from rayhelper.device_groups.keys import SHARE_KEY, SIZE_KEYS
 from rayhelper.planning.role_kinds import RoleKind, declared_name, declared_roles, default_hosts
 from rayhelper.text import nearest, parse_text
@@ -55,7 +55,7 @@ def _main(name: str, argv: Sequence[str] | None) -> None:
             config, header = read_config(command.config_type, arguments, prog=f"{program_name()} {name}")
             _say_what_is_loaded(name, config)
             run(command.trainer, config, header)
-    except ConfigError as error:
+    except (ConfigError, PlacementError) as error:
         _end(f"error: {error}", 2)
     except KeyboardInterrupt:
         _end("interrupted", 130)

@@ -34,7 +34,7 @@ class Difference:
     def __str__(self) -> str:
         one, other = self.runs
         word = "Likely cause" if self.is_error else "No mistake"
-        return f"{one} | {other}: call {self.call}, {self.title}: {self.what}. {word}: {self.cause}"
+        return f"{one} | {other}: call {self.call}, {self.title}: {self.what.removesuffix('.')}. {word}: {self.cause}"
 
 
 @dataclass

@@ -161,6 +161,7 @@ FORMS: dict[str, Any] = {
     "unplaced": lambda folder: ("What?", [str(folder / "0.png")]),
     "file": lambda folder: ("<image>What?", [f"file://{folder / '0.png'}"]),
     "data": lambda folder: ("<image>What?", [f"data:image/png;base64,{base64.b64encode(png(0)).decode()}"]),
+    "base64": lambda folder: ("<image>What?", [base64.b64encode(png(0)).decode()]),
     "part": lambda folder: ([{"type": "image"}, {"type": "text", "text": "What?"}], [png(0)]),
     "own": lambda folder: (
         [{"type": "image", "image": str(folder / "0.png")}, {"type": "text", "text": "What?"}],
@@ -205,6 +206,7 @@ def test_large_pictures_are_made_smaller(model: str, tmp_path: Path) -> None:
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "missing": ({"images": ["nowhere.png"]}, "nowhere.png' does not exist"),
+    "null": ({"images": [None]}, "a picture of the list is null"),
     "torn": ({"images": [png(0)[:80]]}, "cannot be read"),
     "no picture": ({"images": [b"words\0"]}, "cannot be read"),
     "address": ({"images": ["https://example.org/a.png"]}, "image_urls: true"),
@@ -229,6 +231,22 @@ def test_a_row_whose_picture_is_missing_or_broken_is_told_with_its_number_or_lef
     assert told in str(error.value)
     kept = SFTTrainer(sft_config(model, tmp_path, dataset=rows, skip_broken_rows=True, **KEYS))
     assert len(kept.sequences) == 2
+
+
+def test_packing_that_cuts_pictures_is_refused(model: str, tmp_path: Path) -> None:
+    rows = [{"messages": turns("<image>What?", "one"), "images": [png(0)]}]
+    keys = {"packing": True, "packing_strategy": "bfd_split", "max_length": 64}
+    with pytest.raises(ConfigError, match=r"bfd_split cuts documents, and pictures with them\. Write bfd"):
+        SFTTrainer(sft_config(model, tmp_path, dataset=rows, **KEYS | keys))
+
+
+def test_a_checkpoint_is_a_model_for_another_run(model: str, data: Path, tmp_path: Path) -> None:
+    trained(model, tmp_path / "whole", data, save_steps=1)
+    rows = [{"messages": turns("<image>What?", "one"), "images": [png(0)]}]
+    checkpoint = str(tmp_path / "whole" / "checkpoint-1")
+    again = SFTTrainer(sft_config(checkpoint, tmp_path / "again", dataset=rows, **KEYS))
+    assert again.images is not None
+    assert again.sequences.images is not None
 
 
 def test_a_row_that_would_lose_a_part_of_a_picture_is_an_error(model: str, tmp_path: Path) -> None:

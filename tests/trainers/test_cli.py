@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 import yaml
 
-from rayhelper import ConfigError, DeviceGroups, RayHelper
+from rayhelper import ConfigError, DeviceGroups, PlacementError, RayHelper
 from trainers import cli, commands
 from trainers.cli import load_config, main, placement, run, save_config
 from trainers.configuration.reading import command_line
@@ -920,3 +920,18 @@ def test_a_run_that_something_ends_by_sys_exit_has_not_ended_well(tmp_path: Path
 def test_arguments_of_a_model_do_not_overrule_keys(kwargs: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         Config(model="m", dataset="d", model_init_kwargs=kwargs)
+
+
+def test_a_cluster_without_room_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise PlacementError("group 'policy' needs 4 GPUs, and the cluster has 0")
+
+    monkeypatch.setattr(cli, "run", full)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    with pytest.raises(SystemExit) as ended:
+        main("sft", ["--model", "m", "--dataset", str(rows)])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "error: group 'policy' needs 4 GPUs, and the cluster has 0"

@@ -68,6 +68,16 @@ def test_commands_of_ms_swift_are_commands_of_ours() -> None:
             spelled(words)
 
 
+def test_their_megatron_trains_with_no_other_backend(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("model: m\nbackend: fsdp\n")
+    for words in (["--backend", "fsdp"], ["--backend=fsdp"], [str(tmp_path / "x.yaml")]):
+        with pytest.raises(ConfigError, match=r"backend says fsdp\. Write swift sft"):
+            spelled(["megatron", "sft", *words])
+    given = ["--backend", "megatron"]
+    assert spelled(["megatron", "sft", *given])[1] == [*given, "--defaults", "ms-swift"]
+    assert spelled(["swift", "sft", "--backend=fsdp"])[1][0] == "--backend=fsdp"
+
+
 def test_a_file_may_come_first_without_its_option(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("model: m\ndataset: d\nlearning_rate: 1.0e-3\n")
     config = load_config(SFTConfig, [str(tmp_path / "x.yaml"), "--max_length", "7"])

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from rayhelper import ConfigError
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.batch import Ragged, Sequences
 from trainers.data.answers import OWN_KEYS, Answer, answers_of
@@ -523,7 +524,7 @@ def pack(sequences: Sequences, *, max_length: int, strategy: PackingStrategy = "
     if len(sequences) == 0:
         return sequences
     if sequences.images is not None and strategy != "bfd" and any(sequences.images):
-        raise ValueError(f"packing_strategy {strategy} cuts documents, and pictures with them. Write bfd.")
+        raise ConfigError(f"packing_strategy {strategy} cuts documents, and pictures with them. Write bfd.")
     table = pack_dataset(_dataset(sequences), max_length, strategy)
     ids, mask = _ragged(table, "input_ids", np.int64), _ragged(table, "target_mask", np.bool_)
     lengths = None if strategy == "wrapped" else _ragged(table, "seq_lengths", np.int64)

@@ -566,7 +566,7 @@ class FsdpBackend:
         if self.adapted is not None:
             checkpoint.save_adapter(folder, self.adapted, self.ranks, writes=writes)
         elif gathers:
-            checkpoint.save_model(folder, self.module, self.config, writes=writes)
+            checkpoint.save_model(folder, self.module, self.config, vision=self.vision, writes=writes)
         if self.optimizer is not None and gathers:
             checkpoint.save_optimizer(folder, self.resting or self.optimizer, self.scheduler, writes=writes)
         torch.save(random_state(self.device), folder / f"rng_state_{self.rank}.pth")

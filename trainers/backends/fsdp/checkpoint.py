@@ -21,11 +21,13 @@ from trainers.backends.saved_files import read_saved
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 
-def save_model(folder: Path, module: Any, config: Any, *, writes: bool) -> None:
-    """Writes the weights as they are in memory, and ``config``."""
+def save_model(folder: Path, module: Any, config: Any, *, vision: Vision | None = None, writes: bool) -> None:
+    """Writes the weights as they are in memory, and ``config``; of a model that sees pictures its processor too."""
     weights = dict(own_weights(module, untied(module)))
     if writes:
         write_model(module, weights, folder, dtype=module.dtype, config=config)
+        if vision is not None:
+            vision.export(folder)
 
 
 def export_model(

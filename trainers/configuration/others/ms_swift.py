@@ -8,9 +8,13 @@ Its keys are ``other_names.py`` and ``translations.py``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from rayhelper import ConfigError
 from rayhelper.device_groups.keys import SHARE_KEY
@@ -54,11 +58,31 @@ def spelled(words: Sequence[str]) -> tuple[str, list[str]]:
     if command not in COMMANDS or (program == "megatron" and command == "sample"):
         known = [name for name in COMMANDS if program == "swift" or name != "sample"]
         raise ConfigError(f"{program} has no command {command!r}{nearest(command, known)}; known: {', '.join(known)}")
-    backend = ["--backend", "megatron"] if program == "megatron" else []
     config, rest = with_config(arguments)
+    backend = [] if program == "swift" or "megatron" in said_backends(rest) else ["--backend", "megatron"]
+    if program == "megatron" and (others := said_backends([*config, *rest]) - {"megatron"}):
+        raise ConfigError(
+            f"megatron {command} trains with backend: megatron, and backend says {', '.join(sorted(others))}. Write "
+            f"swift {command}, which trains with any."
+        )
     says = any(argument.partition("=")[0] == "--defaults" for argument in rest)
     whose = [] if says else ["--defaults", "ms-swift"]  # of a command of its own, whatever its keys
     return COMMANDS[command], [*config, *backend, *rest, *whose]
+
+
+def said_backends(arguments: Sequence[str]) -> set[str]:
+    """The values that the key ``backend`` has among the arguments, and in the file that they name."""
+    said = set()
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        name, has_value, value = argument.partition("=")
+        value = value if has_value else following
+        if name == "--backend":
+            said.add(value)
+        elif name == "--config":
+            with contextlib.suppress(OSError, UnicodeDecodeError, yaml.YAMLError):  # told where the file is read
+                keys = yaml.safe_load(Path(value).read_text(encoding="utf-8"))
+                said |= {str(keys["backend"])} if isinstance(keys, dict) and "backend" in keys else set()
+    return said
 
 
 def with_config(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

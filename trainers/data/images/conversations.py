@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainers.data.images.pictures import DATA_URI, FILE_URI, LONGEST_PATH, PATH_KEYS, URL, Picture, pictures_of
+from trainers.data.images.pictures import DATA_URI, FILE_URI, PATH_KEYS, URL, Picture, is_base64, pictures_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -199,7 +199,7 @@ def _moved(value: Any, folder: Path) -> Any:
         return [_moved(item, folder) for item in value]
     if isinstance(value, Mapping):
         return {key: _moved(item, folder) if key in PATH_KEYS else item for key, item in value.items()}
-    if not isinstance(value, str) or len(value) > LONGEST_PATH or URL.match(value) or DATA_URI.match(value):
+    if not isinstance(value, str) or is_base64(value) or URL.match(value) or DATA_URI.match(value):
         return value
     path = Path(value.removeprefix(FILE_URI)).expanduser()
     there = folder.absolute() / path

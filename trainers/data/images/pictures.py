@@ -24,6 +24,9 @@ DATA_URI = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
 URL = re.compile(r"https?://", re.IGNORECASE)
 FILE_URI = "file://"
 LONGEST_PATH = 4096  # characters; a longer text is base64
+LEAST_BASE64 = 64
+BEGINNINGS = ("iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")  # of PNG, JPEG, GIF and WebP files in base64
+BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 PATH_KEYS = ("path", "url", "image", "image_url", "base64", "bytes")  # where a mapping holds its picture
 DOWNLOAD_TIMEOUT_S = 30
 
@@ -81,7 +84,9 @@ def pictures_of(value: Any, *, max_pixels: int | None = None, urls: bool = False
     if value is None:
         return []
     if isinstance(value, (list, tuple)):
-        return [_picture(item, max_pixels, urls) for item in value if item is not None]
+        if any(item is None for item in value):
+            raise ValueError("a picture of the list is null")
+        return [_picture(item, max_pixels, urls) for item in value]
     return [_picture(value, max_pixels, urls)]
 
 
@@ -113,10 +118,17 @@ def _picture(value: Any, max_pixels: int | None, urls: bool) -> Picture:
                 "give a path"
             )
         return Picture(_downloaded(value), max_pixels)
-    if len(value) > LONGEST_PATH:
+    if is_base64(value):
         return Picture(_decoded(value), max_pixels)
     path = value.removeprefix(FILE_URI)
     return Picture(str(Path(path).expanduser().absolute()), max_pixels)
+
+
+def is_base64(text: str) -> bool:
+    """Whether a text is a picture's bytes in base64 rather than a path: it is too long for one, or begins as one."""
+    return len(text) > LONGEST_PATH or (
+        len(text) >= LEAST_BASE64 and text.startswith(BEGINNINGS) and BASE64.fullmatch(text) is not None
+    )
 
 
 def _text_of(value: bytes) -> str | None:

@@ -53,6 +53,7 @@ setup(
         "math-verify>=0.8",
         "numpy>=1.26",
         "pandas",
+        "pillow",
         "pyyaml>=6.0",
         "ray>=2.49",
         "rich",

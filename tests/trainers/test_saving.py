@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ BEST: dict[str, Any] = {"metric_for_best_model": "loss", "load_best_model_at_end
     ids=str,
 )
 def test_a_run_saves_and_evaluates_when_transformers_does(
-    accumulation: int, keys: dict[str, Any], tmp_path: Path
+    accumulation: int, keys: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """But for the last step, whose model is in the folder final."""
     trainer = theirs(tmp_path, [], gradient_accumulation_steps=accumulation, **keys)
@@ -118,12 +119,17 @@ def test_a_run_saves_and_evaluates_when_transformers_does(
     )
     with Run(config, EPOCHS * steps_per_epoch, headline=(), order={}) as run:
         ours = Ours()
-        ours.train(run, steps_per_epoch)
+        with caplog.at_level(logging.INFO):
+            ours.train(run, steps_per_epoch)
     assert run.num_steps == trainer.state.global_step
     assert ours.evaluated == getattr(trainer, "evaluated", [])
     saved = {path.name for path in (tmp_path / "theirs").glob("checkpoint-*")}
     assert {path.name for path in checkpoints(tmp_path)} == saved - {f"checkpoint-{run.num_steps}"}
     if config.load_best_model_at_end:
+        source = "the last step" if ours.weight == run.num_steps else str(tmp_path / f"checkpoint-{ours.weight}")
+        assert any(
+            line.startswith(f"load_best_model_at_end: the final model is that of {source}") for line in caplog.messages
+        )
         assert f"checkpoint-{ours.weight}" == Path(str(trainer.state.best_model_checkpoint)).name
 
 

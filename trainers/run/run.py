@@ -417,6 +417,7 @@ class Run:
     def load_best(self, load: SaveFunction) -> None:
         """Goes back to the model of the best checkpoint, unless the last evaluation is better, or is of that model."""
         if self.best.is_beaten_by(self.last_evaluation):
+            logger.info("load_best_model_at_end: the final model is that of the last step, which no checkpoint beats")
             return
         assert self.best.checkpoint is not None
         folder = self.output_dir / self.best.checkpoint

@@ -13,10 +13,10 @@ import contextlib
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+
+from rayhelper.patches import outdated_to_file, send_outdated_to_file
 
 FOLDER, LEVEL = "RAYHELPER_LOGS", "RAYHELPER_LOG_LEVEL"  # variables, which workers inherit
 LIBRARIES = frozenset(
@@ -28,7 +28,6 @@ LIBRARIES = frozenset(
 )
 WITHOUT_PROGRESS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 VLLMS = {"VLLM_CONFIGURE_LOGGING": "0"}  # its lines then come here, and not to a handler of its own
-OUTDATED = (FutureWarning, DeprecationWarning, PendingDeprecationWarning)
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LEVELS: dict[
     str, tuple[int, int]
@@ -73,7 +72,7 @@ def apart(level: str) -> Iterator[None]:
     for handler in handlers:
         handler.addFilter(shown)
     try:
-        with contextlib.nullcontext() if shows_all else _outdated_to_file():
+        with contextlib.nullcontext() if shows_all else outdated_to_file():
             yield
     finally:
         for handler in handlers:
@@ -117,7 +116,7 @@ def on_worker(process: str) -> None:
             return
         root.addHandler(handler)
         if not shows_progress():
-            _send_outdated_to_file()
+            send_outdated_to_file()
     for one in root.handlers:
         if _is_console(one) and not any(isinstance(known, ForConsole) for known in one.filters):
             one.addFilter(ForConsole(level))
@@ -144,44 +143,6 @@ def _file(folder: Path, process: str) -> _File | None:
 
 def _is_console(handler: logging.Handler) -> bool:
     return type(handler) is logging.StreamHandler and handler.stream in (sys.stderr, sys.stdout)
-
-
-@contextlib.contextmanager
-def _outdated_to_file() -> Iterator[None]:
-    """Inside, that holds which ``_send_outdated_to_file`` does."""
-    before = warnings.showwarning
-    ours = _send_outdated_to_file()
-    try:
-        yield
-    finally:
-        if warnings.showwarning is ours:
-            warnings.showwarning = before
-
-
-def _send_outdated_to_file() -> Any:
-    """A library's warning that another one is outdated is a line of logging from now on, ``py.warnings``.
-
-    It concerns those who write the library.
-    """
-    shown = warnings.showwarning
-
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        is_installed = {"site-packages", "dist-packages"} & set(filename.split(os.sep))
-        if file is None and is_installed and issubclass(category, OUTDATED):
-            told = warnings.formatwarning(message, category, filename, lineno, line)
-            logging.getLogger("py.warnings").info("%s", told.rstrip())
-        else:
-            shown(message, category, filename, lineno, file, line)
-
-    warnings.showwarning = show
-    return show
 
 
 def _restore(variables: dict[str, str | None]) -> None:

@@ -33,14 +33,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup's are to a hangup
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     _temporary.enter_context(own_temporary_folder())
-    if (started := getattr(config, "workerinput", {}).get("warm python")) is not None:
-        warm.use(started)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """Processes of xdist share one Python that is warm: to import what it does takes ten seconds."""
-    node.workerinput["warm python"] = warm.python()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -182,7 +182,7 @@ def test_its_file_can_be_named_from_anywhere_and_its_help_has_its_keys(raft: Pat
     done = python(tmp_path / "elsewhere", "-m", "trainers", "../mine/raft.py:RaftTrainer", "--help")
     assert done.returncode == 0, done.stderr
     assert "--num_kept" in done.stdout
-    assert "Completions of a prompt that are learned from (default: 2)" in done.stdout
+    assert "Completions of a prompt that are learned from (default: 2)" in " ".join(done.stdout.split())
     assert "usage: python -m trainers ../mine/raft.py:RaftTrainer --config FILE" in " ".join(done.stdout.split())
 
 

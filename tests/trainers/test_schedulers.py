@@ -344,7 +344,7 @@ def test_gkd_learns_from_a_schedulers_turns_and_from_no_word_of_it(plugin: str, 
 def test_gkds_targets_are_what_the_student_wrote() -> None:
     case = next(case for case in RECORDED if case["rollout_infos"]["num_turns"] == 2)
     rollouts = played("math_tip_trick", case["said"], row_of(case), 2)
-    samples = completed_samples([], rollouts, None)
+    samples = completed_samples([], rollouts, None, images=None)
     assert one(samples.input_ids) == [*one(rollouts.prompt_ids), *one(rollouts.completion_ids)]
     targets = [token for token, kept in zip(one(samples.input_ids), one(samples.target_mask), strict=True) if kept]
     assert TOKENIZER.decode(targets, skip_special_tokens=True) == "".join(case["said"])

@@ -41,21 +41,13 @@ class _Warm:
 
 
 _started: list[_Warm] = []
-_of_all: list[str] = []  # the program of the process that started this one
 
 
 def python() -> str:
     """The path of the program, which works until ``close``."""
-    if _of_all:
-        return _of_all[0]
     if not _started:
         _started.append(_Warm())
     return str(_started[0].program)
-
-
-def use(program: str) -> None:
-    """What ``python`` gives in this process: another process has started it, and lives longer."""
-    _of_all.append(program)
 
 
 def close() -> None:

@@ -37,14 +37,15 @@ def build_model(
     trust_remote_code: bool = False,
     seed: int = 0,
     quantization: Mapping[str, Any] | None = None,
+    language_only: bool = False,
 ) -> Any:
-    """The causal language model of a folder or hub name, with its vision tower if it has one, or a sequence classifier
-    (``value``).
+    """The causal language model of a folder or hub name, with its vision tower if it has one and not ``language_only``,
+    or a sequence classifier (``value``).
 
     A classifier has ``num_labels`` labels. It may be read from a language model; its head is then drawn
     (``fresh_weights.py``). ``quantization``: fields of transformers' BitsAndBytesConfig (see ``tuners/quantized.py``).
     """
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     packed_attention.register()
     settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, **dict(model_init_kwargs or {})}
@@ -59,7 +60,8 @@ def build_model(
             head_KH.copy_(value_head(head_KH.shape[1], built.config.initializer_range, seed, num_labels))
     else:
         found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        built = language_class(found).from_pretrained(model, **settings)
+        kind = AutoModelForCausalLM if language_only else language_class(found)
+        built = kind.from_pretrained(model, **settings)
     if quantization:  # it is on its device, and cannot be moved
         compute_alike(built)
     else:

@@ -51,6 +51,7 @@ class HfEngine:
     memory, for keys and values. ``cuda_graphs``: decoding steps on GPUs are captured.
     ``whole_weights`` of a shared model gathers its weights where they lie in shards; then every worker generates.
     ``vision``: of a shared model that sees pictures. Such a model draws no token that stands for a part of a picture.
+    ``language_only``: a model of its own has no vision tower.
     """
 
     has_weights = True
@@ -69,6 +70,7 @@ class HfEngine:
         trust_remote_code: bool = False,
         whole_weights: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
         vision: Vision | None = None,
+        language_only: bool = False,
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.shares_weights = isinstance(model, torch.nn.Module)
@@ -81,6 +83,7 @@ class HfEngine:
                 device=default_device() if device is None else torch.device(device),
                 model_init_kwargs=model_init_kwargs,
                 trust_remote_code=trust_remote_code,
+                language_only=language_only,
             ).eval()
         self.whole_weights = contextlib.nullcontext if whole_weights is None else whole_weights
         self.batch_size, self.memory_share, self.cuda_graphs = batch_size, memory_share, cuda_graphs
@@ -88,7 +91,7 @@ class HfEngine:
         self.stop_token_ids = stop_token_ids(self.module.generation_config.eos_token_id, tokenizer)
         pad = tokenizer.pad_token_id
         self.pad_token_id = int(pad if pad is not None else tokenizer.eos_token_id)
-        if not self.shares_weights:
+        if not self.shares_weights and not language_only:
             vision = Vision.of(self.module, str(model), trust_remote_code=trust_remote_code)
         self.vision = vision
         self.batches = Batches(self.module, self.pad_token_id, vision)

@@ -143,18 +143,18 @@ def become(asked: Asked, program: str) -> None:
 
 def main() -> None:
     address, program = sys.argv[1:]
+    before = dict(os.environ)
+    for name in MODULES:
+        importlib.import_module(name)
+    SET_BY_IMPORTS.update(set(os.environ.items()) - set(before.items()))
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    if len(threads) - threads.count("jemalloc_bg_thd") > 1:  # pyarrow's, which a fork starts again
+        raise RuntimeError(f"a fork has one thread, here are {threads}")
+    freeze_heap()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen(128)
-        os.write(1, b"ready\n")  # those who ask meanwhile wait
-        before = dict(os.environ)
-        for name in MODULES:
-            importlib.import_module(name)
-        SET_BY_IMPORTS.update(set(os.environ.items()) - set(before.items()))
-        threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-        if len(threads) - threads.count("jemalloc_bg_thd") > 1:  # pyarrow's, which a fork starts again
-            raise RuntimeError(f"a fork has one thread, here are {threads}")
-        freeze_heap()
+        os.write(1, b"ready\n")
         asked = Server(listener).serve()
     if asked is None:
         return

@@ -35,7 +35,7 @@ from trainers.run.folder_lock import held
 from trainers.run.going_on import going_on
 from trainers.run.stopping import Stopped, ends_by_sigterm, ends_with_parent
 
-NO_BARS = frozenset({"TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_PROGRESS_BARS"})
+NO_BARS = frozenset({"TQDM_DISABLE", *logs.WITHOUT_PROGRESS})
 TOLD_BY_FIRST_S = 10.0  # within which process 0 of torchrun finds a mistake that all of them find
 
 

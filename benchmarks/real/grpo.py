@@ -15,7 +15,6 @@ are printed, and written to $OUT/real_grpo.json after each side.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from typing import Any
 import yaml
 
 from benchmarks.real.gsm8k import prepared_model, problems, write_numbers, write_prompts
-from benchmarks.real.sides import by_step, card, median, parsed, report, run_side, write
+from benchmarks.real.sides import by_step, card, chosen, median, model_of, options_of, report, run_sides, write
 
 REAL = {"prompts": 32, "generations": 16, "length": 256, "steps": 20, "micro": 32}
 SHAPE = {"prompts": 64, "generations": 8, "length": 512, "steps": 6, "micro": 16}
@@ -80,48 +79,29 @@ COLUMNS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder of a real model, which learns GSM8K")
-    parser.add_argument("--data", help="folder of GSM8K")
-    parser.add_argument("--shape", default="0.6b", help="random weights, where no model is named")
-    parser.add_argument("--sides", nargs="+", default=["ours", "trl"], metavar="SIDE[:key=value,...]")
-    parser.add_argument("--limit_s", type=float, default=245, help="seconds that one side may take")
-    parser.add_argument("--tiny", action="store_true")
-    for name in REAL:
-        parser.add_argument(f"--{name}", type=int)
-    options = parser.parse_args()
-    if options.tiny and options.model is None:
-        options.shape = "tiny"
-    sizes = TINY if options.tiny else SHAPE if options.model is None else REAL
-    sizes = {name: value if getattr(options, name) is None else getattr(options, name) for name, value in sizes.items()}
+    options = options_of(__doc__, REAL, limit_s=245)
+    sizes = chosen(options, TINY if options.tiny else SHAPE if options.model is None else REAL)
     results: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as top:
-        model, data = prepared_model(options.model, options.shape, Path(top)), Path(top) / "data.jsonl"
+    with tempfile.TemporaryDirectory() as name:
+        top = Path(name)
+        model, data = prepared_model(options.model, options.shape, top), top / "data.jsonl"
         if options.model is None:
             write_numbers(sizes["prompts"] * sizes["steps"], data)
         else:
             write_prompts(problems(options.data), data)
         rows = sizes["prompts"] * sizes["generations"]
-        for k, side in enumerate(options.sides):
-            name, keys = parsed(side)
-            folder = Path(top) / f"side{k}"
-            folder.mkdir()
-            asked = {
-                **{"model": model, "data": str(data), "folder": str(folder), "rows": rows, "keys": keys, **sizes},
-                "rewards": "benchmarks.gpu.rewards.even" if options.model is None else "exact_answer",
-                "steps_file": str(folder / "steps.jsonl"),
-            }
-            command, steps_file = {"ours": ours, "trl": trl}[name](asked)
-            results[side] = in_words(run_side(command, steps_file, folder / "log", options.limit_s), rows)
+        asked = {"model": model, "data": str(data), "rows": rows, **sizes}
+        asked["rewards"] = "benchmarks.gpu.rewards.even" if options.model is None else "exact_answer"
+        for side, found in run_sides(options, top, {"ours": ours, "trl": trl}, asked):
+            results[side] = in_words(found, rows)
             write("real_grpo", vars(options), results)
             told = {key: f"{median(results[side], key):.3f}" for key in ("seconds", "generate", "update")}
             print(
                 f"{side}: {told}, {len(results[side]['steps'])} steps, {results[side].get('failed', 'ended')}",
                 flush=True,
             )
-    what = Path(options.model).name if options.model else f"{options.shape}, random weights"
     sentence = f"{sizes['prompts']} prompts x {sizes['generations']} completions of at most {sizes['length']} tokens"
-    report(f"GRPO, {what}, {sentence}, {card()}", results, COLUMNS)
+    report(f"GRPO, {model_of(options)}, {sentence}, {card()}", results, COLUMNS)
     by_step(results, "reward")
 
 

@@ -12,7 +12,6 @@ written to $OUT/real_sft.json after each side.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -23,7 +22,7 @@ from typing import Any
 import yaml
 
 from benchmarks.real.gsm8k import prepared_model, problems, write_solutions
-from benchmarks.real.sides import WARM, by_step, card, median, parsed, report, run_side, write
+from benchmarks.real.sides import WARM, by_step, card, chosen, median, model_of, options_of, report, run_sides, write
 
 SIZES = {"rows": 16, "length": 1024, "steps": 30, "micro": 4}
 TINY = {"rows": 4, "length": 256, "steps": 4, "micro": 2}
@@ -80,42 +79,22 @@ COLUMNS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="folder of a real model")
-    parser.add_argument("--data", help="folder of GSM8K")
-    parser.add_argument("--shape", default="0.6b", help="random weights, where no model is named")
-    parser.add_argument("--sides", nargs="+", default=["ours", "trl"], metavar="SIDE[:key=value,...]")
-    parser.add_argument("--limit_s", type=float, default=200, help="seconds that one side may take")
-    parser.add_argument("--tiny", action="store_true")
-    for name in SIZES:
-        parser.add_argument(f"--{name}", type=int)
-    options = parser.parse_args()
-    if options.tiny and options.model is None:
-        options.shape = "tiny"
-    sizes = TINY if options.tiny else SIZES
-    sizes = {name: value if getattr(options, name) is None else getattr(options, name) for name, value in sizes.items()}
+    options = options_of(__doc__, SIZES, limit_s=200)
+    sizes = chosen(options, TINY if options.tiny else SIZES)
     results: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as top:
-        model, data = prepared_model(options.model, options.shape, Path(top)), Path(top) / "data.jsonl"
+    with tempfile.TemporaryDirectory() as name:
+        top = Path(name)
+        model, data = prepared_model(options.model, options.shape, top), top / "data.jsonl"
         write_solutions(problems(options.data), data)
-        for k, side in enumerate(options.sides):
-            name, keys = parsed(side)
-            folder = Path(top) / f"side{k}"
-            folder.mkdir()
-            asked = {
-                **{"model": model, "data": str(data), "folder": str(folder), "keys": keys, **sizes},
-                "steps_file": str(folder / "steps.jsonl"),
-            }
-            command, steps_file = {"ours": ours, "trl": trl}[name](asked)
-            results[side] = in_words(run_side(command, steps_file, folder / "log", options.limit_s))
+        asked = {"model": model, "data": str(data), **sizes}
+        for side, found in run_sides(options, top, {"ours": ours, "trl": trl}, asked):
+            one = results[side] = in_words(found)
             write("real_sft", vars(options), results)
-            one = results[side]
             print(
                 f"{side}: {rate(one):,.0f} tokens/s, {len(one['steps'])} steps, {one.get('failed', 'ended')}",
                 flush=True,
             )
-    what = Path(options.model).name if options.model else f"{options.shape}, random weights"
-    title = f"SFT packed, {what}, {sizes['rows']} rows of {sizes['length']} tokens a step, {card()}"
+    title = f"SFT packed, {model_of(options)}, {sizes['rows']} rows of {sizes['length']} tokens a step, {card()}"
     report(title, results, COLUMNS)
     by_step(results, "loss")
 

@@ -7,6 +7,7 @@ that it made, and the end of its log is printed.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -15,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,49 @@ def parsed(side: str) -> tuple[str, dict[str, Any]]:
         except json.JSONDecodeError:
             values[key] = value
     return name, values
+
+
+def options_of(description: str, sizes: Iterable[str], *, limit_s: float) -> argparse.Namespace:
+    """What the command line says; ``sizes``: the names of numbers that it may change."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder of a real model, which learns GSM8K")
+    parser.add_argument("--data", help="folder of GSM8K")
+    parser.add_argument("--shape", default="0.6b", help="random weights, where no model is named")
+    parser.add_argument("--sides", nargs="+", default=["ours", "trl"], metavar="SIDE[:key=value,...]")
+    parser.add_argument("--limit_s", type=float, default=limit_s, help="seconds that one side may take")
+    parser.add_argument("--tiny", action="store_true")
+    for name in sizes:
+        parser.add_argument(f"--{name}", type=int)
+    options = parser.parse_args()
+    if options.tiny and options.model is None:
+        options.shape = "tiny"
+    return options
+
+
+def chosen(options: argparse.Namespace, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes, but for those that the command line says."""
+    return {name: value if getattr(options, name) is None else getattr(options, name) for name, value in sizes.items()}
+
+
+def model_of(options: argparse.Namespace) -> str:
+    """What titles call the model."""
+    return Path(options.model).name if options.model else f"{options.shape}, random weights"
+
+
+def run_sides(
+    options: argparse.Namespace,
+    top: Path,
+    commands: Mapping[str, Callable[[dict[str, Any]], tuple[list[str], Path]]],
+    asked: Mapping[str, Any],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each side, and what came of it: one after the other, in a folder each. ``asked``: what all are told."""
+    for k, side in enumerate(options.sides):
+        name, keys = parsed(side)
+        folder = top / f"side{k}"
+        folder.mkdir()
+        own = {"folder": str(folder), "keys": keys, "steps_file": str(folder / "steps.jsonl")}
+        command, steps_file = commands[name]({**asked, **own})
+        yield side, run_side(command, steps_file, folder / "log", options.limit_s)
 
 
 def run_side(command: list[str], steps_file: Path, log: Path, limit_s: float) -> dict[str, Any]:

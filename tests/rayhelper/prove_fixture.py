@@ -57,8 +57,6 @@ class Trainer:
             return [one + random.SystemRandom().random() for one in scores]
         if self.planted == "default dtype":
             return [float(torch.tensor(one / 3)) for one in scores]
-        if self.planted == "environment":
-            return [one + float(os.environ.get("PROVE_PLANTED", "0")) for one in scores]
         if self.planted == "driver and role draw":
             return [one + random.random() for one in scores]
         if self.planted == "clock":
@@ -69,9 +67,6 @@ class Trainer:
             with (Path(self.config.output_dir).parent / "calls").open("a+") as calls:
                 calls.write("x")
                 return [one + calls.tell() for one in scores]
-        if self.planted == "order of a set":
-            first = "".join(list({f"{k}" for k in range(99)})[:4])
-            return [one + int(first) for one in scores]
         if self.planted == "folder":
             return [one + len(os.getcwd()) for one in scores]
         if self.planted == "another worker's rows":
@@ -120,8 +115,6 @@ class Trainer:
                 Trainer.shared = 2.0 + step
             if self.planted == "default dtype":
                 torch.set_default_dtype(torch.float64)
-            if self.planted == "environment":
-                os.environ["PROVE_PLANTED"] = "7"
             if self.planted == "driver and role draw":
                 random.random()
             if self.planted == "folder":

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from rayhelper import ConfigError
-from tests.trainers.test_config import keys_that_are_read
 from trainers.cli import load_config
 from trainers.commands import command_named
 from trainers.dpo.config import DPOConfig, weighted_losses
@@ -73,8 +71,3 @@ def test_a_negative_centring_is_refused_and_rm_is_another_name_of_reward() -> No
         RewardConfig(model="tiny", dataset="pairs", center_rewards_coefficient=-0.1)
     assert command_named("rm") == command_named("reward")
     assert command_named("rm").config_type is RewardConfig
-
-
-@pytest.mark.parametrize("config_type", [DPOConfig, RewardConfig])
-def test_a_key_that_is_accepted_is_a_key_that_is_used(config_type: type[Any]) -> None:
-    assert {field.name for field in dataclasses.fields(config_type)} - keys_that_are_read() == {"defaults"}

@@ -12,7 +12,6 @@ import pytest
 
 from rayhelper import ConfigError, DeviceGroups
 from tests.golden.tiny import tiny_tokenizer
-from tests.trainers.test_config import keys_that_are_read
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.cli import load_config, save_config
 from trainers.sampling.candidates import Candidates, Questions
@@ -84,10 +83,6 @@ def test_a_key_of_a_server_is_shown_nowhere(tmp_path: Path) -> None:
     assert "secret" not in repr(found) + str(found.deciding())
     save_config(dataclasses.replace(found, api_key=None), tmp_path)
     assert load_config(SamplingConfig, ["--config", str(tmp_path / "config.yaml")]).api_key is None
-
-
-def test_every_key_is_used() -> None:
-    assert {field.name for field in dataclasses.fields(SamplingConfig)} - keys_that_are_read() == {"defaults"}
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,13 @@ def may_stay(kind: str | None = None) -> Iterator[None]:
     _of_the_cluster.append(Snapshot.take(kind).without(before))
 
 
+@pytest.fixture
+def warm_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the library starts under torchrun begins warm."""
+    monkeypatch.setattr(sys, "executable", warm.python())
+    monkeypatch.setenv("PYTHON_EXEC", warm.python())
+
+
 @pytest.fixture(scope="module")
 def own_registries() -> Iterator[None]:
     """What plugins register in a module is not known to others."""

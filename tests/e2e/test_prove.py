@@ -1,4 +1,4 @@
-"""``prove`` finds no difference in the bundled trainers: the same off, strict, with two workers and on Ray."""
+"""``prove`` finds no difference in the bundled trainers: the same off, strict, with two workers, on Ray, under torchrun."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from rayhelper.prove import command, prove
-from rayhelper.prove.runs import roles_of, same_rows_per_step
+from rayhelper.prove import command
+from rayhelper.prove.runs import TORCHRUN, proof_of, roles_of, same_rows_per_step
 from tests.conftest import without_runtime
 from tests.e2e import runs
 from tests.golden.tiny import save_tiny
@@ -30,7 +30,8 @@ PROVED: dict[str, tuple[Any, Callable[..., Any], dict[str, Any]]] = {
     "gkd": (GKDTrainer, runs.gkd_config, {"teacher_model": ""}),
     "ppo": (PPOTrainer, runs.ppo_config, {}),
 }
-ON_RAY = ("sft", "grpo")
+ON_RAY = ("grpo",)
+UNDER_TORCHRUN = ("sft",)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("name", PROVED)
 def test_a_bundled_trainer_is_the_same_everywhere(
-    name: str, model: str, tmp_path: Path, request: pytest.FixtureRequest
+    name: str, model: str, tmp_path: Path, request: pytest.FixtureRequest, warm_torchrun: None
 ) -> None:
     trainer, configured, keys = PROVED[name]
     if "teacher_model" in keys:
@@ -54,8 +55,9 @@ def test_a_bundled_trainer_is_the_same_everywhere(
     if on_ray:
         request.getfixturevalue("ray_cluster")
     with without_runtime():
-        found = prove(program, roles_of(trainer), ray=on_ray)
+        found, made, _ = proof_of(program, roles_of(trainer), ray=on_ray, torchrun=name in UNDER_TORCHRUN)
     assert [str(one) for one in found] == []
+    assert (TORCHRUN in made) == (name in UNDER_TORCHRUN)
 
 
 def test_two_workers_take_the_rows_of_one_where_the_keys_do_not_say_how_many(

@@ -13,6 +13,7 @@ import torch
 from rayhelper import RayHelper
 from rayhelper.__main__ import main
 from rayhelper.prove import Difference, prove_class
+from rayhelper.prove.runs import TORCHRUN, proof_of_class
 from tests.conftest import without_runtime
 from tests.rayhelper import prove_fixture
 from tests.rayhelper.prove_fixture import Trainer
@@ -57,12 +58,14 @@ def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def proved(planted: str, *, ray: bool = False, torchrun: bool = False) -> list[Difference]:
-    return prove_class(Trainer, {"planted": planted}, ray=ray, torchrun=torchrun)
+def proved(planted: str, *, ray: bool = False) -> list[Difference]:
+    return prove_class(Trainer, {"planted": planted}, ray=ray, torchrun=False)
 
 
-def test_a_class_without_a_planted_difference_is_the_same_everywhere(ray_cluster: None) -> None:
-    assert proved("", ray=True, torchrun=True) == []
+def test_a_class_without_a_planted_difference_is_the_same_everywhere(ray_cluster: None, warm_torchrun: None) -> None:
+    found, made, left_out = proof_of_class(Trainer, {}, ray=True, torchrun=True)
+    assert (found, left_out) == ([], {})
+    assert TORCHRUN in made
 
 
 @pytest.mark.parametrize("planted", PLANTED)

@@ -142,7 +142,7 @@ def test_source_that_was_edited_between_two_calls_is_named(
     assert "prove_edited.py" in str(found[0])
 
 
-def test_the_fifth_run_is_under_torchrun() -> None:
+def test_the_fifth_run_is_under_torchrun(warm_torchrun: None) -> None:
     found, runs, left_out = proof_of_class(planted.NamedByProcess, {}, ray=False, torchrun=True)
     assert runs == ("off", "one worker, strict", "two workers", TORCHRUN)
     assert left_out == {}

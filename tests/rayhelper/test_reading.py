@@ -9,8 +9,10 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rayhelper import RayHelper
+from rayhelper.runtimes.ray import waiting
 from tests.conftest import RaySession
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +42,10 @@ class Followed:
         return entered
 
 
-def test_a_call_on_ray_enters_the_files_that_the_page_names(ray_session: RaySession) -> None:
+def test_a_call_on_ray_enters_the_files_that_the_page_names(
+    ray_session: RaySession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "_FAST_S", 60.0)  # a slow machine would look for what is late
     page = (ROOT / "docs" / "core.md").read_text().partition("## Reading the code")[2]
     table, _, rest = page.partition("A call that nothing")
     read = re.findall(r"^\| `([\w/]+\.py)`", table, re.MULTILINE)

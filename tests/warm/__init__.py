@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 SERVER = "tests.warm.server"
 _CLIENT = Path(__file__).with_name("client.py")
@@ -34,6 +35,9 @@ class _Warm:
         self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
         assert self.server.stdout is not None
         assert self.server.stdout.readline() == b"ready\n"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return object, ()  # a global that main has set, as ``prove`` sees it: of no use to another process
 
     def close(self) -> None:
         self.server.communicate(timeout=30)  # it ends with its input, and its forks with it

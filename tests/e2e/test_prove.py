@@ -1,4 +1,4 @@
-"""``prove`` finds no difference in the bundled trainers: the same off, strict, with two workers, on Ray, under torchrun."""
+"""``prove`` finds no difference in the bundled trainers: off, strict, with two workers, on Ray and under torchrun."""
 
 from __future__ import annotations
 

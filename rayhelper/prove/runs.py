@@ -81,7 +81,7 @@ def proof_of(
     """As ``prove``, with the runs that were made and those that could not be."""
     began_with = RandomState.here()
     with_torchrun = ray if torchrun is None else torchrun
-    under_torchrun = UnderTorchrun()
+    under_torchrun = UnderTorchrun() if with_torchrun else None
     kept_before = dict(kept())
     runs: dict[str, Ended] = {}
     left_out: dict[str, str] = {}
@@ -98,7 +98,7 @@ def proof_of(
         else:
             runs[name] = run
     began_with.restore()
-    if with_torchrun:
+    if under_torchrun is not None:
         try:
             runs[TORCHRUN] = under_torchrun.run(program, roles)
         except CannotRunError as error:

@@ -116,18 +116,19 @@ def _at(place: Place) -> Any:
 def _changes_of(module: ModuleType, written: Written) -> Iterator[tuple[Place, Any]]:
     here = module.__name__
     for name, literal in written.literals.items():
-        yield from _changed((here, name), vars(module).get(name, _MISSING), literal)
+        yield from _changed((here, name), vars(module).get(name, _MISSING), literal, written)
     for name, (source, original) in written.imported.items():
-        other = sys.modules.get(source)
+        held = vars(module).get(name, _MISSING)
+        other = None if _is_made_in(source, original, held) else sys.modules.get(source)
         known = None if other is None else _written_in(other)
         if known is not None and original in known.literals:
-            yield from _changed((here, name), vars(module).get(name, _MISSING), known.literals[original])
+            yield from _changed((here, name), held, known.literals[original], known, original)
     yield from _replaced((here,), vars(module), written.functions, here)
     for name, body in written.classes.items():
         cls = vars(module).get(name)
         if isinstance(cls, type) and cls.__module__ == here and type(cls).__setattr__ is type.__setattr__:  # no Enum
             for attribute, literal in body.literals.items():
-                yield from _changed((here, name, attribute), vars(cls).get(attribute, _MISSING), literal)
+                yield from _changed((here, name, attribute), vars(cls).get(attribute, _MISSING), literal, written)
             yield from _replaced((here, name), vars(cls), body.functions, here)
     for name, said in written.objects.items():
         held = getattr(vars(module).get(name), "__dict__", {})
@@ -136,18 +137,30 @@ def _changes_of(module: ModuleType, written: Written) -> Iterator[tuple[Place, A
             for attribute in held if said.is_bag else said.literals:
                 if attribute not in said.computed:
                     literal = said.literals.get(attribute, _MISSING)
-                    yield from _changed((here, name, attribute), held.get(attribute, _MISSING), literal)
+                    value = held.get(attribute, _MISSING)
+                    yield from _changed((here, name, attribute), value, literal, written, name, attribute)
 
 
-def _changed(place: Place, held: Any, literal: Any) -> Iterator[tuple[Place, Any]]:
+def _is_made_in(source: str, name: str, held: Any) -> bool:
+    """Whether it is a class, a function or a module that goes by this name in a module's package: no literal."""
+    if isinstance(held, ModuleType):
+        return True
+    home = getattr(held, "__module__", None)
+    package = source.partition(".")[0]
+    return getattr(held, "__name__", None) == name and isinstance(home, str) and home.partition(".")[0] == package
+
+
+def _changed(place: Place, held: Any, literal: Any, written: Written, *names: str) -> Iterator[tuple[Place, Any]]:
+    """What stands where the source says a literal, if it is another; not where it counts (``names``: as which)."""
     if held is _MISSING:
         return
-    if not _is_plain(held):
+    if _is_plain(held):
+        is_other = type(held) is not type(literal) or held != literal
+    else:
         is_global = len(place) == 2  # in a class, what makes it may have put something in the place of a literal
-        if is_global and type(literal) in _PLAIN and not isinstance(held, (*_CONTAINERS, ModuleType)):
-            yield place, Placed(held)
-    elif type(held) is not type(literal) or held != literal:
-        yield place, held
+        is_other = is_global and type(literal) in _PLAIN and not isinstance(held, (*_CONTAINERS, ModuleType))
+    if is_other and written.own.isdisjoint(names or place[-1:]):
+        yield place, held if _is_plain(held) else Placed(held)
 
 
 class Placed:
@@ -227,9 +240,15 @@ class Made:
 class Written(Body):
     """What a module's source says."""
 
+    file: tuple[str, int, int] = field(kw_only=True)  # its path, when it was written, and its size
     classes: dict[str, Body] = field(default_factory=dict)
     objects: dict[str, Made] = field(default_factory=dict)
     imported: dict[str, tuple[str, str]] = field(default_factory=dict)  # by name the module and the name there
+
+    @property
+    def own(self) -> set[str]:
+        """The names of counters, and of caches of this process. To be asked where something was changed: it is slow."""
+        return _own_of(*self.file)
 
 
 def _written_in(module: ModuleType) -> Written | None:
@@ -245,32 +264,31 @@ def _written_in(module: ModuleType) -> Written | None:
 @functools.lru_cache(4096)
 def _written(path: str, mtime_ns: int, size: int, package: str) -> Written:
     tree = ast.parse(Path(path).read_text())
-    found = Written()
-    own = _counters(tree)
-    _read_body(found, tree.body, own, "")
+    found = Written(file=(path, mtime_ns, size))
+    _read_body(found, tree.body, "")
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and not _decorated_beyond(node):
             found.classes[node.name] = Body()
-            _read_body(found.classes[node.name], node.body, own, f"{node.name}.", not node.decorator_list)
+            _read_body(found.classes[node.name], node.body, f"{node.name}.", not node.decorator_list)
         elif isinstance(node, ast.ImportFrom) and node.module:
             base = "." * node.level + node.module
             source = importlib.util.resolve_name(base, package) if node.level else base
             found.imported |= {alias.asname or alias.name: (source, alias.name) for alias in node.names}
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in found.classes}
     for name, value in _assigned_once(tree.body).items():
-        if name not in own and isinstance(value, ast.Call) and not any(key.arg is None for key in value.keywords):
+        if isinstance(value, ast.Call) and not any(key.arg is None for key in value.keywords):
             cls = ast.unparse(value.func)
             if cls.rpartition(".")[2] in ("SimpleNamespace", "Namespace") and not value.args:
                 given = {str(key.arg): _said(key.value) for key in value.keywords}
-                found.objects[name] = _made(cls, given, own, is_bag=True)
+                found.objects[name] = _made(cls, given, is_bag=True)
             elif cls in classes:
-                found.objects[name] = _made(cls, _attributes(classes[cls], found.classes[cls], value), own)
+                found.objects[name] = _made(cls, _attributes(classes[cls], found.classes[cls], value))
     return found
 
 
-def _made(cls: str, given: dict[str, Any], own: set[str], *, is_bag: bool = False) -> Made:
-    said = {name: value for name, value in given.items() if value is not _MISSING and name not in own}
-    return Made(cls, said, (given.keys() - said.keys()) | own, is_bag)
+def _made(cls: str, given: dict[str, Any], *, is_bag: bool = False) -> Made:
+    said = {name: value for name, value in given.items() if value is not _MISSING}
+    return Made(cls, said, given.keys() - said.keys(), is_bag)
 
 
 def _attributes(node: ast.ClassDef, body: Body, call: ast.Call) -> dict[str, Any]:
@@ -371,9 +389,9 @@ def _decorated_beyond(node: ast.ClassDef) -> bool:
     return any(name.rpartition(".")[2] not in ("dataclass", "worker", "total_ordering", "final") for name in names)
 
 
-def _read_body(found: Body, body: list[ast.stmt], own: set[str], prefix: str, is_bare: bool = True) -> None:
+def _read_body(found: Body, body: list[ast.stmt], prefix: str, is_bare: bool = True) -> None:
     for name, value in _assigned_once(body).items():
-        if name in own or (prefix and name.startswith("__")):
+        if prefix and name.startswith("__"):
             continue
         if (literal := _said(value)) is not _MISSING:
             found.literals[name] = literal
@@ -421,10 +439,11 @@ def _bound(body: list[ast.stmt]) -> list[str]:
     return found
 
 
-def _counters(tree: ast.Module) -> set[str]:
+@functools.lru_cache(4096)
+def _own_of(path: str, mtime_ns: int, size: int) -> set[str]:
     """What some function of a module both reads and sets, or changes in place: counters, and caches of this process."""
     found: set[str] = set()
-    for function in ast.walk(tree):
+    for function in ast.walk(ast.parse(Path(path).read_text())):
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
             read, changed = set[str](), set[str]()
             for node in ast.walk(function):

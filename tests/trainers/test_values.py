@@ -151,6 +151,12 @@ def test_clip_ranges_with_a_meaning_are_accepted(keys: dict[str, Any]) -> None:
     assert GRPOConfig(**NEEDED | GRPO | keys)
 
 
+@pytest.mark.parametrize("said", ["true", "[[1]]", "3"])
+def test_a_loss_of_another_type_is_refused_by_its_key(said: str) -> None:
+    with pytest.raises(ConfigError, match="loss_type"):
+        load_config(DPOConfig, ["--model=m", "--dataset=d", f"--loss_type={said}"])
+
+
 @pytest.mark.parametrize("text", ["1_000", "0x10", "٣", "1e", "inf", "nan", "\uff11\uff12", "0b1"])
 @pytest.mark.parametrize("key", ["max_steps", "learning_rate", "overlap_grad_reduce", "global_batch_size"])
 def test_numbers_are_written_in_plain_digits(key: str, text: str) -> None:

@@ -274,6 +274,7 @@ OF_TRLS_NAMES = (("use_vllm", "rollout_importance_sampling_correction", True),)
 OF_EITHER = ("defaults", "token_budget")  # no default of ms-swift, though not the class's
 # Whose losses or noise depend on the rows of a micro-batch, so that nothing but the file decides which they are
 CUT_MATTERS = ("router_aux_loss_coef", "neftune_noise_alpha")
+SORTING_LOSSES = ("aot", "aot_unpaired")  # over the rows of a micro-batch
 
 
 @dataclass(frozen=True)
@@ -330,8 +331,8 @@ def _may_be_cut(keys: Keys, given: GivenKeys, *, joins: bool) -> bool:
     """
     if {"per_device_train_batch_size", "token_budget"} & set(given.values) or _is_megatron(keys):
         return False
-    losses = keys.get("loss_type")
-    sorts = {"aot", "aot_unpaired"}.intersection([losses] if isinstance(losses, str) else losses or ())
+    said = keys.get("loss_type")  # not judged yet: it may be anything
+    sorts = any(one in SORTING_LOSSES for one in (said if isinstance(said, list) else [said]))
     return not (sorts or any(keys.get(name) for name in CUT_MATTERS) or (keys.get("packing") and not joins))
 
 

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from rayhelper import ConfigError, DeviceGroups, PlacementError, RayHelper
+from tests import warm
 from trainers import cli, commands
 from trainers.cli import load_config, main, placement, run, save_config
 from trainers.configuration.reading import command_line
@@ -762,7 +763,7 @@ def test_env_of_the_file_is_exported_and_wins_over_the_shell(
 
 def python(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments],
+        [warm.python(), *arguments],
         cwd=ROOT,
         env={**os.environ, **env},
         capture_output=True,

@@ -21,6 +21,7 @@ from rayhelper.device_groups import DeviceGroups
 from rayhelper.planning.dry_run import make_plan
 from rayhelper.planning.refusals import UNNAMED
 from rayhelper.text import parse_text
+from tests import warm
 from trainers.cli import load_config, placement, run
 from trainers.commands import command_named, commands, refusals
 from trainers.configuration import folders
@@ -161,7 +162,7 @@ def raft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def python(folder: Path, *arguments: str, path: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """A process of a user who is in ``folder``."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([str(path), str(ROOT)]))}
-    command = [sys.executable, *arguments]
+    command = [warm.python(), *arguments]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests import warm
 from tests.golden.tiny import tiny_tokenizer
 from trainers.batch import Prompts, Ragged, Rollouts
 from trainers.parts.completion_metrics import rollout_metrics
@@ -448,6 +451,7 @@ def lambda_named(name: str) -> Callable[..., Any]:
     return function
 
 
+ROOT = Path(__file__).resolve().parents[2]
 HANGING = """
 import time
 from tests.trainers.test_episodes import *
@@ -474,9 +478,10 @@ Stage(Hangs, TOKENIZER).play(engine, [row, row], Sampling(200), seed_of)
     ],
     ids=["plain", "async that blocks", "async"],
 )
-def test_the_first_ctrl_c_ends_a_step_that_hangs(engine: str, step: str) -> None:
-    program = [sys.executable, "-c", HANGING.format(step=step, engine=engine)]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+def test_the_first_ctrl_c_ends_a_step_that_hangs(engine: str, step: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(HANGING.format(step=step, engine=engine))
+    program, env = [warm.python(), str(tmp_path / "program.py")], os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(program, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         assert run.stdout.readline() == "step\n"
         run.send_signal(signal.SIGINT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 import trainers
 from rayhelper import ConfigError
 from rayhelper.planning.dry_run import make_plan
+from tests import warm
 from tests.golden.tiny import save_tiny
 from tests.images.tiny import save_vision
 from trainers.configuration.reading.command_line import load_config
@@ -115,7 +115,7 @@ def test_a_plan_of_a_file_that_its_trainer_takes_has_no_mistakes() -> None:
 
 def test_what_would_not_run_is_not_printed(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text(f"{BASE}epsilon_high: 0.1\n")
-    command = [sys.executable, "-m", "trainers", "grpo", "--config", str(tmp_path / "x.yaml"), "--print_config"]
+    command = [warm.python(), "-m", "trainers", "grpo", "--config", str(tmp_path / "x.yaml"), "--print_config"]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 2
     assert "epsilon_high=0.1" in ran.stderr

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from rayhelper import ConfigError, DeviceGroups
+from tests import warm
 from tests.conftest import registries_restored
 from tests.golden.tiny import tiny_tokenizer
 from tests.trainers.test_other_names import load, told
@@ -99,7 +100,7 @@ def test_a_colocated_engine_in_parts_runs_on_ray_beside_training(tmp_path: Path)
     """A process of torchrun that trains holds no part of an engine here."""
     words = ["swift", "rlhf", "--rlhf_type", "grpo", "--model", "m", "--dataset", "d", "--reward_funcs", "accuracy"]
     words += [word for name, value in IN_PARTS.items() for word in (f"--{name}", value)]
-    command = [sys.executable, "-m", "trainers", *words, "--print_config"]
+    command = [warm.python(), "-m", "trainers", *words, "--print_config"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NPROC_PER_NODE": "8"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, cwd=tmp_path)
     assert "on Ray, not torchrun, as workers that train hold no part of an engine" in done.stderr
@@ -132,7 +133,7 @@ def test_other_engines_run_where_they_are_told_to(keys: dict[str, str], environm
 
 def test_a_command_of_ms_swift_prints_its_configuration(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text("model: m\ndataset: d\nmodel_name: [a, b]\n")
-    command = [sys.executable, "-m", "trainers", "swift", "sft", str(tmp_path / "x.yaml"), "--print_config"]
+    command = [warm.python(), "-m", "trainers", "swift", "sft", str(tmp_path / "x.yaml"), "--print_config"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True, cwd=tmp_path)
     assert "model_name:\n- a\n- b\n" in done.stdout

@@ -66,7 +66,17 @@ PLANTED: dict[type, Expected] = {
     planted.RateSetByMain: Expected(STRICT, 3, None, "", "", "attribute set on the driver", "self.rate"),
     planted.GlobalSetByMain: Expected(STRICT, 3, None, "", "", "global set on the driver", "'RATE'"),
     planted.AppendsToFile: Expected(STRICT, 2, 0, "", "value", "file", "open() at prove_planted.py"),
+    planted.KeepsWhatMainChanges: Expected(
+        STRICT, 3, 0, "", "value", "changed in place on the driver", "which is argument 'rows' of KeepsWhatMainChanges.keep"
+    ),
+    planted.GivesWhatItChanges: Expected(
+        STRICT, 4, 0, "metrics", "metrics['num_steps']", "value changed in place", "what GivesWhatItChanges.begin"
+    ),
+    planted.ReplayGrownByMain: Expected(STRICT, 2, None, "", "", "attribute set on the driver", "self.replay"),
+    planted.SeedOfTime: Expected(STRICT, 2, 0, "", "value", "time", "time.time_ns() at prove_planted.py"),
+    planted.OffsetOfTime: Expected(STRICT, 1, 0, "", "OffsetOfTime.offset", "time", "what __init__ reads"),
 }
+SAME_CAUSE = {planted.KeepsWhatMainChanges, planted.SeedOfTime, planted.OffsetOfTime}  # with two workers too
 ON_RAY: dict[type, Expected] = {
     planted.JudgeSetsDtype: Expected(RAY, 3, 0, "rows", "rows", "ambient state", "default dtype is torch.float64"),
     planted.ReadsEnvironment: Expected(RAY, 2, 0, "", "value", "environment variable", "os.environ['MY_SCALE']"),
@@ -96,6 +106,8 @@ def test_a_planted_difference_is_named(cls: type, tmp_path: Path) -> None:
     found = prove_class(cls, settings, ray=False)
     assert found
     as_expected(found[0], PLANTED[cls])
+    if cls in SAME_CAUSE:
+        assert {one.kind for one in found} == {PLANTED[cls].kind}, list(map(str, found))
 
 
 @pytest.mark.parametrize("cls", ON_RAY, ids=lambda cls: cls.__name__)

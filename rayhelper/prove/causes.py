@@ -7,7 +7,7 @@ The evidence is what each worker noted of the call (``on_worker.py``), and what 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -72,6 +72,7 @@ def _at(seen: Seen, rank: int | None) -> int:
 
 # Errors: what they say, and the kind of mistake
 
+_UNLIKE = "arguments that differ between processes"
 _OF_ERRORS = (
     ("grad_fn", "cut gradient"),
     ("changed in place on the driver", "changed in place on the driver"),
@@ -89,12 +90,16 @@ _OF_ERRORS = (
     ("pickle", "value that cannot travel"),
     ("cannot be sent", "value that cannot travel"),
     ("does not host", "call across roles"),
+    ("must call with the same arguments", _UNLIKE),
 )
 
 
-def of_error(told: str) -> Cause:
-    """The cause of an error that only one run raises."""
+def of_error(told: str, calls: Iterable[Seen] = ()) -> Cause:
+    """The cause of an error that only one run raises, after so many calls of the runs."""
     kind = next((kind for words, kind in _OF_ERRORS if words in told), "error")
+    if kind == _UNLIKE:
+        for cause in _changed_in_place(calls):
+            return cause
     return Cause(kind, "what the error says" if kind == "error" else f"{kind}, as the error says")
 
 
@@ -120,9 +125,7 @@ _USUAL_OF_THE_DRIVER = (
     "the driver's own code: random numbers that main does not seed, an order of a set or of files, the time, or what a "
     "role changed in an object that the driver shares with it"
 )
-_USUAL_OF_CONSTRUCTORS = (
-    "random numbers without a seed, or what __init__ reads of the process (time, pid, environment)"
-)
+_USUAL_OF_CONSTRUCTORS = "random numbers without a seed, or what __init__ reads of the process (time, pid, environment)"
 _USUAL_OF_ROLES = (
     "random numbers that both the driver and the role draw (dropout and a shuffle share one generator off: give one of "
     "them a torch.Generator of its own), an argument that was changed in place, or state outside of the object: a "
@@ -171,15 +174,19 @@ def _after(seen: Seen, rank: int | None) -> dict[str, str]:
 
 def _in_place(case: Case) -> Iterator[Cause]:
     """An argument that a role changed in place, in this call or in one before."""
-    for seen in (*reversed(case.here), *reversed(case.there)):
+    yield from _changed_in_place((*reversed(case.here), *reversed(case.there)))
+
+
+def _changed_in_place(calls: Iterable[Seen]) -> Iterator[Cause]:
+    for seen in calls:
         for worker in seen.workers:
             for note in worker.notes:
                 if note.changed:
                     yield Cause(
                         "argument changed in place",
                         f"an argument that was changed in place: {seen.title} changes its argument "
-                        f"{note.changed[0]!r}. With Ray off and in process others see the change, and on workers of "
-                        "their own they do not. Change a copy, and return it",
+                        f"{note.changed[0]!r}. With Ray off and in process others see the change, on workers of "
+                        "their own they do not, and under torchrun some processes do. Change a copy, and return it",
                     )
 
 

@@ -135,7 +135,7 @@ class _Levels(logging.Logger):
 
     times = 0  # of the process
 
-    @property  # type: ignore[override]
+    @property
     def disabled(self) -> bool:  # pyright: ignore
         return False
 

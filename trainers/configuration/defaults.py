@@ -331,7 +331,8 @@ def _may_be_cut(keys: Keys, given: GivenKeys, *, joins: bool) -> bool:
     if {"per_device_train_batch_size", "token_budget"} & set(given.values) or _is_megatron(keys):
         return False
     losses = keys.get("loss_type")
-    sorts = {"aot", "aot_unpaired"}.intersection([losses] if isinstance(losses, str) else losses or ())
+    types = losses if isinstance(losses, (list, tuple)) else [losses]  # or no type at all, which is told later
+    sorts = "aot" in types or "aot_unpaired" in types
     return not (sorts or any(keys.get(name) for name in CUT_MATTERS) or (keys.get("packing") and not joins))
 
 

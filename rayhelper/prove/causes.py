@@ -7,7 +7,7 @@ The evidence is what each worker noted of the call (``on_worker.py``), and what 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from rayhelper.prove.evidence import (
     UUID,
     Evidence,
 )
-from rayhelper.prove.held import Unlike
+from rayhelper.prove.held import Held, Unlike
 from rayhelper.prove.on_worker import AMBIENT, HASH_SEED, THREADS, Note
 from rayhelper.prove.on_worker import ENVIRONMENT as VARIABLE
 from rayhelper.prove.watching import Seen
@@ -72,6 +72,7 @@ def _at(seen: Seen, rank: int | None) -> int:
 
 # Errors: what they say, and the kind of mistake
 
+_UNLIKE = "arguments that differ between processes"
 _OF_ERRORS = (
     ("grad_fn", "cut gradient"),
     ("changed in place on the driver", "changed in place on the driver"),
@@ -80,6 +81,7 @@ _OF_ERRORS = (
     ("read-only", "argument changed in place"),
     ("reads the global", "global set on the driver"),
     ("set on the driver after", "attribute set on the driver"),
+    ("changed on the driver after", "attribute set on the driver"),
     ("was set in class", "attribute set on the driver"),
     ("edited", "source edited"),
     ("reloaded", "source edited"),
@@ -88,12 +90,16 @@ _OF_ERRORS = (
     ("pickle", "value that cannot travel"),
     ("cannot be sent", "value that cannot travel"),
     ("does not host", "call across roles"),
+    ("must call with the same arguments", _UNLIKE),
 )
 
 
-def of_error(told: str) -> Cause:
-    """The cause of an error that only one run raises."""
+def of_error(told: str, calls: Iterable[Seen] = ()) -> Cause:
+    """The cause of an error that only one run raises, after so many calls of the runs."""
     kind = next((kind for words, kind in _OF_ERRORS if words in told), "error")
+    if kind == _UNLIKE:
+        for cause in _changed_in_place(calls):
+            return cause
     return Cause(kind, "what the error says" if kind == "error" else f"{kind}, as the error says")
 
 
@@ -119,9 +125,7 @@ _USUAL_OF_THE_DRIVER = (
     "the driver's own code: random numbers that main does not seed, an order of a set or of files, the time, or what a "
     "role changed in an object that the driver shares with it"
 )
-_USUAL_OF_CONSTRUCTORS = (
-    "random numbers without a seed of main, or what __init__ reads of the process (time, pid, environment)"
-)
+_USUAL_OF_CONSTRUCTORS = "random numbers without a seed, or what __init__ reads of the process (time, pid, environment)"
 _USUAL_OF_ROLES = (
     "random numbers that both the driver and the role draw (dropout and a shuffle share one generator off: give one of "
     "them a torch.Generator of its own), an argument that was changed in place, or state outside of the object: a "
@@ -170,15 +174,19 @@ def _after(seen: Seen, rank: int | None) -> dict[str, str]:
 
 def _in_place(case: Case) -> Iterator[Cause]:
     """An argument that a role changed in place, in this call or in one before."""
-    for seen in (*reversed(case.here), *reversed(case.there)):
+    yield from _changed_in_place((*reversed(case.here), *reversed(case.there)))
+
+
+def _changed_in_place(calls: Iterable[Seen]) -> Iterator[Cause]:
+    for seen in calls:
         for worker in seen.workers:
             for note in worker.notes:
                 if note.changed:
                     yield Cause(
                         "argument changed in place",
                         f"an argument that was changed in place: {seen.title} changes its argument "
-                        f"{note.changed[0]!r}. With Ray off and in process others see the change, and on workers of "
-                        "their own they do not. Change a copy, and return it",
+                        f"{note.changed[0]!r}. With Ray off and in process others see the change, on workers of "
+                        "their own they do not, and under torchrun some processes do. Change a copy, and return it",
                     )
 
 
@@ -197,8 +205,8 @@ def _seeds(case: Case) -> Iterator[Cause]:
     outside = " (state outside of the object)" if in_role and not case.is_constructor else ""
     yield Cause(
         "seed",
-        f"random numbers without a seed of main{outside}: {_whose(case)} takes them from the system, {read}. Make the "
-        "generator from a seed",
+        f"random numbers without a seed{outside}: {_whose(case)} takes them from the system, {read}, whatever main "
+        "seeds. Make the generator from a seed",
     )
 
 
@@ -210,7 +218,7 @@ def _earlier(case: Case) -> Iterator[Cause]:
     """What was read before the call, and may be kept since."""
     in_role = case.place != "argument"
     for what, words in (
-        (ENTROPY, "random numbers without a seed of main: taken from the system"),
+        (ENTROPY, "random numbers without a seed: taken from the system"),
         (UUID, "a uuid"),
         (CLOCK, "the clock"),
         (PROCESS, "the process (pid, host)"),
@@ -222,6 +230,9 @@ def _earlier(case: Case) -> Iterator[Cause]:
             yield Cause(kind, f"{outside}{words} in an earlier call, {read}, and kept since")
 
 
+_SEEDING = re.compile(r"seed|rng|Random|[Gg]enerator")  # in a line of code that makes or sets a generator
+
+
 def _draws(case: Case) -> Iterator[Cause]:
     """Generators that stood elsewhere before the role drew from them."""
     one, other = case.notes()
@@ -229,6 +240,10 @@ def _draws(case: Case) -> Iterator[Cause]:
     if not drawn or one is None or other is None:
         return
     if case.tolerance:
+        for what in (ENTROPY, CLOCK, PROCESS):  # a generator that is seeded anew is at no worker where another's is
+            read = case.evidence.first(what, in_role=True)
+            if read is not None and _SEEDING.search(read.line):
+                yield from (*_seeds(case), *_outside(case))
         yield Cause(
             "random numbers per worker",
             f"{_ROWS}: the method draws random numbers (generator of {drawn[0]}), and each worker draws the same ones "
@@ -243,14 +258,19 @@ def _draws(case: Case) -> Iterator[Cause]:
         yield Cause(
             "one generator for driver and role",
             f"random numbers that both the driver and the role draw: the generator of {moved[0]}. With Ray off they "
-            f"share it; the driver's own code draws before {driver[0].title}. Give one of them a generator of its own, "
-            "such as torch.Generator().manual_seed(seed)",
+            f"share it; the driver's own code draws before {driver[0].title}. {_own_generator(moved[0])}",
         )
     yield Cause(
         "seed",
-        f"random numbers without a seed of main: the generator of {moved[0]} stands elsewhere in the two runs before "
-        "the method draws from it. Seed it in main or in __init__",
+        f"random numbers: the generator of {moved[0]} stands elsewhere in the two runs before the method draws from "
+        "it. Something drew from it, or seeded it, in one of the runs alone (an earlier call, a library, a seed made "
+        f"of the time). {_own_generator(moved[0])}",
     )
+
+
+def _own_generator(name: str) -> str:
+    made = {"python": "random.Random(seed)", "numpy": "numpy.random.default_rng(seed)"}
+    return f"Give one of them a generator of its own, such as {made.get(name, 'torch.Generator().manual_seed(seed)')}"
 
 
 def _driver_draws(case: Case) -> Iterator[Cause]:
@@ -265,8 +285,7 @@ def _driver_draws(case: Case) -> Iterator[Cause]:
         yield Cause(
             "one generator for driver and role",
             f"random numbers that both the driver and a role draw: the generator of {moved[0]}, which the driver's own "
-            f"code uses{use}. With Ray off they share it. Give one of them a generator of its own, such as "
-            "torch.Generator().manual_seed(seed)",
+            f"code uses{use}. With Ray off they share it. {_own_generator(moved[0])}",
         )
 
 
@@ -358,11 +377,45 @@ def _is_of_class(name: str) -> bool:
     return any(part[:1].isupper() and not part.isupper() for part in name.split(".")[-2:-1])
 
 
+def _shared(case: Case) -> Iterator[Cause]:
+    """Objects that driver and role have in common with Ray off, and that one of them changes."""
+    if case.unlike.how == "rounding":
+        return
+    if case.place == "argument":
+        for value, call in case.evidence.changed_values:
+            yield Cause(
+                "value changed in place",
+                f"a value that a role changes after it gave it: what {value} gave is changed in place by {call}. With "
+                "Ray off the driver sees the change, and on workers it does not. Return a copy",
+            )
+        return
+    for name, held in case.evidence.changed_by_driver:
+        yield Cause(
+            "changed in place on the driver",
+            f"the driver's own code changes {name} in place{_came_from(held, case.here[:-1])}. With Ray off they share "
+            "it, and workers have a copy of their own. Pass a copy, and pass again what has changed",
+        )
+
+
+def _came_from(held: Held, run: Sequence[Seen]) -> str:
+    """The argument, or the value, by which driver and role came to have something in common."""
+    for seen in reversed(run):
+        for name, given in seen.arguments.items():
+            if given.unlike(held) is None:
+                return f", which is argument {name!r} of {seen.title}"
+        if seen.value is not None and seen.value.unlike(held) is None:
+            return f", which is the value of {seen.title}"
+    return ""
+
+
 def _own_state(case: Case) -> Iterator[Cause]:
     """Attributes that each worker changes for its own part of the rows."""
     if not case.tolerance or case.place != "value":
         return
+    from_the_start = set(_attributes_changed([seen for seen in case.there if seen.name == "__init__"]))
     for name in _attributes_changed(case.there):
+        if name in from_the_start:
+            continue
         yield Cause(
             "state kept between calls",
             f"{_ROWS}: state kept between calls, {name}, which each worker changes for its own rows. Add up what the "
@@ -418,7 +471,7 @@ def _rounding(case: Case) -> Iterator[Cause]:
 
 _OF_ROLES = (
     *(_ambient, _in_place, _rank, _draws, _seeds, _outside, _settings, _kept),
-    *(_own_state, _earlier, _rounding, _orders, _shape_of),
+    *(_shared, _own_state, _earlier, _rounding, _orders, _shape_of),
 )
 _OF_CONSTRUCTORS = (_seeds, _outside, _settings, _rank, _ambient, _kept, _rounding, _orders, _shape_of)
 _OF_THE_DRIVER = (
@@ -431,6 +484,7 @@ _OF_THE_DRIVER = (
     _orders,
     _kept,
     _earlier,
+    _shared,
     _rounding,
     _shape_of,
 )

@@ -84,7 +84,7 @@ def _of_error(runs: tuple[str, str], one: Ended, other: Ended) -> Difference:
     if (not failed.seen or not failed.seen[-1].raised) and number < len(whole.seen):
         number += 1  # it was raised before the call was made
     title = whole.seen[number - 1].title if 0 < number <= len(whole.seen) else "the program"
-    cause, argument = of_error(failed.how), argument_of_error(failed.how)
+    cause, argument = of_error(failed.how, (*one.seen, *other.seen)), argument_of_error(failed.how)
     what = f"{name} ended with {failed.how}"
     return Difference(runs, number, title, what, cause.told, cause.kind, failed.rank, argument)
 
@@ -111,7 +111,7 @@ def _told(
 ) -> Difference:
     if found.unlike is None:
         failed = here[-1] if here[-1].raised else there[-1]
-        cause = of_calls() if found.place == "calls" else of_error(failed.raised)
+        cause = of_calls() if found.place == "calls" else of_error(failed.raised, (*here, *there))
         changed = [name for worker in failed.workers for note in worker.notes for name in note.changed]
         argument = argument_of_error(failed.raised) or next(iter(changed), "")
         if argument and argument not in found.what:

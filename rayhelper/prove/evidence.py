@@ -87,6 +87,8 @@ class Read:
 
 
 _LONGEST = 100  # characters of a line that is shown
+_PLAIN = ("bool", "int", "float", "str", "bytes", "NoneType")  # which nobody changes in place
+_NUM_GIVEN = 30  # values of the last calls that are looked at after each call
 
 
 def _place(code: CodeType, line: int, in_role: bool, call: int) -> tuple[str, bool, int, str]:
@@ -101,6 +103,8 @@ class Evidence:
     number: int  # of the call
     reads: list[Read] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)  # globals and the like that calls of the run have changed
+    changed_by_driver: list[tuple[str, Held]] = field(default_factory=list)  # attributes, as they were before
+    changed_values: list[tuple[str, str]] = field(default_factory=list)  # the call that gave it, the one that changed
 
     def first(self, what: str, *, in_role: bool, before: bool = False) -> Read | None:
         """The first read of this in the call, or in the driver's code right before it; ``before``: in earlier ones."""
@@ -125,11 +129,36 @@ class Observer:
         self.at = 1  # the call at which the run is
         self.outer = sys.gettrace()
         self.is_on = True
+        self.states: dict[int, dict[str, dict[str, Held]]] = {}  # by object: what it held after its last call
+        self.given: list[tuple[str, Any, Held]] = []  # what calls gave to the driver: the call, the value, what it held
 
     def begin(self) -> None:
         """The run begins."""
         sys.setprofile(self._note)
         sys.settrace(self._trace)
+
+    def begins(self, whole: int, state: dict[str, dict[str, Held]]) -> None:
+        """A call begins of an object, which holds this: what the driver's code has changed of it is noted."""
+        if not self.is_on:
+            return
+        for owner, attributes in self.states.get(whole, {}).items():
+            for name, held in attributes.items():
+                now = state.get(owner, {}).get(name)
+                if now is not None and held.unlike(now) and held.leaves[""].kind not in _PLAIN:
+                    self.evidence.changed_by_driver.append((f"{owner}.{name}", held))
+
+    def gave(self, title: str, whole: int, state: dict[str, dict[str, Held]], value: Any) -> None:
+        """A call has given a value, and the object holds this: earlier values that it has changed are noted."""
+        if not self.is_on:
+            return
+        self.states[whole] = state
+        for k, (giver, given, held) in enumerate(self.given):
+            now = held_of(given)
+            if held.unlike(now):
+                self.evidence.changed_values.append((giver, title))
+                self.given[k] = (giver, given, now)
+        if type(value).__name__ not in _PLAIN:
+            self.given = [*self.given[-_NUM_GIVEN:], (title, value, held_of(value))]
 
     def ended(self, number: int) -> None:
         """A call has ended."""

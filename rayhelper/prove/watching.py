@@ -16,7 +16,7 @@ from typing import Any
 from rayhelper.device_groups import DRIVER
 from rayhelper.prove.evidence import Observer
 from rayhelper.prove.held import Held, held_of
-from rayhelper.prove.on_worker import Notes, OnWorker, named_arguments, random_digests, settings
+from rayhelper.prove.on_worker import Notes, OnWorker, named_arguments, random_digests, settings, state_of
 from rayhelper.roles.classes import build
 from rayhelper.roles.futures import Future, finished
 from rayhelper.roles.methods import RoleMethod
@@ -67,6 +67,18 @@ class Watcher:
         seen.random = random_digests()
         self.seen.append(seen)
         self._observed()
+
+    def begins(self, identity: Identity, *, is_awaited: bool = False) -> None:
+        """The driver begins a call of an object in this process, or of a part of it."""
+        if self.observer is not None:
+            self.observer.begins(id(identity), state_of(identity))
+            if is_awaited:  # it changes the object while the driver's code goes on
+                self.observer.states.pop(id(identity), None)
+
+    def gave(self, title: str, identity: Identity, value: Any) -> None:
+        """A call of an object in this process, or of a part of it, has ended with a value."""
+        if self.observer is not None:
+            self.observer.gave(title, id(identity), state_of(identity), value)
 
     def _observed(self) -> None:
         if self.observer is not None:
@@ -186,6 +198,7 @@ class WatchedOff(OneProcess):
         with _WithinRole():
             build(init, instance, args, kwargs, identity)
         if whole is None:
+            self.watcher.gave(f"{identity.name}.__init__", identity, None)
             self.watcher.constructed(identity.name, [self.notes.of(identity)])
 
     def placement(self, method: RoleMethod[..., Any], target: Any) -> WatchedPlacement:
@@ -231,14 +244,17 @@ class WatchedPlacement:
         def run() -> Any:
             token = _within_role.set(True)
             try:
-                return self.notes.noting(method).finished_call(target, *plain)
+                value = self.notes.noting(method).finished_call(target, *plain)
+                self.watcher.gave(title, whole, value)
+                return value
             finally:
                 _within_role.reset(token)
 
-        title = self.identity.title(method)
+        title, whole = self.identity.title(method), self.identity.outermost
+        self.watcher.begins(whole)
 
         def workers() -> list[OnWorker]:
-            return [self.notes.of(self.identity.outermost)]
+            return [self.notes.of(whole)]
 
         return finished(lambda: self.watcher.call(method, title, *plain, run, workers, is_off=True))
 
@@ -247,13 +263,17 @@ class WatchedPlacement:
     ) -> Any:
         plain = tuple(map(_given, args)), {name: _given(value) for name, value in kwargs.items()}
 
+        title, whole = self.identity.title(method), self.identity.outermost
+        self.watcher.begins(whole, is_awaited=True)
+
         def run() -> Awaitable[Any]:
             return Stepped(self.notes.noting(method).coroutine(target, *plain), _WithinRole)
 
         def workers() -> list[OnWorker]:
-            return [self.notes.of(self.identity.outermost)]
+            self.watcher.gave(title, whole, None)
+            return [self.notes.of(whole)]
 
-        return await self.watcher.awaited(method, self.identity.title(method), *plain, run, workers, is_off=True)
+        return await self.watcher.awaited(method, title, *plain, run, workers, is_off=True)
 
 
 class _WithinRole:

@@ -423,3 +423,96 @@ class AppendsToFile:
     def train(self) -> None:
         for rows in batches():
             self.step(rows)
+
+
+@RayHelper.worker(group="train")
+class KeepsWhatMainChanges:
+    """Main refills the tensor that the role has kept."""
+
+    @RayHelper.function(group="train", execute="first")
+    def keep(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+    @RayHelper.function(group="train", execute="first")
+    def total(self) -> float:
+        return float(self.rows.sum())
+
+    def train(self) -> None:
+        rows = torch.ones(6, 4)
+        self.keep(rows)
+        for _ in range(NUM_STEPS):
+            rows *= 2
+            self.total()
+
+
+@RayHelper.worker(group="train")
+class GivesWhatItChanges:
+    """The role gives its dictionary of metrics once, and main passes it on in each step."""
+
+    def __init__(self) -> None:
+        self.metrics = {"num_steps": 0}
+
+    @RayHelper.function(group="train", execute="first")
+    def begin(self) -> dict[str, int]:
+        return self.metrics
+
+    @RayHelper.function(group="train", execute="first")
+    def step(self) -> None:
+        self.metrics["num_steps"] += 1
+
+    @RayHelper.function(group="train", execute="first")
+    def log(self, metrics: dict[str, int]) -> int:
+        return metrics["num_steps"]
+
+    def train(self) -> None:
+        metrics = self.begin()
+        for _ in range(NUM_STEPS):
+            self.step()
+            self.log(metrics)
+
+
+@RayHelper.worker(group="train")
+class ReplayGrownByMain:
+    """Main adds to a list of the object."""
+
+    def __init__(self) -> None:
+        self.replay: list[int] = []
+
+    @RayHelper.function(group="train", execute="first")
+    def sample(self) -> int:
+        return len(self.replay)
+
+    def train(self) -> None:
+        for k in range(NUM_STEPS):
+            self.replay.append(k)
+            self.sample()
+
+
+@RayHelper.worker(group="train")
+class SeedOfTime:
+    """Each call takes its seed from the clock."""
+
+    @RayHelper.function(group="train", dispatch="slice", collect="flatten")
+    def noisy(self, rows: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(time.time_ns() % 2**31)
+        return rows + torch.randn_like(rows)
+
+    def train(self) -> None:
+        for rows in batches():
+            self.noisy(rows)
+
+
+@RayHelper.worker(group="train")
+class OffsetOfTime:
+    """The constructor takes its seed from the clock."""
+
+    def __init__(self) -> None:
+        self.offset = random.Random(time.time_ns()).random()
+
+    @RayHelper.function(group="train", dispatch="slice", collect="flatten")
+    def moved(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + self.offset
+
+    def train(self) -> None:
+        for rows in batches():
+            self.moved(rows)

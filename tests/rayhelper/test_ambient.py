@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import warnings
@@ -14,6 +15,8 @@ import torch
 
 from rayhelper import RayHelper
 from rayhelper.errors import DispatchError
+from rayhelper.worker.ambient import DriverMode
+from rayhelper.worker.messages import Messages
 from tests.conftest import RaySession, without_runtime
 
 TWO = {"g": {"device": "CPU", "ranks": 2, "workers": ["net"]}}
@@ -365,29 +368,73 @@ def test_a_future_among_the_arguments_keeps_its_mode(on_ray: None) -> None:
 
 
 def test_filters_of_warnings_hold_on_workers(on_ray: None) -> None:
-    assert Net().warned() == ["went on"] * 2
+    earlier = Net()
+    assert earlier.warned() == ["went on"] * 2
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "an old", UserWarning)
         with without_runtime():
             assert Net().warned() == "an old name"
+        assert earlier.warned() == ["an old name"] * 2, "as of the next call"
         assert Net().warned() == ["an old name"] * 2
+    assert earlier.warned() == ["went on"] * 2
     assert Net().warned() == ["went on"] * 2
 
 
-def test_levels_and_format_of_logging_hold_on_workers(on_ray: None) -> None:
-    root = logging.getLogger()
-    level, handler = root.level, logging.StreamHandler()
+@contextlib.contextmanager
+def debugging() -> Iterator[None]:
+    """Main sets up logging, and afterwards it is as it was."""
+    root, level, handler = logging.getLogger(), logging.getLogger().level, logging.StreamHandler()
     handler.setFormatter(logging.Formatter(FORMAT))
     root.handlers.insert(0, handler)
     try:
         root.setLevel(logging.INFO)
         logging.getLogger("mine.here").setLevel(logging.DEBUG)
         logging.getLogger("mine.silent").addHandler(logging.NullHandler())
-        seen, silent = Net().logging_of("mine.here"), Net().handlers_of("mine.silent")
+        yield
     finally:
         root.removeHandler(handler)
         root.setLevel(level)
         logging.getLogger("mine.here").setLevel(logging.NOTSET)
         logging.getLogger("mine.silent").handlers.clear()
+
+
+def test_levels_and_format_of_logging_hold_on_workers(on_ray: None) -> None:
+    earlier = Net()
+    before = earlier.logging_of("mine.here")
+    assert FORMAT not in before[0][2]
+    with debugging():
+        net = Net()
+        seen, silent = net.logging_of("mine.here"), net.handlers_of("mine.silent")
+        assert earlier.logging_of("mine.here") == seen
+    assert earlier.logging_of("mine.here") == before, "set back, as of the next call"
     assert silent == [0, 0], "a handler that writes nothing is none"
     assert seen == [[logging.INFO, logging.DEBUG, [FORMAT]]] * 2
+
+
+def test_a_call_tells_workers_of_messages_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    with without_runtime():
+        mode, num_read = DriverMode(), []
+        here = Messages.here
+        mode.constructing()
+        monkeypatch.setattr(Messages, "here", lambda: num_read.append(1) or here())
+        assert [mode.of_call(0) for _ in range(3)] == [None] * 3
+        assert num_read == [], "a call in which nothing changed reads no filters and no loggers"
+        with debugging():
+            told = mode.of_call(0)
+            assert told is not None
+            assert [one.level for one in told.messages.loggers if one.name == "mine.here"] == [logging.DEBUG]
+            assert mode.of_call(0) is None
+            logging.getLogger("mine.here").propagate = False
+            monkeypatch.setattr(logging.getLogger("mine.here"), "disabled", True)
+            logging.getLogger("mine.there").setLevel(logging.ERROR)
+            told = mode.of_call(0)
+            assert {(one.name, one.propagate, one.disabled) for one in told.messages.loggers} >= {
+                ("mine.here", False, True),
+                ("mine.there", True, False),
+            }
+            logging.disable(logging.ERROR)
+            assert mode.of_call(0).messages.disabled_below == logging.ERROR
+            logging.disable(logging.NOTSET)
+            assert mode.of_call(0) is not None
+            assert mode.of_call(1).messages is not None, "a worker that took the place of another knows nothing of it"
+            assert mode.of_call(1) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import sys
@@ -64,6 +65,25 @@ def test_an_edited_module_is_unlike_until_it_is_reloaded(module: ModuleType) -> 
     write(path, 20, 30)  # of the literals alone
     assert unlike_modules(sources_of([name])) == []  # alike are two processes with the same file and the same memory
     assert "was edited" in sources_of([name])[name]
+
+
+def test_a_module_is_parsed_once_until_its_file_changes(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    parse = ast.parse
+    monkeypatch.setattr(ast, "parse", lambda text, *args: parsed.append(text) or parse(text, *args))
+    path = Path(str(module.__file__))
+    for _ in range(3):
+        assert unlike_modules(sources_of([module.__name__])) == []
+    assert len(parsed) == 1, "by the first construction alone"
+    module.FACTOR = 5
+    assert "was edited" in sources_of([module.__name__])[module.__name__], (
+        "what the module holds is looked at each time"
+    )
+    write(path, 20, 30)
+    importlib.reload(module)
+    for _ in range(3):
+        assert unlike_modules(sources_of([module.__name__])) == []
+    assert [text.count("FACTOR = 20") for text in parsed] == [0, 1]
 
 
 def test_a_module_that_cannot_be_imported_is_unlike() -> None:

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from rayhelper.prove import Difference, prove, prove_class
+from rayhelper.prove.causes import of_error
+from rayhelper.prove.on_worker import Note, OnWorker
 from rayhelper.prove.runs import TORCHRUN, proof_of, proof_of_class
+from rayhelper.prove.watching import Seen
 from tests.conftest import without_runtime
 from tests.rayhelper import prove_planted as planted
 
@@ -66,7 +69,23 @@ PLANTED: dict[type, Expected] = {
     planted.RateSetByMain: Expected(STRICT, 3, None, "", "", "attribute set on the driver", "self.rate"),
     planted.GlobalSetByMain: Expected(STRICT, 3, None, "", "", "global set on the driver", "'RATE'"),
     planted.AppendsToFile: Expected(STRICT, 2, 0, "", "value", "file", "open() at prove_planted.py"),
+    planted.KeepsWhatMainChanges: Expected(
+        STRICT,
+        3,
+        0,
+        "",
+        "value",
+        "changed in place on the driver",
+        "which is argument 'rows' of KeepsWhatMainChanges.keep",
+    ),
+    planted.GivesWhatItChanges: Expected(
+        STRICT, 4, 0, "metrics", "metrics['num_steps']", "value changed in place", "what GivesWhatItChanges.begin"
+    ),
+    planted.ReplayGrownByMain: Expected(STRICT, 2, None, "", "", "attribute set on the driver", "self.replay"),
+    planted.SeedOfTime: Expected(STRICT, 2, 0, "", "value", "time", "time.time_ns() at prove_planted.py"),
+    planted.OffsetOfTime: Expected(STRICT, 1, 0, "", "OffsetOfTime.offset", "time", "what __init__ reads"),
 }
+SAME_CAUSE = {planted.KeepsWhatMainChanges, planted.SeedOfTime, planted.OffsetOfTime}  # with two workers too
 ON_RAY: dict[type, Expected] = {
     planted.JudgeSetsDtype: Expected(RAY, 3, 0, "rows", "rows", "ambient state", "default dtype is torch.float64"),
     planted.ReadsEnvironment: Expected(RAY, 2, 0, "", "value", "environment variable", "os.environ['MY_SCALE']"),
@@ -96,6 +115,8 @@ def test_a_planted_difference_is_named(cls: type, tmp_path: Path) -> None:
     found = prove_class(cls, settings, ray=False)
     assert found
     as_expected(found[0], PLANTED[cls])
+    if cls in SAME_CAUSE:
+        assert {one.kind for one in found} == {PLANTED[cls].kind}, list(map(str, found))
 
 
 @pytest.mark.parametrize("cls", ON_RAY, ids=lambda cls: cls.__name__)
@@ -162,3 +183,15 @@ def test_a_program_that_torchrun_cannot_be_given_is_told() -> None:
     assert found == []
     assert TORCHRUN not in runs
     assert "the program does not pickle" in left_out[TORCHRUN]
+
+
+def test_a_list_that_a_role_changes_under_torchrun_is_named_and_no_shuffle() -> None:
+    told = (
+        "RoleError: S.step: rank 1 passes other contents than rank 0: every process must call with the same arguments"
+    )
+    changed = Seen("S.step", "step", workers=[OnWorker({}, [Note("step", {}, ("scores",))]), OnWorker({})])
+    assert of_error(told, [changed]).kind == "argument changed in place"
+    assert (
+        of_error(told, [Seen("S.step", "step", workers=[OnWorker({})])]).kind
+        == "arguments that differ between processes"
+    )

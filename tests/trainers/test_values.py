@@ -94,6 +94,17 @@ GRPO: dict[str, Any] = {"reward_funcs": ["format"]}
         (GRPOConfig, GRPO | {"temperature": 1e-9}, "temperature must be at least 0.0001, got 1e-09"),
         (PPOConfig, GRPO | {"eval_temperature": 1e-5}, "eval_temperature must be at least 0.0001, got 1e-05"),
         (GRPOConfig, GRPO | {"epsilon_high": 1e9}, "epsilon_high must be at most 1000, got 1000000000"),
+        (SFTConfig, {"dataset": [0.5]}, "dataset is [0.5]. Give a file, a folder, a hub name, a list of them, or rows"),
+        (SFTConfig, {"eval_dataset": 3}, "eval_dataset is 3. Give a file"),
+        (SFTConfig, {"eval_dataset": {1: 2}}, "eval_dataset is {1: 2}. Give a file"),
+        (SFTConfig, {"eval_dataset": "/no/such/rows.jsonlx"}, "there is no file or folder '/no/such/rows.jsonlx'"),
+        (SFTConfig, {"dataset": ["d", "./nowhere#:5"]}, "dataset: there is no file or folder './nowhere'"),
+        (SFTConfig, {"model": " m"}, "model is ' m', which begins or ends with a space or a new line"),
+        (SFTConfig, {"output_dir": "out\n"}, "output_dir is 'out\\n', which begins or ends with a space"),
+        (SFTConfig, {"prompt_template": "Answer."}, "prompt_template 'Answer.' names no column, so that all rows"),
+        (SFTConfig, {"prompt_template": "{"}, "prompt_template '{': "),
+        (SFTConfig, {"lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"a": 1}},
+         "lr_scheduler_kwargs is {'a': 1}, but lr_scheduler_type constant reads none"),
     ],
 )  # fmt: skip
 def test_a_value_without_a_meaning_is_refused_by_its_key(kind: type, keys: dict[str, Any], told: str) -> None:
@@ -165,6 +176,25 @@ def test_numbers_are_written_in_plain_digits(key: str, text: str) -> None:
     arguments = ["--model", "m", "--dataset", "d", "--reward_funcs", "format", "--reward_weights", text]
     with pytest.raises(ConfigError, match="reward_weights must "):
         load_config(GRPOConfig, arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "told"),
+    [
+        (DPOConfig, {"loss_type": True}, "loss_type must be "),
+        (DPOConfig, {"loss_type": [{"a": 1}]}, "loss_type must be "),
+        (SFTConfig, {"eval_steps": {"a": 1}}, "eval_steps must be a whole number"),  # with no eval_dataset, too
+        (SFTConfig, {"eval_strategy": "zzz"}, "eval_strategy must be one of steps, epoch, no"),
+        (GRPOConfig, GRPO | {"vllm_tensor_parallel_size": True}, "vllm_tensor_parallel_size must be a whole number"),
+        (GRPOConfig, GRPO | {"sleep_level": True}, "sleep_level must be one of 0, 1, 2"),
+    ],
+)
+def test_a_file_with_a_value_of_another_type_is_refused(
+    kind: type[RunConfig], keys: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    (tmp_path / "x.yaml").write_text(json.dumps(NEEDED | keys))
+    with pytest.raises(ConfigError, match=told):
+        load_config(kind, ["--config", str(tmp_path / "x.yaml")])
 
 
 @pytest.mark.parametrize(("text", "number"), [("0x10", 16), ("1_000", 1000), ("010", 8), ("0b11", 3), ("1:30", 90)])

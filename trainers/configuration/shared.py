@@ -515,6 +515,8 @@ def _check_adapter(config: TrainConfig) -> None:
 
 def _check_schedule(name: str, kwargs: dict[str, Any]) -> None:
     one_of("lr_scheduler_type", name, SCHEDULES)
+    if kwargs and name.startswith("constant"):
+        raise ConfigError(f"lr_scheduler_kwargs is {kwargs}, but lr_scheduler_type {name} reads none. Remove it")
     if name in PLAIN_SCHEDULES and not kwargs:
         return  # without importing transformers, so that a typo elsewhere is answered at once
     import torch

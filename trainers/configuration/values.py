@@ -11,6 +11,7 @@ import math
 import numbers
 import os
 import re
+import string
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path, PurePath
@@ -161,6 +162,10 @@ def _check_texts(config: Any) -> None:
     for key in ("tokenizer", "ref_model", "teacher_model", "sft_model", "value_model", "prompt_template"):
         if isinstance(text := getattr(config, key, None), str) and not text.strip():
             raise ConfigError(f"{key} is empty. Name something, or write null.")
+    for key in ("output_dir", "model", "tokenizer", "ref_model", "teacher_model", "dataset", "eval_dataset"):
+        if isinstance(text := getattr(config, key, None), str) and text != text.strip():
+            raise ConfigError(f"{key} is {text!r}, which begins or ends with a space or a new line. Remove that.")
+    _check_prompt_template(config.prompt_template)
     read_tokens(getattr(config, "new_special_tokens", []))
     name = config.run_name
     if name is not None and (
@@ -177,6 +182,20 @@ def _check_texts(config: Any) -> None:
             check_template(str(template))
         elif is_there(template, Path.is_file):
             check_template(read_template(template), f"chat_template: {template}")
+
+
+def _check_prompt_template(template: str | None) -> None:
+    if template is None:
+        return
+    try:
+        names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
+    except ValueError as error:
+        raise ConfigError(f"prompt_template {_shown(template)}: {error}. A brace that is text is written twice.") from None
+    if not names:
+        raise ConfigError(
+            f"prompt_template {_shown(template)} names no column, so that all rows would have the same prompt. Name "
+            "one in braces: 'Question: {question}'"
+        )
 
 
 def is_there(name: str | Path, look: Callable[[Path], bool] = Path.exists) -> bool:
@@ -265,7 +284,14 @@ def check_source(name: str, source: Any, split: str, default: str) -> None:
     """
     sources = source if isinstance(source, list) else [source]
     for one in sources:
+        inner = list(one.values()) if isinstance(one, Mapping) and isinstance(source, Mapping) else [one]
+        is_mixture = isinstance(one, Mapping) and bool({"path", "datasets"} & one.keys())
+        if not is_mixture and any(isinstance(value, (bool, int, float)) for value in inner):
+            raise ConfigError(f"{name} is {_shown(source)}. Give a file, a folder, a hub name, a list of them, or rows.")
         check_file(name, one, DATA_SUFFIXES)
+        path = re.sub(r"#:?\d+$", "", one) if isinstance(one, str) else ""
+        if path.startswith(("/", "./", "../", "~")) and not any(mark in path for mark in "*?[") and not is_there(path):
+            raise ConfigError(f"{name}: there is no file or folder {path!r} (looked from {Path.cwd()}).")
     files = [re.sub(r"#:?\d+$", "", one) for one in sources if isinstance(one, str)]
     is_of_files = bool(files) and len(files) == len(sources) and all(file.endswith(DATA_SUFFIXES) for file in files)
     if is_of_files and split not in (default, "train"):

@@ -36,7 +36,8 @@ def _vocab_size(config: GKDConfig, key: str, model: str) -> int:
     try:
         loaded = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}: no model could be read from {model!r}: {error}") from error
+        told = " ".join(str(error).split())
+        raise ConfigError(f"{key}: no model could be read from {model!r}: {told}") from error
     return int(loaded.get_text_config().vocab_size)
 
 

@@ -85,7 +85,8 @@ def _engine_defaults(given: GivenKeys) -> None:
         return
     for name, default in VLLM_DEFAULTS.items():
         written = given.written.get(name, name)
-        is_default = given.get(name) == default or written == "vllm_importance_sampling_cap"
+        is_default = given.get(name) == default and given.get(name) is not True
+        is_default = is_default or written == "vllm_importance_sampling_cap"
         if name in given.values and is_default and written.startswith("vllm_"):
             del given.values[name]
 

@@ -46,6 +46,8 @@ def typed(name: str, hint: Any, value: Any) -> Any:
             raise TypeError
         if not _in_digits(value, kinds) and value not in legal:
             raise TypeError
+        if isinstance(value, bool) and kinds <= {Literal, NoneType} and str(value) not in legal:
+            raise TypeError  # true is 1 to Python
         return parser.parse_object({"value": value}, defaults=False).value
     except (jsonargparse.ArgumentError, TypeError):
         quoted = isinstance(value, (str, list, Mapping))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rayhelper.roles.project import is_of_project
 
@@ -66,7 +66,7 @@ def source_of(name: str) -> str:
     path = getattr(module, "__file__", None) if module is not None else getattr(_spec(name), "origin", None)
     try:
         stat = os.stat(str(path))
-        if module is not None and stat.st_mtime > _started() and not _runs_file(module, str(path)):
+        if module is not None and stat.st_mtime > _started() and not _runs_file(module, str(path), stat):
             return f"as it was before {path} was edited, in process {os.getpid()}"
         return _hash(str(path), stat.st_mtime_ns, stat.st_size)
     except OSError:
@@ -89,28 +89,46 @@ def _started() -> float:
     return time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK") - _CLOCK_S
 
 
-def _runs_file(module: ModuleType, path: str) -> bool:
+class Written(NamedTuple):
+    """What stands in a file."""
+
+    codes: frozenset[CodeType]
+    literals: tuple[tuple[str, Any], ...]  # names to which the module gives a literal
+
+
+@functools.lru_cache(4096)
+def _written(path: str, mtime_ns: int, size: int) -> Written | None:
+    """What stands in a file of this time and size; None: no Python. Parsed once: each construction asks for it."""
+    try:
+        text = Path(path).read_text()
+        tree = ast.parse(text)
+        codes = frozenset(_codes(compile(text, path, "exec", dont_inherit=True)))
+    except (SyntaxError, ValueError):
+        return None
+    given = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)]
+    literals = [
+        (target.id, node.value.value)  # type: ignore[attr-defined]
+        for node in given
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    ]
+    return Written(codes, tuple(literals))
+
+
+def _runs_file(module: ModuleType, path: str, stat: os.stat_result) -> bool:
     """Whether a module runs what stands in its file: it was edited before it was imported, or reloaded since.
 
     Looked at: functions, methods, and names to which the module gives a literal.
     """
-    try:
-        text = Path(path).read_text()
-        tree = ast.parse(text)
-        known = set(_codes(compile(text, path, "exec", dont_inherit=True)))
-    except (SyntaxError, ValueError):
+    written = _written(path, stat.st_mtime_ns, stat.st_size)
+    if written is None:
         return False
     held = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
     functions = [inner for value in held for inner in (vars(value).values() if isinstance(value, type) else [value])]
     for function in map(_function, functions):
-        if function is not None and function.__code__.co_filename == path and function.__code__ not in known:
+        if function is not None and function.__code__.co_filename == path and function.__code__ not in written.codes:
             return False
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-            if any(vars(module).get(name) != node.value.value for name in names):
-                return False
-    return True
+    return all(vars(module).get(name) == value for name, value in written.literals)
 
 
 def _function(value: Any) -> FunctionType | None:

@@ -24,9 +24,12 @@ from trainers.backends.fsdp.tuners.quantized import is_installed
 from trainers.cli import _check_run as check_run
 from trainers.cli import load_config, placement, uses_ray
 from trainers.commands import RLHF, command_named, task_of
+from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.others.ms_swift import engine_in_parts, spelled
 from trainers.configuration.reading.command_line import export_env, given_keys
 from trainers.configuration.reading.given_keys import plain
+from trainers.configuration.shared import TrainConfig
+from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_rows
 from trainers.swift_rollout import Offer, engine_of_server
 
 OUTCOMES = ("taken", "taken with a line", "refused, the remedy works", "cannot run here", "refused")
@@ -43,6 +46,7 @@ NEVER = {  # what is missing, by the beginning of what is said of it
     "vllm_server": "prompts completed by a server outside the run (swift rollout)",
 }
 MOST_REMEDIES = 8
+BLIND = ("PPOTrainer", "RewardTrainer", "ClassificationTrainer")  # read no pictures
 
 
 @dataclass
@@ -146,6 +150,22 @@ def _checked(words: list[str], environment: dict[str, str], servers: list[Comman
     alone = not config.use_ray and count == 1
     groups = None if alone else placement(command.trainer, config, count)
     check_run(command.trainer, config, groups)
+    _read(command.trainer, config)
+
+
+def _read(trainer: Any, config: Any) -> None:
+    """Reads the rows as the trainer does, and makes the tokens of one with pictures."""
+    if not isinstance(config, TrainConfig) or not config.dataset:
+        return
+    model, tokenizer = load_model_and_tokenizer(config)
+    images = image_reader(config, model, tokenizer) if trainer.__name__ not in BLIND else None
+    rows = read_rows(config, config.dataset, "train", images)
+    if images is None or "images" not in rows.column_names:
+        return
+    with mistakes_of("dataset"):
+        row, pictures = images.placed(next(row for row in rows if row["images"]))
+        messages = row.get("messages") or row["prompt"]
+        images.tokenizer(pictures).apply_chat_template(messages)
 
 
 def _served(keys: Mapping[str, Any], environment: dict[str, str], servers: list[Command]) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from rayhelper import ConfigError
-from tests.models.architectures import save
+from tiny.architectures import save
 from trainers.cli import load_config, run, save_config
 from trainers.configuration.folders import configurations
 from trainers.configuration.others.ms_swift_only import MS_SWIFT_ONLY

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, Qwen3MoeConfig
 
 from rayhelper import ConfigError
 from tests.golden.tiny import save_tiny, tiny_tokenizer
-from tests.models.architectures import save
+from tiny.architectures import save
 from trainers.classification.config import ClassificationConfig
 from trainers.cli import load_config, main
 from trainers.configuration.folders import configurations

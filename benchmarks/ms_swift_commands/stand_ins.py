@@ -1,7 +1,7 @@
 """Small local models and data in the place of those that ms-swift's commands name, of the same architecture and kind.
 
 A model of Qwen's that sees is a tiny one of its own class, with its processor. Of other models that see or hear there
-is a configuration alone: its ``model_type`` decides. Rows have pictures, videos or sounds where the named data has them.
+is a configuration alone: its ``model_type`` decides. Rows have pictures, videos or sounds where the named data have.
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ def image_reader(config: TrainConfig, model: str, tokenizer: Any) -> ImageReader
         return None
     with mistakes_of("model"):
         told: dict[str, Any] = {"max_pixels": config.max_pixels, "urls": config.image_urls}
+        told["processing"] = config.image_processor_kwargs
         reader = ImageReader(tokenizer, model, trust_remote_code=config.trust_remote_code, **told)
         own = reader.processor.chat_template
     if config.chat_template is None and own is not None:

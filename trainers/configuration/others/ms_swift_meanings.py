@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.configuration.others.ms_swift_keys import choose_backend
+from trainers.configuration.others.ms_swift_pictures import pictures_as_there
 from trainers.configuration.others.ms_swift_rows import rows_as_there
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 
@@ -46,6 +47,7 @@ def mean_as_there(given: GivenKeys, config_type: type, defaults: Mapping[str, An
     _clipping(given, defaults)
     _routers(given)
     _sequences(given, defaults)
+    pictures_as_there(given)
     is_distillation = {"gkd_logits_topk", "max_prompt_length", "max_length"} <= set(given.known)
     if is_distillation and given.get("max_length") is not None and "max_prompt_length" not in given.values:
         given.put("max_prompt_length", given.get("max_length"), "max_length")

@@ -1,0 +1,61 @@
+"""How large pictures become in a file of ms-swift: its environment variables and ``model_kwargs`` as a key of ours.
+
+    MAX_PIXELS=1003520            image_processor_kwargs: {min_pixels: 3136, max_pixels: 1003520}
+    IMAGE_MAX_TOKEN_NUM=1024      of Qwen3-VL: {min_pixels: 4096, max_pixels: 1048576}
+
+Qwen's models alone read them. Their sizes there are those of qwen_vl_utils, whatever the model's own processor says.
+Source: ms-swift's ``swift/model/models/qwen.py`` (compat_qwen_vl_utils, patch_qwen_vl_utils).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from trainers.configuration.reading.given_keys import GivenKeys, plain
+
+KEY = "image_processor_kwargs"
+FAMILY = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+TOKENS = {"min": 4, "max": 16384}  # of a picture, where nobody says
+
+
+def pictures_as_there(given: GivenKeys) -> None:
+    """Puts the sizes of pictures in ``given``, for a vision model of Qwen's that reads some."""
+    if KEY not in given.known or KEY in given.values or given.get("backend") == "megatron":
+        return
+    factor = _pixels_of_a_token(given)
+    if factor is None:
+        return
+    said, sizes = _said(given), {}
+    for bound, default in TOKENS.items():
+        tokens, pixels = said.get(f"image_{bound}_token_num"), said.get(f"{bound}_pixels")
+        count = tokens if tokens is not None else default if pixels is None else pixels // factor
+        sizes[f"{bound}_pixels"] = count * factor
+    given.values[KEY] = sizes
+    given.where[KEY] = given.where["model"]
+
+
+def _said(given: GivenKeys) -> dict[str, int]:
+    """Names in small letters, and whole numbers; ``model_kwargs`` wins over the environment."""
+    inner = given.get("model_kwargs")
+    both = [*os.environ.items(), *(inner.items() if isinstance(inner, Mapping) else ())]
+    names = {f"image_{bound}_token_num" for bound in TOKENS} | {f"{bound}_pixels" for bound in TOKENS}
+    found: dict[str, Any] = {str(name).lower(): plain(value) for name, value in both if str(name).lower() in names}
+    return {name: value for name, value in found.items() if type(value) is int}
+
+
+def _pixels_of_a_token(given: GivenKeys) -> int | None:
+    """None: the model is none of Qwen's vision models, or is not there yet."""
+    from transformers import AutoConfig
+
+    if not isinstance(given.values.get("model"), str):
+        return None
+    try:
+        config = AutoConfig.from_pretrained(given.values["model"])
+    except (OSError, ValueError):  # who loads the model says what is wrong with it
+        return None
+    if config.model_type not in FAMILY:
+        return None
+    side = config.vision_config.patch_size * config.vision_config.spatial_merge_size
+    return int(side * side)

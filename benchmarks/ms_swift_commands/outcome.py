@@ -45,6 +45,14 @@ NEVER = {  # what is missing, by the beginning of what is said of it
     "multi_turn_scheduler": "multi-turn schedulers",
     "vllm_server": "prompts completed by a server outside the run (swift rollout)",
 }
+SENSES = (  # the same of models that see or hear, by what the refusal holds
+    (r"backend: megatron cannot be|dataset: .* have images", "pictures with Megatron, or to a model that hears"),
+    (r"dataset: .* rows have (videos|audios)", "videos and sounds"),
+    (r"has no configuration that can be read", "models whose code comes with them, and not with transformers"),
+    (r"no class that AutoModelFor|has no (sequence )?classifier", "models that hear, and classifiers that see"),
+    (r"no files of an image processor", "no stand-in here: the processor is not tried"),
+    (r"workers cannot share rows with pictures", "sequence parallelism with pictures"),
+)
 MOST_REMEDIES = 8
 BLIND = ("PPOTrainer", "RewardTrainer", "ClassificationTrainer")  # read no pictures
 
@@ -92,6 +100,8 @@ def outcome_of(words: list[str], case: Case) -> Outcome:
     missing = [told for start, told in NEVER.items() if any(reason.startswith(start) for reason in reasons)]
     if any(reason.startswith("task_type") for reason in reasons):
         missing.append(f"task_type {case.keys.get('task_type')}")
+    if case.senses or "Qwen3.5" in str(case.keys.get("model")):
+        missing += [told for holds, told in SENSES if any(re.search(holds, line) for line in lines)]
     missing = sorted(set(missing))
     return Outcome("cannot run here", lines, missing) if missing else Outcome("refused", lines, reasons)
 

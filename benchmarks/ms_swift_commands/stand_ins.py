@@ -160,7 +160,8 @@ def _configured(found: tuple[Any, ...], folder: Path) -> str:
             names = {"AutoConfig": "configuration.Configuration", "AutoModelForCausalLM": "modeling.Model"}
             (target / "config.json").write_text(json.dumps({"model_type": kind, "auto_map": names}))
         else:
-            AutoConfig.for_model(kind).save_pretrained(target)
+            sees = {"vision_config": {}} if kind == "gemma4" else {}
+            AutoConfig.for_model(kind, **sees).save_pretrained(target)
     return str(target)
 
 

@@ -12,6 +12,7 @@ from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.configuration.reading.command_line import load_config
 from trainers.configuration.vision import vision_settings
 from trainers.data.images.pictures import pictures_of
+from trainers.grpo.config import GRPOConfig
 from trainers.parts.inputs import image_reader, load_model_and_tokenizer
 from trainers.sft.config import SFTConfig
 
@@ -37,6 +38,19 @@ def test_variables_of_ms_swift_say_how_large_pictures_become(model: str, monkeyp
     given = config_of(model, "--model_kwargs", '{"image_max_token_num": 7}')
     assert given.image_processor_kwargs["max_pixels"] == 7 * 64
     assert load_config(SFTConfig, ["--model", model, "--dataset", "d"]).image_processor_kwargs == {}
+
+
+def test_a_policy_that_sees_completes_without_vllm(model: str) -> None:
+    words = ["--reward_funcs", "exact_answer", "--use_vllm", "true", "--vllm_gpu_memory_utilization", "0.5"]
+    groups = '{"train": {"gpus": 8}, "rollout": {"shares_devices_with": "train"}}'
+    on_ray = ["--use_ray", "true", "--vllm_tensor_parallel_size", "4", "--device_groups", groups]
+    swift = ["--model", model, *SWIFT, *words, "--sleep_level", "1"]
+    assert load_config(GRPOConfig, swift).rollout_engine == "hf"
+    config = load_config(GRPOConfig, [*swift, *on_ray])
+    assert config.rollout_engine == "hf"
+    assert config.device_groups["colocate_groups"] == [["train", "rollout"]]
+    with_vllm = load_config(GRPOConfig, ["--model", model, "--dataset", "d", "--defaults", "trl", *words])
+    assert with_vllm.rollout_engine == "vllm"  # and refused where the model is read
 
 
 def test_a_language_model_reads_no_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,10 @@ def load_processor(
     }
     if unknown := [name for name in kind.get_attributes() if name not in parts]:
         raise ValueError(f"the processor of {model!r} has {', '.join(unknown)}; only images and text are supported")
-    given: list[Any] = [parts[name]() for name in kind.get_attributes()]  # type: ignore[no-untyped-call]
+    try:
+        given: list[Any] = [parts[name]() for name in kind.get_attributes()]  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise ValueError(f"the model {model!r} has no files of an image processor: {error}") from None
     processor = _still(kind).from_args_and_dict(given, fields)
     takes = getattr(type(processor.image_processor), "valid_kwargs", None)
     if takes is not None and (odd := sorted(set(processing or {}) - set(takes.__annotations__))):

@@ -70,6 +70,47 @@ def test_losses_of_pairs_that_are_others_there_are_refused(read: Any, words: str
         read("dpo", *words.split())
 
 
+ESTIMATED = [("grpo", "group"), ("grpo", "batch"), ("grpo", "none"), ("rloo", "none"), ("reinforce_plus_plus", "batch")]
+
+
+@pytest.mark.parametrize(("estimator", "scale"), ESTIMATED)
+def test_advantages_are_divided_by_what_they_are_divided_by_there(read: Any, estimator: str, scale: str) -> None:
+    """rl_core/advantage.py, for two rewards with weights and groups of four."""
+    import numpy as np
+
+    from trainers.rewards.estimators import RewardBatch, estimated
+
+    words = ["--advantage_estimator", estimator, "--scale_rewards", scale, "--num_generations", "4"]
+    rewards_BK, weights = np.random.default_rng(0).random((12, 2)), np.array([1.0, 0.5])
+    sums = (rewards_BK * weights).sum(1)
+    groups = sums.reshape(-1, 4)
+    expected = sums - groups.mean(1).repeat(4)
+    if estimator == "rloo":
+        expected *= 4 / 3
+    spread = expected if estimator == "reinforce_plus_plus" else sums
+    if scale != "none":
+        expected = expected / ((spread.std(ddof=1) if scale == "batch" else groups.std(1, ddof=1).repeat(4)) + 1e-4)
+    config = read("grpo", *words)
+    batch = RewardBatch(rewards_BK, weights, config.num_generations, np.full(12, 3))
+    found, _ = estimated(config.advantage_estimator, config, batch)
+    np.testing.assert_allclose(np.asarray(found).reshape(-1), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "scale", "remedy"),
+    [
+        ("rloo", "group", "Write scale_rewards: none"),
+        ("reinforce_plus_plus", "group", "Write scale_rewards: batch"),
+        ("grpo", "gdpo", "multi_objective_aggregation: normalize_then_sum"),
+    ],
+)
+def test_what_an_estimator_divides_by_there_alone_is_refused(
+    read: Any, estimator: str, scale: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        read("grpo", "--advantage_estimator", estimator, "--scale_rewards", scale)
+
+
 def test_top_k_of_minus_one_means_all_tokens(read: Any) -> None:
     assert read("grpo", "--top_k", "-1").top_k == 0
     assert read("grpo", "--top_k", "20").top_k == 20

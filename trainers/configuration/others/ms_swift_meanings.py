@@ -2,6 +2,7 @@
 
     reward_funcs: [accuracy]      [ms_swift_accuracy]; so are the other functions that come with ms-swift
     soft_*, cosine_*, repetition_*    arguments of these, which stand beside the other keys there
+    scale_rewards                 refused where an estimator here divides by something else
     label_smoothing of sigmoid    cdpo; what differs further in DPO's losses is refused
     strict, top_k: -1             skip_broken_rows, top_k: 0
     max_length of GKD             max_length and max_prompt_length: it cuts what is to be completed too
@@ -37,6 +38,7 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "repetition": {"repetition_n_grams": "n_grams", "repetition_max_penalty": "max_penalty"},
     "soft_overlong": {"soft_max_length": "soft_max_length", "soft_cache_length": "soft_cache_length"},
 }
+OWN_SCALES = {"rloo": "none", "reinforce_plus_plus": "batch"}  # where nobody says, there too
 SMOOTH = ("sapo", "vespo")  # losses whose weights fall smoothly instead of being clipped
 LIMITED = {"cosine": "max_len", "soft_overlong": "soft_max_length"}  # by max_completion_length, where nobody says
 
@@ -51,6 +53,7 @@ def mean_as_there(given: GivenKeys, config_type: type, defaults: Mapping[str, An
     _sequences(given, defaults)
     pictures_as_there(given)
     _pairs(given)
+    _scales(given)
     if given.get("top_k") == -1:  # all tokens
         given.values["top_k"] = 0
     if given.foreign("strict") and "skip_broken_rows" in given.known:
@@ -95,6 +98,27 @@ def _pairs(given: GivenKeys) -> None:
             "ld_alpha",
             "ld_alpha of ms-swift weighs the policy alone; here it weighs the reference too. Remove it, or write "
             "defaults: trl",
+        )
+
+
+def _scales(given: GivenKeys) -> None:
+    """What advantages are divided by, where it is said: each estimator here has its own (``swift/rl_core``)."""
+    scale, estimator = given.get("scale_rewards"), given.get("advantage_estimator")
+    if "scale_rewards" not in given.known or scale is None:
+        return
+    if scale == "gdpo":
+        given.refuse(
+            "scale_rewards",
+            "scale_rewards gdpo adds 1e-8 to deviations, which is not built. Write multi_objective_aggregation: "
+            "normalize_then_sum, which adds 1e-4, in its place",
+        )
+        given.values["scale_rewards"] = "group"
+    elif estimator in OWN_SCALES and scale == "group":
+        own = OWN_SCALES[estimator]
+        given.refuse(
+            "scale_rewards",
+            f"scale_rewards group of ms-swift divides advantages of {estimator} by the deviation of their group, which "
+            f"is not built. Write scale_rewards: {own}",
         )
 
 

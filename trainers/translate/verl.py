@@ -198,7 +198,7 @@ def _advantages(theirs: Theirs, ours: Ours, estimator: str) -> None:
     elif in_loss:
         ours.say("beta", coef, theirs, f"{ACTOR}.kl_loss_coef", note="k3 in the loss")
         if coef:
-            ours.without["the bound of the KL"] = "theirs holds the k3 of a token within 10; here it has no bound"
+            ours.add("kl_clip_max", 10.0, "theirs holds the k3 of a token within 10")
         if coef and estimator not in ("rloo", "remax") and not estimator.startswith("reinforce"):
             ours.say("use_bias_correction_kl", False, theirs, f"{ACTOR}.kl_loss_type", note="without the ratio")
         elif coef:

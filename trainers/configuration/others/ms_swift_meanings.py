@@ -54,6 +54,10 @@ def mean_as_there(given: GivenKeys, config_type: type, defaults: Mapping[str, An
     pictures_as_there(given)
     _pairs(given)
     _scales(given)
+    if given.get("dynamic_sample") is True and "dynamic_sample" in given.known:
+        given.notes["max_resample_times"] = (
+            "after so many draws prompts rewarded alike fill the generation; ms-swift then takes its first draw whole"
+        )
     if given.get("top_k") == -1:  # all tokens
         given.values["top_k"] = 0
     if given.foreign("strict") and "skip_broken_rows" in given.known:

@@ -35,7 +35,7 @@ import numpy as np
 import yaml
 
 from rayhelper import Channel, ConfigError, RayHelper
-from tests.golden.tiny import save_tiny, tiny_tokenizer
+from tiny.text import save_tiny, tiny_tokenizer
 from trainers.backends.fresh_weights import adapter_a, value_head
 from trainers.batch import Ragged, Rollouts
 from trainers.cli import run

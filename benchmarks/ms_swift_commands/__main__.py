@@ -1,6 +1,6 @@
 """How many of ms-swift's own training commands are taken here, and why the others are not.
 
-    python -m benchmarks.ms_swift_commands PATH_TO_MS_SWIFT [--list OUTCOME] [--only TEXT] [--reasons OUTCOME]
+    python -m benchmarks.ms_swift_commands PATH_TO_MS_SWIFT [--list OUTCOME] [--only TEXT] [--senses]
 
 Finds every training command in the shell scripts of its examples, and the files of examples/ray, and gives each to our
 parser, translation, placement and the trainer's checks. Nothing is trained. Models and data are replaced by small local
@@ -23,9 +23,10 @@ def main() -> None:
     parser.add_argument("ms_swift", type=Path)
     parser.add_argument("--list", choices=OUTCOMES, help="names the commands of an outcome, with what was said")
     parser.add_argument("--only", default="", help="commands of scripts whose path holds this")
+    parser.add_argument("--senses", action="store_true", help="commands for images, videos or sounds alone")
     options = parser.parse_args()
     cases, others = cases_of(options.ms_swift)
-    cases = [case for case in cases if options.only in case.name]
+    cases = [case for case in cases if options.only in case.name and (case.senses or not options.senses)]
     found = outcomes_of(cases, options.ms_swift)
     if options.list:
         for case, outcome in zip(cases, found, strict=True):
@@ -38,14 +39,13 @@ def table(ms_swift: Path, cases: list[Case], found: list[Outcome], others: Count
     """Counts by outcome, then by reason, as Markdown."""
     asked = ["git", "-C", str(ms_swift), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
-    lacking = [(outcome.kind, case.missing) for case, outcome in zip(cases, found, strict=True) if case.missing]
     lines = [f"{len(cases)} training commands of ms-swift, commit {commit}", ""]
-    lines += ["| outcome | commands | of them on images, replaced by texts | of them on models of no Megatron here |"]
+    lines += ["| outcome | commands | of them on images, videos, sounds | of them on models of no Megatron here |"]
     lines += ["|---|---|---|---|"]
     for kind in OUTCOMES:
-        count = sum(outcome.kind == kind for outcome in found)
-        apart = [told.endswith("Megatron") for one, told in lacking if one == kind]
-        lines.append(f"| {kind} | {count} | {apart.count(False)} | {apart.count(True)} |")
+        here = [case for case, outcome in zip(cases, found, strict=True) if outcome.kind == kind]
+        sensing, replaced = sum(case.senses for case in here), sum(case.is_of_no_megatron for case in here)
+        lines.append(f"| {kind} | {len(here)} | {sensing} | {replaced} |")
     for kind in OUTCOMES[1:]:
         reasons = Counter(reason for outcome in found if outcome.kind == kind for reason in set(outcome.reasons))
         lines += ["", f"| {kind}: reason | commands |", "|---|---|"]

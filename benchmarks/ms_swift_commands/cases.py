@@ -15,9 +15,10 @@ from benchmarks.ms_swift_commands.stand_ins import (
     JUDGE_KEYS,
     MODEL_KEYS,
     data_for,
+    has_stand_in_on_megatron,
     judge_for,
-    missing,
     model_for,
+    senses,
 )
 from trainers.configuration.others.ms_swift import COMMANDS, ROLLOUT
 
@@ -41,8 +42,14 @@ class Case:
         return self.file | {name: " ".join(values) for name, values in self.options}
 
     @property
-    def missing(self) -> str | None:
-        return missing(self.words[0], self.keys)
+    def senses(self) -> bool:
+        """Whether it is one for images, videos or sounds."""
+        return senses(self.keys)
+
+    @property
+    def is_of_no_megatron(self) -> bool:
+        """Whether the architecture of its model is one that no Megatron builds here, and is replaced by another."""
+        return self.words[0] == "megatron" and has_stand_in_on_megatron(self.keys)
 
     @property
     def told(self) -> str:

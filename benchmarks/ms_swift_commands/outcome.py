@@ -24,9 +24,12 @@ from trainers.backends.fsdp.tuners.quantized import is_installed
 from trainers.cli import _check_run as check_run
 from trainers.cli import load_config, placement, uses_ray
 from trainers.commands import RLHF, command_named, task_of
+from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.others.ms_swift import engine_in_parts, spelled
 from trainers.configuration.reading.command_line import export_env, given_keys
 from trainers.configuration.reading.given_keys import plain
+from trainers.configuration.shared import TrainConfig
+from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_rows
 from trainers.swift_rollout import Offer, engine_of_server
 
 OUTCOMES = ("taken", "taken with a line", "refused, the remedy works", "cannot run here", "refused")
@@ -42,7 +45,16 @@ NEVER = {  # what is missing, by the beginning of what is said of it
     "multi_turn_scheduler": "multi-turn schedulers",
     "vllm_server": "prompts completed by a server outside the run (swift rollout)",
 }
+SENSES = (  # the same of models that see or hear, by what the refusal holds
+    (r"backend: megatron cannot be|dataset: .* have images", "pictures with Megatron, or to a model that hears"),
+    (r"dataset: .* rows have (videos|audios)", "videos and sounds"),
+    (r"has no configuration that can be read", "models whose code comes with them, and not with transformers"),
+    (r"no class that AutoModelFor|has no (sequence )?classifier", "models that hear, and classifiers that see"),
+    (r"no files of an image processor", "no stand-in here: the processor is not tried"),
+    (r"workers cannot share rows with pictures", "sequence parallelism with pictures"),
+)
 MOST_REMEDIES = 8
+BLIND = ("PPOTrainer", "RewardTrainer", "ClassificationTrainer")  # read no pictures
 
 
 @dataclass
@@ -88,6 +100,8 @@ def outcome_of(words: list[str], case: Case) -> Outcome:
     missing = [told for start, told in NEVER.items() if any(reason.startswith(start) for reason in reasons)]
     if any(reason.startswith("task_type") for reason in reasons):
         missing.append(f"task_type {case.keys.get('task_type')}")
+    if case.senses or "Qwen3.5" in str(case.keys.get("model")):
+        missing += [told for holds, told in SENSES if any(re.search(holds, line) for line in lines)]
     missing = sorted(set(missing))
     return Outcome("cannot run here", lines, missing) if missing else Outcome("refused", lines, reasons)
 
@@ -146,6 +160,22 @@ def _checked(words: list[str], environment: dict[str, str], servers: list[Comman
     alone = not config.use_ray and count == 1
     groups = None if alone else placement(command.trainer, config, count)
     check_run(command.trainer, config, groups)
+    _read(command.trainer, config)
+
+
+def _read(trainer: Any, config: Any) -> None:
+    """Reads the rows as the trainer does, and makes the tokens of one with pictures."""
+    if not isinstance(config, TrainConfig) or not config.dataset:
+        return
+    model, tokenizer = load_model_and_tokenizer(config)
+    images = image_reader(config, model, tokenizer) if trainer.__name__ not in BLIND else None
+    rows = read_rows(config, config.dataset, "train", images)
+    if images is None or "images" not in rows.column_names:
+        return
+    with mistakes_of("dataset"):
+        row, pictures = images.placed(next(row for row in rows if row["images"]))
+        messages = row.get("messages") or row["prompt"]
+        images.tokenizer(pictures).apply_chat_template(messages)
 
 
 def _served(keys: Mapping[str, Any], environment: dict[str, str], servers: list[Command]) -> list[str]:

@@ -1,7 +1,7 @@
 """Small local models and data in the place of those that ms-swift's commands name, of the same architecture and kind.
 
-A model that sees images is replaced by the text model inside it, and data with images by texts: what is left is whether
-the keys of the command are taken. Which commands would need images is ``needs_images``.
+A model of Qwen's that sees is a tiny one of its own class, with its processor. Of other models that see or hear there
+is a configuration alone: its ``model_type`` decides. Rows have pictures, videos or sounds where the named data have.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,54 @@ MULTIMODAL = re.compile(
     r"|clevr|image|latex_ocr|coco|video|ocr|llava|RLAIF-V|speech|tts|geometry|ok-vqa|chord|deepeyes|r1v",
     re.IGNORECASE,
 )
-ARCHITECTURES = (  # the first that matches the model's name; of a model with images the text model
+SEEING = (  # the first that matches the model's name: of tiny/vision.py
+    (r"Qwen2-VL|jina-reranker-m0", "qwen2_vl"),
+    (r"Qwen2\.5-VL", "qwen2_5_vl"),
+    (r"Qwen3-VL.*A\d+B", "qwen3_vl_moe"),
+    (r"Qwen3-VL", "qwen3_vl"),
+    (r"Qwen3\.[58].*A\d+B", "qwen3_5_moe"),
+    (r"Qwen3\.[58]", "qwen3_5"),
+)
+CONFIGURED = (  # the model_type in the config.json of the hub, and whether the code comes with the model
+    (r"InternVL3", "internvl_chat", True),
+    (r"Qwen2\.5-Omni", "qwen2_5_omni", False),
+    (r"Qwen3-Omni", "qwen3_omni_moe", False),
+    (r"Qwen2-Audio", "qwen2_audio", False),
+    (r"Qwen3-TTS", "qwen3_tts", True),
+    (r"Ovis2\.5", "ovis2_5", True),
+    (r"Emu3-Gen", "Emu3", True),
+    (r"Keye-VL", "KeyeVL1_5", True),
+    (r"Phi-4-multimodal", "phi4mm", True),
+    (r"MOSS-VL", "moss_vl", True),
+    (r"DeepSeek-OCR|deepseek-vl2", "deepseek_vl_v2", True),
+    (r"gemma-4", "gemma4", False),
+    (r"Llama-4", "llama4", False),
+    (r"GLM-4\.6V-Flash", "glm46v", False),
+    (r"GLM-4\.6V", "glm4v_moe", False),
+    (r"MiniCPM-V-4\.6", "minicpmv4_6", False),
+    (r"PaddleOCR-VL", "paddleocr_vl", False),
+    (r"HunyuanOCR", "hunyuan_vl", False),
+)
+ROWS = (  # columns of rows, by the names of data
+    ("videos", re.compile(r"VideoChatGPT|video", re.IGNORECASE)),
+    ("audios", re.compile(r"speech|audio|tts_data", re.IGNORECASE)),
+    (
+        "images",
+        re.compile(
+            r"latex_ocr|clevr|coco|RLAIF-V|garbage265|TextCaps|chartqa|multimodal|MAmmoTH-VL|image|geometry|ok-vqa"
+            r"|visual_toolbox|deepeyes|llava|voc2007",
+            re.IGNORECASE,
+        ),
+    ),
+)
+ARCHITECTURES = (  # the first that matches the model's name
     (r"Qwen3-?Next", "qwen3_next"),
-    (r"Qwen3\.[58].*A\d+B", "qwen3_5_moe_text"),
-    (r"Qwen3\.[58]", "qwen3_5_text"),
-    (r"Qwen3.*A\d+B|InternVL3_5-30B|Qwen3-Omni", "qwen3_moe"),
+    (r"Qwen3.*A\d+B", "qwen3_moe"),
     (r"Qwen1\.5-MoE", "qwen2_moe"),
     (r"gpt-oss|GPT-OSS", "gpt_oss"),
-    (r"Qwen3|TTS|MOSS|Ovis2\.5|Keye", "qwen3"),
+    (r"Qwen3", "qwen3"),
     (r"GLM-4\.[56]", "glm4_moe"),
     (r"GLM-4", "glm4"),
-    (r"Llama-4", "llama4_text"),
     (r"[Ll]lama", "llama"),
     (r"Moonlight|deepseek", "deepseek_v3"),
     (r"[Nn]emotron.*A\d+B", "nemotron_h"),
@@ -45,7 +83,7 @@ JUDGE_KEYS = ("reward_model", "prm_model")  # of MODEL_KEYS: those that score a 
 DATA_KEYS = ("dataset", "val_dataset", "eval_dataset", "cached_dataset", "cached_val_dataset", "chord_sft_dataset")
 
 
-DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # three of four layers keep a state
+DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # three of four layers keep a state
 MEGATRON = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", *DELTA)  # which backend: megatron builds
 
 
@@ -57,10 +95,14 @@ def architecture_of(name: str) -> str:
 def model_for(name: str, folder: Path, program: str, seed: int = 0) -> str:
     """A folder with a tiny model of the architecture that the name says; made once.
 
-    For ``megatron`` one that our backend builds: mixtures are Qwen3's, others Qwen3. See ``missing``.
+    For ``megatron`` one that our backend builds: mixtures are Qwen3's, others Qwen3.
     """
-    from tests.models.architectures import save
+    from tiny.architectures import save
 
+    if (found := _first(CONFIGURED, name)) is not None:
+        return _configured(found, folder)
+    if (found := _first(SEEING, name)) is not None:
+        return _seeing(found[1], name, folder, program, seed)
     architecture = architecture_of(name)
     if program == "megatron" and architecture not in MEGATRON:
         is_mixture = "moe" in architecture or architecture in ("gpt_oss", "qwen3_next", "deepseek_v3", "nemotron_h")
@@ -78,6 +120,48 @@ def model_for(name: str, folder: Path, program: str, seed: int = 0) -> str:
                 kinds = ["full_attention" if (layer + 1) % 4 == 0 else "linear_attention" for layer in range(layers)]
                 fields |= {"layer_types": kinds, "linear_num_key_heads": 8, "linear_num_value_heads": 8}
         save(architecture, target, seed, **fields)
+    return str(target)
+
+
+def _first(table: Sequence[tuple[Any, ...]], name: str) -> tuple[Any, ...] | None:
+    return next((row for row in table if re.search(row[0], name)), None)
+
+
+def _seeing(kind: str, name: str, folder: Path, program: str, seed: int) -> str:
+    """A tiny model of tiny/vision.py, with sizes that parallel layouts divide where its backend is megatron."""
+    from tiny.vision import save_vision
+
+    layers = next((depth for pattern, depth in DEPTHS if re.search(pattern, name)), 8)
+    target = folder / f"{kind}_{program}_{layers}_{seed}"
+    if not target.is_dir():
+        fields: dict[str, Any] = {"max_position_embeddings": 131072}
+        if program == "megatron" and kind in DELTA:
+            fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": layers, "head_dim": 32}
+            fields |= {"vocab_size": 320, "hidden_size": 256, "linear_num_key_heads": 8, "linear_num_value_heads": 8}
+            kinds = ["full_attention" if (layer + 1) % 4 == 0 else "linear_attention" for layer in range(layers)]
+            rotary = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 8]}
+            fields |= {"layer_types": kinds, "rope_parameters": rotary | {"partial_rotary_factor": 1.0}}
+            fields |= {"num_experts": 8} if kind == "qwen3_5_moe" else {}
+        save_vision(target, kind, seed, **fields)
+    return str(target)
+
+
+def _configured(found: tuple[Any, ...], folder: Path) -> str:
+    """A folder with the configuration alone, and a tokenizer."""
+    from transformers import AutoConfig
+
+    from tiny.text import tiny_tokenizer
+
+    _, kind, has_own_code = found
+    target = folder / kind
+    if not target.is_dir():
+        tiny_tokenizer().save_pretrained(target)
+        if has_own_code:
+            names = {"AutoConfig": "configuration.Configuration", "AutoModelForCausalLM": "modeling.Model"}
+            (target / "config.json").write_text(json.dumps({"model_type": kind, "auto_map": names}))
+        else:
+            sees = {"vision_config": {}} if kind == "gemma4" else {}
+            AutoConfig.for_model(kind, **sees).save_pretrained(target)
     return str(target)
 
 
@@ -100,10 +184,28 @@ def data_for(command: str, keys: dict[str, Any], folder: Path, rows: int = 12) -
         kind = "cls"
     elif kind in ("dpo", "rm", "orpo", "cpo", "simpo"):
         kind = "pairs"
-    target = folder / f"{kind}.jsonl"
+    said = " ".join(str(keys.get(name, "")) for name in DATA_KEYS)
+    media = [column for column, names in ROWS if names.search(said)]
+    target = folder / f"{'_'.join([kind, *media])}.jsonl"
     if not target.is_file():
-        target.write_text("".join(f"{json.dumps(_row(kind, number))}\n" for number in range(rows)))
+        lines = [json.dumps(_with_media(_row(kind, number), media, number, folder)) for number in range(rows)]
+        target.write_text("".join(f"{line}\n" for line in lines))
     return str(target)
+
+
+def _with_media(row: dict[str, Any], media: list[str], number: int, folder: Path) -> dict[str, Any]:
+    """The row with a file of one of ``media`` in turn, and each column of them."""
+    from tiny.vision import png
+
+    for place, column in enumerate(media):
+        files = []
+        if number % len(media) == place:
+            file = folder / (f"{number}.png" if column == "images" else f"{number}.{column}")
+            if column == "images":
+                file.write_bytes(png(number))
+            files = [str(file)]
+        row = row | {column: files}
+    return row
 
 
 def _row(kind: str, number: int) -> dict[str, Any]:
@@ -123,12 +225,15 @@ def _row(kind: str, number: int) -> dict[str, Any]:
     return row | ({"solution": f"{2 * number}"} if kind == "gkd" else {})
 
 
-def missing(program: str, keys: dict[str, Any]) -> str | None:
-    """What the real model or the real data need that is not here, and that the stand-ins leave out."""
-    said = [str(keys.get(name, "")) for name in (*MODEL_KEYS, *DATA_KEYS, "external_plugins", "reward_funcs")]
-    if MULTIMODAL.search(" ".join(said)):
-        return "images, videos or audio"
-    architecture = architecture_of(str(keys.get("model", "")))
-    if program == "megatron" and keys.get("model") and architecture not in MEGATRON:
-        return f"{architecture} on Megatron"
-    return None
+def senses(keys: dict[str, Any]) -> bool:
+    """Whether the command is one for images, videos or sounds."""
+    names = (*MODEL_KEYS, *DATA_KEYS, "external_plugins", "reward_funcs")
+    return MULTIMODAL.search(" ".join(str(keys.get(name, "")) for name in names)) is not None
+
+
+def has_stand_in_on_megatron(keys: dict[str, Any]) -> bool:
+    """Whether a text model of another architecture stands in for the command's, which no Megatron builds here."""
+    name = str(keys.get("model") or "")
+    if not name or any(_first(table, name) for table in (SEEING, CONFIGURED)):
+        return False
+    return architecture_of(name) not in MEGATRON

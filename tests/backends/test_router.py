@@ -15,7 +15,7 @@ from rayhelper import ConfigError
 from tests.backends.batches import largest_difference, mean_loss, packed, plain_loss, samples_of, weighted_loss
 from tests.backends.ranks import run_ranks
 from tests.models import architectures
-from tests.models.architectures import Architecture, save
+from tiny.architectures import Architecture, save
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Ragged, Samples, Sequences
 from trainers.losses.tokens import token_logps

@@ -27,7 +27,7 @@ from tests.golden.training import (
     logged_steps,
     recorded,
 )
-from tests.models.architectures import save
+from tiny.architectures import save
 from trainers.data.preferences import tokenize_preferences
 from trainers.dpo.trainer import DPOConfig, DPOTrainer
 

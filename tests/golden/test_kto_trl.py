@@ -29,7 +29,7 @@ from tests.golden.training import (
     logged_steps,
     recorded,
 )
-from tests.models.architectures import save
+from tiny.architectures import save
 from trainers.data.unpaired import tokenize_unpaired
 from trainers.kto.trainer import KTOConfig, KTOTrainer
 

@@ -33,6 +33,7 @@ OTHER_NAMES = {"packing_strategy": {"bfd": "binpack"}}  # the same thing
 # Defaults that ms-swift's source says in code, behind None
 IN_CODE = ("beta", "loss_type", "use_bias_correction_kl", "gradient_accumulation_steps", "truncation_mode")
 IN_CODE += (
+    "kl_clip_max",
     "system",
     "rollout_importance_sampling_clip_max",
     "gkd_topk_add_tail",

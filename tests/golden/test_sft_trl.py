@@ -24,7 +24,7 @@ from tests.golden.training import (
     logged_steps,
     recorded,
 )
-from tests.models.architectures import save
+from tiny.architectures import save
 from trainers.sft.trainer import SFTConfig, SFTTrainer
 
 WORDS = "one two three four five six seven eight nine ten".split()

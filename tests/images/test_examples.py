@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import final_bytes, lines, together
-from tests.images.tiny import save_vision
+from tiny.vision import save_vision
 from trainers.cli import load_config, main, run
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer

@@ -14,7 +14,7 @@ from rayhelper import ConfigError, RayHelper
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import final_bytes, final_weights, grpo_config, lines, together
 from tests.images.test_sft import image_of, parts_of
-from tests.images.tiny import MODELS, png, save_vision
+from tiny.vision import MODELS, png, save_vision
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.megatron.architectures import architecture_mistakes
 from trainers.batch import Prompts, Ragged, Rollouts

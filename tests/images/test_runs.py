@@ -17,7 +17,7 @@ from rayhelper import ConfigError, RayHelper
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import final_bytes, final_weights, lines, sft_config, together
 from tests.images.test_sft import turns
-from tests.images.tiny import MODELS, picture, png, save_vision
+from tiny.vision import MODELS, picture, png, save_vision
 from trainers.backends.fsdp.vision.parts import part_of
 from trainers.data.images.processor import load_processor
 from trainers.sft.trainer import SFTTrainer

@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from tests.backends.batches import mean_loss
-from tests.images.tiny import MODELS, picture, png, save_vision
+from tiny.vision import MODELS, picture, png, save_vision
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Sequences
 from trainers.data.images.processor import ImageReader, load_processor

@@ -18,8 +18,8 @@ from tests.backends.batches import largest_difference, mean_loss, packed, plain_
 from tests.conftest import without_runtime
 from tests.e2e.runs import lines, sft_config
 from tests.e2e.test_vllm_runs import LEARNER, ROLES, VLLM, greedy_config
-from tests.models.architectures import tiny
 from tests.rollout.prompts import as_sequences, prompts_of
+from tiny.architectures import tiny
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Rollouts, Sequences
 from trainers.grpo.trainer import GRPOTrainer

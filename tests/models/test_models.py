@@ -10,8 +10,8 @@ import torch
 
 from rayhelper import ConfigError
 from tests.models import table
-from tests.models.architectures import ARCHITECTURES, save, tiny
 from tests.models.cells import FAST, fast_cells
+from tiny.architectures import ARCHITECTURES, save, tiny
 from trainers.backends.fsdp import documents
 from trainers.backends.fsdp.backend import FsdpBackend
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.golden.tiny import tiny_tokenizer
-from tests.models.architectures import save
 from tests.rollout.prompts import as_sequences, completions, prompts_of
+from tiny.architectures import save
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.losses.tokens import token_logps
 from trainers.rollout.base import Sampling

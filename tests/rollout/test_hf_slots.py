@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.golden.tiny import tiny_tokenizer
-from tests.models.architectures import save
 from tests.rollout.prompts import as_sequences, completions, prompts_of, save_decided
+from tiny.architectures import save
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Ragged
 from trainers.parts.engine import numbered

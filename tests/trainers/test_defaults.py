@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from rayhelper import ConfigError
-from tests.models.architectures import save
+from tiny.architectures import save
 from trainers.cli import load_config, run, save_config
 from trainers.configuration.folders import configurations
 from trainers.configuration.others.ms_swift_only import MS_SWIFT_ONLY
@@ -76,14 +76,19 @@ SWIFT: list[tuple[type[Any], str, dict[str, Any]]] = [
         GRPOConfig,
         "rlhf_type: grpo",
         {"beta": 0.04, "loss_type": "grpo", "temperature": 0.9, "gradient_accumulation_steps": 1}
-        | {"use_bias_correction_kl": False, "max_completion_length": 512, "rollout_importance_sampling_clip_max": 3.0},
+        | {
+            "use_bias_correction_kl": False,
+            "kl_clip_max": 10.0,
+            "max_completion_length": 512,
+            "rollout_importance_sampling_clip_max": 3.0,
+        },
     ),
     (GRPOConfig, "advantage_estimator: rloo", {"beta": 0.04, "has_kl_in_reward": True}),
-    (GRPOConfig, "kl_in_reward: true", {"has_kl_in_reward": True}),
+    (GRPOConfig, "kl_in_reward: true", {"has_kl_in_reward": True, "kl_clip_max": None}),
     (
         GRPOConfig,
         "advantage_estimator: rloo\nkl_in_reward: false",
-        {"has_kl_in_reward": False, "use_bias_correction_kl": False},
+        {"has_kl_in_reward": False, "use_bias_correction_kl": False, "kl_clip_max": 10.0},
     ),
     (
         GRPOConfig,

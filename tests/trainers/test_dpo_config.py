@@ -18,7 +18,7 @@ MISTAKES: list[tuple[dict[str, Any], list[str]]] = [
     ({"loss_weights": [1.0, 2.0]}, ["loss_weights must hold one weight for each of the 1 loss types"]),
     ({"beta": 0.0}, ["beta must be positive"]),
     ({"loss_type": ["exo_pair"]}, ["exo_pair", "label_smoothing", "1e-3"]),
-    ({"label_smoothing": 0.1}, ["label_smoothing=0.1", "'robust' is the smoothed sigmoid loss"]),
+    ({"label_smoothing": 0.1}, ["label_smoothing=0.1", "'cdpo' is the smoothed sigmoid loss"]),
     ({"loss_type": ["apo_zero"], "reference_free": True}, ["apo_zero compare each completion with a reference"]),
     ({"loss_type": ["nca_pair"], "f_divergence_type": "js_divergence"}, ["f_divergence_type", "nca_pair"]),
     ({"f_alpha_divergence_coef": 0.7}, ["f_alpha_divergence_coef", "f_divergence_type: alpha_divergence"]),

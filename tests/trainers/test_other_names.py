@@ -12,7 +12,7 @@ import peft  # noqa: F401  (it sets a variable of the environment when it is fir
 import pytest
 
 from rayhelper import ConfigError
-from tests.models.architectures import save
+from tiny.architectures import save
 from trainers.cli import load_config
 from trainers.configuration.folders import configurations
 from trainers.configuration.others.other_names import (

@@ -314,6 +314,21 @@ def test_bias_correction_changes_the_kl_gradient_even_on_policy() -> None:
     assert plain.item() == pytest.approx(1 - math.exp(-0.5))
 
 
+def test_a_kl_beyond_its_bound_counts_as_the_bound() -> None:
+    """By hand: exp(3) - 3 - 1 = 16.1 counts 10, with no gradient; exp(1) - 2 = 0.718 is as it is."""
+    columns = {
+        "logps_BT": torch.tensor([[-4.0, -2.0]]),
+        "old_logps_BT": None,
+        "advantages": torch.tensor([0.0]),
+        "mask_BT": torch.tensor([[True, True]]),
+        "ref_logps_BT": torch.tensor([[-1.0, -1.0]]),
+    }
+    options = {"loss_type": "dapo", "normaliser": 1, "beta": 0.5, "use_bias_correction_kl": False}
+    loss, gradient = loss_and_gradient(columns, **options, kl_clip_max=10.0)
+    assert loss.item() == pytest.approx(0.5 * (10 + math.e - 2))
+    assert gradient.flatten().tolist() == pytest.approx([0.0, 0.5 * (1 - math.e)])
+
+
 def test_sequence_ratio_is_the_geometric_mean_over_loss_tokens() -> None:
     columns = {
         "logps_BT": torch.tensor([[-1.0, -2.0, -3.0]]),

@@ -24,10 +24,10 @@ from trainers.metrics import Metrics
 
 SPLITTABLE = [
     *["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down"],
-    *["discopop", "sft", "sigmoid_norm"],
+    *["discopop", "sft", "sigmoid_norm", "cdpo"],
 ]
 SORTING = ["aot", "aot_unpaired"]
-OF_DIFFERENCES = ["sigmoid", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft", "sigmoid_norm"]
+OF_DIFFERENCES = ["sigmoid", "cdpo", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft", "sigmoid_norm"]
 CHOSEN_LENGTHS, REJECTED_LENGTHS = [4, 1, 2, 3, 2], [2, 3, 0, 3, 1]  # the third pair has no rejected token
 NUM_PAIRS, NUM_CHOSEN_TOKENS = 5, sum(CHOSEN_LENGTHS)
 
@@ -55,7 +55,7 @@ def batch(*, weighted: bool = False, reference: bool = True) -> tuple[Completion
 
 
 def options_of(loss_type: str) -> dict[str, Any]:
-    return {"label_smoothing": 0.1} if loss_type in ("exo_pair", "robust", *SORTING) else {}
+    return {"label_smoothing": 0.1} if loss_type in ("cdpo", "exo_pair", "robust", *SORTING) else {}
 
 
 def loss_and_gradients(chosen: Completions, rejected: Completions, **options: Any) -> list[torch.Tensor]:
@@ -91,6 +91,7 @@ def loss_of_pair(
     mixing = sigmoid(beta * (fc - fr) / tau)
     return {
         "sigmoid": lambda: -math.log(wins),
+        "cdpo": lambda: -(1 - e) * math.log(wins) - e * math.log(1 - wins),
         "hinge": lambda: max(0.0, 1 - beta * (fc - fr)),
         "ipo": lambda: (per_token - 1 / (2 * beta)) ** 2,
         "sigmoid_norm": lambda: -math.log(sigmoid(beta * per_token)),
@@ -344,7 +345,7 @@ def test_divergence_scores_have_the_slope_of_the_log_ratio_at_zero() -> None:
             r"one weight for each of the 2 loss types .* \[1.0\]",
         ),
         ({"loss_type": "exo_pair"}, "logarithm of label_smoothing, which is 0"),
-        ({"loss_type": "sigmoid", "label_smoothing": 0.1}, "not by sigmoid: 'robust' is the smoothed"),
+        ({"loss_type": "sigmoid", "label_smoothing": 0.1}, "not by sigmoid: 'cdpo' is the smoothed"),
         ({"loss_type": "robust", "label_smoothing": 0.5}, r"lie in \[0, 0.5\), got 0.5"),
         ({"loss_type": "sigmoid", "beta": 0.0}, "beta must be positive, got 0.0"),
         ({"loss_type": "sigmoid", "ld_alpha": 1.5}, r"ld_alpha must lie in \[0, 1\].* got 1.5"),

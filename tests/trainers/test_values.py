@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, Qwen3MoeConfig
 
 from rayhelper import ConfigError
 from tests.golden.tiny import save_tiny, tiny_tokenizer
-from tests.models.architectures import save
+from tiny.architectures import save
 from trainers.classification.config import ClassificationConfig
 from trainers.cli import load_config, main
 from trainers.configuration.folders import configurations
@@ -365,7 +365,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(model: str, tmp_
 
 
 def test_a_model_that_sees_is_refused_where_its_tower_would_be_lost() -> None:
-    from transformers import Gemma3Config, Qwen3_5Config, Qwen3_5TextConfig
+    from transformers import BertConfig, Gemma3Config, Qwen2AudioConfig, Qwen3_5Config, Qwen3_5TextConfig
 
     check_whole(Qwen3_5Config(), "m")  # trained whole
     check_whole(Qwen3_5TextConfig(), "m")
@@ -373,6 +373,9 @@ def test_a_model_that_sees_is_refused_where_its_tower_would_be_lost() -> None:
     check_whole(Qwen3_5Config(), "m", "megatron")  # which keeps it as it is
     with pytest.raises(ConfigError, match=r"has a vision tower, and is trained here by Qwen3_5ForCausalLM"):
         check_whole(Qwen3_5Config(), "m", "a backend of texts alone")
+    with pytest.raises(ConfigError, match=r"type qwen2_audio, of which transformers has no class"):
+        check_whole(Qwen2AudioConfig(), "m")
+    check_whole(BertConfig(), "m", scores=True)
 
 
 def test_an_engine_that_quantizes_its_weights_is_refused_unless_it_keeps_them() -> None:

@@ -226,6 +226,7 @@ TABLE: Mapping[str, tuple[Default, ...]] = {
         Default("loss_type", "grpo", RLHF),
         Default("metric_for_best_model", "reward", RLHF, _ends_early),
         Default("use_bias_correction_kl", False, "swift/rlhf_trainers/grpo_trainer.py", _has_kl_in_loss),
+        Default("kl_clip_max", 10.0, "swift/rlhf_trainers/grpo_trainer.py", _has_kl_in_loss),
         Default("dataloader_drop_last", True, "swift/rlhf_trainers/arguments.py"),
         Default("gradient_accumulation_steps", 1, RLHF, _counts_steps),
         Default(

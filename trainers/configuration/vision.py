@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rayhelper import ConfigError
@@ -19,6 +19,8 @@ class VisionConfig:
     # Vision models (backend: fsdp)
     max_pixels: int | None = None
     """Pixels (width x height) of a picture; larger ones are made smaller. null: as the model's processor does it."""
+    image_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the model's image processor in place of its own, such as max_pixels of Qwen's; of all roles."""
     image_urls: bool = False
     """Download pictures of http addresses; false: rows with an address are broken."""
     freeze_vit: bool | None = None
@@ -33,8 +35,11 @@ class VisionConfig:
     """Learning rate of the aligner; null: ``learning_rate``."""
 
 
-def vision_settings(config: Any) -> dict[str, Any]:
-    """What the backend is told: the parts that do not learn, and the learning rates of the others."""
+def vision_settings(config: Any, *, trains: bool = True) -> dict[str, Any]:
+    """What the backend is told: how pictures are processed; where it ``trains``, the parts that do not learn and the
+    learning rates of the others."""
+    if not trains:
+        return {"processing": config.image_processor_kwargs}
     frozen = {
         "vit": config.has_adapter if config.freeze_vit is None else config.freeze_vit,
         "aligner": config.has_adapter if config.freeze_aligner is None else config.freeze_aligner,
@@ -42,6 +47,7 @@ def vision_settings(config: Any) -> dict[str, Any]:
     }
     rates = {"vit": config.vit_lr, "aligner": config.aligner_lr}
     return {
+        "processing": config.image_processor_kwargs,
         "frozen": [part for part, is_frozen in frozen.items() if is_frozen],
         "rates": {part: rate for part, rate in rates.items() if rate is not None},
     }

@@ -40,8 +40,8 @@ class DPOConfig(ReferenceConfig):
 
     # Loss
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
-    """One or several of sigmoid, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot, aot_unpaired,
-    apo_zero, apo_down, discopop, sft, sigmoid_norm; formulas and papers stand in losses/preference.py."""
+    """One or several of sigmoid, cdpo, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot,
+    aot_unpaired, apo_zero, apo_down, discopop, sft, sigmoid_norm; formulas and papers stand in losses/preference.py."""
     loss_weights: list[float] | None = None
     """One a loss type; null: 1 for each."""
     rpo_alpha: float | None = None
@@ -49,7 +49,7 @@ class DPOConfig(ReferenceConfig):
     beta: float = 0.1
     """How strongly the policy is held to the reference; more: closer."""
     label_smoothing: float = 0.0
-    """Share of pairs taken to be the wrong way round, in robust, exo_pair, aot and aot_unpaired."""
+    """Share of pairs taken to be the wrong way round, in cdpo, robust, exo_pair, aot and aot_unpaired."""
     f_divergence_type: FDivergenceType = "reverse_kl"
     """Divergence that holds the policy to the reference (f-DPO, arXiv 2309.16240)."""
     f_alpha_divergence_coef: float = 0.5

@@ -354,7 +354,8 @@ def teacher_sees(config: GKDConfig, student: str, teacher: str | None) -> bool:
         return True
     if not is_vision(configuration_of(teacher, config.trust_remote_code)):
         return False
-    own, theirs = (load_processor(name, trust_remote_code=config.trust_remote_code) for name in (student, teacher))
+    told: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "processing": config.image_processor_kwargs}
+    own, theirs = (load_processor(name, **told) for name in (student, teacher))
     if own.image_processor.to_dict() != theirs.image_processor.to_dict():
         raise ConfigError(
             f"teacher_model: the processor of {teacher!r} makes other tokens of pictures than the student's, whose "

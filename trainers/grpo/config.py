@@ -151,6 +151,8 @@ class GRPOConfig(CompletionConfig):
     """Cap of the ratio of negative advantages (two-sided clipping)."""
     use_bias_correction_kl: bool = True
     """Multiply the KL by the ratio to the old policy, so that its gradient is unbiased off policy."""
+    kl_clip_max: float | None = None
+    """The KL of a token in the loss counts at most so much, without a gradient beyond; null: no bound."""
     mask_truncated_completions: bool = False
     """Leave completions that ran into ``max_completion_length`` out of the loss."""
     sapo_temperature_pos: float = 1.0
@@ -456,6 +458,10 @@ def check_advantages(config: GRPOConfig) -> None:
         raise ConfigError("kl_in_reward needs one sum of rewards to be subtracted from: not with normalize_then_sum")
     if config.has_kl_in_reward and not config.use_bias_correction_kl:
         raise ConfigError("use_bias_correction_kl is of the KL in the loss, and here it is in the reward. Remove it.")
+    if config.kl_clip_max is not None and config.has_kl_in_reward:
+        raise ConfigError("kl_clip_max is of the KL in the loss, and here it is in the reward. Remove it.")
+    if config.kl_clip_max is not None and config.kl_clip_max <= 0:
+        raise ConfigError(f"kl_clip_max must be positive, got {config.kl_clip_max}")
     if name == "reinforce_plus_plus_token" and config.beta and not config.has_kl_in_reward:
         raise ConfigError("advantage_estimator=reinforce_plus_plus_token has its KL in the reward; remove kl_in_reward")
     if estimator.kl_in_reward is None and config.kl_in_reward:

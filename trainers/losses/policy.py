@@ -86,6 +86,7 @@ def policy_gradient_loss(
     ref_logps_BT: torch.Tensor | None = None,
     beta: float = 0.0,
     use_bias_correction_kl: bool = True,
+    kl_clip_max: float | None = None,
     rollout_ratios: torch.Tensor | None = None,
     token_weights: torch.Tensor | None = None,
     entropy_BT: torch.Tensor | None = None,
@@ -106,7 +107,8 @@ def policy_gradient_loss(
     their product), (B, T) or (B, 1), multiply the policy term and not the KL; vespo takes the ratios into its weight
     instead. ``selected_BT``: tokens that clip_cov and kl_cov treat otherwise (``entropy.py``).
     ``beta`` weighs the KL to ``ref_logps_BT``, which is multiplied by c unless ``use_bias_correction_kl`` is off (arXiv
-    2512.02556). ``entropy_BT`` is only reported.
+    2512.02556). The KL of a token counts at most ``kl_clip_max``, beyond which it has no gradient (ms-swift, verl: 10).
+    ``entropy_BT`` is only reported.
 
     An empty batch and sequences without loss tokens give 0, with a gradient of 0.
 
@@ -135,6 +137,7 @@ def policy_gradient_loss(
         if ref_logps_BT is None:
             raise ValueError(f"beta={beta} asks for the KL to a reference: pass ref_logps_BT, or set beta=0.0")
         kl_BT = k3_divergence(logps, masked(ref_logps_BT, mask, "ref_logps_BT"))
+        kl_BT = kl_BT if kl_clip_max is None else kl_BT.clamp(max=kl_clip_max)
         kl_BT = kl_BT * ratios_BX if use_bias_correction_kl else kl_BT
         loss_BX = loss_BX + beta * kl_BT
 

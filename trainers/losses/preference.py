@@ -22,9 +22,9 @@ from trainers.losses.tokens import check_choice, masked, present
 from trainers.losses.types import LARGEST_LOG_RATIO, CPOLossType, FDivergenceType, PreferenceLossType
 from trainers.metrics import Metrics
 
-DIFFERENCE_LOSSES = frozenset(["sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop"])
+DIFFERENCE_LOSSES = frozenset(["sigmoid", "cdpo", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop"])
 SORTING_LOSSES = frozenset(["aot", "aot_unpaired"])
-SMOOTHED_LOSSES = SORTING_LOSSES | {"exo_pair", "robust"}
+SMOOTHED_LOSSES = SORTING_LOSSES | {"cdpo", "exo_pair", "robust"}
 MAX_EXPONENT = LARGEST_LOG_RATIO
 MEAN_LOSSES = frozenset(["ipo", "simpo"])  # of CPO: they compare means over tokens
 
@@ -109,7 +109,7 @@ def check_preference_options(
     if label_smoothing and not SMOOTHED_LOSSES & set(types):
         raise ValueError(
             f"label_smoothing={label_smoothing} is used by {_names(SMOOTHED_LOSSES)} and not by {_names(types)}: "
-            "'robust' is the smoothed sigmoid loss, or set label_smoothing to 0"
+            "'cdpo' is the smoothed sigmoid loss, 'robust' the unbiased one, or set label_smoothing to 0"
         )
     if "exo_pair" in types and not label_smoothing:
         raise ValueError("exo_pair takes the logarithm of label_smoothing, which is 0: the paper recommends 1e-3")
@@ -334,7 +334,8 @@ def pair_losses(
     ``label_smoothing``, s the logarithm of the sigmoid.
 
     =================  ======================================================================================
-    sigmoid            -s(m) (DPO, arXiv 2305.18290; no label smoothing: that is robust)
+    sigmoid            -s(m) (DPO, arXiv 2305.18290; no label smoothing: that is cdpo or robust)
+    cdpo               -(1 - e) s(m) - e s(-m) (conservative DPO; ms-swift's sigmoid with label smoothing)
     hinge              max(0, 1 - m) (SLiC-HF, arXiv 2305.10425)
     ipo                (f'(c) / |chosen| - f'(r) / |rejected| - 1 / (2 beta))^2 (arXiv 2310.12036, eq. 17). Departure
                        from the paper's formula, as in TRL: a mean over tokens, not a sum
@@ -362,6 +363,8 @@ def pair_losses(
     match loss_type:
         case "sigmoid":
             return -logsigmoid(m)
+        case "cdpo":
+            return _smoothed_sigmoid(m, label_smoothing)
         case "hinge":
             return relu(1 - m)
         case "ipo":

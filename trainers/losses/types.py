@@ -54,6 +54,7 @@ NOT_BUILT = {  # loss types of other systems, and what is near to them
 SFTLossType = Literal["nll", "dft"]
 PreferenceLossType = Literal[
     "sigmoid",
+    "cdpo",
     "hinge",
     "ipo",
     "exo_pair",

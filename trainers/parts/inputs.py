@@ -57,6 +57,7 @@ def image_reader(config: TrainConfig, model: str, tokenizer: Any) -> ImageReader
         return None
     with mistakes_of("model"):
         told: dict[str, Any] = {"max_pixels": config.max_pixels, "urls": config.image_urls}
+        told["processing"] = config.image_processor_kwargs
         reader = ImageReader(tokenizer, model, trust_remote_code=config.trust_remote_code, **told)
         own = reader.processor.chat_template
     if config.chat_template is None and own is not None:
@@ -110,7 +111,7 @@ def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:
     tokenizer = load_tokenizer(config, model)
     found = configuration_of(model, config.trust_remote_code)
     check_vocabulary(tokenizer, found, config.tokenizer or model, model)
-    check_whole(found, model, getattr(config, "backend", "fsdp"))
+    check_whole(found, model, getattr(config, "backend", "fsdp"), scores=getattr(config, "SCORES", False))
     was_known = model == config.model and Path(model).is_dir()  # and so checked before anything started
     if isinstance(config, TrainConfig) and not was_known:
         check_vision_model(config, found)

@@ -63,7 +63,7 @@ def check_model_folder(config: TrainConfig) -> None:
     if not Path(config.model).is_dir():
         return
     found = configuration_of(config.model, config.trust_remote_code)
-    check_whole(found, config.model, config.backend)
+    check_whole(found, config.model, config.backend, scores=config.SCORES)
     if config.backend == "megatron" and found.model_type in SEEING and new_tokens(config):
         raise ConfigError(
             f"new_special_tokens: {config.model!r} also sees, and would lose its tower where it gets rows for new "
@@ -208,8 +208,13 @@ def positions_of(configuration: Any) -> int | None:
     return getattr(text, "max_position_embeddings", None)
 
 
-def check_whole(configuration: Any, model: str, backend: str = "fsdp") -> None:
-    """Raises ConfigError for a model that sees or hears, of which a class for text alone would be trained and saved."""
+def check_whole(configuration: Any, model: str, backend: str = "fsdp", *, scores: bool = False) -> None:
+    """Raises ConfigError for a model that no class here builds whole; ``scores``: it is a sequence classifier.
+
+    That is one of which transformers has no class that gives tokens, or one that sees or hears, of which a class for
+    text alone would be trained and saved.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if backend == "fsdp" and is_vision(configuration):
@@ -217,8 +222,14 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp") -> None:
     if backend == "megatron" and configuration.model_type in SEEING:  # which keeps the tower as it is
         return
     towers = [name for name in ("vision_config", "audio_config") if getattr(configuration, name, None) is not None]
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(configuration), None) if towers else None
-    if kind is not None and getattr(kind, "config_class", None) is not type(configuration):
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(configuration), None)
+    is_known = configuration.model_type in CONFIG_MAPPING and not getattr(configuration, "auto_map", None)
+    if backend == "fsdp" and kind is None and is_known and not scores:
+        raise ConfigError(
+            f"model: {model!r} is of the type {configuration.model_type}, of which transformers has no class that "
+            "AutoModelForCausalLM or AutoModelForImageTextToText builds. Take a language model or a vision model."
+        )
+    if towers and kind is not None and getattr(kind, "config_class", None) is not type(configuration):
         raise ConfigError(
             f"model: {model!r} has a {towers[0].removesuffix('_config')} tower, and is trained here by "
             f"{kind.__name__}, which is for text alone: the model that is saved would lack its tower. Vision models "
@@ -245,8 +256,8 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
         check_scores(found, config.model)
     if config.sequence_parallel_size > 1:
         raise ConfigError(
-            f"sequence_parallel_size is {config.sequence_parallel_size}, but workers cannot share the rows of a vision "
-            "model yet. Remove it."
+            f"sequence_parallel_size is {config.sequence_parallel_size}, but workers cannot share rows with pictures "
+            "yet. Remove it."
         )
     if getattr(config, "rollout_engine", "hf") == "vllm":
         raise ConfigError(

@@ -97,7 +97,7 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
         "router_aux_loss_coef": config.router_aux_loss_coef,
         "sequence_parallel_size": config.sequence_parallel_size,
         "model_init_kwargs": config.model_init_kwargs,
-        "vision": vision_settings(config) if trains else {},
+        "vision": vision_settings(config, trains=trains),
     }
     if trains and config.has_adapter:
         workers = {"train": RayHelper.current().world_size}

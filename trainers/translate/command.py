@@ -58,6 +58,7 @@ def translation(source: Source, trainer: str | None = None) -> Ours:
     theirs.taken |= {"--config-name", "--config-path"}
     function(theirs, ours)
     ours.finish(theirs, defaults)
+    ours.without |= source.left_out
     return ours
 
 

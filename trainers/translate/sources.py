@@ -22,6 +22,8 @@ ENTRIES = {  # of a command: which word says whose it is
     "trl": re.compile(r"(.*/)?trl|trl\.scripts\.\w+|.*trl/scripts/\w+\.py"),
     "ms-swift": re.compile(r"(.*/)?(swift|megatron)|swift\.cli\.\w+"),
 }
+NAMES = ("trainer.experiment_name", "trainer.project_name")  # free text, which decides no number
+FOLDERS = ("trainer.default_local_dir", "trainer.default_hdfs_dir")
 SECTIONS = {"actor_rollout_ref": "verl", "actor_train": "roll", "actor_infer": "roll"}
 OF_SWIFT = ("rlhf_type", "tuner_type", "train_type", "val_dataset", "micro_batch_size", "split_dataset_ratio")
 OF_TRL = ("dataset_name", "datasets", "model_name_or_path", "dataset_train_split", "use_peft")
@@ -36,6 +38,7 @@ class Source:
     keys: dict[str, Any] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
     file: Path | None = None
+    left_out: dict[str, str] = field(default_factory=dict)  # parts of names that are known only while the script runs
 
 
 def read(arguments: Sequence[str], system: str | None) -> Source:
@@ -73,9 +76,29 @@ def _of_command(found: list[list[str]], name: str, system: str | None) -> Source
                 rest = [*(one.rpartition("/")[2] for one in started), *rest]
                 return Source(name, whose, words=_checked(rest, name))
             if any(re.match(r"[+~]*[\w./@-]+=", one) for one in rest):
-                return Source(name, whose, keys=_overrides(_checked(rest, name)))
+                rest, left_out = _named(rest)
+                return Source(name, whose, keys=_overrides(_checked(rest, name)), left_out=left_out)
     known = f"of {system} " if system else ""
     raise ConfigError(f"{name} has no command {known}that is known ({', '.join(SYSTEMS)})")
+
+
+def _named(words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The words with names and folders of the run that are known; what is left out of them, by their keys.
+
+    A date or an argument of the script in a name decides no number of the run.
+    """
+    kept, left_out = [], {}
+    for word in words:
+        key, _, value = word.lstrip("+").partition("=")
+        unknown = unknown_in(value)
+        if unknown and key in (*NAMES, *FOLDERS):
+            left_out[key] = f"{', '.join(unknown)} is known only while the script runs, and left out of the name"
+            value = re.sub("[-_./]*\0[^\0]*\0", "", value).strip("-_./")
+            if key in FOLDERS or not value:
+                continue
+            word = f"{key}={value}"
+        kept.append(word)
+    return kept, left_out
 
 
 def _checked(words: list[str], name: str) -> list[str]:

@@ -12,6 +12,8 @@ from typing import Any
 from rayhelper import ConfigError
 from trainers.configuration.reading.given_keys import plain
 from trainers.translate.table import Line, Ours, Theirs
+from trainers.translate.verl_batches import micro_batch
+from trainers.translate.verl_images import columns, sees, tower
 from trainers.translate.verl_names import (
     ACTOR,
     AGGREGATIONS,
@@ -22,6 +24,7 @@ from trainers.translate.verl_names import (
     MEGATRON,
     MODEL,
     MODES,
+    OF_ENGINE,
     REF,
     REFUSED,
     ROLLOUT,
@@ -110,8 +113,7 @@ def _data(theirs: Theirs, ours: Ours) -> None:
     ours.say("dataset", _files(theirs.take("data.train_files")), theirs, "data.train_files")
     if theirs.take("data.val_files"):
         ours.say("eval_dataset", _files(theirs.take("data.val_files")), theirs, "data.val_files")
-    if (key := theirs.take("data.prompt_key")) != "prompt":
-        ours.say("columns", {key: "prompt"}, theirs, "data.prompt_key")
+    columns(theirs, ours)
     ours.say("shuffle_dataset", theirs.take("data.shuffle"), theirs, "data.shuffle")
     ours.add("dataloader_drop_last", True, f"{theirs.system} leaves out the rows of an epoch that fill no batch")
     if (seed := theirs.take("data.seed")) is not None:
@@ -196,7 +198,7 @@ def _advantages(theirs: Theirs, ours: Ours, estimator: str) -> None:
     elif in_loss:
         ours.say("beta", coef, theirs, f"{ACTOR}.kl_loss_coef", note="k3 in the loss")
         if coef:
-            ours.without["the bound of the KL"] = "theirs holds the k3 of a token within 10; here it has no bound"
+            ours.add("kl_clip_max", 10.0, "theirs holds the k3 of a token within 10")
         if coef and estimator not in ("rloo", "remax") and not estimator.startswith("reinforce"):
             ours.say("use_bias_correction_kl", False, theirs, f"{ACTOR}.kl_loss_type", note="without the ratio")
         elif coef:
@@ -308,7 +310,9 @@ def _batches(theirs: Theirs, ours: Ours) -> None:
         note=f"{mini} prompts x {draws}",
     )
     ours.say("num_iterations", theirs.take(f"{ACTOR}.ppo_epochs"), theirs, f"{ACTOR}.ppo_epochs")
-    micro = theirs.take(f"{ACTOR}.ppo_micro_batch_size_per_gpu")
+    if draws == 1 and theirs.take("algorithm.adv_estimator") == "grpo":
+        ours.refuse(f"{ROLLOUT}.n", "a group of one has no other reward to compare with. Write 2 or more")
+    micro = micro_batch(theirs, ours)
     if theirs.take(f"{ACTOR}.use_dynamic_bsz"):
         name, ranks = f"{ACTOR}.ppo_max_token_len_per_gpu", theirs.values.get(ULYSSES, 1)
         names = (name, ULYSSES) if ranks > 1 else (name,)
@@ -367,6 +371,8 @@ def _engine(theirs: Theirs, ours: Ours) -> None:
         ours.refuse(f"{ROLLOUT}.name", f"{name!r} is no engine that is known here (vllm, hf)")
         return
     note = "" if name in ("vllm", "hf") else f"{name} is not built; vLLM completes instead"
+    if sees(theirs) and name != "hf":
+        name, note = "hf", f"{name} sees no pictures here; the policy completes by itself"
     ours.say("rollout_engine", "hf" if name == "hf" else "vllm", theirs, f"{ROLLOUT}.name", note=note)
     if note:
         ours.without[f"{ROLLOUT}.name: {name}"] = note
@@ -388,6 +394,10 @@ def _engine(theirs: Theirs, ours: Ours) -> None:
         "evaluation draws with top_p and top_k of training",
     )
     if name == "hf":
+        beginnings = tuple(f"{ROLLOUT}.{one}" for one in OF_ENGINE)
+        ours.drop(
+            theirs, [one for one in theirs.left() if one.startswith(beginnings)], "the engine hf does not read it"
+        )
         return
     share = f"{ROLLOUT}.gpu_memory_utilization"
     ours.say("vllm_gpu_memory_utilization", theirs.take(share), theirs, share)
@@ -414,8 +424,12 @@ def _backend(theirs: Theirs, ours: Ours) -> None:
     strategy = theirs.take(f"{ACTOR}.strategy")
     named = theirs.take("--config-name", "")
     if strategy == "megatron" or "megatron" in str(named) or theirs.below(f"{MEGATRON}.tensor_model_parallel_size"):
+        if sees(theirs):
+            ours.refuse("data.image_key", "backend: megatron learns from texts alone. Write the strategy fsdp")
         _megatron(theirs, ours)
         return
+    if sees(theirs) or f"{ACTOR}.freeze_vision_tower" in theirs:
+        tower(theirs, ours)
     if strategy not in ("fsdp", "fsdp2"):
         ours.refuse(f"{ACTOR}.strategy", f"{strategy} is not built (known: fsdp, fsdp2, megatron)")
     ours.say("backend", "fsdp", theirs, f"{ACTOR}.strategy")

@@ -59,6 +59,7 @@ DEFAULTS: dict[str, Any] = {
     "data.max_response_length": 512,
     "data.shuffle": True,
     "data.prompt_key": "prompt",
+    "data.image_key": "images",
     "algorithm.adv_estimator": "gae",
     "algorithm.norm_adv_by_std_in_grpo": True,
     "algorithm.use_kl_in_reward": False,
@@ -102,6 +103,10 @@ MODES = {  # of policy_loss.loss_mode, whose aggregation is the loss's own; gspo
     "cispo": "cispo",
     "sapo": "sapo",
 }
+OF_ENGINE = (  # of ROLLOUT: what an engine apart from the policy reads
+    *("gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enforce_eager"),
+    *("enable_prefix_caching", "enable_chunked_prefill", "disable_log_stats", "free_cache_engine", "engine_kwargs"),
+)
 SCHEDULES = {"constant": "constant_with_warmup", "cosine": "cosine", "linear": "linear"}
 K3 = ("low_var_kl", "k3")
 
@@ -191,9 +196,7 @@ WITHOUT = {
     "reward_model.launch_reward_fn_async": "reward_processes score what has finished meanwhile",
 }
 REFUSED = {
-    "data.image_key": "images are not supported",
     "data.video_key": "videos are not supported",
-    f"{ACTOR}.freeze_vision_tower": "images are not supported",
     "data.custom_cls": "rows come from files or a plugin's dataset (register_dataset). Convert the class",
     f"{ROLLOUT}.multi_turn": "write tools or environment; theirs are configured by a file of their own",
     "data.tool_config_path": "write tools: [module:function]; theirs are configured by a file of their own",
@@ -201,7 +204,6 @@ REFUSED = {
     f"{MODEL}.override_config": "the model's own config.json says it. Change that file",
     f"{MODEL}.mtp": "multi-token prediction is not built",
     f"{ACTOR}.router_replay": "routing is not replayed",
-    f"{ACTOR}.ppo_micro_batch_size": "it counts over all GPUs; write ppo_micro_batch_size_per_gpu",
     "algorithm.filter_groups": "write dynamic_sample: true by hand: theirs stops after max_num_gen_batches",
     f"{ROLLOUT}.quantization": "quantized engines are not given new weights",
     "reward_model.reward_kwargs": "it is told to a reward manager. Write an argument of a reward in reward_funcs",

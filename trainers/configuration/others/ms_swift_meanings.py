@@ -2,6 +2,9 @@
 
     reward_funcs: [accuracy]      [ms_swift_accuracy]; so are the other functions that come with ms-swift
     soft_*, cosine_*, repetition_*    arguments of these, which stand beside the other keys there
+    scale_rewards                 refused where an estimator here divides by something else
+    label_smoothing of sigmoid    cdpo; what differs further in DPO's losses is refused
+    strict, top_k: -1             skip_broken_rows, top_k: 0
     max_length of GKD             max_length and max_prompt_length: it cuts what is to be completed too
     epsilon, epsilon_high         nothing with a loss that clips nothing
     router_aux_loss_coef          nothing with a model whose class adds no loss of its routers
@@ -18,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.configuration.others.ms_swift_keys import choose_backend
+from trainers.configuration.others.ms_swift_pictures import pictures_as_there
 from trainers.configuration.others.ms_swift_rows import rows_as_there
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 
@@ -34,6 +38,7 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "repetition": {"repetition_n_grams": "n_grams", "repetition_max_penalty": "max_penalty"},
     "soft_overlong": {"soft_max_length": "soft_max_length", "soft_cache_length": "soft_cache_length"},
 }
+OWN_SCALES = {"rloo": "none", "reinforce_plus_plus": "batch"}  # where nobody says, there too
 SMOOTH = ("sapo", "vespo")  # losses whose weights fall smoothly instead of being clipped
 LIMITED = {"cosine": "max_len", "soft_overlong": "soft_max_length"}  # by max_completion_length, where nobody says
 
@@ -46,6 +51,17 @@ def mean_as_there(given: GivenKeys, config_type: type, defaults: Mapping[str, An
     _clipping(given, defaults)
     _routers(given)
     _sequences(given, defaults)
+    pictures_as_there(given)
+    _pairs(given)
+    _scales(given)
+    if given.get("dynamic_sample") is True and "dynamic_sample" in given.known:
+        given.notes["max_resample_times"] = (
+            "after so many draws prompts rewarded alike fill the generation; ms-swift then takes its first draw whole"
+        )
+    if given.get("top_k") == -1:  # all tokens
+        given.values["top_k"] = 0
+    if given.foreign("strict") and "skip_broken_rows" in given.known:
+        given.put("skip_broken_rows", given.take("strict") is not True, "strict")
     is_distillation = {"gkd_logits_topk", "max_prompt_length", "max_length"} <= set(given.known)
     if is_distillation and given.get("max_length") is not None and "max_prompt_length" not in given.values:
         given.put("max_prompt_length", given.get("max_length"), "max_length")
@@ -57,6 +73,57 @@ def _clipping(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
         if name in given.known and name in given.values and loss in SMOOTH:
             del given.values[name]
             given.notes[name] = f"loss_type {loss} does not read it"
+
+
+def _pairs(given: GivenKeys) -> None:
+    """Losses of DPO that are others there under one name (``swift/rlhf_trainers/dpo_trainer.py``)."""
+    if "rpo_alpha" not in given.known:
+        return
+    listed = given.get("loss_type", "sigmoid")
+    types = listed.split() if isinstance(listed, str) else list(listed or ["sigmoid"])
+    smoothing = given.get("label_smoothing")
+    if smoothing and "sigmoid" in types:
+        given.values["loss_type"] = ["cdpo" if name == "sigmoid" else name for name in types]
+        given.where.setdefault("loss_type", given.where["label_smoothing"])
+        given.origins["loss_type"] = f"label_smoothing {smoothing}"
+    if "exo_pair" in types and not smoothing:
+        given.values["label_smoothing"] = 1e-3
+        given.where.setdefault("label_smoothing", given.where["loss_type"])
+    if "bco_pair" in types:
+        given.refuse(
+            "loss_type",
+            "loss_type bco_pair of ms-swift shifts rewards by their running mean, which is not built. Write apo_zero, "
+            "or defaults: trl for the loss without the shift",
+        )
+    if "ipo" in types and len(types) > 1:
+        given.refuse("loss_type", "beside ipo ms-swift divides all losses by lengths, which is not built. Write one")
+    if given.get("ld_alpha") is not None:
+        given.refuse(
+            "ld_alpha",
+            "ld_alpha of ms-swift weighs the policy alone; here it weighs the reference too. Remove it, or write "
+            "defaults: trl",
+        )
+
+
+def _scales(given: GivenKeys) -> None:
+    """What advantages are divided by, where it is said: each estimator here has its own (``swift/rl_core``)."""
+    scale, estimator = given.get("scale_rewards"), given.get("advantage_estimator")
+    if "scale_rewards" not in given.known or scale is None:
+        return
+    if scale == "gdpo":
+        given.refuse(
+            "scale_rewards",
+            "scale_rewards gdpo adds 1e-8 to deviations, which is not built. Write multi_objective_aggregation: "
+            "normalize_then_sum, which adds 1e-4, in its place",
+        )
+        given.values["scale_rewards"] = "group"
+    elif estimator in OWN_SCALES and scale == "group":
+        own = OWN_SCALES[estimator]
+        given.refuse(
+            "scale_rewards",
+            f"scale_rewards group of ms-swift divides advantages of {estimator} by the deviation of their group, which "
+            f"is not built. Write scale_rewards: {own}",
+        )
 
 
 def _rewards(given: GivenKeys, defaults: Mapping[str, Any]) -> None:

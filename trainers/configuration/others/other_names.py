@@ -132,6 +132,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_galore": (False,),
     # data
     "streaming": (False,),
+    "padding_side": ANY,  # padding is never looked at, wherever it stands
+    "interleave_prob": (None, []),
+    "stopping_strategy": ("first_exhausted", "all_exhausted"),  # of interleave_prob
+    "target_parameters": (None, []),
+    **dict.fromkeys(("freeze_parameters", "trainable_parameters"), ([], None)),
+    **dict.fromkeys(("freeze_parameters_regex", "trainable_parameters_regex"), (None,)),
+    "freeze_parameters_ratio": (0, 0.0),
     "val_dataset_shuffle": (False,),
     "remove_unused_columns": (False,),
     "load_args": (False,),
@@ -304,6 +311,16 @@ REFUSED = {
     "problem_type": "sft with task_type: seq_cls classifies rows. Remove it elsewhere",
     **dict.fromkeys(QUANTIZED, trl_names.QLORA),
     "neftune_noise_alpha": "only SFT and pretraining add noise to embeddings. Remove it",
+    "interleave_prob": "rows of several files come in a random order. Write datasets, each with its fraction",
+    "target_parameters": "write lora_kwargs: {target_parameters: [...]}",
+    **dict.fromkeys(
+        (
+            *("freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio"),
+            *("trainable_parameters", "trainable_parameters_regex"),
+        ),
+        "all weights learn, or those of an adapter, or the parts of a vision model that freeze_vit, freeze_aligner and "
+        "freeze_llm leave. Remove it, or write tuner_type: lora with lora_target_modules",
+    ),
     "target_regex": "write lora_target_modules, the names of layers",
     "template": _TEMPLATE,
     "template_backend": _TEMPLATE,

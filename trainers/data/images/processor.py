@@ -41,13 +41,22 @@ def language_class(configuration: Any) -> Any:
     return AutoModelForImageTextToText if is_vision(configuration) else AutoModelForCausalLM
 
 
-def load_processor(model: str, *, trust_remote_code: bool = False, tokenizer: Any = None) -> Any:
+def load_processor(
+    model: str,
+    *,
+    trust_remote_code: bool = False,
+    tokenizer: Any = None,
+    processing: Mapping[str, Any] | None = None,
+) -> Any:
     """The processor of a folder or hub name, for images and text. ``tokenizer``: in place of its own.
+
+    ``processing``: arguments of its image processor in place of its own.
 
     It is what AutoProcessor builds, but without the part for videos, which needs torchvision.
 
     Raises:
-        ValueError: the model has no processor of images, or one that gives no text for a picture.
+        ValueError: the model has no processor of images, one that gives no text for a picture, or one that does not
+            take ``processing``.
     """
     from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
@@ -59,14 +68,21 @@ def load_processor(model: str, *, trust_remote_code: bool = False, tokenizer: An
     if kind is None or "image_processor" not in kind.get_attributes():
         raise ValueError(f"transformers has no processor of images for the model {model!r}")
     parts = {
-        "image_processor": lambda: AutoImageProcessor.from_pretrained(model, **options),
+        "image_processor": lambda: AutoImageProcessor.from_pretrained(model, **options, **(processing or {})),
         "tokenizer": lambda: AutoTokenizer.from_pretrained(model, **options) if tokenizer is None else tokenizer,
         VIDEOS: lambda: None,
     }
     if unknown := [name for name in kind.get_attributes() if name not in parts]:
         raise ValueError(f"the processor of {model!r} has {', '.join(unknown)}; only images and text are supported")
-    given: list[Any] = [parts[name]() for name in kind.get_attributes()]  # type: ignore[no-untyped-call]
+    try:
+        given: list[Any] = [parts[name]() for name in kind.get_attributes()]  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise ValueError(f"the model {model!r} has no files of an image processor: {error}") from None
     processor = _still(kind).from_args_and_dict(given, fields)
+    takes = getattr(type(processor.image_processor), "valid_kwargs", None)
+    if takes is not None and (odd := sorted(set(processing or {}) - set(takes.__annotations__))):
+        known = ", ".join(sorted(takes.__annotations__))
+        raise ValueError(f"image_processor_kwargs: {', '.join(odd)} is no argument of {model!r} (known: {known})")
     if not getattr(processor, "image_token", None):
         raise ValueError(f"{kind.__name__} has no token that stands for a picture in a text")
     return processor
@@ -110,9 +126,10 @@ class ImageReader:
         max_pixels: int | None = None,
         urls: bool = False,
         trust_remote_code: bool = False,
+        processing: Mapping[str, Any] | None = None,
     ) -> None:
         self.plain, self.model, self.trust_remote_code = tokenizer, model, trust_remote_code
-        self.max_pixels, self.urls = max_pixels, urls
+        self.max_pixels, self.urls, self.processing = max_pixels, urls, dict(processing or {})
         self._processor: Any = None
         self._known: OrderedDict[Any, Expanded] = OrderedDict()  # the prompts of a group are equal
 
@@ -122,7 +139,7 @@ class ImageReader:
     @property
     def processor(self) -> Any:
         if self._processor is None:
-            options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
+            options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code, "processing": self.processing}
             self._processor = load_processor(self.model, tokenizer=self.plain, **options)
         return self._processor
 

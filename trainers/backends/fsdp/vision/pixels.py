@@ -39,7 +39,8 @@ Pixels = dict[str, torch.Tensor]
 class Vision:
     """How the pictures of rows get into a vision model, and which of its parts learn.
 
-    ``frozen``: parts that do not; ``rates``: learning rates of parts that have their own.
+    ``processing``: arguments of the image processor in place of its own. ``frozen``: parts that do not learn;
+    ``rates``: learning rates of parts that have their own.
     """
 
     def __init__(
@@ -48,10 +49,12 @@ class Vision:
         model: str | Path,
         *,
         trust_remote_code: bool = False,
+        processing: Mapping[str, Any] | None = None,
         frozen: Sequence[Part] = (),
         rates: Mapping[Part, float] | None = None,
     ) -> None:
         self.module, self.model, self.trust_remote_code = module, str(model), trust_remote_code
+        self.processing = dict(processing or {})
         self.frozen, self.parts = tuple(frozen), part_of(module)
         self.rates = {name: rates[part] for name, part in self.parts.items() if part in rates} if rates else {}
         freeze(module, frozen)
@@ -71,7 +74,9 @@ class Vision:
     @property
     def processor(self) -> Any:
         if self._processor is None:
-            self._processor = load_processor(self.model, trust_remote_code=self.trust_remote_code)
+            self._processor = load_processor(
+                self.model, trust_remote_code=self.trust_remote_code, processing=self.processing
+            )
         return self._processor
 
     def seen(self, images: Sequence[Pictures]) -> Pixels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import transformers
 from PIL import Image, ImageDraw
 
-from tests.golden.tiny import tiny_tokenizer
+from tiny.text import tiny_tokenizer
 
 SHAPES = ((24, 32), (40, 20), (28, 28), (16, 48))  # width and height of pictures, in pixels
 COLOURS = ("red", "green", "blue", "yellow")
@@ -43,6 +44,18 @@ TEXT: dict[str, Any] = {
 QWEN = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 QWEN_PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+DELTA: dict[str, Any] = {  # of Qwen3.5
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": MROPE | {"partial_rotary_factor": 1.0},
+}
 
 
 def picture(number: int) -> Image.Image:
@@ -83,8 +96,6 @@ def _qwen_processor(folder: Path, tokenizer: Any, patch_size: int, kind: str) ->
 
 
 def _processor_config(folder: Path, kind: str, **fields: Any) -> None:
-    import json
-
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": kind, **fields}))
 
 
@@ -92,14 +103,16 @@ def _ids(tokenizer: Any, **tokens: str) -> dict[str, int]:
     return {name: tokenizer.convert_tokens_to_ids(token) for name, token in tokens.items()}
 
 
-def _qwen2_5_vl(folder: Path) -> tuple[Any, Any]:
+def _qwen(folder: Path, kind: str, processor: str, text: dict[str, Any], vision: dict[str, Any]) -> tuple[Any, Any]:
+    """A model of one of Qwen's families: ``kind`` is the name of its classes."""
     tokenizer = _tokenizer(QWEN, QWEN_PLACE)
-    _qwen_processor(folder, tokenizer, 4, "Qwen2_5_VLProcessor")
-    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
-    vision |= {"patch_size": 4, "spatial_merge_size": 2, "window_size": 16, "fullatt_block_indexes": [1]}
-    config = transformers.Qwen2_5_VLConfig(
-        text_config=TEXT | {"vocab_size": len(tokenizer), "rope_parameters": MROPE, "dtype": "float32"},
-        vision_config=vision | {"initializer_range": 0.1},
+    _qwen_processor(folder, tokenizer, 4, f"{processor}Processor")
+    text = TEXT | {"rope_parameters": MROPE, "vocab_size": len(tokenizer), "dtype": "float32"} | text
+    sizes = {"depth": 2, "hidden_size": 16, "num_heads": 2, "out_hidden_size": text["hidden_size"]}
+    sizes |= {"patch_size": 4, "spatial_merge_size": 2, "initializer_range": 0.1}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text,
+        vision_config=sizes | vision,
         **_ids(tokenizer, image_token_id=QWEN[2], video_token_id=QWEN[3]),
         **_ids(tokenizer, vision_start_token_id=QWEN[0], vision_end_token_id=QWEN[1]),
         tie_word_embeddings=False,
@@ -107,37 +120,36 @@ def _qwen2_5_vl(folder: Path) -> tuple[Any, Any]:
     return config, tokenizer
 
 
-def _qwen3_vl(folder: Path) -> tuple[Any, Any]:
-    tokenizer = _tokenizer(QWEN, QWEN_PLACE)
-    _qwen_processor(folder, tokenizer, 4, "Qwen3VLProcessor")
-    vision = {"depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
-    vision |= {"patch_size": 4, "spatial_merge_size": 2, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-    config = transformers.Qwen3VLConfig(
-        text_config=TEXT | {"vocab_size": len(tokenizer), "head_dim": 8, "rope_parameters": MROPE, "dtype": "float32"},
-        vision_config=vision | {"initializer_range": 0.1},
-        **_ids(tokenizer, image_token_id=QWEN[2], video_token_id=QWEN[3]),
-        **_ids(tokenizer, vision_start_token_id=QWEN[0], vision_end_token_id=QWEN[1]),
-        tie_word_embeddings=False,
-    )
-    return config, tokenizer
+def _qwen2_vl(folder: Path, **text: Any) -> tuple[Any, Any]:
+    hidden_size = text.get("hidden_size", TEXT["hidden_size"])
+    vision = {"embed_dim": 16, "hidden_size": hidden_size, "mlp_ratio": 2}
+    return _qwen(folder, "Qwen2VL", "Qwen2VL", text, vision)
 
 
-def _qwen3_5(folder: Path) -> tuple[Any, Any]:
-    tokenizer = _tokenizer(QWEN, QWEN_PLACE)
-    _qwen_processor(folder, tokenizer, 4, "Qwen3VLProcessor")
-    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
-    vision |= {"patch_size": 4, "spatial_merge_size": 2, "num_position_embeddings": 16}
-    text = TEXT | {"head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
-    text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2}
-    text |= {"linear_num_value_heads": 4, "rope_parameters": MROPE | {"partial_rotary_factor": 1.0}}
-    config = transformers.Qwen3_5Config(
-        text_config=text | {"vocab_size": len(tokenizer), "dtype": "float32"},
-        vision_config=vision | {"initializer_range": 0.1},
-        **_ids(tokenizer, image_token_id=QWEN[2], video_token_id=QWEN[3]),
-        **_ids(tokenizer, vision_start_token_id=QWEN[0], vision_end_token_id=QWEN[1]),
-        tie_word_embeddings=False,
-    )
-    return config, tokenizer
+def _qwen2_5_vl(folder: Path, **text: Any) -> tuple[Any, Any]:
+    vision = {"intermediate_size": 24, "window_size": 16, "fullatt_block_indexes": [1]}
+    return _qwen(folder, "Qwen2_5_VL", "Qwen2_5_VL", text, vision)
+
+
+def _qwen3_vl(folder: Path, **text: Any) -> tuple[Any, Any]:
+    vision = {"depth": 3, "intermediate_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    return _qwen(folder, "Qwen3VL", "Qwen3VL", {"head_dim": 8} | text, vision)
+
+
+def _qwen3_vl_moe(folder: Path, **text: Any) -> tuple[Any, Any]:
+    vision = {"depth": 3, "intermediate_size": 24, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    return _qwen(folder, "Qwen3VLMoe", "Qwen3VL", {"head_dim": 8} | EXPERTS | text, vision)
+
+
+def _qwen3_5(folder: Path, **text: Any) -> tuple[Any, Any]:
+    vision = {"intermediate_size": 24, "num_position_embeddings": 16}
+    return _qwen(folder, "Qwen3_5", "Qwen3VL", DELTA | text, vision)
+
+
+def _qwen3_5_moe(folder: Path, **text: Any) -> tuple[Any, Any]:
+    vision = {"intermediate_size": 24, "num_position_embeddings": 16}
+    experts = EXPERTS | {"shared_expert_intermediate_size": 24}
+    return _qwen(folder, "Qwen3_5Moe", "Qwen3VL", DELTA | experts | text, vision)
 
 
 def _siglip(**fields: Any) -> dict[str, Any]:
@@ -228,7 +240,7 @@ def _llava_onevision(folder: Path) -> tuple[Any, Any]:
     return config, tokenizer
 
 
-MODELS: dict[str, Callable[[Path], tuple[Any, Any]]] = {
+MODELS: dict[str, Callable[..., tuple[Any, Any]]] = {  # tested with pictures
     "qwen2_5_vl": _qwen2_5_vl,
     "qwen3_vl": _qwen3_vl,
     "qwen3_5": _qwen3_5,
@@ -239,11 +251,21 @@ MODELS: dict[str, Callable[[Path], tuple[Any, Any]]] = {
 }
 
 
-def save_vision(folder: str | Path, name: str = "qwen2_5_vl", seed: int = 0) -> str:
-    """Writes a random model of ``MODELS`` in float32, its tokenizer and its processor; the folder."""
+FURTHER: dict[str, Callable[..., tuple[Any, Any]]] = {
+    "qwen2_vl": _qwen2_vl,
+    "qwen3_vl_moe": _qwen3_vl_moe,
+    "qwen3_5_moe": _qwen3_5_moe,
+}
+
+
+def save_vision(folder: str | Path, name: str = "qwen2_5_vl", seed: int = 0, **text: Any) -> str:
+    """Writes a random model of ``MODELS`` or ``FURTHER`` in float32, its tokenizer and its processor; the folder.
+
+    ``text``: fields of the language model of Qwen's families.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config, tokenizer = MODELS[name](folder)
+    config, tokenizer = (MODELS | FURTHER)[name](folder, **text)
     tokenizer.save_pretrained(folder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

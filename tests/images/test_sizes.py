@@ -1,0 +1,82 @@
+"""How large pictures become: arguments of the image processor, and ms-swift's variables that mean them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.golden.tiny import save_tiny
+from tiny.vision import png, save_vision
+from trainers.backends.fsdp.vision.pixels import Vision
+from trainers.configuration.reading.command_line import load_config
+from trainers.configuration.vision import vision_settings
+from trainers.data.images.pictures import pictures_of
+from trainers.grpo.config import GRPOConfig
+from trainers.parts.inputs import image_reader, load_model_and_tokenizer
+from trainers.sft.config import SFTConfig
+
+SWIFT = ["--dataset", "d", "--defaults", "ms-swift", "--tuner_type", "full"]
+
+
+def config_of(model: str, *more: str) -> SFTConfig:
+    return load_config(SFTConfig, ["--model", model, *SWIFT, *more])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A token of a picture has 8 x 8 pixels."""
+    return save_vision(tmp_path_factory.mktemp("qwen"), "qwen2_5_vl")
+
+
+def test_variables_of_ms_swift_say_how_large_pictures_become(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert config_of(model).image_processor_kwargs == {"min_pixels": 4 * 64, "max_pixels": 16384 * 64}
+    monkeypatch.setenv("MAX_PIXELS", "1003520")
+    assert config_of(model).image_processor_kwargs["max_pixels"] == 1003520
+    monkeypatch.setenv("IMAGE_MAX_TOKEN_NUM", "9")  # wins there too
+    assert config_of(model).image_processor_kwargs["max_pixels"] == 9 * 64
+    given = config_of(model, "--model_kwargs", '{"image_max_token_num": 7}')
+    assert given.image_processor_kwargs["max_pixels"] == 7 * 64
+    assert load_config(SFTConfig, ["--model", model, "--dataset", "d"]).image_processor_kwargs == {}
+
+
+def test_a_policy_that_sees_completes_without_vllm(model: str) -> None:
+    words = ["--reward_funcs", "exact_answer", "--use_vllm", "true", "--vllm_gpu_memory_utilization", "0.5"]
+    groups = '{"train": {"gpus": 8}, "rollout": {"shares_devices_with": "train"}}'
+    on_ray = ["--use_ray", "true", "--vllm_tensor_parallel_size", "4", "--device_groups", groups]
+    swift = ["--model", model, *SWIFT, *words, "--sleep_level", "1"]
+    assert load_config(GRPOConfig, swift).rollout_engine == "hf"
+    config = load_config(GRPOConfig, [*swift, *on_ray])
+    assert config.rollout_engine == "hf"
+    assert config.device_groups["colocate_groups"] == [["train", "rollout"]]
+    with_vllm = load_config(GRPOConfig, ["--model", model, "--dataset", "d", "--defaults", "trl", *words])
+    assert with_vllm.rollout_engine == "vllm"  # and refused where the model is read
+
+
+def test_a_language_model_reads_no_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAX_PIXELS", "1003520")
+    assert config_of(save_tiny(tmp_path)).image_processor_kwargs == {}
+
+
+def test_driver_and_worker_make_pictures_of_one_size(model: str) -> None:
+    """By hand: 24 x 32 pixels are 12 tokens of 8 x 8; at most 6 tokens leave 2 x 2 of whole ones."""
+    (shown,) = pictures_of([png(0)])
+    counts = []
+    for limit in ("100", "6"):
+        config = config_of(model, "--image_processor_kwargs", f'{{"min_pixels": 64, "max_pixels": {int(limit) * 64}}}')
+        reader = image_reader(config, *load_model_and_tokenizer(config))
+        assert reader is not None
+        text, _ = reader.expanded(reader.processor.image_token, (shown,))
+        counts.append(text.count(reader.processor.image_token))
+        vision = object.__new__(Vision)
+        vision.model, vision.trust_remote_code, vision._processor = model, False, None
+        vision.processing = vision_settings(config, trains=False)["processing"]
+        patches = vision._processed([shown.image()])["image_grid_thw"].prod()
+        assert int(patches) == 4 * counts[-1]  # a token is 2 x 2 patches
+    assert counts == [12, 4]
+
+
+def test_an_argument_that_no_processor_takes_is_refused(model: str) -> None:
+    config = config_of(model, "--image_processor_kwargs", '{"most_pixels": 64}')
+    with pytest.raises(Exception, match="most_pixels is no argument"):
+        image_reader(config, *load_model_and_tokenizer(config))

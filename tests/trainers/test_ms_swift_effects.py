@@ -1,0 +1,146 @@
+"""Keys of ms-swift that are easy to get subtly wrong, by what they do and not by being taken.
+
+Each expected value is written from ms-swift's own source (4.6), which the name of the test or a comment says.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayhelper import ConfigError
+from tests.golden.tiny import save_tiny
+from trainers.commands import command_named
+from trainers.configuration.reading.command_line import load_config
+
+ROW = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A model and a file of data."""
+    folder = tmp_path_factory.mktemp("effects")
+    (folder / "d.jsonl").write_text(json.dumps(ROW) + "\n")
+    return save_tiny(folder / "model"), str(folder / "d.jsonl")
+
+
+@pytest.fixture
+def read(paths: tuple[str, str]) -> Any:
+    def read(command: str, *words: str) -> Any:
+        rewards = ["--reward_funcs", "accuracy"] if command == "grpo" else []
+        given = ["--model", paths[0], "--dataset", paths[1], "--defaults", "ms-swift", *rewards, *words]
+        return load_config(command_named(command).config_type, given)
+
+    return read
+
+
+def test_label_smoothing_of_sigmoid_is_that_of_conservative_dpo(read: Any) -> None:
+    """dpo_trainer.py: -logsigmoid(x) (1 - e) - logsigmoid(-x) e."""
+    import torch
+
+    from trainers.dpo.config import weighted_losses
+    from trainers.losses.preference import CompletionTotals, pair_losses
+
+    config = read("dpo", "--label_smoothing", "0.1", "--beta", "0.3")
+    (types, weights), zero = weighted_losses(config), torch.zeros(2)
+    assert weights == [1.0]
+    chosen, rejected = torch.tensor([0.7, -1.0]), torch.tensor([-0.4, 0.5])
+    sides = [CompletionTotals(one, zero, one, zero + 3) for one in (chosen, rejected)]
+    found = pair_losses(types[0], *sides, beta=config.beta, label_smoothing=config.label_smoothing)
+    x = 0.3 * (chosen - rejected)
+    logsigmoid = torch.nn.functional.logsigmoid
+    torch.testing.assert_close(found, -logsigmoid(x) * 0.9 - logsigmoid(-x) * 0.1)
+    assert read("dpo").loss_type == ["sigmoid"]
+    assert read("dpo", "--loss_type", "exo_pair").label_smoothing == 1e-3  # where it is 0 there
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--loss_type bco_pair", "running mean"),
+        ("--loss_type ipo sft", "divides all losses by lengths"),
+        ("--ld_alpha 0.5", "weighs the policy alone"),
+    ],
+)
+def test_losses_of_pairs_that_are_others_there_are_refused(read: Any, words: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        read("dpo", *words.split())
+
+
+ESTIMATED = [("grpo", "group"), ("grpo", "batch"), ("grpo", "none"), ("rloo", "none"), ("reinforce_plus_plus", "batch")]
+
+
+@pytest.mark.parametrize(("estimator", "scale"), ESTIMATED)
+def test_advantages_are_divided_by_what_they_are_divided_by_there(read: Any, estimator: str, scale: str) -> None:
+    """rl_core/advantage.py, for two rewards with weights and groups of four."""
+    import numpy as np
+
+    from trainers.rewards.estimators import RewardBatch, estimated
+
+    words = ["--advantage_estimator", estimator, "--scale_rewards", scale, "--num_generations", "4"]
+    rewards_BK, weights = np.random.default_rng(0).random((12, 2)), np.array([1.0, 0.5])
+    sums = (rewards_BK * weights).sum(1)
+    groups = sums.reshape(-1, 4)
+    expected = sums - groups.mean(1).repeat(4)
+    if estimator == "rloo":
+        expected *= 4 / 3
+    spread = expected if estimator == "reinforce_plus_plus" else sums
+    if scale != "none":
+        expected = expected / ((spread.std(ddof=1) if scale == "batch" else groups.std(1, ddof=1).repeat(4)) + 1e-4)
+    config = read("grpo", *words)
+    batch = RewardBatch(rewards_BK, weights, config.num_generations, np.full(12, 3))
+    found, _ = estimated(config.advantage_estimator, config, batch)
+    np.testing.assert_allclose(np.asarray(found).reshape(-1), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "scale", "remedy"),
+    [
+        ("rloo", "group", "Write scale_rewards: none"),
+        ("reinforce_plus_plus", "group", "Write scale_rewards: batch"),
+        ("grpo", "gdpo", "multi_objective_aggregation: normalize_then_sum"),
+    ],
+)
+def test_what_an_estimator_divides_by_there_alone_is_refused(
+    read: Any, estimator: str, scale: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        read("grpo", "--advantage_estimator", estimator, "--scale_rewards", scale)
+
+
+def test_top_k_of_minus_one_means_all_tokens(read: Any) -> None:
+    assert read("grpo", "--top_k", "-1").top_k == 0
+    assert read("grpo", "--top_k", "20").top_k == 20
+
+
+def test_rows_that_are_malformed_are_left_out_unless_strict(read: Any) -> None:
+    assert read("sft", "--strict", "false").skip_broken_rows
+    assert not read("sft", "--strict", "true").skip_broken_rows
+
+
+def test_the_side_of_padding_changes_nothing(read: Any) -> None:
+    assert read("sft", "--padding_side", "left") == read("sft")
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("--freeze_parameters model.embed_tokens", "tuner_type: lora"),
+        ("--freeze_parameters_ratio 0.5", "tuner_type: lora"),
+        ("--trainable_parameters lm_head", "tuner_type: lora"),
+        ("--interleave_prob 0.5 0.5", "Write datasets, each with its fraction"),
+        ("--target_parameters mlp.experts.down_proj", "lora_kwargs: {target_parameters"),
+    ],
+)
+def test_what_is_not_built_is_refused_with_a_remedy(read: Any, words: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy.replace("{", r"\{")):
+        read("sft", *words.split())
+    assert read("sft", "--freeze_parameters_ratio", "0") == read("sft")
+
+
+def test_a_system_prompt_may_be_a_file(read: Any, tmp_path: Path) -> None:
+    (tmp_path / "system.txt").write_text("Be short.")
+    assert read("sft", "--system", str(tmp_path / "system.txt")).system == "Be short."

@@ -20,7 +20,6 @@ class ClassificationConfig(TrainConfig):
     NAMES: ClassVar = ("classification", "seq_cls")
     TASK: ClassVar = ("sft", "seq_cls")  # the command, and its task_type, that mean this trainer too
     ROLES: ClassVar = {"train": TRAIN}
-    SCORES: ClassVar = True
 
     task_type: Literal["seq_cls"] = "seq_cls"
     """What ``python -m trainers sft`` asks for this trainer by."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from rayhelper import ConfigError
 
@@ -12,9 +12,6 @@ from rayhelper import ConfigError
 class VisionConfig:
     """A vision model has a vision tower (vit), a language model (llm), and between them what fits one to the other
     (the aligner: a projector or merger). A language model has the llm alone, and these keys change nothing in it."""
-
-    SCORES: ClassVar[bool] = False
-    """Whether the model is a sequence classifier, which gives numbers and no tokens."""
 
     # Vision models (backend: fsdp)
     max_pixels: int | None = None

@@ -132,7 +132,6 @@ class GRPOTrainer:
         """Reads the data and resolves what the configuration names."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
-        self.images = image_reader(config, self.model_path, self.tokenizer)
         check_stop_tokens(config.stop_token_ids, self.tokenizer)
         if config.tools:
             environment_of(config, self.tokenizer)
@@ -144,7 +143,10 @@ class GRPOTrainer:
                 check_same_tokens(
                     key, self.models[name], self.tokenizer, config.trust_remote_code, policy=self.model_path
                 )
-        self.rewarder.prepare(self.tokenizer)
+        beside = {key: self.models[name] for key, name in judges.items() if name is not None}
+        beside |= {f"reward_model {name}": self.models[name] for name in config.reward_model}
+        self.images = image_reader(config, self.model_path, self.tokenizer, beside)
+        self.rewarder.prepare(self.tokenizer, self.images)
         self.rows: Any = self.read(*config.training_data)
         self.eval_rows: Any = self.read(*config.evaluation_data) if config.evaluates else None
         datasets = {"dataset": self.rows, "eval_dataset": self.eval_rows}

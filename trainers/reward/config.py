@@ -16,7 +16,6 @@ class RewardConfig(TrainConfig):
     NAMES: ClassVar = ("reward", "rm")
     RLHF_TYPE: ClassVar = "rm"
     ROLES: ClassVar = {"train": TRAIN}
-    SCORES: ClassVar = True
 
     output_dir: str = "outputs/reward"
     learning_rate: float = 1e-4

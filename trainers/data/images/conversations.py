@@ -70,7 +70,7 @@ def placed(
     for name in spoken:
         for message in turns[name]:
             if message.get("role") in IN_PARTS and message.get("content") is not None:
-                parts = _in_parts(message["content"], marks=bool(column))
+                parts = as_parts(message["content"], marks=bool(column))
                 message["content"], own = _with_places(parts, rest, max_pixels=max_pixels, urls=urls)
                 found += own
     return {**row, **turns}, tuple(found)
@@ -153,13 +153,13 @@ def num_pictures(message: Mapping[str, Any], *, marks: bool) -> int:
     return sum(part.get("type") in TYPES for part in parts)
 
 
-def _in_parts(content: Any, *, marks: bool) -> list[dict[str, Any]]:
+def as_parts(content: Any, *, marks: bool) -> list[dict[str, Any]]:
     """A content as a list of parts; ``marks``: ``<image>`` is a place."""
     if not isinstance(content, str):
         parts = [{key: value for key, value in part.items() if value is not None} for part in content]
         if not marks:
             return parts
-        split = (_in_parts(p.get("text") or "", marks=True) if p.get("type") == "text" else [p] for p in parts)
+        split = (as_parts(p.get("text") or "", marks=True) if p.get("type") == "text" else [p] for p in parts)
         return [part for some in split for part in some]
     if not marks or MARK not in content:
         return [{"type": "text", "text": content}]

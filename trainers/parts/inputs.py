@@ -47,17 +47,18 @@ def read_rows(config: RunConfig, source: Any, split: str, images: ImageReader | 
 
 
 def image_reader(
-    config: TrainConfig, model: str, tokenizer: Any, beside: Mapping[str, str] | None = None
+    config: Any, model: str, tokenizer: Any, beside: Mapping[str, str] | None = None
 ) -> ImageReader | None:
     """What reads the pictures of rows for a model that sees some; None for others, and where others read texts alone.
 
-    Environments read texts alone. ``beside``: the other models of the run by the keys that name them; all must see
-    pictures too. The chat template is the processor's, unless the configuration gives one.
+    ``config``: of training or of sampling. Environments read texts alone. ``beside``: the other models of the run by
+    the keys that name them; all must see pictures too. The chat template is the processor's, unless the configuration
+    gives one.
 
     Raises:
         ConfigError: the model's processor cannot be loaded, or a model that is given its tokens has another one.
     """
-    if config.backend != "fsdp" or getattr(config, "has_environment", False):
+    if getattr(config, "backend", "fsdp") != "fsdp" or getattr(config, "has_environment", False):
         return None
     named = dict(beside or {})
     for name in (model, *named.values()):

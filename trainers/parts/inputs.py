@@ -47,18 +47,24 @@ def read_rows(config: RunConfig, source: Any, split: str, images: ImageReader | 
 
 
 def image_reader(
-    config: Any, model: str, tokenizer: Any, beside: Mapping[str, str] | None = None
+    config: Any,
+    model: str,
+    tokenizer: Any,
+    beside: Mapping[str, str] | None = None,
+    *,
+    sees_episodes: bool = False,
 ) -> ImageReader | None:
     """What reads the pictures of rows for a model that sees some; None for others, and where others read texts alone.
 
-    ``config``: of training or of sampling. Environments read texts alone. ``beside``: the other models of the run by
-    the keys that name them; all must see pictures too. The chat template is the processor's, unless the configuration
-    gives one.
+    ``config``: of training or of sampling. ``beside``: the other models of the run by the keys that name them; all
+    must see pictures too. ``sees_episodes``: pictures may stand in episodes with an environment. The chat template is
+    the processor's, unless the configuration gives one.
 
     Raises:
         ConfigError: the model's processor cannot be loaded, or a model that is given its tokens has another one.
     """
-    if getattr(config, "backend", "fsdp") != "fsdp" or getattr(config, "has_environment", False):
+    is_blind = getattr(config, "has_environment", False) and not sees_episodes
+    if is_blind or getattr(config, "backend", "fsdp") != "fsdp":
         return None
     named = dict(beside or {})
     for name in (model, *named.values()):

@@ -13,6 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from rayhelper import ConfigError, RayHelper
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import final_bytes, final_weights, grpo_config, lines, together
+from tests.golden.tiny import tiny_model
 from tests.images.test_sft import image_of, parts_of
 from tiny.vision import MODELS, png, save_vision
 from trainers.backends.fsdp.backend import FsdpBackend
@@ -192,8 +193,9 @@ def test_what_vision_models_cannot_do_is_refused_before_the_start(
 
 def test_nothing_that_reads_texts_alone_is_given_rows_with_pictures(folders: dict[str, str], tmp_path: Path) -> None:
     model = folders["qwen2_5_vl"]
+    tiny_model(num_labels=1).save_pretrained(blind := tmp_path / "blind")
     with pytest.raises(ConfigError, match="rows have images, which are not seen here"):
-        GRPOTrainer(grpo_config(model, tmp_path, **KEYS | {"reward_model": [model], "reward_weights": None}))
+        GRPOTrainer(grpo_config(model, tmp_path, **KEYS | {"reward_model": [str(blind)], "reward_weights": None}))
     told = list(architecture_mistakes(configuration_of(model, False).to_dict()))
     assert told == [one for one in told if "qwen2_5_vl" in one and "not known" in one] != []
 

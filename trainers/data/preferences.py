@@ -129,10 +129,7 @@ def tokenize_preferences(
     cut = slice(-max_length, None) if max_length and truncation_mode == "keep_end" else slice(max_length)
 
     def encode(row: dict[str, Any]) -> tuple[Tokens, Tokens] | None:
-        pair, own = _pair_of(row), tokenizer
-        if images is not None:
-            pair, pictures = images.placed(pair)
-            own = images.tokenizer(pictures)
+        pair, own = _seen(row, tokenizer, images)
         prompt_ids, *completed = _tokenized(pair, own)
         start = min(_common_prefix(prompt_ids, ids) for ids in completed)
         if max_length and truncation_mode == "keep_start" and start >= max_length:
@@ -150,24 +147,30 @@ def tokenize_preferences(
 
 
 def tokenize_comparisons(
-    rows: Dataset, tokenizer: Any, *, max_length: int | None, num_proc: int | None = None
+    rows: Dataset,
+    tokenizer: Any,
+    *,
+    max_length: int | None,
+    num_proc: int | None = None,
+    images: ImageReader | None = None,
 ) -> Preferences:
     """One pair a row and, as the one target of each sequence, the token at which it is scored: TRL's for reward models.
 
     That is the last token which is no padding, where transformers' sequence classifiers look; so where the end of
     sequence is also the padding, the token before it. Pairs with a sequence of more than ``max_length`` tokens are
-    dropped, with one line in the log.
+    dropped, with one line in the log. ``images``: of a model that sees pictures, which prompts may have.
 
     Raises ValueError for rows that are no pairs, naming the first, or if none is left.
     """
 
     def encode(row: dict[str, Any]) -> tuple[Tokens, Tokens] | None:
-        sides = [_scored(ids, tokenizer.pad_token_id) for ids in _tokenized(_pair_of(row), tokenizer)[1:]]
+        pair, own = _seen(row, tokenizer, images)
+        sides = [_scored(ids, tokenizer.pad_token_id) for ids in _tokenized(pair, own)[1:]]
         if max_length and max(len(ids) for ids, _ in sides) > max_length:
             return None
         return sides[0], sides[1]
 
-    return _encoded(rows, encode, num_proc, f"longer than max_length {max_length}")
+    return _encoded(rows, encode, num_proc, f"longer than max_length {max_length}", images)
 
 
 def _encoded(
@@ -240,6 +243,15 @@ def _pair_of(row: Mapping[str, Any]) -> dict[str, Any]:
         return pair
     texts = {name: pair[name] for name in ("chosen", "rejected") if isinstance(pair[name], str)}
     return pair | {name: [{"role": "assistant", "content": text}] for name, text in texts.items()}
+
+
+def _seen(row: Mapping[str, Any], tokenizer: Any, images: ImageReader | None) -> tuple[dict[str, Any], Any]:
+    """The pair of a row, and the tokenizer for it: where ``images`` are read, with places for its pictures."""
+    pair = _pair_of(row)
+    if images is None:
+        return pair, tokenizer
+    shown, pictures = images.placed(pair)
+    return shown, images.tokenizer(pictures)
 
 
 def completed_ids(prompt: Any, completion: Any, tokenizer: Any, options: Mapping[str, Any]) -> list[int]:

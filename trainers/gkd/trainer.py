@@ -38,7 +38,7 @@ from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of_steps, sequences_per_step, total_steps
 from trainers.data.batches import Batches
 from trainers.data.images.pictures import Pictures
-from trainers.data.images.processor import is_vision, load_processor
+from trainers.data.images.processor import is_vision
 from trainers.data.rows import prompt_of, tokenize_prompts
 from trainers.gkd.config import GKDConfig
 from trainers.gkd.loss import StepNumbers
@@ -58,7 +58,13 @@ from trainers.parts.checks import check_before_start, check_completions, check_p
 from trainers.parts.completion_metrics import rollout_metrics
 from trainers.parts.engine import numbered
 from trainers.parts.generator import Generator, Pending
-from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_prompts, without_long
+from trainers.parts.inputs import (
+    check_same_pixels,
+    image_reader,
+    load_model_and_tokenizer,
+    read_prompts,
+    without_long,
+)
 from trainers.parts.model_checks import configuration_of
 from trainers.parts.models import resolved_models
 from trainers.parts.tokenizer import load_tokenizer
@@ -354,13 +360,8 @@ def teacher_sees(config: GKDConfig, student: str, teacher: str | None) -> bool:
         return True
     if not is_vision(configuration_of(teacher, config.trust_remote_code)):
         return False
-    told: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "processing": config.image_processor_kwargs}
-    own, theirs = (load_processor(name, **told) for name in (student, teacher))
-    if own.image_processor.to_dict() != theirs.image_processor.to_dict():
-        raise ConfigError(
-            f"teacher_model: the processor of {teacher!r} makes other tokens of pictures than the student's, whose "
-            "token ids it would be given. Take a teacher with the student's processor."
-        )
+    processing = config.image_processor_kwargs
+    check_same_pixels("teacher_model", student, teacher, config.trust_remote_code, processing)
     return True
 
 

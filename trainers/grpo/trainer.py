@@ -132,7 +132,6 @@ class GRPOTrainer:
         """Reads the data and resolves what the configuration names."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
-        self.images = image_reader(config, self.model_path, self.tokenizer)
         check_stop_tokens(config.stop_token_ids, self.tokenizer)
         if config.tools:
             environment_of(config, self.tokenizer)
@@ -144,7 +143,11 @@ class GRPOTrainer:
                 check_same_tokens(
                     key, self.models[name], self.tokenizer, config.trust_remote_code, policy=self.model_path
                 )
-        self.rewarder.prepare(self.tokenizer)
+        beside = {key: self.models[name] for key, name in judges.items() if name is not None}
+        beside |= {f"reward_model {name}": self.models[name] for name in config.reward_model}
+        sees = config.environment is None or not is_scheduler(config.environment)
+        self.images = image_reader(config, self.model_path, self.tokenizer, beside, sees_episodes=sees)
+        self.rewarder.prepare(self.tokenizer, self.images)
         self.rows: Any = self.read(*config.training_data)
         self.eval_rows: Any = self.read(*config.evaluation_data) if config.evaluates else None
         datasets = {"dataset": self.rows, "eval_dataset": self.eval_rows}
@@ -223,7 +226,7 @@ class GRPOTrainer:
         if config.reward_model:
             self.rewarder.build([models[name] for name in config.reward_model])
         self.policy.build(self.model_path, num_steps)
-        self.generator.build(self.model_path)
+        self.generator.build(self.model_path, self.images if config.has_environment else None)
 
     def explore(self, plan: GenerationPlan, run: Run) -> tuple[Rewarded, Metrics]:
         """G completions of each of the generation's prompts, rewarded, and what was seen of all that were drawn."""

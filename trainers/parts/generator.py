@@ -92,6 +92,7 @@ class Generator:
         self.stage: Stage | None = None  # where there is an environment
         self.pool: RewardPool | None = None  # where the rewarder has processes
         # On the driver
+        self.images: ImageReader | None = None  # of a model that sees the pictures of episodes
         self.way: Way = "sent"
         self.num_engines = 1  # workers of role rollout
         self.phase: Callable[[str], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -103,10 +104,13 @@ class Generator:
 
     # The driver's part: completions
 
-    def build(self, path: str) -> None:
-        """Every worker of role rollout has an engine for the model; call it after ``policy.build``."""
-        self.path = path
-        self.start(path)
+    def build(self, path: str, images: ImageReader | None = None) -> None:
+        """Every worker of role rollout has an engine for the model; call it after ``policy.build``.
+
+        ``images``: of a model that sees the pictures of episodes.
+        """
+        self.path, self.images = path, images
+        self.start(path, images)
         self.way, self.num_engines = self.meet()
 
     @contextlib.contextmanager
@@ -249,7 +253,7 @@ class Generator:
             ) from lost
         while True:
             self._close_channel()
-            self.start(self.path)
+            self.start(self.path, self.images)
             try:
                 if self._makes_room:  # the policy may be offloaded
                     self._rest()
@@ -320,7 +324,7 @@ class Generator:
     # Role rollout
 
     @RayHelper.function(group="rollout")
-    def start(self, path: str) -> None:
+    def start(self, path: str, images: ImageReader | None = None) -> None:
         """Builds the engine of this worker, and what works beside it, unless there is one.
 
         Raises:
@@ -331,7 +335,7 @@ class Generator:
         config, backend = self.config, self.policy.backend
         check_shards_are_here(config, backend)
         load_plugins(config.external_plugins)
-        self.tokenizer = tokenizer = load_tokenizer(config, path)
+        self.tokenizer = tokenizer = load_tokenizer(config, path) if images is None else images.plain
         environment = None if self.environment is None else self.environment(tokenizer)
         self.engine = self.new_engine(path, tokenizer, gathers=environment is None)
         self.pool = None if self.rewarder is None else self.rewarder.new_pool()
@@ -339,7 +343,7 @@ class Generator:
             gather = None if backend is None else backend.whole_weights
             limits = (self.turn_limit, config.max_prompt_length)
             each = self.limits_each_turn
-            self.stage = Stage(environment, tokenizer, *limits, config.chat_template_kwargs, gather, each)
+            self.stage = Stage(environment, tokenizer, *limits, config.chat_template_kwargs, gather, each, images)
 
     def new_engine(self, path: str, tokenizer: Any, *, gathers: bool) -> Engine:
         """What ``start`` keeps, for subclasses that host something else; ``gathers`` as in ``build_engine``."""

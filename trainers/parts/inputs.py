@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rayhelper import RayHelper
+from rayhelper import ConfigError, RayHelper
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.data.broken_rows import prompt_mistake, without_broken
 from trainers.data.images.conversations import COLUMNS
-from trainers.data.images.processor import ImageReader, is_vision, seen_too
+from trainers.data.images.processor import ImageReader, is_vision, load_processor, seen_too
 from trainers.data.rows import drop_long_prompts, load_rows, prompt_of
 from trainers.parts.model_checks import (
     check_adapter,
@@ -23,6 +24,8 @@ from trainers.parts.model_checks import (
 )
 from trainers.parts.tokenizer import grown_model, load_tokenizer
 from trainers.plugins import load_plugins, resolve_model
+
+REWARD_MODEL = "reward_model"
 
 
 def read_rows(config: RunConfig, source: Any, split: str, images: ImageReader | None = None) -> Any:
@@ -43,18 +46,33 @@ def read_rows(config: RunConfig, source: Any, split: str, images: ImageReader | 
         )
 
 
-def image_reader(config: TrainConfig, model: str, tokenizer: Any) -> ImageReader | None:
+def image_reader(
+    config: Any,
+    model: str,
+    tokenizer: Any,
+    beside: Mapping[str, str] | None = None,
+    *,
+    sees_episodes: bool = False,
+) -> ImageReader | None:
     """What reads the pictures of rows for a model that sees some; None for others, and where others read texts alone.
 
-    Environments and reward models read texts alone. The chat template is the processor's, unless the configuration
-    gives one.
+    ``config``: of training or of sampling. ``beside``: the other models of the run by the keys that name them; all
+    must see pictures too. ``sees_episodes``: pictures may stand in episodes with an environment. The chat template is
+    the processor's, unless the configuration gives one.
 
     Raises:
-        ConfigError: the model's processor cannot be loaded.
+        ConfigError: the model's processor cannot be loaded, or a model that is given its tokens has another one.
     """
-    is_blind = getattr(config, "has_environment", False) or getattr(config, "reward_model", None)
-    if config.backend != "fsdp" or is_blind or not is_vision(configuration_of(model, config.trust_remote_code)):
+    is_blind = getattr(config, "has_environment", False) and not sees_episodes
+    if is_blind or getattr(config, "backend", "fsdp") != "fsdp":
         return None
+    named = dict(beside or {})
+    for name in (model, *named.values()):
+        if not is_vision(configuration_of(name, config.trust_remote_code)):
+            return None
+    for key, name in named.items():
+        if not key.startswith(REWARD_MODEL):  # which makes tokens of its own
+            check_same_pixels(key, model, name, config.trust_remote_code, config.image_processor_kwargs)
     with mistakes_of("model"):
         told: dict[str, Any] = {"max_pixels": config.max_pixels, "urls": config.image_urls}
         told["processing"] = config.image_processor_kwargs
@@ -63,6 +81,21 @@ def image_reader(config: TrainConfig, model: str, tokenizer: Any) -> ImageReader
     if config.chat_template is None and own is not None:
         tokenizer.chat_template = own
     return reader
+
+
+def check_same_pixels(
+    key: str, policy: str, model: str, trust_remote_code: bool, processing: Mapping[str, Any]
+) -> None:
+    """Raises ConfigError for a model that makes other tokens of pictures than the policy, whose token ids it gets."""
+    if model == policy:
+        return
+    told: dict[str, Any] = {"trust_remote_code": trust_remote_code, "processing": processing}
+    own, theirs = (load_processor(name, **told) for name in (policy, model))
+    if own.image_processor.to_dict() != theirs.image_processor.to_dict():
+        raise ConfigError(
+            f"{key}: the processor of {model!r} makes other tokens of pictures than the processor of {policy!r}, whose "
+            "token ids it would be given. Take a model with the same processor."
+        )
 
 
 def read_prompts(config: RunConfig, source: Any, split: str, images: ImageReader | None = None) -> Any:

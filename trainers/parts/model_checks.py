@@ -252,8 +252,6 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
                     "Remove it, or write backend: fsdp."
                 )
         return
-    if config.SCORES:
-        check_scores(found, config.model)
     if config.sequence_parallel_size > 1:
         raise ConfigError(
             f"sequence_parallel_size is {config.sequence_parallel_size}, but workers cannot share rows with pictures "
@@ -263,17 +261,6 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
         raise ConfigError(
             f"rollout_engine: vllm does not complete prompts for vision models yet, and {config.model!r} is one. Write "
             "rollout_engine: hf."
-        )
-
-
-def check_scores(configuration: Any, model: str) -> None:
-    """Raises ConfigError for a vision model of which transformers has no sequence classifier."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-
-    if is_vision(configuration) and MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(configuration), None) is None:
-        raise ConfigError(
-            f"model: {model!r} sees pictures, and transformers has no sequence classifier of "
-            f"{configuration.model_type} models. Take a language model."
         )
 
 

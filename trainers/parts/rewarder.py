@@ -23,6 +23,8 @@ from rayhelper import ConfigError, RayHelper
 from trainers.batch import Ragged, Rollouts
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.mistakes import mistakes_of
+from trainers.data.images.pictures import Pictures
+from trainers.data.images.processor import ImageReader
 from trainers.data.rows import prompt_of
 from trainers.metrics import Metrics
 from trainers.parts.models import resolve_dtype
@@ -60,12 +62,12 @@ class Rewarder:
 
     # The driver's part
 
-    def prepare(self, tokenizer: Any) -> None:
-        """Finds the functions; ``tokenizer`` decodes completions.
+    def prepare(self, tokenizer: Any, images: ImageReader | None = None) -> None:
+        """Finds the functions; ``tokenizer`` decodes completions. ``images``: reads the pictures that models see.
 
         Raises ConfigError for a function that is not there, or if nothing rewards completions.
         """
-        self.tokenizer = tokenizer
+        self.tokenizer, self.images = tokenizer, images
         with mistakes_of("reward_funcs"):
             self.functions, _ = resolve_rewards(self.named_functions)
         names = [name for _, name in self.functions] + list(map(model_name, self.named_models))
@@ -90,7 +92,7 @@ class Rewarder:
         """(B, K) float32, NaN where a reward has nothing to say; ``rows`` of the dataset, one per completion."""
         modelled, scored = None, rollouts.function_rewards
         if self.named_models:
-            modelled = self.judge.defer(list(map(prompt_of, rows)), self.completions(rows, rollouts))
+            modelled = self.judge.defer(self.asked(rows), self.completions(rows, rollouts), rollouts.images)
         columns = [self.run_functions(rows, rollouts) if scored is None else scored]
         if modelled is not None:
             columns.append(modelled.result())
@@ -108,6 +110,11 @@ class Rewarder:
         if rollouts.rollout_infos is not None:
             told["rollout_infos"] = rollouts.rollout_infos
         return score(self.functions, prompts, completions, ids, told, runner=runner, limit_s=limit_s)
+
+    def asked(self, rows: Any) -> list[Any]:
+        """The prompts as models read them: where they see pictures, each has a part of its message."""
+        images = self.images
+        return [prompt_of(row if images is None else images.prompt(row)[0]) for row in rows]
 
     def completions(self, rows: Any, rollouts: Rollouts) -> list[Any]:
         """As texts or messages, in the form of the prompts."""
@@ -195,9 +202,12 @@ class Rewarder:
         ]
 
     @RayHelper.function(group="reward", dispatch="slice", collect="flatten")
-    def judge(self, prompts: list[Any], completions: list[Any]) -> np.ndarray:
-        """(B, models) float32. Raises ValueError naming a model whose score of a completion is not finite."""
-        scores = [model.score(prompts, completions) for model in self.models]
+    def judge(self, prompts: list[Any], completions: list[Any], images: list[Pictures] | None = None) -> np.ndarray:
+        """(B, models) float32. Raises ValueError naming a model whose score of a completion is not finite.
+
+        ``images``: the pictures of each prompt.
+        """
+        scores = [model.score(prompts, completions, images) for model in self.models]
         return np.array(scores, np.float32).reshape(len(scores), len(prompts)).T
 
 

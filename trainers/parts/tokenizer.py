@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError
+from trainers.backends.fsdp.vision.classifier import classifier_class
 from trainers.checkpoint import GROWN
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.configuration.values import is_there, read_template, read_tokens
@@ -75,7 +76,7 @@ def grown_model(config: RunConfig, model: str) -> str:
     if not tokens or not isinstance(config, TrainConfig):
         return model
     import torch
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoConfig
 
     tokenizer = load_tokenizer(config, model)
     found = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
@@ -88,7 +89,7 @@ def grown_model(config: RunConfig, model: str) -> str:
     if checkpoint is not None and (folder / ABOUT).is_file() and json.loads((folder / ABOUT).read_text()) == about:
         return str(folder)
     is_classifier = any(name.endswith("ForSequenceClassification") for name in found.architectures or ())
-    kind: Any = AutoModelForSequenceClassification if is_classifier else language_class(found)
+    kind: Any = classifier_class(found) if is_classifier else language_class(found)
     with held(folder.parent), torch.random.fork_rng():
         unfinished = folder.with_name(f"{GROWN}.unfinished")
         for old in (unfinished, folder):

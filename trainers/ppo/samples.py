@@ -39,6 +39,7 @@ def policy_samples(rollouts: Rollouts) -> PolicySamples:
     return PolicySamples(
         input_ids=Ragged.of([np.concatenate(pair) for pair in pairs], np.int64),
         target_mask=_targets(rollouts.prompt_ids.lengths, rollouts.completion_ids.lengths),
+        images=rollouts.images,
     )
 
 
@@ -54,6 +55,7 @@ def value_samples(rollouts: Rollouts, num_places_B: np.ndarray, end_token_id: in
             [np.append(np.append(p, c), np.full(behind, end_token_id)) for p, c, behind in columns], np.int64
         ),
         target_mask=_targets(rollouts.prompt_ids.lengths, num_places_B),
+        images=rollouts.images,
     )
 
 

@@ -40,7 +40,7 @@ from trainers.parts.checks import check_before_start, check_completions, check_p
 from trainers.parts.completion_metrics import rollout_metrics
 from trainers.parts.frozen import Reference
 from trainers.parts.generator import Generator
-from trainers.parts.inputs import load_model_and_tokenizer, read_prompts, without_long
+from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_prompts, without_long
 from trainers.parts.models import check_same_tokens, resolved_models
 from trainers.parts.policy import Critic, Policy
 from trainers.parts.rewarder import Rewarder, check_rewards
@@ -105,19 +105,21 @@ class PPOTrainer:
         }
         given = {key: name for key, name in names.items() if name is not None}
         found = resolved_models(config, self.model_path, given.values())
-        self.models = {key: found[name] for key, name in given.items()}
+        self.models: dict[str, str] = {key: found[name] for key, name in given.items()}
         for key in ("value_model", "ref_model"):
             check_same_tokens(key, self.models[key], self.tokenizer, config.trust_remote_code, policy=self.model_path)
-        self.rewarder.prepare(self.tokenizer)
+        self.images = image_reader(config, self.model_path, self.tokenizer, self.models)
+        self.rewarder.prepare(self.tokenizer, self.images)
         self.rows: Any = self.read(*config.training_data)
         self.eval_rows: Any = self.read(*config.evaluation_data) if config.evaluates else None
         datasets = {"dataset": self.rows, "eval_dataset": self.eval_rows}
         self.rewarder.check_columns(datasets)
-        check_prompts_fit(config, datasets, self.tokenizer, self.model_path)
+        check_prompts_fit(config, datasets, self.tokenizer, self.model_path, self.images)
 
     def read(self, source: Any, split: str) -> Any:
         """The rows of a dataset, each with a prompt; without long ones where ``drop_long_prompts`` says so."""
-        return without_long(self.config, read_prompts(self.config, source, split), self.tokenizer)
+        rows = read_prompts(self.config, source, split, self.images)
+        return without_long(self.config, rows, self.tokenizer, self.images)
 
     def train(self) -> dict[str, float]:
         """Trains to the end, from the start or from a checkpoint; the last metrics, evaluation included."""
@@ -157,7 +159,7 @@ class PPOTrainer:
         """A completion of every row: what policy and critic learn from it, and what was seen."""
         config, batch = self.config, plan.batch(run.step)
         with run.phase("data"):
-            starts = self.generator.starts(rows, self.tokenizer, np.arange(len(rows)))
+            starts = self.generator.starts(rows, self.tokenizer, np.arange(len(rows)), self.images)
         rollouts = self.generator.complete(starts, batch)
         samples, states, ref_logps, rewards_BK = self.judged(rows, rollouts, run)
         scores_B = self.rewarder.totals(rewards_BK)
@@ -223,7 +225,7 @@ class PPOTrainer:
         """Mean rewards and lengths on the evaluation prompts, under training's names with ``eval_`` before them."""
         config = self.config
         temperature = config.temperature if config.eval_temperature is None else config.eval_temperature
-        starts = self.generator.starts(self.eval_rows, self.tokenizer, np.arange(len(self.eval_rows)))
+        starts = self.generator.starts(self.eval_rows, self.tokenizer, np.arange(len(self.eval_rows)), self.images)
         rollouts = self.generator.complete(starts, -1, temperature=temperature)
         metrics = self.seen(rollouts, self.rewarder(self.eval_rows, rollouts))
         return metrics.without("num_tokens").values("eval_")  # which is of training alone

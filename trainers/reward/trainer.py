@@ -7,7 +7,8 @@
 
 A language model with a linear layer in place of its vocabulary, read off at the last token (Bradley-Terry; the papers
 stand in ``losses/reward_model.py``). What is exported loads with AutoModelForSequenceClassification, as a reward of
-GRPO and PPO for example (``rewards/models.py``). Names, defaults and metrics are TRL's. A batch counts pairs.
+GRPO and PPO for example (``rewards/models.py``). A vision model sees the pictures of prompts. Names, defaults and
+metrics are TRL's. A batch counts pairs.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.packs import pack_length
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, sequences_per_step, total_steps
 from trainers.data.broken_rows import pair_mistake, without_broken
+from trainers.data.images.conversations import COLUMNS as PICTURES
+from trainers.data.images.processor import seen_too
 from trainers.data.packs import batches_of
 from trainers.data.preferences import Preferences, tokenize_comparisons
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
-from trainers.parts.inputs import load_model_and_tokenizer, read_rows
+from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_rows
 from trainers.parts.policy import Policy
 from trainers.reward.config import RewardConfig
 from trainers.reward.loss import comparison_loss
@@ -54,18 +57,24 @@ class RewardTrainer:
         """Reads and tokenizes the data."""
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
+        self.images = image_reader(config, self.model_path, self.tokenizer)
         self.pairs = self.read(*config.training_data)
         self.eval_pairs = self.read(*config.evaluation_data) if config.evaluates else None
 
     def read(self, source: Any, split: str) -> Preferences:
         """The pairs of a dataset."""
         config = self.config
-        rows = read_rows(config, source, split)
+        rows = read_rows(config, source, split, self.images)
         with mistakes_of("dataset"):
-            columns = ("chosen", "rejected", "prompt", "margin")
-            rows = without_broken(rows, pair_mistake, *columns, skip=config.skip_broken_rows)
+            mistake = seen_too(pair_mistake, self.images)
+            columns = ("chosen", "rejected", "prompt", "margin", *(() if self.images is None else PICTURES))
+            rows = without_broken(rows, mistake, *columns, skip=config.skip_broken_rows)
             return tokenize_comparisons(
-                rows, self.tokenizer, max_length=config.max_length, num_proc=config.dataset_num_proc
+                rows,
+                self.tokenizer,
+                max_length=config.max_length,
+                num_proc=config.dataset_num_proc,
+                images=self.images,
             )
 
     def train(self) -> dict[str, float]:

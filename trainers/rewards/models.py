@@ -3,6 +3,7 @@
     reward = RewardModel("path/to/model")
     reward.score(prompts, completions)      # one number a completion
     reward(prompts=..., completions=...)    # the same, as a reward function: functions.py takes it like any other
+    reward.score(prompts, completions, images)  # of a vision model: prompts with places, and the pictures of each
 
 For inference alone. A sequence is tokenized as the reward trainer does it, in the reward model's own chat template and
 tokens: the score is read where the model learned to give it. Departure from TRL, whose GRPO scores texts without their
@@ -22,6 +23,13 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from trainers.backends.device import default_device
+from trainers.backends.fsdp.documents import picture_arguments
+from trainers.backends.fsdp.vision.classifier import classifier_class
+from trainers.backends.fsdp.vision.pixels import Vision
+from trainers.backends.scores.inputs import seen_by
+from trainers.data.images.conversations import COLUMNS, as_parts
+from trainers.data.images.pictures import Pictures
+from trainers.data.images.processor import ImageReader
 from trainers.data.preferences import completed_ids
 from trainers.plugins import MODELS, REWARDS
 
@@ -57,27 +65,38 @@ class RewardModel:
             self.tokenizer.pad_token_id
         )  # where the head looks for the end
         self.module.to(default_device() if device is None else torch.device(device)).eval()
+        self.vision = Vision.of(self.module, model, trust_remote_code=trust_remote_code)
+        self.reader: ImageReader | None = None
+        if self.vision is not None:
+            self.reader = ImageReader(self.tokenizer, str(model), trust_remote_code=trust_remote_code)
+            self.tokenizer.chat_template = self.reader.processor.chat_template or self.tokenizer.chat_template
 
-    def score(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+    def score(
+        self, prompts: Sequence[Any], completions: Sequence[Any], images: Sequence[Pictures] | None = None
+    ) -> list[float]:
         """One number a completion. Prompts are texts or conversations, and completions of the same form.
 
         Texts end with the end of sequence, written by the model or not. The batch size changes no more than rounding
-        does.
+        does. ``images``: the pictures of each prompt, which has a part ``{"type": "image"}`` for each of them.
 
-        Raises ValueError naming the row whose score is not finite.
+        Raises ValueError naming the row whose score is not finite, and for pictures that the model does not see.
         """
-        sequences = [
-            torch.tensor(completed_ids(prompt, completion, self.tokenizer, self.chat_template_kwargs))
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
+        if images is not None and any(images) and self.vision is None:
+            raise ValueError(f"reward model {self.__name__!r} reads texts alone, and the prompts have pictures")
+        pictures = [()] * len(prompts) if images is None else images
+        sequences = [torch.tensor(self._ids(*row)) for row in zip(prompts, completions, pictures, strict=True)]
         scores: list[float] = []
         for start in range(0, len(sequences), self.batch_size):
             rows = sequences[start : start + self.batch_size]
             ids_BT = pad_sequence(rows, batch_first=True, padding_value=self.tokenizer.pad_token_id)
             mask_BT = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
             device = self.module.device
+            given: dict[str, Any] = {"input_ids": ids_BT.to(device), "attention_mask": mask_BT.to(device)}
+            beside = pictures[start : start + self.batch_size]
+            if self.vision is not None and any(beside):
+                given |= picture_arguments(self.module, seen_by(self.vision, beside, given["input_ids"]))
             with torch.inference_mode():
-                logits_B1 = self.module(input_ids=ids_BT.to(device), attention_mask=mask_BT.to(device)).logits
+                logits_B1 = self.module(**given).logits
             scores += logits_B1[:, 0].float().tolist()
         for row, value in enumerate(scores):
             if not math.isfinite(value):
@@ -87,8 +106,29 @@ class RewardModel:
                 )
         return scores
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
-        return self.score(prompts, completions)
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+        """As ``score``; ``columns`` of the dataset may hold the pictures (``images``)."""
+        if self.reader is None:
+            return self.score(prompts, completions)
+        names = [name for name in COLUMNS if name in columns]
+        rows = [{"prompt": prompt} | {name: columns[name][k] for name in names} for k, prompt in enumerate(prompts)]
+        found = [self.reader.prompt(row) for row in rows]
+        return self.score([row["prompt"] for row, _ in found], completions, [pictures for _, pictures in found])
+
+    def _ids(self, prompt: Any, completion: Any, pictures: Any) -> list[int]:
+        if self.reader is None:
+            return completed_ids(prompt, completion, self.tokenizer, self.chat_template_kwargs)
+        if not isinstance(prompt, str):
+            prompt, completion = _turns(prompt), _turns(completion)
+        return completed_ids(prompt, completion, self.reader.tokenizer(pictures), self.chat_template_kwargs)
+
+
+def _turns(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as chat templates of vision models read them."""
+    return [
+        {**message, "content": as_parts(message["content"], marks=False)} if message.get("content") else dict(message)
+        for message in messages
+    ]
 
 
 def model_name(model: str | Path) -> str:
@@ -144,13 +184,13 @@ def _load_tokenizer(model: str | Path, trust_remote_code: bool) -> Any:
 
 
 def _load_module(model: str | Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     if config.num_labels != 1:
         config.num_labels = 1  # two labels are what a configuration says that says nothing
     try:
-        module, report = AutoModelForSequenceClassification.from_pretrained(
+        module, report = classifier_class(config).from_pretrained(
             model, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
     except RuntimeError as error:

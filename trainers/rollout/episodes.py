@@ -6,6 +6,7 @@
     TurnServer:  whoever waits when the engine is free is completed together
     TurnStream:  whoever waits enters while others are completed (engines that can: vllm)
 
+An environment of a vision model may answer with pictures: parts ``{"type": "image", "image": ...}`` of a message.
 So an episode whose environment is slow holds up no other, and with a ``TurnStream`` neither does one that writes long
 turns. A completion's token ids are the engine's own, with the ids
 of the environment's messages between them: what the model wrote is never tokenized again. What stands between a turn
@@ -32,6 +33,9 @@ from jinja2 import TemplateError
 
 from rayhelper.watch.interrupts import run
 from trainers.batch import Prompts, Ragged, Rollouts
+from trainers.data.images.conversations import COLUMNS, num_pictures
+from trainers.data.images.pictures import Pictures
+from trainers.data.images.processor import ImageReader
 from trainers.data.rows import prompt_of, tokenize_prompts
 from trainers.plugins import exits_are_errors
 from trainers.rollout.base import Completion, ContinuousEngine, Engine, Sampling
@@ -48,6 +52,9 @@ class Turn:
     truncated: bool
 
 
+Asked = tuple[int, list[int], int, Pictures, asyncio.Future[Turn]]  # episode, ids, most tokens, pictures of the ids
+
+
 class TurnServer:
     """One engine for many episodes. What is waiting when it is free is one call of ``generate``.
 
@@ -56,14 +63,14 @@ class TurnServer:
 
     def __init__(self, engine: Engine, sampling: Sampling, seed_of: Callable[[int, int], int], thread: Any) -> None:
         self.engine, self.sampling, self.seed_of, self.thread = engine, sampling, seed_of, thread
-        self.waiting: list[tuple[int, list[int], int, asyncio.Future[Turn]]] = []
+        self.waiting: list[Asked] = []
         self.serving: asyncio.Task[None] | None = None
         self.num_turns: dict[int, int] = {}  # of each episode
 
-    async def complete(self, episode: int, context: list[int], limit: int) -> Turn:
-        """At most ``limit`` tokens behind the ids of ``context``."""
+    async def complete(self, episode: int, context: list[int], limit: int, pictures: Pictures = ()) -> Turn:
+        """At most ``limit`` tokens behind the ids of ``context``, which has these ``pictures``."""
         future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        self.waiting.append((episode, context, limit, future))
+        self.waiting.append((episode, context, limit, pictures, future))
         if self.serving is None or self.serving.done():
             self.serving = asyncio.create_task(self._serve())
         return await future
@@ -84,16 +91,17 @@ class TurnServer:
                     if not future.done():
                         future.set_exception(error)
 
-    def _generate(self, batch: Sequence[tuple[int, list[int], int, Any]]) -> list[Turn]:
-        contexts = Ragged.of([context for _, context, _, _ in batch], np.int64)
+    def _generate(self, batch: Sequence[Asked]) -> list[Turn]:
+        contexts = Ragged.of([context for _, context, *_ in batch], np.int64)
         seeds = []
         for episode, *_ in batch:
             turn = self.num_turns.get(episode, 0)
             self.num_turns[episode] = turn + 1
             seeds.append(self.seed_of(episode, turn))
-        longest = max(limit for _, _, limit, _ in batch)
+        longest = max(limit for _, _, limit, *_ in batch)
         sampling = dataclasses.replace(self.sampling, max_completion_length=longest)
-        prompts = Prompts(contexts, numbers=np.array(seeds, np.int64))
+        images = [pictures for *_, pictures, _ in batch]
+        prompts = Prompts(contexts, numbers=np.array(seeds, np.int64), images=images if any(images) else None)
         rollouts = self.engine.generate(prompts, sampling, seed=0)
         version = -1 if self.engine.version is None else self.engine.version
         columns = zip(batch, rollouts.completion_ids, rollouts.rollout_logps, rollouts.truncated, strict=True)
@@ -104,7 +112,7 @@ class TurnServer:
                 [version] * len(ids[:limit]),
                 bool(truncated) or len(ids) > limit,
             )
-            for (_, _, limit, _), ids, logps, truncated in columns
+            for (_, _, limit, *_), ids, logps, truncated in columns
         ]
 
 
@@ -126,7 +134,7 @@ class TurnStream:
     ) -> None:
         self.between, self.interval, self.num_steps = between, interval, 0
         self.engine, self.sampling, self.seed_of, self.thread = engine, sampling, seed_of, thread
-        self.waiting: list[tuple[int, list[int], int, asyncio.Future[Turn]]] = []
+        self.waiting: list[Asked] = []
         self.running: dict[int, asyncio.Future[Turn]] = {}
         self.num_turns: dict[int, int] = {}  # of each episode
         self.serving: asyncio.Task[None] | None = None
@@ -142,10 +150,10 @@ class TurnStream:
         self.thread.shutdown()
         self.engine.abort()
 
-    async def complete(self, episode: int, context: list[int], limit: int) -> Turn:
-        """At most ``limit`` tokens behind the ids of ``context``."""
+    async def complete(self, episode: int, context: list[int], limit: int, pictures: Pictures = ()) -> Turn:
+        """At most ``limit`` tokens behind the ids of ``context``, which has these ``pictures``."""
         future: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
-        self.waiting.append((episode, context, limit, future))
+        self.waiting.append((episode, context, limit, pictures, future))
         if self.serving is None or self.serving.done():
             self.serving = asyncio.create_task(self._serve())
         return await future
@@ -175,13 +183,13 @@ class TurnStream:
                         future.set_exception(error)
                 self.running.clear()
 
-    def _advance(self, entering: Sequence[tuple[int, list[int], int, asyncio.Future[Turn]]]) -> list[Completion]:
+    def _advance(self, entering: Sequence[Asked]) -> list[Completion]:
         """Takes those in, and goes on until somebody has finished or others wait."""
-        for episode, context, limit, future in entering:
+        for episode, context, limit, pictures, future in entering:
             turn = self.num_turns.get(episode, 0)
             self.num_turns[episode] = turn + 1
             sampling = dataclasses.replace(self.sampling, max_completion_length=limit)
-            prompts = Prompts(Ragged.of([context], np.int64))
+            prompts = Prompts(Ragged.of([context], np.int64), images=[pictures] if pictures else None)
             (number,) = self.engine.submit(prompts, sampling, seed=self.seed_of(episode, turn))
             self.running[number] = future
         finished: list[Completion] = []
@@ -210,6 +218,7 @@ class Episode:
     num_tool_calls: int = 0
     num_tool_failures: int = 0
     infos: dict[str, Any] | None = None
+    pictures: Pictures = ()  # of prompt and replies, in the order of their tokens
 
     def add_turn(self, turn: Turn, text: str, continues: bool = False) -> None:
         """``continues``: in the message that the last turn began."""
@@ -240,12 +249,13 @@ class Episode:
             for column in (self.ids, self.is_sampled, self.logps, self.versions):
                 column.pop()
 
-    def add_reply(self, ids: list[int], messages: Sequence[Message]) -> None:
+    def add_reply(self, ids: list[int], messages: Sequence[Message], pictures: Pictures = ()) -> None:
         self.ids += ids
         self.is_sampled += [False] * len(ids)
         self.logps += [0.0] * len(ids)
         self.versions += [-1] * len(ids)
         self.messages += messages
+        self.pictures = (*self.pictures, *pictures)
 
     def transcript(self, is_text: bool) -> Any:
         """The completion as messages, or as the text of all of them."""
@@ -269,6 +279,7 @@ class Stage:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     whole_weights: Callable[[], contextlib.AbstractContextManager[None]] | None = None  # see ``HfEngine``; every worker
     limits_each_turn: bool = False  # ``max_completion_length`` is of a turn, not of all of them together
+    images: ImageReader | None = None  # of a model that sees pictures
 
     def play(
         self,
@@ -305,7 +316,8 @@ class Stage:
                 server = TurnServer(engine, sampling, seed, thread)
                 episodes = run(self._play_all(server, rows, finished))
         rollouts = rollouts_of(episodes, [isinstance(prompt_of(row), str) for row in rows])
-        return dataclasses.replace(rollouts, kv_cache_usage=kv_cache_usage)
+        pictures = None if self.images is None else [episode.pictures for episode in episodes]
+        return dataclasses.replace(rollouts, kv_cache_usage=kv_cache_usage, images=pictures)
 
     async def _play_all(
         self,
@@ -338,12 +350,16 @@ class Stage:
             self.tokenizer,
             max_prompt_length=self.max_prompt_length,
             chat_template_kwargs=self.chat_template_kwargs,
+            images=self.images,
         )
         episode, continues = Episode(prompt_ids), False
+        if self.images is not None:
+            episode.pictures = self.images.prompt(row)[1]
         step_turn = getattr(environment, "step_turn", None)
         while True:
             room = min(server.sampling.max_completion_length, self._room(server, episode))
-            turn = await server.complete(number, episode.prompt_ids + episode.ids, max(1, room))
+            context = episode.prompt_ids + episode.ids
+            turn = await server.complete(number, context, max(1, room), episode.pictures)
             text = self.tokenizer.decode(turn.ids, skip_special_tokens=True)
             episode.add_turn(turn, text, continues)
             if getattr(environment, "keeps_special_tokens", False):
@@ -364,15 +380,17 @@ class Stage:
             if is_over or (turn.truncated and not reply.goes_on):
                 return episode
             messages, ids, ending = _messages(reply.messages), [], turn.ids
+            shown, pictures = _seen(messages, self.images)
             if reply.turn is not None:
                 ending = list(reply.turn.ids)
                 episode.rewrite(turn, reply.turn)
             if messages:
-                ids = reply_ids(row, messages, ending, self.tokenizer, self.chat_template_kwargs, reply.tool_calls)
+                told = (self.tokenizer, self.chat_template_kwargs, reply.tool_calls, self.images)
+                ids = reply_ids(row, messages, ending, *told)
             if len(ids) >= self._room(server, episode):
                 episode.end_without_room()
                 return episode
-            episode.add_reply(ids, messages)
+            episode.add_reply(ids, shown, pictures)
 
     def _room(self, server: TurnServer | TurnStream, episode: Episode) -> int:
         """Tokens that may still be put behind the episode's."""
@@ -389,6 +407,7 @@ def reply_ids(
     tokenizer: Any,
     chat_template_kwargs: Mapping[str, Any],
     tool_calls: Sequence[Message] = (),
+    images: ImageReader | None = None,
 ) -> list[int]:
     """Token ids of what stands between a turn of the model, which ends as ``turn_ids`` do, and its next one.
 
@@ -405,8 +424,9 @@ def reply_ids(
     def alike(turns: Sequence[Message], messages: Sequence[Message]) -> list[int]:
         """What the prompts with each of two turns end in alike."""
         opening = {"role": "user", "content": "?"}
-        prompts = [{**row, "prompt": [opening, {"role": "assistant", **turn}, *messages]} for turn in turns]
-        one, other = tokenize_prompts(prompts, tokenizer, chat_template_kwargs=chat_template_kwargs)
+        beside = {name: value for name, value in row.items() if images is None or name not in COLUMNS}
+        prompts = [{**beside, "prompt": [opening, {"role": "assistant", **turn}, *messages]} for turn in turns]
+        one, other = tokenize_prompts(prompts, tokenizer, chat_template_kwargs=chat_template_kwargs, images=images)
         pairs = zip(reversed(one), reversed(other), strict=False)
         return one[len(one) - next(k for k, (a, b) in enumerate(pairs) if a != b) :]
 
@@ -468,20 +488,31 @@ def rollouts_of(episodes: Sequence[Episode], are_texts: Sequence[bool]) -> Rollo
     )
 
 
+def _seen(messages: Sequence[Message], images: ImageReader | None) -> tuple[Sequence[Message], Pictures]:
+    """The messages of a reply as a transcript has them, with places for pictures, and the pictures themselves."""
+    if not any(num_pictures(message, marks=False) for message in messages):
+        return messages, ()
+    if images is None:
+        raise ValueError("an environment answers with an image, and a model of this run reads texts alone")
+    row, pictures = images.placed({"prompt": list(messages)})
+    return row["prompt"], pictures
+
+
 def _messages(messages: str | Sequence[Message]) -> list[Message]:
     return [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
 
 
 def _opened(row: Mapping[str, Any], opening: str | Sequence[Message] | Opening | None) -> dict[str, Any]:
     """The row with what ``reset`` gave behind its prompt, or in its place."""
+    beside = {name: value for name, value in row.items() if name != "messages"}
     if isinstance(opening, Opening):
-        return {**row, "prompt": list(opening.messages)}
+        return {**beside, "prompt": list(opening.messages)}
     prompt = prompt_of(row)
     if not opening:
-        return {**row, "prompt": prompt}
+        return {**beside, "prompt": prompt}
     if isinstance(prompt, str):
-        return {**row, "prompt": prompt + "".join(str(message["content"]) for message in _messages(opening))}
-    return {**row, "prompt": [*prompt, *_messages(opening)]}
+        return {**beside, "prompt": prompt + "".join(str(message["content"]) for message in _messages(opening))}
+    return {**beside, "prompt": [*prompt, *_messages(opening)]}
 
 
 @contextlib.contextmanager

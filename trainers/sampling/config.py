@@ -26,6 +26,7 @@ DECIDING = (
     *("prm_threshold", "easy_query_threshold", "temperature", "top_p", "top_k", "max_completion_length"),
     *("engine_kwargs", "chat_template", "chat_template_kwargs", "system", "dtype", "seed", "dataset_seed"),
     *("stop_token_ids", "shuffle_dataset", "data_range", "rollout_batch_size", "tokenizer", "max_prompt_length"),
+    "max_pixels",
 )
 
 
@@ -87,6 +88,10 @@ class SamplingConfig(RunConfig):
     {tensor_parallel_size: 2}; client: further fields of a request, null takes one out."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: false}."""
+    max_pixels: int | None = None
+    """hf and a vision model: pixels of a picture; larger ones are made smaller. null: as the processor does it."""
+    image_urls: bool = False
+    """hf and a vision model: download pictures of http addresses; false: rows with an address fail."""
     cache_files: list[str] = field(default_factory=list)
     """Outputs of earlier runs: a row that has ``num_return_sequences`` completions there takes those."""
 
@@ -182,7 +187,7 @@ def check_sampling(config: SamplingConfig) -> None:
     """Raises ConfigError naming the first key whose value has no meaning."""
     at_least(config, 1, "num_return_sequences", "n_best_to_keep", "num_sampling_batch_size", "num_sampling_batches")
     at_least(config, 1, "max_completion_length", "max_prompt_length", "rollout_batch_size", "reward_batch_size")
-    at_least(config, 1, "max_concurrent_requests")
+    at_least(config, 1, "max_concurrent_requests", "max_pixels")
     at_least(config, 0, "temperature", "top_k", "max_retries", "dataset_seed")
     check_stop_token_ids(config.stop_token_ids)
     if not 0 < config.top_p <= 1:
@@ -230,6 +235,11 @@ def _check_engine(config: SamplingConfig) -> None:
                 raise ConfigError(f"{name} is a key of its own; take it out of engine_kwargs, which are written down")
     elif config.base_url:
         raise ConfigError(f"base_url is for sampler_engine client; sampler_engine is {config.sampler_engine}")
+    if config.engine != "hf" and (config.max_pixels is not None or config.image_urls):
+        raise ConfigError(
+            f"max_pixels and image_urls are for sampler_engine hf; sampler_engine is {config.sampler_engine}. Other "
+            "engines see no pictures. Remove them."
+        )
     if config.engine == "vllm" and config.rollout_batch_size is not None:
         raise ConfigError("rollout_batch_size is for sampler_engine hf; vllm takes engine_kwargs: {max_num_seqs: N}")
     if config.temperature == 0 and config.num_return_sequences > 1 and config.engine in LOCAL:

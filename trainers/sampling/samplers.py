@@ -18,9 +18,12 @@ from jinja2.exceptions import TemplateError
 
 from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.batch import Prompts, Ragged
+from trainers.data.images.pictures import Pictures
+from trainers.data.images.processor import ImageReader
 from trainers.data.rows import prompt_of, tokenize_prompts
 from trainers.parts.checks import check_model_fits, is_on_cpu
 from trainers.parts.engine import vllm_engine
+from trainers.parts.inputs import image_reader
 from trainers.parts.models import resolve_dtype
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.rewards.models import names_reward_model
@@ -61,7 +64,8 @@ class Sampler:
             self.kind = ClientSampler(client, config)
         else:
             tokenizer = load_tokenizer(config, model)
-            self.kind = LocalSampler(local_engine(config, model, tokenizer), tokenizer, config)
+            images = image_reader(config, model, tokenizer) if config.engine == "hf" else None
+            self.kind = LocalSampler(local_engine(config, model, tokenizer), tokenizer, config, images)
 
     @RayHelper.function(group="sampler", dispatch="slice", collect="flatten")
     def sample(self, questions: Questions) -> Candidates:
@@ -126,12 +130,18 @@ def judges_beside(config: SamplingConfig) -> bool:
 
 
 class LocalSampler:
-    """Candidates of an engine in this process: vLLM has all rows at once, hf one row after the other."""
+    """Candidates of an engine in this process: vLLM has all rows at once, hf one row after the other.
 
-    def __init__(self, engine: Engine, tokenizer: Any, config: SamplingConfig) -> None:
+    ``images``: of a model that sees pictures.
+    """
+
+    def __init__(
+        self, engine: Engine, tokenizer: Any, config: SamplingConfig, images: ImageReader | None = None
+    ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.config = config
+        self.images = images
         check_stop_tokens(config.stop_token_ids, tokenizer)
         self.sampling = Sampling(
             max_completion_length=config.max_completion_length,
@@ -151,19 +161,28 @@ class LocalSampler:
         places = [place for place, one in enumerate(asked) if not isinstance(one, str)]
         for together in [places] if self.config.engine == "vllm" else [[place] for place in places]:
             prompt_ids = [asked[place] for place in together for _ in range(count)]
-            drawn = self._drawn(prompt_ids, [rows[place][0] for place in together])
+            seen = [rows[place][1] for place in together] if self.images is not None else None
+            drawn = self._drawn(prompt_ids, [rows[place][0] for place in together], seen)
             for place, ids in zip(together, drawn, strict=True):
                 texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
                 kept = [text for text in texts if text.strip()]
                 found[place] = kept, [EMPTY] * (count - len(kept)), sum(map(len, ids))
         return found
 
-    def _drawn(self, prompt_ids: list[Any], positions: list[int]) -> list[list[Any]]:
-        """The completions of rows, as token ids. What a row draws depends on the seed and its position alone."""
+    def _drawn(
+        self, prompt_ids: list[Any], positions: list[int], rows: list[dict[str, Any]] | None = None
+    ) -> list[list[Any]]:
+        """The completions of rows, as token ids. What a row draws depends on the seed and its position alone.
+
+        ``rows``: themselves, if the model sees pictures.
+        """
         count, seed = self.config.num_return_sequences, self.config.seed
         if not prompt_ids:
             return []
-        prompts = Prompts(Ragged.of(prompt_ids, np.int64))
+        pictures: list[Pictures] | None = None
+        if rows is not None and self.images is not None:
+            pictures = [one for row in rows for one in [self.images.prompt(row)[1]] * count]
+        prompts = Prompts(Ragged.of(prompt_ids, np.int64), images=pictures)
         if self.config.engine == "vllm":
             numbers = np.array([position * count + k for position in positions for k in range(count)])
             rollouts = self.engine.generate(dataclasses.replace(prompts, numbers=numbers), self.sampling, seed=seed)
@@ -178,6 +197,9 @@ class LocalSampler:
             raise ConfigError(
                 "the rows are conversations, but the tokenizer has no chat_template: set one, or use texts"
             )
+        mistake = None if self.images is None else self.images.mistake(row)
+        if mistake is not None:
+            return ": ".join(mistake)
         try:
             (prompt_ids,) = tokenize_prompts(
                 [row],
@@ -185,6 +207,7 @@ class LocalSampler:
                 max_prompt_length=self.config.max_prompt_length,
                 truncation="error",
                 chat_template_kwargs=self.config.chat_template_kwargs,
+                images=self.images,
             )
             if not prompt_ids:
                 raise ValueError("the prompt has no tokens")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from rayhelper import RayHelper
+from trainers.data.images.conversations import COLUMNS
 from trainers.data.rows import prompt_of
 from trainers.parts.models import resolve_dtype
 from trainers.plugins import load_plugins
@@ -56,10 +57,16 @@ class CandidateScorer:
     def score(self, candidates: Candidates) -> Rewards:
         """The rewards of every row's texts; NaN where a function had nothing to say."""
         if self.model is not None:
-            scored = [self.model.score(*_of_row(*row)) for row in zip(candidates.rows, candidates.texts, strict=True)]
+            scored = [self._by_model(*row) for row in zip(candidates.rows, candidates.texts, strict=True)]
         else:
             scored = self._by_function(candidates)
         return scored
+
+    def _by_model(self, row: dict[str, Any], texts: Sequence[str]) -> list[float]:
+        assert self.model is not None
+        prompts, completions = _of_row(row, texts)
+        pictures = {name: [row[name]] * len(prompts) for name in COLUMNS if name in row}
+        return self.model(prompts, completions, **pictures)
 
     def _by_function(self, candidates: Candidates) -> Rewards:
         """One call for all rows: a function that asks a server asks for all at once."""

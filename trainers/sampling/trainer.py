@@ -34,9 +34,11 @@ from rayhelper.roles.futures import Future
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.reading.secrets import masked
 from trainers.configuration.reading.text import save_config
+from trainers.data.images.processor import ImageReader
 from trainers.data.rows import prompt_of
-from trainers.parts.inputs import read_rows
-from trainers.plugins import load_plugins, resolve_model
+from trainers.parts.inputs import REWARD_MODEL, image_reader, read_rows
+from trainers.parts.tokenizer import load_tokenizer
+from trainers.plugins import MODELS, load_plugins, resolve_model
 from trainers.report.command import write_of
 from trainers.rewards.models import check_reward_model, names_reward_model
 from trainers.rollout.hf.settings import check_generation_kwargs
@@ -119,7 +121,7 @@ class SamplingTrainer:
         config = self.config
         with mistakes_of("external_plugins"):
             load_plugins(config.external_plugins)
-        self.rows: Any = read_rows(config, config.dataset, config.dataset_split)
+        self.rows: Any = read_rows(config, config.dataset, config.dataset_split, seen_rows(config))
         with mistakes_of("dataset"):
             prompt_of(self.rows[0])
         check_writable(config.output_path, self.rows[0])
@@ -296,6 +298,15 @@ class SamplingTrainer:
             "correct": counts["num_correct"] / max(1, counts["num_candidates"]),
             "tokens_per_second": (counts["num_tokens"] - self.num_tokens_before) / max(seconds, 1e-9),
         }
+
+
+def seen_rows(config: SamplingConfig) -> ImageReader | None:
+    """What reads the pictures of rows, if the sampler and every reward model see some. Models of plugins see none."""
+    judges = {"prm": config.prm_model, "orm": config.orm_model}
+    models = {f"{REWARD_MODEL} {role}": spec for role, spec in judges.items() if names_reward_model(spec)}
+    if config.engine != "hf" or {config.model, *models.values()} & {*MODELS}:
+        return None
+    return image_reader(config, config.model, load_tokenizer(config, config.model), models)
 
 
 def positions_of(config: SamplingConfig, num_rows: int) -> np.ndarray:

@@ -174,7 +174,7 @@ class FsdpBackend:
             seed=seed,
             quantization=quantization,
         )
-        self.vision = Vision.of(self.module, model, head, trust_remote_code=trust_remote_code, **(vision or {}))
+        self.vision = Vision.of(self.module, model, trust_remote_code=trust_remote_code, **(vision or {}))
         if lowers and self.device.type == "cuda":
             packed_attention.prefer(self.module)
         shares = sequence_parallel_size > 1  # rows

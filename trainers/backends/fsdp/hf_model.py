@@ -21,7 +21,8 @@ from trainers.backends.fsdp import packed_attention
 from trainers.backends.fsdp.sharding import as_placed
 from trainers.backends.fsdp.tuners.adapters import own_weights, trained_names
 from trainers.backends.fsdp.tuners.quantized import compute_alike, loading_arguments, quantized_layers, written_whole
-from trainers.data.images.processor import language_class
+from trainers.backends.fsdp.vision.classifier import classifier_class
+from trainers.data.images.processor import is_vision, language_class
 
 ModelHead = Literal["lm", "value"]
 
@@ -45,22 +46,27 @@ def build_model(
     A classifier has ``num_labels`` labels. It may be read from a language model; its head is then drawn
     (``fresh_weights.py``). ``quantization``: fields of transformers' BitsAndBytesConfig (see ``tuners/quantized.py``).
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     packed_attention.register()
     settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, **dict(model_init_kwargs or {})}
     if quantization:
         settings |= loading_arguments(quantization, dtype, device)
+    configuration = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     if head == "value":
-        built, found = AutoModelForSequenceClassification.from_pretrained(
+        # of a vision model it is a field of the part that reads text: there its ``forward`` looks for the last token
+        pad_token_id = settings.pop("pad_token_id", None) if is_vision(configuration) else None
+        built, found = classifier_class(configuration).from_pretrained(
             model, num_labels=num_labels, output_loading_info=True, **settings
         )
+        if pad_token_id is not None:
+            built.config.get_text_config().pad_token_id = pad_token_id
         if VALUE_HEAD in found["missing_keys"]:
             head_KH = built.score.weight.data
-            head_KH.copy_(value_head(head_KH.shape[1], built.config.initializer_range, seed, num_labels))
+            std = built.config.get_text_config().initializer_range
+            head_KH.copy_(value_head(head_KH.shape[1], std, seed, num_labels))
     else:
-        found = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        kind = AutoModelForCausalLM if language_only else language_class(found)
+        kind = AutoModelForCausalLM if language_only else language_class(configuration)
         built = kind.from_pretrained(model, **settings)
     if quantization:  # it is on its device, and cannot be moved
         compute_alike(built)

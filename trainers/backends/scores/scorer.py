@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainers.backends.base import TokenFunction
-from trainers.backends.fsdp.documents import Way, model_arguments
+from trainers.backends.fsdp.documents import Way, backbone, model_arguments
 from trainers.backends.fsdp.packed_attention import single_documents
 from trainers.backends.scores.head import Head, Scores
 from trainers.backends.scores.inputs import Inputs
@@ -49,7 +49,7 @@ class Scorer(torch.nn.Module):
         ``is_token_BT``: asks for the loss of routers, over what is True.
         """
         routes = {} if is_token_BT is None else {"output_router_logits": True}
-        with single_documents(inputs), self.joining(inputs):
+        with single_documents(inputs), joining(self.model, inputs, self.dummy):
             given = arguments_of(self.model, inputs, self.way, self.ranks)
             outputs = self.head.outputs(self.model, **given, **routes)
         features_NX = self.head.features(outputs, inputs.places_N)
@@ -74,32 +74,33 @@ class Scorer(torch.nn.Module):
             return scores
         return scores._replace(router_loss=self.balance.loss(outputs.router_logits, is_token_BT))
 
-    @contextlib.contextmanager
-    def joining(self, inputs: Inputs) -> Iterator[None]:
-        """Inside, a pass without pictures runs the tower too, where it has a ``dummy``, and adds nothing to embeddings.
-
-        So it gathers shards and reduces gradients in the order of a pass with pictures, which other ranks may make.
-        """
-        if self.dummy is None or inputs.seen is not None:
-            yield
-            return
-        nothing = nothing_of(self.model, self.dummy)
-        hook = self.model.get_input_embeddings().register_forward_hook(
-            lambda module, given, embeddings: embeddings + nothing.to(embeddings.dtype)
-        )
-        try:
-            yield
-        finally:
-            hook.remove()
-
 
 TAKEN = ("pooler_output", "deepstack_features")  # of a tower's outputs: what language models take
+
+
+@contextlib.contextmanager
+def joining(model: Any, inputs: Inputs, dummy: dict[str, torch.Tensor] | None) -> Iterator[None]:
+    """Inside, a pass without pictures runs the tower too, where it has a ``dummy``, and adds nothing to embeddings.
+
+    So it gathers shards and reduces gradients in the order of a pass with pictures, which other ranks may make.
+    """
+    if dummy is None or inputs.seen is not None:
+        yield
+        return
+    nothing = nothing_of(model, dummy)
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda module, given, embeddings: embeddings + nothing.to(embeddings.dtype)
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def nothing_of(model: Any, pixels: dict[str, torch.Tensor]) -> torch.Tensor:
     """Zero, computed by the vision tower of a model: every rank of a group runs it, and the same weights get gradients
     as where there are pictures."""
-    outputs = model.get_image_features(**pixels, return_dict=True)
+    outputs = backbone(model).get_image_features(**pixels, return_dict=True)
     tensors = [tensor for name in TAKEN for tensor in _tensors_in(getattr(outputs, name, None))]
     return torch.stack([tensor.float().sum() * 0.0 for tensor in tensors]).sum()
 
@@ -125,10 +126,11 @@ class ValueScorer(torch.nn.Module):
                 "is what AutoModelForSequenceClassification builds for decoders such as Qwen3 or Llama."
             )
         self.model, self.way, self.ranks = model, way, ranks
+        self.dummy: dict[str, torch.Tensor] | None = None  # as of ``Scorer``
 
     def forward(self, inputs: Inputs) -> tuple[torch.Tensor]:
         """(N,) float32 values; (N, K) of a model with K labels, if they are several."""
-        with single_documents(inputs):
+        with single_documents(inputs), joining(self.model, inputs, self.dummy):
             given = arguments_of(self.model, inputs, self.way, self.ranks)
             hidden_BTH = self.model.base_model(**given, use_cache=False).last_hidden_state
         hidden_NH = hidden_BTH.flatten(0, 1).index_select(0, inputs.places_N)

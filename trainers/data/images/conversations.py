@@ -14,7 +14,7 @@ pictures, the first ones stand before the first message that is no system messag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ COLUMNS = ("images", "image")
 CONVERSATIONS = ("prompt", "messages", "completion", "chosen", "rejected")  # in the order in which they are read
 ANSWERS = ("completion", "chosen", "rejected")
 MARK = "<image>"
+RARE_SIDE, RARE_RATIO = 32, 20  # pixels; long to short side
 TYPES = ("image", "image_url")  # of a part of a message
 IN_PARTS = ("system", "user", "assistant")  # roles whose contents become lists of parts
 
@@ -70,28 +71,53 @@ def placed(
     for name in spoken:
         for message in turns[name]:
             if message.get("role") in IN_PARTS and message.get("content") is not None:
-                parts = _in_parts(message["content"], marks=bool(column))
+                parts = as_parts(message["content"], marks=bool(column))
                 message["content"], own = _with_places(parts, rest, max_pixels=max_pixels, urls=urls)
                 found += own
     return {**row, **turns}, tuple(found)
 
 
-def picture_mistake(row: Mapping[str, Any], *, urls: bool = False) -> tuple[str, str] | None:
-    """The column and what is wrong with the pictures of a row, if anything is; each is read."""
+def picture_mistake(
+    row: Mapping[str, Any],
+    *,
+    max_pixels: int | None = None,
+    urls: bool = False,
+    tokens: Sequence[str] = (),
+    process: Callable[[Any], object] | None = None,
+) -> tuple[str, str] | None:
+    """The column and what is wrong with the pictures of a row, if anything is; each is read.
+
+    ``tokens``: texts that stand for parts of pictures, which no text may hold. ``process``: of the model's processor,
+    which is asked about pictures of a rare shape.
+    """
+    for name in (*CONVERSATIONS, "text"):
+        for token in tokens:
+            if any(token in text for text in _texts(row.get(name))):
+                return name, f"a text holds {token!r}, which stands for a part of a picture"
     column = next((name for name in COLUMNS if row.get(name)), None)
     told = column or next((name for name in CONVERSATIONS if isinstance(row.get(name), list)), "images")
     try:
-        _, pictures = placed(row, urls=urls)
+        _, pictures = placed(row, max_pixels=max_pixels, urls=urls)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         return told, str(error)
     for number, picture in enumerate(pictures):
+        where = f"image {number}" + (f" {picture.source!r}" if isinstance(picture.source, str) else "")
         try:
-            picture.image()
-        except (OSError, ValueError, SyntaxError) as error:  # of Pillow, by what the file holds
-            where = f"image {number}" + (f" {picture.source!r}" if isinstance(picture.source, str) else "")
+            image = picture.image()
+            if process is not None and is_rare(image):
+                where += f" ({image.width} x {image.height} pixels)"
+                process(image)
+        except (OSError, ValueError, SyntaxError, ArithmeticError, RuntimeError, LookupError) as error:
+            # of Pillow and of the processor, by what the file holds
             missing = isinstance(error, FileNotFoundError)
             return told, f"{where} {'does not exist' if missing else f'cannot be read: {error}'}"
     return None
+
+
+def is_rare(image: Any) -> bool:
+    """Whether some processors refuse a picture of this shape: thin or tiny."""
+    short, long = sorted((image.width, image.height))
+    return bool(short < RARE_SIDE or long > RARE_RATIO * short)
 
 
 def has_pictures(rows: Dataset) -> bool:
@@ -153,13 +179,13 @@ def num_pictures(message: Mapping[str, Any], *, marks: bool) -> int:
     return sum(part.get("type") in TYPES for part in parts)
 
 
-def _in_parts(content: Any, *, marks: bool) -> list[dict[str, Any]]:
+def as_parts(content: Any, *, marks: bool) -> list[dict[str, Any]]:
     """A content as a list of parts; ``marks``: ``<image>`` is a place."""
     if not isinstance(content, str):
         parts = [{key: value for key, value in part.items() if value is not None} for part in content]
         if not marks:
             return parts
-        split = (_in_parts(p.get("text") or "", marks=True) if p.get("type") == "text" else [p] for p in parts)
+        split = (as_parts(p.get("text") or "", marks=True) if p.get("type") == "text" else [p] for p in parts)
         return [part for some in split for part in some]
     if not marks or MARK not in content:
         return [{"type": "text", "text": content}]
@@ -187,6 +213,16 @@ def _with_places(
         shown.append({"type": "image"})
         pictures.append(picture)
     return shown, pictures
+
+
+def _texts(value: Any) -> list[str]:
+    """The texts of a column: itself, or those of its messages."""
+    if isinstance(value, str):
+        return [value]
+    contents = [message.get("content") for message in value or () if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
+    return [text for text in (*contents, *texts) if isinstance(text, str)]
 
 
 def _own(part: Mapping[str, Any]) -> Any:

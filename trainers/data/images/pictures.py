@@ -42,12 +42,18 @@ class Picture:
     max_pixels: int | None = None
 
     def image(self) -> Any:
-        """The picture in memory, a ``PIL.Image`` in RGB. Raises OSError or ValueError if it cannot be read."""
+        """The picture in memory, a ``PIL.Image`` in RGB, turned as its EXIF says: transformers' ``load_image``.
+
+        Raises OSError or ValueError if it cannot be read.
+        """
         from PIL import Image
 
         file = self.source if isinstance(self.source, str) else io.BytesIO(self.source)
-        with Image.open(file) as opened:
-            image = opened.convert("RGB")  # reads all of it
+        try:
+            with Image.open(file) as opened:
+                image = in_rgb(opened)  # reads all of it
+        except Image.DecompressionBombError as error:
+            raise ValueError(str(error)) from None
         if self.max_pixels is None or image.width * image.height <= self.max_pixels:
             return image
         ratio = image.width / image.height
@@ -65,6 +71,13 @@ class Picture:
     def __repr__(self) -> str:
         shown = repr(self.source) if isinstance(self.source, str) else f"{len(self.source)} bytes"
         return f"Picture({shown})"
+
+
+def in_rgb(image: Any) -> Any:
+    """A ``PIL.Image`` of any mode in RGB, turned as its EXIF says."""
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(image).convert("RGB")
 
 
 Pictures = tuple[Picture, ...] | tuple[tuple[Picture, ...], ...]  # of a row: of its one document, or of each of them
@@ -105,7 +118,7 @@ def _picture(value: Any, max_pixels: int | None, urls: bool) -> Picture:
         return Picture(str(value), max_pixels)
     if hasattr(value, "tobytes") and hasattr(value, "save"):  # a PIL.Image
         written = io.BytesIO()
-        value.save(written, "PNG")
+        in_rgb(value).save(written, "PNG")
         return Picture(written.getvalue(), max_pixels)
     if not isinstance(value, str):
         raise ValueError(f"a picture is a path, bytes, base64 or a PIL.Image, not {type(value).__name__}")

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from trainers.data.images.conversations import ANSWERS, TYPES, num_places, picture_mistake, placed
+from trainers.data.images.conversations import ANSWERS, COLUMNS, MARK, TYPES, num_places, picture_mistake, placed
 from trainers.data.images.pictures import Picture
 
 VIDEOS = "video_processor"
@@ -157,8 +157,23 @@ class ImageReader:
         return shown, pictures
 
     def mistake(self, row: Mapping[str, Any]) -> tuple[str, str] | None:
-        """The column and what is wrong with the pictures of a row, if anything is."""
-        return picture_mistake(row, urls=self.urls)
+        """The column and what is wrong with the pictures of a row, if anything is.
+
+        No text may hold a token that stands for a part of a picture, other than ``<image>`` in its place.
+        """
+        told: dict[str, Any] = {"max_pixels": self.max_pixels, "urls": self.urls}
+        has_places = any(row.get(name) for name in COLUMNS)
+        tokens = [token for token in self.picture_tokens if not (has_places and token == MARK)]
+        return picture_mistake(row, **told, tokens=tokens, process=self._asked)
+
+    @property
+    def picture_tokens(self) -> list[str]:
+        """The tokens that stand for pictures and parts of them, as texts."""
+        ids = [token for token in self.processor.image_token_ids if token is not None]
+        return sorted({self.processor.image_token, *self.plain.convert_ids_to_tokens(ids)})
+
+    def _asked(self, image: Any) -> None:
+        self.processor(text=[self.processor.image_token], images=[[image]])
 
     def tokenizer(self, pictures: Sequence[Picture]) -> SeeingTokenizer:
         """The tokenizer for a row with these pictures."""

@@ -1,4 +1,4 @@
-"""The parts of a vision model: which weights are of the vision tower, the aligner and the language model.
+"""The parts of a vision model: which weights are of the vision tower, the aligner, the language model and a head.
 
     part_of(module)                                # {"model.visual.patch_embed.proj.weight": "vit", ...}
     freeze(module, ["vit", "aligner"])
@@ -14,7 +14,9 @@ from typing import Any, Literal
 
 import torch
 
-Part = Literal["vit", "aligner", "llm"]
+from trainers.backends.fresh_weights import VALUE_HEAD
+
+Part = Literal["vit", "aligner", "llm", "head"]  # head: of a sequence classifier; it always learns
 MERGERS = ("merger", "merger_list", "deepstack_merger_list")  # parts of a tower
 
 
@@ -26,10 +28,13 @@ def part_of(module: Any) -> dict[str, Part]:
     mergers = [part for name, part in tower.named_children() if name in MERGERS]
     of_mergers = {id(weight) for part in mergers for weight in part.parameters()}
     of_tower = {id(weight) for weight in tower.parameters()} - of_mergers
-    return {
-        name: "llm" if id(weight) in of_language else "vit" if id(weight) in of_tower else "aligner"
-        for name, weight in module.named_parameters(remove_duplicate=False)
-    }
+
+    def part(name: str, weight: torch.Tensor) -> Part:
+        if name == VALUE_HEAD:
+            return "head"
+        return "llm" if id(weight) in of_language else "vit" if id(weight) in of_tower else "aligner"
+
+    return {name: part(name, weight) for name, weight in module.named_parameters(remove_duplicate=False)}
 
 
 def freeze(module: Any, frozen: Iterable[Part]) -> None:

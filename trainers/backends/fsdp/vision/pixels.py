@@ -63,9 +63,9 @@ class Vision:
         self._num_bytes = 0
 
     @classmethod
-    def of(cls, module: Any, model: str | Path, head: str = "lm", **options: Any) -> Vision | None:
-        """That of a vision model that gives tokens; None for others."""
-        return cls(module, model, **options) if head == "lm" and is_vision(module.config) else None
+    def of(cls, module: Any, model: str | Path, **options: Any) -> Vision | None:
+        """That of a vision model; None for others."""
+        return cls(module, model, **options) if is_vision(module.config) else None
 
     def without_adapter(self) -> list[str]:
         """Linear layers of the parts that are frozen, which get no adapter."""

@@ -1,0 +1,139 @@
+"""Pictures of odd shapes and kinds: what transformers makes of them, or a broken row. Texts that look like pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoTokenizer
+from transformers.image_utils import load_image
+
+from rayhelper import ConfigError
+from tests.conftest import without_runtime
+from tests.e2e.runs import grpo_config, sft_config
+from tests.images.test_sft import turns
+from tests.images.tiny import MODELS, picture, png, save_vision
+from trainers.backends.fsdp.hf_model import build_model
+from trainers.backends.fsdp.vision.pixels import Vision
+from trainers.data.images.processor import ImageReader, load_processor
+from trainers.data.rows import tokenize_prompts
+from trainers.grpo.trainer import GRPOTrainer
+from trainers.sft.trainer import SFTTrainer
+
+
+def odd_pictures(folder: Path) -> dict[str, Path]:
+    """Files of each kind."""
+    whole = picture(3)  # 16 x 48
+    alpha = whole.convert("RGBA")
+    alpha.putalpha(Image.linear_gradient("L").resize(whole.size))
+    palette = alpha.quantize(16)
+    palette.info["transparency"] = 3
+    deep = Image.frombytes("I;16", (24, 24), bytes(range(256)) * 4 + bytes(range(128)))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    made: dict[str, tuple[Image.Image, dict[str, Any]]] = {
+        "one_high.png": (whole.resize((40, 1)), {}),
+        "one_wide.png": (whole.resize((1, 40)), {}),
+        "one.png": (whole.resize((1, 1)), {}),
+        "wide.png": (whole.resize((400, 8)), {}),
+        "thread.png": (whole.resize((900, 3)), {}),
+        "alpha.png": (alpha, {}),
+        "palette.png": (palette, {}),
+        "grey.png": (whole.convert("L"), {}),
+        "grey_alpha.png": (alpha.convert("LA"), {}),
+        "bits.png": (whole.convert("1"), {}),
+        "deep.png": (deep, {}),
+        "cmyk.jpg": (whole.convert("CMYK"), {}),
+        "turned.jpg": (whole, {"exif": exif}),
+        "still.gif": (palette, {}),
+    }
+    for name, (image, options) in made.items():
+        image.save(folder / name, **options)
+    return {name: folder / name for name in made}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_odd_picture_is_what_transformers_makes_of_it_or_a_broken_row(name: str, tmp_path: Path) -> None:
+    model = save_vision(tmp_path / "model", name)
+    tokenizer, processor = AutoTokenizer.from_pretrained(model), load_processor(model)
+    reader = ImageReader(tokenizer, model)
+    vision = Vision(build_model(model, dtype=torch.float32, device=torch.device("cpu")), model)
+    num_taken = 0
+    for file in odd_pictures(tmp_path).values():
+        row = {"prompt": [{"role": "user", "content": "<image>How many?"}], "images": [str(file)]}
+        parts = [{"type": "image"}, {"type": "text", "text": "How many?"}]
+        shown = tokenizer.apply_chat_template(
+            [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
+        )
+        wanted, why = None, ""
+        try:
+            wanted = processor(text=[shown], images=[[load_image(str(file))]], return_tensors="pt")
+        except (ValueError, ArithmeticError, RuntimeError, LookupError) as error:
+            why = f"pixels) cannot be read: {error}"
+        mistake = reader.mistake(row)
+        if wanted is None:
+            assert mistake is not None
+            assert why in mistake[1]
+            continue
+        num_taken += 1
+        assert mistake is None
+        (ids,) = tokenize_prompts([row], tokenizer, images=reader)
+        assert ids == wanted["input_ids"][0].tolist(), file.name
+        for key, pixels in vision.seen([reader.prompt(row)[1]]).items():
+            assert torch.equal(pixels, wanted[key]), f"{file.name}: {key}"
+    assert num_taken >= 9
+
+
+def test_pictures_in_memory_of_any_kind_are_read_like_their_files(tmp_path: Path) -> None:
+    model = save_vision(tmp_path / "model")
+    reader = ImageReader(AutoTokenizer.from_pretrained(model), model)
+    for file in odd_pictures(tmp_path).values():
+        for kind in (file.read_bytes(), Image.open(file)):
+            (found,) = reader.prompt({"prompt": [{"role": "user", "content": "?"}], "images": [kind]})[1]
+            assert found.image().tobytes() == load_image(str(file)).tobytes(), file.name
+
+
+def test_a_thin_picture_is_told_before_the_first_step_or_left_out(tmp_path: Path) -> None:
+    model, thread = save_vision(tmp_path / "model"), str(odd_pictures(tmp_path)["thread.png"])
+    prompt = [{"role": "user", "content": "<image>?"}]
+    rows = [{"prompt": prompt, "images": [png(0)]}, {"prompt": prompt, "images": [thread]}]
+    with without_runtime():
+        with pytest.raises(ConfigError, match=r"1 of 2 rows are broken: row 1 \(images: image 0 .*900 x 3 pixels"):
+            GRPOTrainer(grpo_config(model, tmp_path, dataset=rows, eval_dataset=None))
+        kept = GRPOTrainer(grpo_config(model, tmp_path, dataset=rows, eval_dataset=None, skip_broken_rows=True))
+        assert len(kept.rows) == 1
+
+
+PAD = "<|image_pad|>"
+LIKE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "question": ("qwen2_5_vl", {"messages": turns(f"What is {PAD}?", "a"), "images": []}, PAD),
+    "beside a picture": ("qwen2_5_vl", {"messages": turns(f"<image> or {PAD}?", "a"), "images": [png(1)]}, PAD),
+    "in its place": ("qwen2_5_vl", {"messages": turns(f"{PAD}?", "a"), "images": [png(1)]}, PAD),
+    "answer": ("qwen2_5_vl", {"messages": turns("What?", f"{PAD}"), "images": []}, PAD),
+    "part": (
+        "qwen2_5_vl",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": PAD}]}, turns("", "a")[1]]},
+        PAD,
+    ),
+    "mark": ("llava_onevision", {"messages": turns("What does <image> mean?", "a"), "images": []}, "<image>"),
+}
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_a_text_that_holds_a_token_of_pictures_is_a_broken_row(name: str, tmp_path: Path) -> None:
+    kind, broken, told = LIKE[name]
+    model = save_vision(tmp_path / "model", kind)
+    good = {"messages": turns("<image>What?", "one"), "images": [png(0)]}
+    rows = [good, {"images": None} | broken, good]
+    keys: dict[str, Any] = {"eval_dataset": None, "max_length": None, "dataset": rows}
+    with without_runtime():
+        with pytest.raises(ConfigError, match="1 of 3 rows are broken: row 1") as error:
+            SFTTrainer(sft_config(model, tmp_path, **keys))
+        assert f"a text holds {told!r}, which stands for a part of a picture" in str(error.value)
+        kept = SFTTrainer(sft_config(model, tmp_path, **keys, skip_broken_rows=True))
+        assert len(kept.sequences) == 2
+        assert kept.sequences.images is not None
+    assert AutoConfig.from_pretrained(model).model_type == kind

@@ -338,6 +338,24 @@ def test_help_shows_common_keys_then_those_of_the_trainer_and_the_names_of_the_o
 
 
 @pytest.mark.parametrize(
+    ("topic", "default", "held"),
+    [
+        ("gradient_checkpointing", "auto", "auto"),
+        ("token_budget", "auto", "auto"),
+        ("per_device_train_batch_size", "auto (8 per step)", 8),
+        ("learning_rate", "2.0e-05", 2e-5),
+    ],
+)
+def test_help_shows_the_default_that_holds_where_a_file_says_nothing(
+    topic: str, default: str, held: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert getattr(load_config(SFTConfig, ["--model", "m", "--dataset", "d"]), topic) == held
+    with pytest.raises(SystemExit):
+        print_help(SFTConfig, None, topic)
+    assert f"default: {default}" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
     ("topic", "there", "not_there"),
     [
         ("vllm", ["vllm_max_model_len", "vllm_patches"], ["learning_rate", "rollout_engine"]),

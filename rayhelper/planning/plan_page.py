@@ -35,7 +35,7 @@ h1 { font-size: 1.3rem; } h2 { font-size: 1.05rem; margin: 1.4rem 0 .4rem; } p {
 .node { display: grid; grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)); gap: .5rem; list-style: none;
   padding: 0; margin: 0; }
 .node li { border: 1px solid var(--line); border-top: .4rem solid var(--group); border-radius: .3rem; padding: .4rem; }
-.idle { border-style: dashed; color: var(--quiet); }
+.node .idle { border-style: dashed; color: var(--quiet); }
 .quiet { color: var(--quiet); font-size: .85rem; }
 .bar { display: block; height: .5rem; background: var(--line); border-radius: .25rem; overflow: hidden; }
 .bar i { display: block; height: 100%; background: var(--group); }
@@ -97,7 +97,7 @@ def _nodes(made: Plan) -> Iterator[str]:
         yield f"<h2>Node {', '.join(named[:SHOWN_RUNS])}{more}{alike}</h2>"
         yield f'<ul class="node">\n{"".join(boxes)}</ul>'
     if num_places and len(num_places) < made.num_nodes:
-        yield f"<p>{made.num_nodes - len(num_places):,} more nodes are idle.</p>"
+        yield f"<p>Idle nodes: {made.num_nodes - len(num_places):,}</p>"
 
 
 def _hosted(made: Plan) -> dict[tuple[int, int], tuple[str, ...]]:

@@ -78,7 +78,7 @@ def test_the_picture_has_a_box_per_device_and_draws_nodes_that_are_alike_once(
     peak = next(one.peak_bytes for one in made.groups if one.group.name == "policy")
     assert peak is not None
     assert shown.count(f"{peak / GIB:.1f} of 80 GiB") == 4
-    assert "2 more nodes are idle" in shown
+    assert "<p>Idle nodes: 2</p>" in shown
     assert "&lt;reward&gt;" in shown
     assert "<reward>" not in shown
     assert plan(str(tmp_path / "x.yaml"), nodes=5, html=str(tmp_path / "plan.html")) == 0

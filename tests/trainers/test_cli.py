@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from rayhelper import ConfigError, DeviceGroups, PlacementError, RayHelper
+from rayhelper.timeline.trace import read as read_trace
 from trainers import cli, commands
 from trainers.cli import load_config, main, placement, run, save_config
 from trainers.configuration.reading import command_line
@@ -564,14 +565,19 @@ def test_a_bug_keeps_its_traceback(made: list[Config], monkeypatch: pytest.Monke
         main(DUMMY, NEEDED)
 
 
+SESSION = RayHelper.session
+
+
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Stands for Ray: what the session was opened with, and 'closed' once it was left."""
     events: list[Any] = []
 
     @contextmanager
-    def opened(device_groups: DeviceGroups, *, runtime: str = "", ray_address: str | None = None) -> Iterator[None]:
-        events.extend([device_groups, runtime or ray_address])
+    def opened(
+        device_groups: DeviceGroups, *, runtime: str = "", ray_address: str | None = None, trace: Path | None = None
+    ) -> Iterator[None]:
+        events.extend([device_groups, runtime or ray_address, *([] if trace is None else [trace])])
         try:
             yield
         finally:
@@ -658,6 +664,36 @@ def test_timeout_s_holds_in_one_process(made: list[Config], session: list[Any], 
     main(DUMMY, [*NEEDED, *where])
     assert session[1] == "off"
     assert session[0].limit_of("train")[0] == 5
+
+
+@RayHelper.worker(group=["train"])
+class TracedTrainer:
+    """As a trainer of one call."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+
+    @RayHelper.function(group="train")
+    def step(self) -> float:
+        return 0.5
+
+    def train(self) -> dict[str, float]:
+        return {"loss": self.step()}
+
+
+def test_trace_records_the_calls_of_a_run_in_its_folder(
+    tmp_path: Path, made: list[Config], session: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    config = Config(model="tiny", dataset="sums", output_dir=str(folder), trace=True)
+    with monkeypatch.context() as real:
+        real.setattr(RayHelper, "session", SESSION)
+        run(TracedTrainer, config)
+    spans, metadata = read_trace(folder / "trace.json.gz")
+    assert metadata["runtime"] == "off"
+    assert [span.name for span in spans if (span.role, span.phase) == ("train", "run")] == ["TracedTrainer.step"]
+    run(DummyTrainer, dataclasses.replace(config, use_ray=True))
+    assert session[2] == folder / "trace.json.gz"
 
 
 def config_on(groups: dict[str, Any], **changed: Any) -> Config:

@@ -123,6 +123,8 @@ class RunConfig:
     """tensorboard, wandb, swanlab, none."""
     report_every: int = 0
     """Optimizer steps between writings of report.html, the page about the run; 0: only at the end of the run."""
+    trace: bool = False
+    """Record every call of every role in ``output_dir/trace.json.gz``, which ``rayhelper timeline`` shows."""
 
     # Placement
     use_ray: bool = False

@@ -193,7 +193,7 @@ def _logging(config: Any, process: str) -> Iterator[None]:
 
 def _trace(config: Any) -> Path | None:
     """The file of the timeline, in a folder that is there; None: none is asked for."""
-    if not getattr(config, "trace", False):
+    if not isinstance(config, RunConfig) or not config.trace:
         return None
     config.run_folder.mkdir(parents=True, exist_ok=True)
     return Path(config.run_folder) / TRACE

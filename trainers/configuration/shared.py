@@ -33,7 +33,7 @@ from trainers.configuration.values import (
 )
 from trainers.configuration.vision import VisionConfig, check_vision
 from trainers.data.held_out import Part
-from trainers.run.trackers import check_installed
+from trainers.run.trackers import BUILT_IN, NONE, check_installed
 
 SEQUENCES_PER_STEP = "sequences a step"  # the name of that number in what a checkpoint says of the order of the data
 PARALLEL_KEYS = tuple(key for key in SIZE_KEYS if key != VLLM_KEY)
@@ -49,7 +49,6 @@ OF_FSDP_INSTEAD = {  # what fsdp does in the place of a key of megatron
     ),
 }
 SET_BY_TRAINERS = ("device_map", "output_loading_info", "num_labels", "state_dict", "config")  # of from_pretrained
-REPORTERS = ("tensorboard", "wandb", "swanlab", "none")
 PLAIN_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 # Those of transformers that look at the step alone; some need lr_scheduler_kwargs.
 SCHEDULES = (
@@ -114,13 +113,13 @@ class RunConfig:
     output_dir: str = "outputs"
     """Folder of the trained model (final), checkpoints, metrics and the resolved configuration."""
     run_name: str | None = None
-    """Name of the run in wandb."""
+    """Name of the run in trackers."""
     logging_steps: int = 10
     """Optimizer steps between lines on the console; the metrics files hold every step."""
     log_level: Literal["passive", "debug", "info", "warning", "error", "critical"] = "passive"
     """Of the console. passive: libraries speak when something is wrong; all of it is in ``output_dir/logs``."""
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """tensorboard, wandb, swanlab, none."""
+    """Trackers: tensorboard, wandb, swanlab, mlflow, trackio, those of plugins, none."""
     report_every: int = 0
     """Optimizer steps between writings of report.html, the page about the run; 0: only at the end of the run."""
     trace: bool = False
@@ -314,8 +313,8 @@ def check_run(config: RunConfig) -> None:
     at_least(config, 1, "logging_steps")
     at_least(config, 0, "seed", "report_every")
     check_choices(config)
-    for reporter in config.report_to:
-        one_of("report_to", reporter, REPORTERS)
+    for reporter in [] if config.external_plugins else config.report_to:  # a plugin may register others
+        one_of("report_to", reporter, (*BUILT_IN, NONE))
     check_installed(config.report_to)
     if config.dataset is None or config.dataset == [] or config.dataset == "":
         raise ConfigError("dataset is empty; give a file, a folder, a hub name, a plugin's dataset, or rows")

@@ -20,7 +20,7 @@ class VisionConfig:
     max_pixels: int | None = None
     """Pixels (width x height) of a picture; larger ones are made smaller. null: as the model's processor does it."""
     image_urls: bool = False
-    """Download pictures of http addresses; false: rows with an address are broken."""
+    """Download pictures of http addresses. false: rows with an address are broken."""
     freeze_vit: bool | None = None
     """The vision tower does not learn; with an adapter: gets none. null: true with an adapter, else false."""
     freeze_aligner: bool | None = None
@@ -28,9 +28,9 @@ class VisionConfig:
     freeze_llm: bool = False
     """The same of the language model."""
     vit_lr: float | None = None
-    """Learning rate of the vision tower; null: ``learning_rate``."""
+    """Learning rate of the vision tower. null: ``learning_rate``."""
     aligner_lr: float | None = None
-    """Learning rate of the aligner; null: ``learning_rate``."""
+    """Learning rate of the aligner. null: ``learning_rate``."""
 
 
 def vision_settings(config: Any) -> dict[str, Any]:

@@ -43,9 +43,9 @@ class MegatronConfig:
     use_distributed_optimizer: bool = True
     """The optimizer lies in shards over the data-parallel workers."""
     overlap_grad_reduce: bool = False
-    """Add gradients over the workers while the backward pass goes on."""
+    """Add gradients over the workers while the backward pass continues."""
     overlap_param_gather: bool = False
-    """Gather updated weights while the next forward pass goes on; needs the two keys above."""
+    """Gather updated weights while the next forward pass continues; needs the two keys above."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens get to their experts. flex needs DeepEP, and is refused."""
     moe_grouped_gemm: bool = False
@@ -70,7 +70,7 @@ class MegatronConfig:
     infer_batch_size: int | None = None
     """Sequences of a micro-batch that is only scored. null: as many as of one that is trained on."""
     async_save: bool = False
-    """Write checkpoints from a copy in the memory of the host, while training goes on."""
+    """Write checkpoints from a copy in the memory of the host, while training continues."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig."""
 

@@ -34,7 +34,7 @@ class TunerConfig:
     """Dropout of the adapter's input, also of adalora. None with ``disable_dropout``, as in TRL."""
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
     """Names of the layers that get an adapter. all-linear: every linear layer but the head, and others named beside it
-    (backend: fsdp). auto: those that peft chooses for the architecture (backend: fsdp)."""
+    (backend: fsdp). auto: the layers that peft chooses for the architecture (backend: fsdp)."""
     lora_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of peft's LoraConfig, such as {use_rslora: true}."""
     tuner_kwargs: dict[str, Any] = field(default_factory=dict)

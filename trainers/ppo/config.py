@@ -76,7 +76,7 @@ class PPOConfig(CompletionConfig):
     gamma: float = 1.0
     """Discount of rewards and values a token later."""
     lam: float = 0.95
-    """GAE's lambda: 1 trusts rewards alone, 0 the critic alone."""
+    """GAE's lambda. 1: only rewards count; 0: only the critic counts."""
     lam_critic: float | None = None
     """Lambda of the returns that the critic learns. null: ``lam``. With 1.0, as in VAPO (arXiv 2504.05118), they are
     the rewards to go, without the critic's own bias."""

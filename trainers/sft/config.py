@@ -23,7 +23,7 @@ class SFTConfig(TrainConfig):
     output_dir: str = "outputs/sft"
     disable_dropout: bool = False
     streaming: bool = False
-    """Read, tokenize and pack rows while the run goes on, 1,000 at a time; needs ``max_steps``."""
+    """Read, tokenize and pack rows while the run continues, 1,000 at a time; needs ``max_steps``."""
     shuffle_buffer_size: int = 1000
     """With ``streaming`` and ``shuffle_dataset``: rows among which the next one is drawn."""
     dataset_text_field: str = "text"
@@ -46,10 +46,11 @@ class SFTConfig(TrainConfig):
     """Learn only assistant turns; the chat template must mark them with {% generation %}."""
     loss_scale: str | None = None
     """What is learned of conversations, in ms-swift's names. default: what the assistant wrote, and what ends it.
-    last_round: of that, what follows the last turn of a user; all. Behind them, each after a +: ignore_empty_think or
-    ignore_think_prefix; and a rule that weighs parts of answers, such as tool calls by 2. It is hermes, react, qwen,
-    agentflan or alpha_umi. The loss is sum(weight x nll) / number of learned tokens. A message may say ``loss: true``
-    or ``loss: false`` of itself, or its own weight as ``loss_scale``. null: as the two keys above say."""
+    last_round: of that, what follows the last turn of a user; all. Each of these may follow after a +:
+    ignore_empty_think, ignore_think_prefix, or a rule that weighs parts of answers, such as tool calls by 2. It is
+    hermes, react, qwen, agentflan or alpha_umi. The loss is sum(weight x nll) / number of learned tokens. A message may
+    say ``loss: true`` or ``loss: false`` of itself, or its own weight as ``loss_scale``. null: as the two keys above
+    say."""
     loss_type: SFTLossType = "nll"
     """nll: negative log-likelihood; dft: weighed by the token's probability (arXiv 2508.05629)."""
     neftune_noise_alpha: float | None = None

@@ -89,6 +89,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     plan.add_argument("--gpu-memory-gib", "--gpu_memory_gib", type=float, default=80.0, help="default: 80")
     plan.add_argument("--trainer", help="module:Class, file.py:Class, or the name of an installed one")
     plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.add_argument("--html", metavar="FILE", help="also write a picture of the devices that a browser opens")
     check = subcommands.add_parser("check", help="what is wrong with a decorated class, by line")
     check.add_argument("target", metavar="module:Class")
     check.add_argument("--device-groups", "--device_groups", help="as JSON or YAML text")

@@ -154,7 +154,8 @@ def registries_restored() -> Iterator[None]:
     """What plugins register inside is forgotten, and so are the modules of their files."""
     import trainers.losses.surrogates
     import trainers.rewards.estimators
-    import trainers.rewards.functions  # noqa: F401  # what they register stays
+    import trainers.rewards.functions
+    import trainers.run.services.built_in  # noqa: F401  # what they register stays
     from trainers import plugins
 
     before = set(sys.modules)

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +21,21 @@ import torch
 import yaml
 from mkdocs.commands.build import build
 from mkdocs.config import load_config as load_site
+from torch.distributed.run import parse_args as parse_torchrun
 
+import rayhelper as rayhelper_package
+from rayhelper.__main__ import main as rayhelper
 from rayhelper.text import parse_text
-from trainers import plugins
+from trainers import parts, plugins
 from trainers.cli import placement
 from trainers.commands import command_named
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.folders import configurations, names_of
+from trainers.configuration.reading.command_line import translated
 from trainers.configuration.reading.role_sections import is_placement
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.data.sources import read_source
+from trainers.grpo.config import GRPOConfig
 from trainers.losses.policy import policy_gradient_loss
 from trainers.rewards.estimators import RewardBatch, estimated
 from trainers.rewards.functions import resolve_rewards
@@ -36,6 +47,7 @@ from trainers.run.throughput import WORK
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
+GUIDES = sorted([*DOCS.glob("guides/*.md"), *DOCS.glob("zh/*.md"), DOCS / "faq.md"])
 PAGES = sorted({names_of(config_type)[0] for config_type in configurations().values()})
 
 
@@ -154,6 +166,125 @@ def test_the_first_class_of_the_index_gives_what_it_says() -> None:
     names: dict[str, Any] = {"__name__": "docs_index"}
     exec(compile(first, "docs/index.md", "exec"), names)
     assert str(names["BestOf"](bonus=1).run([3, 1, 2])) in first
+
+
+def commands_of(page: Path) -> list[str]:
+    """The commands of a page that need no GPU and no network, each on one line; what follows ``#`` is no part of it."""
+    marked = re.compile(r"# needs (GPUs|a network)\b")
+    ours = [block for block in blocks(page, "bash") if not marked.match(block)]
+    return [line.partition(" #")[0].strip() for block in ours for line in block.splitlines() if line.strip()]
+
+
+COMMANDS = {line for page in GUIDES for line in commands_of(page)}
+
+
+@pytest.mark.parametrize("line", sorted(COMMANDS))
+def test_the_commands_of_the_guides_run(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training up to the resolved configuration only: the quickstart itself is trained in tests/e2e."""
+    program, name, *arguments = shlex.split(line)
+    assert program == "rayhelper", "another program needs a mark: # needs GPUs, or # needs a network"
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "outputs" / "quickstart").mkdir(parents=True)
+    (tmp_path / "outputs" / "quickstart" / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # where no run is announced
+    trains = "--config" in arguments and name not in ("plan", "check")
+    try:
+        code = rayhelper([name, *arguments, *(["--print_config"] if trains else [])])
+    except SystemExit as ended:
+        code = ended.code or 0
+    shown = capsys.readouterr()
+    if name == "stacks":
+        assert code == 2
+        assert "no runs of this user on this machine" in shown.out + shown.err
+    else:
+        assert code == 0, shown.err
+        assert shown.out
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_configurations_of_the_guides_have_known_keys_and_a_place_for_every_role(page: Path) -> None:
+    for text in blocks(page, "yaml"):
+        test_configurations_in_the_pages_have_known_keys_and_a_place_for_every_role("grpo", text)
+
+
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    page = (site / "api.html").read_text(encoding="utf-8")
+    headings = set(re.findall(r"<h[34] id=[^>]*>([\w.]+)<", page))
+    assert {*rayhelper_package.__all__, *parts.__all__, "run", "RayHelper.initialize", "Policy.step"} <= headings
+    assert "Raises ConfigError" not in re.findall(r"<h[34].*", page)
+
+
+def fakes(folder: Path, programs: dict[str, str]) -> str:
+    """A PATH on which these programs are scripts of ours."""
+    for name, body in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+def test_a_slurm_job_starts_a_cluster_of_its_nodes_and_then_the_run(tmp_path: Path) -> None:
+    """The script itself, on two nodes that are this machine; srun runs the command once per node."""
+    listens = "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); s.accept(); s.accept()"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ray = f'echo "ray $*" >> {tmp_path}/log; [ "$2" != --head ] || exec {sys.executable} -c "{listens}" {port}'
+    path = fakes(
+        tmp_path,
+        {
+            "srun": 'SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@"; wait',
+            "ray": ray,
+            "rayhelper": f'echo "rayhelper $* at $RAY_ADDRESS" >> {tmp_path}/log',
+        },
+    )
+    env = {"PATH": path, "RAY_HEAD": "127.0.0.1", "RAY_PORT": str(port)}
+    script = str(ROOT / "deploy" / "slurm_ray.sh")
+    subprocess.run(["bash", script, "grpo", "--config", "x.yaml"], env=env, check=True, timeout=60)
+    found = wait_for_lines(tmp_path / "log", 3)
+    at = f"127.0.0.1:{port}"
+    assert found[0] == f"ray start --head --node-ip-address=127.0.0.1 --port={port} --block"
+    assert sorted(found[1:]) == [f"ray start --address={at} --block", f"rayhelper grpo --config x.yaml at {at}"]
+
+
+def wait_for_lines(file: Path, count: int) -> list[str]:
+    """The lines of a file that other processes still write."""
+    deadline = time.monotonic() + 30
+    while len(lines := file.read_text(encoding="utf-8").splitlines()) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return lines
+
+
+def test_a_slurm_job_gives_every_process_of_torchrun_the_same_key(tmp_path: Path) -> None:
+    path = fakes(tmp_path, {"srun": '"$@"', "torchrun": 'echo "${#RAYHELPER_KEY} $*"'})
+    env = {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "TORCHRUN_HEAD": "10.0.0.1"}
+    script = str(ROOT / "deploy" / "slurm_torchrun.sh")
+    done = subprocess.run(["bash", script, "sft", "--lr", "1e-5"], env=env, check=True, capture_output=True, text=True)
+    length, *words = done.stdout.split()
+    assert int(length) == 64
+    options = parse_torchrun(words)
+    assert (options.nnodes, options.rdzv_id, options.rdzv_endpoint) == ("2", "7", "10.0.0.1:29500")
+    assert (options.training_script, options.training_script_args) == ("rayhelper.trainers", ["sft", "--lr", "1e-5"])
+
+
+def test_a_job_of_kuberay_has_what_its_pods_need() -> None:
+    job = yaml.safe_load((ROOT / "deploy" / "kuberay.yaml").read_text(encoding="utf-8"))
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        (container,) = pod["containers"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        assert all(isinstance(amount, str) for amount in container["resources"]["limits"].values())
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+    name, *arguments = shlex.split(job["spec"]["entrypoint"])[1:]
+    given, mistakes = translated(
+        [word for word in arguments if "/shared" not in word and word != "--config"], GRPOConfig
+    )
+    assert (name, mistakes, given.get("use_ray")) == ("grpo", [], True)
 
 
 def test_the_plugins_of_the_pages_are_found_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rayhelper import ConfigError, DeviceGroups, PlacementError, RayHelper, RayHelperError, logs
@@ -35,6 +36,7 @@ from trainers.run.folder_lock import held
 from trainers.run.going_on import going_on
 from trainers.run.stopping import Stopped, ends_by_sigterm, ends_with_parent
 
+TRACE = "trace.json.gz"
 NO_BARS = frozenset({"TQDM_DISABLE", *logs.WITHOUT_PROGRESS})
 TOLD_BY_FIRST_S = 10.0  # within which process 0 of torchrun finds a mistake that all of them find
 
@@ -155,22 +157,25 @@ def _run(trainer: Any, config: Any, header: str | None) -> dict[str, float]:
         )
     if not config.use_ray and num_processes == 1:
         _check_run(trainer, config, None)
-        limits = _limits(trainer, config)
+        limits, trace = _limits(trainer, config), _trace(config)
         if config.device_groups is not None:
             what = "is not used" if limits is None else "is used for timeout_s alone"
             logging.getLogger(__name__).info("device_groups %s, because use_ray is false", what)
         _tell(header)
-        with keeping, contextlib.nullcontext() if limits is None else RayHelper.session(limits, runtime="off"):
+        if limits is None and trace is not None:
+            limits = placement(trainer, config)
+        with keeping, contextlib.nullcontext() if limits is None else _session(limits, trace, runtime="off"):
             return _trained(trainer, config)
     groups = placement(trainer, config, num_processes)
     _check_run(trainer, config, groups)
     _tell(header)
     if num_processes > 1:
-        with keeping, RayHelper.session(groups, runtime="torchrun"):
+        with keeping, _session(groups, _trace(config), runtime="torchrun"):
             return _trained(trainer, config)
 
     def on_ray(config: Any) -> dict[str, float]:
-        with RayHelper.session(groups, ray_address=config.ray_address), ends_by_sigterm():  # Ray has put its own
+        session = _session(groups, _trace(config), ray_address=config.ray_address)
+        with session, ends_by_sigterm():  # Ray has put its own
             return _trained(trainer, config)
 
     with keeping:
@@ -184,6 +189,24 @@ def _logging(config: Any, process: str) -> Iterator[None]:
     keeping = contextlib.nullcontext() if folder is None else logs.kept(folder / "logs", process)
     with logs.apart(config.log_level) if isinstance(config, RunConfig) else contextlib.nullcontext(), keeping:
         yield
+
+
+def _trace(config: Any) -> Path | None:
+    """The file of the timeline, in a folder that is there; None: none is asked for."""
+    if not isinstance(config, RunConfig) or not config.trace:
+        return None
+    config.run_folder.mkdir(parents=True, exist_ok=True)
+    return Path(config.run_folder) / TRACE
+
+
+@contextlib.contextmanager
+def _session(groups: DeviceGroups, trace: Path | None, **options: Any) -> Iterator[None]:
+    """``RayHelper.session``, which tells where its timeline is."""
+    with RayHelper.session(groups, trace=trace, **options):
+        yield
+    if trace is not None and not _is_other_process():
+        told = "the timeline is in %s; rayhelper timeline %s --html timeline.html draws it"
+        logging.getLogger(__name__).info(told, trace, trace)
 
 
 def _limits(trainer: Any, config: Any) -> DeviceGroups | None:

@@ -122,6 +122,7 @@ TOOLS = Registry("tool")
 LOSSES = Registry("loss")
 ADVANTAGES = Registry("advantage")
 TOOL_CALL_PARSERS = Registry("tool_call_parser")
+TRACKERS = Registry("tracker")
 
 register_reward = REWARDS.register
 register_dataset = DATASETS.register
@@ -129,6 +130,7 @@ register_model = MODELS.register
 register_environment = ENVIRONMENTS.register
 register_tool = TOOLS.register
 register_tool_call_parser = TOOL_CALL_PARSERS.register
+register_tracker = TRACKERS.register
 
 
 def register_loss(

@@ -5,6 +5,10 @@
 becomes the keys of that class, a table under each of the comments that divide it: name, type, default, and the text
 under the field, which is also what ``--help`` says. Keys of the shared configuration it extends are left out, unless
 their default is another one here. The plots of the benchmarks are brought to the page that shows them.
+
+    {{ api trainers.cli:run,load_config }}
+
+becomes a heading, the signature and the docstring of each of these names; without names, of all in ``__all__``.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from trainers.configuration.megatron import MegatronConfig
 from trainers.configuration.shared import RunConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-MARKER = re.compile(r"^\{\{ keys (\S+) \}\}$", re.MULTILINE)
+MARKER = re.compile(r"^\{\{ (keys|api) (\S+) \}\}$", re.MULTILINE)
 SHARED = (CompletionConfig, TrainConfig, MegatronConfig, RunConfig)  # each after those that extend it
 OWN, CHANGED = "Keys", "Shared keys that have another default here"  # where no comment says more
 WORDS = {bool: "true, false", int: "whole number", float: "number", str: "text", NoneType: "null", Any: "anything"}
@@ -36,7 +40,8 @@ WORDS = {bool: "true, false", int: "whole number", float: "number", str: "text",
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """The page with its markers replaced. Called by mkdocs."""
-    return MARKER.sub(lambda marker: key_tables(marker[1]), markdown)
+    made = {"keys": key_tables, "api": api_entries}
+    return MARKER.sub(lambda marker: made[marker[1]](marker[2]), markdown)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -45,6 +50,52 @@ def on_files(files: Files, config: Any) -> Files:
     for file in sorted([folder / "LOG.md", *folder.glob("plots/*.svg"), *folder.glob("results/*.md")]):
         files.append(File.generated(config, str(file.relative_to(folder)), abs_src_path=str(file)))
     return files
+
+
+def api_entries(path: str) -> str:
+    """The public names of ``module`` or ``module:name,name`` with what their docstrings say, in Markdown."""
+    module_name, _, names = path.partition(":")
+    module = importlib.import_module(module_name)
+    lines: list[str] = []
+    for name in names.split(",") if names else module.__all__:
+        found = getattr(module, name)
+        lines += _entry("###", name, found)
+        if inspect.isclass(found) and not issubclass(found, BaseException):
+            for inner in sorted(set(dir(found)) - set(dir(object))):
+                method = inspect.getattr_static(found, inner)
+                if not inner.startswith("_") and _text_of(method) and callable(getattr(found, inner)):
+                    lines += _entry("####", f"{name}.{inner}", getattr(found, inner))
+    return "\n".join(lines)
+
+
+def _entry(level: str, name: str, found: Any) -> list[str]:
+    """Heading, signature, text, arguments and errors of one name."""
+    told = docstring_parser.parse(_text_of(found))
+    lines = ["", f"{level} {name}", ""]
+    if not (inspect.isclass(found) and issubclass(found, BaseException)):
+        lines += ["```python", f"{name}{_signature(found)}", "```", ""]
+    lines += [_markdown(told.short_description), "", _markdown(told.long_description), ""]
+    lines += [f"- `{one.arg_name}`: {_markdown(one.description)}" for one in told.params]
+    lines += ["", *(f"- raises `{one.type_name}`: {_markdown(one.description)}" for one in told.raises)]
+    return lines
+
+
+def _text_of(found: Any) -> str:
+    """Its own docstring, or that of the function behind a decorator; none of a plain value."""
+    found = getattr(found, "__func__", found)
+    return inspect.cleandoc(getattr(found, "__doc__", None) or "") if callable(found) else ""
+
+
+def _signature(found: Any) -> str:
+    try:
+        return str(inspect.signature(found)).replace("'", "")
+    except (TypeError, ValueError):
+        return "(...)"
+
+
+def _markdown(text: str | None) -> str:
+    """A docstring's text, in which double backticks mark code and nothing is HTML."""
+    return (text or "").replace("``", "`").replace("<", "&lt;").replace("{{", "{ {")
 
 
 def key_tables(path: str) -> str:

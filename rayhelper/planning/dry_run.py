@@ -68,6 +68,7 @@ class Plan:
     groups: tuple[GroupPlan, ...]
     findings: Findings
     is_partial: bool  # groups with a mistake of their own are left out
+    ranks_per_node: int | None  # None: all ranks lie on one node
 
     @property
     def num_gpus(self) -> int:
@@ -142,7 +143,9 @@ def make_plan(
     )
     num_asked = sum(demand.total() for demand in asked.values())
     is_partial = bool(mistakes)
-    return Plan(config, num_nodes, gpus_per_node, num_asked, fits, gpu_bytes, planned, findings, is_partial)
+    return Plan(
+        *(config, num_nodes, gpus_per_node, num_asked, fits, gpu_bytes, planned, findings, is_partial, nproc_per_node)
+    )
 
 
 def _read(config: str) -> Mapping[Any, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rayhelper.device_groups.slots import bundle, resources
@@ -29,6 +30,7 @@ def plan(
     gpu_memory_gib: float = 80.0,
     json: bool = False,
     trainer: str | None = None,
+    html: str | None = None,
 ) -> int:
     """Prints what a configuration would ask of a cluster; 0: it can run, 1: it breaks rules, 2: it cannot be read.
 
@@ -41,10 +43,15 @@ def plan(
         json: print JSON.
         trainer: whose roles these are: module:Class, file.py:Class or a name of an installed one; null: what a role
             does is read from its name.
+        html: also write a picture of the devices to this file, as a page for a browser.
     """
     try:
         made = make_plan(config, nodes, gpus_per_node, model, gpu_memory_gib, trainer)
-    except ConfigError as error:
+        if html is not None:
+            from rayhelper.planning.plan_page import page
+
+            Path(html).write_text(page(made), encoding="utf-8")
+    except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if json:
@@ -52,7 +59,7 @@ def plan(
 
         print(dumps(as_dict(made), indent=2))
     else:
-        print("\n".join(as_lines(made)))
+        print("\n".join([*as_lines(made), *([] if html is None else [f"the picture is in {html}"])]))
     return 1 if made.findings.mistakes else 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from rayhelper.planning.adapter import adapter_parameters
 from rayhelper.planning.dry_run import Plan, make_plan
 from rayhelper.planning.memory import GIB
 from rayhelper.planning.model_shape import ModelShape
+from rayhelper.planning.plan_page import page as plan_page
 from rayhelper.planning.plan_report import as_dict, as_lines, plan
 from rayhelper.ranks import runs
 
@@ -55,6 +57,35 @@ def planned(tmp_path: Path, config: Any, **arguments: Any) -> Plan:
 
 def mistakes(tmp_path: Path, config: Any, **arguments: Any) -> list[str]:
     return [str(mistake) for mistake in planned(tmp_path, config, **arguments).findings.mistakes]
+
+
+def test_the_picture_has_a_box_per_device_and_draws_nodes_that_are_alike_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    groups = {
+        "nproc_per_node": 4,
+        "policy": {"device": "GPU", "ranks": "list(range(0, 8))", "workers": ["train"]},
+        "samplers": {"device": "GPU", "ranks": "list(range(8, 11))", "workers": ["rollout"]},
+        "judges": {"device": "CPU", "ranks": 2, "workers": ["<reward>"]},
+    }
+    made = planned(tmp_path, {"device_groups": groups, "model": SHAPE}, nodes=5)
+    shown = plan_page(made)
+    assert re.findall("<h2>(Node .*)</h2>", shown) == ["Node 0-1, 2 alike", "Node 2"]
+    boxes = re.findall(r"<li[^>]*>(\d) ?(?:<b>(\w+)</b>)?<br>(\w+)", shown)
+    of_policy = [(str(place), "policy", "train") for place in range(4)]
+    of_samplers = [(str(place), "samplers", "rollout") for place in range(3)]
+    assert boxes == [*of_policy, *of_samplers, ("3", "", "idle")]
+    peak = next(one.peak_bytes for one in made.groups if one.group.name == "policy")
+    assert peak is not None
+    assert shown.count(f"{peak / GIB:.1f} of 80 GiB") == 4
+    assert "<p>Idle nodes: 2</p>" in shown
+    assert "&lt;reward&gt;" in shown
+    assert "<reward>" not in shown
+    assert plan(str(tmp_path / "x.yaml"), nodes=5, html=str(tmp_path / "plan.html")) == 0
+    assert (tmp_path / "plan.html").read_text(encoding="utf-8") == shown
+    assert capsys.readouterr().out.endswith(f"the picture is in {tmp_path / 'plan.html'}\n")
+    assert plan(str(tmp_path / "x.yaml"), html=str(tmp_path / "no" / "plan.html")) == 2
+    assert "No such file" in capsys.readouterr().err
 
 
 def test_what_a_person_reads(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from rayhelper import ConfigError, DeviceGroups, PlacementError, RayHelper
+from rayhelper.timeline.trace import read as read_trace
 from tests import warm
 from trainers import cli, commands
 from trainers.cli import load_config, main, placement, run, save_config
@@ -310,7 +311,7 @@ def test_help_tells_every_key_its_meaning_and_its_other_names(capsys: pytest.Cap
     assert exit_.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert all(f"--{key.name} " in shown for key in dataclasses.fields(Config))
-    assert "Gradients are scaled down to this norm; 0: never." in shown
+    assert "Gradients are scaled down to this norm. 0: never." in shown
     assert "lr = learning_rate" in shown
 
 
@@ -336,6 +337,24 @@ def test_help_shows_common_keys_then_those_of_the_trainer_and_the_names_of_the_o
     further = shown[places[2] :]
     assert all(re.search(rf"\b{name}\b", further) for name in rest)
     assert max(map(len, shown.splitlines())) <= 120
+
+
+@pytest.mark.parametrize(
+    ("topic", "default", "held"),
+    [
+        ("gradient_checkpointing", "auto", "auto"),
+        ("token_budget", "auto", "auto"),
+        ("per_device_train_batch_size", "auto (8 per step)", 8),
+        ("learning_rate", "2.0e-05", 2e-5),
+    ],
+)
+def test_help_shows_the_default_that_holds_where_a_file_says_nothing(
+    topic: str, default: str, held: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert getattr(load_config(SFTConfig, ["--model", "m", "--dataset", "d"]), topic) == held
+    with pytest.raises(SystemExit):
+        print_help(SFTConfig, None, topic)
+    assert f"default: {default}" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
@@ -547,14 +566,19 @@ def test_a_bug_keeps_its_traceback(made: list[Config], monkeypatch: pytest.Monke
         main(DUMMY, NEEDED)
 
 
+SESSION = RayHelper.session
+
+
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Stands for Ray: what the session was opened with, and 'closed' once it was left."""
     events: list[Any] = []
 
     @contextmanager
-    def opened(device_groups: DeviceGroups, *, runtime: str = "", ray_address: str | None = None) -> Iterator[None]:
-        events.extend([device_groups, runtime or ray_address])
+    def opened(
+        device_groups: DeviceGroups, *, runtime: str = "", ray_address: str | None = None, trace: Path | None = None
+    ) -> Iterator[None]:
+        events.extend([device_groups, runtime or ray_address, *([] if trace is None else [trace])])
         try:
             yield
         finally:
@@ -641,6 +665,36 @@ def test_timeout_s_holds_in_one_process(made: list[Config], session: list[Any], 
     main(DUMMY, [*NEEDED, *where])
     assert session[1] == "off"
     assert session[0].limit_of("train")[0] == 5
+
+
+@RayHelper.worker(group=["train"])
+class TracedTrainer:
+    """As a trainer of one call."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+
+    @RayHelper.function(group="train")
+    def step(self) -> float:
+        return 0.5
+
+    def train(self) -> dict[str, float]:
+        return {"loss": self.step()}
+
+
+def test_trace_records_the_calls_of_a_run_in_its_folder(
+    tmp_path: Path, made: list[Config], session: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    config = Config(model="tiny", dataset="sums", output_dir=str(folder), trace=True)
+    with monkeypatch.context() as real:
+        real.setattr(RayHelper, "session", SESSION)
+        run(TracedTrainer, config)
+    spans, metadata = read_trace(folder / "trace.json.gz")
+    assert metadata["runtime"] == "off"
+    assert [span.name for span in spans if (span.role, span.phase) == ("train", "run")] == ["TracedTrainer.step"]
+    run(DummyTrainer, dataclasses.replace(config, use_ray=True))
+    assert session[2] == folder / "trace.json.gz"
 
 
 def config_on(groups: dict[str, Any], **changed: Any) -> Config:

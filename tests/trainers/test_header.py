@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -20,6 +22,7 @@ from trainers.configuration.shared import SEQUENCES_PER_STEP
 from trainers.grpo.config import GRPOConfig
 from trainers.run.header import MOST_LINES, header, num_parameters
 from trainers.sft.config import SFTConfig
+from trainers.sft.trainer import SFTTrainer
 
 ROLES = "train: {gpus: 2}\nrollout: {gpus: 2}\n"
 BASE = "model: m\ndataset: rows\nreward_funcs: [exact_answer]\n"
@@ -58,6 +61,40 @@ def test_parameters_of_a_tower_are_counted_too(tmp_path: Path) -> None:
     language = save_tiny(tmp_path / "reading")
     other = AutoModelForCausalLM.from_pretrained(language)
     assert num_parameters(language) == sum(weight.numel() for weight in other.parameters())
+
+
+def test_a_header_says_which_parts_of_a_vision_model_learn(tmp_path: Path) -> None:
+    seeing, reading = save_vision(tmp_path / "seeing"), save_tiny(tmp_path / "reading")
+
+    def learns(model: str, **keys: Any) -> str:
+        (first, *_) = header(SFTConfig(model=model, dataset="rows", **keys), 1, {})
+        return first.partition(" parameters), ")[2].partition(", backend")[0] or first
+
+    towers = {"freeze_vit": True, "freeze_aligner": True}
+    assert learns(seeing) == "all weights"
+    assert learns(seeing, **towers) == "all weights except those of the vision tower and the aligner"
+    assert learns(seeing, freeze_llm=True) == "all weights except those of the language model"
+    assert learns(seeing, tuner_type="lora") == "lora of rank 8 (none in the vision tower and the aligner)"
+    assert learns(reading, **towers) == "all weights"
+    assert "all weights except those of the vision tower of a model that sees," in learns("hub/m", freeze_vit=True)
+
+
+def test_a_header_says_how_many_rows_were_read_and_left_out(tmp_path: Path) -> None:
+    """A broken line, a row without text and one too long; those of the evaluation do not count."""
+    lines = [json.dumps({"text": "a b"}), "{", json.dumps({"text": None}), json.dumps({"text": "a " * 99})]
+    (tmp_path / "rows.jsonl").write_text("\n".join([*lines, lines[0]]))
+    rows = str(tmp_path / "rows.jsonl")
+    config = SFTConfig(
+        model=save_tiny(tmp_path / "model"),
+        dataset=rows,
+        eval_dataset=[{"text": "a " * 99}, {"text": "a"}],
+        max_length=20,
+        truncation_mode="drop",
+        skip_broken_rows=True,
+    )
+    sequences = len(SFTTrainer(config).sequences)
+    (told,) = [line for line in header(config, 1, {"sequences": sequences}) if line.startswith("data: ")]
+    assert told.startswith(f"data: 2 sequences of {rows} (5 rows were read and 3 left out), evaluated every")
 
 
 def test_a_header_is_short() -> None:

@@ -18,6 +18,8 @@ import pytest
 from rayhelper import ConfigError
 from trainers.run import trackers as module
 from trainers.run.trackers import Trackers, check_installed
+from trainers.sft.config import SFTConfig
+from trainers.sft.trainer import SFTTrainer
 
 
 def opened(output_dir: Path, **changed: Any) -> Trackers:
@@ -267,6 +269,120 @@ def test_a_resumed_run_goes_on_in_its_wandb_run_and_a_new_one_does_not(tmp_path:
     opened(tmp_path, report_to=["wandb"], first_step=2).close()
     opened(tmp_path, report_to=["wandb"]).close()
     assert [settings["id"] for settings in wandb.inits] == [None, "run1", None]
+
+
+class FakeTrackio(FakeWandb):
+    """trackio's module: runs have names, and no ids."""
+
+    def init(self, **settings: Any) -> Any:
+        self.inits.append(settings)
+        name = settings["name"] or f"named{len(self.inits)}"
+        return SimpleNamespace(name=name, log=lambda numbers, step: self.logged.append((numbers, step)), finish=list)
+
+    @staticmethod
+    def Table(dataframe: pd.DataFrame) -> list[Any]:  # noqa: N802 - its name there
+        return dataframe.to_numpy().tolist()
+
+
+def test_trackio_gets_numbers_and_completions_and_continues_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls are those of trackio 0.43."""
+    fake = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", fake)  # type: ignore[arg-type]
+    monkeypatch.setattr(module, "_is_installed", lambda name: True)
+    monkeypatch.delenv("TRACKIO_PROJECT", raising=False)
+    with opened(tmp_path, report_to=["trackio"]) as trackers:
+        trackers.log(1, {"loss": 0.5})
+        trackers.completions(1, {"prompt": [[{"role": "user"}]], "reward": [1.0]})
+    opened(tmp_path, report_to=["trackio"], first_step=1).close()
+    assert fake.logged == [({"loss": 0.5}, 1), ({"completions": [[1, "[{'role': 'user'}]", 1.0]]}, 1)]
+    told = [(one["project"], one["name"], one["resume"]) for one in fake.inits]
+    assert told == [("rayhelper", None, "never"), ("rayhelper", "named1", "must")]
+
+
+class FakeMLflow:
+    """mlflow's client: it has no run that is current."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return SimpleNamespace(experiment_id="7") if ("experiment", name) in self.calls else None
+
+    def create_experiment(self, name: str) -> str:
+        self.calls.append(("experiment", name))
+        return "7"
+
+    def create_run(self, experiment: str, run_name: str | None) -> Any:
+        self.calls.append(("run", experiment, run_name))
+        return SimpleNamespace(info=SimpleNamespace(run_id=f"id{len(self.calls)}"))
+
+    def log_param(self, *given: Any) -> None:
+        self.calls.append(("key", *given))
+
+    def log_batch(self, run_id: str, metrics: list[Any]) -> None:
+        self.calls += [("number", run_id, key, value, step) for key, value, _, step in metrics]
+
+    def log_table(self, run_id: str, table: pd.DataFrame, file: str) -> None:
+        self.calls.append(("table", run_id, list(table.columns), file))
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.calls.append((status, run_id))
+
+    def set_terminated(self, run_id: str) -> None:
+        self.calls.append(("end", run_id))
+
+
+def test_mlflow_gets_keys_numbers_and_completions_and_continues_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls are those of mlflow 3.17."""
+    fake = FakeMLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=lambda: fake))  # type: ignore[arg-type]
+    entities = SimpleNamespace(Metric=lambda *values: values)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)  # type: ignore[arg-type]
+    monkeypatch.setattr(module, "_is_installed", lambda name: True)
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    with opened(tmp_path, report_to=["mlflow"], run_name="first", config={"key": "x" * 7000}) as trackers:
+        trackers.log(1, {"loss": 0.5})
+        trackers.completions(1, {"completion": ["2"]})
+    with opened(tmp_path, report_to=["mlflow"], first_step=1) as trackers:
+        trackers.log(2, {"loss": 0.25})
+    assert fake.calls == [
+        ("experiment", "rayhelper"),
+        ("run", "7", "first"),
+        ("key", "id2", "key", "x" * 6000),
+        ("number", "id2", "loss", 0.5, 1),
+        ("table", "id2", ["step", "completion"], "completions/00001.json"),
+        ("end", "id2"),
+        ("RUNNING", "id2"),
+        ("number", "id2", "loss", 0.25, 2),
+        ("end", "id2"),
+    ]
+
+
+def test_a_plugin_registers_a_tracker_which_a_run_then_knows(tmp_path: Path, own_registries: None) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "from trainers.plugins import register_tracker\n"
+        "@register_tracker('lines')\n"
+        "class Lines:\n"
+        "    def __init__(self, run): self.file = (run.folder / 'lines.txt').open('a')\n"
+        "    def log(self, step, numbers): print(step, numbers, file=self.file)\n"
+        "    def completions(self, step, table): print(step, len(table), file=self.file)\n"
+        "    def close(self): self.file.close()\n"
+    )
+    keys: dict[str, Any] = {"model": "m", "dataset": [{"text": "a"}]}
+    with pytest.raises(ConfigError, match=r"report_to must be one of tensorboard, .*; got 'lines'"):
+        SFTConfig(**keys, report_to=["lines"])
+    config = SFTConfig(**keys, report_to=["linse"], external_plugins=[str(plugin)])
+    with pytest.raises(ConfigError, match=r"report_to has 'linse', which no plugin registers \(did you mean lines\?\)"):
+        SFTTrainer.check(config, None)
+    with opened(tmp_path / "run", report_to=["lines", "none"]) as trackers:
+        trackers.log(1, {"loss": 0.5})
+        trackers.completions(1, {"completion": ["2", "3"]})
+    assert (tmp_path / "run" / "lines.txt").read_text() == "1 {'loss': 0.5}\n1 2\n"
 
 
 def test_what_is_not_installed_is_told_before_a_file_is_touched(

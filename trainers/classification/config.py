@@ -29,16 +29,16 @@ class ClassificationConfig(TrainConfig):
     """Numbers that the head gives for each row: classes, labels, or values to predict."""
     problem_type: ProblemType | None = None
     """single_label_classification (cross entropy), multi_label_classification (binary cross entropy) or regression
-    (mean squared error); null: regression for one label, otherwise single_label_classification."""
+    (mean squared error). null: regression for one label, otherwise single_label_classification."""
     use_chat_template: bool = True
-    """Write conversations by the chat template; false: read the text of one turn of the user as it is."""
+    """Write conversations by the chat template. false: read the text of one turn of the user as it is."""
     max_length: int | None = 1024
     """Tokens of a row; truncation_mode says what becomes of longer ones."""
     truncation_mode: TruncationMode = "keep_start"
     """keep_start or keep_end of a row that is too long, or drop it."""
     packing: bool = False
-    """Batch sizes count packs in the place of rows: a pack is rows of max_length tokens together at most,
-    which pass through the model without padding, as with padding_free."""
+    """Batch sizes count packs in the place of rows. A pack is several rows, of at most max_length tokens together. It
+    passes through the model without padding, as with padding_free."""
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     per_device_eval_batch_size: int = 8

@@ -9,7 +9,6 @@ These are the rows of ms-swift's ``task_type: seq_cls``.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,14 +18,13 @@ import numpy as np
 
 from trainers.batch import Ragged, Sequences
 from trainers.classification.config import ProblemType
-from trainers.data.broken_rows import Mistake, in_column
+from trainers.data.broken_rows import Mistake, in_column, warn_left_out
 from trainers.data.rows import TruncationMode, _messages, _ragged, _template_options
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 COLUMNS = ("label", "messages", "prompt", "text")
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -94,7 +92,8 @@ def tokenize_labelled(
         desc="Tokenizing",
     )
     if dropped := len(rows) - len(table):
-        logger.warning("dropped %d of %d rows of more than max_length %s tokens", dropped, len(rows), max_length)
+        message = "dropped %d of %d rows of more than max_length %s tokens"
+        warn_left_out(dropped, message, dropped, len(rows), max_length)
     if len(table) == 0:
         raise ValueError(f"none of {len(rows)} rows is left: each has more than max_length {max_length} tokens")
     input_ids = _ragged(table, "input_ids", np.int64)

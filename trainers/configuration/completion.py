@@ -16,9 +16,9 @@ class CompletionConfig(TrainConfig):
 
     # Generation
     rollout_engine: Literal["hf", "vllm"] = "hf"
-    """What completes prompts. hf: the transformers model, in slots; vllm: vLLM, which is installed apart."""
+    """What completes prompts. hf: the transformers model, in slots. vllm: vLLM, which is installed apart."""
     rollout_batch_size: int | None = None
-    """Prompts that a rollout worker completes at once (hf); null: all of its slice."""
+    """Prompts that a rollout worker completes at once (hf). null: all of its slice."""
     max_prompt_length: int | None = None
     """Tokens of a prompt that is to be completed; longer ones lose their beginning."""
     drop_long_prompts: bool = False
@@ -29,13 +29,13 @@ class CompletionConfig(TrainConfig):
     temperature: float = 1.0
     """Logits are divided by it, in sampling and in the loss."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that hold this share of the probability; 1: from all."""
+    """Draw from the likeliest tokens that hold this share of the probability. 1: from all."""
     top_k: int = 0
-    """Draw from so many of the likeliest tokens; 0: from all."""
+    """Draw from so many of the likeliest tokens. 0: from all."""
     min_p: float | None = None
-    """Draw from tokens at least this share as likely as the likeliest; null: from all."""
+    """Draw from tokens at least this share as likely as the likeliest. null: from all."""
     repetition_penalty: float = 1.0
-    """Tokens that have occurred become less likely by it; 1: never."""
+    """Tokens that have occurred become less likely by it. 1: never."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Further tokens that end a completion and belong to it, beside the end-of-sequence tokens of the model."""
     generation_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -45,31 +45,32 @@ class CompletionConfig(TrainConfig):
 
     # vLLM, by its own names; needs rollout_engine: vllm
     vllm_gpu_memory_utilization: float | None = None
-    """Share of a GPU's memory for weights and KV cache; null: 0.9, or 0.4 where the policy is trained on it as well."""
+    """Share of a GPU's memory for weights and KV cache. null: 0.9, or 0.4 where the policy is trained on it as well."""
     vllm_tensor_parallel_size: int = 1
     """Rollout workers that hold one model together; with gpus_per_worker in role rollout's device group, the GPUs of
     one worker."""
     vllm_max_model_len: int | None = None
-    """Tokens of a prompt and its completion; null: the sum of their limits if both are set, else the model's."""
+    """Tokens of a prompt and its completion. null: the sum of their limits if both are set, else the model's."""
     vllm_max_num_seqs: int | None = None
-    """Prompts that are completed at the same time; null: vLLM's own choice."""
+    """Prompts that are completed at the same time. null: vLLM's own choice."""
     vllm_enforce_eager: bool = False
     """Without CUDA graphs: starts sooner, runs slower."""
     vllm_enable_prefix_caching: bool = True
     """Compute what prompts begin alike with once, such as the prompt of a group."""
     vllm_enable_lora: bool = False
-    """With tuner_type: lora, keep the adapter apart: the engine has the model as it is on disk, gets the adapter alone
-    and completes under it. false: it gets the weights that the adapter changes, with the adapter merged into them."""
+    """With tuner_type: lora, keep the adapter separate. The engine has the model as it is on disk, and gets only the
+    adapter. false: it gets the weights that the adapter changes, with the adapter merged into them."""
     vllm_engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of vLLM's EngineArgs; none that a key above says too."""
     vllm_patches: bool = True
-    """Replace functions of vLLM that cost the host or the GPU most in a decoding step, in the versions that these were
-    compared in; of a teacher's engine too. false: vLLM's own. The numbers are the same, except for rounding."""
+    """Replace the functions of vLLM that cost the most time in a decoding step. Only in versions where both were
+    compared. It also holds for the engine of a teacher. false: vLLM's own. The numbers are the same, except for
+    rounding."""
 
     # From the trainer to the engine
     sleep_level: Literal[0, 1, 2] = 0
     """What an engine beside training frees while it does not generate. 1: the KV cache, and its weights wait in the
-    memory of the host; 2: both dropped. hf has nothing to free."""
+    memory of the host. 2: both dropped. hf has nothing to free."""
     offload_model: bool = False
     """The policy waits in the memory of the host while an engine with weights of its own generates beside it."""
     offload_optimizer: bool = False

@@ -26,27 +26,27 @@ class MegatronConfig:
     pipeline_model_parallel_size: int = 1
     """Workers that have some of the layers each (PP)."""
     virtual_pipeline_model_parallel_size: int | None = None
-    """Pieces of layers that a worker of a pipeline has, so that it waits less (VPP); null: 1."""
+    """Pieces of layers that a worker of a pipeline has, so that it waits less (VPP). null: 1."""
     decoder_first_pipeline_num_layers: int | None = None
-    """Layers of the first pipeline stage; null: as many as each stage between the first and the last."""
+    """Layers of the first pipeline stage. null: as many as each stage between the first and the last."""
     decoder_last_pipeline_num_layers: int | None = None
-    """Layers of the last pipeline stage, which also has the head; null: as many as each stage between the first and the
+    """Layers of the last pipeline stage, which also has the head. null: as many as each stage between the first and the
     last."""
     context_parallel_size: int = 1
     """Workers that have a part of every sequence (CP)."""
     expert_model_parallel_size: int = 1
     """Workers that have some of the experts each (EP)."""
     expert_tensor_parallel_size: int | None = None
-    """Workers that have a part of every expert's matrices (ETP); null: tensor_model_parallel_size."""
+    """Workers that have a part of every expert's matrices (ETP). null: tensor_model_parallel_size."""
     sequence_parallel: bool | None = None
-    """Divide what lies between the matrices over the tensor-parallel workers too: less memory, the same numbers; null:
+    """Divide what lies between the matrices over the tensor-parallel workers too: less memory, the same numbers. null:
     wherever tensor_model_parallel_size is above 1. Experts under tensor parallelism need it."""
     use_distributed_optimizer: bool = True
     """The optimizer lies in shards over the data-parallel workers."""
     overlap_grad_reduce: bool = False
-    """Add gradients over the workers while the backward pass goes on."""
+    """Add gradients over the workers while the backward pass continues."""
     overlap_param_gather: bool = False
-    """Gather updated weights while the next forward pass goes on; needs the two keys above."""
+    """Gather updated weights while the next forward pass continues; needs the two keys above."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     """How tokens get to their experts. flex needs DeepEP, and is refused."""
     moe_grouped_gemm: bool = False
@@ -55,23 +55,23 @@ class MegatronConfig:
     """Compute the layers of experts twice instead of keeping what is in them."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """What is computed twice instead of kept. full: layers, as gradient_checkpointing: true says too; selective:
-    recompute_modules; null: nothing."""
+    recompute_modules. null: nothing."""
     recompute_method: Literal["uniform", "block"] | None = None
     """Of full. uniform: all layers, recompute_num_layers at a time; block: the first recompute_num_layers of every
-    stage; null: uniform."""
+    stage. null: uniform."""
     recompute_num_layers: int | None = None
-    """See recompute_method; null: 1 of uniform."""
+    """See recompute_method. null: 1 of uniform."""
     recompute_modules: list[str] | None = None
-    """Of selective: core_attn, layernorm, mlp, moe, moe_act, shared_experts; null: core_attn."""
+    """Of selective: core_attn, layernorm, mlp, moe, moe_act, shared_experts. null: core_attn."""
     param_offload: bool = False
     """Weights wait in the memory of the host whenever their role does not compute: between its calls, whoever works
     meanwhile. offload_model moves them while an engine beside them generates, and only then."""
     grad_offload: bool = False
     """Gradients have memory in the steps of the optimizer alone."""
     infer_batch_size: int | None = None
-    """Sequences of a micro-batch that is only scored; null: as many as of one that is trained on."""
+    """Sequences of a micro-batch that is only scored. null: as many as of one that is trained on."""
     async_save: bool = False
-    """Write checkpoints from a copy in the memory of the host, while training goes on."""
+    """Write checkpoints from a copy in the memory of the host, while training continues."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig."""
 

@@ -13,27 +13,27 @@ class SavingConfig:
 
     # Evaluation and checkpoints
     eval_strategy: Literal["steps", "epoch", "no"] = "steps"
-    """When the rows of evaluation are evaluated, besides at the end. steps: every ``eval_steps``; epoch: at the end of
-    every epoch; no: never, not at the end either."""
+    """When the rows of evaluation are evaluated, besides at the end. steps: every ``eval_steps``. epoch: at the end of
+    every epoch. no: never, not at the end either."""
     eval_steps: int | None = None
-    """Optimizer steps between evaluations; null: only at the end."""
+    """Optimizer steps between evaluations. null: only at the end."""
     val_before_train: bool = False
     """Evaluate before the first step too."""
     save_strategy: Literal["steps", "epoch", "best", "no"] = "steps"
-    """When a checkpoint is saved. steps: every ``save_steps``; epoch: at the end of every epoch; best: after each
-    evaluation that is better than all before; no: only the final model is saved."""
+    """When a checkpoint is saved. steps: every ``save_steps``. epoch: at the end of every epoch. best: after each
+    evaluation that is better than all before. no: only the final model is saved."""
     save_steps: int = 500
-    """Optimizer steps between checkpoints; 0: only the final model is saved."""
+    """Optimizer steps between checkpoints. 0: only the final model is saved."""
     save_total_limit: int | None = None
     """Checkpoints to keep, the best one among them if ``metric_for_best_model`` is set; the oldest go first."""
     metric_for_best_model: str | None = None
     """The number of an evaluation (with or without eval_) by which the best checkpoint is known and kept."""
     greater_is_better: bool | None = None
-    """Whether more of ``metric_for_best_model`` is better; null: unless its name ends in loss."""
+    """Whether more of ``metric_for_best_model`` is better. null: unless its name ends in loss."""
     load_best_model_at_end: bool = False
     """The final model is that of the best checkpoint, unless the last evaluation is better still."""
     early_stop_interval: int | None = None
-    """Checkpoints in a row without a better ``metric_for_best_model`` after which the run ends, as in ms-swift; null:
+    """Checkpoints in a row without a better ``metric_for_best_model`` after which the run ends, as in ms-swift. null:
     never."""
     end_after_epochs: int | None = None
     """Epochs after which the run ends, though ``max_steps`` or ``num_train_epochs`` say more; a stream's too. The
@@ -41,11 +41,11 @@ class SavingConfig:
     resume_from_checkpoint: bool | str | None = None
     """A checkpoint folder; true or 'auto': the newest undamaged one of output_dir, if there is one."""
     resume_on_failure: int = 0
-    """With Ray: when workers died or did not answer within ``timeout_s``, all are started anew and the run goes on from
-    its newest checkpoint, this many times at most."""
+    """With Ray: how often a run may continue after workers died or did not answer within ``timeout_s``. All workers are
+    then started anew, and the run continues from its newest checkpoint."""
     save_before_s: float | None = None
-    """Seconds after which the run finishes its step, saves a checkpoint and ends with exit code 0, counted from the
-    start of the command; null: no limit."""
+    """Seconds after the start of the command. The run then finishes its step, saves a checkpoint and ends with exit
+    code 0. null: no limit."""
     save_on_interrupt: bool = False
     """The first Ctrl-C finishes the step, saves a checkpoint and ends the run; the second one interrupts."""
 

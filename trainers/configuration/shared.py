@@ -33,7 +33,7 @@ from trainers.configuration.values import (
 )
 from trainers.configuration.vision import VisionConfig, check_vision
 from trainers.data.held_out import Part
-from trainers.run.trackers import check_installed
+from trainers.run.trackers import BUILT_IN, NONE, check_installed
 
 SEQUENCES_PER_STEP = "sequences a step"  # the name of that number in what a checkpoint says of the order of the data
 PARALLEL_KEYS = tuple(key for key in SIZE_KEYS if key != VLLM_KEY)
@@ -49,7 +49,6 @@ OF_FSDP_INSTEAD = {  # what fsdp does in the place of a key of megatron
     ),
 }
 SET_BY_TRAINERS = ("device_map", "output_loading_info", "num_labels", "state_dict", "config")  # of from_pretrained
-REPORTERS = ("tensorboard", "wandb", "swanlab", "none")
 PLAIN_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup")
 # Those of transformers that look at the step alone; some need lr_scheduler_kwargs.
 SCHEDULES = (
@@ -74,15 +73,15 @@ class RunConfig:
     model: str
     """Folder, hub name, or the name of a model that a plugin registered."""
     tokenizer: str | None = None
-    """Folder or hub name; null: the model's own."""
+    """Folder or hub name. null: the model's own."""
     chat_template: str | None = None
-    """A Jinja template, or a file that holds one; null: the tokenizer's own."""
+    """A Jinja template, or a file that holds one. null: the tokenizer's own."""
     model_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of AutoModelForCausalLM.from_pretrained."""
     trust_remote_code: bool = False
     """Run Python code that comes with a model or tokenizer."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the forward pass; auto: bfloat16 on GPUs that have it, else float32. Trained weights are float32."""
+    """Of the forward pass. auto: bfloat16 on GPUs that have it, else float32. Trained weights are float32."""
 
     # Data
     dataset: Any
@@ -107,35 +106,37 @@ class RunConfig:
     """Of shuffling, sampling, dropout and new weights."""
 
     defaults: Literal["trl", "ms-swift"] = "trl"
-    """Whose defaults hold for keys that a file does not give, and whose meaning some keys have; a file with a key that
-    ms-swift alone has is ms-swift's. In Python the defaults are the class's."""
+    """The system whose defaults hold for keys that a file does not give. Some keys also have its meaning. A file with a
+    key that only ms-swift has gets ms-swift. In Python the defaults are the class's."""
 
     # Output
     output_dir: str = "outputs"
     """Folder of the trained model (final), checkpoints, metrics and the resolved configuration."""
     run_name: str | None = None
-    """Name of the run in wandb."""
+    """Name of the run in trackers."""
     logging_steps: int = 10
     """Optimizer steps between lines on the console; the metrics files hold every step."""
     log_level: Literal["passive", "debug", "info", "warning", "error", "critical"] = "passive"
     """Of the console. passive: libraries speak when something is wrong; all of it is in ``output_dir/logs``."""
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """tensorboard, wandb, swanlab, none."""
+    """Trackers: tensorboard, wandb, swanlab, mlflow, trackio, those of plugins, none."""
     report_every: int = 0
-    """Optimizer steps between writings of report.html, the page about the run; 0: only at the end of the run."""
+    """Optimizer steps between writings of report.html, the page about the run. 0: only at the end of the run."""
+    trace: bool = False
+    """Record every call of every role in ``output_dir/trace.json.gz``, which ``rayhelper timeline`` shows."""
 
     # Placement
     use_ray: bool = False
-    """Run the roles in workers on a Ray cluster; false: in this process."""
+    """Run the roles in workers on a Ray cluster. false: in this process."""
     device_groups: dict[str, Any] | str | None = None
-    """Which roles run on which devices, as a mapping or JSON; null: all roles in one worker."""
+    """Which roles run on which devices, as a mapping or JSON. null: all roles in one worker."""
     ray_address: str | None = None
-    """The Ray cluster to join; null: RAY_ADDRESS, else a cluster on this machine."""
+    """The Ray cluster to join. null: RAY_ADDRESS, else a cluster on this machine."""
     timeout_s: float | None = None
-    """Seconds that a call to a role may take, in groups that do not say it themselves; null: no limit."""
+    """Seconds that a call to a role may take, in groups that do not say it themselves. null: no limit."""
     env: dict[str, str | int | float] = field(default_factory=dict)
     """Environment variables of every process; they win over the shell's, and a group's own ``env`` over them. Files and
-    trackers show secrets, by names such as HF_TOKEN, as ***; a file that is read with *** takes the shell's value."""
+    trackers show secrets such as HF_TOKEN as ***. A file that is read with *** takes the value of the shell."""
 
     def __post_init__(self) -> None:
         check_run(self)
@@ -164,7 +165,7 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
 
     # Backend
     backend: Literal["fsdp", "megatron"] = "fsdp"
-    """What trains and scores models. fsdp: transformers and torch; megatron: megatron-core, which is installed apart
+    """What trains and scores models. fsdp: transformers and torch. megatron: megatron-core, which is installed apart
     and divides a model over workers."""
     new_special_tokens: list[str] = field(default_factory=list)
     """Tokens that tokenizer and model get beside their own, or .txt files of them with spaces or lines between."""
@@ -178,8 +179,9 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     torch_compile: bool = False
     """Compile the model's layers: the first step takes minutes, later ones less time."""
     activation_memory_budget: float = 1.0
-    """With ``torch_compile``: the share of a layer's activations that is kept for the backward pass; the rest is
-    computed again, what costs least first. 0.9 leaves out what lies between products, 0: all but the layer's input."""
+    """With ``torch_compile``: the share of a layer's activations that is kept for the backward pass. The rest is
+    computed again, the cheapest operations first. 0.9 leaves out what lies between products, 0: all but the layer's
+    input."""
     logits_memory_gib: float | None = None
     """GiB of a worker for what the backward pass needs of the logits; beyond them logits are computed again. null: 3,
     and 0 under gradient_checkpointing or recompute_granularity full."""
@@ -191,7 +193,7 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
 
     # Evaluation data
     eval_dataset: Any = None
-    """As ``dataset``; null: no evaluation."""
+    """As ``dataset``. null: no evaluation."""
     eval_dataset_split: str = "test"
     """The split of ``eval_dataset``."""
     split_dataset_ratio: float = 0.0
@@ -199,7 +201,7 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     split_dataset_rows: Literal["random", "last"] = "random"
     """The rows that ``split_dataset_ratio`` holds out of each source: drawn at random, or its last ones."""
     skip_broken_rows: bool = False
-    """Leave out rows that the trainer cannot use (no prompt, null, a number, not UTF-8), and say how many; false: end
+    """Leave out rows that the trainer cannot use (no prompt, null, a number, not UTF-8), and say how many. false: end
     before the start and name them."""
 
     # Optimization
@@ -218,7 +220,7 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     adam_epsilon: float = 1e-8
     """Added to the root of that mean."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm; 0: never."""
+    """Gradients are scaled down to this norm. 0: never."""
     max_bad_steps: int = 3
     """A step whose loss or gradient norm is not finite changes nothing; so many in a row end the run."""
     lr_scheduler_type: str = "linear"
@@ -230,8 +232,8 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     warmup_ratio: float = 0.0
     """Share of all steps to warm up for, where ``warmup_steps`` is 0."""
     dataloader_drop_last: bool = False
-    """Drop the last, incomplete micro-batch (of all workers) of an epoch; with ``global_batch_size`` the last step, of
-    GRPO the generation, of PPO the batch."""
+    """Drop the last micro-batch of an epoch if it is incomplete. With ``global_batch_size`` it is the last step; of
+    GRPO the last generation; of PPO the last batch."""
     group_by_length: bool = False
     """Put rows of about the same length into a step, as Hugging Face's length-grouped sampler does."""
     num_train_epochs: float = 3.0
@@ -243,26 +245,26 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     gradient_accumulation_steps: int = 1
     """Micro-batches of a worker in an optimizer step."""
     global_batch_size: int | None = None
-    """Sequences an optimizer step, over all workers; null: per_device_train_batch_size x gradient_accumulation_steps x
+    """Sequences per optimizer step, over all workers. null: per_device_train_batch_size x gradient_accumulation_steps x
     workers (those that share a slice count once: of a divided model, or of sequence_parallel_size). Where it is set,
     gradient_accumulation_steps must be left alone."""
     token_budget: int | Literal["auto"] | None = None
-    """Tokens that a micro-batch holds at most, padding included; null: per_device_train_batch_size says it in
+    """Tokens that a micro-batch holds at most, padding included. null: per_device_train_batch_size says it in
     sequences. A longer sequence is a micro-batch of its own. auto (backend: fsdp): a GPU measures the first passes of
-    the first step, and takes as many as there is memory for and gain time; the numbers are the same but for rounding.
-    It is what a file has that gives neither key, unless its numbers depend on the micro-batch."""
+    the first step. It takes as many tokens as fit and save time. The numbers are the same except for rounding. A file
+    that gives neither key has auto, unless its numbers depend on the micro-batch."""
     padding_free: bool = False
     """Pass the sequences of a micro-batch through the model as one row of documents, without padding; backend: megatron
     always does."""
     gradient_checkpointing: bool | Literal["auto"] = False
-    """Compute activations twice instead of keeping them: less memory, more time. auto (backend: fsdp; of a file that
-    does not say it): where a GPU has no room for them, by the numbers of ``rayhelper plan``."""
+    """Compute activations twice instead of keeping them: less memory, more time. auto (backend: fsdp; the default of a
+    file): only if ``rayhelper plan`` finds no room for them on the GPU."""
     disable_dropout: bool = True
     """Train without dropout, the model's and the adapter's."""
     router_aux_loss_coef: float = 0.0
     """Of the loss that keeps a mixture of experts in even use, which is added to the trainer's (backend: fsdp)."""
     peak_tflops: float | None = None
-    """What a device can do at most, in 10^12 floating-point operations a second, for ``throughput/mfu``; null: known of
+    """What a device can do at most, in 10^12 floating-point operations a second, for ``throughput/mfu``. null: known of
     common GPUs (bfloat16), and without it no mfu."""
 
     def __post_init__(self) -> None:
@@ -312,8 +314,8 @@ def check_run(config: RunConfig) -> None:
     at_least(config, 1, "logging_steps")
     at_least(config, 0, "seed", "report_every")
     check_choices(config)
-    for reporter in config.report_to:
-        one_of("report_to", reporter, REPORTERS)
+    for reporter in [] if config.external_plugins else config.report_to:  # a plugin may register others
+        one_of("report_to", reporter, (*BUILT_IN, NONE))
     check_installed(config.report_to)
     if config.dataset is None or config.dataset == [] or config.dataset == "":
         raise ConfigError("dataset is empty; give a file, a folder, a hub name, a plugin's dataset, or rows")

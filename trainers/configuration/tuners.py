@@ -31,17 +31,17 @@ class TunerConfig:
     lora_alpha: float = 32
     """The adapter is multiplied by lora_alpha / lora_rank; adalora's by lora_alpha / init_r."""
     lora_dropout: float = 0.0
-    """Dropout of what enters the adapter, adalora's too; none with ``disable_dropout``, as in TRL."""
+    """Dropout of the adapter's input, also of adalora. None with ``disable_dropout``, as in TRL."""
     lora_target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Names of the layers that get an adapter; all-linear: every linear layer but the head, and others named beside it
-    (backend: fsdp); auto: those that peft chooses for the architecture (backend: fsdp)."""
+    """Names of the layers that get an adapter. all-linear: every linear layer but the head, and others named beside it
+    (backend: fsdp). auto: the layers that peft chooses for the architecture (backend: fsdp)."""
     lora_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of peft's LoraConfig, such as {use_rslora: true}."""
     tuner_kwargs: dict[str, Any] = field(default_factory=dict)
     """Fields of peft's configuration of another tuner than lora: {init_r: 12, target_r: 8} of its AdaLoraConfig."""
     load_in_4bit: bool = False
-    """With ``tuner_type: lora``: the weights beside the adapter are quantized to 4 bits as they are loaded, by
-    bitsandbytes (QLoRA, arXiv 2305.14314)."""
+    """With ``tuner_type: lora``: bitsandbytes quantizes the weights of the model to 4 bits (QLoRA, arXiv 2305.14314).
+    The adapter is not quantized."""
     load_in_8bit: bool = False
     """The same with 8 bits (arXiv 2208.07339)."""
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"

@@ -22,7 +22,7 @@ class VisionConfig:
     image_processor_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the model's image processor in place of its own, such as max_pixels of Qwen's; of all roles."""
     image_urls: bool = False
-    """Download pictures of http addresses; false: rows with an address are broken."""
+    """Download pictures of http addresses. false: rows with an address are broken."""
     freeze_vit: bool | None = None
     """The vision tower does not learn; with an adapter: gets none. null: true with an adapter, else false."""
     freeze_aligner: bool | None = None
@@ -30,9 +30,9 @@ class VisionConfig:
     freeze_llm: bool = False
     """The same of the language model."""
     vit_lr: float | None = None
-    """Learning rate of the vision tower; null: ``learning_rate``."""
+    """Learning rate of the vision tower. null: ``learning_rate``."""
     aligner_lr: float | None = None
-    """Learning rate of the aligner; null: ``learning_rate``."""
+    """Learning rate of the aligner. null: ``learning_rate``."""
 
 
 def vision_settings(config: Any, *, trains: bool = True) -> dict[str, Any]:

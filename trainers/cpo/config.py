@@ -65,7 +65,7 @@ class CPOConfig(PairConfig):
     simpo_gamma: float = 0.5
     """Margin by which the chosen completion shall be ahead, of loss_type simpo."""
     alpha: float = 0.0
-    """Shape of the rewards (AlphaPO, arXiv 2501.03884); 0: log-probabilities."""
+    """Shape of the rewards (AlphaPO, arXiv 2501.03884). 0: log-probabilities."""
     label_smoothing: float = 0.0
     """Share of pairs taken to be the wrong way round, in sigmoid and simpo."""
 
@@ -108,5 +108,5 @@ class ORPOConfig(PairConfig):
 
     # Loss
     learns_prompts: bool = True
-    """Whether the likelihood is that of prompt and chosen completion, as in TRL, or of the completion alone, as in the
-    paper and in ms-swift."""
+    """Whether the likelihood also counts the prompt, as in TRL. false: only the chosen completion, as in the paper and
+    in ms-swift."""

@@ -2,6 +2,7 @@
 
     rows = without_broken(rows, prompt_mistake, skip=False)      # ValueError, or the rows without the broken ones
 
+Rows are also left out elsewhere, as too long or without a token to learn: ``warn_left_out`` logs and counts them.
 A *mistake* of a row is (column, what is wrong), or None. Whether a chat template takes a row is not asked here.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +21,27 @@ NUM_TOLD = 5
 Mistake = tuple[str, str]
 Seen = Sequence[str]
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Rows that were read, and how many of them were left out. ``is_open``: more may still be left out."""
+
+    num_read: int = 0
+    num_left_out: int = 0
+    is_open: bool = False
+
+
+NOTHING = Counted()
+# Of the training data that was read last. The header of the run shows it.
+counted: ContextVar[Counted] = ContextVar("counted", default=NOTHING)
+
+
+def warn_left_out(count: int, message: str, *values: object) -> None:
+    """Logs that so many rows are left out, and counts them."""
+    logger.warning(message, *values)
+    if counted.get().is_open:
+        counted.set(replace(counted.get(), num_left_out=counted.get().num_left_out + count))
 
 
 def without_broken(
@@ -41,7 +65,7 @@ def without_broken(
         raise ValueError(f"{told}. Rows count from 0. Correct them, or leave them out with skip_broken_rows: true.")
     if len(broken) == len(rows):
         raise ValueError(f"{told}. No row is left.")
-    logger.warning("skip_broken_rows: %s. They are left out.", told)
+    warn_left_out(len(broken), "skip_broken_rows: %s. They are left out.", told)
     return rows.select([number for number in range(len(rows)) if number not in broken])
 
 

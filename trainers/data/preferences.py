@@ -10,7 +10,6 @@ the chosen one was judged. Everything here runs on the driver.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from trainers.batch import Batch, Ragged, Sequences
+from trainers.data.broken_rows import warn_left_out
 from trainers.data.images.pictures import Pictures
 from trainers.data.images.processor import ImageReader
 from trainers.data.rows import TruncationMode, _common_prefix, _messages, _ragged, _template_options
@@ -25,7 +25,6 @@ from trainers.data.rows import TruncationMode, _common_prefix, _messages, _ragge
 if TYPE_CHECKING:
     from datasets import Dataset
 
-logger = logging.getLogger(__name__)
 
 Tokens = tuple[list[int], list[bool]]  # the ids of a sequence, and which of them are targets
 
@@ -217,7 +216,7 @@ def _encoded(
         desc="Tokenizing",
     )
     if dropped := len(rows) - len(table):
-        logger.warning("dropped %d of %d pairs %s", dropped, len(rows), why)
+        warn_left_out(dropped, "dropped %d of %d pairs %s", dropped, len(rows), why)
     if len(table) == 0:
         raise ValueError(f"none of {len(rows)} pairs is left: all are {why}. Raise max_length.")
     columns: dict[str, Any] = {

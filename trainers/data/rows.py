@@ -15,7 +15,6 @@ where rows are read from is ``sources.py``.
 from __future__ import annotations
 
 import json
-import logging
 import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +27,7 @@ from rayhelper import ConfigError
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.batch import Ragged, Sequences
 from trainers.data.answers import OWN_KEYS, Answer, answers_of
+from trainers.data.broken_rows import warn_left_out
 from trainers.data.formats import in_our_columns, with_names
 from trainers.data.images.conversations import COLUMNS, encoded
 from trainers.data.images.pictures import Pictures
@@ -38,7 +38,6 @@ from trainers.data.sources import read_source, shown
 if TYPE_CHECKING:
     from datasets import Dataset
 
-logger = logging.getLogger(__name__)
 
 MEDIA = (*COLUMNS, "rejected_images", "videos", "video", "audios", "audio")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
@@ -264,7 +263,8 @@ def tokenize_sft(
     options: dict[str, Any] = {"batched": True, "with_indices": True, "num_proc": num_proc, "desc": "Tokenizing"}
     table = rows.map(encode_all, remove_columns=rows.column_names, features=features, **options)
     if dropped := len(rows) - len(table):
-        logger.warning(
+        warn_left_out(
+            dropped,
             "dropped %d of %d rows that %s within max_length %s",
             dropped,
             len(rows),
@@ -455,7 +455,8 @@ def drop_long_prompts(
     if not kept:
         raise ValueError(f"all {len(rows)} prompts have more than max_prompt_length {max_prompt_length} tokens")
     if len(kept) < len(rows):
-        logger.warning(
+        warn_left_out(
+            len(rows) - len(kept),
             "%d of %d rows are left out: their prompts are longer than max_prompt_length %d",
             *(len(rows) - len(kept), len(rows), max_prompt_length),
         )

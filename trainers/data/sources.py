@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rayhelper.text import DID_YOU_MEAN, nearest
+from trainers.data.broken_rows import warn_left_out
 from trainers.data.held_out import Part
 from trainers.data.images.conversations import has_pictures, with_folder
 from trainers.plugins import DATASETS, exits_are_errors
@@ -25,7 +26,6 @@ from trainers.plugins import DATASETS, exits_are_errors
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-logger = logging.getLogger(__name__)
 SPLIT_SEED = 42  # of the rows that a mixture holds back
 COUNTED = re.compile(r"(.+)#(:?)([0-9]+)", re.DOTALL)
 FILE_TYPES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -72,7 +72,7 @@ def read_source(source: Any, split: str = "train", *, skip_broken: bool = False)
         told = f"{len(broken)} of {len(items)} rows are broken: row {broken[0]} holds text that is not Unicode"
         if not skip_broken:
             raise ValueError(f"{told} (half a surrogate pair). Correct it, or set skip_broken_rows: true.")
-        logger.warning("skip_broken_rows: %s. They are left out.", told)
+        warn_left_out(len(broken), "skip_broken_rows: %s. They are left out.", told)
         items = [item for index, item in enumerate(items) if index not in set(broken)]
     names = list(dict.fromkeys(name for item in items for name in item))
     rows = [{name: item.get(name) for name in names} for item in items]
@@ -267,7 +267,8 @@ def read_files(files: list[Path], skip_broken: bool = False) -> Dataset:
         if not skip_broken:
             more = f" ({len(told) - 1} further lines are broken too)" if len(told) > 1 else ""
             raise ValueError(f"{told[0]}{more}. Correct it, or set skip_broken_rows: true.") from error
-        logger.warning("skip_broken_rows: %d lines are broken and left out; the first: %s", len(told), told[0])
+        first = "skip_broken_rows: %d lines are broken and left out; the first: %s"
+        warn_left_out(len(told), first, len(told), told[0])
         return read_source([row for file in files for row in _unbroken_rows(file)])
 
 

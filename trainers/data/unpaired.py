@@ -11,7 +11,6 @@ which may have ``tools`` and ``chat_template_kwargs`` beside it. Everything here
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainers.batch import Batch, Ragged, Sequences
+from trainers.data.broken_rows import warn_left_out
 from trainers.data.images.conversations import COLUMNS as PICTURES
 from trainers.data.images.pictures import Pictures
 from trainers.data.images.processor import ImageReader
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 COLUMNS = ("prompt", "completion", "label", "messages", "chosen", "rejected")
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -158,7 +157,7 @@ def tokenize_unpaired(
         desc="Tokenizing",
     )
     if dropped := len(rows) - len(table):
-        logger.warning("dropped %d of %d rows %s max_length %s", dropped, len(rows), why, max_length)
+        warn_left_out(dropped, "dropped %d of %d rows %s max_length %s", dropped, len(rows), why, max_length)
     if len(table) == 0:
         raise ValueError(f"none of {len(rows)} rows is left: all are {why} max_length {max_length}. Raise it.")
     prompt_ids, completion_ids = (_ragged(table, name, np.int64) for name in names)

@@ -43,9 +43,9 @@ class DPOConfig(ReferenceConfig):
     """One or several of sigmoid, cdpo, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot,
     aot_unpaired, apo_zero, apo_down, discopop, sft, sigmoid_norm; formulas and papers stand in losses/preference.py."""
     loss_weights: list[float] | None = None
-    """One a loss type; null: 1 for each."""
+    """One a loss type. null: 1 for each."""
     rpo_alpha: float | None = None
-    """Adds the loss type sft with this weight (RPO, arXiv 2404.19733); null: does not."""
+    """Adds the loss type sft with this weight (RPO, arXiv 2404.19733). null: does not."""
     beta: float = 0.1
     """How strongly the policy is held to the reference; more: closer."""
     label_smoothing: float = 0.0
@@ -55,7 +55,7 @@ class DPOConfig(ReferenceConfig):
     f_alpha_divergence_coef: float = 0.5
     """The alpha of alpha_divergence."""
     ld_alpha: float | None = None
-    """Weight of the tokens by which one completion is longer (LD-DPO, arXiv 2409.06411); null: 1."""
+    """Weight of the tokens by which one completion is longer (LD-DPO, arXiv 2409.06411). null: 1."""
     use_weighting: bool = False
     """Weigh each pair by how likely the policy is to write it (WPO, arXiv 2406.11827)."""
     discopop_tau: float = 0.05

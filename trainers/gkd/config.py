@@ -23,15 +23,15 @@ class GKDConfig(CompletionConfig):
 
     # Teacher
     teacher_model: str | None = None
-    """Folder, hub name, or a plugin's model, of the student's vocabulary; null: the student without its LoRA adapter,
+    """Folder, hub name, or a plugin's model, of the student's vocabulary. null: the student without its LoRA adapter,
     or, where rows have a ``teacher_prompt``, the student itself."""
     teacher_model_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the teacher's AutoModelForCausalLM.from_pretrained."""
     teacher_engine: Literal["hf", "vllm"] = "hf"
-    """What answers for the teacher_model. hf: transformers, as the student runs; vllm: vLLM, which is installed apart,
+    """What answers for the teacher_model. hf: transformers, as the student runs. vllm: vLLM, which is installed apart,
     for ``gkd_logits_topk`` likeliest tokens."""
     teacher_engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Fields of vLLM's EngineArgs for ``teacher_engine: vllm``, such as {max_model_len: 8192}; tensor_parallel_size:
+    """Fields of vLLM's EngineArgs for ``teacher_engine: vllm``, such as {max_model_len: 8192}. tensor_parallel_size:
     workers of role teacher that hold one model together."""
     offload_teacher_model: bool = False
     """Keep a teacher that shares the student's devices in the memory of the host while it is not asked."""
@@ -40,7 +40,7 @@ class GKDConfig(CompletionConfig):
     lmbda: float = 0.5
     """Share of the steps that learn from the student's own completions; the others from the dataset's responses."""
     max_staleness: int = 0
-    """Steps whose completions are begun ahead of the one that is learned from, by a student that knows less; 0: none;
+    """Steps whose completions are begun ahead of the one that is learned from, by a student that knows less. 0: none.
     above 1: a queue, filled again when its last is needed. Role rollout needs devices of its own."""
     seq_kd: bool = False
     """Those others learn from the teacher's completions instead."""
@@ -55,23 +55,23 @@ class GKDConfig(CompletionConfig):
 
     # Several turns
     environment: Any = None
-    """Name of a registered environment or scheduler, a dotted path, or {name: ..., argument: value}, which answers what
-    the student writes; see ``rollout/environments.py``. null: a completion is a single turn."""
+    """Name of a registered environment or scheduler, a dotted path, or {name: ..., argument: value}. It answers the
+    student's text; see ``rollout/environments.py``. null: a completion is a single turn."""
     max_turns: int | None = None
-    """Turns of the student in one completion; null: as many as ``max_completion_length`` has room for."""
+    """Turns of the student in one completion. null: as many as ``max_completion_length`` has room for."""
     completion_length_limit_scope: Literal["total", "per_round"] = "total"
     """What ``max_completion_length`` limits: total: all turns of a completion together; per_round: each turn of the
     student. Then ``max_turns`` or vLLM's ``max_model_len`` limits the whole."""
 
     # Loss
     beta: float = 0.5
-    """0: forward KL, teacher to student; 1: reverse KL, student to teacher; between: the generalised Jensen-Shannon
+    """0: forward KL, teacher to student. 1: reverse KL, student to teacher; between: the generalised Jensen-Shannon
     divergence of GKD. The formulas stand in losses/distillation.py."""
     gkd_logits_topk: int | None = None
-    """Compare only so many of the teacher's likeliest tokens; null: the whole vocabulary, for which the teacher must
+    """Compare only so many of the teacher's likeliest tokens. null: the whole vocabulary, for which the teacher must
     share the student's devices."""
     gkd_topk_add_tail: bool = True
-    """With ``gkd_logits_topk``: all other tokens together are one more entry; false: the k are renormalised."""
+    """With ``gkd_logits_topk``: all other tokens together are one more entry. false: the k are renormalised."""
     sft_alpha: float = 0.0
     """Weight of the cross-entropy, at temperature 1, that is added on the dataset's responses."""
 

@@ -40,23 +40,23 @@ class GRPOConfig(CompletionConfig):
 
     # Data
     num_generations: int = 8
-    """Completions a prompt, G."""
+    """Completions per prompt, G."""
     num_generations_eval: int | None = None
-    """Completions a prompt in evaluation; null: ``num_generations``, or 1 when ``eval_temperature`` is 0."""
+    """Completions per prompt in evaluation. null: ``num_generations``, or 1 when ``eval_temperature`` is 0."""
     generation_batch_size: int | None = None
-    """Completions generated at once, over all workers; null: those of ``steps_per_generation``."""
+    """Completions generated at once, over all workers. null: those of ``steps_per_generation``."""
     steps_per_generation: int | None = None
-    """Micro-batches that a generation is worth; null: ``gradient_accumulation_steps``."""
+    """Micro-batches that a generation is worth. null: ``gradient_accumulation_steps``."""
     num_iterations: int = 1
     """Times that a generation is gone through (mu in the paper)."""
 
     max_staleness: int = 0
-    """Generations that are begun ahead of the one that is learned from, by a policy that knows less; 0: none; above 1:
+    """Generations that are begun ahead of the one that is learned from, by a policy that knows less. 0: none. above 1:
     a queue, filled again when its last is needed. Role rollout needs devices of its own."""
     weight_sync_interval: int | None = None
-    """With ``max_staleness``: engines look for new weights after so many decoding steps, and go on with them in the
-    middle of completions; null: new weights wait until all that was begun has ended. It has an
-    effect with Ray alone: without it processes generate and train by turns."""
+    """With ``max_staleness``: the number of decoding steps after which engines look for new weights. They take them in
+    the middle of completions. null: new weights wait until all that was begun has ended. It has an effect with Ray
+    alone: without it processes generate and train by turns."""
 
     # Generation
     dynamic_sample: bool = False
@@ -66,15 +66,15 @@ class GRPOConfig(CompletionConfig):
 
     # Several turns
     environment: Any = None
-    """Name of a registered environment, a dotted path, or {name: ..., argument: value}, which answers what the model
-    writes; see ``rollout/environments.py``. null: a completion is a single turn."""
+    """Name of a registered environment, a dotted path, or {name: ..., argument: value}. It answers the model's text;
+    see ``rollout/environments.py``. null: a completion is a single turn."""
     tools: list[Any] = field(default_factory=list)
     """Functions that the model may call, registered as tools or dotted paths; they are the environment."""
     tool_call_parser: str = "auto"
-    """What reads the model's calls of ``tools``: a name of vLLM's tool parsers, hf (the tokenizer's response_template),
-    a registered function or a dotted path. auto: what fits the chat template."""
+    """The function that reads the model's calls of ``tools``: a name of vLLM's tool parsers, a registered function, or
+    a dotted path. hf: the tokenizer's response_template. auto: what fits the chat template."""
     max_turns: int | None = None
-    """Turns of the model in one completion; null: as many as ``max_completion_length`` has room for."""
+    """Turns of the model in one completion. null: as many as ``max_completion_length`` has room for."""
     max_tool_calling_iterations: int | None = None
     """Times that tools answer: one less than ``max_turns``, of which one is to be set."""
     completion_length_limit_scope: Literal["total", "per_round"] = "total"
@@ -88,9 +88,9 @@ class GRPOConfig(CompletionConfig):
     """Names, dotted paths, or {name: ..., argument: value}; see ``rewards/functions.py``."""
     reward_processes: int = 0
     """Processes beside every rollout worker that run ``reward_funcs`` on what has finished, while others are still
-    written; 0: none, the driver runs them when all have."""
+    written. 0: none, the driver runs them when all have."""
     reward_timeout_s: float | None = None
-    """Seconds that a reward function may take for the completions that it is given at once; null: no limit."""
+    """Seconds that a reward function may take for the completions that it is given at once. null: no limit."""
     reward_model: list[str] = field(default_factory=list)
     """Sequence classifiers of one label, folders or hub names, whose scores are further rewards (role reward)."""
     reward_weights: list[float] | None = None
@@ -98,7 +98,7 @@ class GRPOConfig(CompletionConfig):
     multi_objective_aggregation: Aggregation = "sum_then_normalize"
     """sum_then_normalize rewards, or normalize_then_sum (each function on its own, GDPO)."""
     scale_rewards: Scale | bool = "group"
-    """Divide advantages by the standard deviation of rewards in the group or batch; none (or false): do not."""
+    """Divide advantages by the standard deviation of rewards in the group or batch. none (or false): do not."""
 
     # Advantages
     advantage_estimator: str | dict[str, Any] = "grpo"
@@ -112,7 +112,7 @@ class GRPOConfig(CompletionConfig):
     pass_threshold: float = 0.5
     """Weighted reward from which pass_at_k takes a completion for right."""
     kl_in_reward: bool | None = None
-    """Subtract beta x KL from the reward, and not from the loss; null: with rloo, remax, reinforce_plus_plus and its
+    """Subtract beta x KL from the reward, and not from the loss. null: with rloo, remax, reinforce_plus_plus and its
     forms."""
     reward_clip_range: list[float] | None = None
     """Lowest and highest weighted reward, of rloo."""
@@ -125,7 +125,7 @@ class GRPOConfig(CompletionConfig):
 
     # Reference
     ref_model: str | None = None
-    """The model that the KL keeps the policy close to; null: the policy as it starts, or without its LoRA adapter."""
+    """The model that the KL keeps the policy close to. null: the policy as it starts, or without its LoRA adapter."""
     sync_ref_model: bool = False
     """Let the reference follow the policy (arXiv 2404.09656)."""
     ref_model_mixup_alpha: float = 0.6
@@ -141,12 +141,12 @@ class GRPOConfig(CompletionConfig):
     importance_sampling_level: ImportanceLevel = "token"
     """token, sequence (GSPO), sequence_token (GSPO-token), or sequence_product (of the tokens' ratios, RLOO)."""
     beta: float = 0.0
-    """Weight of the KL to the reference model; 0: no reference model is loaded."""
+    """Weight of the KL to the reference model. 0: no reference model is loaded."""
     epsilon: float = 0.2
     """The ratio to the old policy is clipped to 1 - epsilon, 1 + epsilon. Of gmpo, whose paper has 0.4, the log-ratio
     is clipped to -epsilon, epsilon. Of dppo_tv and dppo_kl it is the distance that a token may go."""
     epsilon_high: float | None = None
-    """Upper clip range; null: ``epsilon``. For cispo the cap of the ratio itself."""
+    """Upper clip range. null: ``epsilon``. For cispo the cap of the ratio itself."""
     delta: float | None = None
     """Cap of the ratio of negative advantages (two-sided clipping)."""
     use_bias_correction_kl: bool = True
@@ -170,11 +170,11 @@ class GRPOConfig(CompletionConfig):
     fipo_decay_rate: float = 32.0
     """Tokens after which fipo counts the future half."""
     fipo_clip_range: float | None = 0.2
-    """fipo's weight lies in 1 - range, 1 + range; null: it is not bounded."""
+    """fipo's weight lies in 1 - range, 1 + range. null: it is not bounded."""
     fipo_clip_high_only: bool = True
     """It lies in 1, 1 + range instead."""
     fipo_safety_threshold: float | None = 4.0
-    """Ratio above which a negative advantage is weighed in 0.8, 1; null: none."""
+    """Ratio above which a negative advantage is weighed in 0.8, 1. null: none."""
     clip_cov_ratio: float = 2e-4
     """Share of a step's tokens, one at least, that clip_cov takes the gradient from."""
     clip_cov_lb: float = 1.0
@@ -186,19 +186,19 @@ class GRPOConfig(CompletionConfig):
     kl_cov_coef: float = 1.0
     """Weight of their distance to it, |log ratio|."""
     dppo_ratio_cap: float | None = 20.0
-    """Cap of the ratio that weighs a token in dppo_tv and dppo_kl; null: none."""
+    """Cap of the ratio that weighs a token in dppo_tv and dppo_kl. null: none."""
 
     # Completions of another policy
     rollout_importance_sampling_correction: bool | None = None
-    """Weigh tokens by how likely the training code finds them against the engine that drew them; null: if a mode is
+    """Weigh tokens by how likely the training code finds them against the engine that drew them. null: if a mode is
     set. Not needed with the hf engine, which computes the same numbers as the training code in float32."""
     rollout_importance_sampling_mode: RolloutCorrection | None = None
-    """token, sequence, or geometric (mean over the sequence), whose ratios are cut to the bounds (truncate) or set to 0
-    beyond them (mask); null: sequence_mask. Geometric ratios lie near 1: give bounds such as 0.99 and 1.01."""
+    """token, sequence, or geometric (the mean over the sequence). truncate: ratios are cut to the bounds; mask: ratios
+    beyond the bounds become 0. null: sequence_mask. Geometric ratios lie near 1: give bounds such as 0.99 and 1.01."""
     rollout_importance_sampling_clip_max: float | None = 3.0
-    """Upper bound of the ratio; null: none."""
+    """Upper bound of the ratio. null: none."""
     rollout_importance_sampling_clip_min: float | None = None
-    """Lower bound of the ratio; null: none."""
+    """Lower bound of the ratio. null: none."""
     rollout_rejection: RolloutRejection | None = None
     """Leave tokens, or completions, out of the loss where engine and training code are too far apart: the estimator k1,
     k2 or k3 of the KL, of a token, or its sum, mean or maximum over the sequence; sequence_mean_k1 is the geometric
@@ -206,16 +206,16 @@ class GRPOConfig(CompletionConfig):
     rollout_rejection_max: float | None = None
     """Largest value that stays: of k1 the ratio, such as 2.0 (token) or 1.01 (sequence_mean); else the estimate."""
     rollout_rejection_min: float | None = None
-    """Smallest ratio that stays, of k1; null: 1 / rollout_rejection_max."""
+    """Smallest ratio that stays, of k1. null: 1 / rollout_rejection_max."""
     off_policy_mask_threshold: float | None = None
-    """Leave out completions of negative advantage from which the policy has moved further than this, in nats a token
-    (arXiv 2512.02556); null: none."""
+    """Leave out completions of negative advantage if the policy has moved further than this (nats per token, arXiv
+    2512.02556). null: none."""
 
     # Exploration
     top_entropy_quantile: float = 1.0
     """Share of the step's tokens, those of highest entropy, that get a policy gradient (arXiv 2506.01939)."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus; 0: none, or where ``use_adaptive_entropy`` begins."""
+    """Weight of the entropy bonus. 0: none, or where ``use_adaptive_entropy`` begins."""
     use_adaptive_entropy: bool = False
     """Move ``entropy_coef`` after every step, and apply it below ``entropy_target`` alone (arXiv 2505.22312)."""
     entropy_coef_min: float = 0.0
@@ -229,7 +229,7 @@ class GRPOConfig(CompletionConfig):
 
     # Evaluation
     eval_temperature: float | None = None
-    """0: greedy; null: ``temperature``."""
+    """0: greedy. null: ``temperature``."""
 
     def __post_init__(self) -> None:
         if isinstance(self.loss_type, str) and self.loss_type in NOT_BUILT:

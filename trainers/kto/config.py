@@ -35,9 +35,9 @@ class KTOConfig(ReferenceConfig):
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     packing: bool = False
-    """Batch sizes count packs in the place of completions: a pack is completions of max_length tokens together at most,
-    which pass through the model without padding, as with padding_free. Where the KL is estimated each counts twice, as
-    its prompt is scored with another completion too."""
+    """Batch sizes count packs in the place of completions. A pack is several completions, of at most max_length tokens
+    together. It passes through the model without padding, as with padding_free. Where the KL is estimated each counts
+    twice, as its prompt is scored with another completion too."""
 
     # Loss
     loss_type: KTOLossType = "kto"
@@ -49,7 +49,7 @@ class KTOConfig(ReferenceConfig):
     undesirable_weight: float = 1.0
     """Weight of the losses of undesirable completions."""
     kl_batch_size: int | None = None
-    """Completions of a step whose mean estimates the KL, and among which prompts get those of others; null: all."""
+    """Completions of a step whose mean estimates the KL, and among which prompts get those of others. null: all."""
 
     # Evaluation
     per_device_eval_batch_size: int = 8

@@ -31,6 +31,7 @@ from trainers.parts.models import lora_settings
 from trainers.plugins import load_plugins
 from trainers.rollout.hf.settings import check_generation_kwargs
 from trainers.run.run import resumed_state
+from trainers.run.trackers import check_known
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ def check_before_start(config: TrainConfig, groups: DeviceGroups | None) -> None
     workers and arguments that do not go together."""
     with mistakes_of("external_plugins"):
         load_plugins(config.external_plugins)
+    check_known(config.report_to)
     if config.backend == "megatron":
         check_megatron(config, groups, lora_settings(config))
     learning = {role for role, kind in config.ROLES.items() if kind.does in LEARNS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from rayhelper import ConfigError, RayHelper
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import RunConfig, TrainConfig
-from trainers.data.broken_rows import prompt_mistake, without_broken
+from trainers.data.broken_rows import Counted, counted, prompt_mistake, without_broken
 from trainers.data.images.conversations import COLUMNS
 from trainers.data.images.processor import ImageReader, is_vision, load_processor, seen_too
 from trainers.data.rows import drop_long_prompts, load_rows, prompt_of
@@ -31,10 +32,13 @@ REWARD_MODEL = "reward_model"
 def read_rows(config: RunConfig, source: Any, split: str, images: ImageReader | None = None) -> Any:
     """The rows of ``dataset`` or ``eval_dataset``; ``images``: of a model that sees pictures, which rows then may have.
 
-    Raises ConfigError if there are none of the kind.
+    Of the rows to learn from it is counted how many are left out, here and later. Raises ConfigError if there are none
+    of the kind.
     """
+    learns = isinstance(config, TrainConfig) and (source, split) == config.training_data
+    counted.set(Counted(is_open=True) if learns else replace(counted.get(), is_open=False))
     with mistakes_of("dataset"):
-        return load_rows(
+        rows = load_rows(
             source,
             split=split,
             columns=config.columns,
@@ -44,6 +48,9 @@ def read_rows(config: RunConfig, source: Any, split: str, images: ImageReader | 
             names={"model_name": config.model_name, "model_author": config.model_author},
             images=images is not None,
         )
+    if learns:
+        counted.set(replace(counted.get(), num_read=len(rows) + counted.get().num_left_out))
+    return rows
 
 
 def image_reader(

@@ -32,12 +32,12 @@ class PPOConfig(CompletionConfig):
 
     # Models
     value_model: str | None = None
-    """The critic's first weights, a folder or hub name with the policy's tokens; null: those of ``reward_model``, else
+    """The critic's first weights, a folder or hub name with the policy's tokens. null: those of ``reward_model``, else
     the policy's with a new head."""
     value_learning_rate: float | None = None
-    """The critic's; null: ``learning_rate``."""
+    """The critic's. null: ``learning_rate``."""
     ref_model: str | None = None
-    """The model that the KL keeps the policy close to; null: the policy as it starts."""
+    """The model that the KL keeps the policy close to. null: the policy as it starts."""
 
     # Batches
     num_ppo_epochs: int = 4
@@ -56,17 +56,17 @@ class PPOConfig(CompletionConfig):
     """Names, dotted paths, or {name: ..., argument: value}; see ``rewards/functions.py``."""
     reward_processes: int = 0
     """Processes beside every rollout worker that run ``reward_funcs`` on what has finished, while others are still
-    written; 0: none, the driver runs them when all have."""
+    written. 0: none, the driver runs them when all have."""
     reward_timeout_s: float | None = None
-    """Seconds that a reward function may take for the completions that it is given at once; null: no limit."""
+    """Seconds that a reward function may take for the completions that it is given at once. null: no limit."""
     reward_model: str | None = None
     """A sequence classifier of one label, folder or hub name; its score is one more reward. null: none."""
     reward_weights: list[float] | None = None
-    """One a reward function, and the last one the reward model's; null: 1 for each."""
+    """One a reward function, and the last one the reward model's. null: 1 for each."""
     missing_eos_penalty: float | None = None
-    """Subtracted from the score of completions that ran into ``max_completion_length``; null: nothing."""
+    """Subtracted from the score of completions that ran into ``max_completion_length``. null: nothing."""
     kl_coef: float = 0.05
-    """Weight of the KL to the reference model in the rewards of tokens; 0: no reference model is loaded."""
+    """Weight of the KL to the reference model in the rewards of tokens. 0: no reference model is loaded."""
     kl_estimator: KLEstimator = "k1"
     """k1 (unbiased), or k3 (never negative, less variance)."""
     whiten_rewards: bool = False
@@ -76,13 +76,13 @@ class PPOConfig(CompletionConfig):
     gamma: float = 1.0
     """Discount of rewards and values a token later."""
     lam: float = 0.95
-    """GAE's lambda: 1 trusts rewards alone, 0 the critic alone."""
+    """GAE's lambda. 1: only rewards count; 0: only the critic counts."""
     lam_critic: float | None = None
-    """Lambda of the returns that the critic learns; null: ``lam``. With 1.0, as in VAPO (arXiv 2504.05118), they are
+    """Lambda of the returns that the critic learns. null: ``lam``. With 1.0, as in VAPO (arXiv 2504.05118), they are
     the rewards to go, without the critic's own bias."""
     length_adaptive_alpha: float | None = None
-    """Alpha of the lambda of the policy's advantages, 1 - 1 / (alpha l) for a completion of l tokens (VAPO: 0.05);
-    null: it is ``lam``."""
+    """Alpha in the lambda of the policy's advantages: 1 - 1 / (alpha l) for l tokens (VAPO: 0.05). null: it is
+    ``lam``."""
     cliprange: float = 0.2
     """The ratio to the old policy is clipped to 1 - cliprange, 1 + cliprange."""
     cliprange_value: float = 0.2
@@ -93,7 +93,7 @@ class PPOConfig(CompletionConfig):
 
     # Evaluation
     eval_temperature: float | None = None
-    """0: greedy; null: ``temperature``."""
+    """0: greedy. null: ``temperature``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

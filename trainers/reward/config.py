@@ -28,7 +28,7 @@ class RewardConfig(TrainConfig):
     """Batch sizes count packs in the place of pairs: a pack is pairs of max_length tokens together at most. Its
     sequences pass through the model without padding, as with padding_free."""
     center_rewards_coefficient: float | None = None
-    """Weight of a term that holds the mean reward near 0 (arXiv 2312.09244); null: none."""
+    """Weight of a term that holds the mean reward near 0 (arXiv 2312.09244). null: none."""
     per_device_eval_batch_size: int = 8
     """Pairs that a worker passes through the model at once in evaluation."""
 

@@ -1,7 +1,7 @@
 """The first lines of every run: what it is about to do, in at most 15 lines. The leader prints them once.
 
     grpo: Qwen3-0.6B (596,049,920 parameters), lora of rank 16, by fsdp in bfloat16 where the device has it
-    data: 7,473 rows of gsm8k/train.jsonl
+    data: 7,473 rows of gsm8k/train.jsonl (7,480 rows were read and 7 left out)
     roles: train, rollout on 8 GPU (policy); reward on 2 CPU
     steps: 934, of 64 sequences and at most 65,536 tokens each
     chosen by the run: token_budget: auto, gradient_checkpointing: auto (...)
@@ -28,7 +28,10 @@ from trainers.configuration.folders import names_of
 from trainers.configuration.reading.command_line import read_from
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 from trainers.configuration.tuners import shown_tuner
+from trainers.configuration.vision import vision_settings
+from trainers.data.broken_rows import counted
 
+PARTS_OF_VISION = {"vit": "the vision tower", "aligner": "the aligner", "llm": "the language model"}
 MOST_LINES = 15
 TOWERS = ("vision_config", "audio_config")
 MOST_CHARACTERS = 200  # of a line
@@ -49,10 +52,30 @@ def _model(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Ite
     count = num_parameters(str(grown) if config.new_special_tokens and grown.is_dir() else config.model)
     size = "" if count is None else f" ({count:,} parameters)"
     dtype = "bfloat16 on GPUs that have it, else float32" if config.dtype == "auto" else config.dtype
-    yield f"{trainer_name(config)}: {config.model}{size}, {shown_tuner(config)}, backend {config.backend}, {dtype}"
+    yield f"{trainer_name(config)}: {config.model}{size}, {_learns(config)}, backend {config.backend}, {dtype}"
     for name in ("ref_model", "teacher_model", "reward_model", "value_model"):
         if named := getattr(config, name, None):
             yield f"{name}: {', '.join(named) if isinstance(named, list) else named}"
+
+
+def _learns(config: TrainConfig) -> str:
+    """What is trained, without the parts of a vision model that are frozen."""
+    told, frozen = shown_tuner(config), [PARTS_OF_VISION[part] for part in vision_settings(config)["frozen"]]
+    sees = _has_tower(config.model)
+    if not frozen or sees is False or config.backend != "fsdp":
+        return told
+    if config.has_adapter:
+        return f"{told} (none in {' and '.join(frozen)})" if sees else told
+    return f"{told} except those of {' and '.join(frozen)}{'' if sees else ' of a model that sees'}"
+
+
+def _has_tower(model: str) -> bool | None:
+    """Whether a folder's model sees or hears; None: the folder or its config.json cannot be read here."""
+    try:
+        found = json.loads((Path(model) / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return any(found.get(tower) for tower in TOWERS)
 
 
 def trainer_name(config: Any) -> str:
@@ -90,8 +113,10 @@ def _rows(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iter
     source = config.dataset if isinstance(config.dataset, (str, dict)) else None
     every = "epoch" if config.eval_strategy == "epoch" else f"{config.eval_steps or num_steps} steps"
     evaluated = f", evaluated every {every}" if config.eval_dataset and config.evaluates else ""
+    seen = counted.get()
+    less = f" ({seen.num_read:,} rows were read and {seen.num_left_out:,} left out)" if seen.num_left_out else ""
     if counts or source:
-        yield f"data: {', '.join(counts) or 'read'}{f' of {source}' if source else ''}{evaluated}"
+        yield f"data: {', '.join(counts) or 'read'}{f' of {source}' if source else ''}{less}{evaluated}"
 
 
 def _roles(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:

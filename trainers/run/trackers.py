@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: the console (``console.py``), ``metrics.jsonl``, TensorBoard, wandb, SwanLab.
+"""Where the numbers of a run go: the console (``console.py``), ``metrics.jsonl``, and the trackers of ``services/``.
 
 ``metrics.jsonl`` holds every step at full precision, one JSON object a line; NaN and infinity, which JSON lacks, are
 written as null. Completions go to ``completions/completions_00010.parquet``, under the names of TRL.
@@ -10,7 +10,6 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,15 +17,23 @@ from typing import Any
 
 import numpy as np
 
+import trainers.run.services.built_in  # noqa: F401 - which registers ours
 from rayhelper import ConfigError
+from rayhelper.text import nearest
+from trainers.plugins import TRACKERS
 from trainers.run.console import Console
+from trainers.run.services import TrackedRun, Tracker
+
+NONE = "none"
+BUILT_IN = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")
 
 
 class Trackers:
     """Open files and connections of one run; a context manager.
 
     ``first_step`` is the step that a resumed run goes on from, 0 for a new one; ``headline`` names the few numbers that
-    the progress bar and the console show. Raises ConfigError if ``report_to`` needs what is not installed.
+    the progress bar and the console show. Raises ConfigError if ``report_to`` needs what is not installed, or names a
+    tracker that nobody registered.
     """
 
     def __init__(
@@ -42,21 +49,13 @@ class Trackers:
         config: Mapping[str, Any],
     ) -> None:
         self.output_dir = output_dir
-        self.tensorboard: Any = None
-        self.wandb: Any = None
-        self.swanlab: Any = None
         check_installed(report_to)
+        check_known(report_to)
         output_dir.mkdir(parents=True, exist_ok=True)
         _keep_until(output_dir / "metrics.jsonl", first_step)
         self.lines = (output_dir / "metrics.jsonl").open("a", encoding="utf-8")
-        if "tensorboard" in report_to:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.tensorboard = SummaryWriter(str(output_dir / "tensorboard"), purge_step=first_step + 1)
-        if "swanlab" in report_to:
-            self.swanlab = _open_swanlab(output_dir, run_name, config, is_new=first_step == 0)
-        if "wandb" in report_to:
-            self.wandb = _open_wandb(output_dir, run_name, config, is_new=first_step == 0)
+        run = TrackedRun(output_dir, run_name, config, first_step)
+        self.open: list[Tracker] = [TRACKERS[name](run) for name in report_to if name != NONE]
         self.console = Console(total_steps, first_step, tuple(headline), logging_steps)
 
     def __enter__(self) -> Trackers:
@@ -71,13 +70,8 @@ class Trackers:
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
         self.lines.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self.lines.flush()
-        if self.tensorboard is not None:
-            for name, value in numbers.items():
-                self.tensorboard.add_scalar(name, value, step)
-        if self.wandb is not None:
-            self.wandb.log(dict(numbers), step=step)
-        if self.swanlab is not None:
-            self.swanlab.log(dict(numbers), step=step)
+        for tracker in self.open:
+            tracker.log(step, numbers)
         if advance:
             self.console.step(step, numbers)
         else:
@@ -92,6 +86,8 @@ class Trackers:
         table = pd.DataFrame({"step": step, **{name: list(column) for name, column in columns.items()}})
         table.to_parquet(folder / f"completions_{step:05d}.parquet")
         names = [name for name in columns if name != "turns"]
+        for tracker in self.open:
+            tracker.completions(step, table.map(lambda value: value if isinstance(value, (float, int)) else str(value)))
         rows = table[names].head(num_shown).to_numpy().tolist()
         self.console.write(_drawn(f"step {step}", names, [[_cell(value) for value in row] for row in rows]))
 
@@ -99,17 +95,13 @@ class Trackers:
         """Closes everything; nothing is lost."""
         self.console.close()
         self.lines.close()
-        if self.tensorboard is not None:
-            self.tensorboard.close()
-        if self.wandb is not None:
-            self.wandb.finish()
-        if self.swanlab is not None:
-            self.swanlab.finish()
+        for tracker in self.open:
+            tracker.close()
 
 
 def check_installed(report_to: Sequence[str]) -> None:
     """Raises ConfigError with the line that installs what ``report_to`` needs and this Python lacks."""
-    for name in ("tensorboard", "wandb", "swanlab"):
+    for name in BUILT_IN:
         if name in report_to and not _is_installed(name):
             raise ConfigError(
                 f"report_to has {name}, which is not installed. Run `pip install {name}`, or take it out of report_to "
@@ -117,36 +109,18 @@ def check_installed(report_to: Sequence[str]) -> None:
             )
 
 
+def check_known(report_to: Sequence[str]) -> None:
+    """Raises ConfigError for a tracker that neither is ours nor was registered. Called when plugins are loaded."""
+    for name in report_to:
+        if name not in (*TRACKERS, NONE):
+            known = ", ".join([*TRACKERS, NONE])
+            raise ConfigError(
+                f"report_to has {name!r}, which no plugin registers{nearest(name, list(TRACKERS))}. Known: {known}."
+            )
+
+
 def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
-
-
-def _open_wandb(output_dir: Path, run_name: str | None, config: Mapping[str, Any], *, is_new: bool) -> Any:
-    """The wandb run: that of the output folder if training is resumed. WANDB_PROJECT names the project."""
-    import wandb
-
-    file = output_dir / "wandb_run_id.txt"
-    run_id = file.read_text(encoding="utf-8").strip() if file.exists() and not is_new else None
-    project = os.environ.get("WANDB_PROJECT", "rayhelper")
-    run = wandb.init(
-        project=project, name=run_name, dir=str(output_dir), config=dict(config), id=run_id, resume="allow"
-    )
-    file.write_text(str(run.id), encoding="utf-8")
-    return run
-
-
-def _open_swanlab(output_dir: Path, run_name: str | None, config: Mapping[str, Any], *, is_new: bool) -> Any:
-    """The SwanLab run: that of the output folder if training is resumed. SWANLAB_PROJECT names the project."""
-    import swanlab
-
-    file = output_dir / "swanlab_run_id.txt"
-    run_id = file.read_text(encoding="utf-8").strip() if file.exists() and not is_new else None
-    project = os.environ.get("SWANLAB_PROJECT", "rayhelper")
-    run = swanlab.init(
-        project=project, name=run_name, log_dir=str(output_dir), config=dict(config), id=run_id, resume="allow"
-    )
-    file.write_text(str(run.id), encoding="utf-8")
-    return run
 
 
 def _cell(value: Any) -> str:

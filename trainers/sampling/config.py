@@ -52,29 +52,29 @@ class SamplingConfig(RunConfig):
 
     # Rows
     dataset_seed: int | None = None
-    """Of the order of rows; null: ``seed``."""
+    """Of the order of rows. null: ``seed``."""
     data_range: list[int] = field(default_factory=list)
     """[shard, total]: take only this one, from 0, of so many near-equal shards of the rows; empty: take all."""
     num_sampling_batch_size: int | None = None
-    """Rows that travel together; null: 1, with client as many as keep ``max_concurrent_requests`` busy, with vllm as
+    """Rows that travel together. null: 1, with client as many as keep ``max_concurrent_requests`` busy, with vllm as
     many as have 256 candidates."""
     num_sampling_batches: int | None = None
-    """Batches of rows to take; null: all."""
+    """Batches of rows to take. null: all."""
 
     # Sampling
     sampler_type: Literal["sample", "distill"] = "sample"
     """sample: the answers as they are; distill: a server's reasoning in <think>, its answer in <answer>."""
     sampler_engine: Literal["hf", "transformers", "vllm", "client", "no"] | bool = "hf"
-    """hf (or transformers): generate; vllm: vLLM, all rows of a batch at once; client: an OpenAI-compatible server; no
+    """hf (or transformers): generate. vllm: vLLM, all rows of a batch at once. client: an OpenAI-compatible server; no
     (YAML reads it as false): only what ``cache_files`` hold."""
     num_return_sequences: int = 64
     """Candidates a row, N."""
     temperature: float = 1.0
-    """Logits are divided by it; 0: greedy."""
+    """Logits are divided by it. 0: greedy."""
     top_p: float = 1.0
-    """Draw from the likeliest tokens that hold this share of the probability; 1: from all."""
+    """Draw from the likeliest tokens that hold this share of the probability. 1: from all."""
     top_k: int = 0
-    """Draw from so many of the likeliest tokens; 0: from all."""
+    """Draw from so many of the likeliest tokens. 0: from all."""
     max_completion_length: int = 2048
     """Tokens of a candidate, the stop token included."""
     stop_token_ids: list[int] = field(default_factory=list)
@@ -82,10 +82,10 @@ class SamplingConfig(RunConfig):
     max_prompt_length: int | None = None
     """Tokens; rows with a longer prompt fail."""
     rollout_batch_size: int | None = None
-    """Candidates that hf completes at once; null: all of a row."""
+    """Candidates that hf completes at once. null: all of a row."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """hf: further fields of transformers' GenerationConfig; vllm: fields of vLLM's EngineArgs, such as
-    {tensor_parallel_size: 2}; client: further fields of a request, null takes one out."""
+    """hf: further fields of transformers' GenerationConfig. vllm: fields of vLLM's EngineArgs, such as
+    {tensor_parallel_size: 2}. client: further fields of a request, null takes one out."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template, such as {enable_thinking: false}."""
     max_pixels: int | None = None
@@ -99,7 +99,7 @@ class SamplingConfig(RunConfig):
     base_url: str = ""
     """Where the server's API begins: http://localhost:8000/v1."""
     api_key: str | None = field(default=None, repr=False)
-    """Of the server; null: OPENAI_API_KEY. It is written nowhere."""
+    """Of the server. null: OPENAI_API_KEY. It is written nowhere."""
     max_concurrent_requests: int = 16
     """Requests that the server is given at once, over all workers."""
     max_retries: int = 5
@@ -119,11 +119,11 @@ class SamplingConfig(RunConfig):
     prm_threshold: float = 0.0
     """A positive's process reward is above it."""
     easy_query_threshold: float | None = None
-    """Drop rows of whose candidates at least this share is correct; null: none."""
+    """Drop rows of whose candidates at least this share is correct. null: none."""
 
     # Output
     output_file: str | None = None
-    """A .jsonl or .parquet file in ``output_dir``; null: samples.jsonl, or samples-SHARD-of-TOTAL.jsonl."""
+    """A .jsonl or .parquet file in ``output_dir``. null: samples.jsonl, or samples-SHARD-of-TOTAL.jsonl."""
     resume: bool = False
     """Go on with what an earlier run of this configuration left undone."""
     retry_failed: bool = False

@@ -44,7 +44,7 @@ from trainers.rewards.models import check_reward_model, names_reward_model
 from trainers.rollout.hf.settings import check_generation_kwargs
 from trainers.run import origin
 from trainers.run.header import trainer_name
-from trainers.run.trackers import Trackers
+from trainers.run.trackers import Trackers, check_known
 from trainers.sampling.candidates import Candidates, Questions, completion_of, judged
 from trainers.sampling.config import SamplingConfig
 from trainers.sampling.samplers import Sampler, check_vllm
@@ -86,6 +86,7 @@ class SamplingTrainer:
         """Raises ConfigError for what is wrong beyond the values of single keys. Called before anything starts."""
         with mistakes_of("external_plugins"):
             load_plugins(config.external_plugins)
+        check_known(config.report_to)
         for key, spec in (("prm_model", config.prm_model), ("orm_model", config.orm_model)):
             with mistakes_of(key):
                 if names_reward_model(spec):

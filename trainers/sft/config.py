@@ -23,7 +23,7 @@ class SFTConfig(TrainConfig):
     output_dir: str = "outputs/sft"
     disable_dropout: bool = False
     streaming: bool = False
-    """Read, tokenize and pack rows while the run goes on, 1,000 at a time; needs ``max_steps``."""
+    """Read, tokenize and pack rows while the run continues, 1,000 at a time; needs ``max_steps``."""
     shuffle_buffer_size: int = 1000
     """With ``streaming`` and ``shuffle_dataset``: rows among which the next one is drawn."""
     dataset_text_field: str = "text"
@@ -31,7 +31,7 @@ class SFTConfig(TrainConfig):
     dataset_num_proc: int | None = None
     """Processes that tokenize."""
     eos_token: str | None = None
-    """What ends plain texts and completions; null: the tokenizer's."""
+    """What ends plain texts and completions. null: the tokenizer's."""
     max_length: int | None = 1024
     """Tokens a sequence (a row, when packing); longer ones are cut."""
     truncation_mode: TruncationMode = "keep_start"
@@ -41,20 +41,21 @@ class SFTConfig(TrainConfig):
     packing_strategy: PackingStrategy = "bfd"
     """bfd: whole documents; bfd_split: long ones are split; wrapped: one stream cut into rows."""
     completion_only_loss: bool | None = None
-    """Learn only completions; null: where rows have prompt and completion."""
+    """Learn only completions. null: where rows have prompt and completion."""
     assistant_only_loss: bool = False
     """Learn only assistant turns; the chat template must mark them with {% generation %}."""
     loss_scale: str | None = None
-    """What is learned of conversations, in ms-swift's names. default: what the assistant wrote, and what ends it;
-    last_round: of that, what follows the last turn of a user; all. Behind them, each after a +: ignore_empty_think or
-    ignore_think_prefix; and what weighs parts of answers, such as tool calls by 2: hermes, react, qwen, agentflan or
-    alpha_umi. The loss is sum(weight x nll) / number of learned tokens. A message may say ``loss: true`` or ``loss:
-    false`` of itself, or its own weight as ``loss_scale``. null: as the two keys above say."""
+    """What is learned of conversations, in ms-swift's names. default: what the assistant wrote, and what ends it.
+    last_round: of that, what follows the last turn of a user; all. Each of these may follow after a +:
+    ignore_empty_think, ignore_think_prefix, or a rule that weighs parts of answers, such as tool calls by 2. It is
+    hermes, react, qwen, agentflan or alpha_umi. The loss is sum(weight x nll) / number of learned tokens. A message may
+    say ``loss: true`` or ``loss: false`` of itself, or its own weight as ``loss_scale``. null: as the two keys above
+    say."""
     loss_type: SFTLossType = "nll"
     """nll: negative log-likelihood; dft: weighed by the token's probability (arXiv 2508.05629)."""
     neftune_noise_alpha: float | None = None
-    """Add noise to the embeddings in training, uniform and at most this / sqrt(length of a row x hidden size) (NEFTune,
-    arXiv 2310.05914); null or 0: none. Backend fsdp."""
+    """Add uniform noise to the embeddings in training (NEFTune, arXiv 2310.05914). It is at most this / sqrt(length of
+    a row x hidden size). null or 0: none. Backend fsdp."""
     per_device_eval_batch_size: int = 8
     """Sequences that a worker passes through the model at once in evaluation."""
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayhelper import ConfigError
+from trainers.run.trackers import BUILT_IN
 from trainers.translate.table import Ours, Theirs
 from trainers.translate.verl_names import DIVIDED, STAGES
 
@@ -448,4 +449,4 @@ def _run(theirs: Theirs, ours: Ours) -> None:
     if resume:
         ours.say("resume_from_checkpoint", resume, theirs, "resume_from_checkpoint")
     tracker = theirs.take("track_with")
-    ours.say("report_to", [tracker if tracker in ("tensorboard", "wandb") else "none"], theirs, "track_with")
+    ours.say("report_to", [tracker if tracker in BUILT_IN else "none"], theirs, "track_with")

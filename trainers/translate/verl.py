@@ -11,6 +11,7 @@ from typing import Any
 
 from rayhelper import ConfigError
 from trainers.configuration.reading.given_keys import plain
+from trainers.run.trackers import BUILT_IN
 from trainers.translate.table import Line, Ours, Theirs
 from trainers.translate.verl_batches import micro_batch
 from trainers.translate.verl_images import columns, sees, tower
@@ -555,11 +556,11 @@ def _run(theirs: Theirs, ours: Ours) -> None:
         ours.say("resume_from_checkpoint", "auto", theirs, "trainer.resume_mode")
     loggers = plain(theirs.take("trainer.logger"))
     loggers = loggers if isinstance(loggers, list) else [loggers]
-    known = [one for one in loggers if one in ("tensorboard", "wandb")]
+    known = [one for one in loggers if one in BUILT_IN]
     ours.say("report_to", known or ["none"], theirs, "trainer.logger")
     for one in loggers:
-        if one not in ("tensorboard", "wandb", "console"):
-            ours.without[f"trainer.logger: {one}"] = "report_to is tensorboard, wandb or none"
+        if one not in (*BUILT_IN, "console"):
+            ours.without[f"trainer.logger: {one}"] = f"report_to is {', '.join(BUILT_IN)} or none"
     if "wandb" in known:
         ours.say("run_name", str(name), theirs, "trainer.experiment_name")
         ours.say("env", {"WANDB_PROJECT": str(project)}, theirs, "trainer.project_name")

@@ -248,7 +248,7 @@ _COSINE = "it belongs to the reward cosine. Name that in reward_funcs"
 _REPETITION = "ms-swift's reward counts repeated words, TRL's repeated tokens. Write reward_funcs: [{name: "
 _REPETITION += "repetition_penalty, ngram_size: 3, max_penalty: -1.0}] for the latter"
 _STOPS = "a completion ends with a token, not with text: write stop_token_ids, a list of ids of the tokenizer"
-_WATCHED = "write report_to: tensorboard, wandb or none"
+_WATCHED = "trackers read their own variables, such as SWANLAB_PROJECT: write report_to and env"
 
 REFUSED = {
     **trl_names.REFUSED,

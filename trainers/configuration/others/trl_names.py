@@ -193,7 +193,7 @@ HINTS = {
 }
 
 _HUB = "nothing is uploaded. Remove it, and upload output_dir/final yourself"
-_TRACKIO = "report_to is tensorboard, wandb or none. Remove it"
+_TRACKIO = "trackio reads its own variables: write env: {TRACKIO_PROJECT: ..., TRACKIO_SPACE_ID: ...}"
 QLORA = "nothing is trained here, and a model that is only read is not quantized. Remove it"
 _REVISION = "a revision is chosen where a model is downloaded. Download it, and write its folder as model"
 _PREDICTIONS = "there is no compute_metrics: evaluation gives the trainer's own numbers. Remove it"

@@ -17,7 +17,9 @@ from typing import Any, NoReturn
 import yaml
 
 from rayhelper.text import nearest
+from trainers.configuration.defaults import TRL, Holding, defaults_of
 from trainers.configuration.others.other_names import ALIASES
+from trainers.configuration.reading.given_keys import GivenKeys
 from trainers.configuration.reading.keys import Key, keys_of
 
 COMMON = (
@@ -30,6 +32,7 @@ COMMON = (
     *("resume_from_checkpoint", "use_ray", "device_groups"),
 )
 ALL = "all"
+BATCH = "per_device_train_batch_size"
 INDENT = 30  # of what is told of a key
 SHORT = 60  # characters up to which a first sentence is shown whole
 
@@ -39,7 +42,7 @@ def print_help(config_type: Any, prog: str | None, topic: str | None = None) -> 
 
     The exit code is 2 for a topic that is none.
     """
-    keys = keys_of(config_type)
+    keys = _with_what_holds(config_type)
     if topic is None:
         lines = _short(keys, prog)
     elif topic == ALL:
@@ -56,6 +59,16 @@ def print_help(config_type: Any, prog: str | None, topic: str | None = None) -> 
         lines += ["", *textwrap.wrap(f"Other names of keys: {other}", _width(), subsequent_indent="  ")]
     print("\n".join(lines))
     sys.exit(0)
+
+
+def _with_what_holds(config_type: Any) -> dict[str, Key]:
+    """Every key, with the default that holds in a file that has none of them: not always the class's own."""
+    keys = keys_of(config_type)
+    ours = {name: key.default for name, key in keys.items()}
+    found = defaults_of(Holding(TRL), config_type, ours, GivenKeys(list(keys)))
+    if found.get("token_budget") == "auto":  # by which a GPU chooses the micro-batch
+        found[BATCH] = f"auto ({ours[BATCH]} per step)"
+    return {name: dataclasses.replace(key, default=found[name]) for name, key in keys.items()}
 
 
 def _short(keys: dict[str, Key], prog: str | None) -> list[str]:

@@ -1,0 +1,29 @@
+#!/bin/bash
+# A Ray cluster on the nodes of a SLURM job, and one run on it.
+#   sbatch --nodes 2 deploy/slurm_ray.sh grpo --config mine.yaml --use_ray true
+# RayHelper, the configuration, the model and output_dir lie under the same paths on all nodes.
+#SBATCH --job-name=rayhelper
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --signal=B:USR1@600
+set -euo pipefail
+
+head=${RAY_HEAD:-$(hostname --ip-address | cut -d' ' -f1)} # this script runs on the first node
+port=${RAY_PORT:-6379}
+export head port RAY_ADDRESS="$head:$port"
+
+# Returns when the first node answers, or fails after two minutes.
+wait_for_head() {
+    timeout 120 bash -c 'until (exec 3<>"/dev/tcp/$head/$port") 2>/dev/null; do sleep 1; done'
+}
+export -f wait_for_head
+
+srun bash -c '
+if [ "$SLURM_NODEID" = 0 ]; then
+    exec ray start --head --node-ip-address="$head" --port="$port" --block
+fi
+wait_for_head && exec ray start --address="$RAY_ADDRESS" --block' &
+
+wait_for_head
+exec rayhelper "$@" # exec: the signal before the end of the job reaches Python, which saves a checkpoint

@@ -32,7 +32,7 @@ import psutil
 import yaml
 
 from benchmarks.origin import origin
-from tiny.text import save_tiny
+from benchmarks.tiny.text import save_tiny
 
 MIB = 2**20
 POLL_S = 0.5

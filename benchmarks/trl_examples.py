@@ -34,8 +34,8 @@ from unittest.mock import patch
 import numpy as np
 import yaml
 
+from benchmarks.tiny.text import save_tiny, tiny_tokenizer
 from rayhelper import Channel, ConfigError, RayHelper
-from tiny.text import save_tiny, tiny_tokenizer
 from trainers.backends.fresh_weights import adapter_a, value_head
 from trainers.batch import Ragged, Rollouts
 from trainers.cli import run

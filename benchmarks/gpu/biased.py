@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.steps import ON_GPU
-from tiny.text import save_tiny
+from benchmarks.tiny.text import save_tiny
 
 SHAPE = {
     **{"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},

@@ -82,7 +82,7 @@ def _saved(shape: str, folder: Path, changes: dict[str, Any]) -> int:
 
 def tokenizer() -> Any:
     """One that TRL accepts: a token a byte."""
-    from tiny.text import tiny_tokenizer
+    from benchmarks.tiny.text import tiny_tokenizer
 
     return tiny_tokenizer()
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from tiny.text import save_tiny
+from benchmarks.tiny.text import save_tiny
 
 ROWS = [
     {"prompt": f"{a}+{b}=", "completion": str(a + b), "answer": str(a + b)} for a in range(2, 10) for b in range(10)

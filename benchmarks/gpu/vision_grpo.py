@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.origin import origin
-from tiny import vision as tiny
+from benchmarks.tiny import vision as tiny
 
 LARGE = {
     "text": {

@@ -49,7 +49,7 @@ class DummyGenerator(Generator):
 
     @RayHelper.function(group="rollout")
     def start(self, path: str) -> None:
-        from tiny.text import tiny_tokenizer
+        from benchmarks.tiny.text import tiny_tokenizer
         from trainers.rollout.vllm.engine import VllmEngine
 
         settings = {"load_format": "dummy", "enforce_eager": True, "max_model_len": 512, "gpu_memory_utilization": 0.3}

@@ -18,7 +18,7 @@ MULTIMODAL = re.compile(
     r"|clevr|image|latex_ocr|coco|video|ocr|llava|RLAIF-V|speech|tts|geometry|ok-vqa|chord|deepeyes|r1v",
     re.IGNORECASE,
 )
-SEEING = (  # the first that matches the model's name: of tiny/vision.py
+SEEING = (  # the first that matches the model's name: of benchmarks/tiny/vision.py
     (r"Qwen2-VL|jina-reranker-m0", "qwen2_vl"),
     (r"Qwen2\.5-VL", "qwen2_5_vl"),
     (r"Qwen3-VL.*A\d+B", "qwen3_vl_moe"),
@@ -97,7 +97,7 @@ def model_for(name: str, folder: Path, program: str, seed: int = 0) -> str:
 
     For ``megatron`` one that our backend builds: mixtures are Qwen3's, others Qwen3.
     """
-    from tiny.architectures import save
+    from benchmarks.tiny.architectures import save
 
     if (found := _first(CONFIGURED, name)) is not None:
         return _configured(found, folder)
@@ -128,8 +128,8 @@ def _first(table: Sequence[tuple[Any, ...]], name: str) -> tuple[Any, ...] | Non
 
 
 def _seeing(kind: str, name: str, folder: Path, program: str, seed: int) -> str:
-    """A tiny model of tiny/vision.py, with sizes that parallel layouts divide where its backend is megatron."""
-    from tiny.vision import save_vision
+    """A tiny model of benchmarks/tiny/vision.py, with sizes that parallel layouts divide where its backend is megatron."""
+    from benchmarks.tiny.vision import save_vision
 
     layers = next((depth for pattern, depth in DEPTHS if re.search(pattern, name)), 8)
     target = folder / f"{kind}_{program}_{layers}_{seed}"
@@ -150,7 +150,7 @@ def _configured(found: tuple[Any, ...], folder: Path) -> str:
     """A folder with the configuration alone, and a tokenizer."""
     from transformers import AutoConfig
 
-    from tiny.text import tiny_tokenizer
+    from benchmarks.tiny.text import tiny_tokenizer
 
     _, kind, has_own_code = found
     target = folder / kind
@@ -195,7 +195,7 @@ def data_for(command: str, keys: dict[str, Any], folder: Path, rows: int = 12) -
 
 def _with_media(row: dict[str, Any], media: list[str], number: int, folder: Path) -> dict[str, Any]:
     """The row with a file of one of ``media`` in turn, and each column of them."""
-    from tiny.vision import png
+    from benchmarks.tiny.vision import png
 
     for place, column in enumerate(media):
         files = []

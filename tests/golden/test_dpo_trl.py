@@ -16,6 +16,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
+from benchmarks.tiny.architectures import save
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.golden.training import (
     OUR_ARGUMENTS,
@@ -27,7 +28,6 @@ from tests.golden.training import (
     logged_steps,
     recorded,
 )
-from tiny.architectures import save
 from trainers.data.preferences import tokenize_preferences
 from trainers.dpo.trainer import DPOConfig, DPOTrainer
 

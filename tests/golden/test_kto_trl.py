@@ -16,6 +16,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
+from benchmarks.tiny.architectures import save
 from tests.golden.test_dpo_trl import CONVERSATIONS as PAIRED_CONVERSATIONS
 from tests.golden.test_dpo_trl import TEXTS as PAIRED_TEXTS
 from tests.golden.tiny import save_tiny, tiny_tokenizer
@@ -29,7 +30,6 @@ from tests.golden.training import (
     logged_steps,
     recorded,
 )
-from tiny.architectures import save
 from trainers.data.unpaired import tokenize_unpaired
 from trainers.kto.trainer import KTOConfig, KTOTrainer
 

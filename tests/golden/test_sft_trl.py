@@ -14,6 +14,7 @@ from datasets import Dataset
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM
 
+from benchmarks.tiny.architectures import save
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.golden.training import (
     OUR_ARGUMENTS,
@@ -24,7 +25,6 @@ from tests.golden.training import (
     logged_steps,
     recorded,
 )
-from tiny.architectures import save
 from trainers.sft.trainer import SFTConfig, SFTTrainer
 
 WORDS = "one two three four five six seven eight nine ten".split()

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 from safetensors.torch import load_file
 
+from benchmarks.tiny.vision import save_vision
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import final_bytes, lines, together
-from tiny.vision import save_vision
 from trainers.cli import load_config, main, run
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer

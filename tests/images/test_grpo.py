@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from benchmarks.tiny.vision import MODELS, png, save_vision
 from rayhelper import ConfigError, RayHelper
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import final_bytes, final_weights, grpo_config, lines, together
 from tests.golden.tiny import tiny_model
 from tests.images.test_sft import image_of, parts_of
-from tiny.vision import MODELS, png, save_vision
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.megatron.architectures import architecture_mistakes
 from trainers.batch import Prompts, Ragged, Rollouts

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from benchmarks.tiny.vision import png, save_vision
 from rayhelper import ConfigError
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import final_bytes, final_weights, gkd_config, kto_config, lines, together
 from tests.images.test_pairs import PAIRS, of_transformers
-from tiny.vision import png, save_vision
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.gkd.trainer import GKDTrainer
 from trainers.kto.trainer import KTOTrainer

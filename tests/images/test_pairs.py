@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from benchmarks.tiny.vision import png, save_vision
 from rayhelper import ConfigError
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import dpo_config, final_bytes, final_weights, lines, reward_config, together
 from tests.images.test_sft import image_of, parts_of
-from tiny.vision import png, save_vision
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.cpo.config import CPOConfig
 from trainers.cpo.trainer import CPOTrainer

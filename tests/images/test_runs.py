@@ -13,11 +13,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from benchmarks.tiny.vision import MODELS, picture, png, save_vision
 from rayhelper import ConfigError, RayHelper
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import final_bytes, final_weights, lines, sft_config, together
 from tests.images.test_sft import turns
-from tiny.vision import MODELS, picture, png, save_vision
 from trainers.backends.fsdp.vision.parts import part_of
 from trainers.data.images.processor import load_processor
 from trainers.sft.trainer import SFTTrainer

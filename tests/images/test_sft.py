@@ -9,8 +9,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from benchmarks.tiny.vision import MODELS, picture, png, save_vision
 from tests.backends.batches import mean_loss
-from tiny.vision import MODELS, picture, png, save_vision
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Sequences
 from trainers.data.images.processor import ImageReader, load_processor

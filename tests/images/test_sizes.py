@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tiny.vision import png, save_vision
 from tests.golden.tiny import save_tiny
-from tiny.vision import png, save_vision
 from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.configuration.reading.command_line import load_config
 from trainers.configuration.vision import vision_settings

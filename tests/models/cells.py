@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.tiny.architectures import tiny
 from rayhelper import ConfigError, RayHelper
 from tests.backends.batches import largest_difference, mean_loss, packed, plain_scores, samples_of, weights_of
 from tests.conftest import without_runtime
 from tests.e2e.runs import lines, sft_config
 from tests.e2e.test_vllm_runs import LEARNER, ROLES, VLLM, greedy_config
 from tests.rollout.prompts import as_sequences, prompts_of
-from tiny.architectures import tiny
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Rollouts, Sequences
 from trainers.grpo.trainer import GRPOTrainer

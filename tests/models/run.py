@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from benchmarks.tiny.architectures import ARCHITECTURES, FOR_VLLM, save
 from rayhelper import RayHelper
 from tests.models import table
 from tests.models.cells import AWAY, BESIDE, GROUPS, away_cells, beside_cells, fast_cells
-from tiny.architectures import ARCHITECTURES, FOR_VLLM, save
 
 TIMEOUT_S = 600  # for the cells of one model in a process of their own
 PARTS = {"beside": BESIDE, "away": AWAY}  # the cells of each part that has a process of its own

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tiny.architectures import ARCHITECTURES
 from tests.models.cells import CELLS, NOT_TRIED
-from tiny.architectures import ARCHITECTURES
 
 RECORD = Path(__file__).with_name("record.json")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.tiny.architectures import ARCHITECTURES, save, tiny
 from rayhelper import ConfigError
 from tests.models import table
 from tests.models.cells import FAST, fast_cells
-from tiny.architectures import ARCHITECTURES, save, tiny
 from trainers.backends.fsdp import documents
 from trainers.backends.fsdp.backend import FsdpBackend
 

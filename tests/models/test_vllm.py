@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tiny.architectures import save
 from rayhelper import ConfigError
 from tests.e2e.test_vllm_runs import VLLM, greedy_config
 from tests.models import table
 from tests.models.cells import ADAPTER, BESIDE, beside_cells
-from tiny.architectures import save
 from trainers.grpo.trainer import GRPOTrainer
 
 pytestmark = pytest.mark.xdist_group("vllm")

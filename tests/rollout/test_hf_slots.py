@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.tiny.architectures import save
 from tests.golden.tiny import tiny_tokenizer
 from tests.rollout.prompts import as_sequences, completions, prompts_of, save_decided
-from tiny.architectures import save
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Prompts, Ragged
 from trainers.parts.engine import numbered

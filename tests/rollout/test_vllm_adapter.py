@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from benchmarks.tiny import architectures
 from rayhelper import Channel, ConfigError
 from tests.backends.batches import mean_loss, samples_of
 from tests.backends.ranks import run_ranks
 from tests.conftest import without_runtime
 from tests.e2e.runs import grpo_config, lines
 from tests.golden.tiny import save_tiny, tiny_tokenizer
-from tests.models import architectures
 from tests.rollout.prompts import as_sequences, plain_greedy, prompts_of, save_decided
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.tuners.adapters import layer_names

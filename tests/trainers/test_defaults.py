@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.tiny.architectures import save
 from rayhelper import ConfigError
-from tiny.architectures import save
 from trainers.cli import load_config, run, save_config
 from trainers.configuration.folders import configurations
 from trainers.configuration.others.ms_swift_only import MS_SWIFT_ONLY

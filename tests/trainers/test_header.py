@@ -12,11 +12,11 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import trainers
+from benchmarks.tiny.vision import save_vision
 from rayhelper import ConfigError
 from rayhelper.planning.dry_run import make_plan
 from tests import warm
 from tests.golden.tiny import save_tiny
-from tiny.vision import save_vision
 from trainers.configuration.reading.command_line import load_config
 from trainers.configuration.shared import SEQUENCES_PER_STEP
 from trainers.grpo.config import GRPOConfig

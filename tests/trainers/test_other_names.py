@@ -11,8 +11,8 @@ from typing import Any
 import peft  # noqa: F401  (it sets a variable of the environment when it is first imported)
 import pytest
 
+from benchmarks.tiny.architectures import save
 from rayhelper import ConfigError
-from tiny.architectures import save
 from trainers.cli import load_config
 from trainers.configuration.folders import configurations
 from trainers.configuration.others.other_names import (

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, Qwen3MoeConfig
 
+from benchmarks.tiny.architectures import save
 from rayhelper import ConfigError
 from tests.golden.tiny import save_tiny, tiny_tokenizer
-from tiny.architectures import save
 from trainers.classification.config import ClassificationConfig
 from trainers.cli import load_config, main
 from trainers.configuration.folders import configurations

@@ -12,7 +12,7 @@ import torch
 import transformers
 from PIL import Image, ImageDraw
 
-from tiny.text import tiny_tokenizer
+from benchmarks.tiny.text import tiny_tokenizer
 
 SHAPES = ((24, 32), (40, 20), (28, 28), (16, 48))  # width and height of pictures, in pixels
 COLOURS = ("red", "green", "blue", "yellow")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tiny.text import tiny_tokenizer
+from benchmarks.tiny.text import tiny_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 260,

@@ -9,7 +9,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,30 +229,23 @@ def test_a_slurm_job_starts_a_cluster_of_its_nodes_and_then_the_run(tmp_path: Pa
     listens = "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1]))); s.accept(); s.accept()"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    ray = f'echo "ray $*" >> {tmp_path}/log; [ "$2" != --head ] || exec {sys.executable} -c "{listens}" {port}'
+    ray = f'echo "ray $*"; [ "$2" != --head ] || exec {sys.executable} -c "{listens}" {port}'
     path = fakes(
         tmp_path,
         {
             "srun": 'SLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@"; wait',
             "ray": ray,
-            "rayhelper": f'echo "rayhelper $* at $RAY_ADDRESS" >> {tmp_path}/log',
+            "rayhelper": 'echo "rayhelper $* at $RAY_ADDRESS"',
         },
     )
     env = {"PATH": path, "RAY_HEAD": "127.0.0.1", "RAY_PORT": str(port)}
     script = str(ROOT / "deploy" / "slurm_ray.sh")
-    subprocess.run(["bash", script, "grpo", "--config", "x.yaml"], env=env, check=True, timeout=60)
-    found = wait_for_lines(tmp_path / "log", 3)
+    command = ["bash", script, "grpo", "--config", "x.yaml"]
+    done = subprocess.run(command, env=env, check=True, timeout=60, stdout=subprocess.PIPE, text=True)
+    head, *others = done.stdout.splitlines()  # of all processes: the pipe ends with the last of them
     at = f"127.0.0.1:{port}"
-    assert found[0] == f"ray start --head --node-ip-address=127.0.0.1 --port={port} --block"
-    assert sorted(found[1:]) == [f"ray start --address={at} --block", f"rayhelper grpo --config x.yaml at {at}"]
-
-
-def wait_for_lines(file: Path, count: int) -> list[str]:
-    """The lines of a file that other processes still write."""
-    deadline = time.monotonic() + 30
-    while len(lines := file.read_text(encoding="utf-8").splitlines()) < count and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return lines
+    assert head == f"ray start --head --node-ip-address=127.0.0.1 --port={port} --block"
+    assert sorted(others) == [f"ray start --address={at} --block", f"rayhelper grpo --config x.yaml at {at}"]
 
 
 def test_a_slurm_job_gives_every_process_of_torchrun_the_same_key(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def _first(table: Sequence[tuple[Any, ...]], name: str) -> tuple[Any, ...] | Non
 
 
 def _seeing(kind: str, name: str, folder: Path, program: str, seed: int) -> str:
-    """A tiny model of benchmarks/tiny/vision.py, with sizes that parallel layouts divide where its backend is megatron."""
+    """A model of benchmarks/tiny/vision.py, with sizes that parallel layouts divide where its backend is megatron."""
     from benchmarks.tiny.vision import save_vision
 
     layers = next((depth for pattern, depth in DEPTHS if re.search(pattern, name)), 8)

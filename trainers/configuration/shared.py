@@ -262,7 +262,7 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
     disable_dropout: bool = True
     """Train without dropout, the model's and the adapter's."""
     router_aux_loss_coef: float = 0.0
-    """Of the loss that keeps a mixture of experts in even use, which is added to the trainer's (backend: fsdp)."""
+    """Weight of the loss that keeps the use of experts even (backend: fsdp). It is added to the trainer's loss."""
     peak_tflops: float | None = None
     """What a device can do at most, in 10^12 floating-point operations a second, for ``throughput/mfu``. null: known of
     common GPUs (bfloat16), and without it no mfu."""

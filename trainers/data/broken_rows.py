@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 class Counted:
     """Rows that were read, and how many of them were left out. ``is_open``: more may still be left out."""
 
+    source: Any = None  # and split
     num_read: int = 0
     num_left_out: int = 0
     is_open: bool = False
@@ -35,6 +36,13 @@ class Counted:
 NOTHING = Counted()
 # Of the training data that was read last. The header of the run shows it.
 counted: ContextVar[Counted] = ContextVar("counted", default=NOTHING)
+
+
+def counted_of(source: Any) -> Counted:
+    """What was counted of this source and split, if it was read last; counting ends."""
+    seen = replace(counted.get(), is_open=False)
+    counted.set(seen)
+    return seen if seen.source == source else NOTHING
 
 
 def warn_left_out(count: int, message: str, *values: object) -> None:

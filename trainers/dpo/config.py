@@ -41,7 +41,8 @@ class DPOConfig(ReferenceConfig):
     # Loss
     loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
     """One or several of sigmoid, cdpo, hinge, ipo, exo_pair, nca_pair, robust, bco_pair, sppo_hard, aot,
-    aot_unpaired, apo_zero, apo_down, discopop, sft, sigmoid_norm; formulas and papers stand in losses/preference.py."""
+    aot_unpaired, apo_zero, apo_down, discopop, sft, sigmoid_norm. Formulas and papers are in
+    losses/preference.py."""
     loss_weights: list[float] | None = None
     """One a loss type. null: 1 for each."""
     rpo_alpha: float | None = None

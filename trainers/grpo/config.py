@@ -135,9 +135,9 @@ class GRPOConfig(CompletionConfig):
 
     # Loss
     loss_type: str | dict[str, Any] = "dapo"
-    """The loss of a token and how it is averaged: grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, fipo, gmpo,
-    gpg, clip_cov, kl_cov, dppo_tv or dppo_kl, whose formulas and papers stand in losses/surrogates.py; or the name of a
-    loss that a plugin registered, or {name: ..., argument: value}."""
+    """The loss of a token and how it is averaged; formulas and papers are in losses/surrogates.py. Ours: grpo, bnpo,
+    dr_grpo, dapo, cispo, sapo, luspo, vespo, fipo, gmpo, gpg, clip_cov, kl_cov, dppo_tv, dppo_kl. Or the name of a loss
+    that a plugin registered, or {name: ..., argument: value}."""
     importance_sampling_level: ImportanceLevel = "token"
     """token, sequence (GSPO), sequence_token (GSPO-token), or sequence_product (of the tokens' ratios, RLOO)."""
     beta: float = 0.0
@@ -200,9 +200,9 @@ class GRPOConfig(CompletionConfig):
     rollout_importance_sampling_clip_min: float | None = None
     """Lower bound of the ratio. null: none."""
     rollout_rejection: RolloutRejection | None = None
-    """Leave tokens, or completions, out of the loss where engine and training code are too far apart: the estimator k1,
-    k2 or k3 of the KL, of a token, or its sum, mean or maximum over the sequence; sequence_mean_k1 is the geometric
-    mean of the ratios. null: nothing is left out."""
+    """Leave tokens or completions out of the loss if engine and training code are too far apart. It names an estimator
+    of the KL (k1, k2 or k3), of a token, or its sum, mean or maximum over the sequence. sequence_mean_k1 is the
+    geometric mean of the ratios. null: nothing is left out."""
     rollout_rejection_max: float | None = None
     """Largest value that stays: of k1 the ratio, such as 2.0 (token) or 1.01 (sequence_mean); else the estimate."""
     rollout_rejection_min: float | None = None

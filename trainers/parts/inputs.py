@@ -36,7 +36,7 @@ def read_rows(config: RunConfig, source: Any, split: str, images: ImageReader | 
     of the kind.
     """
     learns = isinstance(config, TrainConfig) and (source, split) == config.training_data
-    counted.set(Counted(is_open=True) if learns else replace(counted.get(), is_open=False))
+    counted.set(Counted((source, split), is_open=True) if learns else replace(counted.get(), is_open=False))
     with mistakes_of("dataset"):
         rows = load_rows(
             source,

@@ -29,7 +29,7 @@ from trainers.configuration.reading.command_line import read_from
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 from trainers.configuration.tuners import shown_tuner
 from trainers.configuration.vision import vision_settings
-from trainers.data.broken_rows import counted
+from trainers.data.broken_rows import counted_of
 
 PARTS_OF_VISION = {"vit": "the vision tower", "aligner": "the aligner", "llm": "the language model"}
 MOST_LINES = 15
@@ -113,7 +113,7 @@ def _rows(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iter
     source = config.dataset if isinstance(config.dataset, (str, dict)) else None
     every = "epoch" if config.eval_strategy == "epoch" else f"{config.eval_steps or num_steps} steps"
     evaluated = f", evaluated every {every}" if config.eval_dataset and config.evaluates else ""
-    seen = counted.get()
+    seen = counted_of(config.training_data)
     less = f" ({seen.num_read:,} rows were read and {seen.num_left_out:,} left out)" if seen.num_left_out else ""
     if counts or source:
         yield f"data: {', '.join(counts) or 'read'}{f' of {source}' if source else ''}{less}{evaluated}"

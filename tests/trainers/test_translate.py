@@ -358,7 +358,7 @@ def test_a_pipeline_of_roll(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("student_train: {}\nstudent: {infer_batch_size: 1}", "python -m trainers gkd"),
         ("async_generation_ratio: 1", "max_staleness: 1 into the translated file"),
         ("importance_sampling: geometric", "geometric is not built (known: token, seq)"),
-        ("actor_train.model_args.freeze_module_prefix: vision_model", "models that see images or hear"),
+        ("actor_train.model_args.freeze_module_prefix: vision_model", "write both and freeze_vit: true"),
     ],
 )
 def test_what_roll_has_beside_is_refused_by_name(

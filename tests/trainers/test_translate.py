@@ -265,6 +265,11 @@ def test_the_environment_sets_what_a_script_leaves_open(
         ("DRAWS=4", "if [ $1 ]; then DRAWS=8; fi", "under a condition"),
         ("trainer.nnodes=2", "trainer.nnodes=2 trainer.unheard_of=1", "unknown key trainer.unheard_of"),
         ("adv_estimator=grpo", "adv_estimator=gae", "python -m trainers ppo"),
+        (
+            "verl.trainer.main_ppo algorithm.adv_estimator=grpo",
+            "verl.trainer.fsdp_sft_trainer",
+            "python -m trainers sft",
+        ),
         ("use_kl_loss=True", "use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=mse", "kl_loss_type: mse is not"),
         ("data.truncation='error'", "data.video_key=videos", "videos are not supported"),
         (

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rayhelper import ConfigError
 from tests.backends.batches import largest_difference, mean_loss, plain_scores, samples_of
 from tests.golden.tiny import save_tiny
-from tests.models import architectures
+from tiny import architectures
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.tuners.adapters import layer_names
 from trainers.dpo.config import DPOConfig

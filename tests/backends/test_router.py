@@ -14,7 +14,7 @@ import torch
 from rayhelper import ConfigError
 from tests.backends.batches import largest_difference, mean_loss, packed, plain_loss, samples_of, weighted_loss
 from tests.backends.ranks import run_ranks
-from tests.models import architectures
+from tiny import architectures
 from tiny.architectures import Architecture, save
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Ragged, Samples, Sequences

@@ -28,7 +28,7 @@ from rayhelper import ConfigError
 from tests.backends.batches import largest_difference, packed, plain_loss, plain_scores, samples_of, weighted_loss
 from tests.backends.ranks import run_ranks
 from tests.golden.tiny import save_tiny, tiny_tokenizer
-from tests.models import architectures
+from tiny import architectures
 from trainers.backends.fsdp import sequence_attention
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.sequence_attention import sequence_mistakes

@@ -23,8 +23,8 @@ from tests.backends.ranks import run_ranks
 from tests.conftest import without_runtime
 from tests.e2e.runs import grpo_config, lines
 from tests.golden.tiny import save_tiny, tiny_tokenizer
-from tests.models import architectures
 from tests.rollout.prompts import as_sequences, plain_greedy, prompts_of, save_decided
+from tiny import architectures
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.tuners.adapters import layer_names
 from trainers.configuration.completion import CompletionConfig

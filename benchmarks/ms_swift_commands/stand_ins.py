@@ -186,9 +186,13 @@ def data_for(command: str, keys: dict[str, Any], folder: Path, rows: int = 12) -
         kind = "pairs"
     said = " ".join(str(keys.get(name, "")) for name in DATA_KEYS)
     media = [column for column, names in ROWS if names.search(said)]
-    target = folder / f"{'_'.join([kind, *media])}.jsonl"
+    columns = keys.get("columns") or {}
+    columns = json.loads(columns) if isinstance(columns, str) else columns
+    theirs = {ours: name for name, ours in columns.items()}
+    target = folder / f"{'_'.join([kind, *media, *theirs])}.jsonl"
     if not target.is_file():
-        lines = [json.dumps(_with_media(_row(kind, number), media, number, folder)) for number in range(rows)]
+        made = [_with_media(_row(kind, number), media, number, folder) for number in range(rows)]
+        lines = [json.dumps({theirs.get(name, name): value for name, value in row.items()}) for row in made]
         target.write_text("".join(f"{line}\n" for line in lines))
     return str(target)
 

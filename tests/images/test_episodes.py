@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from benchmarks.tiny.vision import picture, save_vision
 from rayhelper import ConfigError, RayHelper
 from tests.conftest import without_runtime
 from tests.e2e.runs import final_bytes, final_weights, grpo_config, lines, together
 from tests.golden.tiny import save_tiny
-from tests.images.tiny import picture, save_vision
 from trainers.data.images.processor import load_processor
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.rollout.environments import Reply

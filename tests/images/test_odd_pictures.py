@@ -11,11 +11,11 @@ from PIL import Image
 from transformers import AutoConfig, AutoTokenizer
 from transformers.image_utils import load_image
 
+from benchmarks.tiny.vision import MODELS, picture, png, save_vision
 from rayhelper import ConfigError
 from tests.conftest import without_runtime
 from tests.e2e.runs import grpo_config, sft_config
 from tests.images.test_sft import turns
-from tests.images.tiny import MODELS, picture, png, save_vision
 from trainers.backends.fsdp.hf_model import build_model
 from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.data.images.processor import ImageReader, load_processor

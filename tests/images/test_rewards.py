@@ -13,13 +13,13 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
+from benchmarks.tiny.vision import MODELS, save_vision
 from rayhelper import ConfigError
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import final_bytes, final_weights, grpo_config, lines, ppo_config, reward_config, together
 from tests.golden.tiny import tiny_model
 from tests.images.test_pairs import PAIRS
 from tests.images.test_sft import image_of, parts_of
-from tests.images.tiny import MODELS, save_vision
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.fsdp.vision.classifier import classifier_class
 from trainers.data.images.processor import ImageReader, load_processor

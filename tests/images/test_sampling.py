@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from benchmarks.tiny.vision import png, save_vision
 from rayhelper import ConfigError, RayHelper
 from tests.conftest import without_runtime
 from tests.e2e.runs import together
 from tests.images.test_grpo import QUESTIONS, greedy_of_transformers
 from tests.images.test_rewards import batch_of
-from tests.images.tiny import png, save_vision
 from trainers.backends.fsdp.hf_model import build_model
 from trainers.data.images.processor import load_processor
 from trainers.sampling.config import SamplingConfig
@@ -95,5 +95,5 @@ def test_an_engine_that_sees_nothing_is_given_no_pictures(model: str, tmp_path: 
     keys["prm_threshold"] = 0.0
     with pytest.raises(ConfigError, match="rows have images, which are not seen here"):
         SamplingTrainer(config(model, tmp_path / "out", **keys))
-    with pytest.raises(ConfigError, match="max_pixels and image_urls are for sampler_engine hf"):
+    with pytest.raises(ConfigError, match="max_pixels, image_processor_kwargs and image_urls are for"):
         config(model, tmp_path / "out", **keys, max_pixels=100)

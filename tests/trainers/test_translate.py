@@ -265,6 +265,11 @@ def test_the_environment_sets_what_a_script_leaves_open(
         ("DRAWS=4", "if [ $1 ]; then DRAWS=8; fi", "under a condition"),
         ("trainer.nnodes=2", "trainer.nnodes=2 trainer.unheard_of=1", "unknown key trainer.unheard_of"),
         ("adv_estimator=grpo", "adv_estimator=gae", "python -m trainers ppo"),
+        (
+            "verl.trainer.main_ppo algorithm.adv_estimator=grpo",
+            "verl.trainer.fsdp_sft_trainer",
+            "python -m trainers sft",
+        ),
         ("use_kl_loss=True", "use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=mse", "kl_loss_type: mse is not"),
         ("data.truncation='error'", "data.video_key=videos", "videos are not supported"),
         (
@@ -358,7 +363,7 @@ def test_a_pipeline_of_roll(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("student_train: {}\nstudent: {infer_batch_size: 1}", "python -m trainers gkd"),
         ("async_generation_ratio: 1", "max_staleness: 1 into the translated file"),
         ("importance_sampling: geometric", "geometric is not built (known: token, seq)"),
-        ("actor_train.model_args.freeze_module_prefix: vision_model", "models that see images or hear"),
+        ("actor_train.model_args.freeze_module_prefix: vision_model", "write both and freeze_vit: true"),
     ],
 )
 def test_what_roll_has_beside_is_refused_by_name(

@@ -26,7 +26,7 @@ DECIDING = (
     *("prm_threshold", "easy_query_threshold", "temperature", "top_p", "top_k", "max_completion_length"),
     *("engine_kwargs", "chat_template", "chat_template_kwargs", "system", "dtype", "seed", "dataset_seed"),
     *("stop_token_ids", "shuffle_dataset", "data_range", "rollout_batch_size", "tokenizer", "max_prompt_length"),
-    "max_pixels",
+    *("max_pixels", "image_processor_kwargs"),
 )
 
 
@@ -90,6 +90,8 @@ class SamplingConfig(RunConfig):
     """Variables of the chat template, such as {enable_thinking: false}."""
     max_pixels: int | None = None
     """hf and a vision model: pixels of a picture; larger ones are made smaller. null: as the processor does it."""
+    image_processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    """hf and a vision model: arguments of the model's image processor in place of its own."""
     image_urls: bool = False
     """hf and a vision model: download pictures of http addresses; false: rows with an address fail."""
     cache_files: list[str] = field(default_factory=list)
@@ -235,10 +237,10 @@ def _check_engine(config: SamplingConfig) -> None:
                 raise ConfigError(f"{name} is a key of its own; take it out of engine_kwargs, which are written down")
     elif config.base_url:
         raise ConfigError(f"base_url is for sampler_engine client; sampler_engine is {config.sampler_engine}")
-    if config.engine != "hf" and (config.max_pixels is not None or config.image_urls):
+    if config.engine != "hf" and (config.max_pixels is not None or config.image_processor_kwargs or config.image_urls):
         raise ConfigError(
-            f"max_pixels and image_urls are for sampler_engine hf; sampler_engine is {config.sampler_engine}. Other "
-            "engines see no pictures. Remove them."
+            "max_pixels, image_processor_kwargs and image_urls are for sampler_engine hf; sampler_engine is "
+            f"{config.sampler_engine}. Other engines see no pictures. Remove them."
         )
     if config.engine == "vllm" and config.rollout_batch_size is not None:
         raise ConfigError("rollout_batch_size is for sampler_engine hf; vllm takes engine_kwargs: {max_num_seqs: N}")

@@ -89,6 +89,7 @@ def local_engine(config: SamplingConfig, model: str, tokenizer: Any) -> Engine:
             dtype=resolve_dtype(config),
             model_init_kwargs=config.model_init_kwargs,
             trust_remote_code=config.trust_remote_code,
+            processing=config.image_processor_kwargs,
         )
     settings, size = engine_settings(config, judges_beside=judges_beside(config))
     return vllm_engine(config, model, tokenizer, size, engine_kwargs=settings, key="engine_kwargs")

@@ -76,6 +76,11 @@ def _of_command(found: list[list[str]], name: str, system: str | None) -> Source
                 rest = [*(one.rpartition("/")[2] for one in started), *rest]
                 return Source(name, whose, words=_checked(rest, name))
             if any(re.match(r"[+~]*[\w./@-]+=", one) for one in rest):
+                if "sft" in word:
+                    raise ConfigError(
+                        f"{name}: {word} is fine-tuning, and only {whose}'s RL is translated. Here "
+                        "that is python -m trainers sft (docs/trainers/sft.md)"
+                    )
                 rest, left_out = _named(rest)
                 return Source(name, whose, keys=_overrides(_checked(rest, name)), left_out=left_out)
     known = f"of {system} " if system else ""

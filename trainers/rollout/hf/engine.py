@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,6 +51,7 @@ class HfEngine:
     memory, for keys and values. ``cuda_graphs``: decoding steps on GPUs are captured.
     ``whole_weights`` of a shared model gathers its weights where they lie in shards; then every worker generates.
     ``vision``: of a shared model that sees pictures. Such a model draws no token that stands for a part of a picture.
+    ``processing``: of a model of its own, arguments of its image processor in place of the processor's.
     ``language_only``: a model of its own has no vision tower.
     """
 
@@ -70,6 +71,7 @@ class HfEngine:
         trust_remote_code: bool = False,
         whole_weights: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
         vision: Vision | None = None,
+        processing: Mapping[str, Any] | None = None,
         language_only: bool = False,
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -92,7 +94,8 @@ class HfEngine:
         pad = tokenizer.pad_token_id
         self.pad_token_id = int(pad if pad is not None else tokenizer.eos_token_id)
         if not self.shares_weights and not language_only:
-            vision = Vision.of(self.module, str(model), trust_remote_code=trust_remote_code)
+            told: dict[str, Any] = {"trust_remote_code": trust_remote_code, "processing": processing}
+            vision = Vision.of(self.module, str(model), **told)
         self.vision = vision
         self.batches = Batches(self.module, self.pad_token_id, vision)
         self._number = 0

@@ -190,7 +190,9 @@ def _check_prompt_template(template: str | None) -> None:
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
     except ValueError as error:
-        raise ConfigError(f"prompt_template {_shown(template)}: {error}. A brace that is text is written twice.") from None
+        raise ConfigError(
+            f"prompt_template {_shown(template)}: {error}. A brace that is text is written twice."
+        ) from None
     if not names:
         raise ConfigError(
             f"prompt_template {_shown(template)} names no column, so that all rows would have the same prompt. Name "
@@ -287,7 +289,9 @@ def check_source(name: str, source: Any, split: str, default: str) -> None:
         inner = list(one.values()) if isinstance(one, Mapping) and isinstance(source, Mapping) else [one]
         is_mixture = isinstance(one, Mapping) and bool({"path", "datasets"} & one.keys())
         if not is_mixture and any(isinstance(value, (bool, int, float)) for value in inner):
-            raise ConfigError(f"{name} is {_shown(source)}. Give a file, a folder, a hub name, a list of them, or rows.")
+            raise ConfigError(
+                f"{name} is {_shown(source)}. Give a file, a folder, a hub name, a list of them, or rows."
+            )
         check_file(name, one, DATA_SUFFIXES)
         path = re.sub(r"#:?\d+$", "", one) if isinstance(one, str) else ""
         if path.startswith(("/", "./", "../", "~")) and not any(mark in path for mark in "*?[") and not is_there(path):

@@ -260,7 +260,8 @@ def _check_run(trainer: Any, config: Any, groups: DeviceGroups | None) -> None:
 def placement(trainer: Any, config: Any, num_processes: int = 1) -> DeviceGroups:
     """The device groups of a run: those of the configuration, or all roles in one group of ``num_processes`` workers.
 
-    ``timeout_s`` and ``env`` of the configuration hold for every group that does not say otherwise.
+    ``timeout_s`` and ``env`` of the configuration hold for every group that does not say otherwise, ``timeout_s`` also
+    for the driver (reward functions).
 
     Raises:
         ConfigError: a mistake in them, a role of the trainer that no group hosts, or a group that nobody would use.
@@ -296,7 +297,8 @@ def placement(trainer: Any, config: Any, num_processes: int = 1) -> DeviceGroups
         )
         for group in groups.groups
     ]
-    return dataclasses.replace(groups, groups=tuple(completed))
+    driver = config.timeout_s if groups.driver_timeout_s is None else groups.driver_timeout_s
+    return dataclasses.replace(groups, groups=tuple(completed), driver_timeout_s=driver)
 
 
 def with_our_roles(device_groups: Any, roles: Sequence[str], declared: Mapping[str, RoleKind]) -> Any:

@@ -287,6 +287,20 @@ def test_a_port_that_accepts_and_does_not_answer_as_ray_does(
         serving.join()
 
 
+def test_what_answers_the_probe_and_is_no_cluster_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: Any) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster at a:1")
+
+    monkeypatch.setattr(placement, "probe", lambda address: None)
+    monkeypatch.setattr(placement, "_listens_on_loopback_alone", lambda address: False)
+    for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(PlacementError, match=r"^no Ray cluster answers at ray_address 'a:1' .Failed to connect"):
+        placement.connect("a:1")
+
+
 def test_a_cluster_answers_the_probe(ray_cluster: None) -> None:
     placement.probe(ray.get_runtime_context().gcs_address)
 

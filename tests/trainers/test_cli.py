@@ -28,6 +28,7 @@ from trainers.configuration.reading.help import print_help
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.dpo.config import DPOConfig
 from trainers.grpo.config import GRPOConfig
+from trainers.run.origin import without_secrets
 from trainers.sft.config import PretrainConfig, SFTConfig
 
 ROOT = Path(__file__).parents[2]
@@ -711,6 +712,7 @@ def test_timeout_and_env_hold_for_groups_that_say_nothing_else() -> None:
         ),
     )
     train, rollout = groups.groups
+    assert groups.limit_of("driver")[0] == 60.0  # reward functions are the driver's
     assert (train.timeout_s, dict(train.env)) == (60.0, {"A": "shared", "B": "2"})
     assert (rollout.timeout_s, dict(rollout.env)) == (5.0, {"A": "own", "B": "2"})
 
@@ -931,19 +933,24 @@ def test_secrets_are_written_nowhere_and_come_from_the_shell_again(
 ) -> None:
     names = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "APIKEY")
     open_names = ("TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "PWD", "MONITOR")
+    url = "mongodb://me:{}@host:1/x"
     env: dict[str, str | int | float] = dict.fromkeys(names, SECRET) | dict.fromkeys(open_names, "8")
+    env["RUNS"] = url.format(SECRET)
     groups = {"all": {"device": "CPU", "ranks": 1, "workers": ["train"], "env": {"GROUP_TOKEN": SECRET}}}
     config = Config(model="m", dataset="d", env=env, device_groups=groups)
     save_config(config, tmp_path)
     text = (tmp_path / "config.yaml").read_text()
     assert SECRET not in text
-    assert yaml.safe_load(text)["env"] == dict.fromkeys(names, "***") | dict.fromkeys(open_names, "8")
+    shown = dict.fromkeys(names, "***") | dict.fromkeys(open_names, "8") | {"RUNS": url.format("***")}
+    assert yaml.safe_load(text)["env"] == shown
     arguments = ["--config", str(tmp_path / "config.yaml")]
     with pytest.raises(ConfigError, match=r"env: HF_TOKEN, .* was masked as the file was written. Set it in the shell"):
         load_config(Config, arguments)
     for name in (*names, "GROUP_TOKEN"):
         monkeypatch.setenv(name, SECRET)
+    monkeypatch.setenv("RUNS", url.format(SECRET))
     assert load_config(Config, arguments) == config
+    assert without_secrets(["--env.RUNS", url.format(SECRET)], config)[1] == url.format("***")
     with pytest.raises(SystemExit):
         load_config(Config, [*NEEDED, "--env.HF_TOKEN", SECRET, "--print_config"])
     assert SECRET not in capsys.readouterr().out

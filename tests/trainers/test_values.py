@@ -197,6 +197,11 @@ def test_a_file_with_a_value_of_another_type_is_refused(
         load_config(kind, ["--config", str(tmp_path / "x.yaml")])
 
 
+def test_a_key_that_is_given_twice_is_told_as_such() -> None:
+    with pytest.raises(ConfigError, match="learning_rate is given twice; give one of them"):
+        load_config(SFTConfig, ["--model", "m", "--dataset", "d", "--learning_rate", "1", "--learning_rate", "2"])
+
+
 @pytest.mark.parametrize(("text", "number"), [("0x10", 16), ("1_000", 1000), ("010", 8), ("0b11", 3), ("1:30", 90)])
 @pytest.mark.parametrize("line", ["max_steps: {}", "learning_rate: {}", "optim_kwargs: {{a: {}}}", "data_seed: [{}]"])
 def test_a_file_says_numbers_in_plain_digits_too(line: str, text: str, number: int, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ class RunConfig:
     ray_address: str | None = None
     """The Ray cluster to join. null: RAY_ADDRESS, else a cluster on this machine."""
     timeout_s: float | None = None
-    """Seconds that a call to a role may take, in groups that do not say it themselves. null: no limit."""
+    """Seconds that a call to a role, driver included, may take where device_groups does not say it. null: no limit."""
     env: dict[str, str | int | float] = field(default_factory=dict)
     """Environment variables of every process; they win over the shell's, and a group's own ``env`` over them. Files and
     trackers show secrets such as HF_TOKEN as ***. A file that is read with *** takes the value of the shell."""

@@ -28,7 +28,7 @@ from typing import Any
 import rayhelper
 from rayhelper import ConfigError
 from rayhelper.text import parse_text
-from trainers.configuration.reading.secrets import MASK, is_secret, masked
+from trainers.configuration.reading.secrets import MASK, is_secret, masked, secret_in
 from trainers.configuration.reading.text import default_of
 
 ORIGIN_FILE = "run.json"
@@ -109,7 +109,7 @@ def _secrets(config: Any) -> Iterable[Any]:
     envs = [getattr(config, "env", None), *(group.get("env") for group in of_groups if isinstance(group, Mapping))]
     for env in envs:
         if isinstance(env, Mapping):
-            yield from (value for name, value in env.items() if is_secret(str(name)) and str(value))
+            yield from filter(None, (secret_in(str(name), value) for name, value in env.items()))
 
 
 def _start(config: Any, first_step: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def connect(address: str | None) -> bool:
     """Joins the cluster at ``address``, or starts one on this machine; True if it is ours to stop.
 
     Raises:
-        PlacementError: nobody listens at the address.
+        PlacementError: nobody listens at the address, or no cluster does.
     """
     if ray.is_initialized():
         return False
@@ -50,8 +50,11 @@ def connect(address: str | None) -> bool:
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # says at every start that it is on
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address:
-        with ray_on_loopback() if _listens_on_loopback_alone(address) else nullcontext():
-            ray.init(address=address, logging_level=logging.WARNING)
+        try:
+            with ray_on_loopback() if _listens_on_loopback_alone(address) else nullcontext():
+                ray.init(address=address, logging_level=logging.WARNING)
+        except ConnectionError as error:  # a web server or a proxy answers there
+            raise _nobody(address, error) from None
         return True
     with ray_on_loopback():
         ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
@@ -85,10 +88,14 @@ def probe(address: str) -> None:
         if os.environ.get("RAY_USE_TLS", "0") == "0" and greeted[3:4] != _SETTINGS:
             raise ConnectionError("what answers there speaks another protocol than Ray")
     except (OSError, OverflowError) as error:
-        raise PlacementError(
-            f"no Ray cluster answers at ray_address {address!r} ({error}). Start one there with `ray start --head`, "
-            "correct ray_address (or RAY_ADDRESS), or leave it out to start a cluster on this machine."
-        ) from None
+        raise _nobody(address, error) from None
+
+
+def _nobody(address: str, error: Exception) -> PlacementError:
+    return PlacementError(
+        f"no Ray cluster answers at ray_address {address!r} ({error}). Start one there with `ray start --head`, "
+        "correct ray_address (or RAY_ADDRESS), or leave it out to start a cluster on this machine."
+    )
 
 
 def _first_frame(connection: socket.socket, end: float) -> bytes:

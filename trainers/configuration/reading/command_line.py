@@ -141,9 +141,9 @@ def given_keys(
         if name == "config":
             continue
         if (name, *inner) in spoken and (inner or given.values.get(name) != _raw(values, inner)):
-            given.mistakes.append(
-                f"{COMMAND_LINE}: {first} and {spoken[name, *inner]} say the same thing; give one of them"
-            )
+            other = spoken[name, *inner]
+            what = f"{first} is given twice" if other == first else f"{first} and {other} say the same thing"
+            given.mistakes.append(f"{COMMAND_LINE}: {what}; give one of them")
         spoken[name, *inner] = first
         given.values[name] = _put(given.values.get(name), inner, _raw(values, inner))
         given.where[name] = given.where.get(name, COMMAND_LINE) if inner else COMMAND_LINE

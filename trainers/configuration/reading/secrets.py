@@ -1,6 +1,6 @@
-"""Values of environment variables that must not be written down, known by the names of their variables.
+"""Values of environment variables that must not be written down: named as secrets are, or a password in a URL.
 
-masked(values)        for config.yaml, --print_config and trackers: {"HF_TOKEN": "***"}
+masked(values)        for config.yaml, --print_config and trackers: {"HF_TOKEN": "***", "PROXY": "http://me:***@host"}
 unmasked(values)      of a file that was written so: the values come from the environment of the process
 """
 
@@ -17,6 +17,16 @@ MASK = "***"
 _WORDS = re.compile(
     r"(KEY|TOKEN|SECRET|SECRETS|PASSWORD|PASSWD|PASSPHRASE|PWD|CREDENTIAL|CREDENTIALS|AUTH|COOKIE)$", re.IGNORECASE
 )
+
+_IN_URL = re.compile(r"(://[^/\s:@]*):([^/\s]+)@")  # user and password of a URL
+
+
+def secret_in(name: str, value: Any) -> str:
+    """What of a variable's value must not be written down; empty: nothing."""
+    if is_secret(name):
+        return str(value)
+    found = _IN_URL.search(str(value))
+    return found[2] if found else ""
 
 
 def is_secret(name: str) -> bool:
@@ -57,12 +67,22 @@ def _with_env_of_groups(
 
 
 def _masked(env: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: MASK if is_secret(str(name)) and value != "" else value for name, value in env.items()}
+    return {name: _written(str(name), value) for name, value in env.items()}
+
+
+def _written(name: str, value: Any) -> Any:
+    if is_secret(name):
+        return MASK if value != "" else value
+    return _IN_URL.sub(rf"\1:{MASK}@", value) if isinstance(value, str) else value
+
+
+def _is_masked(value: Any) -> bool:
+    return value == MASK or (isinstance(value, str) and f":{MASK}@" in value)
 
 
 def _unmasked(env: Mapping[str, Any]) -> dict[str, Any]:
-    if lacking := [str(name) for name, value in env.items() if value == MASK and name not in os.environ]:
+    if lacking := [str(name) for name, value in env.items() if _is_masked(value) and name not in os.environ]:
         raise ConfigError(
             f"env: {', '.join(lacking)} was masked as the file was written. Set it in the shell, or write its value."
         )
-    return {name: os.environ[name] if value == MASK else value for name, value in env.items()}
+    return {name: os.environ[name] if _is_masked(value) else value for name, value in env.items()}

@@ -133,8 +133,6 @@ class GRPOTrainer:
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
         check_stop_tokens(config.stop_token_ids, self.tokenizer)
-        if config.tools:
-            environment_of(config, self.tokenizer)
         judges = {"ref_model": config.ref_model or config.model, "teacher_model": config.teacher_model}
         named = [name for name in (*judges.values(), *config.reward_model) if name is not None]
         self.models = resolved_models(config, self.model_path, named)
@@ -147,6 +145,8 @@ class GRPOTrainer:
         beside |= {f"reward_model {name}": self.models[name] for name in config.reward_model}
         sees = config.environment is None or not is_scheduler(config.environment)
         self.images = image_reader(config, self.model_path, self.tokenizer, beside, sees_episodes=sees)
+        if config.tools:
+            environment_of(config, self.tokenizer)
         self.rewarder.prepare(self.tokenizer, self.images)
         self.rows: Any = self.read(*config.training_data)
         self.eval_rows: Any = self.read(*config.evaluation_data) if config.evaluates else None

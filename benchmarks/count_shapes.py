@@ -34,8 +34,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from benchmarks.origin import origin
+from benchmarks.tiny.vision import save_vision
 from examples.grpo.count_shapes import CELL, COLOURS, KINDS, MOST_SHAPES, SIZE, picture
-from tests.images.tiny import save_vision
 from trainers.data.images.processor import ImageReader
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer

@@ -32,7 +32,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,7 @@ from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import order_of
 from trainers.data.batches import Batches
 from trainers.data.rows import prompt_of
+from trainers.grpo.checks import check_used, environment_of
 from trainers.grpo.config import GRPOConfig, check_chosen
 from trainers.grpo.entropy_coefficient import EntropyCoefficient
 from trainers.grpo.loss import grpo_loss, step_numbers
@@ -66,12 +66,9 @@ from trainers.parts.models import check_same_tokens, resolved_models
 from trainers.parts.policy import Policy
 from trainers.parts.rewarder import Rewarder, check_rewards
 from trainers.parts.tokenizer import tokenizer_there
-from trainers.plugins import load_plugins
-from trainers.rollout.environments import Environment
 from trainers.rollout.hf.settings import check_stop_tokens
-from trainers.rollout.schedulers import environment_named, is_scheduler
-from trainers.rollout.tool_calls import tool_call_parser
-from trainers.rollout.tools import ToolEnvironment, resolve_tools, schemas
+from trainers.rollout.schedulers import is_scheduler
+from trainers.rollout.tools import resolve_tools, schemas
 from trainers.run.run import Run, saved_order
 
 HEADLINE = ("reward", "loss", "completions/mean_length")
@@ -133,15 +130,13 @@ class GRPOTrainer:
         config = self.config
         self.model_path, self.tokenizer = load_model_and_tokenizer(config)
         check_stop_tokens(config.stop_token_ids, self.tokenizer)
-        judges = {"ref_model": config.ref_model or config.model, "teacher_model": config.teacher_model}
-        named = [name for name in (*judges.values(), *config.reward_model) if name is not None]
-        self.models = resolved_models(config, self.model_path, named)
-        for key, name in judges.items():
-            if name is not None:
-                check_same_tokens(
-                    key, self.models[name], self.tokenizer, config.trust_remote_code, policy=self.model_path
-                )
-        beside = {key: self.models[name] for key, name in judges.items() if name is not None}
+        judges = {"ref_model": config.ref_model or config.model}
+        if config.teacher_model is not None:
+            judges["teacher_model"] = config.teacher_model
+        self.models = resolved_models(config, self.model_path, [*judges.values(), *config.reward_model])
+        beside = {key: self.models[name] for key, name in judges.items()}
+        for key, model in beside.items():
+            check_same_tokens(key, model, self.tokenizer, config.trust_remote_code, policy=self.model_path)
         beside |= {f"reward_model {name}": self.models[name] for name in config.reward_model}
         sees = config.environment is None or not is_scheduler(config.environment)
         self.images = image_reader(config, self.model_path, self.tokenizer, beside, sees_episodes=sees)
@@ -383,41 +378,3 @@ class GRPOTrainer:
         if self.config.sync_ref_model:
             self.reference.load(folder / "reference")
         self.policy.load(folder)
-
-
-def environment_of(config: GRPOConfig, tokenizer: Any = None) -> Callable[[], Environment]:
-    """What makes the environment of an episode. Raises ConfigError for one that cannot be made.
-
-    ``tokenizer`` None: of a model that is not there yet; whether it fits the tools is not checked.
-    """
-    load_plugins(config.external_plugins)
-    if config.tools:
-        with mistakes_of("tools"):
-            tools = resolve_tools(config.tools)
-        with mistakes_of("tool_call_parser"):
-            arguments = (config.tool_call_parser, tokenizer, schemas(tools), config.chat_template_kwargs)
-            parse: Any = None if tokenizer is None else tool_call_parser(*arguments)
-            return partial(ToolEnvironment, tools, parse)
-    if config.reward_processes and is_scheduler(config.environment):
-        raise ConfigError(
-            "reward_processes is not supported with a scheduler of ms-swift, whose rollout_infos reach the functions "
-            "on the driver alone. Write reward_processes: 0."
-        )
-    with mistakes_of("environment"):
-        return environment_named(config.environment, max_turns=config.turn_limit, tokenizer=tokenizer)
-
-
-def check_used(config: GRPOConfig, groups: DeviceGroups | None) -> None:
-    """Raises ConfigError for a device group whose roles have nothing to do."""
-    is_used = {
-        "reference": config.beta > 0 and not config.is_own_reference,
-        "teacher": config.teacher_model is not None,
-        "reward": bool(config.reward_model),
-    }
-    for group in () if groups is None else groups.groups:
-        if not any(is_used.get(role, True) for role in group.roles):
-            raise ConfigError(
-                f"device group {group.name!r} hosts {', '.join(group.roles)} alone, which this run does not use (role "
-                "reference needs beta and, with LoRA, ref_model; teacher: teacher_model; reward: reward_model). Its "
-                "devices would stand idle: remove the group."
-            )

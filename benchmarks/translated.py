@@ -19,8 +19,8 @@ from pathlib import Path
 
 from rayhelper import ConfigError
 from rayhelper.planning.dry_run import make_plan
-from trainers.configuration.folders import configuration_named
 from trainers.configuration.reading.command_line import load_config
+from trainers.configuration.reading.folders import configuration_named
 from trainers.translate.command import main as translate
 
 SUFFIXES = (".sh", ".yaml", ".yml")

@@ -27,9 +27,9 @@ from typing import Any
 import yaml
 
 from rayhelper import ConfigError
-from trainers.configuration.folders import configuration_named
 from trainers.configuration.others.other_names import ALIASES, is_neutral
 from trainers.configuration.reading.command_line import load_config
+from trainers.configuration.reading.folders import configuration_named
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

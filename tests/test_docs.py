@@ -29,8 +29,8 @@ from trainers import parts, plugins
 from trainers.cli import placement
 from trainers.commands import command_named
 from trainers.configuration.completion import CompletionConfig
-from trainers.configuration.folders import configurations, names_of
 from trainers.configuration.reading.command_line import translated
+from trainers.configuration.reading.folders import configurations, names_of
 from trainers.configuration.reading.role_sections import is_placement
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.data.sources import read_source

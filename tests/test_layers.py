@@ -62,3 +62,14 @@ def test_mathematics_is_plain() -> None:
     for file in plain:
         found = imports(file)
         assert not {name for name in found if name.startswith(("rayhelper", "torch.distributed", "trainers.config"))}
+
+
+MOST_FILES = {"trainers/backends/megatron": 27}  # directly in a folder; others have 14 at most
+
+
+def test_folders_and_files_can_be_read_in_one_sitting() -> None:
+    """As many files as fit on a page, and none of more than 600 lines; the loop of GRPO has 380 at most."""
+    for path in (one for package in ("rayhelper", "trainers") for one in (ROOT / package).rglob("*.py")):
+        folder, limit = path.parent.relative_to(ROOT), 380 if path.match("grpo/trainer.py") else 600
+        assert len(list(path.parent.glob("*.py"))) <= MOST_FILES.get(str(folder), 14), folder
+        assert len(path.read_text().splitlines()) <= limit, path

@@ -21,8 +21,8 @@ from rayhelper.named_class import class_named
 from rayhelper.planning.refusals import OF_THIS_MACHINE, UNNAMED
 from rayhelper.planning.role_kinds import configuration_of
 from rayhelper.text import nearest
-from trainers.configuration.folders import configuration_named, configurations, rlhf_types, tasks
 from trainers.configuration.others.translations import rlhf_problem
+from trainers.configuration.reading.folders import configuration_named, configurations, rlhf_types, tasks
 from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.roles import Role
 from trainers.configuration.shared import RunConfig

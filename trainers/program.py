@@ -19,10 +19,10 @@ from importlib import import_module
 from rayhelper import ConfigError
 from trainers.cli import main, uses_ray
 from trainers.commands import OF_TRL, RLHF, commands
-from trainers.configuration.folders import configuration_named, configurations
 from trainers.configuration.others import ms_swift
 from trainers.configuration.others.ms_swift import PROGRAMS, ROLLOUT, engine_in_parts, spelled, torchrun_options
 from trainers.configuration.reading.command_line import given_keys
+from trainers.configuration.reading.folders import configuration_named, configurations
 
 ON_RAY_BECAUSE = "workers that train hold no part of an engine: role rollout has processes of its own on their GPUs"
 MODULE = "rayhelper.trainers"  # as processes are told to run it: no folder of a user's has that name

@@ -14,9 +14,9 @@ import yaml
 from benchmarks.tiny.architectures import save
 from rayhelper import ConfigError
 from trainers.cli import load_config, run, save_config
-from trainers.configuration.folders import configurations
 from trainers.configuration.others.ms_swift_only import MS_SWIFT_ONLY
 from trainers.configuration.reading.command_line import read_config
+from trainers.configuration.reading.folders import configurations
 from trainers.cpo.config import CPOConfig, ORPOConfig, SimPOConfig
 from trainers.dpo.config import DPOConfig
 from trainers.gkd.config import GKDConfig

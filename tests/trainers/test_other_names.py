@@ -14,7 +14,6 @@ import pytest
 from benchmarks.tiny.architectures import save
 from rayhelper import ConfigError
 from trainers.cli import load_config
-from trainers.configuration.folders import configurations
 from trainers.configuration.others.other_names import (
     ALIASES,
     ANY,
@@ -24,6 +23,7 @@ from trainers.configuration.others.other_names import (
     REFUSED,
     TRANSLATED,
 )
+from trainers.configuration.reading.folders import configurations
 from trainers.cpo.config import CPOConfig, ORPOConfig
 from trainers.data.sources import read_source
 from trainers.dpo.config import DPOConfig

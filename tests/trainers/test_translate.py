@@ -11,8 +11,8 @@ import pytest
 from rayhelper import ConfigError
 from rayhelper.planning.dry_run import make_plan
 from rayhelper.text import parse_text
-from trainers.configuration.folders import configuration_named
 from trainers.configuration.reading.command_line import load_config
+from trainers.configuration.reading.folders import configuration_named
 from trainers.translate.command import main
 from trainers.translate.roll import ranks_of
 from trainers.translate.shell import commands, unknown_in

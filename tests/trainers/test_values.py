@@ -19,7 +19,7 @@ from rayhelper import ConfigError
 from tests.golden.tiny import save_tiny, tiny_tokenizer
 from trainers.classification.config import ClassificationConfig
 from trainers.cli import load_config, main
-from trainers.configuration.folders import configurations
+from trainers.configuration.reading.folders import configurations
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.cpo.config import SimPOConfig
 from trainers.dpo.config import DPOConfig

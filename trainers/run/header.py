@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from rayhelper import DeviceGroups
 from rayhelper.planning.model_shape import ModelShape
 from trainers.checkpoint import GROWN
-from trainers.configuration.folders import names_of
 from trainers.configuration.reading.command_line import read_from
+from trainers.configuration.reading.folders import names_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 from trainers.configuration.tuners import shown_tuner
 from trainers.configuration.vision import vision_settings

@@ -28,7 +28,6 @@ from rayhelper import ConfigError
 from rayhelper.device_groups.keys import SECTION_KEYS, SIZE_KEYS
 from rayhelper.text import nearest, parse_text
 from trainers.configuration.defaults import Holding, defaults_of, holding, told_of
-from trainers.configuration.folders import rlhf_types
 from trainers.configuration.others.ms_swift import with_config
 from trainers.configuration.others.ms_swift_meanings import mean_as_there
 from trainers.configuration.others.other_names import (
@@ -42,6 +41,7 @@ from trainers.configuration.others.other_names import (
 )
 from trainers.configuration.others.strategies import open_strategies
 from trainers.configuration.others.translations import translate
+from trainers.configuration.reading.folders import rlhf_types
 from trainers.configuration.reading.given_keys import COMMAND_LINE, GivenKeys, plain
 from trainers.configuration.reading.help import print_help
 from trainers.configuration.reading.role_sections import lift_sections, our_name

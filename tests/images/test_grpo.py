@@ -178,7 +178,7 @@ def test_a_prompt_whose_picture_is_missing_is_told(folders: dict[str, str], tmp_
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "vllm": ({"rollout_engine": "vllm"}, "rollout_engine: vllm does not complete prompts for vision models yet"),
-    "shared rows": ({"sequence_parallel_size": 2}, "workers cannot share the rows of a vision model yet"),
+    "shared rows": ({"sequence_parallel_size": 2}, "workers cannot share rows with pictures yet"),
 }
 
 

@@ -41,6 +41,8 @@ def test_a_header_says_what_the_run_is_about_to_do(tmp_path: Path) -> None:
         "(on a GPU, where the log has the values that fix them)",
         "translated: dtype from bf16",
     ]
+    own = GRPOConfig(model="m", dataset="rows", reward_funcs=["exact_answer"], output_dir="other")
+    assert "translated" not in "".join(header(own, 30, {}))  # which was not read, but made in Python afterwards
 
 
 def test_a_header_counts_the_data_of_every_trainer() -> None:

@@ -146,7 +146,11 @@ def _chosen(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> It
 
 
 def _translated(config: TrainConfig, num_steps: int, order: Mapping[str, Any]) -> Iterator[str]:
-    if origins := read_from.get():
+    read, origins = read_from.get()
+    of_this_run = type(read) is type(config) and all(
+        getattr(read, key) == getattr(config, key) for key in ("output_dir", *origins)
+    )
+    if origins and of_this_run:
         yield f"translated: {', '.join(f'{key} from {theirs}' for key, theirs in origins.items())}"
 
 

@@ -24,7 +24,7 @@ from rayhelper.text import parse_text
 from tests import warm
 from trainers.cli import load_config, placement, run
 from trainers.commands import command_named, commands, refusals
-from trainers.configuration import folders
+from trainers.configuration.reading import folders
 from trainers.configuration.roles import TRAIN, Role
 from trainers.configuration.shared import TrainConfig
 

@@ -276,18 +276,15 @@ class Generator:
         self._fill(partial(self._transfer, self.channel))
 
     def _transfer(self, channel: Channel) -> None:
-        """Train worker 0 sends while the engines receive; what ends one side first is raised, and ends the other."""
-        calls = [self.policy.send.defer(channel, self.version), self.receive.defer(channel)]
+        sent = self.policy.send.defer(channel, self.version)  # train worker 0 sends while the engines receive
         try:
-            for call in RayHelper.as_completed(calls):
-                call.result()
-        except BaseException as first:
-            self._close_channel()  # or the other side would wait for one that does not come
-            for other in calls:
-                error = other.exception()
-                if not isinstance(error, ChannelError | DeadlineError | None):  # which tell of the other side's end
-                    raise error from (None if error is first else first)
+            self.receive(channel)
+        except BaseException:
+            self._close_channel()  # or the sender would wait for those that do not come
+            with contextlib.suppress(ChannelError, DeadlineError):  # which tell of this one
+                sent.result()
             raise
+        sent.result()
 
     def _fill(self, load: Callable[[], Any]) -> None:
         """Engines load weights, and then have their KV cache; what is in their way on the same devices is offloaded."""

@@ -12,23 +12,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.tiny import text
 from benchmarks.tiny.text import tiny_tokenizer
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 260,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
+    **text.SIZES,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 32,  # the smallest that vLLM's attention takes
     "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "attention_dropout": 0.0,
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-    "bos_token_id": None,
-    "initializer_range": 0.1,
 }
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 2,

@@ -48,25 +48,30 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+SIZES: dict[str, Any] = {  # of every tiny language model
+    "vocab_size": 260,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "bos_token_id": None,
+    "initializer_range": 0.1,
+}
+
+
 def tiny_model(seed: int = 0, *, family: str = "qwen3", **config: Any) -> PreTrainedModel:
     """A float32 Qwen (``family`` qwen3 or qwen2), hidden 64, 2 layers, 260 tokens, random weights drawn from ``seed``.
 
     ``config`` overrides fields of the configuration. The global generator is left as it was.
     """
     fields: dict[str, Any] = {
-        "vocab_size": 260,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
+        **SIZES,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-        "attention_dropout": 0.0,
-        "pad_token_id": 0,
-        "eos_token_id": 2,
-        "bos_token_id": None,
-        "initializer_range": 0.1,
         "dtype": "float32",
     }
     if family == "qwen3":

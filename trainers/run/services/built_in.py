@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,8 +35,24 @@ class TensorBoard:
         self.writer.close()
 
 
+class LikeWandb:
+    """A service whose module has wandb's names: its run takes numbers and tables, and is finished."""
+
+    module: Any
+    run: Any
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self.run.log(dict(numbers), step=step)
+
+    def completions(self, step: int, table: Any) -> None:
+        self.run.log({TABLE: self.module.Table(dataframe=table)}, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
 @register_tracker("wandb")
-class Wandb:
+class Wandb(LikeWandb):
     """Weights & Biases. WANDB_PROJECT names the project."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -52,18 +69,9 @@ class Wandb:
         )
         run.keep_id("wandb", str(self.run.id))
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self.run.log(dict(numbers), step=step)
-
-    def completions(self, step: int, table: Any) -> None:
-        self.run.log({TABLE: self.module.Table(dataframe=table)}, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
-
 
 @register_tracker("swanlab")
-class SwanLab:
+class SwanLab(LikeWandb):
     """SwanLab. SWANLAB_PROJECT names the project."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -80,16 +88,10 @@ class SwanLab:
         )
         run.keep_id("swanlab", str(self.run.id))
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self.run.log(dict(numbers), step=step)
-
     def completions(self, step: int, table: Any) -> None:
         shown = self.module.echarts.Table()
         shown.add(headers=list(table.columns), rows=table.to_numpy().tolist())
         self.run.log({TABLE: shown}, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
 
 
 @register_tracker("mlflow")
@@ -118,7 +120,7 @@ class MLflow:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
-        now = _milliseconds()
+        now = int(1000 * time.time())  # milliseconds
         self.client.log_batch(self.run_id, metrics=[Metric(name, value, now, step) for name, value in numbers.items()])
 
     def completions(self, step: int, table: Any) -> None:
@@ -129,7 +131,7 @@ class MLflow:
 
 
 @register_tracker("trackio")
-class Trackio:
+class Trackio(LikeWandb):
     """trackio. TRACKIO_PROJECT names the project, TRACKIO_SPACE_ID a Space in place of local files."""
 
     def __init__(self, run: TrackedRun) -> None:
@@ -144,18 +146,3 @@ class Trackio:
             resume="never" if known is None else "must",
         )
         run.keep_id("trackio", str(self.run.name))
-
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self.run.log(dict(numbers), step=step)
-
-    def completions(self, step: int, table: Any) -> None:
-        self.run.log({TABLE: self.module.Table(dataframe=table)}, step=step)
-
-    def close(self) -> None:
-        self.run.finish()
-
-
-def _milliseconds() -> int:
-    import time
-
-    return int(1000 * time.time())

@@ -163,7 +163,7 @@ def main() -> None:
 
 
 def run(asked: Asked) -> int:
-    """Runs it as ``__main__``: the exit code. Other errors than SystemExit are the interpreter's to tell."""
+    """Runs it as ``__main__``: the exit code, or a signal's number below zero. Errors are told as always."""
     try:
         if asked.arguments[0] == "-m":
             sys.argv = asked.arguments[1:]
@@ -175,6 +175,9 @@ def run(asked: Asked) -> int:
             print(ended.code, file=sys.stderr)
             return 1
         return ended.code or 0
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 
@@ -184,6 +187,9 @@ def end(code: int) -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
     os._exit(code)
 
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from trainers.run import stopping
-from trainers.run.stopping import SIGNALS, GivenUp, Stop, StopSignals, ends_by_sigterm
+from trainers.run.stopping import SIGNALS, GivenUp, Stop, StopSignals, ends_by_sigterm, notices_exit
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1", "SIGHUP"])
@@ -111,6 +111,28 @@ def test_a_signal_to_a_forked_child_is_not_the_parents() -> None:
         time.sleep(2 * stopping.STEP_LOOK_S)
         assert signals.watch.thread is not None
         assert signals.watch.thread.is_alive()
+
+
+def test_a_run_that_os_exit_ends_does_not_look_finished(capfd: pytest.CaptureFixture[str]) -> None:
+    """A run is entered twice: from the command line, and in ``Run``. Its forked children end as they like."""
+    real = os._exit
+    codes = []
+    for status in (0, 7):
+        child = os.fork()
+        if child == 0:
+            with notices_exit(), notices_exit():
+                grandchild = os.fork()
+                if grandchild == 0:
+                    os._exit(0)
+                os._exit(status if os.waitpid(grandchild, 0)[1] == 0 else 9)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    assert codes == [1, 7]
+    (told,) = capfd.readouterr().err.strip().splitlines()
+    assert told.startswith(f"error: os._exit(0) at {__file__}:")
+    assert told.endswith(" ended the run before its last step. There is no final model.")
+    with notices_exit():
+        assert os._exit is not real
+    assert os._exit is real
 
 
 NATIVE = """

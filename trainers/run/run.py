@@ -44,7 +44,7 @@ from trainers.run.best import Best
 from trainers.run.folder_lock import FolderLock, held
 from trainers.run.going_on import is_going_on
 from trainers.run.header import header, trainer_name
-from trainers.run.stopping import EXIT_CODE, StepGivenUp, Stop, Stopped, StopSignals
+from trainers.run.stopping import EXIT_CODE, StepGivenUp, Stop, Stopped, StopSignals, notices_exit
 from trainers.run.throughput import WORK, throughput
 from trainers.run.timing import Stopwatch, step_times
 from trainers.run.trackers import Trackers
@@ -178,6 +178,7 @@ class Run:
 
     def __enter__(self) -> Run:
         self.open.enter_context(self.signals)
+        self.open.enter_context(notices_exit())  # again, for scripts that call train() themselves
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:

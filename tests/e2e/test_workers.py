@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import RaySession
+from rayhelper import Channel, RayHelper, WorkerDiedError
+from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import TEXTS, final_bytes, grpo_config, lines, separate, sft_config, together
 from tests.golden.tiny import save_tiny
 from trainers.batch import Ragged, Samples
+from trainers.grpo.config import GRPOConfig
+from trainers.grpo.loss import grpo_loss
 from trainers.grpo.trainer import GRPOTrainer
+from trainers.parts.generator import Generator
+from trainers.parts.policy import Policy
 from trainers.sft.trainer import SFTTrainer
 
 Step = tuple[dict[str, float], dict[str, torch.Tensor]]  # the metrics of one optimizer step, and the weights after it
@@ -132,3 +138,34 @@ def test_roles_on_separate_groups_equal_roles_that_share_one(
         assert lines(tmp_path) == lines(off / "grpo")
         assert final_bytes(tmp_path) == final_bytes(off / "grpo")
         assert greedy == {name: value for name, value in lines(off / "grpo")[-1].items() if name.startswith("eval_")}
+
+
+class DyingPolicy(Policy):
+    """Its worker ends before the engine has met it."""
+
+    @RayHelper.function(group="train")
+    def send(self, channel: Channel, version: int) -> None:
+        os._exit(1)
+
+
+class DyingTrainer(GRPOTrainer):
+    def __init__(self, config: GRPOConfig) -> None:
+        super().__init__(config)
+        self.policy = DyingPolicy(config, loss=grpo_loss)
+        self.generator = Generator(config, self.policy, self.rewarder)
+
+
+def test_a_policy_that_died_is_told_while_engines_wait_for_its_weights(
+    ray_cluster: None, model: str, tmp_path: Path
+) -> None:
+    """They would wait for ten minutes, and tell of the channel alone."""
+    groups = {
+        "learner": {"device": "CPU", "ranks": 1, "workers": [role for role in ROLES if role != "rollout"]},
+        "engine": {"device": "CPU", "ranks": 1, "workers": ["rollout"]},
+    }
+    with (
+        without_runtime(),
+        RayHelper.session(groups, runtime="ray"),
+        pytest.raises(WorkerDiedError, match=r"policy\.send"),
+    ):
+        DyingTrainer(grpo_config(model, tmp_path)).train()

@@ -46,6 +46,9 @@ class SavingConfig:
     save_before_s: float | None = None
     """Seconds after the start of the command. The run then finishes its step, saves a checkpoint and ends with exit
     code 0. null: no limit."""
+    stop_grace_s: float | None = None
+    """Seconds that a step has to end after SIGTERM. Then the run reports where it hangs and ends without a checkpoint.
+    null: 20, or twice the longest step so far if that is longer."""
     save_on_interrupt: bool = False
     """The first Ctrl-C finishes the step, saves a checkpoint and ends the run; the second one interrupts."""
 

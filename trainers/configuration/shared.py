@@ -385,7 +385,7 @@ def check_shared(config: TrainConfig) -> None:
         unread(config, "split_dataset_ratio is 0", "split_dataset_rows")
     for mistake in saving_mistakes(config, has_rows=config.has_evaluation_rows):
         raise ConfigError(mistake)
-    check_seconds(config, "save_before_s")
+    check_seconds(config, "save_before_s", "stop_grace_s")
     if config.resume_on_failure and not config.use_ray:
         raise ConfigError(
             f"resume_on_failure is {config.resume_on_failure}, but only with use_ray the workers are other processes "

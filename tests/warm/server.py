@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import json
 import os
@@ -11,8 +12,10 @@ import runpy
 import selectors
 import signal
 import socket
+import struct
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,7 @@ class Asked:
     folder: str
     environ: dict[str, str]
     streams: list[int]
+    client: int  # the program's process
 
     @classmethod
     def receive(cls, client: socket.socket) -> Asked:
@@ -50,7 +54,8 @@ class Asked:
         text = b""
         while len(text) < int.from_bytes(size, "big"):
             text += client.recv(1 << 20)
-        return cls(**json.loads(text), streams=streams)
+        process, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return cls(**json.loads(text), streams=streams, client=process)
 
 
 @dataclass
@@ -130,6 +135,7 @@ def become(asked: Asked, program: str) -> None:
     os.environ.update(SET_BY_IMPORTS | asked.environ)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    os.getppid = of_program(asked.client, os.getppid)
     random.seed()
     np.random.seed()
     torch.set_num_threads(int(asked.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
@@ -139,6 +145,20 @@ def become(asked: Asked, program: str) -> None:
     sys.argv = asked.arguments
     folder = asked.folder if asked.arguments[0] == "-m" else str(script.parent)
     sys.path[:1] = [folder, *filter(None, asked.environ.get("PYTHONPATH", "").split(os.pathsep))]
+
+
+def of_program(client: int, getppid: Callable[[], int]) -> Callable[[], int]:
+    """``os.getppid`` of this fork: the parent is the program's, which ended where that is another."""
+    fork = os.getpid()
+
+    def parent() -> int:
+        if os.getpid() != fork:
+            return getppid()
+        with contextlib.suppress(FileNotFoundError):
+            return int(Path(f"/proc/{client}/stat").read_text().rpartition(")")[2].split()[1])
+        return getppid()
+
+    return parent
 
 
 def main() -> None:

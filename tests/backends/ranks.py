@@ -37,6 +37,8 @@ forkserver.set_forkserver_preload(
         "tests.backends.megatron_preload",
         *(f"trainers.{name}.trainer" for name in ("sft", "dpo", "kto", "cpo", "reward", "grpo", "gkd", "ppo")),
         "trainers.backends.fsdp.backend",
+        *(f"trainers.rollout.hf.{name}" for name in ("engine", "cache", "decoder", "graphs", "slots")),
+        "torch.utils.serialization.config",
         "trainers.backends.megatron.backend",
         "rayhelper.runtimes.torchrun.runtime",
         "ray.cloudpickle",

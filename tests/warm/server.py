@@ -6,10 +6,12 @@ import atexit
 import contextlib
 import importlib
 import json
+import logging
 import os
 import random
 import runpy
 import selectors
+import shlex
 import signal
 import socket
 import struct
@@ -122,10 +124,15 @@ class Server:
         client.close()
 
 
+def use_threads() -> None:
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+
+
 def become(asked: Asked, program: str) -> None:
     """This process is as a new one that was called so, but for its imports."""
     import numpy as np
-    import torch
 
     for number, stream in enumerate(asked.streams):
         os.dup2(stream, number)
@@ -138,10 +145,12 @@ def become(asked: Asked, program: str) -> None:
     os.getppid = of_program(asked.client, os.getppid)
     random.seed()
     np.random.seed()
-    torch.set_num_threads(int(asked.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    use_threads()
     script = Path(asked.arguments[0])
     if "ray" in script.parts and script.name != "default_worker.py":
         sys.executable = program  # what starts workers starts them as it was started itself
+    if script.name == "setup_worker.py":
+        os.execvp = stays_if_ray(os.execvp, program)  # type: ignore[assignment]
     sys.argv = asked.arguments
     folder = asked.folder if asked.arguments[0] == "-m" else str(script.parent)
     sys.path[:1] = [folder, *filter(None, asked.environ.get("PYTHONPATH", "").split(os.pathsep))]
@@ -161,11 +170,37 @@ def of_program(client: int, getppid: Callable[[], int]) -> Callable[[], int]:
     return parent
 
 
+class Stays(BaseException):  # nothing failed
+    """This process runs the script itself which it was about to start a Python for."""
+
+
+def stays_if_ray(execvp: Callable[[str, list[str]], None], program: str) -> Callable[[str, list[str]], None]:
+    """``os.execvp`` where Ray sets up a worker: the same process becomes the worker, a third of what one costs.
+
+    Not where its variables are others than before: Ray is imported now, and has read them.
+    """
+    before = variables_of_ray()
+
+    def stay(file: str, args: list[str]) -> None:
+        words = shlex.split(args[-1])
+        if file == "bash" and words[:2] == ["exec", program] and variables_of_ray() == before:
+            raise Stays(*[word for word in words[2:] if word != "-u"])
+        execvp(file, args)
+
+    return stay
+
+
+def variables_of_ray() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+
+
 def main() -> None:
     address, program = sys.argv[1:]
     before = dict(os.environ)
     for name in MODULES:
         importlib.import_module(name)
+    # compiles 650 patterns, of all models: half a second of the first model that a process reads
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen3")
     SET_BY_IMPORTS.update(set(os.environ.items()) - set(before.items()))
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     if len(threads) - threads.count("jemalloc_bg_thd") > 1:  # pyarrow's, which a fork starts again
@@ -189,7 +224,13 @@ def run(asked: Asked) -> int:
             sys.argv = asked.arguments[1:]
             runpy.run_module(asked.arguments[1], run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(asked.arguments[0], run_name="__main__")
+            try:
+                runpy.run_path(asked.arguments[0], run_name="__main__")
+            except Stays as stays:
+                logging.getLogger("ray").handlers.clear()
+                use_threads()
+                sys.argv = list(stays.args)
+                runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as ended:
         if not isinstance(ended.code, int | None):
             print(ended.code, file=sys.stderr)

@@ -254,13 +254,26 @@ def _rank_of_value(here: Seen, there: Seen, unlike: Unlike, alike: bool) -> int 
 
 
 def _rank_with(unlike: Unlike, whole: Held, parts: Sequence[tuple[int, Held | None]]) -> int | None:
-    """The rank whose part of a value holds the item that differs; None: it cannot be told."""
+    """The rank whose part of a value holds the item that differs; None: it cannot be told.
+
+    Several parts may hold such an item, a row of zeros for one. Then it is the part at whose place the item stands, as
+    long as the parts stand in the order of the ranks.
+    """
     for path, item in _items_of(unlike, whole):
         leaf = whole.leaves[path]
+        having: list[int] = []
+        begin, placed = 0, None
         for rank, part in parts:
             own = part.leaves.get(path) if part is not None else None
-            if own is not None and own.slices and _has(own.slices[0], leaf.slices[0][item]):
-                return rank
+            if own is None or not own.slices:
+                continue
+            end = begin + len(own.slices[0])
+            if _has(own.slices[0], leaf.slices[0][item]):
+                having.append(rank)
+                placed = rank if begin <= item < end else placed
+            begin = end
+        if having:
+            return having[0] if placed is None else placed
     return None
 
 

@@ -40,6 +40,8 @@ class SavingConfig:
     schedule does not change. null: no limit."""
     resume_from_checkpoint: bool | str | None = None
     """A checkpoint folder; true or 'auto': the newest undamaged one of output_dir, if there is one."""
+    resume_without_manifest: bool = False
+    """Takes a checkpoint without ``manifest.json`` too, though nothing tells whether its files are whole."""
     resume_on_failure: int = 0
     """With Ray: how often a run may continue after workers died or did not answer within ``timeout_s``. All workers are
     then started anew, and the run continues from its newest checkpoint."""

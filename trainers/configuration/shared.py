@@ -393,6 +393,8 @@ def check_shared(config: TrainConfig) -> None:
             "and the run resume_from_checkpoint: auto."
         )
     resume = config.resume_from_checkpoint
+    if not resume:
+        unread(config, "resume_from_checkpoint is not set", "resume_without_manifest")
     if isinstance(resume, str) and resume != "auto" and not is_there(resume, Path.is_dir):
         raise ConfigError(
             f"resume_from_checkpoint: there is no folder {resume!r}. Give a checkpoint-N folder, or 'auto' for the "

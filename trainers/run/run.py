@@ -151,7 +151,8 @@ class Run:
                 "resume_on_failure does nothing here. Start the trainer by trainers.cli.run(Trainer, config)."
             )
         self.lock = self.open.enter_context(held(self.output_dir))
-        for note in chosen(config.resume_from_checkpoint, self.output_dir).notes:
+        unchecked = config.resume_without_manifest
+        for note in chosen(config.resume_from_checkpoint, self.output_dir, without_manifest=unchecked).notes:
             logger.warning(note)
         save_config(config, self.output_dir)
         origin.begin(
@@ -560,7 +561,7 @@ def resumed_state(config: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
         return None, {}
     # what another run is writing there must not be put right
     with held(folder) if folder.exists() else contextlib.nullcontext():
-        checkpoint = resolve_resume(config.resume_from_checkpoint, folder)
+        checkpoint = resolve_resume(resume, folder, without_manifest=config.resume_without_manifest)
         return checkpoint, read_state(checkpoint) if checkpoint else {}
 
 

@@ -63,6 +63,8 @@ def test_the_quickstart_runs_from_a_folder_with_a_trainers_of_its_own(installed:
     copied = installed.run("rayhelper", "examples", "copy", "mine")
     assert copied.returncode == 0, copied.stderr
     assert "rayhelper grpo --config mine/grpo/quickstart.yaml" in copied.stdout
+    addition = installed.folder / "mine" / "grpo" / "addition.py"
+    addition.write_text(addition.read_text().replace("WARM_START_STEPS = 150", "WARM_START_STEPS = 5"))
     quickstart = ["--config", "mine/grpo/quickstart.yaml", *FEW]
     for program, *arguments in (
         ["python", "-m", "rayhelper.trainers.grpo", "--reward_processes", "1"],

@@ -110,11 +110,11 @@ def test_micro_batches_do_not_change_a_step(case: str, alone: dict[str, Step], m
 def test_a_step_over_several_workers_is_the_step_of_one(
     num_workers: int, alone: dict[str, Step], model: str, tmp_path: Path, ray_session: RaySession
 ) -> None:
+    size = num_workers // 2  # one and two at a time
     with ray_session(together(num_workers)):
         for case in CASES:
-            for size in CASES[case][2]:
-                found = one_step(case, size, model, tmp_path)
-                assert_same_step(found, alone[case], f"{case}, micro-batches of {size} on {num_workers} workers")
+            found = one_step(case, size, model, tmp_path)
+            assert_same_step(found, alone[case], f"{case}, micro-batches of {size} on {num_workers} workers")
 
 
 def test_one_ray_worker_equals_ray_off_bit_for_bit(

@@ -270,9 +270,9 @@ def config_of(case: str, models: dict[str, str], folder: Path, keys: Keys) -> An
     model = models["experts" if case.endswith("of experts") else named.get(case, "policy")]
     settings: Keys = {"max_steps": 2, "warmup_steps": 0, "adam_epsilon": 1e-4, "backend": "megatron"}
     if trainer == "grpo":
-        settings["generation_batch_size"] = 8
+        settings["generation_batch_size"] = 8  # which two steps learn from
     if trainer == "gkd":
-        settings["teacher_model"] = models["teacher"]
+        settings |= {"teacher_model": models["teacher"], "lmbda": 0.7}  # one step is on-policy, the other is not
     if trainer == "reward":
         settings["tokenizer"] = models["padding"]
     if trainer == "ppo":

@@ -45,6 +45,7 @@ forkserver.set_forkserver_preload(
         *("torch.profiler._cupti_monitor", "torch._dynamo.backends.inductor", "torch._dynamo.backends.distributed"),
         *("torch.export._trace", "torch._subclasses.schema_check_mode", "torch.fx.experimental.validator"),
         *("transformers.models.qwen3_moe.modeling_qwen3_moe", "peft.utils.transformers_weight_conversion"),
+        *("trl.data_utils", "trl.chat_template_utils", "trl.rewards", "trainers.rollout.hf.slots", "numpy.ctypeslib"),
         "tests.backends.ranks_preload",
     ]
 )

@@ -95,11 +95,12 @@ def build_schedule(
 
 
 def _without_decay(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """As megatron-core has it, biases and what has one dimension; but a weight may say that it ``decays``."""
+    """As megatron-core has it, biases and what has one dimension; but a weight may say whether it ``decays``."""
 
     def is_meant(weight: torch.nn.Parameter, name: str) -> bool:
-        if getattr(weight, "decays", False):
-            return False
+        decays: bool | None = getattr(weight, "decays", None)
+        if decays is not None:
+            return not decays
         of_heads = "q_layernorm." in name or "k_layernorm." in name
         return (weight.dim() == 1 or name.endswith(".bias")) and not (of_heads and config.apply_wd_to_qk_layernorm)
 

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from benchmarks.tiny.vision import save_vision
 from tests import megatron_on_cpu
@@ -115,6 +117,8 @@ CASES: dict[str, dict[int, list[Layout]]] = {
     "qwen3_vl": {1: [PLAIN | FULL], 2: [{TP: 2} | SP | PLAIN | {PACKED: True}, {PP: 2}, {CP: 2}]},
     "qwen3_5": {1: [PLAIN | {PACKED: True}], 2: [{TP: 2} | SP, {PP: 2}]},
 }
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+RATES = {"vit": 2e-2, "aligner": 5e-3}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -144,3 +148,73 @@ def test_numbers_and_weights_are_those_of_transformers(name: str, tmp_path: Path
                 for key, gradient in one["gradients"].items():
                     wide = {"atol": MARGIN * largest, "rtol": 0.0}
                     torch.testing.assert_close(gradient, gradients[in_memory(key)], **wide, msg=f"{words} {key}")
+
+
+def in_parts(rank: int, folder: str, batch: Sequences, out: Path) -> dict[str, Any]:
+    """Runs of which parts alone learn, one that is written after a step and goes on in another layout."""
+    from trainers.backends.megatron.backend import MegatronBackend
+    from trainers.backends.megatron.settings import MegatronSettings
+
+    megatron_on_cpu.install()
+    loss = partial(mean_loss, float(batch.target_mask.values.sum()))
+    found: dict[str, Any] = {}
+
+    def stepped(settings: dict[str, Any], layout: Layout, read: Path | None = None, write: Path | None = None) -> Any:
+        backend: Any = MegatronBackend(folder, settings=MegatronSettings(**layout), **TRAINING | settings)
+        if read is not None:
+            backend.load(read)
+        value = backend.step(batch, loss, micro_batch_size=MICRO).values()
+        if write is not None:
+            backend.save(write)
+            backend.export(write / "model")
+        return value["grad_norm"], {name: weight.clone() for name, weight in backend.named_weights()}
+
+    for name, settings in PARTS.items():
+        found[name] = stepped(settings, {TP: 2} | SP, write=out / name)
+        megatron_on_cpu.end_groups()
+    found["goes on"] = stepped(PARTS["frozen tower"], {PP: 2}, read=out / "frozen tower")
+    return found
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    "frozen tower": {"vision": {"frozen": ["vit"]}},
+    "frozen language": {"vision": {"frozen": ["llm"], "rates": RATES}},
+    "adapter": {"vision": {"frozen": ["vit", "aligner"]}, "lora": LORA},
+}
+
+
+def test_parts_that_are_frozen_stay_and_others_learn_as_in_transformers(tmp_path: Path) -> None:
+    folder = save_vision(tmp_path / "model", "qwen3_vl")
+    batch = batch_of(folder)
+    loss = partial(mean_loss, float(batch.target_mask.values.sum()))
+    ranks = run_ranks(2, in_parts, folder, batch, tmp_path / "out", folder=tmp_path)
+    for name, settings in PARTS.items():
+        backend = FsdpBackend(folder, **TRAINING | settings)
+        backend.token_logps(batch, micro_batch_size=MICRO)
+        norm = backend.step(batch, loss, micro_batch_size=MICRO).values()["grad_norm"]
+        expected = {key: weight.clone() for key, weight in backend.named_weights()}
+        again = backend.step(batch, loss, micro_batch_size=MICRO).values()["grad_norm"]
+        then = {key: weight.clone() for key, weight in backend.named_weights()}
+        for rank in ranks:
+            wanted_of = {name: (norm, expected)}
+            if name == "frozen tower":
+                wanted_of["goes on"] = (again, then)
+            for key, (right, weights) in wanted_of.items():
+                told_norm, found = rank[key]
+                assert told_norm == pytest.approx(right, abs=MARGIN), key
+                for weight, value in found.items():
+                    torch.testing.assert_close(value, weights[weight], atol=2e-5, rtol=0, msg=f"{key} {weight}")
+        if name == "adapter":
+            whole = AutoModelForImageTextToText.from_pretrained(folder)
+            read: Any = PeftModel.from_pretrained(whole, str(tmp_path / "out" / name / "model" / "adapter"))
+            of_layers = {in_memory(key): value for key, value in expected.items()}
+            merged = read.merge_and_unload().state_dict()
+            for key, value in of_layers.items():
+                torch.testing.assert_close(merged[key], value, atol=2e-5, rtol=0, msg=key)
+    out = tmp_path / "out" / "frozen tower" / "model"
+    before, after = (load_file(Path(one) / "model.safetensors") for one in (folder, out))
+    assert before.keys() == after.keys()
+    stays = {name for name in before if "visual" in name and "merger" not in name}
+    assert {name for name, weight in before.items() if torch.equal(weight, after[name])} == stays
+    AutoModelForImageTextToText.from_pretrained(out)
+    assert (out / "preprocessor_config.json").is_file()

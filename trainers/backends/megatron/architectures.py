@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 SEEING = {  # models that also see, and what their language model is
+    "qwen2_vl": "qwen2_vl_text",
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_5": "qwen3_5_text",
@@ -14,11 +15,11 @@ SEEING = {  # models that also see, and what their language model is
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # some layers go by the gated delta rule
 MODEL_TYPES = (
     *("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
-    *("qwen2_5_vl_text", "qwen3_vl_text", *DELTA),
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", *DELTA),
 )
 ROTATIONS = ("default", "linear", "llama3", "yarn")
 OF_PICTURES = "mrope"  # what older files of Qwen2.5-VL call the default, where there are positions of pictures
-BIASED = ("qwen2", "qwen2_moe", "qwen2_5_vl_text")  # queries, keys and values have biases
+BIASED = ("qwen2", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text")  # queries, keys and values have biases
 NORMED = ("qwen3", "qwen3_moe", "qwen3_vl_text", *DELTA)  # queries and keys have norms
 SHARED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")  # mixtures with an expert for all tokens
 MIXED = ("qwen3_moe", *SHARED)  # mixtures of experts

@@ -63,7 +63,8 @@ def build_optimizer(
         params_dtype=dtype,
         **settings.optimizer_fields,
     )
-    optimizer = get_megatron_optimizer(config, list(chunks), config_overrides=_without_decay(config))
+    overrides = _without_decay(config) | _with_rates(chunks, learning_rate)
+    optimizer = get_megatron_optimizer(config, list(chunks), config_overrides=overrides)
     for group in optimizer.param_groups:
         group["weight_decay"] = weight_decay * group["wd_mult"]  # which the optimizer only notes
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -106,6 +107,20 @@ def _without_decay(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride
 
     key = ParamKey(with_name_predicate=ParamWithNamePredicate(name="no decay", fn=is_meant))
     return {key: ParamGroupOverride(wd_mult=0.0)}
+
+
+def _with_rates(chunks: Sequence[Any], learning_rate: float) -> dict[ParamKey, ParamGroupOverride]:
+    """Weights that have a ``rate`` of their own, such as those of a vision tower: the share of ours is noted."""
+    found = {getattr(weight, "rate", None) for chunk in chunks for weight in chunk.parameters()}
+
+    def has(rate: float) -> Any:
+        return lambda weight, name: getattr(weight, "rate", None) == rate
+
+    overrides: dict[ParamKey, Any] = {}
+    for rate in sorted(one for one in found if one is not None):
+        key = ParamKey(with_name_predicate=ParamWithNamePredicate(name=f"rate {rate}", fn=has(rate)))
+        overrides[key] = {"lr_mult": rate / learning_rate}
+    return overrides
 
 
 def _fuse(adam: torch.optim.AdamW) -> None:

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
-TOGETHER = ("qwen2_5_vl_text",)  # the angles of one position stand together; of later models they take turns
+TOGETHER = (
+    "qwen2_vl_text",
+    "qwen2_5_vl_text",
+)  # the angles of one position stand together; of later models they take turns
 
 
 def axes_of(hf: Any) -> torch.Tensor | None:

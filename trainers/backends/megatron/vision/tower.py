@@ -37,7 +37,7 @@ class Tower:
     """The tower of a model with this ``configuration``, without weights until ``build``.
 
     ``frozen``: parts of the model that do not learn: vit, aligner, llm. ``processing``: arguments of the image
-    processor in place of its own.
+    processor in place of its own. ``rates``: learning rates of parts that have their own.
     """
 
     def __init__(
@@ -49,12 +49,13 @@ class Tower:
         trust_remote_code: bool = False,
         processing: Mapping[str, Any] | None = None,
         frozen: Sequence[Part] = (),
+        rates: Mapping[Part, float] | None = None,
     ) -> None:
         from transformers import AutoModelForImageTextToText
 
         with torch.device("meta"):
             whole = AutoModelForImageTextToText.from_config(configuration, dtype=dtype)
-        options: dict[str, Any] = {"processing": processing, "frozen": frozen}
+        options: dict[str, Any] = {"processing": processing, "frozen": frozen, "rates": rates}
         self.vision = Vision(whole, model, trust_remote_code=trust_remote_code, **options)
         self.part = backbone(whole)
         self.dtype, self.is_here, self.freezes_language = dtype, False, "llm" in frozen
@@ -98,9 +99,9 @@ class Tower:
             )
         for number in range(self.num_later):
             layers[number].register_forward_hook(_adding(number), with_kwargs=True)
-        decayed = decayed_names(stage.visual)
+        decayed, prefix = decayed_names(stage.visual), TOWER[0]
         for name, weight in stage.visual.named_parameters():
-            weight.decays = name in decayed
+            weight.decays, weight.rate = name in decayed, self.vision.rates.get(prefix + name)
             weight.sequence_parallel = stage.config.sequence_parallel  # each worker has those of its own tokens
 
     def positions(self, inputs: Inputs) -> torch.Tensor:

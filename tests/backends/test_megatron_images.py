@@ -14,11 +14,14 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from benchmarks.tiny.vision import save_vision
+from benchmarks.tiny.vision import png, save_vision
 from tests import megatron_on_cpu
 from tests.backends.batches import mean_loss
 from tests.backends.ranks import run_ranks
 from tests.backends.test_megatron import CP, FULL, PLAIN, PP, SP, TP, WHOLE, Layout, told
+from tests.e2e import runs
+from tests.e2e.test_megatron import assert_same_run, process
+from tests.images.test_pairs import PAIRS
 from tests.images.test_sft import ROWS, transformers_gradients
 from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.backends.megatron.weights import canonical
@@ -218,3 +221,33 @@ def test_parts_that_are_frozen_stay_and_others_learn_as_in_transformers(tmp_path
     assert {name for name, weight in before.items() if torch.equal(weight, after[name])} == stays
     AutoModelForImageTextToText.from_pretrained(out)
     assert (out / "preprocessor_config.json").is_file()
+
+
+ASKED: dict[str, Any] = {"role": "user", "content": "<image>How many?"}
+SEEN: list[dict[str, Any]] = [{"prompt": [ASKED], "images": [png(k)]} for k in range(4)]
+RUNS: dict[str, dict[str, Any]] = {
+    "sft": {"dataset": ROWS, "max_length": None, "shuffle_dataset": False},
+    "dpo": {"dataset": PAIRS, "max_length": None, "eval_dataset": None},
+    "grpo": {"dataset": SEEN, "eval_dataset": None, "rollout_engine": "hf", "num_iterations": 1},
+    "gkd": {
+        "dataset": [row | {"completion": [{"role": "assistant", "content": "one"}]} for row in SEEN],
+        "eval_dataset": None,
+        "rollout_engine": "hf",
+    },
+}
+
+
+def test_trainers_show_pictures_to_all_models_and_give_the_numbers_of_fsdp(tmp_path: Path) -> None:
+    folder, teacher = (save_vision(tmp_path / name, "qwen2_5_vl", seed) for seed, name in enumerate(("one", "two")))
+    keys: dict[str, Any] = {"max_steps": 2, "warmup_steps": 0, "adam_epsilon": 1e-3, "freeze_vit": True}
+    jobs = []
+    for backend, own in (("fsdp", {}), ("megatron", {TP: 2})):
+        for name, settings in RUNS.items():
+            further = {"teacher_model": teacher} if name == "gkd" else {}
+            given = keys | settings | own | further | {"backend": backend, "freeze_aligner": False}
+            jobs.append((name, getattr(runs, f"{name}_config")(folder, tmp_path / f"{name} {backend}", **given)))
+    for num_processes, part in ((1, jobs[: len(RUNS)]), (2, jobs[len(RUNS) :])):
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        run_ranks(num_processes, process, num_processes, store.port, part, folder=tmp_path, joined=False)
+    for name in RUNS:
+        assert_same_run(tmp_path / f"{name} megatron", tmp_path / f"{name} fsdp")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError, DeviceGroups
-from trainers.backends.megatron.architectures import SEEING
+from trainers.backends.megatron.architectures import READ_BY_VLLM, SEEING
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
 from trainers.configuration.vision import vision_mistake
@@ -266,13 +266,13 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
                 "freeze_llm is true, but with backend: megatron the first pipeline stage alone has something else that "
                 "learns. Write pipeline_model_parallel_size: 1, or backend: fsdp."
             )
-        return
     if config.sequence_parallel_size > 1:
         raise ConfigError(
             f"sequence_parallel_size is {config.sequence_parallel_size}, but workers cannot share rows with pictures "
             "yet. Remove it."
         )
-    if getattr(config, "rollout_engine", "hf") == "vllm":
+    reads_texts = config.backend == "megatron" and found.model_type in READ_BY_VLLM
+    if getattr(config, "rollout_engine", "hf") == "vllm" and not reads_texts:
         raise ConfigError(
             f"rollout_engine: vllm does not complete prompts for vision models yet, and {config.model!r} is one. Write "
             "rollout_engine: hf."

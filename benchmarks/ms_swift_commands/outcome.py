@@ -253,7 +253,7 @@ def _forked(words: list[str], case: Case) -> Outcome:
 
 def _import_all() -> None:
     """What every command imports, once and before the processes."""
-    for name in ("sft", "grpo", "dpo", "gkd", "ppo", "reward", "sampling", "classification"):
+    for name in ("sft", "grpo", "dpo", "gkd", "ppo", "reward", "sampling", "classification", "embedding", "reranking"):
         _ = command_named(name).trainer
     import trainers.backends.megatron.backend
     import trainers.rollout.vllm.settings  # noqa: F401

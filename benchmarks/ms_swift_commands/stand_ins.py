@@ -180,8 +180,11 @@ def judge_for(name: str, folder: Path) -> str:
 def data_for(command: str, keys: dict[str, Any], folder: Path, rows: int = 12) -> str:
     """A file of some rows of the kind that the command learns from, in ms-swift's own format."""
     kind = str(keys.get("rlhf_type", command))
-    if "cls" in str(keys.get("task_type", "")):
+    task = str(keys.get("task_type", ""))
+    if "cls" in task:
         kind = "cls"
+    elif task == "embedding" or task.endswith("reranker"):
+        kind = task.removeprefix("generative_")
     elif kind in ("dpo", "rm", "orpo", "cpo", "simpo"):
         kind = "pairs"
     said = " ".join(str(keys.get(name, "")) for name in DATA_KEYS)
@@ -224,6 +227,10 @@ def _row(kind: str, number: int) -> dict[str, Any]:
         return row | {"label": number % 2 == 0}
     if kind == "cls":
         return {"messages": [question], "label": number % 2}
+    if kind in ("embedding", "reranker"):
+        speaker = "user" if kind == "embedding" else "assistant"
+        others = [[{"role": speaker, "content": f"It is {2 * number + k}."}] for k in range(3)]
+        return {"messages": [question], "positive_messages": others[:1], "negative_messages": others[1:]}
     if kind in ("grpo", "sample", "ppo"):
         return {"messages": [question], "solution": f"{2 * number}"}
     return row | ({"solution": f"{2 * number}"} if kind == "gkd" else {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from rayhelper import ConfigError
 from trainers.configuration.roles import TRAIN
@@ -55,7 +55,7 @@ class EmbeddingConfig(TrainConfig):
     """What is similar to the positive counts as a negative too (Qwen3-Embedding)."""
     margin: float = 0.5
     """Cosine distance that contrastive losses keep texts of label 0 apart by."""
-    mrl_dims: dict[int, float] | None = None
+    mrl_dims: dict[Any, float] | None = None
     """Matryoshka representations (arXiv 2205.13147): the loss of the first so many numbers of the embeddings, by its
     weight: {64: 0.5, 768: 1.0}. null: the loss of the whole embeddings."""
     pooling: Pooling | None = None
@@ -90,14 +90,19 @@ class EmbeddingConfig(TrainConfig):
             unread(self, "infonce_use_batch is false", *OF_BATCH)
         if not self.infonce_mask_fake_negative:
             unread(self, "infonce_mask_fake_negative is false", "infonce_fake_neg_margin")
-        for dim, weight in (self.mrl_dims or {}).items():
-            if dim < 1 or not weight > 0:
-                raise ConfigError(f"mrl_dims: {dim}: {weight}. Write sizes of embeddings, and weights above 0")
+        for size, weight in (self.mrl_dims or {}).items():
+            if not str(size).isdecimal() or int(size) < 1 or not weight > 0:
+                raise ConfigError(f"mrl_dims holds {size}: {weight}. Write sizes of embeddings, and weights above 0")
         if self.is_pooled and self.token_budget == "auto" and not self.disable_dropout:
             raise ConfigError(
                 "token_budget: auto cuts micro-batches anew while the first step runs, and dropout would differ between"
                 " the two passes of a step. Write disable_dropout: true, or per_device_train_batch_size"
             )
+
+    @property
+    def weights_of_sizes(self) -> dict[int | None, float]:
+        """The weight of the loss of the first so many numbers of the embeddings; None: of all of them."""
+        return {None: 1.0} if self.mrl_dims is None else {int(size): weight for size, weight in self.mrl_dims.items()}
 
     @property
     def is_pooled(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cosine_similarity, cross_entropy, normalize, relu
 
 from trainers.batch import on_device
-from trainers.data.groups import Groups
+from trainers.data.texts.groups import Groups
 from trainers.embedding.config import EmbeddingConfig
 from trainers.metrics import Metrics
 
@@ -53,15 +53,14 @@ def embedding_loss(
     labels_R = torch.ones(len(rows)) if rows.labels is None else torch.tensor(rows.labels)
     labels_R = on_device(labels_R, values_SH.device)
     whole = normalize(values_SH, dim=-1) if step.normalize else values_SH
-    sizes = [(None, 1.0)] if config.mrl_dims is None else config.mrl_dims.items()
     total = values_SH.new_zeros(())
     for start in range(0, len(rows), step.rows):
         of_rows = slice(start, start + step.rows)
         first, last = int(counts_R[:start].sum()), int(counts_R[: start + step.rows].sum())
         counts, labels = counts_R[of_rows], labels_R[of_rows]
-        for size, weight in sizes:
+        for size, weight in config.weights_of_sizes.items():
             if size is None:
-                total = total + pool_loss(config, whole[first:last], counts, labels)
+                total = total + weight * pool_loss(config, whole[first:last], counts, labels)
             elif size <= whole.shape[1]:
                 total = total + weight * pool_loss(config, normalize(whole[first:last, :size], dim=-1), counts, labels)
         similarity_metrics(config, whole[first:last].detach(), counts, metrics)

@@ -28,8 +28,8 @@ from trainers.batch import Ragged
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, sequences_per_step, total_steps
 from trainers.data.broken_rows import without_broken
-from trainers.data.groups import COLUMNS, Groups, seen_by, tokenize_groups
 from trainers.data.packs import batches_of
+from trainers.data.texts.groups import COLUMNS, Groups, seen_by, tokenize_groups
 from trainers.embedding.config import EmbeddingConfig, Pooling
 from trainers.embedding.correlations import correlations
 from trainers.embedding.loss import PoolOf, embedding_loss, loss_of_rows, similarity_metrics

@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from trainers.backends.scores.evaluated import target_ids
 from trainers.batch import on_device
-from trainers.data.groups import Groups
+from trainers.data.texts.groups import Groups
 from trainers.losses.vocabulary import WHOLE, Vocabulary
 from trainers.metrics import Metrics
 from trainers.reranking.config import RerankingConfig

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainers.data.groups import Conversation, Encoded, Members
 from trainers.data.images.pictures import Pictures
 from trainers.data.images.processor import ImageReader
 from trainers.data.rows import _messages
+from trainers.data.texts.groups import Conversation, Encoded, Members
 
 # Qwen3-Reranker's, as its model card has it; that of Qwen3-VL-Reranker has other spaces
 JUDGE = (

@@ -27,8 +27,8 @@ from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.packs import pack_length
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, sequences_per_step, total_steps
 from trainers.data.broken_rows import without_broken
-from trainers.data.groups import COLUMNS, Groups, seen_by, tokenize_groups
 from trainers.data.packs import batches_of
+from trainers.data.texts.groups import COLUMNS, Groups, seen_by, tokenize_groups
 from trainers.metrics import Metrics
 from trainers.parts.checks import check_before_start
 from trainers.parts.inputs import image_reader, load_model_and_tokenizer, read_rows

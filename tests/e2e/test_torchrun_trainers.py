@@ -22,6 +22,7 @@ from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import (
     begin_torchrun_of_one,
     dpo_config,
+    embedding_config,
     final_bytes,
     final_weights,
     gkd_config,
@@ -44,6 +45,7 @@ from trainers.cli import run
 from trainers.configuration.reading.text import save_config
 from trainers.cpo.trainer import CPOTrainer
 from trainers.dpo.trainer import DPOTrainer
+from trainers.embedding.trainer import EmbeddingTrainer
 from trainers.gkd.trainer import GKDTrainer
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
@@ -61,7 +63,7 @@ pytestmark = pytest.mark.xdist_group("ray_trainers")  # all look at what one sta
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS: dict[str, Any] = {
     **{"dpo": DPOTrainer, "kto": KTOTrainer, "orpo": CPOTrainer, "reward": RewardTrainer},
-    **{"gkd": GKDTrainer, "ppo": PPOTrainer},
+    **{"gkd": GKDTrainer, "ppo": PPOTrainer, "embedding": EmbeddingTrainer},
     "raft": trainer_of("raft"),  # written outside of the package
 }
 ROLES = sorted({role for cls in (GRPOTrainer, *OTHERS.values()) for role in cls.__rayhelper_roles__})
@@ -163,6 +165,8 @@ def other_config(name: str, model: str, folder: Path) -> Any:
         return configured(name, model, folder, num_kept=2, report_to=["none"], **keys)
     if name == "gkd":
         return gkd_config(model, folder, teacher_model=model, lmbda=1.0, sft_alpha=0.0, **keys)
+    if name == "embedding":
+        return embedding_config(model, folder, **keys)
     configs = {"dpo": dpo_config, "kto": kto_config, "orpo": orpo_config, "reward": reward_config, "ppo": ppo_config}
     return configs[name](model, folder, **keys)
 
@@ -226,6 +230,20 @@ def test_two_processes_of_torchrun_equal_two_ray_workers_bit_for_bit(
         written = [{path.name for path in (folder / name).iterdir()} for folder in (by_torchrun, tmp_path)]
         assert written[0] == written[1]
     assert "checkpoint-3" in {path.name for path in (by_torchrun / "reward").iterdir()}  # the end of its first epoch
+
+
+def test_negatives_are_those_of_all_workers(by_torchrun: Path, model: str, tmp_path: Path) -> None:
+    """A pool of four rows is the same over two processes and in one."""
+    keys: dict[str, Any] = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 16}
+    EmbeddingTrainer(embedding_config(model, tmp_path, max_steps=3, save_steps=2, **keys)).train()
+    names = ("loss", "grad_norm", "mean_neg", "margin", "eval_loss", "eval_margin")
+    both = [
+        [{name: line[name] for name in names if name in line} for line in lines(folder)]
+        for folder in (by_torchrun / "embedding", tmp_path)
+    ]
+    assert both[0][0].keys() == set(names[:4])
+    for by_two, by_one in zip(*both, strict=True):
+        assert by_two == pytest.approx(by_one, rel=1e-4, abs=1e-6)
 
 
 def test_the_best_checkpoint_is_kept_and_told(by_torchrun: Path) -> None:

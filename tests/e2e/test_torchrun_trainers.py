@@ -32,6 +32,7 @@ from tests.e2e.runs import (
     lines,
     orpo_config,
     ppo_config,
+    reranking_config,
     reward_config,
     sft_config,
     together,
@@ -53,6 +54,7 @@ from trainers.kto.trainer import KTOTrainer
 from trainers.metrics import Metrics
 from trainers.parts.policy import Policy
 from trainers.ppo.trainer import PPOTrainer
+from trainers.reranking.trainer import RerankingTrainer
 from trainers.reward.trainer import RewardTrainer
 from trainers.sft.config import SFTConfig
 from trainers.sft.loss import supervised_loss
@@ -63,7 +65,7 @@ pytestmark = pytest.mark.xdist_group("ray_trainers")  # all look at what one sta
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS: dict[str, Any] = {
     **{"dpo": DPOTrainer, "kto": KTOTrainer, "orpo": CPOTrainer, "reward": RewardTrainer},
-    **{"gkd": GKDTrainer, "ppo": PPOTrainer, "embedding": EmbeddingTrainer},
+    **{"gkd": GKDTrainer, "ppo": PPOTrainer, "embedding": EmbeddingTrainer, "reranking": RerankingTrainer},
     "raft": trainer_of("raft"),  # written outside of the package
 }
 ROLES = sorted({role for cls in (GRPOTrainer, *OTHERS.values()) for role in cls.__rayhelper_roles__})
@@ -165,8 +167,8 @@ def other_config(name: str, model: str, folder: Path) -> Any:
         return configured(name, model, folder, num_kept=2, report_to=["none"], **keys)
     if name == "gkd":
         return gkd_config(model, folder, teacher_model=model, lmbda=1.0, sft_alpha=0.0, **keys)
-    if name == "embedding":
-        return embedding_config(model, folder, **keys)
+    if name in ("embedding", "reranking"):
+        return {"embedding": embedding_config, "reranking": reranking_config}[name](model, folder, **keys)
     configs = {"dpo": dpo_config, "kto": kto_config, "orpo": orpo_config, "reward": reward_config, "ppo": ppo_config}
     return configs[name](model, folder, **keys)
 
@@ -232,16 +234,21 @@ def test_two_processes_of_torchrun_equal_two_ray_workers_bit_for_bit(
     assert "checkpoint-3" in {path.name for path in (by_torchrun / "reward").iterdir()}  # the end of its first epoch
 
 
-def test_negatives_are_those_of_all_workers(by_torchrun: Path, model: str, tmp_path: Path) -> None:
-    """A pool of four rows is the same over two processes and in one."""
-    keys: dict[str, Any] = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 16}
-    EmbeddingTrainer(embedding_config(model, tmp_path, max_steps=3, save_steps=2, **keys)).train()
-    names = ("loss", "grad_norm", "mean_neg", "margin", "eval_loss", "eval_margin")
+@pytest.mark.parametrize(("trainer", "names"), [("embedding", ("mean_neg", "margin")), ("reranking", ("mrr",))])
+def test_texts_of_all_workers_are_compared(
+    by_torchrun: Path, model: str, tmp_path: Path, trainer: str, names: tuple[str, ...]
+) -> None:
+    """A pool of four rows is the same over two processes and in one; so are drawn documents."""
+    keys: dict[str, Any] = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 16, "max_steps": 3}
+    makes = {"embedding": embedding_config, "reranking": reranking_config}
+    OTHERS[trainer](makes[trainer](model, tmp_path, save_steps=2, **keys)).train()
+    names = ("loss", "grad_norm", *names)
+    of_evaluation = {f"eval_{name}" for name in names}
     both = [
-        [{name: line[name] for name in names if name in line} for line in lines(folder)]
-        for folder in (by_torchrun / "embedding", tmp_path)
+        [{name: line[name] for name in {*names, *of_evaluation} if name in line} for line in lines(folder)]
+        for folder in (by_torchrun / trainer, tmp_path)
     ]
-    assert both[0][0].keys() == set(names[:4])
+    assert both[0][0].keys() == set(names)
     for by_two, by_one in zip(*both, strict=True):
         assert by_two == pytest.approx(by_one, rel=1e-4, abs=1e-6)
 

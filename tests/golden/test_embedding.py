@@ -23,7 +23,7 @@ from trainers.embedding.loss import PoolOf, embedding_loss, similarity_metrics
 from trainers.embedding.trainer import EmbeddingTrainer
 from trainers.metrics import Metrics
 from trainers.reranking.config import RerankingConfig
-from trainers.reranking.loss import reranking_loss
+from trainers.reranking.loss import Counts, reranking_loss
 from trainers.reranking.trainer import RerankingTrainer
 
 RECORDED = json.loads((Path(__file__).parent / "ms_swift" / "embeddings.json").read_text(encoding="utf-8"))
@@ -95,7 +95,7 @@ def test_losses_and_places_of_rerankers_are_ms_swifts(case: Keys) -> None:
     keys = {"listwise_reranker_temperature": 0.7} if case["loss_type"].startswith("listwise") else {}
     config = RerankingConfig(model="m", dataset="d", loss_type=case["loss_type"], **keys)
     metrics = Metrics()
-    of_step = (sum(counts), sum(count >= 2 for count in counts))
+    of_step = Counts(sum(counts), sum(count >= 2 for count in counts), len(counts), num_shards=1)
     loss = reranking_loss(config, of_step, scores, groups_of(counts), metrics)
     assert float(loss.detach()) == pytest.approx(case["loss"], abs=1e-6)
     np.testing.assert_allclose(gradient(loss, scores), case["gradient"], atol=1e-6)

@@ -6,6 +6,7 @@ The documents of a query are a row: the right one first. R rows, S documents of 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,7 +19,15 @@ from trainers.losses.vocabulary import WHOLE, Vocabulary
 from trainers.metrics import Metrics
 from trainers.reranking.config import RerankingConfig
 
-Counts = tuple[int, int]  # of the whole step: documents, and rows that are learned from
+
+@dataclass(frozen=True)
+class Counts:
+    """What a step, or an evaluation, has over all workers."""
+
+    documents: int
+    lists: int  # rows with enough documents for listwise_reranker
+    rows: int
+    num_shards: int  # the rows are divided over
 
 
 class YesOrNo:
@@ -73,10 +82,10 @@ def reranking_loss(
     counts_R = on_device(torch.tensor(micro.lengths.lengths), scores_S.device)
     order_metrics(config, scores_S.detach(), counts_R, metrics)
     if config.loss_type == "pointwise_reranker":
-        return pointwise_loss(scores_S, counts_R) / counts[0]
+        return pointwise_loss(scores_S, counts_R) / counts.documents
     least = config.listwise_reranker_min_group_size
     temperature = config.listwise_reranker_temperature
-    return listwise_loss(scores_S, counts_R, temperature=temperature, min_group_size=least) / max(1, counts[1])
+    return listwise_loss(scores_S, counts_R, temperature=temperature, min_group_size=least) / max(1, counts.lists)
 
 
 def pointwise_loss(scores_S: torch.Tensor, counts_R: torch.Tensor) -> torch.Tensor:

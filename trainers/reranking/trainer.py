@@ -116,7 +116,7 @@ class RerankingTrainer:
                     rows = dataclasses.replace(self.rows[batches[step]], row_ids=batches[step])
                     rows = drawn(rows, config, (config.seed, step))
                 with run.phase("update"):
-                    metrics = self.policy.step(rows, counts_of(rows, config))
+                    metrics = self.policy.step(rows, self.counts(rows))
                 metrics.sum("num_tokens", len(rows.input_ids.values))
                 run.log_step(metrics, epoch=(step + 1) / batches.steps_per_epoch)
             return run.finish(self.policy.export, self.tokenizer)
@@ -134,8 +134,13 @@ class RerankingTrainer:
         """Loss and metrics of all evaluation rows, under training's names with ``eval_`` before them."""
         assert self.eval_rows is not None
         rows = drawn(self.eval_rows, self.config, (self.config.seed,))
-        found = self.policy.measure(rows, (counts_of(rows, self.config), len(rows), self.policy.num_shards()))
-        return found.without("mean_token_accuracy").values("eval_")
+        return self.policy.measure(rows, self.counts(rows)).without("mean_token_accuracy").values("eval_")
+
+    def counts(self, rows: Groups) -> Counts:
+        """What losses are divided by."""
+        lengths = rows.lengths.lengths
+        num_lists = int((lengths >= self.config.listwise_reranker_min_group_size).sum())
+        return Counts(int(lengths.sum()), num_lists, len(rows), self.policy.num_shards())
 
     def save(self, folder: Path) -> None:
         self.policy.save(folder)
@@ -144,32 +149,27 @@ class RerankingTrainer:
         self.policy.load(folder)
 
 
-def measured_scores(
-    backend: Backend, config: RerankingConfig, rows: Groups, numbers: tuple[Counts, int, int]
-) -> Metrics:
+def measured_scores(backend: Backend, config: RerankingConfig, rows: Groups, counts: Counts) -> Metrics:
     """Loss and metrics of a worker's slice of evaluation rows, of a model that gives scores."""
     metrics = Metrics()
     size = config.per_device_eval_batch_size
     sequences = rows.as_sequences()
     longest = int(rows.lengths.lengths.max(initial=1))
     values = backend.token_values(sequences, micro_batch_size=size * longest)
-    metrics.sum("loss", reranking_loss(config, numbers[0], torch.tensor(values.values), rows, metrics))
+    metrics.sum("loss", reranking_loss(config, counts, torch.tensor(values.values), rows, metrics))
     return metrics
 
 
-def measured_answers(
-    backend: Backend, config: RerankingConfig, rows: Groups, numbers: tuple[Counts, int, int]
-) -> Metrics:
+def measured_answers(backend: Backend, config: RerankingConfig, rows: Groups, counts: Counts) -> Metrics:
     """The same, of a model that says yes or no."""
-    counts, num_rows, num_shards = numbers
     return evaluated(
         backend,
         rows,
         partial(answered_loss, config, counts),
         YesOrNo(),
         micro_batch_size=config.per_device_eval_batch_size,
-        num_rows=num_rows,
-        num_shards=num_shards,
+        num_rows=counts.rows,
+        num_shards=counts.num_shards,
     )
 
 
@@ -185,12 +185,6 @@ def drawn(rows: Groups, config: RerankingConfig, seed: tuple[int, ...]) -> Group
             found.append(row)
             members.append(np.concatenate([[one], wrong]).astype(np.int64))
     return rows.chosen(np.array(found, np.int64), members)
-
-
-def counts_of(rows: Groups, config: RerankingConfig) -> Counts:
-    """Documents of a step, and rows with enough of them."""
-    lengths = rows.lengths.lengths
-    return int(lengths.sum()), int((lengths >= config.listwise_reranker_min_group_size).sum())
 
 
 def answer_ids(config: RerankingConfig, tokenizer: Any) -> tuple[int, int]:

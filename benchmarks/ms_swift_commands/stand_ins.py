@@ -19,7 +19,7 @@ MULTIMODAL = re.compile(
     re.IGNORECASE,
 )
 SEEING = (  # the first that matches the model's name: of benchmarks/tiny/vision.py
-    (r"Qwen2-VL|jina-reranker-m0", "qwen2_vl"),
+    (r"Qwen2-VL", "qwen2_vl"),
     (r"Qwen2\.5-VL", "qwen2_5_vl"),
     (r"Qwen3-VL.*A\d+B", "qwen3_vl_moe"),
     (r"Qwen3-VL", "qwen3_vl"),
@@ -35,6 +35,7 @@ CONFIGURED = (  # the model_type in the config.json of the hub, and whether the 
     (r"Ovis2\.5", "ovis2_5", True),
     (r"Emu3-Gen", "Emu3", True),
     (r"Keye-VL", "KeyeVL1_5", True),
+    (r"jina-reranker-m0", "qwen2_vl", True),
     (r"Phi-4-multimodal", "phi4mm", True),
     (r"MOSS-VL", "moss_vl", True),
     (r"DeepSeek-OCR|deepseek-vl2", "deepseek_vl_v2", True),
@@ -71,6 +72,7 @@ ARCHITECTURES = (  # the first that matches the model's name
     (r"[Nn]emotron.*A\d+B", "nemotron_h"),
     (r"gemma", "gemma3_text"),
     (r"Phi", "phi3"),
+    (r"modernbert", "modernbert"),
     (r"", "qwen2"),
 )
 DEPTHS = (  # layers, as many as the real model has, where a command says how many of them a pipeline stage has
@@ -107,6 +109,8 @@ def model_for(name: str, folder: Path, program: str, seed: int = 0) -> str:
     if program == "megatron" and architecture not in MEGATRON:
         is_mixture = "moe" in architecture or architecture in ("gpt_oss", "qwen3_next", "deepseek_v3", "nemotron_h")
         architecture = "qwen3_moe" if is_mixture or "A" in re.findall(r"-(A)\d+B", name) else "qwen3"
+    if architecture == "modernbert":
+        return _encoder(folder)
     layers = next((depth for pattern, depth in DEPTHS if re.search(pattern, name)), 8)
     target = folder / (architecture if layers == 8 else f"{architecture}_{layers}")
     target = target.with_name(f"{target.name}_{seed}") if seed else target
@@ -143,6 +147,24 @@ def _seeing(kind: str, name: str, folder: Path, program: str, seed: int) -> str:
             fields |= {"layer_types": kinds, "rope_parameters": rotary | {"partial_rotary_factor": 1.0}}
             fields |= {"num_experts": 8} if kind == "qwen3_5_moe" else {}
         save_vision(target, kind, seed, **fields)
+    return str(target)
+
+
+def _encoder(folder: Path) -> str:
+    """A tiny ModernBERT with a classifier of one label, as gte-reranker-modernbert-base has."""
+    from transformers import ModernBertConfig, ModernBertForSequenceClassification
+
+    from benchmarks.tiny.text import tiny_tokenizer
+
+    target = folder / "modernbert"
+    if not target.is_dir():
+        sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        tokens = {"pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
+        config = ModernBertConfig(**sizes, **tokens, num_attention_heads=2, num_labels=1, max_position_embeddings=8192)
+        ModernBertForSequenceClassification(config).save_pretrained(target)
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = None
+        tokenizer.save_pretrained(target)
     return str(target)
 
 

@@ -64,6 +64,8 @@ class EmbeddingConfig(TrainConfig):
     use_chat_template: bool | None = None
     """Write texts by the chat template. false: the text itself, the system message before it. null: false for models
     with files of sentence-transformers, for encoders and without a template, otherwise true."""
+    end_token: str | None = None
+    """A token behind each text that the chat template writes, at which the embedding is then read off. null: none."""
     max_length: int | None = 1024
     """Tokens of each text; truncation_mode says what becomes of longer ones."""
     truncation_mode: Literal["drop", "keep_start"] = "drop"
@@ -90,6 +92,8 @@ class EmbeddingConfig(TrainConfig):
             unread(self, "infonce_use_batch is false", *OF_BATCH)
         if not self.infonce_mask_fake_negative:
             unread(self, "infonce_mask_fake_negative is false", "infonce_fake_neg_margin")
+        if self.use_chat_template is False:
+            unread(self, "use_chat_template is false", "end_token")
         for size, weight in (self.mrl_dims or {}).items():
             if not str(size).isdecimal() or int(size) < 1 or not weight > 0:
                 raise ConfigError(f"mrl_dims holds {size}: {weight}. Write sizes of embeddings, and weights above 0")

@@ -20,6 +20,8 @@ class TextEncoder:
     max_length: int | None
     truncation_mode: Literal["drop", "keep_start"]
     images: ImageReader | None = None
+    system: str | None = None  # before texts that have no system message
+    end_id: int | None = None  # of end_token
 
     def __call__(self, members: Members) -> Encoded:
         if len(members.positives) != 1:
@@ -28,9 +30,11 @@ class TextEncoder:
 
     def encoded(self, text: Conversation) -> tuple[list[int], Pictures]:
         messages, tokenizer = text.messages, self.tokenizer
+        if self.system and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system}, *messages]
         pictures: Pictures = ()
         if self.images is not None:
-            row, found = self.images.placed(text.as_row())
+            row, found = self.images.placed({"messages": messages, "images": text.images})
             messages, pictures, tokenizer = row["messages"], found, self.images.tokenizer(found)
         cuts = self.max_length is not None and self.truncation_mode == "keep_start"
         if not self.use_chat_template:
@@ -38,6 +42,7 @@ class TextEncoder:
             return list(tokenizer(plain_text(messages), **options)["input_ids"]), pictures
         invites = messages[-1]["role"] != "assistant"
         ids = list(tokenizer.apply_chat_template(_messages(messages), return_dict=False, add_generation_prompt=invites))
+        ids += [] if self.end_id is None else [self.end_id]
         kept = ids[: self.max_length] if cuts else ids
         if self.images is not None:
             self.images.check_cut(ids, kept, f"max_length {self.max_length}")

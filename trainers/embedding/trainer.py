@@ -80,6 +80,8 @@ class EmbeddingTrainer:
             config.max_length,
             config.truncation_mode,
             self.images,
+            config.system,
+            end_id_of(config, self.tokenizer),
         )
         self.rows = self.read(*config.training_data)
         self.eval_rows = self.read(*config.evaluation_data) if config.evaluates else None
@@ -87,7 +89,7 @@ class EmbeddingTrainer:
     def read(self, source: Any, split: str) -> Groups:
         """The rows of a dataset."""
         config = self.config
-        rows = read_rows(config, source, split, self.images)
+        rows = read_rows(dataclasses.replace(config, system=None), source, split, self.images)  # of every text
         with mistakes_of("dataset"):
             rows = without_broken(rows, seen_by(self.images), *COLUMNS, skip=config.skip_broken_rows)
             groups = tokenize_groups(
@@ -190,6 +192,16 @@ def with_hard_negatives(rows: Groups, count: int | None, seed: tuple[int, ...]) 
         own = np.arange(2, length)[:count]
         members.append(np.concatenate([[0, 1], own, random.choice(own, size=count - len(own))]))
     return rows.chosen(np.arange(len(rows)), members)
+
+
+def end_id_of(config: EmbeddingConfig, tokenizer: Any) -> int | None:
+    """The id of ``end_token``. Raises ConfigError for what is no token of the model."""
+    if config.end_token is None:
+        return None
+    found = tokenizer.convert_tokens_to_ids(config.end_token)
+    if found is None or found == tokenizer.unk_token_id:
+        raise ConfigError(f"end_token: {config.end_token!r} is no token of the model. Write one, or remove it")
+    return int(found)
 
 
 def pooling_of(config: EmbeddingConfig, files: SentenceFiles, found: Any) -> Pooling:

@@ -67,6 +67,11 @@ class RerankingConfig(TrainConfig):
             raise ConfigError(
                 f"listwise_reranker_temperature must be above 0, got {self.listwise_reranker_temperature}"
             )
+        if self.system:
+            raise ConfigError(
+                "system is no part of a query with a document. Write instruction (of a generative_reranker), or put a "
+                "system message into the rows"
+            )
         if self.loss_type != "listwise_reranker":
             unread(self, f"loss_type is {self.loss_type}", *OF_LISTS)
         if not self.is_generative:

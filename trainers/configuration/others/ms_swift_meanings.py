@@ -49,6 +49,10 @@ OF_ENVIRONMENT = (
     "max_negative_samples",
 )
 OWN_SCALES = {"rloo": "none", "reinforce_plus_plus": "batch"}  # where nobody says, there too
+OF_MODELS: Mapping[str, Mapping[str, str]] = {  # swift/template/templates/llm.py (GMETemplate) and qwen.py
+    "gme-Qwen2-VL": {"end_token": "<|endoftext|>"},
+    "Qwen3-VL-Embedding": {"end_token": "<|endoftext|>", "system": "Represent the user's input."},
+}
 FAKE_MARGIN = "infonce_fake_neg_margin"
 SWITCHES = ("infonce_use_batch", "infonce_mask_fake_negative", "infonce_include_qq", "infonce_include_dd")  # 1 is true
 SMOOTH = ("sapo", "vespo")  # losses whose weights fall smoothly instead of being clipped
@@ -64,6 +68,7 @@ def mean_as_there(given: GivenKeys, config_type: type, defaults: Mapping[str, An
     _routers(given)
     _sequences(given, defaults)
     _variables(given)
+    _embedding_models(given)
     pictures_as_there(given)
     _pairs(given)
     _scales(given)
@@ -153,6 +158,16 @@ def _rewards(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     for name in [name for name in REWARDS if name in called and name not in own]:
         for key in ARGUMENTS.get(name, {}):
             given.values.pop(key, None)
+
+
+def _embedding_models(given: GivenKeys) -> None:
+    """What ms-swift's templates of embedding models that see put around a text; it knows them by their names too."""
+    name = Path(str(given.get("model"))).name
+    for beginning, keys in OF_MODELS.items():
+        for key, value in keys.items():
+            is_known = key in given.known and "mrl_dims" in given.known
+            if name.startswith(beginning) and is_known and not given.values.get(key):
+                given.values[key], given.where[key], given.origins[key] = value, given.where["model"], "model"
 
 
 def _variables(given: GivenKeys) -> None:

@@ -106,9 +106,6 @@ class Conversation:
     messages: Messages
     images: list[Any] = field(default_factory=list)
 
-    def as_row(self) -> dict[str, Any]:
-        return {"messages": self.messages, "images": self.images}
-
 
 @dataclass(frozen=True)
 class Members:
@@ -157,7 +154,7 @@ def group_mistake(row: Mapping[str, Any], *, images: ImageReader | None = None) 
             seen = () if images is None else ("image", "image_url")
             if mistake := in_column({what: one.messages}, what, text=False, seen=seen):
                 return mistake
-            if images is not None and (found := images.mistake(one.as_row())):
+            if images is not None and (found := images.mistake({"messages": one.messages, "images": one.images})):
                 return what, found[1]
     return None if members.positives else ("positive_messages", "no positive")
 

@@ -22,6 +22,7 @@ from tests import warm
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import (
     begin_torchrun_of_one,
+    embedding_config,
     final_bytes,
     final_weights,
     gkd_config,
@@ -30,6 +31,7 @@ from tests.e2e.runs import (
     kto_config,
     lines,
     ppo_config,
+    reranking_config,
     reward_config,
     sft_config,
     together,
@@ -40,6 +42,7 @@ from trainers.batch import Sequences
 from trainers.checkpoint import checkpoints, latest, read_state
 from trainers.cli import run
 from trainers.configuration.reading.text import save_config
+from trainers.embedding.trainer import EmbeddingTrainer
 from trainers.gkd.trainer import GKDTrainer
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
@@ -47,6 +50,7 @@ from trainers.kto.trainer import KTOTrainer
 from trainers.metrics import Metrics
 from trainers.parts.policy import Policy
 from trainers.ppo.trainer import PPOTrainer
+from trainers.reranking.trainer import RerankingTrainer
 from trainers.reward.trainer import RewardTrainer
 from trainers.sft.config import SFTConfig
 from trainers.sft.loss import supervised_loss
@@ -56,7 +60,10 @@ pytestmark = pytest.mark.xdist_group("ray_trainers")  # all look at what one sta
 
 ROOT = Path(__file__).resolve().parents[2]
 # Those whose parts or batches no other has: DPO has KTO's reference and the pairs of reward models, ORPO less
-OTHERS: dict[str, Any] = {"kto": KTOTrainer, "reward": RewardTrainer, "gkd": GKDTrainer, "ppo": PPOTrainer}
+OTHERS: dict[str, Any] = {
+    **{"kto": KTOTrainer, "reward": RewardTrainer, "gkd": GKDTrainer, "ppo": PPOTrainer},
+    **{"embedding": EmbeddingTrainer, "reranking": RerankingTrainer},
+}
 ROLES = sorted({role for cls in (GRPOTrainer, *OTHERS.values()) for role in cls.__rayhelper_roles__})
 PLUGIN = """
 import os
@@ -154,6 +161,8 @@ def other_config(name: str, model: str, folder: Path) -> Any:
         keys = {"max_steps": 4, "save_strategy": "epoch", "eval_strategy": "epoch"}
     if name == "gkd":
         return gkd_config(model, folder, teacher_model=model, lmbda=1.0, sft_alpha=0.0, **keys)
+    if name in ("embedding", "reranking"):
+        return {"embedding": embedding_config, "reranking": reranking_config}[name](model, folder, **keys)
     configs = {"kto": kto_config, "reward": reward_config, "ppo": ppo_config}
     return configs[name](model, folder, **keys)
 
@@ -217,6 +226,25 @@ def test_two_processes_of_torchrun_equal_two_ray_workers_bit_for_bit(
         written = [{path.name for path in (folder / name).iterdir()} for folder in (by_torchrun, tmp_path)]
         assert written[0] == written[1]
     assert "checkpoint-3" in {path.name for path in (by_torchrun / "reward").iterdir()}  # the end of its first epoch
+
+
+@pytest.mark.parametrize(("trainer", "names"), [("embedding", ("mean_neg", "margin")), ("reranking", ("mrr",))])
+def test_texts_of_all_workers_are_compared(
+    by_torchrun: Path, model: str, tmp_path: Path, trainer: str, names: tuple[str, ...]
+) -> None:
+    """A pool of four rows is the same over two processes and in one; so are drawn documents."""
+    keys: dict[str, Any] = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 16, "max_steps": 3}
+    makes = {"embedding": embedding_config, "reranking": reranking_config}
+    OTHERS[trainer](makes[trainer](model, tmp_path, save_steps=2, **keys)).train()
+    names = ("loss", "grad_norm", *names)
+    of_evaluation = {f"eval_{name}" for name in names}
+    both = [
+        [{name: line[name] for name in {*names, *of_evaluation} if name in line} for line in lines(folder)]
+        for folder in (by_torchrun / trainer, tmp_path)
+    ]
+    assert both[0][0].keys() == set(names)
+    for by_two, by_one in zip(*both, strict=True):
+        assert by_two == pytest.approx(by_one, rel=1e-4, abs=1e-6)
 
 
 def test_the_best_checkpoint_is_kept_and_told(by_torchrun: Path) -> None:

@@ -162,6 +162,8 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
 
     JOINS_ROWS: ClassVar[bool] = False
     """Whether ``packing`` makes longer rows of the rows; see ``packs.py``."""
+    ENCODES: ClassVar[bool] = False
+    """Whether the model may be an encoder, such as BERT, whose texts need no end of sequence."""
 
     # Backend
     backend: Literal["fsdp", "megatron"] = "fsdp"

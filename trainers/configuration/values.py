@@ -127,7 +127,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, (list, tuple)) and all(_fits(item, members[0]) for item in value)
     if origin is dict:
         return isinstance(value, Mapping) and all(
-            isinstance(key, str) and _fits(item, members[1]) for key, item in value.items()
+            (members[0] is Any or isinstance(key, str)) and _fits(item, members[1]) for key, item in value.items()
         )
     if hint is str:
         return isinstance(value, (str, PurePath))

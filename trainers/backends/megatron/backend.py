@@ -29,7 +29,6 @@ from rayhelper import ConfigError
 from trainers.backends.base import SentWeights, TokenFunction, token_lengths
 from trainers.backends.device import default_device
 from trainers.backends.finite import FiniteStep
-from trainers.backends.fsdp.hf_model import ModelHead
 from trainers.backends.megatron import layout
 from trainers.backends.megatron.adapter_checkpoint import load_adapter, save_adapter
 from trainers.backends.megatron.adapters import MegatronAdapter
@@ -82,7 +81,7 @@ class MegatronBackend:
         model: str | Path,
         *,
         settings: MegatronSettings,
-        head: ModelHead = "lm",
+        head: Literal["lm", "value"] = "lm",
         num_labels: int = 1,
         values_at: ReadAt = "predicting",
         dtype: Literal["float32", "bfloat16"] = "float32",
@@ -146,11 +145,7 @@ class MegatronBackend:
         self.weights.load(model)
         self.adapter: MegatronAdapter | None = None
         if lora is not None:
-            values: dict[str, Any] = {
-                "value_head": head == "value",
-                "num_labels": num_labels,
-                "inner": bool(self.tower),
-            }
+            values = {"value_head": head == "value", "num_labels": num_labels, "inner": self.tower is not None}
             self.adapter = MegatronAdapter(self.hf, self.stages, lora, **values, seed=seed)
         self.num_active = self.weights.num_active()
         self.module: Any = None  # an engine has its own

@@ -145,8 +145,8 @@ class MegatronBackend:
         self.weights.load(model)
         self.adapter: MegatronAdapter | None = None
         if lora is not None:
-            values = {"value_head": head == "value", "num_labels": num_labels, "inner": self.tower is not None}
-            self.adapter = MegatronAdapter(self.hf, self.stages, lora, **values, seed=seed)
+            values: dict[str, Any] = {"value_head": head == "value", "num_labels": num_labels, "seed": seed}
+            self.adapter = MegatronAdapter(self.hf, self.stages, lora, inner=self.tower is not None, **values)
         self.num_active = self.weights.num_active()
         self.module: Any = None  # an engine has its own
         self.sent = SentWeights()

@@ -126,7 +126,7 @@ def test_a_layout_that_the_model_does_not_allow_is_told(name: str, models: dict[
 def commands(text: str) -> list[list[str]]:
     """The words of every command that starts a trainer, lines that go on joined."""
     joined = re.sub(r"\s*\\\n[#\s]*", " ", text)
-    found = re.findall(r"^[#\s]*((?:torchrun|rayhelper)\b.*--config.*)$", joined, re.MULTILINE)
+    found = re.findall(r"^[#\s]*((?:torchrun|rayhelper (?!plan)).*--config.*)$", joined, re.MULTILINE)
     return [shlex.split(line, comments=True) for line in found]
 
 

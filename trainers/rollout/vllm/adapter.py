@@ -46,7 +46,7 @@ def check_adapter(model: str | Path, targets: Collection[str], *, on_cpu: bool, 
     if without:
         others = ", ".join(sorted(set(targets) - set(without)))
         raise ConfigError(
-            f"vllm_enable_lora: vLLM gives the layers {', '.join(without)} of {kind} no adapter. {REMEDY}, or leave "
+            f"vllm_enable_lora: vLLM does not support LoRA on the layers {', '.join(without)} of {kind}. {REMEDY}, or leave "
             f"them out: lora_target_modules: [{others}]."
         )
     if on_cpu and any(name.endswith(".experts") for name, _ in module.named_modules()):

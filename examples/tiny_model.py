@@ -1,4 +1,4 @@
-"""A tiny random Qwen3 with a chat template, and rows, for dry runs: ``python examples/tiny_model.py FOLDER`` writes them.
+"""A tiny random Qwen3 with a chat template, and rows, for dry runs: ``python examples/tiny_model.py FOLDER``.
 
 Use them as ``--model FOLDER/model --dataset FOLDER/rows.jsonl``. The model knows 4096 positions; its tokens are bytes.
 """

@@ -185,7 +185,7 @@ def _variables(given: GivenKeys) -> None:
         is_question = given.get("task_type") == "generative_reranker" or not name.startswith("generative_")
         if said is None or name in given.values or name.startswith((unread, *of_batch)) or not is_question:
             continue
-        value = plain(said)
+        value = said if name.endswith("_token") else plain(said)
         given.values[name] = bool(value) if type(value) is int and name in SWITCHES else value
         given.where[name] = "environment"
         given.origins[name] = name.upper()

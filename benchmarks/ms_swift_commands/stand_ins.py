@@ -139,13 +139,15 @@ def _seeing(kind: str, name: str, folder: Path, program: str, seed: int) -> str:
     target = folder / f"{kind}_{program}_{layers}_{seed}"
     if not target.is_dir():
         fields: dict[str, Any] = {"max_position_embeddings": 131072}
-        if program == "megatron" and kind in DELTA:
+        if program == "megatron":
+            rotary: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 8]}
             fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": layers, "head_dim": 32}
-            fields |= {"vocab_size": 320, "hidden_size": 256, "linear_num_key_heads": 8, "linear_num_value_heads": 8}
+            fields |= {"vocab_size": 320, "hidden_size": 256, "rope_parameters": rotary}
+            fields |= {"num_experts": 8} if kind.endswith("_moe") else {}
+        if program == "megatron" and kind in DELTA:
+            fields |= {"linear_num_key_heads": 8, "linear_num_value_heads": 8}
             kinds = ["full_attention" if (layer + 1) % 4 == 0 else "linear_attention" for layer in range(layers)]
-            rotary = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 8]}
             fields |= {"layer_types": kinds, "rope_parameters": rotary | {"partial_rotary_factor": 1.0}}
-            fields |= {"num_experts": 8} if kind == "qwen3_5_moe" else {}
         save_vision(target, kind, seed, **fields)
     return str(target)
 

@@ -11,8 +11,6 @@ from trainers.backends.megatron.settings import EVERY_LAYER, OPTIMIZERS, Megatro
 OF_FSDP = (
     *("fsdp_sharding_strategy", "fsdp_reshard_after_forward", "fsdp_offload_params", "torch_compile"),
     *("activation_memory_budget", "teacher_model_init_kwargs", "load_in_4bit", "load_in_8bit"),
-    *("freeze_llm", "vit_lr", "aligner_lr"),  # the language model alone learns,
-    *("max_pixels", "image_urls", "image_processor_kwargs"),  # from texts
 )
 
 

@@ -16,7 +16,7 @@ class VisionConfig:
     SCORES: ClassVar[bool] = False
     """Whether the model is a sequence classifier, which gives numbers and no tokens."""
 
-    # Vision models (backend: fsdp)
+    # Vision models
     max_pixels: int | None = None
     """Pixels (width x height) of a picture; larger ones are made smaller. null: as the model's processor does it."""
     image_processor_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -24,7 +24,8 @@ class VisionConfig:
     image_urls: bool = False
     """Download pictures of http addresses. false: rows with an address are broken."""
     freeze_vit: bool | None = None
-    """The vision tower does not learn; with an adapter: gets none. null: true with an adapter, else false."""
+    """The vision tower does not learn; with an adapter: gets none. null: true with an adapter and with backend:
+    megatron, else false."""
     freeze_aligner: bool | None = None
     """The same of the aligner."""
     freeze_llm: bool = False
@@ -40,9 +41,10 @@ def vision_settings(config: Any, *, trains: bool = True) -> dict[str, Any]:
     learning rates of the others."""
     if not trains:
         return {"processing": config.image_processor_kwargs}
+    unsaid = config.has_adapter or config.backend == "megatron"
     frozen = {
-        "vit": config.has_adapter if config.freeze_vit is None else config.freeze_vit,
-        "aligner": config.has_adapter if config.freeze_aligner is None else config.freeze_aligner,
+        "vit": unsaid if config.freeze_vit is None else config.freeze_vit,
+        "aligner": unsaid if config.freeze_aligner is None else config.freeze_aligner,
         "llm": config.freeze_llm,
     }
     rates = {"vit": config.vit_lr, "aligner": config.aligner_lr}

@@ -104,9 +104,9 @@ def check_seen(rows: Dataset, media: Sequence[str] = MEDIA) -> None:
         if count := pc.sum(pc.greater(sizes.cast("int64"), 0)).as_py():
             raise ValueError(
                 f"{count} of {len(rows)} rows have {name}, which are not seen here: they would be learned as the text "
-                f"around them. Vision models see images in SFT, DPO, CPO, SimPO, ORPO, KTO, reward models, "
-                f"embedding models, rerankers, GRPO, PPO, GKD and sampling, with backend: fsdp and engines hf, where "
-                f"all models of the run see them. Schedulers and environments of GKD do not show them. "
+                f"around them. Vision models see images in SFT, DPO, CPO, SimPO, ORPO, KTO, reward models, embedding "
+                f"models, rerankers, GRPO, PPO, GKD and sampling, with engines hf (rollout_engine: hf), where all models "
+                f"of the run see them. Schedulers and environments of GKD do not show them. "
                 f"Take them out, or the column {name!r} if nothing is to be seen in it."
             )
 
@@ -424,9 +424,14 @@ def tokenize_prompts(
     model that sees pictures; a prompt that would lose a part of one raises ValueError.
     """
     _check_choice("truncation", truncation, PromptTruncation)
-    prompts = []
+    prompts: list[list[int]] = []
+    asked: Any = None
+    whole: list[int] = []
     for index, row in enumerate(rows):
-        ids = _prompt_ids(row, tokenizer, dict(chat_template_kwargs or {}), images)
+        before, asked = asked, (prompt_of(row), _template_options(row))
+        if asked != before or images is not None:  # the completions of a prompt stand together
+            whole = _prompt_ids(row, tokenizer, dict(chat_template_kwargs or {}), images)
+        ids = list(whole)
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             if truncation == "error":
                 raise ValueError(

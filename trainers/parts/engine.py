@@ -51,7 +51,8 @@ def build_engine(
         trust_remote_code=config.trust_remote_code,
         whole_weights=lender.whole_weights if lender is not None and gathers else None,
         vision=getattr(lender, "vision", None),
-        language_only=config.backend == "megatron",  # which gives it no other weights, and reads texts
+        gets_part=config.backend == "megatron",  # which may have frozen the vision tower, and then sends none of it
+        processing=config.image_processor_kwargs,
     )
     if gathers:
         engine.check_decoding()

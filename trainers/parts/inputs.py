@@ -71,7 +71,9 @@ def image_reader(
         ConfigError: the model's processor cannot be loaded, or a model that is given its tokens has another one.
     """
     is_blind = getattr(config, "has_environment", False) and not sees_episodes
-    if is_blind or getattr(config, "backend", "fsdp") != "fsdp":
+    # vLLM completes texts alone; with megatron that is no mistake until a row has a picture
+    reads_texts = getattr(config, "backend", "fsdp") == "megatron" and getattr(config, "rollout_engine", "hf") == "vllm"
+    if is_blind or reads_texts:
         return None
     named = dict(beside or {})
     for name in (model, *named.values()):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rayhelper import ConfigError, DeviceGroups
-from trainers.backends.megatron.architectures import SEEING
+from trainers.backends.megatron.architectures import READ_BY_VLLM, SEEING
 from trainers.configuration.megatron_checks import config_file, learns, models_of
 from trainers.configuration.shared import TrainConfig, changed
 from trainers.configuration.vision import vision_mistake
@@ -219,7 +219,7 @@ def check_whole(configuration: Any, model: str, backend: str = "fsdp", *, scores
 
     if backend == "fsdp" and is_vision(configuration):
         return
-    if backend == "megatron" and configuration.model_type in SEEING:  # which keeps the tower as it is
+    if backend == "megatron" and configuration.model_type in SEEING:  # it has the tower too
         return
     towers = [name for name in ("vision_config", "audio_config") if getattr(configuration, name, None) is not None]
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(configuration), None)
@@ -244,20 +244,35 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
         raise ConfigError(f"{mistake}.")
     if not sees:
         return
-    if config.backend == "megatron":  # its language model learns, from texts alone; the rest stays as it is
+    if config.backend == "megatron":  # whose adapters are on the language model
         for name in ("freeze_vit", "freeze_aligner"):
-            if getattr(config, name) is False:
+            if getattr(config, name) is False and config.has_adapter:
                 raise ConfigError(
-                    f"{name} is false, but backend: megatron trains the language model of {config.model!r} alone. "
-                    "Remove it, or write backend: fsdp."
+                    f"{name} is false, but an adapter of backend: megatron is on the language model of "
+                    f"{config.model!r} alone. Remove it, or write backend: fsdp."
                 )
-        return
+        rates = [name for name in ("vit_lr", "aligner_lr") if getattr(config, name) is not None]
+        if rates and not config.learning_rate:
+            raise ConfigError(
+                f"{rates[0]} is a share of learning_rate with backend: megatron, and that is 0. Raise it, and write "
+                "freeze_llm: true if the language model shall not learn."
+            )
+        if config.freeze_llm and config.has_adapter:
+            raise ConfigError(
+                "freeze_llm is true, but an adapter of backend: megatron is on the language model alone. Remove one."
+            )
+        if config.freeze_llm and config.pipeline_model_parallel_size > 1:
+            raise ConfigError(
+                "freeze_llm is true, but with backend: megatron the first pipeline stage alone has something else that "
+                "learns. Write pipeline_model_parallel_size: 1, or backend: fsdp."
+            )
     if config.sequence_parallel_size > 1:
         raise ConfigError(
             f"sequence_parallel_size is {config.sequence_parallel_size}, but workers cannot share rows with pictures "
             "yet. Remove it."
         )
-    if getattr(config, "rollout_engine", "hf") == "vllm":
+    reads_texts = config.backend == "megatron" and found.model_type in READ_BY_VLLM
+    if getattr(config, "rollout_engine", "hf") == "vllm" and not reads_texts:
         raise ConfigError(
             f"rollout_engine: vllm does not complete prompts for vision models yet, and {config.model!r} is one. Write "
             "rollout_engine: hf."

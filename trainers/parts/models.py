@@ -81,11 +81,12 @@ def build_backend(config: TrainConfig, model: str, *, num_training_steps: int | 
     load_plugins(config.external_plugins)
     if config.backend == "megatron":
         RayHelper.init_process_group()
-        return build_megatron(config, model, shared_arguments(config, num_training_steps) | settings)
+        arguments: dict[str, Any] = {"vision": vision_settings(config, trains=num_training_steps is not None)}
+        return build_megatron(config, model, shared_arguments(config, num_training_steps) | arguments | settings)
     trains = num_training_steps is not None
     if RayHelper.current().world_size > 1 or (trains and resolve_dtype(config) != "float32"):
         RayHelper.init_process_group()
-    arguments: dict[str, Any] = {
+    arguments = {
         "gradient_checkpointing": trains and recomputes_activations(config, model),
         "sharding": config.fsdp_sharding_strategy,
         "reshard_after_forward": config.fsdp_reshard_after_forward,

@@ -62,7 +62,7 @@ def _learns(config: TrainConfig) -> str:
     """What is trained, without the parts of a vision model that are frozen."""
     told, frozen = shown_tuner(config), [PARTS_OF_VISION[part] for part in vision_settings(config)["frozen"]]
     sees = _has_tower(config.model)
-    if not frozen or sees is False or config.backend != "fsdp":
+    if not frozen or sees is False or (config.backend == "megatron" and not sees):
         return told
     if config.has_adapter:
         return f"{told} (none in {' and '.join(frozen)})" if sees else told

@@ -78,7 +78,13 @@ def positions_of(model: Any, inputs: Inputs) -> torch.Tensor:
         return positions_BT
     if inputs.seen is None:
         return positions_BT.expand(4, -1, -1)
+    return torch.cat([positions_BT[None], picture_positions(part, inputs)])
+
+
+def picture_positions(part: Any, inputs: Inputs) -> torch.Tensor:
+    """(3, B, T) positions within documents that have pictures, as ``part`` says: a backbone that knows M-RoPE."""
     assert inputs.document_starts is not None
+    assert inputs.seen is not None
     lengths_D = inputs.document_starts.diff()
     places_L = torch.arange(inputs.longest_document, device=lengths_D.device)
     is_there_DL = places_L < lengths_D[:, None]
@@ -89,8 +95,8 @@ def positions_of(model: Any, inputs: Inputs) -> torch.Tensor:
     positions_3DL, _ = part.get_rope_index(
         input_ids=ids_DL, mm_token_type_ids=marks_DL, attention_mask=is_there_DL.long(), **grids
     )
-    positions_3BT = positions_3DL[:, is_there_DL].unflatten(1, tuple(positions_BT.shape))
-    return torch.cat([positions_BT[None], positions_3BT])
+    positions_3BT: torch.Tensor = positions_3DL[:, is_there_DL].unflatten(1, tuple(inputs.input_ids_BT.shape))
+    return positions_3BT
 
 
 def refusal(model: Any) -> str:

@@ -38,15 +38,14 @@ def build_model(
     trust_remote_code: bool = False,
     seed: int = 0,
     quantization: Mapping[str, Any] | None = None,
-    language_only: bool = False,
 ) -> Any:
-    """The causal language model of a folder or hub name, with its vision tower if it has one and not ``language_only``,
-    or a sequence classifier (``value``), or a model without a head (``embedding``).
+    """The causal language model of a folder or hub name, with its vision tower if it has one, or a sequence classifier
+    (``value``), or a model without a head (``embedding``).
 
     A classifier has ``num_labels`` labels. It may be read from a language model; its head is then drawn
     (``fresh_weights.py``). ``quantization``: fields of transformers' BitsAndBytesConfig (see ``tuners/quantized.py``).
     """
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel
 
     packed_attention.register()
     settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, **dict(model_init_kwargs or {})}
@@ -68,8 +67,7 @@ def build_model(
     elif head == "embedding":
         built = AutoModel.from_pretrained(model, **settings)
     else:
-        kind = AutoModelForCausalLM if language_only else language_class(configuration)
-        built = kind.from_pretrained(model, **settings)
+        built = language_class(configuration).from_pretrained(model, **settings)
     if quantization:  # it is on its device, and cannot be moved
         compute_alike(built)
     else:
@@ -243,10 +241,18 @@ def _converted(
 
     Only transformers' own loading knows how, so a second model is built on the CPU for the moment.
     """
+    from transformers.utils import logging
+
     weights = {name: weight.to("cpu", copy=True) for name, weight in named_weights}
-    loaded, report = type(module).from_pretrained(
-        None, config=module.config, state_dict=weights, dtype=module.dtype, output_loading_info=True
-    )
+    level = logging.get_verbosity()
+    if part:  # it would list what is missing
+        logging.set_verbosity_error()
+    try:
+        loaded, report = type(module).from_pretrained(
+            None, config=module.config, state_dict=weights, dtype=module.dtype, output_loading_info=True
+        )
+    finally:
+        logging.set_verbosity(level)
     missing = set(report.pop("missing_keys")) if part else set()
     wrong = {kind: sorted(names)[:3] for kind, names in report.items() if kind.endswith("_keys") and names}
     if wrong:

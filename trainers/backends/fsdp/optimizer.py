@@ -53,11 +53,7 @@ def parameter_groups(
 
     Weights with a learning rate of their own (``rates``) are groups of their own behind these.
     """
-    rates = rates or {}
-    from transformers.trainer_pt_utils import get_parameter_names
-
-    forbidden = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-    decayed = set(get_parameter_names(module, [torch.nn.LayerNorm], forbidden))
+    rates, decayed = rates or {}, decayed_names(module)
     trained = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
     groups = [(True, weight_decay), (False, 0.0)]
     found: list[dict[str, Any]] = []
@@ -69,6 +65,14 @@ def parameter_groups(
             for decays, decay in groups
         ]
     return found
+
+
+def decayed_names(module: torch.nn.Module) -> set[str]:
+    """The weights that decay: those that transformers' Trainer takes neither for a bias nor for a norm."""
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    forbidden = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+    return set(get_parameter_names(module, [torch.nn.LayerNorm], forbidden))
 
 
 def whole_state(

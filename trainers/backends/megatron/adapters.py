@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -39,16 +40,18 @@ from trainers.backends.megatron.adapter_targets import (
 )
 from trainers.backends.megatron.tensors.sources import Source
 from trainers.backends.megatron.tensors.table import VALUES
-from trainers.backends.megatron.weights import MegatronWeights, canonical
+from trainers.backends.megatron.weights import INNER, MegatronWeights, canonical
 
 PREFIX, FILE = "base_model.model.", "adapter_model.safetensors"
+LAYERS = "model.layers."
 
 
 class MegatronAdapter:
     """The adapter of the ``stages`` of this worker, whose other weights it freezes; a value head stays trained, whole.
 
     ``settings`` are fields of peft's LoraConfig. Every rank makes one, before gradients and optimizer. Weights are
-    float32. A is drawn from ``seed``, the same however the model is cut.
+    float32. A is drawn from ``seed``, the same however the model is cut. ``inner``: the language model is within one
+    that also sees, as whose the names are written.
 
     Raises:
         ConfigError: settings that are not supported here.
@@ -63,10 +66,12 @@ class MegatronAdapter:
         value_head: bool,
         num_labels: int = 1,
         seed: int,
+        inner: bool = False,
     ) -> None:
         from megatron.core import parallel_state
 
         self.settings, self.value_head = dict(settings), value_head
+        self._layers = f"{INNER if inner else 'model.'}layers."  # how their names begin in peft's model
         self.rank: int = self.settings.get("r", 8)
         self._tensor = parallel_state.get_tensor_model_parallel_group()
         self._experts = parallel_state.get_expert_tensor_and_model_parallel_group()
@@ -156,7 +161,7 @@ class MegatronAdapter:
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             LoraConfig(
-                **self.settings | peft_fields(self._config, self.settings, self.targets),
+                **self.settings | self._fields(),
                 task_type="SEQ_CLS" if self.value_head else "CAUSAL_LM",
                 modules_to_save=["score"] if self.value_head else None,
                 base_model_name_or_path=self._config.name_or_path,
@@ -164,6 +169,18 @@ class MegatronAdapter:
             ).save_pretrained(str(folder))
             save_file(weights, folder / FILE, metadata={"format": "pt"})
         dist.barrier()
+
+    def _in_memory(self, name: str) -> str:
+        """The name of a layer, or its end, in transformers' model."""
+        return name.replace(LAYERS, self._layers, 1)
+
+    def _fields(self) -> dict[str, Any]:
+        """Which layers peft takes: of a model that also sees, none of the tower, some of which have the same names."""
+        found = peft_fields(self._config, self.settings, self.targets)
+        if self._layers == LAYERS or not found["target_modules"]:
+            return found
+        names = [re.escape(self._in_memory(name).removeprefix(INNER)) for name in found["target_modules"]]
+        return found | {"target_modules": rf".*\.language_model\.(.*\.)?({'|'.join(names)})"}
 
     def load(self, folder: Path) -> None:
         """Puts back, in place, what ``save`` or peft wrote. Every rank.
@@ -194,7 +211,7 @@ class MegatronAdapter:
         if not targets:
             return
         low_rank = None if layer is None else self._attached(source, targets, layer)
-        names = [PREFIX + name.removesuffix(".weight") for name in targets]
+        names = [PREFIX + self._in_memory(name.removesuffix(".weight")) for name in targets]
         rows, columns = zip(*(source.tensors[name] for name in targets), strict=True)
         a = {f"{name}.lora_A.weight": (self.rank, width) for name, width in zip(names, columns, strict=True)}
         b = {f"{name}.lora_B.weight": (height, self.rank) for name, height in zip(names, rows, strict=True)}
@@ -212,7 +229,7 @@ class MegatronAdapter:
         """What the adapter has beside the experts of the layer of that number."""
         cuts = self._within_experts.size()
         over = (self._experts.size() // cuts, cuts)
-        base = f"{PREFIX}model.layers.{number - 1}.mlp.experts"
+        base = f"{PREFIX}{self._layers}{number - 1}.mlp.experts"
         experts = None if layer is None else layer.mlp.experts
         for linear, name in (("linear_fc1", f"{base}.base_layer"), ("linear_fc2", base)):
             times = 2 if linear == "linear_fc1" and names_in_stacks(self._config, self.settings) else 1

@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-SEEING = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # and what their language model is
+SEEING = {  # models that also see, and what their language model is
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+READ_BY_VLLM = ("qwen3_5", "qwen3_5_moe")  # of these, what vLLM completes as language models: rows without pictures
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # some layers go by the gated delta rule
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", *DELTA)
+MODEL_TYPES = (
+    *("llama", "mistral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", *DELTA),
+)
 ROTATIONS = ("default", "linear", "llama3", "yarn")
-BIASED = ("qwen2", "qwen2_moe")  # queries, keys and values have biases
-NORMED = ("qwen3", "qwen3_moe", *DELTA)  # queries and keys have norms
+OF_PICTURES = "mrope"  # what older files of Qwen2.5-VL call the default, where there are positions of pictures
+BIASED = ("qwen2", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text")  # queries, keys and values have biases
+NORMED = ("qwen3", "qwen3_moe", "qwen3_vl_text", *DELTA)  # queries and keys have norms
 SHARED = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")  # mixtures with an expert for all tokens
 MIXED = ("qwen3_moe", *SHARED)  # mixtures of experts
 
@@ -18,8 +29,9 @@ MIXED = ("qwen3_moe", *SHARED)  # mixtures of experts
 def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
     """What a config.json asks for that the backend would leave out, and so compute something else."""
     kind = config.get("model_type")
-    if kind in SEEING:  # its language model alone is trained
-        yield from architecture_mistakes({**(config.get("text_config") or {}), "model_type": SEEING[kind]})
+    if kind in SEEING:  # older files of Qwen2.5-VL have the fields of the language model among the others
+        inner = config.get("text_config") or {}
+        yield from architecture_mistakes({**config, **inner, "model_type": SEEING[kind]})
         return
     if kind not in MODEL_TYPES:
         yield f"the architecture {kind!r} is not known (known: {', '.join((*MODEL_TYPES, *SEEING))})"
@@ -32,7 +44,7 @@ def architecture_mistakes(config: Mapping[str, Any]) -> Iterator[str]:
         yield "some layers look at a sliding window of tokens, and attention is to all tokens before"
     rotation = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rotated = rotation.get("rope_type", rotation.get("type", "default"))
-    if rotated not in ROTATIONS:
+    if rotated not in ROTATIONS and not (rotated == OF_PICTURES and kind in SEEING.values()):
         yield f"its rotary embedding is of the kind {rotated!r}, and known are {', '.join(ROTATIONS)}"
     if config.get("attention_bias") and kind not in BIASED:
         yield "its attention_bias is true, and projections have no bias"

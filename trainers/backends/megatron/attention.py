@@ -10,7 +10,7 @@ get tensors alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -34,17 +34,32 @@ def rotation(angles_SR: torch.Tensor, factor: float, dtype: torch.dtype) -> Rota
     return Rotation(cos_SR, torch.stack([-sin_SR, sin_SR], 1))
 
 
-_told: dict[int, tuple[Documents, Rotation]] = {}
+class Added(NamedTuple):
+    """What a layer of the first stage adds to its output, of pictures (``vision/tower.py``)."""
+
+    places_V: torch.Tensor
+    features_VH: torch.Tensor
 
 
-def told(documents: Documents, turns: Rotation) -> torch.Tensor:
+class Told(NamedTuple):
+    """What layers know of a micro-batch."""
+
+    documents: Documents
+    turns: Rotation
+    added: tuple[Added, ...]  # behind the first layers
+
+
+_told: dict[int, Told] = {}
+
+
+def told(documents: Documents, turns: Rotation, added: Sequence[Added] = ()) -> torch.Tensor:
     """What stands for them until ``forget``."""
     number = len(_told)
-    _told[number] = documents, turns
+    _told[number] = Told(documents, turns, tuple(added))
     return torch.tensor([number])
 
 
-def looked_up(number: torch.Tensor) -> tuple[Documents, Rotation]:
+def looked_up(number: torch.Tensor) -> Told:
     """What the number stands for."""
     return _told[int(number)]
 
@@ -86,7 +101,7 @@ class DocumentAttention(torch.nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
-        documents, turns = looked_up(attention_mask)
+        documents, turns, _ = looked_up(attention_mask)
         query_SHD, key_SGD, value_SGD = (heads.squeeze(1) for heads in (query, key, value))
         query_SHD, key_SGD = (in_one_pass(turned, (heads, *turns)) for heads in (query_SHD, key_SGD))
         if self.context is not None:

@@ -15,7 +15,6 @@ micro-batches.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -42,6 +41,7 @@ from trainers.backends.megatron.packing import Packed
 from trainers.backends.megatron.pipeline import Pipeline
 from trainers.backends.megatron.residence import Residence
 from trainers.backends.megatron.settings import MegatronSettings
+from trainers.backends.megatron.vision.tower import FROZEN, Tower
 from trainers.backends.megatron.weights import MegatronWeights
 from trainers.backends.random_state import random_state, read_random_state, set_random_state
 from trainers.backends.saved_files import read_saved
@@ -69,6 +69,7 @@ class MegatronBackend:
     ``model_init_kwargs``: other values of the model's configuration.
     ``logits_memory_gib``: what the head may keep for its backward pass (see ``head.room_of``).
     ``async_save``: checkpoints are written from a copy in the host's memory while training goes on.
+    ``vision``: of a model that sees pictures, its frozen parts (vit and aligner) and more (``vision/tower.py``).
 
     Raises:
         ConfigError: a further field of ``settings`` cannot be used here, such as fp8 without TransformerEngine; or the
@@ -106,6 +107,7 @@ class MegatronBackend:
         model_init_kwargs: Mapping[str, Any] | None = None,
         trust_remote_code: bool = False,
         async_save: bool = False,
+        vision: Mapping[str, Any] | None = None,
     ) -> None:
         from transformers import set_seed
 
@@ -125,6 +127,8 @@ class MegatronBackend:
                 f"disable_dropout is false and the model's attention_dropout {self.hf.attention_dropout}, which the "
                 "backend megatron does not apply. Set disable_dropout: true."
             )
+        seen = FROZEN if vision is None else vision
+        self.tower = Tower.of(whole, model, dtype=self.dtype, trust_remote_code=trust_remote_code, **seen)
         self.stages = build_stages(
             self.hf,
             settings,
@@ -134,14 +138,16 @@ class MegatronBackend:
             device=self.device,
             has_adapter=lora is not None,
             seed=seed,
+            tower=self.tower,
         )
-        self.weights = MegatronWeights(self.hf, self.stages, head=head, num_labels=num_labels, whole=whole)
+        told: dict[str, Any] = {"num_labels": num_labels, "whole": whole, "tower": self.tower}
+        self.weights = MegatronWeights(self.hf, self.stages, head=head, **told)
         self.weights.load(model)
         self.adapter: MegatronAdapter | None = None
         if lora is not None:
-            values: dict[str, Any] = {"value_head": head == "value", "num_labels": num_labels}
-            self.adapter = MegatronAdapter(self.hf, self.stages, lora, **values, seed=seed)
-        self.num_active = self._num_active()
+            values: dict[str, Any] = {"value_head": head == "value", "num_labels": num_labels, "seed": seed}
+            self.adapter = MegatronAdapter(self.hf, self.stages, lora, inner=self.tower is not None, **values)
+        self.num_active = self.weights.num_active()
         self.module: Any = None  # an engine has its own
         self.sent = SentWeights()
         self.shares_device = False  # with an engine that asked for room
@@ -179,16 +185,8 @@ class MegatronBackend:
                 kwargs=lr_scheduler_kwargs or {},
             )
         self.residence = Residence(self.stages, self.chunks, self.optimizer, settings)
-        self.pipeline = Pipeline(self.chunks, self.at, settings, read_at=read_at, device=self.device)
-
-    def _num_active(self) -> float:
-        """Parameters that a token goes through: of a mixture's experts those that it is sent to."""
-        sizes = {name: math.prod(shape) for name, shape in self.weights.shapes.items()}
-        of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
-        if not of_experts:
-            return sum(sizes.values())
-        share: float = self.hf.num_experts_per_tok / self.hf.num_experts
-        return sum(sizes.values()) - of_experts * (1 - share)
+        where: dict[str, Any] = {"read_at": read_at, "device": self.device, "tower": self.tower}
+        self.pipeline = Pipeline(self.chunks, self.at, settings, **where)
 
     def _head_weight(self) -> torch.Tensor:
         weight: torch.Tensor = self.stages[-1].output_layer()
@@ -537,6 +535,8 @@ class MegatronBackend:
             else:
                 self.adapter.merging(self.weights).export(folder, dtype=self.dtype)
                 self.adapter.save(folder / "adapter")
+        if self.tower is not None and dist.get_rank() == 0:
+            self.tower.vision.export(folder)
         if tokenizer is not None and dist.get_rank() == 0:
             tokenizer.save_pretrained(folder)
 

@@ -23,7 +23,7 @@ from rayhelper import ConfigError
 from trainers.backends.fresh_weights import value_head
 from trainers.backends.megatron import patches
 from trainers.backends.megatron.architectures import architecture_mistakes, head_width
-from trainers.backends.megatron.attention import DocumentAttention, rotation, told
+from trainers.backends.megatron.attention import Added, DocumentAttention, rotation, told
 from trainers.backends.megatron.delta_rule.attention import GatedAttention
 from trainers.backends.megatron.delta_rule.layer import GatedDeltaNet
 from trainers.backends.megatron.grouped_experts import GroupedExperts
@@ -33,6 +33,8 @@ from trainers.backends.megatron.packing import Packed
 from trainers.backends.megatron.parts import Norm
 from trainers.backends.megatron.router import Balance, BalancedRouter
 from trainers.backends.megatron.settings import MegatronSettings
+from trainers.backends.megatron.vision.rotation import angles, axes_of
+from trainers.backends.megatron.vision.tower import Tower, freeze_language
 
 
 class Stage(GPTModel):  # type: ignore[misc]
@@ -47,6 +49,7 @@ class Stage(GPTModel):  # type: ignore[misc]
         num_labels: int,
         seed: int,
         balance: Balance | None = None,
+        tower: Tower | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(
@@ -54,6 +57,10 @@ class Stage(GPTModel):  # type: ignore[misc]
         )
         frequencies, self.rotary_factor = rotary_frequencies(hf)
         self.register_buffer("frequencies", frequencies, persistent=False)
+        self.register_buffer("axes", axes_of(hf), persistent=False)
+        self.tower = tower
+        if tower is not None and self.pre_process:
+            tower.join(self)
         # as torch's embeddings have it: a negative one is counted from the end
         self.padding: int | None = None if hf.pad_token_id is None else hf.pad_token_id % hf.vocab_size
         self.balance = balance
@@ -73,15 +80,18 @@ class Stage(GPTModel):  # type: ignore[misc]
     def forward(self, packed: Packed) -> Any:
         """(S, 1, H) hidden states; from the last stage the (M, H) from which the targets are predicted."""
         hidden: Any = None
+        spread_over = self.pg_collection.tp if self.config.sequence_parallel else None
+        added: list[Added] = []
         if self.pre_process:
             hidden = self.embed(packed.input_ids_S)
-        angles_SR = packed.positions_S[:, None].float() * self.frequencies
+            if self.tower is not None:
+                hidden, added = self.tower.put_in(hidden, packed.pictures, spread_over)
+        angles_SR = angles(packed.positions_S, self.frequencies, self.axes)
         turns = rotation(angles_SR, self.rotary_factor, self.config.params_dtype)
         further = {}
         if self.balance is not None and self.training:
-            spread = self.pg_collection.tp if self.config.sequence_parallel else None
-            further = {"padding_mask": self.balance.told(packed, divided_over=spread)}
-        hidden = self.decoder(hidden, told(packed.documents, turns), **further)
+            further = {"padding_mask": self.balance.told(packed, divided_over=spread_over)}
+        hidden = self.decoder(hidden, told(packed.documents, turns, added), **further)
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
@@ -142,10 +152,11 @@ def build_stages(
     num_labels: int = 1,
     has_adapter: bool = False,
     seed: int = 0,
+    tower: Tower | None = None,
 ) -> list[Stage]:
     """The stages of this worker, one or, with virtual stages, several, with weights that are yet to be loaded.
 
-    A value head is drawn, for a model that has none (``fresh_weights.py``).
+    A value head is drawn, for a model that has none (``fresh_weights.py``). ``tower``: of a model that sees pictures.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
@@ -177,6 +188,7 @@ def build_stages(
             num_labels=num_labels,
             seed=seed,
             balance=balance,
+            tower=tower,
             transformer_layer_spec=layer_spec(
                 config, vp_stage=which["vp_stage"], balanced=balance is not None, by_head=hf.model_type == "qwen3_next"
             ),
@@ -187,6 +199,8 @@ def build_stages(
             vp_stage=which["vp_stage"],
         )
         mark_shards(stage)
+        if tower is not None and tower.freezes_language:
+            freeze_language(stage)
         stages.append(stage.to(device))
     return stages
 

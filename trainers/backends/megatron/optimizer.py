@@ -63,7 +63,8 @@ def build_optimizer(
         params_dtype=dtype,
         **settings.optimizer_fields,
     )
-    optimizer = get_megatron_optimizer(config, list(chunks), config_overrides=_without_decay(config))
+    overrides = _without_decay(config) | _with_rates(chunks, learning_rate)
+    optimizer = get_megatron_optimizer(config, list(chunks), config_overrides=overrides)
     for group in optimizer.param_groups:
         group["weight_decay"] = weight_decay * group["wd_mult"]  # which the optimizer only notes
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -95,16 +96,31 @@ def build_schedule(
 
 
 def _without_decay(config: OptimizerConfig) -> dict[ParamKey, ParamGroupOverride]:
-    """As megatron-core has it, biases and what has one dimension; but a weight may say that it ``decays``."""
+    """As megatron-core has it, biases and what has one dimension; but a weight may say whether it ``decays``."""
 
     def is_meant(weight: torch.nn.Parameter, name: str) -> bool:
-        if getattr(weight, "decays", False):
-            return False
+        decays: bool | None = getattr(weight, "decays", None)
+        if decays is not None:
+            return not decays
         of_heads = "q_layernorm." in name or "k_layernorm." in name
         return (weight.dim() == 1 or name.endswith(".bias")) and not (of_heads and config.apply_wd_to_qk_layernorm)
 
     key = ParamKey(with_name_predicate=ParamWithNamePredicate(name="no decay", fn=is_meant))
     return {key: ParamGroupOverride(wd_mult=0.0)}
+
+
+def _with_rates(chunks: Sequence[Any], learning_rate: float) -> dict[ParamKey, ParamGroupOverride]:
+    """Weights that have a ``rate`` of their own, such as those of a vision tower: the share of ours is noted."""
+    found = {getattr(weight, "rate", None) for chunk in chunks for weight in chunk.parameters()}
+
+    def has(rate: float) -> Any:
+        return lambda weight, name: getattr(weight, "rate", None) == rate
+
+    overrides: dict[ParamKey, Any] = {}
+    for rate in sorted(one for one in found if one is not None):
+        key = ParamKey(with_name_predicate=ParamWithNamePredicate(name=f"rate {rate}", fn=has(rate)))
+        overrides[key] = {"lr_mult": rate / learning_rate}
+    return overrides
 
 
 def _fuse(adam: torch.optim.AdamW) -> None:

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from trainers.backends.scores.inputs import ReadAt, model_inputs
 from trainers.batch import Sequences, on_device
+
+if TYPE_CHECKING:
+    from trainers.backends.megatron.vision.tower import Tower
 
 CPU = torch.device("cpu")
 
@@ -44,11 +47,19 @@ class Row(NamedTuple):
     own: torch.Tensor | None  # (S,) the tokens of this worker
 
 
+class Pictures(NamedTuple):
+    """The pictures of all documents, and V tokens of this worker that stand for parts of them."""
+
+    pixels: dict[str, torch.Tensor]  # on the CPU, by the names of the tower's arguments
+    places_V: torch.Tensor  # among the S
+    chosen_V: torch.Tensor  # which feature of all pictures each of them is
+
+
 class Packed(NamedTuple):
     """S tokens of this worker; N targets of the micro-batch, M of which are predicted here."""
 
     input_ids_S: torch.Tensor
-    positions_S: torch.Tensor  # within documents
+    positions_S: torch.Tensor  # within documents; (3, S) of time, height and width where there are pictures
     documents: Documents
     places_M: torch.Tensor  # where the numbers of each target are read off, among the S
     target_ids_M: torch.Tensor
@@ -56,6 +67,7 @@ class Packed(NamedTuple):
     num_targets: int
     document_S: torch.Tensor  # on the CPU: which of the D documents each token is of; -1: padding
     lengths_D: torch.Tensor  # on the CPU: tokens of each, on all workers, without padding
+    pictures: Pictures | None = None  # where a worker has the vision tower, and a document has a picture
 
 
 def pack(
@@ -67,15 +79,17 @@ def pack(
     context_size: int = 1,
     divisor: int = 1,
     at_least: int = 0,
+    tower: Tower | None = None,
 ) -> Packed:
     """The tokens of ``micro`` for worker ``context`` of ``context_size``; their number is a multiple of ``divisor``.
 
-    ``at_least``: tokens that each worker has at least, padding among them.
+    ``at_least``: tokens that each worker has at least, padding among them. ``tower``: of a model that sees pictures.
 
     Raises:
         ValueError: as ``model_inputs``.
     """
-    given = model_inputs(micro, CPU, padding_free=True, read_at=read_at)
+    vision = None if tower is None else tower.vision
+    given = model_inputs(micro, CPU, padding_free=True, read_at=read_at, vision=vision)
     ids, starts = given.input_ids_BT.flatten(), [0, given.input_ids_BT.numel()]
     if given.document_starts is not None:
         starts = given.document_starts.tolist()
@@ -107,9 +121,21 @@ def pack(
     where[mine_S] = torch.arange(len(mine_S))
     places_N = where[moved[given.places_N]]
     chosen_M = (places_N >= 0).nonzero().flatten()
+    turned_by_T, pictures = positions_T, None
+    if tower is not None and given.seen is not None:
+        turned_by_T = positions_T.repeat(3, 1)
+        turned_by_T[:, moved] = tower.positions(given).flatten(1)
+        if tower.is_here:
+            is_picture = given.seen.is_picture_BT.flatten().bool()
+            feature_T = torch.full((total,), -1)
+            feature_T[moved[is_picture]] = torch.arange(int(is_picture.sum()))
+            feature_S = feature_T[mine_S]
+            places_V = (feature_S >= 0).nonzero().flatten()
+            own = (places_V, feature_S[places_V])
+            pictures = Pictures(given.seen.pixels, *(on_device(one, device) for one in own))
     return Packed(
         input_ids_S=on_device(ids_T[mine_S], device),
-        positions_S=on_device(positions_T[mine_S], device),
+        positions_S=on_device(turned_by_T[..., mine_S], device),
         documents=_documents(padded, positions_T, own_T, context, device),
         places_M=on_device(places_N[chosen_M], device),
         target_ids_M=on_device(given.target_ids_N[chosen_M], device),
@@ -117,6 +143,7 @@ def pack(
         num_targets=len(given.places_N),
         document_S=document_T[mine_S],
         lengths_D=lengths_D,
+        pictures=pictures,
     )
 
 

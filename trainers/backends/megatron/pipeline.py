@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from trainers.backends.megatron import attention, layout
 from trainers.backends.megatron.packing import Packed, pack
 from trainers.backends.megatron.settings import MegatronSettings
+from trainers.backends.megatron.vision.tower import Tower
 from trainers.backends.scores.inputs import ReadAt
 from trainers.batch import Ragged, Sequences
 
@@ -25,7 +26,10 @@ Finish = Callable[[int, torch.Tensor, Packed], torch.Tensor]
 
 
 class Pipeline:
-    """The ``stages`` of this worker, which stands at ``at``; ``read_at``: where numbers of targets are read off."""
+    """The ``stages`` of this worker, which stands at ``at``; ``read_at``: where numbers of targets are read off.
+
+    ``tower``: of a model that sees pictures.
+    """
 
     def __init__(
         self,
@@ -35,7 +39,9 @@ class Pipeline:
         *,
         read_at: ReadAt,
         device: torch.device,
+        tower: Tower | None = None,
     ) -> None:
+        self.tower = tower
         self.stages, self.at, self.settings, self.read_at, self.device = list(stages), at, settings, read_at, device
         self.tells_length = stages[
             0
@@ -91,6 +97,7 @@ class Pipeline:
             context_size=self.at.context_size,
             divisor=(self.at.tensor_size if self.settings.is_sequence_parallel else 1) * self.settings.fp8_rows,
             at_least=at_least,
+            tower=self.tower,
         )
 
     def _largest(self, number: int) -> int:

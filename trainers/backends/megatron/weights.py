@@ -14,7 +14,7 @@ import contextlib
 import copy
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,16 @@ from trainers.backends.megatron.architectures import SEEING
 from trainers.backends.megatron.tensors.kept import FILES, KEPT, TOWER, KeptTensors
 from trainers.backends.megatron.tensors.sources import Block, Source
 from trainers.backends.megatron.tensors.stacks import STACK, stack_shapes, stacking, unstacked
-from trainers.backends.megatron.tensors.table import EMBEDDING, GROUPED, HEAD, VALUES, block_sources, check
+from trainers.backends.megatron.tensors.table import (
+    EMBEDDING,
+    GROUPED,
+    HEAD,
+    VALUES,
+    block_sources,
+    check,
+    tower_blocks,
+)
+from trainers.backends.megatron.vision.tower import Tower
 from trainers.backends.model_files import model_folder, safetensors_files
 
 GENERATION = "generation_config.json"
@@ -82,10 +91,10 @@ class MegatronWeights:
     holds the parameters, so that what wraps the model later changes nothing. ``head``: of a language model, or the
     linear layer of a sequence classifier (``value``) with ``num_labels`` labels. ``bucket_bytes``: of a layer's experts
     at most about so many bytes are gathered at a time. ``whole``: the configuration of a model that also sees, of whose
-    language model ``config`` is.
+    language model ``config`` is; ``tower``: its vision tower.
 
-    A checkpoint of such a model has names that begin with ``model.language_model.``, and is written so again. Other
-    tensors than those of the chunks stay as they are (tensors/kept.py).
+    A checkpoint of such a model may have names that begin with ``model.language_model.``, and is written so again.
+    Other tensors than those of the chunks, and what is frozen of the tower, stay as they are (tensors/kept.py).
 
     Raises:
         ValueError: a model type that is not supported, more tensor-parallel ranks than it can be cut into, or a model
@@ -101,6 +110,7 @@ class MegatronWeights:
         num_labels: int = 1,
         bucket_bytes: int = 1 << 30,
         whole: Any = None,
+        tower: Tower | None = None,
     ) -> None:
         from megatron.core import parallel_state as state
 
@@ -136,6 +146,11 @@ class MegatronWeights:
             )
             for block in range(config.num_hidden_layers + 2)
         ]
+        self._end, self._frozen = len(self._blocks) - 1, Block([])
+        if tower is not None:
+            self._blocks += tower_blocks(tower.shapes, tower.learned)
+            frozen = tower_blocks(tower.shapes, tower.shapes.keys() - tower.learned)
+            self._frozen = Block([source for block in frozen for source in block.plain])
         self.shapes: dict[str, tuple[int, ...]] = {
             name: shape
             for block in self._blocks
@@ -143,9 +158,12 @@ class MegatronWeights:
             for source in sources
             for name, shape in source.tensors.items()
         }
+        still = {name: shape for source in self._frozen.plain for name, shape in source.tensors.items()}
+        self._all_shapes = self.shapes | still
         self.generation: str | None = None  # how to generate, as the model that was loaded says
         self.kept: KeptTensors | None = None  # what it has beside
         self.is_inner = self.is_stacked = False  # whether it has names of a model that also sees; whether stacks
+        self.tower_name = TOWER[0]  # how names of its vision tower begin
         self._slots: list[Slot] = []
         own_blocks = [block for model in models for block in self._bind(model)]
         self._by_key = {slot.source.key: slot for slot in self._slots}
@@ -167,20 +185,24 @@ class MegatronWeights:
             tensors: dict[str, Any] = {}
             found = safetensors_files(folder)
             is_inner = is_stacked = False
+            tower_name, names = TOWER[0], set()
             for file in found:
                 opened = files.enter_context(safe_open(file, framework="pt"))
                 for outer in opened.keys():  # noqa: SIM118
                     name = canonical(outer)
-                    if name in self.shapes:
+                    if name in self._all_shapes:
                         tensors[name] = opened.get_slice(outer)
                     elif STACK.fullmatch(name):
                         tensors |= unstacked(name, opened.get_slice(outer))
                         is_stacked = True
-                    is_inner |= name != outer
+                    names |= {outer} if name in self.shapes else set()
+                    is_inner |= outer.startswith(INNER)
+                    tower_name = next((name for name in TOWER if outer.startswith(name)), tower_name)
             if self.kept is None:  # a checkpoint of this run, read later, has the same
-                self.is_inner, self.is_stacked = is_inner, is_stacked
-                self.kept = KeptTensors.of(folder, found, KEPT if self.head == "lm" else TOWER)
-            self._check_all_given([*tensors, VALUES])
+                self.is_inner, self.is_stacked, self.tower_name = is_inner, is_stacked, tower_name
+                beginnings = KEPT if self.head == "lm" else TOWER
+                self.kept = KeptTensors.of(folder, found, beginnings, without=names)
+            self._check_all_given([*tensors, VALUES], self._all_shapes)
             for name, tensor in tensors.items():
                 self._check_shape(name, tuple(tensor.get_shape()))
             for slot in self._slots:
@@ -190,12 +212,14 @@ class MegatronWeights:
     def load_named(self, named: Iterable[tuple[str, Tensor]], share: float | None = None) -> None:
         """Copies whole tensors in place, the same on every rank, in any order; a tied head may be among them.
 
+        A policy whose vision tower is frozen gives none, and its tower stays as it is here too.
+
         ``share``: each weight moves only that part of the way from what it is to what is given.
 
         Raises:
             ValueError: a name or shape the model does not have, or a weight that was not given.
         """
-        places: dict[str, list[Slot]] = {name: [] for name in self.shapes}
+        places: dict[str, list[Slot]] = {name: [] for name in self._all_shapes}
         for slot in self._slots:
             for name in slot.source.tensors:
                 places[name].append(slot)
@@ -211,7 +235,7 @@ class MegatronWeights:
                 given.add(name)
                 for slot in places[name]:
                     slot.fill(name, slot.source.part(name, weight, slot.rank), share)
-        self._check_all_given(given)
+        self._check_all_given(given, [name for name in self.shapes if not name.startswith(TOWER)])
 
     def named_weights(self, of: Callable[[Parameter], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
         """Every whole tensor under its name in a checkpoint, on every rank, one at a time; a tied head once.
@@ -228,7 +252,18 @@ class MegatronWeights:
 
     def outer(self, name: str) -> str:
         """The name in the checkpoint that was loaded."""
+        if name.startswith(TOWER[0]):
+            return name.replace(TOWER[0], self.tower_name, 1)
         return name.replace("model.", INNER, 1) if self.is_inner and name.startswith("model.") else name
+
+    def num_active(self) -> float:
+        """Parameters that a token goes through: of a mixture's experts those that it is sent to; no vision tower."""
+        sizes = {name: math.prod(shape) for name, shape in self.shapes.items() if not name.startswith(TOWER)}
+        of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        if not of_experts:
+            return sum(sizes.values())
+        share: float = self.config.num_experts_per_tok / self.config.num_experts
+        return sum(sizes.values()) - of_experts * (1 - share)
 
     def export(self, folder: Path, *, dtype: torch.dtype, max_file_bytes: int = 5 * 10**9) -> None:
         """Writes a Hugging Face folder, weights in ``dtype``; every rank calls it, and rank 0 writes.
@@ -276,9 +311,12 @@ class MegatronWeights:
         unknown = set(parameters)
         prefixes = {layer.layer_number: f"decoder.layers.{k}." for k, layer in enumerate(model.decoder.layers)}
         if model.pre_process:
-            prefixes[0] = ""
+            prefixes |= dict.fromkeys((0, *range(self._end + 1, len(self._blocks))), "")
+            for slot, name in self._slots_of(self._frozen, "", parameters):
+                self._slots.append(slot)
+                unknown.discard(name)
         if model.post_process:
-            prefixes[len(self._blocks) - 1] = ""
+            prefixes[self._end] = ""
         for block, prefix in prefixes.items():
             for slot, name in self._slots_of(self._blocks[block], prefix, parameters):
                 self._slots.append(slot)
@@ -348,7 +386,7 @@ class MegatronWeights:
         if self._pipeline.size() > 1:
             dist.broadcast(packed, dist.get_global_rank(self._pipeline, bucket.stage), group=self._pipeline)
         gathered = packed
-        if bucket.cut.group.size() > 1:
+        if bucket.cut.group.size() > 1 and any(source.dim is not None for source in bucket.own):
             gathered = packed.new_empty(bucket.cut.group.size() * len(packed))
             dist.all_gather_into_tensor(gathered, packed, group=bucket.cut.group)
         by_rank = [shards.split(sizes) for shards in gathered.view(-1, len(packed))]
@@ -414,7 +452,7 @@ class MegatronWeights:
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def _check_shape(self, name: str, given: tuple[int, ...]) -> None:
-        own = self.shapes.get(name)
+        own = self._all_shapes.get(name)
         if given != own:
             there = f"has {own}" if own else "has no weight of that name"
             raise ValueError(
@@ -422,11 +460,11 @@ class MegatronWeights:
                 "Are these the weights of another model?"
             )
 
-    def _check_all_given(self, given: Iterable[str]) -> None:
-        missing = sorted(self.shapes.keys() - set(given))
+    def _check_all_given(self, given: Iterable[str], wanted: Collection[str]) -> None:
+        missing = sorted(set(wanted) - set(given))
         if missing:
             raise ValueError(
-                f"{len(missing)} of {len(self.shapes)} weights of the model were not given, among them {missing[:3]}"
+                f"{len(missing)} of {len(wanted)} weights of the model were not given, among them {missing[:3]}"
             )
 
 
@@ -449,7 +487,9 @@ def _slot(
 
 
 def canonical(name: str) -> str:
-    """The name in a checkpoint of a language model alone."""
+    """The name in a checkpoint of a language model alone; of a vision tower the one that begins with model.visual."""
+    if name.startswith(TOWER[1]):
+        return name.replace(TOWER[1], TOWER[0], 1)
     return name.replace(INNER, "model.", 1) if name.startswith(INNER) else name
 
 

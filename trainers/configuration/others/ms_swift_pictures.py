@@ -4,7 +4,8 @@
     IMAGE_MAX_TOKEN_NUM=1024      of Qwen3-VL: {min_pixels: 4096, max_pixels: 1048576}
 
 Qwen's models alone read them. Their sizes there are those of qwen_vl_utils, whatever the model's own processor says.
-``use_vllm: true`` asks for speed. No vLLM sees here yet, so that the policy itself completes.
+``use_vllm: true`` asks for speed. No vLLM sees here yet, so that the policy itself completes, or a copy of it with
+``backend: megatron``. There vLLM still completes texts for Qwen3.5.
 
 Source: ms-swift's ``swift/model/models/qwen.py`` (compat_qwen_vl_utils, patch_qwen_vl_utils).
 """
@@ -16,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayhelper.device_groups.keys import SHARE_KEY
+from trainers.backends.megatron.architectures import READ_BY_VLLM
 from trainers.configuration.reading.given_keys import GivenKeys, plain
 
 KEY = "image_processor_kwargs"
@@ -25,12 +27,13 @@ TOKENS = {"min": 4, "max": 16384}  # of a picture, where nobody says
 
 def pictures_as_there(given: GivenKeys) -> None:
     """Puts our keys in ``given`` for a model that sees pictures; others, and those not there yet, are left alone."""
-    if KEY not in given.known or given.get("backend") == "megatron":
+    if KEY not in given.known:
         return
-    config = _configuration(given)
+    config, is_megatron = _configuration(given), given.get("backend") == "megatron"
     if config is None:
         return
-    _without_vllm(given)
+    if not (is_megatron and config.model_type in READ_BY_VLLM):
+        _without_vllm(given)
     if KEY in given.values or config.model_type not in FAMILY:
         return
     side = config.vision_config.patch_size * config.vision_config.spatial_merge_size

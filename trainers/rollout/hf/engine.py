@@ -52,7 +52,7 @@ class HfEngine:
     ``whole_weights`` of a shared model gathers its weights where they lie in shards; then every worker generates.
     ``vision``: of a shared model that sees pictures. Such a model draws no token that stands for a part of a picture.
     ``processing``: of a model of its own, arguments of its image processor in place of the processor's.
-    ``language_only``: a model of its own has no vision tower.
+    ``gets_part``: a model of its own keeps what ``load_weights`` is not given, such as a vision tower.
     """
 
     has_weights = True
@@ -72,7 +72,7 @@ class HfEngine:
         whole_weights: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
         vision: Vision | None = None,
         processing: Mapping[str, Any] | None = None,
-        language_only: bool = False,
+        gets_part: bool = False,
     ) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.shares_weights = isinstance(model, torch.nn.Module)
@@ -85,7 +85,6 @@ class HfEngine:
                 device=default_device() if device is None else torch.device(device),
                 model_init_kwargs=model_init_kwargs,
                 trust_remote_code=trust_remote_code,
-                language_only=language_only,
             ).eval()
         self.whole_weights = contextlib.nullcontext if whole_weights is None else whole_weights
         self.batch_size, self.memory_share, self.cuda_graphs = batch_size, memory_share, cuda_graphs
@@ -93,7 +92,8 @@ class HfEngine:
         self.stop_token_ids = stop_token_ids(self.module.generation_config.eos_token_id, tokenizer)
         pad = tokenizer.pad_token_id
         self.pad_token_id = int(pad if pad is not None else tokenizer.eos_token_id)
-        if not self.shares_weights and not language_only:
+        self.gets_part = gets_part
+        if not self.shares_weights:
             told: dict[str, Any] = {"trust_remote_code": trust_remote_code, "processing": processing}
             vision = Vision.of(self.module, str(model), **told)
         self.vision = vision
@@ -324,7 +324,7 @@ class HfEngine:
     ) -> None:
         """Takes the weights in place; ``part``: what is not given stays as it is."""
         assert self.version is not None, "the policy itself is not loaded"
-        load_named_weights(self.module, named_weights, part=part)
+        load_named_weights(self.module, named_weights, part=part or self.gets_part)
         self.version = self.version + 1 if version is None else version
 
     def fingerprints(self) -> dict[str, int]:

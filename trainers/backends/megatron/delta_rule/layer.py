@@ -92,7 +92,7 @@ class GatedDeltaNet(MegatronModule):  # type: ignore[misc]
 
     def mixed(self, product_SX: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         """(S, heads x V) of what ``in_proj`` gave; ``number`` is what documents were told by."""
-        row = looked_up(number)[0].row
+        row = looked_up(number).documents.row
         all_SC, gate_SHV = self._divided(product_SX)
         if self.context is not None:
             assert row.order is not None, "the micro-batch was packed for several workers"

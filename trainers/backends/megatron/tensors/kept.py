@@ -1,19 +1,19 @@
 """What a checkpoint has beside the tensors that are trained: it comes out of an export byte for byte as it came.
 
-Layers that predict further tokens (``mtp.``), and the vision tower of a model that also sees (``model.visual.``).
+Layers that predict further tokens (``mtp.``), and what is frozen of the vision tower of a model that also sees.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from safetensors import safe_open
 from torch import Tensor
 
-TOWER = ("model.visual.",)  # beginnings of names
+TOWER = ("model.visual.", "visual.")  # beginnings of names; the second in files of Qwen2.5-VL
 KEPT = ("mtp.", *TOWER)
 FILES = "*processor_config.json"  # of the processor, which a model that also sees has
 
@@ -27,12 +27,15 @@ class KeptTensors:
     folder: Path | None = None
 
     @classmethod
-    def of(cls, folder: Path, files: Iterable[Path], beginnings: tuple[str, ...] = KEPT) -> KeptTensors:
+    def of(
+        cls, folder: Path, files: Iterable[Path], beginnings: tuple[str, ...] = KEPT, without: Collection[str] = ()
+    ) -> KeptTensors:
+        """``without``: names of tensors that are trained."""
         found, sizes = {}, {}
         for file in files:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
-                    if name.startswith(beginnings):
+                    if name.startswith(beginnings) and name not in without:
                         found[name] = file
                         tensor = opened.get_slice(name)
                         sizes[name] = math.prod(tensor.get_shape()) * _bytes_each(tensor.get_dtype())

@@ -5,10 +5,12 @@ It follows from the configuration alone and is the same on every worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, Literal
 
 from trainers.backends.megatron.architectures import (
+    BIASED,
     DELTA,
     MODEL_TYPES,
     NORMED,
@@ -103,6 +105,12 @@ def block_sources(
     return Block(plain, experts)
 
 
+def tower_blocks(shapes: Mapping[str, tuple[int, ...]], names: Collection[str]) -> list[Block]:
+    """These weights of a vision tower, which each worker of the first stage has whole: a block for each layer."""
+    sources = [Source((name.removeprefix("model."),), {name: shapes[name]}) for name in shapes if name in names]
+    return [Block(list(layer)) for _, layer in groupby(sources, lambda source: source.key.split(".")[2:4])]
+
+
 def _attention(config: Any, hf: str, num_ranks: int) -> Iterator[Source]:
     head = head_width(config)
     wide, hidden = config.num_attention_heads * head, config.hidden_size
@@ -111,7 +119,7 @@ def _attention(config: Any, hf: str, num_ranks: int) -> Iterator[Source]:
         rows["q"] *= 2  # of each head the query, then the gate of its output
     groups = config.num_key_value_heads // num_ranks
     biased = config.model_type in ("llama", "qwen3", "qwen3_moe") and config.attention_bias
-    qkv_biased = biased or config.model_type == "qwen2" or (config.model_type == "qwen2_moe" and config.qkv_bias)
+    qkv_biased = biased or (config.model_type in BIASED and getattr(config, "qkv_bias", True))
     name = "self_attention.linear_qkv"
     yield Source(
         (f"{name}.weight",), {f"{hf}{x}_proj.weight": (n, hidden) for x, n in rows.items()}, 0, num_ranks, groups

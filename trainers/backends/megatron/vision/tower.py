@@ -1,0 +1,187 @@
+"""transformers' vision tower of a model: where its features go, and what its weights are called.
+
+    Tower.of(configuration, "Qwen/Qwen2.5-VL-3B-Instruct", frozen=["vit", "aligner"])    # None: the model sees nothing
+
+    pixels --tower--> features ------------> embeddings of the tokens that stand for pictures --> first layer ...
+                      deepstack features ------------------------------------------> added behind the first layers
+
+Every worker of the first stage has the whole tower, and sees all pictures of its micro-batches. Other workers know from
+it where pictures stand, by which queries and keys are turned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rayhelper import ConfigError
+from trainers.backends.fsdp.documents import backbone, picture_positions
+from trainers.backends.fsdp.optimizer import decayed_names
+from trainers.backends.fsdp.vision.parts import Part
+from trainers.backends.fsdp.vision.pixels import Vision
+from trainers.backends.megatron.attention import Added, looked_up
+from trainers.backends.megatron.packing import Pictures
+from trainers.backends.megatron.tensors.kept import TOWER
+from trainers.backends.scores.inputs import Inputs
+from trainers.batch import on_device
+from trainers.data.images.processor import is_vision
+
+FROZEN: dict[str, Any] = {"frozen": ["vit", "aligner"]}  # as in ms-swift
+FEATURES = ("pooler_output", "deepstack_features")  # of what a tower gives
+
+
+class Tower:
+    """The tower of a model with this ``configuration``, without weights until ``build``.
+
+    ``frozen``: parts of the model that do not learn: vit, aligner, llm. ``processing``: arguments of the image
+    processor in place of its own. ``rates``: learning rates of parts that have their own.
+    """
+
+    def __init__(
+        self,
+        configuration: Any,
+        model: str | Path,
+        *,
+        dtype: torch.dtype,
+        trust_remote_code: bool = False,
+        processing: Mapping[str, Any] | None = None,
+        frozen: Sequence[Part] = (),
+        rates: Mapping[Part, float] | None = None,
+    ) -> None:
+        from transformers import AutoModelForImageTextToText
+
+        with torch.device("meta"):
+            whole = AutoModelForImageTextToText.from_config(configuration, dtype=dtype)
+        options: dict[str, Any] = {"processing": processing, "frozen": frozen, "rates": rates}
+        self.vision = Vision(whole, model, trust_remote_code=trust_remote_code, **options)
+        self.part = backbone(whole)
+        self.dtype, self.is_here, self.freezes_language = dtype, False, "llm" in frozen
+        weights = dict(self.part.visual.named_parameters())
+        self.shapes = {f"{TOWER[0]}{name}": tuple(weight.shape) for name, weight in weights.items()}
+        self.learned = {f"{TOWER[0]}{name}" for name, weight in weights.items() if weight.requires_grad}
+
+    @classmethod
+    def of(cls, configuration: Any, model: str | Path, **options: Any) -> Tower | None:
+        """That of a vision model; None for others."""
+        return cls(configuration, model, **options) if is_vision(configuration) else None
+
+    @property
+    def num_later(self) -> int:
+        """Layers that features are added behind (deepstack, arXiv 2406.04334)."""
+        return len(getattr(self.part.visual.config, "deepstack_visual_indexes", None) or ())
+
+    def build(self) -> Any:
+        """The tower as a module of the first stage, with weights that are yet to be loaded."""
+        empty = self.part.visual
+        with torch.random.fork_rng(devices=[]):
+            made = type(empty)(empty.config).to(self.dtype)
+        for weight, like in zip(made.parameters(), empty.parameters(), strict=True):
+            weight.requires_grad_(like.requires_grad)
+        self.part.visual, self.is_here = made, True
+        return made
+
+    def join(self, stage: Any) -> None:
+        """Makes the tower a part of the first stage.
+
+        Raises:
+            ConfigError: the stage has too few layers for the features that are added behind them.
+        """
+        stage.visual = self.build()
+        layers = stage.decoder.layers
+        if len(layers) < self.num_later:
+            raise ConfigError(
+                f"the vision tower adds features behind the first {self.num_later} layers, but the first pipeline "
+                f"stage has {len(layers)}. Make pipeline_model_parallel_size or virtual_pipeline_model_parallel_size "
+                f"smaller, or write decoder_first_pipeline_num_layers: {self.num_later}."
+            )
+        for number in range(self.num_later):
+            layers[number].register_forward_hook(_adding(number), with_kwargs=True)
+        decayed, prefix = decayed_names(stage.visual), TOWER[0]
+        for name, weight in stage.visual.named_parameters():
+            weight.decays, weight.rate = name in decayed, self.vision.rates.get(prefix + name)
+            weight.sequence_parallel = stage.config.sequence_parallel  # each worker has those of its own tokens
+
+    def positions(self, inputs: Inputs) -> torch.Tensor:
+        """(3, B, T) positions of the tokens of documents with pictures: time, height, width."""
+        return picture_positions(self.part, inputs)
+
+    def put_in(
+        self, hidden: torch.Tensor, pictures: Pictures | None, spread_over: Any
+    ) -> tuple[torch.Tensor, list[Added]]:
+        """(S, 1, H) embeddings with features in the places of pictures, and what later layers add.
+
+        ``spread_over``: the group over which the sequence is spread.
+        """
+        if pictures is None:
+            return self._without(hidden), []
+        places_V, chosen_V = pictures.places_V, pictures.chosen_V
+        if spread_over is not None:
+            start = spread_over.rank() * len(hidden)
+            own = ((places_V >= start) & (places_V < start + len(hidden))).nonzero().flatten()
+            places_V, chosen_V = places_V[own] - start, chosen_V[own]
+        own_VH = [found.index_select(0, chosen_V).to(hidden.dtype) for found in self._features(pictures, hidden.device)]
+        hidden = hidden.index_copy(0, places_V, own_VH[0][:, None])
+        given = own_VH[1:]
+        leaves = [one.detach().requires_grad_(one.requires_grad) for one in given]
+        if any(one.requires_grad for one in given):
+            hidden = _Later.apply(hidden, leaves, *given)  # type: ignore[no-untyped-call]
+        return hidden, [Added(places_V, one) for one in leaves]
+
+    def _features(self, pictures: Pictures, device: torch.device) -> list[torch.Tensor]:
+        """(N, H) of all pictures, and the same for each of the first layers. Raises ValueError for too few tokens."""
+        pixels = {name: on_device(value, device) for name, value in pictures.pixels.items()}
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(self.learned)):
+            found = self.part.get_image_features(**pixels, return_dict=True)
+        first, *later = (getattr(found, name, None) or () for name in FEATURES)
+        return [torch.cat(list(first)), *(torch.cat(list(layer)) for layers in later for layer in layers)]
+
+    def _without(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same embeddings, where weights of the tower learn: they get gradients of zero in every pass."""
+        learning = [weight for weight in self.part.visual.parameters() if weight.requires_grad]
+        if not learning or not torch.is_grad_enabled():
+            return hidden
+        nothing = torch.stack([weight.flatten()[0].float() for weight in learning]).sum() * 0.0
+        return hidden + nothing.to(hidden.dtype)
+
+
+class _Later(torch.autograd.Function):
+    """Embeddings as they are; in the backward pass what the layers behind them have added to ``leaves`` goes on.
+
+    A layer that is recomputed may not go on into the tower by itself: others still need the tower's graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, leaves: Sequence[torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+        ctx.leaves = leaves
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in ctx.leaves]
+        return (gradients[0], None, *found)
+
+
+def _adding(number: int) -> Any:
+    """What adds the features for layer ``number`` to its output."""
+
+    def add(module: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
+        added = looked_up(kwargs["attention_mask"]).added
+        if number >= len(added):
+            return output
+        hidden, *others = output
+        places_V, features_VH = added[number]
+        return (hidden.index_add(0, places_V, features_VH[:, None]), *others)
+
+    return add
+
+
+def freeze_language(stage: Any) -> None:
+    """Ends the training of all weights but those of the tower."""
+    learned: Iterable[Any] = stage.visual.parameters() if stage.pre_process else ()
+    kept = [weight for weight in learned if weight.requires_grad]
+    stage.requires_grad_(False)
+    for weight in kept:
+        weight.requires_grad_(True)

@@ -151,7 +151,7 @@ def become(asked: Asked, program: str) -> None:
     sys.path[:1] = [folder, *filter(None, asked.environ.get("PYTHONPATH", "").split(os.pathsep))]
 
 
-class Stays(BaseException):  # noqa: N818  # nothing failed
+class Stays(BaseException):  # nothing failed
     """This process runs the script itself which it was about to start a Python for."""
 
 

@@ -146,12 +146,8 @@ class MegatronBackend:
         self.weights.load(model)
         self.adapter: MegatronAdapter | None = None
         if lora is not None:
-            values: dict[str, Any] = {
-                "value_head": head == "value",
-                "num_labels": num_labels,
-                "inner": bool(self.tower),
-            }
-            self.adapter = MegatronAdapter(self.hf, self.stages, lora, **values, seed=seed)
+            told = {"value_head": head == "value", "num_labels": num_labels, "inner": self.tower is not None}
+            self.adapter = MegatronAdapter(self.hf, self.stages, lora, **told, seed=seed)
         self.num_active = self.weights.num_active()
         self.module: Any = None  # an engine has its own
         self.sent = SentWeights()

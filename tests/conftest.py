@@ -57,7 +57,8 @@ def ray_cluster() -> Iterator[None]:
 
     from rayhelper.runtimes.ray.patches import ray_on_loopback
 
-    with may_stay(), ray_on_loopback():
+    with may_stay(), ray_on_loopback(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", warm.python())  # Ray's daemons and what sets its workers up begin warm
         ray.init(
             address="local",
             num_cpus=2,

@@ -134,16 +134,16 @@ def latest(output_dir: Path) -> Path | None:
     return newest(output_dir).folder
 
 
-def newest(output_dir: Path) -> Choice:
+def newest(output_dir: Path, *, without_manifest: bool = False) -> Choice:
     """As ``latest``, with a line that says what was passed over and why.
 
-    What a killed run left unfinished is put right first.
+    What a killed run left unfinished is put right first. ``without_manifest``: one that has no manifest may be taken.
     """
     _put_right(output_dir)
     whole = checkpoints(output_dir)
     passed_over = {path: _why_unread(path) for path in sorted(_named(output_dir)) if path not in whole}
     for folder in reversed(whole):
-        told = damage(folder)
+        told = _why_not(folder, without_manifest)
         if told is None:
             return Choice(folder, _notes(folder, passed_over))
         passed_over[folder] = told
@@ -162,8 +162,14 @@ def _notes(folder: Path | None, passed_over: Mapping[Path, str]) -> tuple[str, .
 def _unchecked(folder: Path | None) -> tuple[str, ...]:
     if folder is None or has_manifest(folder):
         return ()
-    told = f"{folder.name} has no {MANIFEST_FILE}, as an earlier version wrote it: its files were not checked"
-    return (f"resume_from_checkpoint: {told}",)
+    return (f"resume_without_manifest: {folder.name} has no {MANIFEST_FILE}, and its files were not checked",)
+
+
+def _why_not(folder: Path, without_manifest: bool) -> str | None:
+    """Why a run cannot go on from a checkpoint, in words; None: it can."""
+    if has_manifest(folder) or without_manifest:
+        return damage(folder)
+    return f"it has no {MANIFEST_FILE}, so that its files cannot be checked; resume_without_manifest: true takes it"
 
 
 def rotate(output_dir: Path, save_total_limit: int | None, best: str | None = None) -> None:
@@ -182,30 +188,37 @@ def rotate(output_dir: Path, save_total_limit: int | None, best: str | None = No
             shutil.rmtree(oldest.rename(oldest.with_name(oldest.name + ".gone")), ignore_errors=True)
 
 
-def resolve_resume(value: str | bool | None, output_dir: Path) -> Path | None:
+def resolve_resume(value: str | bool | None, output_dir: Path, *, without_manifest: bool = False) -> Path | None:
     """The checkpoint that ``resume_from_checkpoint`` means, or None to start anew.
 
     Raises:
         ConfigError: a folder that is no whole checkpoint, or a damaged one.
     """
-    return chosen(value, output_dir).folder
+    return chosen(value, output_dir, without_manifest=without_manifest).folder
 
 
-def chosen(value: str | bool | None, output_dir: Path) -> Choice:
+def chosen(value: str | bool | None, output_dir: Path, *, without_manifest: bool = False) -> Choice:
     """As ``resolve_resume``, with what there is to tell of the choice."""
     if value is None or value is False:
         return Choice(None)
     if value is True or value == "auto":
-        return newest(output_dir)
+        return newest(output_dir, without_manifest=without_manifest)
     folder = Path(value)
     if not _is_whole(folder):
         known = ", ".join(str(path) for path in checkpoints(folder)) or "none there"
         lacks = "a worker had not written all" if (folder / STATE_FILE).is_file() else f"it has no {STATE_FILE}"
         raise ConfigError(f"resume_from_checkpoint: {value!r} is no checkpoint ({lacks}); checkpoints: {known}")
+    if not has_manifest(folder) and not without_manifest:
+        raise ConfigError(
+            f"resume_from_checkpoint: {value!r} has no {MANIFEST_FILE}, so its files cannot be checked. Every "
+            "checkpoint is written with one. To continue from it unchecked, add resume_without_manifest: true. To "
+            f"begin a new run with its weights, write model: {value}"
+        )
     if told := damage(folder):
         raise ConfigError(
             f"resume_from_checkpoint: {value!r} is damaged: {told}. Name another checkpoint, or 'auto' for the newest "
-            f"whole one of output_dir. If you changed the file yourself, remove {MANIFEST_FILE}."
+            f"whole one of output_dir. If you changed the file yourself, remove {MANIFEST_FILE} and add "
+            "resume_without_manifest: true."
         )
     return Choice(folder, _unchecked(folder))
 

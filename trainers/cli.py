@@ -34,7 +34,7 @@ from trainers.configuration.reading.text import save_config
 from trainers.configuration.shared import RunConfig, TrainConfig
 from trainers.run.folder_lock import held
 from trainers.run.going_on import going_on
-from trainers.run.stopping import Stopped, ends_by_sigterm, ends_with_parent
+from trainers.run.stopping import Stopped, ends_by_sigterm, ends_with_parent, notices_exit
 
 TRACE = "trace.json.gz"
 NO_BARS = frozenset({"TQDM_DISABLE", *logs.WITHOUT_PROGRESS})
@@ -218,9 +218,10 @@ def _limits(trainer: Any, config: Any) -> DeviceGroups | None:
 
 
 def _trained(trainer: Any, config: Any) -> dict[str, float]:
-    """The trainer's last metrics. Whatever code calls sys.exit() meanwhile, the run has not ended well."""
+    """The trainer's last metrics. Whatever calls sys.exit() or os._exit(0) meanwhile, the run has not ended well."""
     try:
-        return dict(trainer(config).train())
+        with notices_exit():
+            return dict(trainer(config).train())
     except Stopped:
         raise
     except SystemExit as error:

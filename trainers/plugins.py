@@ -54,6 +54,7 @@ from typing import Any, TypeVar
 from rayhelper.text import DID_YOU_MEAN, nearest
 from trainers.losses.types import Average, PolicyLoss
 from trainers.rewards.types import AdvantageEstimator
+from trainers.run.stopping import Stopped
 
 ObjectT = TypeVar("ObjectT")
 
@@ -213,9 +214,14 @@ def constants(function: Callable[..., Any], config: Any, arguments: Mapping[str,
 
 @contextlib.contextmanager
 def exits_are_errors(what: str) -> Iterator[None]:
-    """Inside, code that a user wrote cannot end the process as if the run had ended well: exiting is a RuntimeError."""
+    """Inside, code that a user wrote cannot end the process as if the run had ended well: exiting is a RuntimeError.
+
+    A signal that stops a run inside, such as the SFT before a run, stops the whole.
+    """
     try:
         yield
+    except Stopped:
+        raise
     except SystemExit as error:
         raise RuntimeError(f"{what} called sys.exit({error.code!r}). Let it raise an error, or return.") from error
 

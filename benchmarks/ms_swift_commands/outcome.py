@@ -49,6 +49,7 @@ SENSES = (  # the same of models that see or hear, by what the refusal holds
     (r"backend: megatron cannot be|dataset: .* have images", "pictures with Megatron, or to a model that hears"),
     (r"dataset: .* rows have (videos|audios)", "videos and sounds"),
     (r"has no configuration that can be read", "models whose code comes with them, and not with transformers"),
+    (r"has a reranker of its own code", "models whose code comes with them, and not with transformers"),
     (r"no class that AutoModelFor|has no (sequence )?classifier", "models that hear, and classifiers that see"),
     (r"no files of an image processor", "no stand-in here: the processor is not tried"),
     (r"workers cannot share rows with pictures", "sequence parallelism with pictures"),
@@ -253,7 +254,7 @@ def _forked(words: list[str], case: Case) -> Outcome:
 
 def _import_all() -> None:
     """What every command imports, once and before the processes."""
-    for name in ("sft", "grpo", "dpo", "gkd", "ppo", "reward", "sampling", "classification"):
+    for name in ("sft", "grpo", "dpo", "gkd", "ppo", "reward", "sampling", "classification", "embedding", "reranking"):
         _ = command_named(name).trainer
     import trainers.backends.megatron.backend
     import trainers.rollout.vllm.settings  # noqa: F401

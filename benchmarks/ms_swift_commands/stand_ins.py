@@ -19,7 +19,7 @@ MULTIMODAL = re.compile(
     re.IGNORECASE,
 )
 SEEING = (  # the first that matches the model's name: of benchmarks/tiny/vision.py
-    (r"Qwen2-VL|jina-reranker-m0", "qwen2_vl"),
+    (r"Qwen2-VL", "qwen2_vl"),
     (r"Qwen2\.5-VL", "qwen2_5_vl"),
     (r"Qwen3-VL.*A\d+B", "qwen3_vl_moe"),
     (r"Qwen3-VL", "qwen3_vl"),
@@ -35,6 +35,7 @@ CONFIGURED = (  # the model_type in the config.json of the hub, and whether the 
     (r"Ovis2\.5", "ovis2_5", True),
     (r"Emu3-Gen", "Emu3", True),
     (r"Keye-VL", "KeyeVL1_5", True),
+    (r"jina-reranker-m0", "qwen2_vl", True),
     (r"Phi-4-multimodal", "phi4mm", True),
     (r"MOSS-VL", "moss_vl", True),
     (r"DeepSeek-OCR|deepseek-vl2", "deepseek_vl_v2", True),
@@ -71,6 +72,7 @@ ARCHITECTURES = (  # the first that matches the model's name
     (r"[Nn]emotron.*A\d+B", "nemotron_h"),
     (r"gemma", "gemma3_text"),
     (r"Phi", "phi3"),
+    (r"modernbert", "modernbert"),
     (r"", "qwen2"),
 )
 DEPTHS = (  # layers, as many as the real model has, where a command says how many of them a pipeline stage has
@@ -107,6 +109,8 @@ def model_for(name: str, folder: Path, program: str, seed: int = 0) -> str:
     if program == "megatron" and architecture not in MEGATRON:
         is_mixture = "moe" in architecture or architecture in ("gpt_oss", "qwen3_next", "deepseek_v3", "nemotron_h")
         architecture = "qwen3_moe" if is_mixture or "A" in re.findall(r"-(A)\d+B", name) else "qwen3"
+    if architecture == "modernbert":
+        return _encoder(folder)
     layers = next((depth for pattern, depth in DEPTHS if re.search(pattern, name)), 8)
     target = folder / (architecture if layers == 8 else f"{architecture}_{layers}")
     target = target.with_name(f"{target.name}_{seed}") if seed else target
@@ -148,6 +152,24 @@ def _seeing(kind: str, name: str, folder: Path, program: str, seed: int) -> str:
     return str(target)
 
 
+def _encoder(folder: Path) -> str:
+    """A tiny ModernBERT with a classifier of one label, as gte-reranker-modernbert-base has."""
+    from transformers import ModernBertConfig, ModernBertForSequenceClassification
+
+    from benchmarks.tiny.text import tiny_tokenizer
+
+    target = folder / "modernbert"
+    if not target.is_dir():
+        sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        tokens = {"pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
+        config = ModernBertConfig(**sizes, **tokens, num_attention_heads=2, num_labels=1, max_position_embeddings=8192)
+        ModernBertForSequenceClassification(config).save_pretrained(target)
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = None
+        tokenizer.save_pretrained(target)
+    return str(target)
+
+
 def _configured(found: tuple[Any, ...], folder: Path) -> str:
     """A folder with the configuration alone, and a tokenizer."""
     from transformers import AutoConfig
@@ -182,8 +204,11 @@ def judge_for(name: str, folder: Path) -> str:
 def data_for(command: str, keys: dict[str, Any], folder: Path, rows: int = 12) -> str:
     """A file of some rows of the kind that the command learns from, in ms-swift's own format."""
     kind = str(keys.get("rlhf_type", command))
-    if "cls" in str(keys.get("task_type", "")):
+    task = str(keys.get("task_type", ""))
+    if "cls" in task:
         kind = "cls"
+    elif task == "embedding" or task.endswith("reranker"):
+        kind = task.removeprefix("generative_")
     elif kind in ("dpo", "rm", "orpo", "cpo", "simpo"):
         kind = "pairs"
     said = " ".join(str(keys.get(name, "")) for name in DATA_KEYS)
@@ -226,6 +251,10 @@ def _row(kind: str, number: int) -> dict[str, Any]:
         return row | {"label": number % 2 == 0}
     if kind == "cls":
         return {"messages": [question], "label": number % 2}
+    if kind in ("embedding", "reranker"):
+        speaker = "user" if kind == "embedding" else "assistant"
+        others = [[{"role": speaker, "content": f"It is {2 * number + k}."}] for k in range(3)]
+        return {"messages": [question], "positive_messages": others[:1], "negative_messages": others[1:]}
     if kind in ("grpo", "sample", "ppo"):
         return {"messages": [question], "solution": f"{2 * number}"}
     return row | ({"solution": f"{2 * number}"} if kind == "gkd" else {})

@@ -50,6 +50,7 @@ class Case:
     rank: int | None
     tolerance: float  # 0: the runs have equally many workers
     evidence: Evidence
+    is_apart: bool = False  # the second run has roles on workers of their own
 
     @property
     def is_constructor(self) -> bool:
@@ -230,6 +231,25 @@ def _earlier(case: Case) -> Iterator[Cause]:
             yield Cause(kind, f"{outside}{words} in an earlier call, {read}, and kept since")
 
 
+def _of_another_role(case: Case) -> Iterator[Cause]:
+    """Attributes that another role has set, on its own worker if roles stand apart."""
+    one, other = case.here[-1].workers, case.there[-1].workers
+    if not case.is_apart or not one or not other:
+        return
+    names = [
+        f"{owner}.{attribute}"
+        for owner, held in one[0].state.items()
+        for attribute, value in held.items()
+        if attribute in other[0].state.get(owner, {}) and value.unlike(other[0].state[owner][attribute])
+    ]
+    if names:
+        yield Cause(
+            "state of another role",
+            f"state of another role: {', '.join(names[:3])} is not the same on the worker of {case.here[-1].title}. "
+            "Another role sets it, on its own worker. Return it there, and pass it as an argument here",
+        )
+
+
 _SEEDING = re.compile(r"seed|rng|Random|[Gg]enerator")  # in a line of code that makes or sets a generator
 
 
@@ -253,6 +273,12 @@ def _draws(case: Case) -> Iterator[Cause]:
     moved = [name for name in drawn if one.before.get(name) != other.before.get(name)]
     if not moved:
         return
+    if case.is_apart:
+        yield Cause(
+            "one generator for several roles",
+            f"random numbers that several roles draw: the generator of {moved[0]}, which they share on one worker and "
+            f"not apart. {_own_generator(moved[0])}",
+        )
     driver = [seen for run in (case.here, case.there) for seen in run if set(moved) & set(seen.drawn_before)]
     if driver:
         yield Cause(
@@ -470,7 +496,7 @@ def _rounding(case: Case) -> Iterator[Cause]:
 
 
 _OF_ROLES = (
-    *(_ambient, _in_place, _rank, _draws, _seeds, _outside, _settings, _kept),
+    *(_ambient, _in_place, _of_another_role, _rank, _draws, _seeds, _outside, _settings, _kept),
     *(_shared, _own_state, _earlier, _rounding, _orders, _shape_of),
 )
 _OF_CONSTRUCTORS = (_seeds, _outside, _settings, _rank, _ambient, _kept, _rounding, _orders, _shape_of)

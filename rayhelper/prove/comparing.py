@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from typing import NamedTuple
 
 import numpy as np
@@ -54,16 +55,28 @@ Watch = Callable[[int], Evidence]  # what the code of a call, by its number, rea
 
 
 def differences(
-    runs: tuple[str, str], one: Ended, other: Ended, tolerance: float, watch: Watch
+    runs: tuple[str, str], one: Ended, other: Ended, tolerance: float, watch: Watch, *, is_apart: bool = False
 ) -> Iterator[Difference]:
-    """The first difference that is a mistake, and before it the first that is rounding, if there are any."""
+    """The first difference that is a mistake, and before it the first that is rounding, if there are any.
+
+    ``is_apart``: the other run has roles on workers of their own. Then a class may make further calls, such as those
+    that send weights, and each worker holds the state of its own roles.
+    """
     has_rounding = False
-    for number, (here, there) in enumerate(zip(one.seen, other.seen, strict=False), 1):
-        for found in _of_call(here, there, tolerance):
+    pairs = [(k, k) for k in range(min(len(one.seen), len(other.seen)))]
+    if is_apart:
+        pairs = _made_in_both(one.seen, other.seen)
+    parts = is_apart and [seen.title for seen in one.seen] != [seen.title for seen in other.seen]
+    for k, j in pairs:
+        number = k + 1
+        for found in _of_call(one.seen[k], other.seen[j], tolerance, is_apart=is_apart):
+            if parts and _is_a_choice(found, one.seen[k]):
+                continue
             is_rounding = found.unlike is not None and found.unlike.how == "rounding"
             if is_rounding and has_rounding:
                 continue
-            difference = _told(runs, number, one.seen[:number], other.seen[:number], found, tolerance, watch)
+            calls = one.seen[:number], other.seen[: j + 1]
+            difference = _told(runs, number, *calls, found, tolerance, watch, is_apart=is_apart)
             yield difference
             if difference.is_error:
                 return
@@ -71,10 +84,25 @@ def differences(
     number = min(len(one.seen), len(other.seen))
     if (one.error is None) != (other.error is None):
         yield _of_error(runs, one, other)
-    elif len(one.seen) != len(other.seen):
+    elif not is_apart and len(one.seen) != len(other.seen):
         more = (one.seen if len(one.seen) > len(other.seen) else other.seen)[number].title
         cause = of_calls()
         yield Difference(runs, number + 1, more, "only one of the runs makes this call", cause.told, cause.kind)
+
+
+def _made_in_both(one: Sequence[Seen], other: Sequence[Seen]) -> list[tuple[int, int]]:
+    """The calls that both runs make, in order: the number of each in either run, from 0."""
+    titles = [seen.title for seen in one], [seen.title for seen in other]
+    blocks = SequenceMatcher(None, *titles, autojunk=False).get_matching_blocks()
+    return [(block.a + k, block.b + k) for block in blocks for k in range(block.size)]
+
+
+def _is_a_choice(found: Found, here: Seen) -> bool:
+    """Whether a value that differs is a word, a flag or None, by which the driver knows which calls to make."""
+    if found.place != "value" or found.unlike is None or here.value is None:
+        return False
+    leaf = here.value.leaves.get(found.unlike.path)
+    return leaf is not None and leaf.kind in ("bool", "str", "NoneType")
 
 
 def _of_error(runs: tuple[str, str], one: Ended, other: Ended) -> Difference:
@@ -108,6 +136,8 @@ def _told(
     found: Found,
     tolerance: float,
     watch: Watch,
+    *,
+    is_apart: bool,
 ) -> Difference:
     if found.unlike is None:
         failed = here[-1] if here[-1].raised else there[-1]
@@ -119,7 +149,7 @@ def _told(
         return Difference(
             *(runs, number, here[-1].title, found.what, cause.told, cause.kind, found.rank), argument=argument
         )
-    case = Case(here, there, found.place, found.name, found.unlike, found.rank, tolerance, watch(number))
+    case = Case(here, there, found.place, found.name, found.unlike, found.rank, tolerance, watch(number), is_apart)
     cause = cause_of(case)
     argument = found.name if found.place in ("argument", "arrived") else ""
     place = (found.rank, argument, found.tensor, found.unlike.size)
@@ -132,7 +162,7 @@ def _is_rounding(case: Case, cause: Cause) -> bool:
     return case.unlike.how == "rounding" and cause.kind == "order of sums"
 
 
-def _of_call(here: Seen, there: Seen, tolerance: float) -> Iterator[Found]:
+def _of_call(here: Seen, there: Seen, tolerance: float, *, is_apart: bool) -> Iterator[Found]:
     """What differs of one call, in the order in which it happens."""
     if here.title != there.title:
         yield Found("calls", "", f"the other run calls {there.title}")
@@ -159,7 +189,7 @@ def _of_call(here: Seen, there: Seen, tolerance: float) -> Iterator[Found]:
             of_rank = f" of rank {rank}" if rank is not None else ""
             at = f" (value{unlike.path}{of_rank})" if unlike.path or of_rank else ""
             yield Found("value", "", f"its value{at} {unlike.told}", unlike, rank, f"value{unlike.path}")
-    if alike:
+    if alike and not is_apart:
         for rank, (worker, worker_there) in enumerate(zip(here.workers, there.workers, strict=False)):
             for owner in worker.state.keys() & worker_there.state.keys():
                 for attribute, held in worker.state[owner].items():
@@ -224,13 +254,26 @@ def _rank_of_value(here: Seen, there: Seen, unlike: Unlike, alike: bool) -> int 
 
 
 def _rank_with(unlike: Unlike, whole: Held, parts: Sequence[tuple[int, Held | None]]) -> int | None:
-    """The rank whose part of a value holds the item that differs; None: it cannot be told."""
+    """The rank whose part of a value holds the item that differs; None: it cannot be told.
+
+    Several parts may hold such an item, a row of zeros for one. Then it is the part at whose place the item stands, as
+    long as the parts stand in the order of the ranks.
+    """
     for path, item in _items_of(unlike, whole):
         leaf = whole.leaves[path]
+        having: list[int] = []
+        begin, placed = 0, None
         for rank, part in parts:
             own = part.leaves.get(path) if part is not None else None
-            if own is not None and own.slices and _has(own.slices[0], leaf.slices[0][item]):
-                return rank
+            if own is None or not own.slices:
+                continue
+            end = begin + len(own.slices[0])
+            if _has(own.slices[0], leaf.slices[0][item]):
+                having.append(rank)
+                placed = rank if begin <= item < end else placed
+            begin = end
+        if having:
+            return having[0] if placed is None else placed
     return None
 
 

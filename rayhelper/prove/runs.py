@@ -4,6 +4,7 @@
     one worker, strict      what crosses a role's border is packed, and has no memory in common
     two workers             in this process, one after the other
     two workers on Ray      in processes of their own
+    roles apart             each role on a worker of its own, or as the configuration's device groups place roles
     two under torchrun      in two processes that are started for it
 
 Where workers meet in collectives, which takes processes, one worker on Ray stands in for two in this process. Runs of
@@ -18,12 +19,14 @@ import logging
 import os
 import tempfile
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
+from rayhelper.device_groups import DeviceGroups
 from rayhelper.errors import ConfigError, RayHelperError
 from rayhelper.helper import RayHelper
+from rayhelper.planning.role_kinds import default_hosts
 from rayhelper.prove.comparing import Difference, Ended, differences
 from rayhelper.prove.evidence import Evidence, Observer, kept
 from rayhelper.prove.under_torchrun import CannotRunError, UnderTorchrun
@@ -33,6 +36,7 @@ from rayhelper.runtimes.inprocess import ProcessesNeededError
 from rayhelper.worker.random_streams import RandomState
 
 TORCHRUN = "two processes of torchrun"
+APART = "roles apart"
 TOLERANCE = 1e-4  # between one worker and two
 _ENTRIES = ("train", "run", "fit", "main")  # methods that are looked for, in order
 _PLACEMENT_KEYS = ("use_ray", "device_groups", "ray_address", "colocate_groups")
@@ -50,7 +54,12 @@ class Proof(NamedTuple):
 
 
 def prove(
-    program: Callable[[], Any], roles: Collection[str], *, ray: bool = True, torchrun: bool | None = None
+    program: Callable[[], Any],
+    roles: Collection[str],
+    *,
+    ray: bool = True,
+    torchrun: bool | None = None,
+    groups: Sequence[Collection[str]] | None = None,
 ) -> list[Difference]:
     """The first difference of each pair of runs; none: the program gives the same everywhere.
 
@@ -62,11 +71,12 @@ def prove(
         roles: All roles of its classes.
         ray: Whether it also runs on Ray, with workers on CPUs.
         torchrun: Whether it also runs under torchrun, in two processes that are started for it; None: as ``ray``.
+        groups: Which roles share workers in the run with roles apart. None, or one group: there is no such run.
 
     Raises:
         What the program raises with Ray off. What it raises elsewhere is a difference.
     """
-    return _reported(proof_of(program, roles, ray=ray, torchrun=torchrun))
+    return _reported(proof_of(program, roles, ray=ray, torchrun=torchrun, groups=groups))
 
 
 def _reported(proof: Proof) -> list[Difference]:
@@ -76,7 +86,12 @@ def _reported(proof: Proof) -> list[Difference]:
 
 
 def proof_of(
-    program: Callable[[], Any], roles: Collection[str], *, ray: bool = True, torchrun: bool | None = None
+    program: Callable[[], Any],
+    roles: Collection[str],
+    *,
+    ray: bool = True,
+    torchrun: bool | None = None,
+    groups: Sequence[Collection[str]] | None = None,
 ) -> Proof:
     """As ``prove``, with the runs that were made and those that could not be."""
     began_with = RandomState.here()
@@ -85,15 +100,18 @@ def proof_of(
     kept_before = dict(kept())
     runs: dict[str, Ended] = {}
     left_out: dict[str, str] = {}
+    apart = groups or []
     for name, workers, options in _RUNS:
         if ("Ray" in name and not ray) or (name == "one worker on Ray" and "two workers" in runs):
             continue
+        if name == APART and len(apart) < 2:
+            continue
         began_with.restore()
-        run = watched(program, roles, workers, options)
+        run = watched(program, apart if name == APART else [roles], workers, options)
         if run.error is not None and not workers:
             raise run.error  # there is nothing to compare with
         if isinstance(run.error, ProcessesNeededError):
-            if not ray and not with_torchrun:
+            if (not ray and not with_torchrun) or name == APART:
                 left_out[name] = "its workers meet in collectives, for which they need processes of their own"
         else:
             runs[name] = run
@@ -108,12 +126,12 @@ def proof_of(
     def watch(number: int) -> Evidence:
         began_with.restore()
         observer = Observer(number, in_role, kept_before)
-        watched(program, roles, 0, {}, observer)
+        watched(program, [roles], 0, {}, observer)
         return observer.evidence
 
     found: list[Difference] = []
     for one, other, tolerance in _pairs(runs):
-        found += differences((one, other), runs[one], runs[other], tolerance, watch)
+        found += differences((one, other), runs[one], runs[other], tolerance, watch, is_apart=other == APART)
     began_with.restore()
     return Proof(found, tuple(runs), left_out)
 
@@ -124,6 +142,7 @@ _RUNS: tuple[tuple[str, int, dict[str, Any]], ...] = (
     ("two workers", 2, {"runtime": "inprocess"}),
     ("one worker on Ray", 1, {"runtime": "ray"}),  # where two workers need processes
     ("two workers on Ray", 2, {"runtime": "ray"}),
+    (APART, 1, {"runtime": "inprocess", "strict": True}),
 )
 _PAIRS = (  # the second of a pair is compared with the first, by this tolerance
     ("off", "one worker, strict", 0.0),
@@ -134,6 +153,7 @@ _PAIRS = (  # the second of a pair is compared with the first, by this tolerance
     ("two workers", TORCHRUN, 0.0),
     ("two workers on Ray", TORCHRUN, 0.0),  # where two workers need processes
     ("one worker, strict", TORCHRUN, TOLERANCE),
+    ("one worker, strict", APART, 0.0),
 )
 
 
@@ -146,19 +166,22 @@ def _pairs(runs: Collection[str]) -> list[tuple[str, str, float]]:
 
 def watched(
     program: Callable[[], Any],
-    roles: Collection[str],
+    groups: Sequence[Collection[str]],
     workers: int,
     options: dict[str, Any],
     observer: Observer | None = None,
 ) -> Ended:
-    """A run of so many workers; 0: with Ray off, which an ``observer`` may watch."""
+    """A run of so many workers per group of roles; 0: with Ray off, which an ``observer`` may watch."""
     watcher = Watcher(max(1, workers), observer)
     ended: Exception | None = None
     if state.active is not None:
         raise RayHelperError("prove makes sessions of its own. Call it outside of RayHelper.session, after teardown.")
     if workers:
-        groups = {"workers": {"device": "CPU", "ranks": workers, "workers": list(roles)}}
-        RayHelper.initialize(groups, **options)
+        names = [f"workers_{k}" if len(groups) > 1 else "workers" for k in range(len(groups))]
+        each = {"device": "CPU", "ranks": workers}
+        RayHelper.initialize(
+            {name: {**each, "workers": list(roles)} for name, roles in zip(names, groups, strict=True)}, **options
+        )
         runtime: Any = state.active
         runtime.watcher = watcher
     else:
@@ -173,6 +196,9 @@ def watched(
         if observer is not None:
             observer.close()
         RayHelper.teardown()
+    if len(groups) > 1:
+        for seen in watcher.seen:  # first the worker that ran the call
+            seen.workers.sort(key=lambda worker: all(note.title != seen.name for note in worker.notes))
     return Ended(watcher.seen, ended, None if ended is None else rank_of_error(ended))
 
 
@@ -237,7 +263,21 @@ def proof_of_class(
                 instance = cls(config)
             getattr(instance, name)()
 
-        return proof_of(program, roles_of(cls), ray=ray, torchrun=torchrun)
+        return proof_of(program, roles_of(cls), ray=ray, torchrun=torchrun, groups=groups_of(cls, settings))
+
+
+def groups_of(cls: type, settings: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """The roles of a class that share workers, as ``device_groups`` of its settings says.
+
+    Without device groups each role stands apart, except those that the class declares to live with another one.
+    """
+    roles, hosts = roles_of(cls), default_hosts(cls)
+    if placed := settings.get("device_groups"):
+        groups = DeviceGroups.parse(placed).with_default_hosts(hosts).groups
+        found = [tuple(role for role in group.roles if role in roles) for group in groups]
+        return [group for group in found if group]
+    alone = [role for role in roles if role not in hosts]
+    return [(role, *(other for other, host in hosts.items() if host == role)) for role in alone]
 
 
 def same_rows_per_step(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def main(folder: str) -> None:
     from rayhelper.prove.runs import watched
 
     ambient.random.restore()
-    ended = watched(program, roles, NUM_PROCESSES, {"runtime": "torchrun"})
+    ended = watched(program, [roles], NUM_PROCESSES, {"runtime": "torchrun"})
     error = ended.error
     try:
         pickle.dumps(error)

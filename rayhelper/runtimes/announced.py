@@ -26,7 +26,9 @@ from rayhelper.authenticated.own_files import (
     write_own,
 )
 from rayhelper.errors import ConfigError
+from rayhelper.roles.runtime import state
 from rayhelper.worker.side_door import Door, ask
+from rayhelper.worker.side_door import stacks as own_stacks
 
 _ANSWER_S = 15.0  # for a driver that asks all its workers
 _log = logging.getLogger(__name__)
@@ -52,6 +54,12 @@ class Announced:
         if self.file is not None:
             remove_own([self.file])
         self.door.close()
+
+
+def where_all_are() -> str:
+    """The stacks of all ranks of the run of this process, as text; of this process if it is no driver of others."""
+    told = getattr(state.process, "where_all_are", None)
+    return f"process {os.getpid()}\n{own_stacks()}" if told is None else str(told())
 
 
 def running() -> dict[int, dict[str, Any]]:

@@ -100,6 +100,10 @@ class Cluster(Protocol):
         """How many of the last so many seconds some worker waited at a breakpoint that this process does not see."""
         ...
 
+    def where_all_are(self) -> str:
+        """The stacks of the driver and of all workers, as text."""
+        ...
+
     def alive(self) -> bool:
         """Whether the groups can still be reached."""
         ...
@@ -209,6 +213,10 @@ class DriverRuntime:
 
     def init_process_group(self, backend: str | None, timeout_s: float) -> None:
         join_process_group(self.current(), backend, timeout_s)
+
+    def where_all_are(self) -> str:
+        """The stacks of the driver and of all workers, as text. Any thread may call it."""
+        return self.cluster.where_all_are()
 
     def teardown(self) -> None:
         """Stops every worker; a cluster that was started for this run is stopped too."""

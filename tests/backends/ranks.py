@@ -37,12 +37,15 @@ forkserver.set_forkserver_preload(
         "tests.backends.megatron_preload",
         *(f"trainers.{name}.trainer" for name in ("sft", "dpo", "kto", "cpo", "reward", "grpo", "gkd", "ppo")),
         "trainers.backends.fsdp.backend",
+        *(f"trainers.rollout.hf.{name}" for name in ("engine", "cache", "decoder", "graphs", "slots")),
+        "torch.utils.serialization.config",
         "trainers.backends.megatron.backend",
         "rayhelper.runtimes.torchrun.runtime",
         "ray.cloudpickle",
         *("torch.profiler._cupti_monitor", "torch._dynamo.backends.inductor", "torch._dynamo.backends.distributed"),
         *("torch.export._trace", "torch._subclasses.schema_check_mode", "torch.fx.experimental.validator"),
         *("transformers.models.qwen3_moe.modeling_qwen3_moe", "peft.utils.transformers_weight_conversion"),
+        *("trl.data_utils", "trl.chat_template_utils", "trl.rewards", "trainers.rollout.hf.slots", "numpy.ctypeslib"),
         "tests.backends.ranks_preload",
     ]
 )

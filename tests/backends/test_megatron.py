@@ -28,9 +28,9 @@ TRAINING: dict[str, Any] = {
     "weight_decay": 0.1,
     "adam_epsilon": 1e-3,  # weights without a gradient to speak of do not move by the sign of a rounding
     "max_grad_norm": 0.5,
-    "warmup_steps": 1,
 }
-STEPS, MICRO = 3, 2
+STEPS, MICRO = 2, 3  # eight documents in micro-batches of 3, 3 and 2, or of 3 and 1 for each of two workers
+SCORED = 4  # documents of a micro-batch that is scored
 TP, PP, VPP, CP = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
     *("virtual_pipeline_model_parallel_size", "context_parallel_size"),
@@ -64,18 +64,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SHAPE | {"tie_word_embeddings": False},
     "qwen2": SHAPE | {"tie_word_embeddings": True},
     "qwen3": SHAPE | {"head_dim": 8, "tie_word_embeddings": False},
-    "qwen3_moe": SHAPE | EXPERTS | {"head_dim": 8, "mlp_only_layers": [2]},
-    "qwen2_moe": SHAPE | EXPERTS | {"norm_topk_prob": False, "shared_expert_intermediate_size": 40},
+    "qwen3_moe": SHAPE | EXPERTS | {"num_hidden_layers": 2, "head_dim": 8, "mlp_only_layers": [1]},
+    "qwen2_moe": SHAPE
+    | EXPERTS
+    | {"num_hidden_layers": 2, "norm_topk_prob": False, "shared_expert_intermediate_size": 40},
 }
 GROUPED: Layout = {"moe_grouped_gemm": True}
 MOE_ACT: Layout = {"recompute_granularity": "selective", "recompute_modules": ("moe_act",)}
 # By family and number of ranks, which start once for all layouts
 CASES: dict[tuple[str, int], list[Layout]] = {
-    ("llama", 2): [{}, {TP: 2} | WHOLE, {PP: 2} | PLAIN, {CP: 2} | PLAIN],
+    ("llama", 2): [{}, {TP: 2} | WHOLE],
     ("qwen2", 1): [PLAIN],
     ("qwen2", 2): [
         {TP: 2} | SP | PLAIN,
-        {PP: 2} | PLAIN,
         {PP: 2, FIRST: 3} | PLAIN,
         {PP: 2, VPP: 2} | PLAIN,
         {PP: 2, VPP: 1, FIRST: 1, LAST: 3},
@@ -83,22 +84,18 @@ CASES: dict[tuple[str, int], list[Layout]] = {
     ],
     ("qwen3", 2): [PLAIN, {TP: 2} | WHOLE | PLAIN, {TP: 2} | SP | SELECTIVE, {PP: 2, VPP: 2}, {CP: 2} | FULL | PLAIN],
     ("qwen3", 4): [
-        {TP: 4} | SP | PLAIN,
-        {PP: 4} | PLAIN,
         {CP: 4} | PLAIN,
         {TP: 2, PP: 2} | SP | PLAIN,
         {TP: 2, CP: 2} | SP | PLAIN,
         {TP: 2} | SP | OVERLAP,
         {PP: 2, CP: 2} | FULL | PLAIN,
         {PP: 2, VPP: 2} | OVERLAP,
-        {CP: 2},
     ],
     ("qwen3_moe", 1): [PLAIN, FULL, GROUPED | MOE_ACT | PLAIN],
     ("qwen3_moe", 2): [
         {EP: 2} | PLAIN,
         {EP: 2} | GROUPED,
         {EP: 2, "moe_token_dispatcher_type": "allgather"} | PLAIN,
-        {TP: 2} | SP,
         {TP: 2} | SP | GROUPED | MOE_ACT | PLAIN,
     ],
     ("qwen3_moe", 4): [
@@ -107,9 +104,8 @@ CASES: dict[tuple[str, int], list[Layout]] = {
         {EP: 2, ETP: 2} | GROUPED | PLAIN,
         {TP: 2, EP: 2, ETP: 1} | SP | PLAIN,
         {TP: 2, EP: 2, ETP: 2} | SP | PLAIN,
-        {PP: 2, EP: 2} | PLAIN,
         {CP: 2, EP: 2, "moe_layer_recompute": True} | PLAIN,
-        {PP: 2, LAST: 1, EP: 2, "moe_token_dispatcher_type": "allgather"} | PLAIN,
+        {PP: 2, EP: 2, "moe_token_dispatcher_type": "allgather"} | PLAIN,
     ],
     ("qwen2_moe", 2): [{EP: 2} | PLAIN, {TP: 2} | SP | PLAIN],
 }
@@ -133,7 +129,7 @@ def save(family: str, folder: Path, **fields: Any) -> Path:
     return folder / family
 
 
-def one(folder: Path, layout: Layout, steps: int = STEPS) -> dict[str, Any]:
+def one(folder: Path, layout: Layout) -> dict[str, Any]:
     """All that a rank finds out about its model: scores, steps, the gradients of the first, weights."""
     from trainers.backends.megatron.backend import MegatronBackend
     from trainers.backends.megatron.settings import MegatronSettings
@@ -144,8 +140,8 @@ def one(folder: Path, layout: Layout, steps: int = STEPS) -> dict[str, Any]:
     index, count, leader = backend.shard
     samples = samples_of()
     mine = samples[np.array_split(np.arange(len(samples)), count)[index]]
-    logps, entropies = backend.token_scores(mine, micro_batch_size=3)
-    ids, top = backend.top_logps(mine, 3, micro_batch_size=3, temperature=0.7)
+    logps, entropies = backend.token_scores(mine, micro_batch_size=SCORED)
+    ids, top = backend.top_logps(mine, 3, micro_batch_size=SCORED, temperature=0.7)
     gradients: dict[str, torch.Tensor] = {}
     step: Callable[[], Any] = backend.optimizer.step
 
@@ -158,7 +154,7 @@ def one(folder: Path, layout: Layout, steps: int = STEPS) -> dict[str, Any]:
     backend.optimizer.step = watched
     total = float(samples.target_mask.values.sum())
     loss = partial(weighted_loss, total)
-    taken = [backend.step(mine, loss, micro_batch_size=MICRO).values() for _ in range(steps)]
+    taken = [backend.step(mine, loss, micro_batch_size=MICRO).values() for _ in range(STEPS)]
     return {
         "index": index,
         "leader": leader,
@@ -174,21 +170,21 @@ def one(folder: Path, layout: Layout, steps: int = STEPS) -> dict[str, Any]:
     }
 
 
-def of_layouts(rank: int, folder: Path, layouts: list[Layout], steps: int = STEPS) -> list[dict[str, Any]]:
+def of_layouts(rank: int, folder: Path, layouts: list[Layout]) -> list[dict[str, Any]]:
     megatron_on_cpu.install()
     found = []
     for layout in layouts:
-        found.append(one(folder, layout, steps))
+        found.append(one(folder, layout))
         megatron_on_cpu.end_groups()
     return found
 
 
-def wanted(folder: Path, steps: int = STEPS) -> dict[str, Any]:
+def wanted(folder: Path) -> dict[str, Any]:
     """The same from transformers in one process."""
     samples = samples_of()
     backend = FsdpBackend(folder, **TRAINING)
-    logps, entropies = backend.token_scores(samples, micro_batch_size=3)
-    ids, top = backend.top_logps(samples, 3, micro_batch_size=3, temperature=0.7)
+    logps, entropies = backend.token_scores(samples, micro_batch_size=SCORED)
+    ids, top = backend.top_logps(samples, 3, micro_batch_size=SCORED, temperature=0.7)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     plain_loss(model, samples).backward()
     named = {weight: name for name, weight in model.named_parameters()}
@@ -199,7 +195,7 @@ def wanted(folder: Path, steps: int = STEPS) -> dict[str, Any]:
 
     gradients = {name: value.clone() for name, value in named_weights(model)}
     loss = partial(weighted_loss, float(samples.target_mask.values.sum()))
-    taken = [backend.step(samples, loss, micro_batch_size=MICRO).values() for _ in range(steps)]
+    taken = [backend.step(samples, loss, micro_batch_size=MICRO).values() for _ in range(STEPS)]
     return {
         "logps": logps.values,
         "entropies": entropies.values,
@@ -354,7 +350,7 @@ def test_rotary_embeddings_of_every_kind_are_those_of_transformers(tmp_path: Pat
 
 
 def values_of(rank: int, folder: Path, head: torch.Tensor, layouts: list[Layout]) -> list[Any]:
-    """Values, and the losses of three steps that learn them, from one ``head``."""
+    """Values, and the losses of the steps that learn them, from one ``head``."""
     from trainers.backends.megatron.backend import MegatronBackend
     from trainers.backends.megatron.settings import MegatronSettings
 
@@ -372,7 +368,7 @@ def values_of(rank: int, folder: Path, head: torch.Tensor, layouts: list[Layout]
 def learned_values(backend: Any, index: int = 0, count: int = 1) -> tuple[Any, Any, Any]:
     samples = samples_of()
     mine = samples[np.array_split(np.arange(len(samples)), count)[index]]
-    before = backend.token_values(mine, micro_batch_size=3).values
+    before = backend.token_values(mine, micro_batch_size=SCORED).values
     steps = [backend.step(mine, squares, micro_batch_size=MICRO).values() for _ in range(STEPS)]
     return (
         before,

@@ -27,7 +27,6 @@ from tests.backends.test_megatron import (
     FULL,
     GROUPED,
     IDLE,
-    LAST,
     MICRO,
     MOE_ACT,
     OVERLAP,
@@ -62,22 +61,20 @@ CASES: list[tuple[str, Lora, int, list[Layout]]] = [
     ("qwen2", ALL, 1, [{}]),
     ("qwen2", ALL, 2, [{TP: 2} | WHOLE | PLAIN, {TP: 2} | SP | FULL, {PP: 2, FIRST: 3}, OVERLAP]),
     ("qwen3", SOME, 2, [{TP: 2} | SP | PLAIN, {PP: 2, VPP: 2} | FULL, {CP: 2} | PLAIN]),
-    ("qwen3", ALL, 4, [{TP: 2, PP: 2} | SP | PLAIN, {TP: 2} | SP | OVERLAP, {PP: 2, CP: 2}]),
-    ("qwen3_moe", ATTENTION, 2, [{EP: 2}, {EP: 2} | PLAIN, {TP: 2} | SP]),
+    ("qwen3", ALL, 4, [{TP: 2, PP: 2} | SP | PLAIN, {TP: 2} | SP | OVERLAP]),
+    ("qwen3_moe", ATTENTION, 2, [{EP: 2}, {TP: 2} | SP | PLAIN]),
     ("qwen2_moe", SHARED, 2, [{EP: 2}, {TP: 2} | SP | PLAIN]),
-    ("qwen3_moe", NAMED, 2, [{}, {EP: 2}, {PP: 2, LAST: 3} | PLAIN]),
     ("qwen3_moe", STACKED, 2, [{EP: 2} | FULL, {CP: 2} | PLAIN]),
-    ("qwen3_moe", NAMED, 2, [GROUPED, {EP: 2} | GROUPED, {TP: 2} | SP, {TP: 2} | SP | GROUPED | PLAIN]),
+    ("qwen3_moe", NAMED, 2, [{EP: 2} | GROUPED, {PP: 2} | PLAIN, {TP: 2} | SP, {TP: 2} | SP | GROUPED | PLAIN]),
     (
         "qwen2_moe",
         STACKED | {"target_modules": ["k_proj", "shared_expert.up_proj"], "use_rslora": True},
         4,
         [
             {TP: 2, EP: 2, ETP: 1} | SP | PLAIN,
-            {PP: 2, VPP: 2, EP: 2},
+            {PP: 2, EP: 2},
             {CP: 2, EP: 2, "moe_layer_recompute": True} | OVERLAP,
-            {EP: 2, ETP: 2} | GROUPED | MOE_ACT,
-            {TP: 2, EP: 2, ETP: 2} | SP | OVERLAP,
+            {TP: 2, EP: 2, ETP: 2} | SP | GROUPED | MOE_ACT | OVERLAP,
         ],
     ),
 ]
@@ -98,7 +95,7 @@ def begin(folder: Path, lora: Lora) -> tuple[FsdpBackend, Path]:
 
 def found_by(backend: Any, samples: Any) -> dict[str, Any]:
     """What the backend finds, and how it learns from ``samples``."""
-    without = {"micro_batch_size": 4, "adapter": False}
+    without = {"micro_batch_size": len(samples_of()), "adapter": False}
     logps, entropies = backend.token_scores(samples, **without)
     scores = {
         "logps": backend.token_logps(samples, micro_batch_size=4).values,
@@ -330,7 +327,7 @@ def in_bfloat16(rank: int, folder: Path, start: Path, lora: Lora, layouts: list[
 
 @pytest.mark.parametrize(
     ("family", "lora", "layouts"),
-    [("llama", ALL, [{TP: 2} | SP, {TP: 2} | PLAIN]), ("qwen3_moe", NAMED, [GROUPED, {TP: 2} | SP | GROUPED])],
+    [("llama", ALL, [{TP: 2} | SP, {TP: 2} | PLAIN]), ("qwen3_moe", NAMED, [{TP: 2} | SP | GROUPED])],
     ids=["llama", "grouped experts"],
 )
 def test_beside_a_bfloat16_model_the_adapter_is_float32(
@@ -356,7 +353,7 @@ def with_dropout(rank: int, folder: Path, layouts: list[Layout]) -> list[Any]:
         for rate in (0.0, 0.5):
             backend = built(folder, ALL | {"lora_dropout": rate}, layout)
             loss = partial(weighted_loss, float(samples_of().target_mask.values.sum()))
-            losses = [backend.step(samples_of(), loss, micro_batch_size=MICRO).values()["loss"] for _ in range(STEPS)]
+            losses = [backend.step(samples_of(), loss, micro_batch_size=8).values()["loss"] for _ in range(STEPS)]
             scores = [backend.token_logps(samples_of(), micro_batch_size=8).values for _ in range(2)]
             of_rate.append((losses, largest_spread(backend), np.array_equal(*scores)))
         attention = backend.stages[0].decoder.layers[0].self_attention
@@ -403,7 +400,7 @@ REFUSED: dict[str, tuple[str, Lora, int, str]] = {
 
 
 def config_of(family: str) -> Any:
-    return AutoConfig.for_model(family, **FAMILIES[family] | {"mlp_only_layers": [2]})
+    return AutoConfig.for_model(family, **FAMILIES[family] | {"num_hidden_layers": 4, "mlp_only_layers": [2]})
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -444,7 +441,7 @@ def refusals(rank: int, folder: Path, start: Path) -> list[str]:
 
 
 def resumed(rank: int, folder: Path, lora: Lora, layouts: list[Layout], saved: Path) -> list[tuple[Any, list[float]]]:
-    """The losses of two steps behind a checkpoint: of the run that wrote it, then of each layout that reads it."""
+    """The losses of two steps after a checkpoint: of the run that wrote it, then of each layout that reads it."""
     megatron_on_cpu.install()
     found = []
     for k, layout in enumerate([layouts[0], *layouts]):
@@ -459,7 +456,7 @@ def resumed(rank: int, folder: Path, lora: Lora, layouts: list[Layout], saved: P
             return [step.get("loss", 0.0) for step in taken]
 
         if k == 0:
-            steps(2)
+            steps(1)
             backend.save(saved)
         else:
             backend.load(saved)
@@ -468,20 +465,21 @@ def resumed(rank: int, folder: Path, lora: Lora, layouts: list[Layout], saved: P
     return found
 
 
-DENSE_LAYOUTS: list[Layout] = [{TP: 2, PP: 2} | SP, {TP: 4} | PLAIN, {PP: 2, LAST: 3}, {}, {TP: 2, CP: 2} | PLAIN]
+DENSE_LAYOUTS: list[Layout] = [{TP: 2, PP: 2} | SP, {}, {TP: 4} | PLAIN, {PP: 2}, {TP: 2, CP: 2} | PLAIN]
 EXPERT_LAYOUTS: list[Layout] = [{PP: 2, EP: 2}, {EP: 4} | PLAIN | GROUPED, {TP: 2, EP: 2, ETP: 1} | SP, {}]
 EXPERT_LAYOUTS += [{EP: 2, ETP: 2} | GROUPED, {TP: 2, EP: 2} | SP | PLAIN]
 
 
 @pytest.mark.parametrize(
     ("family", "lora", "layouts"),
-    [("qwen3", ALL, DENSE_LAYOUTS), ("qwen3", SOME, DENSE_LAYOUTS), ("qwen2_moe", STACKED, EXPERT_LAYOUTS)],
+    [("qwen3", ALL, DENSE_LAYOUTS[:2]), ("qwen3", SOME, DENSE_LAYOUTS), ("qwen2_moe", STACKED, EXPERT_LAYOUTS)],
     ids=["all", "some", "experts"],
 )
 def test_a_run_with_an_adapter_goes_on_in_any_layout(
-    family: str, lora: Lora, layouts: list[Layout], folders: dict[str, Path], tmp_path: Path
+    family: str, lora: Lora, layouts: list[Layout], tmp_path: Path
 ) -> None:
-    ranks = run_ranks(4, resumed, folders[family], lora, layouts, tmp_path / "saved", folder=tmp_path)
+    model = save(family, tmp_path, num_hidden_layers=2)
+    ranks = run_ranks(4, resumed, model, lora, layouts, tmp_path / "saved", folder=tmp_path)
     written, *read = (np.sum([rank[k][1] for rank in ranks if rank[k][0]], 0) for k in range(len(layouts) + 1))
     np.testing.assert_array_equal(read[0], written)
     for layout, losses in zip(layouts, read, strict=True):

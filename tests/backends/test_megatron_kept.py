@@ -70,8 +70,7 @@ def exported(rank: int, folder: Path, layouts: list[Layout], out: Path) -> list[
     megatron_on_cpu.install()
     found = []
     for k, layout in enumerate(layouts):
-        settings = TRAINING | {"warmup_steps": 0}
-        backend = MegatronBackend(folder, settings=MegatronSettings(**layout), **settings)
+        backend = MegatronBackend(folder, settings=MegatronSettings(**layout), **TRAINING)
         logps = backend.token_logps(samples_of(), micro_batch_size=3).values
         backend.weights.export(out / f"{k} at first", dtype=torch.float32, max_file_bytes=20_000)
         index, count, _ = backend.shard

@@ -121,7 +121,8 @@ def balance(logits_TE: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save("qwen3_moe", tmp_path_factory.mktemp("model"))
+    layers = {"num_hidden_layers": 4, "mlp_only_layers": [2]}
+    return save("qwen3_moe", tmp_path_factory.mktemp("model"), **layers)
 
 
 @pytest.mark.parametrize("num_ranks", CASES)

@@ -96,12 +96,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-def three_steps(rank: int, folder: str, size: int, settings: dict[str, Any]) -> Found:
-    """Weights, losses and gradient norms of three steps, and the scores after them, of the rows of this rank."""
+def two_steps(rank: int, folder: str, size: int, settings: dict[str, Any]) -> Found:
+    """Weights, losses and gradient norms of two steps, and the scores after them, of the rows of this rank."""
     backend = FsdpBackend(folder, sequence_parallel_size=size, **SETTINGS | settings)
     index, count, leads = backend.shard
     found: Found = {"leads": leads, "losses": [], "norms": []}
-    for step in range(3):
+    for step in range(2):
         samples = samples_of(seed=step)
         loss = partial(weighted_loss, int(samples.target_mask.values.sum()))
         mine = samples[index * 8 // count : (index + 1) * 8 // count]
@@ -115,8 +115,8 @@ def three_steps(rank: int, folder: str, size: int, settings: dict[str, Any]) -> 
     return found | {"weights": {name: weight.clone() for name, weight in backend.named_weights()}}
 
 
-def all_cases(rank: int, folder: str, size: int) -> dict[str, Found]:
-    return {name: three_steps(rank, folder, size, settings) for name, settings in CASES.items()}
+def found_of(rank: int, folder: str, size: int, cases: list[str]) -> dict[str, Found]:
+    return {case: two_steps(rank, folder, size, CASES[case]) for case in cases}
 
 
 def check_alike(ranks: list[Found], alone: Found, size: int) -> None:
@@ -139,30 +139,39 @@ def check_alike(ranks: list[Found], alone: Found, size: int) -> None:
 
 @pytest.fixture(scope="module")
 def alone(folders: dict[str, str]) -> dict[str, Found]:
-    return all_cases(0, folders["qwen3"], 1)
+    return found_of(0, folders["qwen3"], 1, list(CASES))
 
 
-@pytest.mark.parametrize(("num_ranks", "size"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("size", "cases"), [(2, list(CASES)), (4, ["padded", "tokens", "lora in shards"])])
 def test_ranks_that_share_rows_take_the_steps_of_one_process(
-    folders: dict[str, str], alone: dict[str, Found], num_ranks: int, size: int, tmp_path: Path
+    folders: dict[str, str], alone: dict[str, Found], size: int, cases: list[str], tmp_path: Path
 ) -> None:
-    ranks = run_ranks(num_ranks, all_cases, folders["qwen3"], size, folder=tmp_path)
+    ranks = run_ranks(4, found_of, folders["qwen3"], size, cases, folder=tmp_path)
     before = dict(FsdpBackend(folders["qwen3"]).named_weights())
-    for case, expected in alone.items():
-        assert largest_difference(expected["weights"], before) > 1e-4
-        check_alike([found[case] for found in ranks], expected, size)
+    for case in cases:
+        assert largest_difference(alone[case]["weights"], before) > 1e-4
+        check_alike([found[case] for found in ranks], alone[case], size)
 
 
-def both_ways(rank: int, folder: str, size: int) -> list[Found]:
-    return [three_steps(rank, folder, size, CASES[case]) for case in ("padded", "padding-free")]
+BOTH_WAYS = ["padded", "padding-free"]
+
+
+def found_of_others(rank: int, folders: dict[str, str]) -> dict[str, dict[str, Found]]:
+    return {model: found_of(rank, folders[model], 2, BOTH_WAYS) for model in OTHERS}
+
+
+@pytest.fixture(scope="module")
+def of_others(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Found]]]:
+    """Of two ranks that share the rows of one model after the other."""
+    return run_ranks(2, found_of_others, folders, folder=tmp_path_factory.mktemp("others"))
 
 
 @pytest.mark.parametrize("model", OTHERS)
-def test_other_architectures_share_rows_too(folders: dict[str, str], model: str, tmp_path: Path) -> None:
-    expected = both_ways(0, folders[model], 1)
-    ranks = run_ranks(2, both_ways, folders[model], 2, folder=tmp_path)
-    for case in range(2):
-        check_alike([found[case] for found in ranks], expected[case], 2)
+def test_other_architectures_share_rows_too(
+    folders: dict[str, str], of_others: list[dict[str, dict[str, Found]]], model: str
+) -> None:
+    for case, expected in found_of(0, folders[model], 1, BOTH_WAYS).items():
+        check_alike([found[model][case] for found in of_others], expected, 2)
 
 
 def first_step(rank: int, folder: str) -> tuple[float, float, np.ndarray, np.ndarray]:

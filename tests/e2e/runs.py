@@ -20,10 +20,12 @@ from rayhelper.roles.runtime import state
 from trainers.classification.config import ClassificationConfig
 from trainers.cpo.config import CPOConfig, ORPOConfig, SimPOConfig
 from trainers.dpo.config import DPOConfig
+from trainers.embedding.config import EmbeddingConfig
 from trainers.gkd.config import GKDConfig
 from trainers.grpo.config import GRPOConfig
 from trainers.kto.config import KTOConfig
 from trainers.ppo.config import PPOConfig
+from trainers.reranking.config import RerankingConfig
 from trainers.reward.config import RewardConfig
 from trainers.run.run import Run
 from trainers.sft.config import SFTConfig
@@ -62,6 +64,35 @@ def sft_config(model: str, folder: Path, **keys: Any) -> SFTConfig:
 
 def classification_config(model: str, folder: Path, **keys: Any) -> ClassificationConfig:
     return ClassificationConfig(**shared(model, folder) | {"save_steps": 0} | keys)
+
+
+def embedding_config(model: str, folder: Path, **keys: Any) -> EmbeddingConfig:
+    """Two epochs of three steps over 11 rows with one or two negatives; pools of 4 rows, the last of an epoch of 3."""
+    rows = [
+        {"anchor": text, "positive": f"{text} {WORDS[k]}", "negative": [TEXTS[k - 3], TEXTS[k - 4]][: 1 + k % 2]}
+        for k, text in enumerate(TEXTS)
+    ]
+    settings: dict[str, Any] = {
+        **shared(model, folder),
+        **{"dataset": rows, "eval_dataset": rows[:5], "eval_steps": 3, "num_train_epochs": 2, "save_steps": 0},
+        **{"per_device_train_batch_size": 2, "global_batch_size": 4, "use_chat_template": False},
+    }
+    return EmbeddingConfig(**(settings | keys))
+
+
+def reranking_config(model: str, folder: Path, **keys: Any) -> RerankingConfig:
+    """Three steps over 11 queries of unequal numbers of documents, of which some are drawn; a byte answers."""
+    rows = [
+        {"query": text, "positive": [f"{text} {WORDS[k]}", text], "negative": TEXTS[: k % 4]}
+        for k, text in enumerate(TEXTS)
+    ]
+    settings: dict[str, Any] = {
+        **shared(model, folder),
+        **{"dataset": rows, "eval_dataset": rows[:5], "eval_steps": 3, "save_steps": 0, "max_negative_samples": 2},
+        **{"per_device_train_batch_size": 2, "global_batch_size": 4, "task_type": "generative_reranker"},
+        **{"generative_reranker_positive_token": "y", "generative_reranker_negative_token": "n"},
+    }
+    return RerankingConfig(**(settings | keys))
 
 
 def pair_rows(count: int = 11) -> list[dict[str, Any]]:

@@ -108,6 +108,7 @@ def test_the_quickstart_logs_the_same_off_and_with_ray(
 ) -> None:
     (addition,) = load_plugins(["examples/grpo/addition.py"])
     monkeypatch.setattr(addition, "WARM_START_STEPS", 50)  # enough to solve some problems
+    monkeypatch.setattr(addition, "NUM_TEST_PROBLEMS", 50)
     small = {"max_steps": 3, "global_batch_size": 64, "eval_steps": 2}
     with without_runtime():
         off = run(GRPOTrainer, configured("grpo/quickstart.yaml", tmp_path / "off", **small))

@@ -76,9 +76,8 @@ def episodes_config(model: str, folder: Path, **keys: Any) -> GRPOConfig:
     return grpo_config(model, folder, **settings | keys)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_it_learns_what_to_say_in_each_turn(model: str, tmp_path: Path, seed: int) -> None:
-    GRPOTrainer(episodes_config(model, tmp_path, seed=seed)).train()
+def test_it_learns_what_to_say_in_each_turn(model: str, tmp_path: Path) -> None:
+    GRPOTrainer(episodes_config(model, tmp_path, seed=0)).train()
     told = lines(tmp_path)
     assert told[0]["reward"] == told[0]["rewards/environment/mean"] < 0.4
     assert np.mean([line["reward"] for line in told[-3:]]) > 0.85

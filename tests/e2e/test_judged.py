@@ -44,6 +44,15 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {  # rows, keys; four workers get
     "orpo": (7, {"beta": 0.8}),
     "orpo of three pairs": (3, {"max_length": 30}),
 }
+CUTS_OF: dict[str, list[str]] = {  # each trainer has every cut once, and each loss those that it might feel
+    "kto": ["one pair at a time", "padding-free", "by tokens", "by packs", "computed twice"],
+    "kto of three rows": ["two pairs at a time", "by packs"],
+    "kto, apo_zero_unpaired": ["by tokens, padding-free"],
+    "cpo": ["one pair at a time", "by packs", "computed twice"],
+    "simpo": ["two pairs at a time", "padding-free"],
+    "orpo": ["one pair at a time", "by tokens, padding-free"],
+    "orpo of three pairs": ["by tokens"],
+}
 
 
 # One pack in a micro-batch; a step of two packs holds two to five pairs, or three to seven completions
@@ -111,15 +120,15 @@ def test_no_way_of_cutting_a_step_changes_it(
 ) -> None:
     untrained = load_file(Path(model) / "model.safetensors")
     assert max(float((weight - untrained[name]).abs().max()) for name, weight in alone[case][1].items()) > 1e-3
-    for name, cut in CUTS.items():
-        assert_same_step(one_step(case, model, reference, tmp_path, **cut), alone[case], name)
+    for name in CUTS_OF[case]:
+        assert_same_step(one_step(case, model, reference, tmp_path, **CUTS[name]), alone[case], name)
 
 
 def test_a_step_over_four_workers_is_the_step_of_one(
     alone: dict[str, Step], model: str, reference: str, tmp_path: Path, ray_session: RaySession
 ) -> None:
     with ray_session(together(4)):
-        for case in ("kto", "kto of three rows", "orpo", "orpo of three pairs", "simpo"):
+        for case in ("kto", "kto of three rows", "orpo of three pairs"):
             found = one_step(case, model, reference, tmp_path, per_device_train_batch_size=2)
             assert_same_step(found, alone[case], f"{case} on four workers")
 

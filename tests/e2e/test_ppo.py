@@ -262,8 +262,7 @@ def first_even(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(ids[0] % 2 == 0) for ids in completion_ids]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_it_learns_what_only_the_critic_can_tell(seed: int, model: str, tmp_path: Path) -> None:
+def test_it_learns_what_only_the_critic_can_tell(model: str, tmp_path: Path) -> None:
     """Two tokens of eight are drawn, and the first decides the reward, which comes after the second.
 
     With lam 0 the first token's advantage is V_1 - V_0, so nothing is learned from values of another place, from those
@@ -272,7 +271,7 @@ def test_it_learns_what_only_the_critic_can_tell(seed: int, model: str, tmp_path
     config = PPOConfig(
         **shared(model, tmp_path)
         | {
-            "seed": seed,
+            "seed": 0,
             "dataset": [{"prompt": "ab"}] * 32,
             "reward_funcs": [first_even],
             "generation_kwargs": {"suppress_tokens": list(range(252))},

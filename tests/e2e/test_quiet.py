@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests import warm
 from tests.golden.tiny import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,10 +53,10 @@ WRONG = ("a warning of a library", "this is wrong")
 OF_LIBRARIES = ("a line of a library", "this is outdated", "bar of a library")
 
 
-def run(*arguments: str) -> str:
-    """All that is on the console."""
+def run(*arguments: str, python: str = sys.executable) -> str:
+    """All that is on the console. A warm ``python`` would not say what libraries say as they are imported."""
     done = subprocess.run(
-        [sys.executable, "-m", "trainers", *arguments],
+        [python, "-m", "trainers", *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -79,7 +80,7 @@ def test_libraries_are_quiet_and_a_users_code_is_not(use_ray: str, process: str,
     kept = (tmp_path / "out" / "logs" / f"{process}.log").read_text()
     for told in ("a line of a library", "a warning of a library", "this is outdated", "logged by a method"):
         assert told in kept, kept
-    console = run(*needed, "--output_dir", str(tmp_path / "all"), "--log_level", "debug")
+    console = run(*needed, "--output_dir", str(tmp_path / "all"), "--log_level", "debug", python=warm.python())
     for told in (*OWN, *WRONG, *OF_LIBRARIES, "a detail of a library"):
         assert told in console, console
     assert "a detail of a library" in (tmp_path / "all" / "logs" / f"{process}.log").read_text()

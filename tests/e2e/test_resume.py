@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from trainers.cli import run
 from trainers.dpo.trainer import DPOTrainer
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.manifest import write_manifest
+from trainers.run.going_on import going_on
 from trainers.run.stopping import Stopped
 from trainers.sft.trainer import SFTTrainer
 
@@ -54,11 +57,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny(tmp_path_factory.mktemp("model"), attention_dropout=0.1)
 
 
+@pytest.fixture(scope="module")
+def wholes(model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, float]]]:
+    """By the name of a case: the folder of its run that never stopped, and what ``train`` returned."""
+
+    @functools.cache
+    def whole(name: str) -> tuple[Path, dict[str, float]]:
+        trainer, config, _, _, keys = CASES[name]
+        folder = tmp_path_factory.mktemp("whole")
+        return folder, trainer(config(model, folder, **keys)).train()
+
+    return whole
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_a_resumed_run_equals_one_that_never_stopped(name: str, model: str, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_one_that_never_stopped(
+    name: str, model: str, wholes: Callable[[str], tuple[Path, dict[str, float]]], tmp_path: Path
+) -> None:
     trainer, config, num_steps, stop, keys = CASES[name]
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
-    numbers = trainer(config(model, whole, **keys)).train()
+    (whole, numbers), parted = wholes(name), tmp_path / "parted"
     with interrupted_after(stop), pytest.raises(KeyboardInterrupt):
         trainer(config(model, parted, **keys)).train()
     assert lines(parted)[-1]["step"] == stop
@@ -141,12 +158,18 @@ def test_a_run_whose_worker_dies_goes_on_by_itself(
     assert final_bytes(parted) == final_bytes(whole)
 
 
-@pytest.mark.usefixtures("ray_cluster")
 def test_a_run_whose_worker_dies_more_often_than_it_may_ends(model: str, tmp_path: Path) -> None:
-    keys = {"use_ray": True, "device_groups": LEARNERS, "resume_on_failure": 1, "max_steps": 3}
-    with without_runtime(), worker_killed_after(1, times=2), pytest.raises(WorkerDiedError) as raised:
-        run(SFTTrainer, sft_config(model, tmp_path / "run", **keys))
-    assert "resume_on_failure: all 1 resumes were used" in "".join(raised.value.__notes__)
+    keys = {"use_ray": True, "device_groups": LEARNERS, "resume_on_failure": 2, "max_steps": 3}
+    starts: list[Any] = []
+
+    def die(config: Any) -> dict[str, float]:
+        starts.append(config)
+        raise WorkerDiedError("rank 1 of group 'cpus' died")
+
+    with pytest.raises(WorkerDiedError) as raised:
+        going_on(sft_config(model, tmp_path / "run", **keys), die)
+    assert "resume_on_failure: all 2 resumes were used" in "".join(raised.value.__notes__)
+    assert len(starts) == 3
 
 
 def test_a_checkpoint_that_asks_for_code_ends_the_run_with_its_name(model: str, tmp_path: Path) -> None:
@@ -171,13 +194,16 @@ SIGNALLED: dict[str, tuple[str, int, int]] = {  # signal, sent in step, stopped 
 
 @pytest.mark.parametrize("name", SIGNALLED)
 def test_a_signal_saves_after_the_step_and_a_resumed_run_equals_one_that_never_stopped(
-    name: str, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    model: str,
+    wholes: Callable[[str], tuple[Path, dict[str, float]]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     trainer, config, _, _, keys = CASES[name]
     sent, during, stop = SIGNALLED[name]
-    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    (whole, _), parted = wholes(name), tmp_path / "parted"
     keys = keys | {"save_steps": 4 if name == "sft with dropout" else 0}
-    trainer(config(model, whole, **keys)).train()
     with signalled_in(during, getattr(signal, sent)), pytest.raises(Stopped) as ended:
         trainer(config(model, parted, **keys)).train()
     assert ended.value.code == 143

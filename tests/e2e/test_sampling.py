@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from rayhelper import DeviceGroups, RayHelper
+from tests import warm
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.completion_server import Answer, fails, question, says, serving
 from tests.e2e.runs import separate, together
@@ -218,8 +219,10 @@ def test_a_run_that_was_killed_goes_on_and_leaves_what_an_uninterrupted_one_leav
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     keys = config(models, tmp_path / "out", dataset=str(tmp_path / "rows.jsonl"))
     (tmp_path / "x.yaml").write_text(json.dumps(dataclasses.asdict(keys)))
-    command = [sys.executable, "-c", KILLED_WHILE_WRITING, "--config", str(tmp_path / "x.yaml")]
-    killed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    (tmp_path / "killed.py").write_text(KILLED_WHILE_WRITING)
+    command = [warm.python(), str(tmp_path / "killed.py"), "--config", str(tmp_path / "x.yaml")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    killed = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     written = (tmp_path / "out" / "samples.jsonl.ledger").read_bytes()
     assert not written.endswith(b"\n")

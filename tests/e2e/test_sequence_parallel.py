@@ -21,7 +21,6 @@ from tests.e2e.runs import (
     grpo_config,
     kto_config,
     lines,
-    orpo_config,
     ppo_config,
     reward_config,
     sft_config,
@@ -31,7 +30,6 @@ from tests.golden.tiny import save_tiny
 from tests.rayhelper.test_torchrun import torchrun
 from trainers.classification.trainer import ClassificationTrainer
 from trainers.cli import run
-from trainers.cpo.trainer import CPOTrainer
 from trainers.dpo.trainer import DPOTrainer
 from trainers.gkd.trainer import GKDTrainer
 from trainers.grpo.trainer import GRPOTrainer
@@ -46,21 +44,15 @@ ROOT = Path(__file__).resolve().parents[2]
 LABELLED = {"dataset": [{"text": text, "label": k % 3} for k, text in enumerate(TEXTS)], "num_labels": 3}
 CLASSES: dict[str, Any] = {"per_device_train_batch_size": 2, "global_batch_size": 4}
 LORA: dict[str, Any] = {"tuner_type": "lora", "lora_rank": 4, "learning_rate": 1e-2}
+# How rows are cut and losses are read off, with each trainer once whose batch or loss is its own
 CASES: dict[str, tuple[Any, Callable[..., Any], dict[str, Any]]] = {
-    "sft": (SFTTrainer, sft_config, {"eval_dataset": [{"text": TEXTS[4]}], "eval_steps": 2}),
-    "sft of packs": (SFTTrainer, sft_config, {"packing": True, "max_length": 60, "gradient_checkpointing": True}),
-    "sft of an adapter": (SFTTrainer, sft_config, {**LORA, "padding_free": True}),
     "sft of whole weights": (SFTTrainer, sft_config, {"fsdp_sharding_strategy": "no_shard", "token_budget": 50}),
     "classification": (ClassificationTrainer, classification_config, {**LABELLED, **CLASSES}),
-    "dpo": (DPOTrainer, dpo_config, {"gradient_checkpointing": True, "eval_steps": 2}),
     "dpo of packs": (DPOTrainer, dpo_config, {"packing": True, "max_length": 100, "use_weighting": True}),
-    "dpo of an adapter": (DPOTrainer, dpo_config, LORA),
     "kto": (KTOTrainer, kto_config, {"padding_free": True}),
-    "orpo": (CPOTrainer, orpo_config, {}),
     "reward": (RewardTrainer, reward_config, {"eval_steps": 2}),
     "grpo": (GRPOTrainer, grpo_config, {"val_before_train": True, "entropy_coef": 0.01}),
-    "grpo without padding": (GRPOTrainer, grpo_config, {"padding_free": True, "gradient_checkpointing": True}),
-    "grpo of an adapter": (GRPOTrainer, grpo_config, LORA),
+    "grpo of an adapter": (GRPOTrainer, grpo_config, {**LORA, "padding_free": True, "gradient_checkpointing": True}),
     "gkd": (GKDTrainer, gkd_config, {"lmbda": 1.0, "sft_alpha": 0.0}),
     "gkd of top tokens": (GKDTrainer, gkd_config, {"lmbda": 1.0, "sft_alpha": 0.0, "gkd_logits_topk": 5}),
     "ppo": (PPOTrainer, ppo_config, {}),
@@ -69,14 +61,14 @@ APART: dict[str, Any] = {
     "learners": {"device": "CPU", "ranks": 2, "workers": ["default", "train"]},
     "others": {"device": "CPU", "ranks": 2, "workers": ["reference", "rollout", "teacher", "critic", "reward"]},
 }
-OF_TORCHRUN = ["sft", "dpo of packs", "reward", "grpo", "ppo"]
+OF_TORCHRUN = ["dpo of packs", "ppo"]
 
 
 def config_of(case: str, model: str, folder: Path, size: int) -> Any:
-    """Three steps of a case. Of an epsilon above the rounding errors of gradients, which Adam would let grow."""
+    """Two steps of a case. Of an epsilon above the rounding errors of gradients, which Adam would let grow."""
     _, config, keys = CASES[case]
     more = {"teacher_model": str(Path(model).parent / "teacher")} if case.startswith("gkd") else {}
-    told = {"max_steps": 3, "adam_epsilon": 1e-4, "sequence_parallel_size": size}
+    told = {"max_steps": 2, "adam_epsilon": 1e-4, "sequence_parallel_size": size}
     return config(model, folder / case, **keys, **more, **told)
 
 
@@ -120,16 +112,16 @@ def test_two_workers_that_share_rows_run_as_one_process(
     assert_same_run(tmp_path / case, alone / case, model)
 
 
-@pytest.mark.parametrize("case", ["sft", "dpo", "grpo"])
 def test_four_workers_in_pairs_run_as_one_process(
-    case: str, model: str, alone: Path, tmp_path: Path, ray_session: RaySession
+    model: str, alone: Path, tmp_path: Path, ray_session: RaySession
 ) -> None:
     with ray_session(together(4)):
-        CASES[case][0](config_of(case, model, tmp_path, 2)).train()
-    assert_same_run(tmp_path / case, alone / case, model)
+        for case in ("sft of whole weights", "grpo"):
+            CASES[case][0](config_of(case, model, tmp_path, 2)).train()
+            assert_same_run(tmp_path / case, alone / case, model)
 
 
-@pytest.mark.parametrize("case", ["dpo", "grpo", "ppo", "gkd of top tokens"])
+@pytest.mark.parametrize("case", ["ppo", "gkd of top tokens"])
 def test_models_on_workers_of_their_own_share_rows_too(
     case: str, model: str, alone: Path, tmp_path: Path, ray_session: RaySession
 ) -> None:

@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from rayhelper import ConfigError, RayHelper
+from tests import warm
 from tests.conftest import RaySession, without_runtime
 from tests.e2e.runs import (
     begin_torchrun_of_one,
-    dpo_config,
+    embedding_config,
     final_bytes,
     final_weights,
     gkd_config,
@@ -29,21 +30,19 @@ from tests.e2e.runs import (
     interrupted_after,
     kto_config,
     lines,
-    orpo_config,
     ppo_config,
+    reranking_config,
     reward_config,
     sft_config,
     together,
 )
-from tests.e2e.test_own_trainer import configured, trainer_of
 from tests.golden.tiny import save_tiny
 from tests.rayhelper.test_torchrun import torchrun
 from trainers.batch import Sequences
 from trainers.checkpoint import checkpoints, latest, read_state
 from trainers.cli import run
 from trainers.configuration.reading.text import save_config
-from trainers.cpo.trainer import CPOTrainer
-from trainers.dpo.trainer import DPOTrainer
+from trainers.embedding.trainer import EmbeddingTrainer
 from trainers.gkd.trainer import GKDTrainer
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
@@ -51,6 +50,7 @@ from trainers.kto.trainer import KTOTrainer
 from trainers.metrics import Metrics
 from trainers.parts.policy import Policy
 from trainers.ppo.trainer import PPOTrainer
+from trainers.reranking.trainer import RerankingTrainer
 from trainers.reward.trainer import RewardTrainer
 from trainers.sft.config import SFTConfig
 from trainers.sft.loss import supervised_loss
@@ -59,10 +59,10 @@ from trainers.sft.trainer import SFTTrainer
 pytestmark = pytest.mark.xdist_group("ray_trainers")  # all look at what one start of torchrun left behind
 
 ROOT = Path(__file__).resolve().parents[2]
+# Those whose parts or batches no other has: DPO has KTO's reference and the pairs of reward models, ORPO less
 OTHERS: dict[str, Any] = {
-    **{"dpo": DPOTrainer, "kto": KTOTrainer, "orpo": CPOTrainer, "reward": RewardTrainer},
-    **{"gkd": GKDTrainer, "ppo": PPOTrainer},
-    "raft": trainer_of("raft"),  # written outside of the package
+    **{"kto": KTOTrainer, "reward": RewardTrainer, "gkd": GKDTrainer, "ppo": PPOTrainer},
+    **{"embedding": EmbeddingTrainer, "reranking": RerankingTrainer},
 }
 ROLES = sorted({role for cls in (GRPOTrainer, *OTHERS.values()) for role in cls.__rayhelper_roles__})
 PLUGIN = """
@@ -159,11 +159,11 @@ def other_config(name: str, model: str, folder: Path) -> Any:
     keys: dict[str, Any] = {"max_steps": 3, "save_steps": 2}
     if name == "reward":
         keys = {"max_steps": 4, "save_strategy": "epoch", "eval_strategy": "epoch"}
-    if name == "raft":
-        return configured(name, model, folder, num_kept=2, report_to=["none"], **keys)
     if name == "gkd":
         return gkd_config(model, folder, teacher_model=model, lmbda=1.0, sft_alpha=0.0, **keys)
-    configs = {"dpo": dpo_config, "kto": kto_config, "orpo": orpo_config, "reward": reward_config, "ppo": ppo_config}
+    if name in ("embedding", "reranking"):
+        return {"embedding": embedding_config, "reranking": reranking_config}[name](model, folder, **keys)
+    configs = {"kto": kto_config, "reward": reward_config, "ppo": ppo_config}
     return configs[name](model, folder, **keys)
 
 
@@ -226,6 +226,25 @@ def test_two_processes_of_torchrun_equal_two_ray_workers_bit_for_bit(
         written = [{path.name for path in (folder / name).iterdir()} for folder in (by_torchrun, tmp_path)]
         assert written[0] == written[1]
     assert "checkpoint-3" in {path.name for path in (by_torchrun / "reward").iterdir()}  # the end of its first epoch
+
+
+@pytest.mark.parametrize(("trainer", "names"), [("embedding", ("mean_neg", "margin")), ("reranking", ("mrr",))])
+def test_texts_of_all_workers_are_compared(
+    by_torchrun: Path, model: str, tmp_path: Path, trainer: str, names: tuple[str, ...]
+) -> None:
+    """A pool of four rows is the same over two processes and in one; so are drawn documents."""
+    keys: dict[str, Any] = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 16, "max_steps": 3}
+    makes = {"embedding": embedding_config, "reranking": reranking_config}
+    OTHERS[trainer](makes[trainer](model, tmp_path, save_steps=2, **keys)).train()
+    names = ("loss", "grad_norm", *names)
+    of_evaluation = {f"eval_{name}" for name in names}
+    both = [
+        [{name: line[name] for name in {*names, *of_evaluation} if name in line} for line in lines(folder)]
+        for folder in (by_torchrun / trainer, tmp_path)
+    ]
+    assert both[0][0].keys() == set(names)
+    for by_two, by_one in zip(*both, strict=True):
+        assert by_two == pytest.approx(by_one, rel=1e-4, abs=1e-6)
 
 
 def test_the_best_checkpoint_is_kept_and_told(by_torchrun: Path) -> None:
@@ -320,14 +339,16 @@ def test_processes_whose_launcher_is_stopped_or_killed_save_and_end(
     """Both after the same step, without which neither could write its part of the checkpoint."""
     config = sft_config(model, tmp_path / "run", max_steps=100_000)
     save_config(config, tmp_path / "keys")
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    line = [*start, "--log-dir", str(tmp_path), "-m", "trainers.sft", "--config", str(tmp_path / "keys/config.yaml")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    start = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = ["-m", "trainers.sft", "--config", str(tmp_path / "keys/config.yaml")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHON_EXEC": warm.python()}
     with (tmp_path / "out").open("w") as out:
+        line = [*start, "--log-dir", str(tmp_path), *program]
         launcher = subprocess.Popen(line, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT)
     try:
         wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(lines(tmp_path / "run")) > 2)
-        processes = psutil.Process(launcher.pid).children()
+        started = psutil.process_iter(["pid", "cmdline"])
+        processes = [one for one in started if one.pid != launcher.pid and (one.info["cmdline"] or [])[-4:] == program]
         assert len(processes) == 2
         launcher.send_signal(sent)
         launcher.wait()

@@ -344,10 +344,7 @@ def workers(ray_session: RaySession) -> Iterator[None]:
         yield
 
 
-DEATHS = ["in generation 2", "while it receives"]
-
-
-@pytest.mark.parametrize("dies", ["", *DEATHS])
+@pytest.mark.parametrize("dies", ["in generation 2", "while it receives"])
 def test_workers_apart_equal_one_process_though_one_dies(
     dies: str, workers: None, off: LedgerTrainer, model: str, tmp_path: Path
 ) -> None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.golden.rows_of_steps import rows_of_steps
+from tests.rayhelper.test_torchrun import torchrun
 from trainers.configuration.shared import order_by_rows_of, sequences_per_step
 from trainers.data.packs import batches_of
 from trainers.sft.config import SFTConfig
@@ -38,15 +36,9 @@ def ours(num_rows: int, drop_last: bool, accumulated: int, num_workers: int) -> 
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[Steps]]:
     file = tmp_path_factory.mktemp("rows") / "rows.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "tests.golden.rows_of_steps", json.dumps(RUNS), str(file)]
-    subprocess.run(
-        command,
-        check=True,
-        capture_output=True,
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TMPDIR": str(file.parent)},
-    )
+    root = Path(__file__).parents[2]
+    done = torchrun(2, "-m", "tests.golden.rows_of_steps", json.dumps(RUNS), str(file), cwd=root)
+    assert done.returncode == 0, done.stderr[-4000:]
     return {1: [rows_of_steps(*run) for run in RUNS], 2: json.loads(file.read_text())}
 
 

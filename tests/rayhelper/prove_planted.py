@@ -516,3 +516,81 @@ class OffsetOfTime:
     def train(self) -> None:
         for rows in batches():
             self.moved(rows)
+
+
+@RayHelper.worker(group=["train", "critic"])
+class WeightOfAnotherRole:
+    """The critic scores with the weight that the other role has trained: the same object on one worker alone."""
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(4)
+
+    @RayHelper.function(group="critic", execute="first")
+    def score(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ self.weight
+
+    @RayHelper.function(group="train", execute="first")
+    def step(self, rows: torch.Tensor) -> float:
+        self.weight = self.weight - 0.1 * rows.mean(0)
+        return float(self.weight.sum())
+
+    def train(self) -> None:
+        for rows in batches():
+            self.score(rows)
+            self.step(rows)
+
+
+@RayHelper.worker(group=["train", "critic"])
+class NoiseOfTwoRoles:
+    """Both roles draw from one generator."""
+
+    @RayHelper.function(group="critic", execute="first")
+    def jitter(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows + torch.rand(4)
+
+    @RayHelper.function(group="train", execute="first")
+    def dropout(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(rows)
+
+    def train(self) -> None:
+        for rows in batches():
+            self.dropout(self.jitter(rows))
+
+
+@RayHelper.worker(group=["train", "critic"])
+class AsksWhetherItIsApart:
+    """The driver sends the weight where roles stand apart, and does nothing where they do not: no mistake."""
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(4)
+        self.trains = False
+
+    @RayHelper.function(group="train", execute="first")
+    def build(self) -> None:
+        self.trains = True
+
+    @RayHelper.function(group="critic", execute="first")
+    def is_beside(self) -> bool:
+        return self.trains
+
+    @RayHelper.function(group="critic", execute="first")
+    def load(self, weight: torch.Tensor) -> None:
+        self.weight = weight.clone()
+
+    @RayHelper.function(group="critic", execute="first")
+    def score(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ self.weight
+
+    @RayHelper.function(group="train", execute="first")
+    def step(self, rows: torch.Tensor) -> torch.Tensor:
+        self.weight = self.weight - 0.1 * rows.mean(0)
+        return self.weight.clone()
+
+    def train(self) -> None:
+        self.build()
+        is_beside = self.is_beside()
+        for rows in batches():
+            weight = self.step(rows)
+            if not is_beside:
+                self.load(weight)
+            self.score(rows)

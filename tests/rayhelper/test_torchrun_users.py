@@ -10,7 +10,7 @@ import pytest
 from tests.rayhelper.test_torchrun import torchrun
 
 SCRIPT = """
-import asyncio, json, os, random, sys, threading
+import asyncio, itertools, json, os, random, sys, threading
 import numpy as np
 import torch
 from datasets import Dataset
@@ -22,6 +22,14 @@ facts = {}
 class Holder:
     def __init__(self, held):
         self.held = held
+
+async def later(given, until):
+    while until not in over:
+        await asyncio.sleep(0.01)
+    return given
+
+over = set()  # what this process's driver no longer holds up
+names = itertools.count()
 
 @RayHelper.worker(group="train")
 class Net:
@@ -58,14 +66,12 @@ class Net:
         return value
 
     @RayHelper.function(group="train", execute="first")
-    async def by_first(self, given, wait_s=0.3):
-        await asyncio.sleep(wait_s)
-        return given
+    async def by_first(self, given, until):
+        return await later(given, until)
 
     @RayHelper.function(group="train")
-    async def by_all(self, given):
-        await asyncio.sleep(0.1 + 0.2 * rank)
-        return given
+    async def by_all(self, given, until):
+        return await later(given, until)
 
 @RayHelper.worker(group="train")
 class Given:
@@ -115,15 +121,23 @@ with RayHelper.session({"g": {"device": "CPU", "ranks": 2, "workers": ["train"]}
     told("after", net.one)
 
     async def beside(call):
-        task = asyncio.create_task(call(7))
+        until = next(names)
+        task = asyncio.create_task(call(7, until))
         await asyncio.sleep(0.02)
-        return [net.one(), await task, net.one()]
+        try:
+            first = net.one()
+        finally:
+            over.add(until)
+        return [first, await task, net.one()]
 
     async def cancelled(call):
+        until = next(names)
         try:
-            await asyncio.wait_for(call(7), 0.02)
+            await asyncio.wait_for(call(7, until), 0.02)
         except TimeoutError:
-            return [net.one(), await call(8)]
+            first = net.one()
+            over.add(until)
+            return [first, await call(8, until)]
 
     told("beside one", lambda: asyncio.run(beside(net.by_first)))
     told("beside all", lambda: asyncio.run(beside(net.by_all)))

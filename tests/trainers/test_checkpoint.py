@@ -264,7 +264,7 @@ def test_checkpoints_of_a_version_that_did_not_count_are_older(tmp_path: Path) -
         folder = checkpoint_folder(tmp_path, step)
         folder.mkdir()
         (folder / "trainer_state.json").write_text(json.dumps({"step": step, "saved_at": saved_at}))
-    assert latest(tmp_path) == tmp_path / "checkpoint-10"
+    assert newest(tmp_path, without_manifest=True).folder == tmp_path / "checkpoint-10"
     save(tmp_path, 5)
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-20", "checkpoint-10", "checkpoint-5"]
 
@@ -317,15 +317,23 @@ def test_where_no_checkpoint_is_left_whole_the_run_starts_anew_and_says_so(tmp_p
     assert "starts anew" in choice.notes[0]
 
 
-def test_a_checkpoint_of_a_version_without_manifests_is_taken_with_a_note(tmp_path: Path) -> None:
-    (save(tmp_path, 10) / "manifest.json").unlink()
-    for value in ("auto", str(tmp_path / "checkpoint-10")):
-        choice = chosen(value, tmp_path)
-        assert choice.folder == tmp_path / "checkpoint-10"
-        assert choice.notes == (
-            "resume_from_checkpoint: checkpoint-10 has no manifest.json, as an earlier version wrote it: its files "
-            "were not checked",
-        )
+def test_a_checkpoint_that_lost_its_manifest_is_taken_only_where_a_key_says_so(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    (save(tmp_path, 20) / "manifest.json").unlink()
+    choice = chosen("auto", tmp_path)
+    assert choice.folder == tmp_path / "checkpoint-10"
+    assert choice.notes == (
+        "resume_from_checkpoint: passed over checkpoint-20 (it has no manifest.json, so that its files cannot be "
+        "checked; resume_without_manifest: true takes it); goes on from checkpoint-10",
+    )
+    named = str(tmp_path / "checkpoint-20")
+    with pytest.raises(ConfigError, match=r"has no manifest.json, .* add resume_without_manifest: true"):
+        chosen(named, tmp_path)
+    for value in ("auto", named):
+        choice = chosen(value, tmp_path, without_manifest=True)
+        assert choice.folder == tmp_path / "checkpoint-20"
+        told = "resume_without_manifest: checkpoint-20 has no manifest.json, and its files were not checked"
+        assert choice.notes == (told,)
 
 
 def test_what_does_not_change_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

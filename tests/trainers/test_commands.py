@@ -209,8 +209,8 @@ def test_a_mistake_is_one_line_with_its_remedy(target: str, more: list[str], tol
 def test_without_a_name_all_trainers_are_named_and_nothing_large_is_imported() -> None:
     done = python(ROOT, "-X", "importtime", "-m", "trainers")
     assert done.returncode == 2
-    names = "classification, seq_cls, cpo, simpo, orpo, dpo, gkd, distillation, grpo, kto, ppo, reward, rm, "
-    names += "sampling, sample, sft, pretrain, pt, rlhf"
+    names = "classification, seq_cls, cpo, simpo, orpo, dpo, embedding, gkd, distillation, grpo, kto, ppo, "
+    names += "reranking, reranker, reward, rm, sampling, sample, sft, pretrain, pt, rlhf"
     assert f"NAME is one of {names}" in done.stderr
     assert "path/to/file.py:MyTrainer" in done.stderr
     assert not [line for line in done.stderr.splitlines() if line.endswith((" torch", " transformers", " ray"))]

@@ -453,5 +453,7 @@ def test_keys_of_an_adapter_and_an_optimizer_are_taken() -> None:
 def test_a_run_goes_on_by_itself_only_where_its_workers_are_other_processes() -> None:
     with pytest.raises(ConfigError, match=r"resume_on_failure is 2, but only with use_ray .*Under torchrun"):
         SFTConfig(model="m", dataset=[{"text": "a"}], resume_on_failure=2)
+    with pytest.raises(ConfigError, match="resume_without_manifest is True, but resume_from_checkpoint is not set"):
+        SFTConfig(model="m", dataset=[{"text": "a"}], resume_without_manifest=True)
     with pytest.raises(ConfigError, match="resume_on_failure must be at least 0"):
         SFTConfig(model="m", dataset=[{"text": "a"}], resume_on_failure=-1, use_ray=True)

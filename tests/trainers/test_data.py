@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.golden.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from trainers.batch import Ragged, Sequences
-from trainers.data.batches import Batches
+from trainers.data.batches import Batches, DrawnRows
 from trainers.data.packs import batches_of
 from trainers.data.rows import drop_long_prompts, load_rows, pack, prompt_of, tokenize_prompts, tokenize_sft
 from trainers.plugins import DATASETS, register_dataset
@@ -433,3 +433,18 @@ def test_drop_last_leaves_the_incomplete_batch_out() -> None:
         Batches(0, 4)
     with pytest.raises(IndexError, match="steps start at 0"):
         batches[-1]
+
+
+def test_rows_that_a_step_draws_are_the_data_sets_and_each_ones_own() -> None:
+    dataset = datasets.Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": f"{k}?"}], "answer": k} for k in range(4)]
+    )
+    places = np.array([3, 3, 0, 2])
+    drawn, selected = DrawnRows(dataset, places), dataset.select(places)
+    assert (len(drawn), drawn.column_names, list(drawn)) == (4, selected.column_names, list(selected))
+    assert drawn[:] == selected[:]
+    assert list(drawn.select(np.array([1, 3]))) == list(selected.select([1, 3]))
+    for rows in (list(drawn), [{"prompt": prompt} for prompt in drawn[:]["prompt"]]):
+        rows[0]["prompt"][0]["content"] = "written into"
+        assert rows[1]["prompt"][0]["content"] == "3?"
+    assert list(drawn) == list(selected)

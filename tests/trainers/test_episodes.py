@@ -453,8 +453,13 @@ def lambda_named(name: str) -> Callable[..., Any]:
 
 ROOT = Path(__file__).resolve().parents[2]
 HANGING = """
+import faulthandler
 import time
 from tests.trainers.test_episodes import *
+
+def block():
+    while True:
+        time.sleep(0.05)  # not 600: a signal that comes just before a sleep is acted on after it
 
 class Hangs:
     def reset(self, row):
@@ -462,6 +467,7 @@ class Hangs:
 
     {step}
 
+faulthandler.dump_traceback_later(45, exit=True)  # where it is, if it does not end
 engine = {engine}(lambda text: "1")
 row = {{"prompt": [user("1?")]}}
 Stage(Hangs, TOKENIZER).play(engine, [row, row], Sampling(200), seed_of)
@@ -472,8 +478,8 @@ Stage(Hangs, TOKENIZER).play(engine, [row, row], Sampling(200), seed_of)
 @pytest.mark.parametrize(
     "step",
     [
-        'def step(self, text):\n        print("step", flush=True)\n        time.sleep(600)',
-        'async def step(self, text):\n        print("step", flush=True)\n        time.sleep(600)',
+        'def step(self, text):\n        print("step", flush=True)\n        block()',
+        'async def step(self, text):\n        print("step", flush=True)\n        block()',
         'async def step(self, text):\n        print("step", flush=True)\n        await asyncio.sleep(600)',
     ],
     ids=["plain", "async that blocks", "async"],
@@ -489,7 +495,7 @@ def test_the_first_ctrl_c_ends_a_step_that_hangs(engine: str, step: str, tmp_pat
             _, told = run.communicate(timeout=60)
         finally:
             run.kill()
-    assert run.returncode == -signal.SIGINT
+    assert run.returncode == -signal.SIGINT, told
     assert told.rstrip().endswith("KeyboardInterrupt")
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from rayhelper import Channel, ChannelError, DeadlineError
+from rayhelper import Channel, ChannelError, DeadlineError, Future, WorkerDiedError
+from rayhelper.roles.futures import finished
 from trainers.configuration.completion import CompletionConfig
 from trainers.parts.generator import Generator, Pending
 from trainers.parts.policy import ModelLostError, Policy
@@ -25,12 +26,18 @@ class Call:
 
     def __init__(self, door: Callable[[], Any]) -> None:
         self.door = door
+        self.made: Future[Any] | None = None
 
     def done(self) -> bool:
         return True
 
     def result(self) -> Any:
-        return self.door()
+        self.made = self.made or finished(self.door)
+        return self.made.result()
+
+    def exception(self) -> Exception | None:
+        self.made = self.made or finished(self.door)
+        return self.made.exception()
 
 
 class Doors:
@@ -63,7 +70,9 @@ class Doors:
         generator.path, generator.way, generator.num_engines = "unused", way, 2
         for name in ("start", "meet", "copy", "receive", "wake", "sleep"):
             setattr(generator, name, self.door(name))
-        generator.receive.defer = lambda *_: Call(self.door("receive later"))
+        generator.receive.defer = lambda _, unless=None: Call(
+            self.door("receive" if unless is None else "receive later")
+        )
         open_channel = generator.open_channel
 
         def opened() -> Channel:
@@ -177,6 +186,26 @@ def test_what_the_sender_failed_of_is_told_rather_than_that_it_failed() -> None:
     doors = Doors(receive=[ChannelError("the sender failed")], send=[MemoryError("no room")])
     with pytest.raises(MemoryError, match="no room"):
         doors.generator("sent").update()
+
+
+def test_a_learner_that_died_is_told_rather_than_the_channel_that_engines_lost() -> None:
+    """Engines that wait for a dead learner are not waited for: their call ends when the channel is closed."""
+    doors = Doors(send=[WorkerDiedError("the learner died")])
+    generator: Any = doors.generator("sent")
+    channels: list[Channel] = []
+
+    class Waiting(Call):
+        def done(self) -> bool:
+            return bool(channels) and generator.channel is None
+
+    def receive(channel: Channel) -> Call:
+        channels.append(channel)
+        return Waiting(lambda: list(channel.receive()))
+
+    generator.receive.defer = receive
+    with pytest.raises(WorkerDiedError, match="the learner died"):
+        generator.update()
+    assert doors.since() == ["meet", "open", "send"]
 
 
 def test_the_channel_is_closed_before_the_sender_is_waited_for() -> None:

@@ -16,8 +16,12 @@ from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import TrainConfig
 from trainers.plugins import DATASETS, REWARDS, load_plugins, register_reward, resolve_model
 from trainers.rewards.functions import resolve_rewards
+from trainers.run.stopping import Stopped
 
 PLUGIN = """
+import os
+import signal
+from trainers.run.stopping import ends_by_sigterm
 from trainers.plugins import register_dataset, register_model, register_reward
 
 @register_reward("short")
@@ -31,6 +35,11 @@ def letters():
 @register_model("nothing")
 def nothing(output_dir, seed):
     return output_dir
+
+@register_model("stopped")
+def stopped(output_dir, seed):
+    with ends_by_sigterm():
+        os.kill(os.getpid(), signal.SIGTERM)
 
 @register_model("something")
 def something(output_dir, seed):
@@ -155,6 +164,8 @@ def test_a_registered_model_is_built_and_any_other_name_is_kept(plugin: Path, tm
     assert resolve_model("org/model", output_dir=tmp_path, seed=7) == "org/model"
     with pytest.raises(FileNotFoundError, match=r"model 'nothing' returned .* no config\.json"):
         resolve_model("nothing", output_dir=tmp_path / "x", seed=7)
+    with pytest.raises(Stopped):  # by a signal, as a run inside is: no error of the model's
+        resolve_model("stopped", output_dir=tmp_path, seed=7)
 
 
 def test_a_plugin_that_exits_as_it_is_imported_is_an_error(tmp_path: Path) -> None:

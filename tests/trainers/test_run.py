@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from trainers.parts.checks import num_train_shards
 from trainers.parts.models import resolve_dtype
 from trainers.parts.tokenizer import load_tokenizer
 from trainers.run.run import Run, saved_order
-from trainers.run.stopping import Stopped
+from trainers.run.stopping import StepGivenUp, Stopped
 from trainers.sft.config import SFTConfig
 from trainers.sft.trainer import SFTTrainer
 
@@ -271,6 +273,30 @@ def test_a_run_saves_and_ends_well_when_its_time_is_over(tmp_path: Path) -> None
     with opened(tmp_path, resume_from_checkpoint="auto", save_before_s=5) as resumed:
         Loop().train(resumed)  # no step is left to save for
     assert resumed.is_over
+
+
+def test_a_run_whose_step_hangs_after_sigterm_names_the_checkpoint_to_go_on_from(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Hanging(Loop):
+        def evaluate(self) -> dict[str, float]:
+            if checkpoints(tmp_path):
+                signal.raise_signal(signal.SIGTERM)
+                try:
+                    time.sleep(100)
+                except Exception as error:
+                    raise RuntimeError("raised by an evaluation") from error
+            return {"eval_loss": 1.0}
+
+    keys: dict[str, Any] = {"save_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "split_dataset_ratio": 0.5}
+    with pytest.raises(StepGivenUp) as ended, opened(tmp_path, stop_grace_s=0.1, **keys) as run:
+        Hanging().train(run)
+    assert ended.value.code == 143
+    told = capfd.readouterr().err
+    assert "time.sleep(100)" in told
+    assert f"stopped after step 3 of 9; saved before: {tmp_path / 'checkpoint-2'}. To go on, run the same" in told
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
+    assert "stopped in a step that did not end, and not saved" in (tmp_path / "run.json").read_text()
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, math.inf, math.nan])

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from trainers.run import stopping
-from trainers.run.stopping import SIGNALS, Stop, StopSignals, ends_by_sigterm
+from trainers.run.stopping import SIGNALS, GivenUp, Stop, StopSignals, ends_by_sigterm, notices_exit
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1", "SIGHUP"])
@@ -67,6 +67,94 @@ def test_sigterm_while_workers_start_exits_with_143() -> None:
     with ends_by_sigterm(), pytest.raises(SystemExit) as ended:
         os.kill(os.getpid(), signal.SIGTERM)
     assert ended.value.code == 143
+
+
+def test_a_step_that_hangs_after_sigterm_is_given_up_and_told(capfd: pytest.CaptureFixture[str]) -> None:
+    before = [signal.getsignal(one) for one in SIGNALS]
+
+    def hang() -> None:
+        with StopSignals(with_interrupt=False, grace_s=0.1, where=lambda: "here") as signals, signals.watch.step():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(100)
+
+    with pytest.raises(GivenUp):
+        hang()
+    told = capfd.readouterr().err
+    assert "SIGTERM: the run finishes this step, saves a checkpoint and ends" in told
+    assert "SIGTERM: the step did not end within 0.1 s (stop_grace_s) and is given up\nhere" in told
+    assert [signal.getsignal(one) for one in SIGNALS] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_step_that_is_only_slow_ends_and_another_signal_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step has twice the time of the longest one before; between steps the run may save for as long as it takes."""
+    monkeypatch.setattr(stopping, "STOP_GRACE_S", 0.0)
+    with StopSignals(with_interrupt=False) as signals:
+        with signals.watch.step():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(2 * stopping.STEP_LOOK_S)
+        assert signals.stop() == Stop("SIGUSR1", 143)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(2 * stopping.STEP_LOOK_S)
+        signals.watch.longest_s = 1000.0
+        with signals.watch.step():
+            time.sleep(2 * stopping.STEP_LOOK_S)
+
+
+def test_a_signal_to_a_forked_child_is_not_the_parents() -> None:
+    with StopSignals(with_interrupt=False, grace_s=0.0) as signals, signals.watch.step():
+        child = os.fork()
+        if child == 0:
+            signal.raise_signal(signal.SIGTERM)
+            os._exit(0 if signals.noted else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        time.sleep(2 * stopping.STEP_LOOK_S)
+        assert signals.watch.thread is not None
+        assert signals.watch.thread.is_alive()
+
+
+def test_a_run_that_os_exit_ends_does_not_look_finished(capfd: pytest.CaptureFixture[str]) -> None:
+    """A run is entered twice: from the command line, and in ``Run``. Its forked children end as they like."""
+    real = os._exit
+    codes = []
+    for status in (0, 7):
+        child = os.fork()
+        if child == 0:
+            with notices_exit(), notices_exit():
+                grandchild = os.fork()
+                if grandchild == 0:
+                    os._exit(0)
+                os._exit(status if os.waitpid(grandchild, 0)[1] == 0 else 9)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    assert codes == [1, 7]
+    (told,) = capfd.readouterr().err.strip().splitlines()
+    assert told.startswith(f"error: os._exit(0) at {__file__}:")
+    assert told.endswith(" ended the run before its last step. There is no final model.")
+    with notices_exit():
+        assert os._exit is not real
+    assert os._exit is real
+
+
+NATIVE = """
+import ctypes, os, signal
+from trainers.run import stopping
+stopping.UNWIND_S = 0.1
+lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(128)
+with stopping.StopSignals(with_interrupt=False, grace_s=0.1) as signals, signals.watch.step():
+    print("started", flush=True)
+    lock(mutex)
+    lock(mutex)  # for ever, as a collective that nobody else joins: no signal is handled
+"""
+
+
+def test_a_step_that_hangs_in_native_code_is_given_up_too() -> None:
+    run = subprocess.Popen([sys.executable, "-c", NATIVE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "started\n"
+    run.terminate()
+    told = run.communicate(timeout=60)[1]
+    assert "SIGTERM: the step did not end within 0.1 s (stop_grace_s) and is given up" in told
+    assert run.returncode == 143
 
 
 WORKER = """

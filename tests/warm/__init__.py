@@ -2,8 +2,8 @@
 
 ``python()`` is a program that starts as ``python script`` and ``python -m module`` do, but for imports: half of what
 the suite's processes cost. Like another start of Python, a fork has its own seeds, variables, folder, streams and
-signals. It has the hash seed of all its kind and knows torch from the start; tests of either start Pythons of their
-own.
+signals, and the parent that started the program. It has the hash seed of all its kind and knows torch from the start;
+tests of either start Pythons of their own.
 """
 
 from __future__ import annotations

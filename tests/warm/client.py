@@ -2,6 +2,7 @@
 # What is neither a script nor a module is for a Python of its own.
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -19,6 +20,8 @@ server.sendall(asked)
 process = int.from_bytes(server.recv(4), "big")
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, _: os.kill(process, number))
+while not select.select([server], [], [], 0.5)[0]:  # a signal just before a wait is passed on after it
+    pass
 status = server.recv(4)
 code = int.from_bytes(status, "big", signed=True) if status else -signal.SIGKILL
 if code < 0:

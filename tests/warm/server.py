@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import json
+import logging
 import os
 import random
 import runpy
 import selectors
+import shlex
 import signal
 import socket
+import struct
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +48,7 @@ class Asked:
     folder: str
     environ: dict[str, str]
     streams: list[int]
+    client: int  # the program's process
 
     @classmethod
     def receive(cls, client: socket.socket) -> Asked:
@@ -50,7 +56,8 @@ class Asked:
         text = b""
         while len(text) < int.from_bytes(size, "big"):
             text += client.recv(1 << 20)
-        return cls(**json.loads(text), streams=streams)
+        process, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return cls(**json.loads(text), streams=streams, client=process)
 
 
 @dataclass
@@ -117,10 +124,15 @@ class Server:
         client.close()
 
 
+def use_threads() -> None:
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+
+
 def become(asked: Asked, program: str) -> None:
     """This process is as a new one that was called so, but for its imports."""
     import numpy as np
-    import torch
 
     for number, stream in enumerate(asked.streams):
         os.dup2(stream, number)
@@ -130,15 +142,56 @@ def become(asked: Asked, program: str) -> None:
     os.environ.update(SET_BY_IMPORTS | asked.environ)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    os.getppid = of_program(asked.client, os.getppid)
     random.seed()
     np.random.seed()
-    torch.set_num_threads(int(asked.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    use_threads()
     script = Path(asked.arguments[0])
     if "ray" in script.parts and script.name != "default_worker.py":
         sys.executable = program  # what starts workers starts them as it was started itself
+    if script.name == "setup_worker.py":
+        os.execvp = stays_if_ray(os.execvp, program)  # type: ignore[assignment]
     sys.argv = asked.arguments
     folder = asked.folder if asked.arguments[0] == "-m" else str(script.parent)
     sys.path[:1] = [folder, *filter(None, asked.environ.get("PYTHONPATH", "").split(os.pathsep))]
+
+
+def of_program(client: int, getppid: Callable[[], int]) -> Callable[[], int]:
+    """``os.getppid`` of this fork: the parent is the program's, which ended where that is another."""
+    fork = os.getpid()
+
+    def parent() -> int:
+        if os.getpid() != fork:
+            return getppid()
+        with contextlib.suppress(FileNotFoundError):
+            return int(Path(f"/proc/{client}/stat").read_text().rpartition(")")[2].split()[1])
+        return getppid()
+
+    return parent
+
+
+class Stays(BaseException):  # nothing failed
+    """This process runs the script itself which it was about to start a Python for."""
+
+
+def stays_if_ray(execvp: Callable[[str, list[str]], None], program: str) -> Callable[[str, list[str]], None]:
+    """``os.execvp`` where Ray sets up a worker: the same process becomes the worker, a third of what one costs.
+
+    Not where its variables are others than before: Ray is imported now, and has read them.
+    """
+    before = variables_of_ray()
+
+    def stay(file: str, args: list[str]) -> None:
+        words = shlex.split(args[-1])
+        if file == "bash" and words[:2] == ["exec", program] and variables_of_ray() == before:
+            raise Stays(*[word for word in words[2:] if word != "-u"])
+        execvp(file, args)
+
+    return stay
+
+
+def variables_of_ray() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
 
 
 def main() -> None:
@@ -146,6 +199,8 @@ def main() -> None:
     before = dict(os.environ)
     for name in MODULES:
         importlib.import_module(name)
+    # compiles 650 patterns, of all models: half a second of the first model that a process reads
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("qwen3")
     SET_BY_IMPORTS.update(set(os.environ.items()) - set(before.items()))
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     if len(threads) - threads.count("jemalloc_bg_thd") > 1:  # pyarrow's, which a fork starts again
@@ -163,18 +218,27 @@ def main() -> None:
 
 
 def run(asked: Asked) -> int:
-    """Runs it as ``__main__``: the exit code. Other errors than SystemExit are the interpreter's to tell."""
+    """Runs it as ``__main__``: the exit code, or a signal's number below zero. Errors are told as always."""
     try:
         if asked.arguments[0] == "-m":
             sys.argv = asked.arguments[1:]
             runpy.run_module(asked.arguments[1], run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(asked.arguments[0], run_name="__main__")
+            try:
+                runpy.run_path(asked.arguments[0], run_name="__main__")
+            except Stays as stays:
+                logging.getLogger("ray").handlers.clear()
+                use_threads()
+                sys.argv = list(stays.args)
+                runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as ended:
         if not isinstance(ended.code, int | None):
             print(ended.code, file=sys.stderr)
             return 1
         return ended.code or 0
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 
@@ -184,6 +248,9 @@ def end(code: int) -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
     os._exit(code)
 
 

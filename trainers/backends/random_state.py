@@ -5,8 +5,9 @@ They are made of tensors, numbers and tuples alone, so that a file of them is re
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,16 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+@contextlib.contextmanager
+def unmoved(device: torch.device) -> Iterator[None]:
+    """Afterwards the generators go on where they were before, as if nothing had been drawn inside."""
+    state = random_state(device)
+    try:
+        yield
+    finally:
+        set_random_state(state, device)
 
 
 def read_random_state(path: Path) -> dict[str, Any]:

@@ -333,7 +333,8 @@ def _may_be_cut(keys: Keys, given: GivenKeys, *, joins: bool) -> bool:
     if {"per_device_train_batch_size", "token_budget"} & set(given.values) or _is_megatron(keys):
         return False
     said = keys.get("loss_type")  # not judged yet: it may be anything
-    sorts = any(one in SORTING_LOSSES for one in (said if isinstance(said, list | tuple) else [said]))
+    passes_twice = "infonce_use_batch" in keys and not keys.get("disable_dropout")  # which must draw alike
+    sorts = passes_twice or any(one in SORTING_LOSSES for one in (said if isinstance(said, list | tuple) else [said]))
     return not (sorts or any(keys.get(name) for name in CUT_MATTERS) or (keys.get("packing") and not joins))
 
 

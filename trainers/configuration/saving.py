@@ -40,12 +40,17 @@ class SavingConfig:
     schedule does not change. null: no limit."""
     resume_from_checkpoint: bool | str | None = None
     """A checkpoint folder; true or 'auto': the newest undamaged one of output_dir, if there is one."""
+    resume_without_manifest: bool = False
+    """Takes a checkpoint without ``manifest.json`` too, though nothing tells whether its files are whole."""
     resume_on_failure: int = 0
     """With Ray: how often a run may continue after workers died or did not answer within ``timeout_s``. All workers are
     then started anew, and the run continues from its newest checkpoint."""
     save_before_s: float | None = None
     """Seconds after the start of the command. The run then finishes its step, saves a checkpoint and ends with exit
     code 0. null: no limit."""
+    stop_grace_s: float | None = None
+    """Seconds that a step has to end after SIGTERM. Then the run reports where it hangs and ends without a checkpoint.
+    null: 20, or twice the longest step so far if that is longer."""
     save_on_interrupt: bool = False
     """The first Ctrl-C finishes the step, saves a checkpoint and ends the run; the second one interrupts."""
 

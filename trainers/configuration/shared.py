@@ -162,6 +162,8 @@ class TrainConfig(SavingConfig, VisionConfig, MegatronConfig, TunerConfig, RunCo
 
     JOINS_ROWS: ClassVar[bool] = False
     """Whether ``packing`` makes longer rows of the rows; see ``packs.py``."""
+    ENCODES: ClassVar[bool] = False
+    """Whether the model may be an encoder, such as BERT, whose texts need no end of sequence."""
 
     # Backend
     backend: Literal["fsdp", "megatron"] = "fsdp"
@@ -385,7 +387,7 @@ def check_shared(config: TrainConfig) -> None:
         unread(config, "split_dataset_ratio is 0", "split_dataset_rows")
     for mistake in saving_mistakes(config, has_rows=config.has_evaluation_rows):
         raise ConfigError(mistake)
-    check_seconds(config, "save_before_s")
+    check_seconds(config, "save_before_s", "stop_grace_s")
     if config.resume_on_failure and not config.use_ray:
         raise ConfigError(
             f"resume_on_failure is {config.resume_on_failure}, but only with use_ray the workers are other processes "
@@ -393,6 +395,8 @@ def check_shared(config: TrainConfig) -> None:
             "and the run resume_from_checkpoint: auto."
         )
     resume = config.resume_from_checkpoint
+    if not resume:
+        unread(config, "resume_from_checkpoint is not set", "resume_without_manifest")
     if isinstance(resume, str) and resume != "auto" and not is_there(resume, Path.is_dir):
         raise ConfigError(
             f"resume_from_checkpoint: there is no folder {resume!r}. Give a checkpoint-N folder, or 'auto' for the "

@@ -44,7 +44,7 @@ AT_MOST = {  # numbers beyond them are accepted by every formula, and mean nothi
 }
 LOWEST_TEMPERATURE = 1e-4  # logits are divided by it
 TYPES_SAID_BETTER = ("stop_token_ids",)  # keys whose own check says more than their type
-SECONDS = ("timeout_s", "request_timeout_s", "reward_timeout_s", "save_before_s")
+SECONDS = ("timeout_s", "request_timeout_s", "reward_timeout_s", "save_before_s", "stop_grace_s")
 NUMBERS_SAID_BETTER = ("peak_tflops", *SECONDS)  # or than that it is finite
 VARIABLE = re.compile(r"[^=\0\s]+")
 
@@ -127,7 +127,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, (list, tuple)) and all(_fits(item, members[0]) for item in value)
     if origin is dict:
         return isinstance(value, Mapping) and all(
-            isinstance(key, str) and _fits(item, members[1]) for key, item in value.items()
+            (members[0] is Any or isinstance(key, str)) and _fits(item, members[1]) for key, item in value.items()
         )
     if hint is str:
         return isinstance(value, (str, PurePath))

@@ -1,8 +1,10 @@
-"""The order in which a run goes through its rows: which of them each optimizer step gets."""
+"""The order in which a run goes through its rows: which of them each optimizer step gets, and these."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -84,3 +86,40 @@ def nothing_left(batch_size: int) -> ConfigError:
         f"dataloader_drop_last: the rows fill no batch of {batch_size}, and incomplete batches are dropped. Remove it, "
         "or make batches smaller."
     )
+
+
+class DrawnRows:
+    """The rows of a ``datasets.Dataset`` at ``places``, each read once however often it is drawn and gone through.
+
+    ``len``, iteration, ``[:]`` and ``select`` are the data set's. What they give is the caller's own: a reward function
+    or an environment that writes into a row changes no other.
+    """
+
+    def __init__(self, dataset: Any, places: np.ndarray) -> None:
+        self.column_names: list[str] = dataset.column_names
+        distinct, self._places = np.unique(places, return_inverse=True)
+        self._rows: list[dict[str, Any]] = list(dataset.select(distinct))
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (_own(self._rows[place]) for place in self._places)
+
+    def __getitem__(self, part: slice) -> dict[str, list[Any]]:
+        """The columns of a part."""
+        rows = [self._rows[place] for place in self._places[part]]
+        return {name: [_own(row[name]) for row in rows] for name in self.column_names}
+
+    def select(self, places: np.ndarray) -> DrawnRows:
+        """Those at ``places`` among these."""
+        chosen = object.__new__(DrawnRows)
+        chosen.column_names, chosen._rows, chosen._places = self.column_names, self._rows, self._places[places]
+        return chosen
+
+
+def _own(value: Any) -> Any:
+    """A copy of what a cell of a table is made of."""
+    if isinstance(value, dict):
+        return {key: _own(item) for key, item in value.items()}
+    return [_own(item) for item in value] if isinstance(value, list) else value

@@ -424,9 +424,14 @@ def tokenize_prompts(
     model that sees pictures; a prompt that would lose a part of one raises ValueError.
     """
     _check_choice("truncation", truncation, PromptTruncation)
-    prompts = []
+    prompts: list[list[int]] = []
+    asked: Any = None
+    whole: list[int] = []
     for index, row in enumerate(rows):
-        ids = _prompt_ids(row, tokenizer, dict(chat_template_kwargs or {}), images)
+        before, asked = asked, (prompt_of(row), _template_options(row))
+        if asked != before or images is not None:  # the completions of a prompt stand together
+            whole = _prompt_ids(row, tokenizer, dict(chat_template_kwargs or {}), images)
+        ids = list(whole)
         if max_prompt_length is not None and len(ids) > max_prompt_length:
             if truncation == "error":
                 raise ValueError(

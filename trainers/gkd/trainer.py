@@ -36,7 +36,7 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.batch import Prompts, Ragged, Rollouts, Tasks
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import SEQUENCES_PER_STEP, order_of_steps, sequences_per_step, total_steps
-from trainers.data.batches import Batches
+from trainers.data.batches import Batches, DrawnRows
 from trainers.data.images.pictures import Pictures
 from trainers.data.images.processor import is_vision
 from trainers.data.rows import prompt_of, tokenize_prompts
@@ -285,7 +285,7 @@ class GKDTrainer:
     def started(self, source: Source, places: np.ndarray, step: int, run: Run) -> Started:
         """Completions of the rows at ``places`` are begun, by the student as it is now, or by the teacher."""
         with run.phase("data"):
-            rows = self.rows.select(places)
+            rows = DrawnRows(self.rows, places)
             prompts, teacher_prompts = self.prompts(rows)
             images = self.pictures(rows)
         if source == "student":

@@ -42,7 +42,7 @@ from rayhelper import ConfigError, DeviceGroups, RayHelper
 from trainers.batch import Samples
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.shared import order_of
-from trainers.data.batches import Batches
+from trainers.data.batches import Batches, DrawnRows
 from trainers.data.rows import prompt_of
 from trainers.grpo.checks import check_used, environment_of
 from trainers.grpo.config import GRPOConfig, check_chosen
@@ -290,7 +290,7 @@ class GRPOTrainer:
         num_generations = self.config.num_generations
         with run.phase("data"):
             row_ids = np.repeat(places, num_generations)
-            rows = self.rows.select(row_ids)
+            rows = DrawnRows(self.rows, row_ids)
             starts = self.generator.starts(rows, self.tokenizer, np.arange(len(rows)) // num_generations, self.images)
         return rows, row_ids, self.generator.begin(starts, generation, attempt)
 
@@ -360,7 +360,7 @@ class GRPOTrainer:
         num_generations = config.num_generations_eval or (config.num_generations if temperature else 1)
         assert self.eval_rows is not None
         groups = np.repeat(np.arange(len(self.eval_rows)), num_generations)
-        rows = self.eval_rows.select(groups)
+        rows = DrawnRows(self.eval_rows, groups)
         starts = self.generator.starts(rows, self.tokenizer, groups, self.images)
         rollouts = self.generator.complete(starts, -1, 0, temperature=temperature)
         rewards_BK = self.rewarder(rows, rollouts)

@@ -276,15 +276,27 @@ class Generator:
         self._fill(partial(self._transfer, self.channel))
 
     def _transfer(self, channel: Channel) -> None:
-        sent = self.policy.send.defer(channel, self.version)  # train worker 0 sends while the engines receive
+        """Train worker 0 sends while the engines receive.
+
+        The first error of one side ends the other side too. Errors of the channel only say that the other side ended.
+        """
+        sent = self.policy.send.defer(channel, self.version)
+        calls = [self.receive.defer(channel), sent]
         try:
-            self.receive(channel)
-        except BaseException:
-            self._close_channel()  # or the sender would wait for those that do not come
-            with contextlib.suppress(ChannelError, DeadlineError):  # which tell of this one
-                sent.result()
+            for call in RayHelper.as_completed(calls):
+                call.result()
+        except Exception as first:
+            self._close_channel()  # or the other side would wait TIMEOUT_S
+            errors = [call.exception() for call in calls]
+            told = next(
+                (error for error in errors if not isinstance(error, ChannelError | DeadlineError | None)), first
+            )
+            if told is first:
+                raise
+            raise told from first
+        except BaseException:  # an interrupt: nobody waits
+            self._close_channel()
             raise
-        sent.result()
 
     def _fill(self, load: Callable[[], Any]) -> None:
         """Engines load weights, and then have their KV cache; what is in their way on the same devices is offloaded."""

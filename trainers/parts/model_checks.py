@@ -303,6 +303,13 @@ def configuration_of(model: str, trust_remote_code: bool, **kwargs: Any) -> Any:
         raise ConfigError(f"model: {model!r} has no configuration that can be read: {told}") from None
 
 
+def is_encoder(configuration: Any) -> bool:
+    """Whether a model of this configuration fills in masked tokens, such as BERT: it sees those to the right too."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+
+    return MODEL_FOR_MASKED_LM_MAPPING.get(type(configuration), None) is not None
+
+
 def check_arguments(name: str, kwargs: Mapping[str, Any], model: str, trust_remote_code: bool) -> None:
     """Raises ConfigError for arguments that are neither of ``from_pretrained`` nor fields of the configuration."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

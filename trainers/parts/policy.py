@@ -24,6 +24,7 @@ import torch
 
 from rayhelper import Channel, RayHelper, WorkerDiedError
 from trainers.backends.base import Backend, TokenFunction
+from trainers.backends.fsdp.backend import FsdpBackend
 from trainers.batch import Ragged, Sequences, TopLogps
 from trainers.configuration.completion import CompletionConfig
 from trainers.configuration.shared import TrainConfig
@@ -205,6 +206,16 @@ class Policy(Trained):
         return self.built.token_scores(
             samples, micro_batch_size=self.config.per_device_train_batch_size, temperature=self.temperature
         )
+
+    @RayHelper.function(group="train", dispatch=RayHelper.balanced(), collect="flatten")
+    def values(self, samples: Any, micro_batch_size: int | None = None, as_in_step: bool = False) -> Ragged:
+        """float32, of each row what its sequences give at their targets, of a model without a language head.
+
+        ``micro_batch_size`` None: as of ``step``. ``as_in_step``: what ``step`` will find, dropout included, if it is
+        called next with these samples. With backend: fsdp.
+        """
+        size = micro_batch_size or self.config.per_device_train_batch_size
+        return cast(FsdpBackend, self.built).token_values(samples, micro_batch_size=size, as_in_step=as_in_step)
 
     @RayHelper.function(group="train")
     def send(self, channel: Channel, version: int) -> None:

@@ -32,7 +32,7 @@ import numpy as np
 from rayhelper import DeviceGroups, RayHelper
 from trainers.batch import Ragged, Rollouts
 from trainers.configuration.shared import order_of
-from trainers.data.batches import Batches
+from trainers.data.batches import Batches, DrawnRows
 from trainers.data.rows import prompt_of
 from trainers.losses.ppo import with_ratio_variance
 from trainers.metrics import Metrics
@@ -133,7 +133,7 @@ class PPOTrainer:
         ):
             for step in run.rounds(self):
                 batch = plan.batch(step)
-                samples, states, metrics = self.explore(self.rows.select(batches[batch]), plan, run)
+                samples, states, metrics = self.explore(DrawnRows(self.rows, batches[batch]), plan, run)
                 for rows in plan.mini_batches(len(samples), seed=(config.seed, batch)):
                     with run.phase("update"):
                         learned = self.learn(samples[rows], states[rows])

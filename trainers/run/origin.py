@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -141,6 +142,7 @@ def _module_path(folder: Path) -> list[str]:
     return names
 
 
+@functools.cache
 def _versions() -> dict[str, str]:
     found = {}
     for name in PACKAGES:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from rayhelper import ConfigError, RayHelper
+from rayhelper.runtimes.announced import where_all_are
 from trainers.checkpoint import (
     STATE_FILE,
     begin,
@@ -43,7 +44,7 @@ from trainers.run.best import Best
 from trainers.run.folder_lock import FolderLock, held
 from trainers.run.going_on import is_going_on
 from trainers.run.header import header, trainer_name
-from trainers.run.stopping import Stop, Stopped, StopSignals
+from trainers.run.stopping import EXIT_CODE, StepGivenUp, Stop, Stopped, StopSignals, notices_exit
 from trainers.run.throughput import WORK, throughput
 from trainers.run.timing import Stopwatch, step_times
 from trainers.run.trackers import Trackers
@@ -131,7 +132,9 @@ class Run:
         self.unnamed: Path | None = None  # a folder that workers still write into
         self.lock: FolderLock | None = None  # process 0 has it
         self.open = contextlib.ExitStack()  # what is given back in the end
-        self.signals = StopSignals(with_interrupt=config.save_on_interrupt)
+        self.signals = StopSignals(
+            with_interrupt=config.save_on_interrupt, grace_s=config.stop_grace_s, where=self._where_it_is
+        )
         try:
             self.open_logs()
         except BaseException:
@@ -148,7 +151,8 @@ class Run:
                 "resume_on_failure does nothing here. Start the trainer by trainers.cli.run(Trainer, config)."
             )
         self.lock = self.open.enter_context(held(self.output_dir))
-        for note in chosen(config.resume_from_checkpoint, self.output_dir).notes:
+        unchecked = config.resume_without_manifest
+        for note in chosen(config.resume_from_checkpoint, self.output_dir, without_manifest=unchecked).notes:
             logger.warning(note)
         save_config(config, self.output_dir)
         origin.begin(
@@ -175,6 +179,7 @@ class Run:
 
     def __enter__(self) -> Run:
         self.open.enter_context(self.signals)
+        self.open.enter_context(notices_exit())  # again, for scripts that call train() themselves
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -184,11 +189,15 @@ class Run:
                     self._name_if_written()
                 self.trackers.close()
                 self.report(error)
+        if error is not None and self.signals.watch.has_given_up:
+            raise StepGivenUp(EXIT_CODE) from error
 
     def report(self, error: BaseException | None) -> None:
         """Writes down how the run ended, and the page that shows it. Process 0 calls it."""
         how = "finished" if error is None else f"ended by {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if isinstance(error, Stopped):
+        if error is not None and self.signals.watch.has_given_up:
+            how = "stopped in a step that did not end, and not saved"
+        elif isinstance(error, Stopped):
             how = "stopped early, and saved"
         elif isinstance(error, KeyboardInterrupt):
             how = "interrupted"
@@ -201,15 +210,25 @@ class Run:
     def _say_interrupted(self) -> None:
         """What is saved of a run that Ctrl-C ended, and how to go on."""
         assert self.trackers is not None
-        saved = checkpoints(self.output_dir)
-        told = f"interrupted after step {self.step} of {self.num_steps}; "
-        if saved:
-            told += f"saved before: {saved[-1]}. To go on, run the same command with --resume_from_checkpoint auto"
-        else:
-            told += (
-                "nothing is saved. save_on_interrupt: true saves a checkpoint first, save_steps: N one every N steps"
-            )
+        told = f"interrupted after step {self.step} of {self.num_steps}; " + (
+            self._saved_before()
+            or "nothing is saved. save_on_interrupt: true saves a checkpoint first, save_steps: N one every N steps"
+        )
         self.trackers.console.write(told)
+
+    def _saved_before(self) -> str:
+        """The checkpoint to go on from, for a message; empty: there is none."""
+        saved = checkpoints(self.output_dir)
+        if not saved:
+            return ""
+        return f"saved before: {saved[-1]}. To go on, run the same command with --resume_from_checkpoint auto"
+
+    def _where_it_is(self) -> str:
+        """The stacks of all ranks, and the checkpoint to go on from. Any thread may call it."""
+        if self.trackers is None:  # process 0 tells
+            return ""
+        saved = self._saved_before() or "nothing is saved. save_steps: N saves a checkpoint every N steps"
+        return f"{where_all_are()}\nstopped after step {self.step} of {self.num_steps}; {saved}"
 
     @property
     def final(self) -> Path:
@@ -231,17 +250,20 @@ class Run:
 
         Raises:
             Stopped: a signal or ``save_before_s`` asked the run to end early; it is saved.
+            StepGivenUp: SIGTERM came, and the step did not end in time.
         """
         config = self.config
         self.resume(trainer.load)
         if config.val_before_train and self.step == 0:
-            self.evaluate(trainer.evaluate)
+            with self.signals.watch.step():
+                self.evaluate(trainer.evaluate)
         while not self.is_over:
             start, self.has_ended_epoch = self.step, False
-            yield start
             is_better = False
-            if config.evaluates and self.is_time(config.eval_strategy, config.eval_steps, self.step - start):
-                is_better = self.evaluate(trainer.evaluate)
+            with self.signals.watch.step():
+                yield start
+                if config.evaluates and self.is_time(config.eval_strategy, config.eval_steps, self.step - start):
+                    is_better = self.evaluate(trainer.evaluate)
             self.is_due |= self.is_time(config.save_strategy, config.save_steps, self.step - start, is_better=is_better)
             may_save = not self.is_over and not self.bad_steps.is_last  # after the next step that is not bad
             stop = self.stop_reason() if may_save else None
@@ -539,7 +561,7 @@ def resumed_state(config: TrainConfig) -> tuple[Path | None, dict[str, Any]]:
         return None, {}
     # what another run is writing there must not be put right
     with held(folder) if folder.exists() else contextlib.nullcontext():
-        checkpoint = resolve_resume(config.resume_from_checkpoint, folder)
+        checkpoint = resolve_resume(resume, folder, without_manifest=config.resume_without_manifest)
         return checkpoint, read_state(checkpoint) if checkpoint else {}
 
 

@@ -1,6 +1,7 @@
-"""What asks a run to end before its last step: signals, and a limit of time.
+"""What asks a run to end before its last step, or ends it: signals, a limit of time, ``os._exit``.
 
     SIGTERM, SIGUSR1, SIGHUP     finish the step, save, say how to go on, exit with 143
+    SIGTERM in a step that hangs the step is given up: say where it hangs and how to go on, exit with 143
     SIGINT                       the same with ``save_on_interrupt``, exit with 130; the next one interrupts
     save_before_s                the same, exit with 0
 
@@ -12,21 +13,33 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 EXIT_CODE = 128 + signal.SIGTERM  # after each of SIGNALS, so that a scheduler looks for one code
 SAME_INTERRUPT_S = 3.0  # a terminal and torchrun's launcher both pass one Ctrl-C on
+STOP_GRACE_S = 20.0  # for a step, after SIGTERM; SLURM and Kubernetes send SIGKILL after 30 s
+STEP_LOOK_S = 0.2
+UNWIND_S = 5.0  # from a step that was given up to the end of the run
 LAUNCHER_LOOK_S = 1.0
 LAUNCHER_GRACE_S = 120.0  # for a step and a checkpoint, once the launcher is gone
 
 
 class Stopped(SystemExit):
     """A run ended before its last step, and saved a checkpoint if it had begun. ``code``: the process's exit code."""
+
+
+class StepGivenUp(Stopped):
+    """A run ended in a step that did not end in time after SIGTERM. Nothing was saved since the last checkpoint."""
+
+
+class GivenUp(KeyboardInterrupt):
+    """Raised inside a step that is given up: as Ctrl-C, it passes through what runs there."""
 
 
 @dataclass(frozen=True)
@@ -41,28 +54,39 @@ class StopSignals:
     """Inside, signals of ``SIGNALS`` are noted and do nothing else; ``noted`` is the first that came, or None.
 
     One that was ignored before, as SIGHUP is under nohup, still is. Outside of the main thread nothing is noted.
+    A step that does not end in time after SIGTERM is given up, see ``StepWatch``: GivenUp is raised where it is.
     """
 
-    def __init__(self, *, with_interrupt: bool) -> None:
+    def __init__(
+        self, *, with_interrupt: bool, grace_s: float | None = None, where: Callable[[], str] = lambda: ""
+    ) -> None:
         self.signals = (*SIGNALS, signal.SIGINT) if with_interrupt else SIGNALS
         self.noted: signal.Signals | None = None
         self.noted_at = 0.0
         self.before: dict[signal.Signals, Any] = {}
+        self.watch = StepWatch(grace_s, where)
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             for one in self.signals:
                 if signal.getsignal(one) is not signal.SIG_IGN:
                     self.before[one] = signal.signal(one, self._note)
+            if signal.SIGTERM in self.before:
+                self.watch.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.watch.end()
         for one, handler in self.before.items():
             signal.signal(one, signal.SIG_DFL if handler is None else handler)
         self.before = {}
 
     def _note(self, number: int, _: Any) -> None:
         now = time.monotonic()
+        if number == signal.SIGTERM:
+            self.watch.ask()
+            if self.watch.has_given_up:
+                raise GivenUp
         if self.noted is None:
             self.noted, self.noted_at = signal.Signals(number), now
             told = f"\n{self.noted.name}: the run finishes this step, saves a checkpoint and ends\n"
@@ -74,6 +98,110 @@ class StopSignals:
         if self.noted is None:
             return None
         return Stop(self.noted.name, 128 + self.noted if self.noted == signal.SIGINT else EXIT_CODE)
+
+
+class StepWatch:
+    """A thread that gives a step up if the step does not end within ``grace_s`` seconds after SIGTERM.
+
+    ``grace_s`` None: STOP_GRACE_S, or twice the longest step so far if that is longer. The thread writes ``where()``
+    to stderr and ends the step by a second SIGTERM. If the run has not ended ``UNWIND_S`` later, it ends the process.
+    The interpreter itself writes the numbers of signals into a pipe, so that the thread hears of one while native code
+    keeps the main thread, as a collective does.
+    """
+
+    pipe = -1  # of the thread that runs, for forked children
+
+    def __init__(self, grace_s: float | None, where: Callable[[], str]) -> None:
+        self.grace_s, self.where = grace_s, where
+        self.longest_s = 0.0
+        self.began: float | None = None  # of the step that runs
+        self.asked_at: float | None = None
+        self.has_given_up = False
+        self.over = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds that a step has after SIGTERM."""
+        return max(STOP_GRACE_S, 2 * self.longest_s) if self.grace_s is None else self.grace_s
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside, a step runs, or an evaluation."""
+        self._listen()
+        self.began = began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.began = None
+        self.longest_s = max(self.longest_s, time.monotonic() - began)
+
+    def start(self) -> None:
+        """Starts the thread. The main thread calls it."""
+        self.reading, self.writing = os.pipe()
+        os.set_blocking(self.writing, False)
+        StepWatch.pipe = self.writing
+        self.thread = threading.Thread(target=self._run, name="rayhelper-stop-watch", daemon=True)
+        self.thread.start()
+        self._listen()
+
+    def _listen(self) -> None:
+        """Signals are written into the pipe, unless something else reads them, as asyncio's loop does."""
+        if self.thread is not None and threading.current_thread() is threading.main_thread():
+            other = signal.set_wakeup_fd(self.writing, warn_on_full_buffer=False)
+            if other not in (-1, self.writing):
+                signal.set_wakeup_fd(other, warn_on_full_buffer=False)
+
+    def ask(self) -> None:
+        """SIGTERM has come."""
+        if StepWatch.pipe != -1:
+            with contextlib.suppress(BlockingIOError):  # full of signals that say the same
+                os.write(StepWatch.pipe, bytes([signal.SIGTERM]))
+
+    def end(self) -> None:
+        """Ends the thread."""
+        if self.thread is None:
+            return
+        _forget_pipe()
+        self.over.set()
+        with contextlib.suppress(BlockingIOError):
+            os.write(self.writing, b"\0")
+        self.thread.join()
+        self.thread = None
+        os.close(self.reading)
+        os.close(self.writing)
+
+    def _run(self) -> None:
+        while signal.SIGTERM not in os.read(self.reading, 64):
+            if self.over.is_set():
+                return
+        asked_at = time.monotonic()
+        while not self.over.wait(STEP_LOOK_S):
+            began = self.began
+            if began is not None and time.monotonic() - max(began, asked_at) >= self.limit_s:
+                self._give_up()
+                return
+
+    def _give_up(self) -> None:
+        told = f"\nSIGTERM: the step did not end within {self.limit_s:g} s (stop_grace_s) and is given up\n"
+        told += f"{self.where()}\n"
+        if self.over.is_set() or self.began is None:  # it has ended meanwhile
+            return
+        self.has_given_up = True
+        os.write(2, told.encode())
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        if not self.over.wait(UNWIND_S):
+            os._exit(EXIT_CODE)
+
+
+def _forget_pipe() -> None:
+    """A forked child does not write its signals into its parent's pipe."""
+    if StepWatch.pipe != -1 and (other := signal.set_wakeup_fd(-1)) != StepWatch.pipe:
+        signal.set_wakeup_fd(other, warn_on_full_buffer=False)
+    StepWatch.pipe = -1
+
+
+os.register_at_fork(after_in_child=_forget_pipe)
 
 
 @contextlib.contextmanager
@@ -94,6 +222,31 @@ def ends_by_sigterm() -> Iterator[None]:
 
 def _end(_number: int, _frame: Any) -> NoReturn:
     raise Stopped(EXIT_CODE)
+
+
+@contextlib.contextmanager
+def notices_exit() -> Iterator[None]:
+    """Inside, ``os._exit(0)`` in this process ends it with 1 and one line, so that nobody takes the run for finished.
+
+    Python's own function is replaced: nothing else hears of such an end. Forked children are not concerned.
+    """
+    before, pid = os._exit, os.getpid()
+
+    def end(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == pid:
+            caller = sys._getframe(1)
+            where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+            told = f"\nerror: os._exit(0) at {where} ended the run before its last step. There is no final model.\n"
+            os.write(2, told.encode())
+            status = 1
+        before(status)
+
+    os._exit = end
+    try:
+        yield
+    finally:
+        if os._exit is end:
+            os._exit = before
 
 
 @contextlib.contextmanager

@@ -368,6 +368,10 @@ class TorchrunRuntime:
             raise RoleError("RayHelper.init_process_group is for code of a role, and was called by the driver's code")
         hosted.runtime.init_process_group(backend, timeout_s)
 
+    def where_all_are(self) -> str:
+        """The stacks of all processes, as text. Any thread may call it."""
+        return self.exchange.where_each_is()
+
     def teardown(self) -> None:
         """Leaves the other processes; with a trace, rank 0 writes what all recorded."""
         if state.active is self:

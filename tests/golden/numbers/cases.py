@@ -68,6 +68,7 @@ GROUPS_OF_GRPO = {
     "judges": group(1, "reference", "teacher", "reward"),
 }
 RUNTIMES = ("off", "inprocess", "torchrun", "ray", "ray-apart")
+ONE_PROCESS = "one process"  # the start of the first two
 
 # What is learned from
 
@@ -292,7 +293,7 @@ class Case:
         if self.variant == "vllm":
             return f"vllm, {self.runtime}"
         if self.runtime in ("off", "inprocess"):
-            return "one process"
+            return ONE_PROCESS
         if self.runtime in ("ray", "ray-apart"):
             return "ray"
         return "torchrun, megatron" if self.variant == "megatron" else "torchrun"

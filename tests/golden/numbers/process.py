@@ -1,8 +1,9 @@
 """What a process of golden runs does: the runs of one batch, one after another, through doors that users have too.
 
-    python -m tests.golden.numbers.process JOBS.json
+    python -m tests.golden.numbers.process JOBS.json [MODELS]
 
 Under torchrun each of its processes comes here. A job is a trainer, the YAML file of its keys, and its output folder.
+MODELS is a folder that the models are written to first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.golden.numbers.cases import CLASSES, GROUPS
+from tests.golden.numbers.models import save_models
 
 Job = dict[str, Any]
 FAILURE, DONE = "failure.txt", "done"  # what a job leaves in its folder
@@ -37,7 +39,9 @@ PLAIN_ARITHMETIC = {  # what every x86-64 processor does alike
 }
 
 
-def main(file: Path) -> None:
+def main(file: Path, *models: Path) -> None:
+    for folder in models:
+        save_models(folder)
     jobs: list[Job] = json.loads(file.read_text())
     with cluster() if any(uses_ray(job) for job in jobs) else contextlib.nullcontext():
         for place, there in itertools.groupby(jobs, key=lambda job: job["place"]):
@@ -145,4 +149,4 @@ def named(module: str, name: str) -> Any:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from tests.golden.numbers.cases import DATASETS, Case
+from tests.golden.numbers.cases import DATASETS, ONE_PROCESS, Case
 from tests.golden.numbers.process import DONE, FAILURE, PLAIN_ARITHMETIC
 from tests.golden.numbers.results import Result, result_of
 
@@ -34,11 +34,14 @@ def results_of(cases: Sequence[Case], folder: Path) -> tuple[dict[str, Result], 
     (folder / "data").mkdir(parents=True)
     for name, rows in DATASETS.items():
         (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    started([sys.executable, "-m", f"{MODULE}.models", str(folder / "models")], folder / "models.log", PLAIN_ARITHMETIC)
+    starts = list(dict.fromkeys(case.start for case in cases))
+    models = [str(folder / "models")]  # the first process writes them, if it is one
+    if starts[0] != ONE_PROCESS:
+        started([sys.executable, "-m", f"{MODULE}.models", *models], folder / "models.log", PLAIN_ARITHMETIC)
     results, failures = {}, {}
-    for start in dict.fromkeys(case.start for case in cases):
+    for start in starts:
         there = [case for case in cases if case.start == start]
-        ended = run_there(start, there, folder)
+        ended = run_there(start, there, folder, *(models if start == starts[0] == ONE_PROCESS else ()))
         for case in there:
             run = folder / "runs" / case.name
             if (run / FAILURE).exists():
@@ -51,8 +54,11 @@ def results_of(cases: Sequence[Case], folder: Path) -> tuple[dict[str, Result], 
     return results, failures
 
 
-def run_there(start: str, cases: Sequence[Case], folder: Path) -> str:
-    """Runs cases in processes that are started once. Returns the end of what they wrote if these failed, else ""."""
+def run_there(start: str, cases: Sequence[Case], folder: Path, *models: str) -> str:
+    """Runs cases in processes that are started once. Returns the end of what they wrote if these failed, else "".
+
+    ``models``: the folder that the process writes the models to before it runs anything.
+    """
     jobs = []
     for case in sorted(cases, key=lambda case: str(case.place)):
         output_dir = folder / "runs" / case.name
@@ -70,7 +76,7 @@ def run_there(start: str, cases: Sequence[Case], folder: Path) -> str:
         elastic = ["--standalone", "--nproc-per-node", "2", "--log-dir", str(folder / "torchrun"), "-m"]
         command += ["torch.distributed.run", *elastic]
     is_command = cases[0].is_command
-    command += cases[0].command(str(jobs[0]["yaml"])) if is_command else [f"{MODULE}.process", str(file)]
+    command += cases[0].command(str(jobs[0]["yaml"])) if is_command else [f"{MODULE}.process", str(file), *models]
     begun = time.monotonic()
     told = started(command, log, {} if start.startswith("vllm") else PLAIN_ARITHMETIC)
     print(f"{start}: {len(cases)} cases in {time.monotonic() - begun:.0f} s", flush=True)

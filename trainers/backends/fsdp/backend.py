@@ -5,8 +5,8 @@
                               FSDP2 (weights in shards) or DistributedDataParallel, where there are several workers
 
 Gradients are *sums* over micro-batches and workers: the loss function divides by the normaliser of the whole optimizer
-step. FSDP and DDP average, so the loss is multiplied by the number of workers. Every worker runs the same number of
-micro-batches, the last ones empty if need be, so that collectives stay in step and an empty slice is no special case.
+step. FSDP and DDP average, so the loss is multiplied by the number of workers. Every worker runs as many micro-batches,
+the last ones empty if need be, so that collectives stay in step and an empty slice is no special case.
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ from trainers.backends.fsdp.tuners.adapters import (
 )
 from trainers.backends.fsdp.vision.pixels import Vision
 from trainers.backends.offload import MEMORY, WEIGHTS, Offload
-from trainers.backends.random_state import random_state, read_random_state, set_random_state
+from trainers.backends.random_state import random_state, read_random_state, set_random_state, unmoved
 from trainers.backends.scores.head import room_of
-from trainers.backends.scores.inputs import ReadAt, in_order, micro_batches, model_inputs, num_targets
-from trainers.backends.scores.scorer import Scorer, ValueScorer
+from trainers.backends.scores.inputs import ReadAt, in_order, micro_batches, model_inputs, targets_of_rows
+from trainers.backends.scores.pooled import Pooling, scorer_of
+from trainers.backends.scores.scorer import Scorer
 from trainers.backends.scores.token_loss import token_loss
 from trainers.backends.scores.top_logps import TopLogps
 from trainers.backends.segments import growing_segments, memory_settings
@@ -88,8 +89,8 @@ class FsdpBackend:
 
     ``token_budget`` cuts micro-batches by tokens instead of rows (auto: ``token_room.py``); ``padding_free`` joins the
     rows of one into a single row of documents. ``num_labels``: of a value head. ``values_at``: where it is read off, at
-    the token that predicts a target or at itself. Raises ConfigError if the model then would not keep the documents
-    apart (``documents.py``).
+    the token that predicts a target or at itself; ``pooling``: of embeddings, likewise. Raises ConfigError if the model
+    then would not keep the documents apart (``documents.py``).
     ``optimizer_offload``: the optimizer's states are in the memory of the host, and come in pieces to change weights.
     ``activation_memory_budget``: the share of activations that a compiled layer keeps for its backward pass (in one
     process, what torch first compiled for one backend it takes for the next). ``logits_memory_gib``: of the head (see
@@ -108,6 +109,7 @@ class FsdpBackend:
         head: ModelHead = "lm",
         num_labels: int = 1,
         values_at: ReadAt = "predicting",
+        pooling: Pooling = "last",
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: str | torch.device | None = None,
         learning_rate: float | None = None,
@@ -155,7 +157,7 @@ class FsdpBackend:
         self.activation_memory_budget = activation_memory_budget
         self.reshard_after_forward = reshard_after_forward and self.world_size > 1  # alone: nothing but copies
         self.peak_flops = peak_flops(self.device, peak_tflops)
-        self.read_at: ReadAt = values_at if head == "value" else "predicting"
+        self.read_at: ReadAt = "predicting" if head == "lm" else values_at
         trains, lowers = learning_rate is not None, self.dtype != torch.float32
         # FSDP keeps float32 weights and runs the layers in a lower dtype throughout, on a single worker too; autocast
         # would leave all between the products in float32
@@ -186,11 +188,10 @@ class FsdpBackend:
         if disable_dropout:
             zero_dropout(self.module)
         room = room_of(logits_memory_gib, recomputes=gradient_checkpointing)
-        calls: dict[str, Any] = {"way": way, "ranks": self.sharing}
-        self.scorer = Scorer(self.module, **calls, room=room) if head == "lm" else ValueScorer(self.module, **calls)
+        self.scorer = scorer_of(self.module, head, pooling=pooling, room=room, way=way, ranks=self.sharing)
         self.adapted: Any = None
         if lora is not None:
-            told: dict[str, Any] = {"value_head": head == "value", "seed": seed, "tuner": tuner, "vision": self.vision}
+            told: dict[str, Any] = {"head": head, "seed": seed, "tuner": tuner, "vision": self.vision}
             self.adapted = add_adapter(self.module, lora, num_training_steps=num_training_steps, **told)
             if isinstance(self.scorer, Scorer):
                 self.scorer.head.linear = self.module.get_output_embeddings()  # which may have got an adapter too
@@ -256,8 +257,8 @@ class FsdpBackend:
         if optimizer_offload and self.device.type == "cuda":
             self.resting = RestingOptimizer(self.optimizer, self.device)
         steps: dict[str, Any] = {"num_warmup_steps": warmup_steps, "num_training_steps": num_training_steps}
-        further: dict[str, Any] = {"scheduler_specific_kwargs": dict(lr_scheduler_kwargs or {})}
-        self.scheduler = get_scheduler(lr_scheduler_type, self.optimizer, **steps, **further)
+        steps["scheduler_specific_kwargs"] = dict(lr_scheduler_kwargs or {})
+        self.scheduler = get_scheduler(lr_scheduler_type, self.optimizer, **steps)
 
     @property
     def shard(self) -> tuple[int, int, bool]:
@@ -284,12 +285,13 @@ class FsdpBackend:
         logps, entropies = self._each(sequences, micro_batch_size, lambda scores: scores[:2], 2, temperature, adapter)
         return logps, entropies
 
-    def token_values(self, sequences: Sequences, *, micro_batch_size: int) -> Ragged:
+    def token_values(self, batch: Any, *, micro_batch_size: int, as_in_step: bool = False) -> Ragged:
         """float32 values at each row's targets, of a value head: (N,), or (N, num_labels) if there are several.
 
-        As ``token_logps``.
+        As ``token_logps``. ``as_in_step``: with the dropout that the next ``step`` of the same batch will have.
         """
-        return self._each(sequences, micro_batch_size, lambda values: values, 1)[0]
+        with unmoved(self.device) if as_in_step else contextlib.nullcontext():
+            return self._each(batch, micro_batch_size, lambda values: values, 1, as_in_step=as_in_step)[0]
 
     def top_logps(
         self, sequences: Sequences, k: int, *, micro_batch_size: int, temperature: float = 1.0, adapter: bool = True
@@ -330,29 +332,31 @@ class FsdpBackend:
     @torch.no_grad()
     def _each(
         self,
-        sequences: Sequences,
+        batch: Any,
         micro_batch_size: int,
         pick: Callable[[Any], tuple[torch.Tensor, ...]],
         num_columns: int,
         temperature: float = 1.0,
         adapter: bool = True,
+        as_in_step: bool = False,
         **settings: Any,
     ) -> list[Ragged]:
         """The columns that ``pick`` takes of each micro-batch's scores, in the order of the rows."""
         self.offloaded.check_here(WEIGHTS)
-        budget = self.token_budget if self.scoring_room is None else self.scoring_room.budget()
-        rows = self._cut(sequences, micro_batch_size, budget)
+        room = None if as_in_step else self.scoring_room
+        rows = self._cut(batch, micro_batch_size, self.token_budget if room is None else room.budget())
+        mode = contextlib.nullcontext() if as_in_step else evaluating(self.module)
         columns: list[list[torch.Tensor]] = [[] for _ in range(num_columns)]
-        with evaluating(self.module), self._without_adapter(not adapter):
+        with mode, self._without_adapter(not adapter):
             for k in range(most_of_ranks(len(rows), self.device) if self.is_sharded else len(rows)):
-                micro = sequences[rows[k]] if k < len(rows) else None
+                micro = batch[rows[k]].as_sequences() if k < len(rows) else None
                 scores = pick(self._run(self.scorer, micro, temperature=temperature, **settings))
                 if micro is not None:
                     for column, values in zip(columns, scores, strict=True):  # wide ones would fill the device
                         column.append(values if values.dim() == 1 else values.cpu())
         if not rows:
             return [Ragged.of([], np.float32) for _ in columns]
-        counts = np.concatenate([num_targets(sequences[part]) for part in rows])
+        counts = np.concatenate([targets_of_rows(batch[part]) for part in rows])
         return [in_order([Ragged.split(torch.cat(parts).cpu().numpy(), counts)], rows) for parts in columns]
 
     # Learning
@@ -451,7 +455,7 @@ class FsdpBackend:
         sharing = None if self.sharing is None else (self.sharing.index, self.sharing.size)
         told: dict[str, Any] = {"padding_free": self.padding_free, "read_at": self.read_at, "sharing": sharing}
         inputs = model_inputs(micro, self.device, **told, vision=self.vision)
-        if isinstance(self.scorer, ValueScorer):
+        if not isinstance(self.scorer, Scorer):
             settings = {}
         with self._autocast():
             return forward(inputs, **settings)

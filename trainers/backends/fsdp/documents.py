@@ -30,8 +30,8 @@ LOW_TOLERANCE = 5e-2
 def backbone(model: Any) -> Any:
     """The part of a language model that gives hidden states; None if there is none that can be called."""
     base = model.base_model
-    if base is model:  # Llama 4, whose prefix names no part
-        base = getattr(model, "model", None)
+    if base is model:  # Llama 4, whose prefix names no part; or a model without a head, which is the whole
+        base = getattr(model, "model", None if model.get_output_embeddings() is not None else model)
     return base if isinstance(base, torch.nn.Module) else None
 
 

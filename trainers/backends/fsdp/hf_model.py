@@ -24,7 +24,7 @@ from trainers.backends.fsdp.tuners.quantized import compute_alike, loading_argum
 from trainers.backends.fsdp.vision.classifier import classifier_class
 from trainers.data.images.processor import is_vision, language_class
 
-ModelHead = Literal["lm", "value"]
+ModelHead = Literal["lm", "value", "embedding"]
 
 
 def build_model(
@@ -40,12 +40,12 @@ def build_model(
     quantization: Mapping[str, Any] | None = None,
 ) -> Any:
     """The causal language model of a folder or hub name, with its vision tower if it has one, or a sequence classifier
-    (``value``).
+    (``value``), or a model without a head (``embedding``).
 
     A classifier has ``num_labels`` labels. It may be read from a language model; its head is then drawn
     (``fresh_weights.py``). ``quantization``: fields of transformers' BitsAndBytesConfig (see ``tuners/quantized.py``).
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModel
 
     packed_attention.register()
     settings = {"dtype": dtype, "trust_remote_code": trust_remote_code, **dict(model_init_kwargs or {})}
@@ -64,6 +64,8 @@ def build_model(
             head_KH = built.score.weight.data
             std = built.config.get_text_config().initializer_range
             head_KH.copy_(value_head(head_KH.shape[1], std, seed, num_labels))
+    elif head == "embedding":
+        built = AutoModel.from_pretrained(model, **settings)
     else:
         built = language_class(configuration).from_pretrained(model, **settings)
     if quantization:  # it is on its device, and cannot be moved

@@ -29,7 +29,6 @@ from rayhelper import ConfigError
 from trainers.backends.base import SentWeights, TokenFunction, token_lengths
 from trainers.backends.device import default_device
 from trainers.backends.finite import FiniteStep
-from trainers.backends.fsdp.hf_model import ModelHead
 from trainers.backends.megatron import layout
 from trainers.backends.megatron.adapter_checkpoint import load_adapter, save_adapter
 from trainers.backends.megatron.adapters import MegatronAdapter
@@ -82,7 +81,7 @@ class MegatronBackend:
         model: str | Path,
         *,
         settings: MegatronSettings,
-        head: ModelHead = "lm",
+        head: Literal["lm", "value"] = "lm",
         num_labels: int = 1,
         values_at: ReadAt = "predicting",
         dtype: Literal["float32", "bfloat16"] = "float32",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainers.backends.base import Backend, Steppable
+from trainers.backends.base import Backend, Steppable, TokenFunction
 from trainers.backends.scores.token_loss import target_table
 from trainers.batch import on_device
 from trainers.losses.tokens import token_entropy, token_logps
@@ -54,7 +54,7 @@ def evaluated(
     backend: Backend,
     batch: Steppable,
     loss_function: Callable[..., torch.Tensor],
-    function: TargetNumbers,
+    function: TokenFunction,
     *,
     micro_batch_size: int,
     num_rows: int,
@@ -76,7 +76,7 @@ def evaluated(
         if not len(micro) or len(features_NX) < len(ids_N):
             continue
         mask_BT, table = target_table(sequences, features_NX.device)
-        columns = _token_scores(backend, features_NX, ids_N, function)
+        columns = _token_scores(backend, features_NX, ids_N, function.inputs(micro), function)
         tables = {
             name: table(values_N) for name, values_N in zip(("logps", "entropy", *function.names), columns, strict=True)
         }
@@ -87,15 +87,20 @@ def evaluated(
 
 
 def _token_scores(
-    backend: Backend, features_NX: torch.Tensor, ids_N: torch.Tensor, function: TargetNumbers
+    backend: Backend,
+    features_NX: torch.Tensor,
+    ids_N: torch.Tensor,
+    inputs: tuple[torch.Tensor, ...],
+    function: TokenFunction,
 ) -> list[torch.Tensor]:
-    """Log-probabilities, entropies and what ``function`` gives (N,), a chunk of tokens at a time."""
-    ids_N = on_device(ids_N, features_NX.device)
+    """Log-probabilities, entropies and what ``function`` gives (N,) of its ``inputs``, some tokens at a time."""
+    ids_N, *inputs_N = (on_device(column, features_NX.device) for column in (ids_N, *inputs))
     parts = []
     for start in range(0, max(1, len(ids_N)), CHUNK_TOKENS):
-        ids = ids_N[start : start + CHUNK_TOKENS]
-        logits_NV = backend.logits(features_NX[start : start + CHUNK_TOKENS])
+        chunk = slice(start, start + CHUNK_TOKENS)
+        ids, given = ids_N[chunk], [column[chunk] for column in inputs_N]
+        logits_NV = backend.logits(features_NX[chunk])
         logps_N = token_logps(logits_NV, ids, vocabulary=backend.vocabulary)
         entropy_N = token_entropy(logits_NV, vocabulary=backend.vocabulary)
-        parts.append((logps_N, entropy_N, *function(logits_NV, ids, vocabulary=backend.vocabulary)))
+        parts.append((logps_N, entropy_N, *function(logits_NV, *given, vocabulary=backend.vocabulary)))
     return [torch.cat(column) for column in zip(*parts, strict=True)]

@@ -193,6 +193,14 @@ def num_targets(sequences: Sequences) -> np.ndarray:
     return counts
 
 
+def targets_of_rows(batch: Any) -> np.ndarray:
+    """(rows,) target tokens of each row of a batch, of whose rows each may be several sequences."""
+    if isinstance(batch, Sequences):
+        return num_targets(batch)
+    counts: np.ndarray = batch.num_targets()
+    return counts
+
+
 def in_order(parts: list[Any], rows: list[np.ndarray]) -> Any:
     """The rows of all micro-batches, ``Ragged`` parts whose rows were ``rows``, in the caller's order."""
     joined = Ragged.concat(parts)

@@ -8,6 +8,7 @@
     max_length of GKD             max_length and max_prompt_length: it cuts what is to be completed too
     epsilon, epsilon_high         nothing with a loss that clips nothing
     router_aux_loss_coef          nothing with a model whose class adds no loss of its routers
+    INFONCE_TEMPERATURE ...       keys of the same names in small letters, of embeddings and rerankers
     sequence_parallel_size        of GRPO: accumulation and generations count all workers there
 
 Defaults are ``defaults.py``. What a key of ours says already, is left.
@@ -15,6 +16,7 @@ Defaults are ``defaults.py``. What a key of ours says already, is left.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +40,21 @@ ARGUMENTS: Mapping[str, Mapping[str, str]] = {
     "repetition": {"repetition_n_grams": "n_grams", "repetition_max_penalty": "max_penalty"},
     "soft_overlong": {"soft_max_length": "soft_max_length", "soft_cache_length": "soft_cache_length"},
 }
+# Keys that ms-swift reads from variables of the environment, of the same names in large letters
+OF_ENVIRONMENT = (
+    "infonce_",
+    "listwise_reranker_",
+    "generative_reranker_",
+    "max_positive_samples",
+    "max_negative_samples",
+)
 OWN_SCALES = {"rloo": "none", "reinforce_plus_plus": "batch"}  # where nobody says, there too
+OF_MODELS: Mapping[str, Mapping[str, str]] = {  # swift/template/templates/llm.py (GMETemplate) and qwen.py
+    "gme-Qwen2-VL": {"end_token": "<|endoftext|>"},
+    "Qwen3-VL-Embedding": {"end_token": "<|endoftext|>", "system": "Represent the user's input."},
+}
+FAKE_MARGIN = "infonce_fake_neg_margin"
+SWITCHES = ("infonce_use_batch", "infonce_mask_fake_negative", "infonce_include_qq", "infonce_include_dd")  # 1 is true
 SMOOTH = ("sapo", "vespo")  # losses whose weights fall smoothly instead of being clipped
 LIMITED = {"cosine": "max_len", "soft_overlong": "soft_max_length"}  # by max_completion_length, where nobody says
 
@@ -51,6 +67,8 @@ def mean_as_there(given: GivenKeys, config_type: type, defaults: Mapping[str, An
     _clipping(given, defaults)
     _routers(given)
     _sequences(given, defaults)
+    _variables(given)
+    _embedding_models(given)
     pictures_as_there(given)
     _pairs(given)
     _scales(given)
@@ -140,6 +158,39 @@ def _rewards(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
     for name in [name for name in REWARDS if name in called and name not in own]:
         for key in ARGUMENTS.get(name, {}):
             given.values.pop(key, None)
+
+
+def _embedding_models(given: GivenKeys) -> None:
+    """What ms-swift's templates of embedding models that see put around a text; it knows them by their names too."""
+    name = Path(str(given.get("model"))).name
+    for beginning, keys in OF_MODELS.items():
+        for key, value in keys.items():
+            is_known = key in given.known and "mrl_dims" in given.known
+            if name.startswith(beginning) and is_known and not given.values.get(key):
+                given.values[key], given.where[key], given.origins[key] = value, given.where["model"], "model"
+
+
+def _variables(given: GivenKeys) -> None:
+    """What the environment says of the losses of embeddings and rerankers, if no key does.
+
+    A variable that the loss does not read is left: ms-swift does not look at it either.
+    """
+    loss, in_batch = given.get("loss_type", "infonce"), plain(os.environ.get("INFONCE_USE_BATCH", "true"))
+    unread = {"pointwise_reranker": "listwise_", "listwise_reranker": " "}.get(
+        loss, " " if loss == "infonce" else "infonce_"
+    )
+    of_batch = ("infonce_mask", "infonce_include", "infonce_fake") if in_batch in (False, 0, "0") else ()
+    for name in [name for name in given.known if name.startswith(OF_ENVIRONMENT)]:
+        said = os.environ.get(name.upper())
+        is_question = given.get("task_type") == "generative_reranker" or not name.startswith("generative_")
+        if said is None or name in given.values or name.startswith((unread, *of_batch)) or not is_question:
+            continue
+        value = plain(said)
+        given.values[name] = bool(value) if type(value) is int and name in SWITCHES else value
+        given.where[name] = "environment"
+        given.origins[name] = name.upper()
+    if given.get("infonce_mask_fake_negative") is not True and given.origins.get(FAKE_MARGIN) == FAKE_MARGIN.upper():
+        del given.values[FAKE_MARGIN]
 
 
 def _routers(given: GivenKeys) -> None:

@@ -21,7 +21,13 @@ from typing import Any
 from trainers.configuration.reading.given_keys import GivenKeys
 
 LOADER = "train_dataloader_shuffle"
-READS_LOADER = {"SFTConfig", "ClassificationConfig", "DPOConfig"}  # with transformers' backend
+READS_LOADER = {
+    "SFTConfig",
+    "ClassificationConfig",
+    "EmbeddingConfig",
+    "RerankingConfig",
+    "DPOConfig",
+}  # with transformers' backend
 SHUFFLES_BEFORE = {"GRPOConfig", "SamplingConfig"}  # rows have one shuffle: dataset_shuffle
 COUNT = re.compile(r"#(\d+)(?=\s|$)")  # of name#100, and of several such names in one text
 

@@ -305,8 +305,7 @@ REFUSED = {
     "model_kwargs": "of ms-swift's arguments of single models, those of images, videos and sounds alone may be there: "
     "a language model reads none of them. Remove the others",
     "load": "write model, or resume_from_checkpoint for a checkpoint of this library",
-    "task_type": "sft learns causal_lm or, with num_labels, seq_cls; embedding, reranker and generative_reranker are "
-    "not supported. Write one of the first two",
+    "task_type": "sft learns causal_lm, seq_cls, embedding, reranker or generative_reranker. Write one of them",
     "num_labels": "sft with task_type: seq_cls classifies rows. Remove it elsewhere",
     "problem_type": "sft with task_type: seq_cls classifies rows. Remove it elsewhere",
     **dict.fromkeys(QUANTIZED, trl_names.QLORA),

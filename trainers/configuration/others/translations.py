@@ -424,7 +424,11 @@ def _long_rows(given: GivenKeys, defaults: Mapping[str, Any]) -> None:
         given.put("drop_long_prompts", True, "truncation_strategy")
         return
     if "truncation_mode" not in given.known:
-        done = "delete" if {"center_rewards_coefficient", "sampler_type"} & set(given.known) else "left"
+        done = (
+            "delete"
+            if {"center_rewards_coefficient", "sampler_type", "max_negative_samples"} & set(given.known)
+            else "left"
+        )
         what = "are left out" if done == "delete" else "lose the beginning of their prompt"
         instead = None if value in (done, None) else f"{done}: long rows {what}"
     elif isinstance(value, str) and value in modes:

@@ -3,7 +3,7 @@
     class RewardConfig(TrainConfig):
         NAMES: ClassVar = ("reward", "rm")     # on the command line; left out: the folder's
         RLHF_TYPE: ClassVar = "rm"             # ms-swift's name, if it has one
-        TASK: ClassVar = ("sft", "seq_cls")    # the command of another trainer, and its task_type, that mean this one
+        TASK: ClassVar = ("sft", "seq_cls")    # the command of another trainer, and its task_types that mean this one
 
 Nothing here lists them: a folder with a ``config.py`` is a trainer. Imports no torch.
 """
@@ -51,9 +51,9 @@ def rlhf_types() -> dict[str, type[RunConfig]]:
 
 
 def tasks() -> dict[tuple[str, str], type[RunConfig]]:
-    """The configurations whose trainers are tasks of another command, by it and its ``task_type``."""
-    found = {vars(kind).get("TASK"): kind for kind in configurations().values()}
-    return {task: kind for task, kind in found.items() if task is not None}
+    """The configurations whose trainers are tasks of another command, by it and each ``task_type`` of theirs."""
+    found = [(vars(kind).get("TASK"), kind) for kind in configurations().values()]
+    return {(task[0], name): kind for task, kind in found if task is not None for name in task[1:]}
 
 
 def _of_folder(folder: str) -> dict[str, type[RunConfig]]:

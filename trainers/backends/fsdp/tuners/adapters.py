@@ -25,6 +25,7 @@ from trainers.data.images.processor import language_class
 # Those of peft's LoraConfig that say which layers get an adapter
 TARGET_FIELDS = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
 ALL_LINEAR = "all-linear"
+TASKS = {"lm": "CAUSAL_LM", "value": "SEQ_CLS", "embedding": "FEATURE_EXTRACTION"}  # peft's, by the model's head
 # Beginnings of the names of what peft's layers hold; buffers that all layers of VeRA share, and the rank of AdaLoRA
 OF_LAYERS = ("lora_", "boft_", "fourierft_", "ia3_", "miss_", "vera_")
 OF_MODULES_TO_SAVE = ".modules_to_save."
@@ -39,16 +40,16 @@ def add_adapter(
     settings: Mapping[str, Any],
     *,
     tuner: str = "lora",
-    value_head: bool,
+    head: str,
     seed: int = 0,
     num_training_steps: int = 1,
     vision: Vision | None = None,
 ) -> Any:
     """A ``PeftModel`` around ``module``, whose layers it changes in place; only the adapter is trained.
 
-    ``settings`` are fields of peft's configuration of the ``tuner``. The head of a value model is new and is trained
-    whole. Unless ``init_lora_weights`` says otherwise LoRA begins as ``fresh_weights.py`` draws it; other tuners begin
-    as peft draws them. AdaLoRA divides its ranks over ``num_training_steps``. ``vision``: of a model whose
+    ``settings`` are fields of peft's configuration of the ``tuner``. The ``head`` of a value model is new and is
+    trained whole. Unless ``init_lora_weights`` says otherwise LoRA begins as ``fresh_weights.py`` draws it; other
+    tuners begin as peft draws them. AdaLoRA divides its ranks over ``num_training_steps``. ``vision``: of a model whose
     frozen parts get no adapter.
 
     Raises:
@@ -58,12 +59,12 @@ def add_adapter(
     from peft import get_peft_model
 
     fields = targets_of(module, tuner, settings, () if vision is None else vision.without_adapter())
-    if value_head:
-        fields["modules_to_save"] = ["score", *(fields.get("modules_to_save") or [])]
+    if head == "value":
+        own = "score" if hasattr(module, "score") else "classifier"
+        fields["modules_to_save"] = [own, *(fields.get("modules_to_save") or [])]
     else:
         check_tied(module, fields)
-    task = "SEQ_CLS" if value_head else "CAUSAL_LM"
-    config = peft_config(tuner, fields, num_training_steps=num_training_steps, task_type=task)
+    config = peft_config(tuner, fields, num_training_steps=num_training_steps, task_type=TASKS[head])
     with _compilers_kept():
         adapted = get_peft_model(module, config)
     check_butterflies(module, fields)
@@ -414,7 +415,7 @@ def linear_names(module: Any) -> set[str]:
 def _linear_layers(module: Any) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
-    head = module.get_output_embeddings() or getattr(module, "score", None)
+    head = module.get_output_embeddings() or getattr(module, "score", getattr(module, "classifier", None))
     layers = [(name, part) for name, part in module.named_modules() if isinstance(part, (torch.nn.Linear, Conv1D))]
     return [name for name, part in layers if part is not head]
 

@@ -1,0 +1,5 @@
+"""Rerankers."""
+
+from trainers import from_folder
+
+__getattr__ = from_folder(__name__)

@@ -122,6 +122,7 @@ def wanted(folder: str, batch: Sequences) -> dict[str, Any]:
 
 PACKED = "packed rows"
 CASES: dict[str, dict[int, list[Layout]]] = {
+    "qwen2_vl": {1: [PLAIN]},
     "qwen2_5_vl": {1: [PLAIN], 2: [{TP: 2} | WHOLE | PLAIN, {TP: 2} | SP | FULL, {PP: 2} | PLAIN, {}]},
     "qwen3_vl": {1: [PLAIN | FULL], 2: [{TP: 2} | SP | PLAIN | {PACKED: True}, {PP: 2}, {CP: 2}]},
     "qwen3_5": {1: [PLAIN | {PACKED: True}], 2: [{TP: 2} | SP, {PP: 2}]},

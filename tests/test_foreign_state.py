@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("foreign_state")  # one process reads all files
 ROOT = Path(__file__).resolve().parents[1]
 FILES = [file for folder in ("rayhelper", "trainers") for file in sorted((ROOT / folder).rglob("*.py"))]
 OURS = ("rayhelper", "trainers")
@@ -41,7 +43,9 @@ def own_names(tree: ast.Module) -> Iterator[str]:
             yield node.id
 
 
-OWN = {name for file in FILES for name in own_names(ast.parse(file.read_text())) if is_private(name)}
+@functools.cache
+def all_own_names() -> set[str]:
+    return {name for file in FILES for name in own_names(ast.parse(file.read_text())) if is_private(name)}
 
 
 def imported(tree: ast.Module) -> Iterator[tuple[str, str]]:
@@ -72,7 +76,7 @@ def mistakes(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Attribute):
             if isinstance(node.ctx, (ast.Store, ast.Del)) and root_of(node) in foreign:
                 yield f"line {node.lineno} changes {ast.unparse(node)}"
-            if is_private(node.attr) and node.attr not in OWN | READ:
+            if is_private(node.attr) and node.attr not in all_own_names() | READ:
                 yield f"line {node.lineno} takes {ast.unparse(node)}"
         is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         if is_call and node.func.id in ("setattr", "delattr") and root_of(node.args[0]) in foreign:

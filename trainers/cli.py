@@ -32,9 +32,10 @@ from trainers.configuration.reading.command_line import export_env, given_keys, 
 from trainers.configuration.reading.given_keys import plain
 from trainers.configuration.reading.text import save_config
 from trainers.configuration.shared import RunConfig, TrainConfig
+from trainers.patches import notices_exit
 from trainers.run.folder_lock import held
 from trainers.run.going_on import going_on
-from trainers.run.stopping import Stopped, ends_by_sigterm, ends_with_parent, notices_exit
+from trainers.run.stopping import Stopped, ends_by_sigterm, ends_with_parent
 
 TRACE = "trace.json.gz"
 NO_BARS = frozenset({"TQDM_DISABLE", *logs.WITHOUT_PROGRESS})

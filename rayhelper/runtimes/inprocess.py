@@ -126,14 +126,20 @@ class OwnRandom:
 
     def __enter__(self) -> None:
         generators.paused.__enter__()  # what the worker does is not the driver's doing
-        self.driver = RandomState.here()
-        if self.worker.random_state is not None:
-            self.worker.random_state.restore()
+        try:
+            self.driver = RandomState.here()
+            if self.worker.random_state is not None:
+                self.worker.random_state.restore()
+        except BaseException:  # an interrupt: the driver's later seeds must be noticed
+            generators.paused.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self.worker.random_state = RandomState.here()
-        self.driver.restore()
-        generators.paused.__exit__()
+        try:
+            self.worker.random_state = RandomState.here()
+            self.driver.restore()
+        finally:
+            generators.paused.__exit__()
 
 
 class InprocessGroup:

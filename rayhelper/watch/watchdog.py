@@ -12,21 +12,20 @@ begins anew behind it. The thread ends when nothing is to be looked after.
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import logging
 import os
 import queue
 import signal
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
 from rayhelper.errors import ConfigError
+from rayhelper.watch.places import Place, calls_on_stacks, frames_of, stacks, summaries
 
 _WARN_S = 300.0  # unless RAYHELPER_WARN_S says otherwise
 _LOOK_S = 1.0  # the longest time between two looks
@@ -219,14 +218,14 @@ class Watchdog:
                 self._warn(call, now)
         if now - max(self.quiet_since, self.warned) >= every_s:
             self.warned = now
-            for frames, title in self._found():
-                if not _in_debugger(frames):
-                    _report(title, now - self.quiet_since, _here(stack_of_frames(frames[::-1])))
+            for places, title in self._found():
+                if not _in_debugger(places):
+                    _report(title, now - self.quiet_since, _here(stack_of_frames(places[::-1])))
         if calls:
             self.busy = now
         elif now - self.busy > _IDLE_S:
             codes = {off.code for off in self.off}
-            if codes and any(one.f_code in codes for frames in stacks().values() for one in frames):
+            if codes and any(one.code in codes for places in stacks().values() for one in places):
                 self.busy = now
             else:
                 with self.starting:
@@ -236,19 +235,9 @@ class Watchdog:
         limits = [call.limit_s for call in calls if call.limit_s is not None]
         return max(0.001, min(_LOOK_S, due_s, min([every_s, *limits]) / _LOOKS))
 
-    def _found(self) -> list[tuple[list[FrameType], str]]:
+    def _found(self) -> list[tuple[list[Place], str]]:
         """The calls with Ray off: of each thread, its stack and the innermost one's title."""
-        codes = {off.code: off for off in self.off}
-        found = []
-        for frames in stacks().values():
-            innermost = next((one for one in frames if one.f_code in codes), None)
-            if innermost is None:
-                continue
-            with _no_collection():
-                title = codes[innermost.f_code].title(innermost.f_locals)
-            if title is not None:
-                found.append((frames, title))
-        return found
+        return calls_on_stacks({off.code: off.title for off in self.off})
 
     def _late(self, call: Call, now: float) -> None:
         if call.paused_s is not None and not call.is_late:
@@ -345,57 +334,26 @@ def _every_s() -> float:
         return _NEVER
 
 
-def _frames_of(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of a stack, the innermost first."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Inside, no garbage is collected, so that frames of other threads can be read.
-
-    Before Python 3.12 a garbage collection may begin while a frame is looked up. Then the frame's thread may go on and
-    leave the frame, whose memory is read all the same: a segmentation fault.
-    """
-    pauses = sys.version_info < (3, 12) and gc.isenabled()
-    if pauses:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if pauses:
-            gc.enable()
-
-
-def stacks() -> dict[int, list[FrameType]]:
-    """The frames of every thread, the innermost first."""
-    with _no_collection():
-        return {thread: list(_frames_of(frame)) for thread, frame in sys._current_frames().items()}
-
-
-def _in_debugger(frames: Sequence[FrameType] | None) -> bool:
+def _in_debugger(places: Sequence[Place] | None) -> bool:
     """Whether a debugger waits for its user on this stack."""
-    modules = (str(one.f_globals.get("__name__", "")) for one in itertools.islice(frames or (), 64))
-    return any(module.startswith(_DEBUGGERS) for module in modules)
+    return any(one.module.startswith(_DEBUGGERS) for one in itertools.islice(places or (), 64))
 
 
 def is_importing(frame: FrameType | None) -> bool:
     """Whether the code at this frame runs because a module is being imported."""
-    return any(one.f_code.co_filename == "<frozen importlib._bootstrap>" for one in _frames_of(frame))
+    return any(one.f_code.co_filename == "<frozen importlib._bootstrap>" for one in frames_of(frame))
 
 
 def stack_of(frame: FrameType | None) -> str:
     """The innermost frames of a stack as text, most recent call last; of a thread that has ended: empty."""
-    return stack_of_frames(list(_frames_of(frame))[::-1])
+    return stack_of_frames(list(frames_of(frame))[::-1])
 
 
-def stack_of_frames(frames: Sequence[FrameType]) -> str:
+def stack_of_frames(frames: Sequence[FrameType | Place]) -> str:
     """As text, without those of this library: how a call came to where it is, is known."""
-    stack = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames)
+    stack = summaries(frames)
     shown = [one for one in stack if not one.filename.startswith(_LIBRARY)]
-    return "".join(traceback.format_list((shown or list(stack))[-_NUM_FRAMES:]))
+    return "".join(traceback.format_list((shown or stack)[-_NUM_FRAMES:]))
 
 
 watchdog = Watchdog()

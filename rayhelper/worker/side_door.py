@@ -22,7 +22,8 @@ from rayhelper.authenticated.client import Client
 from rayhelper.authenticated.server import Address as Address
 from rayhelper.authenticated.server import Server
 from rayhelper.ranks import runs
-from rayhelper.watch import watchdog
+from rayhelper.watch import places
+from rayhelper.watch.places import summaries
 from rayhelper.worker.process_group import in_process_group
 
 PURPOSE = "door"
@@ -67,13 +68,12 @@ class Door:
 
 def stacks() -> str:
     """The Python stacks of this process's threads, the main thread's first; those of this library's own left out."""
-    found = watchdog.stacks()
+    found = places.stacks()
     threads = sorted(threading.enumerate(), key=lambda thread: thread is not threading.main_thread())
     texts = []
     for thread in threads:
-        frames = found.get(thread.ident or 0)
-        if frames is not None and not thread.name.startswith(_NOT_OURS_TO_TELL):
-            stack = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames[::-1])
+        stack = summaries(found.get(thread.ident or 0, ())[::-1])
+        if stack and not thread.name.startswith(_NOT_OURS_TO_TELL):
             own = itertools.dropwhile(lambda one: any(part in one.filename for part in _MACHINERY), stack)
             shown = "".join(traceback.format_list((list(own) or stack)[-_NUM_FRAMES:]))
             texts.append(f"thread {thread.name}, most recent call last:\n{shown}")

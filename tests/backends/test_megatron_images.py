@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,17 +18,20 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from benchmarks.tiny.vision import png, save_vision
+from rayhelper import ConfigError
 from tests import megatron_on_cpu
 from tests.backends.batches import mean_loss
 from tests.backends.ranks import run_ranks
-from tests.backends.test_megatron import CP, FULL, PLAIN, PP, SP, TP, WHOLE, Layout, told
+from tests.backends.test_megatron import CP, FIRST, FULL, PLAIN, PP, SP, TP, VPP, WHOLE, Layout, told
 from tests.e2e import runs
 from tests.e2e.test_megatron import assert_same_run, process
 from tests.images.test_pairs import PAIRS
 from tests.images.test_sft import ROWS, transformers_gradients
 from trainers.backends.fsdp.backend import FsdpBackend
+from trainers.backends.megatron.settings import MegatronSettings
 from trainers.backends.megatron.weights import canonical
 from trainers.batch import Sequences
+from trainers.configuration.megatron_checks import check_model
 from trainers.data.images.processor import ImageReader
 from trainers.data.rows import pack, tokenize_sft
 
@@ -116,6 +122,7 @@ def wanted(folder: str, batch: Sequences) -> dict[str, Any]:
 
 PACKED = "packed rows"
 CASES: dict[str, dict[int, list[Layout]]] = {
+    "qwen2_vl": {1: [PLAIN]},
     "qwen2_5_vl": {1: [PLAIN], 2: [{TP: 2} | WHOLE | PLAIN, {TP: 2} | SP | FULL, {PP: 2} | PLAIN, {}]},
     "qwen3_vl": {1: [PLAIN | FULL], 2: [{TP: 2} | SP | PLAIN | {PACKED: True}, {PP: 2}, {CP: 2}]},
     "qwen3_5": {1: [PLAIN | {PACKED: True}], 2: [{TP: 2} | SP, {PP: 2}]},
@@ -251,3 +258,18 @@ def test_trainers_show_pictures_to_all_models_and_give_the_numbers_of_fsdp(tmp_p
         run_ranks(num_processes, process, num_processes, store.port, part, folder=tmp_path, joined=False)
     for name in RUNS:
         assert_same_run(tmp_path / f"{name} megatron", tmp_path / f"{name} fsdp")
+
+
+def test_a_first_stage_has_the_layers_that_features_are_added_behind(tmp_path: Path) -> None:
+    folder = Path(save_vision(tmp_path, "qwen3_vl", num_hidden_layers=8))
+    fields = json.loads((folder / "config.json").read_text())
+    fields["vision_config"]["deepstack_visual_indexes"] = [0, 1, 2]
+    (folder / "config.json").write_text(json.dumps(fields))
+    config: Any = SimpleNamespace(trust_remote_code=False, dtype="float32")
+    words = (
+        "adds features behind the first 3 layers, but the first pipeline stage has 2.*decoder_first_pipeline_num_layers"
+    )
+    for layout, is_right in (({PP: 4}, False), ({PP: 2}, True), ({PP: 2, VPP: 2}, False), ({PP: 2, FIRST: 3}, True)):
+        refused: Any = contextlib.nullcontext() if is_right else pytest.raises(ConfigError, match=words)
+        with refused:
+            check_model(config, "default", str(folder), MegatronSettings(**layout), None)

@@ -50,6 +50,7 @@ from trainers.gkd.trainer import GKDTrainer
 from trainers.grpo.config import GRPOConfig
 from trainers.grpo.trainer import GRPOTrainer
 from trainers.kto.trainer import KTOTrainer
+from trainers.parts.generator import Pending
 from trainers.ppo.trainer import PPOTrainer
 from trainers.reward.trainer import RewardTrainer
 from trainers.sft.trainer import SFTTrainer
@@ -86,15 +87,15 @@ class UnlikeTrainer(GRPOTrainer):
 
     def __init__(self, config: GRPOConfig) -> None:
         super().__init__(config)
-        complete = self.generator.complete
+        finished = self.generator.finished
 
-        def unlike(*args: Any, **kwargs: Any) -> Rollouts:
-            rollouts = complete(*args, **kwargs)
+        def unlike(pending: Pending) -> Rollouts:
+            rollouts = finished(pending)
             said = rollouts.rollout_logps
             off = 0.1 * np.sin(rollouts.completion_ids.values).astype(said.values.dtype)
             return replace(rollouts, rollout_logps=Ragged(said.values + off, said.offsets))
 
-        self.generator.complete = unlike  # type: ignore[method-assign]
+        self.generator.finished = unlike  # type: ignore[method-assign]
 
 
 UNDER_TEST: dict[str, Any] = {
@@ -368,6 +369,10 @@ def test_two_workers_give_the_numbers_of_fsdp(case: str, by_two: Runs) -> None:
 def test_a_method_gives_two_workers_the_numbers_of_one(case: str, by_two: Runs, by_one: Runs) -> None:
     found, expected = by_two(f"{case} fsdp"), by_one(f"{case} fsdp")
     assert_same_run(found, expected)
+    if CASES[case][0] == "unlike":
+        first = lines(expected)[0]
+        assert first["sampling/sampling_logp_difference/max"] > 0.05
+        assert ("rejection" in case) == (0 < first.get("sampling/rejected_tokens", 0.0) < 1)
 
 
 def test_a_run_that_balances_experts_logs_it_and_does(by_two: Runs) -> None:

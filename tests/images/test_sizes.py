@@ -46,6 +46,9 @@ def test_a_policy_that_sees_completes_without_vllm(model: str) -> None:
     on_ray = ["--use_ray", "true", "--vllm_tensor_parallel_size", "4", "--device_groups", groups]
     swift = ["--model", model, *SWIFT, *words, "--sleep_level", "1"]
     assert load_config(GRPOConfig, swift).rollout_engine == "hf"
+    on_megatron = load_config(GRPOConfig, [*swift, "--backend", "megatron"])
+    assert on_megatron.rollout_engine == "hf"
+    assert on_megatron.image_processor_kwargs["max_pixels"] > 0
     config = load_config(GRPOConfig, [*swift, *on_ray])
     assert config.rollout_engine == "hf"
     assert config.device_groups["colocate_groups"] == [["train", "rollout"]]

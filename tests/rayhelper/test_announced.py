@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import stat
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from rayhelper import RayHelper
 from rayhelper.__main__ import main
 from rayhelper.runtimes.announced import Announced, running
+from rayhelper.watch import places
 from rayhelper.worker.side_door import stacks
 from tests.conftest import RaySession
 
@@ -99,3 +101,22 @@ def test_a_hanging_call_is_seen_from_outside(ray_session: RaySession) -> None:
             call.cancel()
     assert "group 'crew'\n--- ranks 0-1\n" in said
     assert f"driver, process {os.getpid()}\n" in said
+
+
+def test_stacks_are_read_and_let_go_without_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Python 3.12, one that met a frame of a running thread cleared values in use, or crashed."""
+    seen: list[bool] = []
+    real = places._place
+    monkeypatch.setattr(places, "_place", lambda frame: (seen.append(gc.isenabled()), real(frame))[1])
+    assert gc.isenabled()
+    found = places.stacks()
+    assert {type(one) for stack in found.values() for one in stack} == {places.Place}
+    here = sys._getframe().f_code
+    ((stack, title),) = places.calls_on_stacks(
+        {here: lambda variables: f"{variables['seen'] is seen} {gc.isenabled()}"}
+    )
+    collects = sys.version_info >= (3, 12)
+    assert {type(one) for one in stack} == {places.Place}
+    assert title == f"True {collects}"
+    assert set(seen) == {collects}
+    assert gc.isenabled()

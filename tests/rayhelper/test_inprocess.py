@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rayhelper import ConfigError, DispatchError, RayHelper, RoleError, WorkerError
+from rayhelper.worker.random_streams import RandomState
 
 GROUPS = {
     "actors": {"device": "GPU", "ranks": 4, "workers": ["train"]},
@@ -170,3 +171,33 @@ def test_a_group_of_one_is_left_at_the_end_of_its_process() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines() == ["there: True", "there at the end: False"], done.stderr
+
+
+@RayHelper.worker(group="judge")
+class Drawing:
+    @RayHelper.function(group="judge", execute="first")
+    def draw(self) -> float:
+        return float(torch.rand(()))
+
+
+@pytest.mark.parametrize("moment", ["restore", "here"])
+def test_seeds_are_noticed_behind_a_call_that_was_interrupted_as_it_began(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker's generators were being put in place: what the driver does is looked at again."""
+
+    def interrupted(*_: Any) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    torch.manual_seed(0)
+    with RayHelper.session({"judges": GROUPS["judges"]}, runtime="inprocess"):
+        drawing = Drawing()
+        drawing.draw()
+        monkeypatch.setattr(RandomState, moment, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            drawing.draw()
+        torch.manual_seed(0)
+        drawn = drawing.draw()
+    torch.manual_seed(0)
+    assert drawn == float(torch.rand(()))

@@ -448,3 +448,11 @@ def test_weights_are_taken_in_place(decided: str, tmp_path: Path) -> None:
     assert places == [weight.data_ptr() for weight in engine.module.parameters()]
     with pytest.raises(ValueError, match="not given"):
         engine.load_weights([("model.norm.weight", torch.ones(64))])
+
+
+def test_an_engine_of_a_model_of_texts_refuses_a_part_of_its_weights(decided: str) -> None:
+    engine = HfEngine(decided, tiny_tokenizer(), gets_part=True)  # as beside backend: megatron
+    named = dict(engine.module.state_dict())
+    named.popitem()
+    with pytest.raises(ValueError, match=r"weights of the model were not given"):
+        engine.load_weights(named.items())

@@ -11,8 +11,9 @@ import time
 
 import pytest
 
+from trainers.patches import notices_exit
 from trainers.run import stopping
-from trainers.run.stopping import SIGNALS, GivenUp, Stop, StopSignals, ends_by_sigterm, notices_exit
+from trainers.run.stopping import SIGNALS, GivenUp, Stop, StopSignals, ends_by_sigterm
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGUSR1", "SIGHUP"])

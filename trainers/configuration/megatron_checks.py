@@ -14,7 +14,7 @@ from rayhelper import ConfigError, DeviceGroups
 from rayhelper.planning.model_shape import ModelShape
 from trainers.backends.device import default_device
 from trainers.backends.megatron.adapter_targets import chosen_targets
-from trainers.backends.megatron.architectures import architecture_mistakes
+from trainers.backends.megatron.architectures import architecture_mistakes, too_few_layers
 from trainers.backends.megatron.fields import check_fields, check_installed, check_made, divided
 from trainers.backends.megatron.model_fields import read_config
 from trainers.backends.megatron.settings import MegatronSettings, dense_mistakes, layout_mistakes
@@ -55,7 +55,11 @@ def check_model(
     file = config_file(model)
     if file is None:
         return
-    hf = read_config(file.parent, {}, trust_remote_code=config.trust_remote_code).get_text_config()
+    whole = read_config(file.parent, {}, trust_remote_code=config.trust_remote_code)
+    hf = whole.get_text_config()
+    sizes = settings.sizes(settings.workers_per_shard)
+    if mistake := too_few_layers(whole, sizes.stage_layers(hf.num_hidden_layers)[0] // sizes.virtual_pipeline):
+        raise ConfigError(f"role {role!r}: {mistake}")
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16  # which auto is on a GPU
     check_made(f"role {role!r}", hf, settings, dtype=dtype, has_adapter=lora is not None)
     if lora is not None:

@@ -24,9 +24,10 @@ def correlations(first_RH: np.ndarray, second_RH: np.ndarray, labels_R: np.ndarr
 
 def pearson(one_R: np.ndarray, other_R: np.ndarray) -> float:
     """The correlation of two columns; NaN if one of them never changes."""
+    if np.ptp(one_R) == 0 or np.ptp(other_R) == 0:
+        return float("nan")
     one_R, other_R = one_R.astype(np.float64) - one_R.mean(), other_R.astype(np.float64) - other_R.mean()
-    size = float(np.sqrt((one_R**2).sum() * (other_R**2).sum()))
-    return float((one_R * other_R).sum() / size) if size > 0 else float("nan")
+    return float((one_R * other_R).sum() / np.sqrt((one_R**2).sum() * (other_R**2).sum()))
 
 
 def ranks(values_R: np.ndarray) -> np.ndarray:

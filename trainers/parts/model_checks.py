@@ -245,6 +245,11 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
     if not sees:
         return
     if config.backend == "megatron":  # whose adapters are on the language model
+        if gives_values(config) and found.model_type not in READ_BY_VLLM:
+            raise ConfigError(
+                f"{config.model!r} sees pictures, and backend: megatron has no linear head (reward models, "
+                "classifiers, critics) of such a model. Write backend: fsdp."
+            )
         for name in ("freeze_vit", "freeze_aligner"):
             if getattr(config, name) is False and config.has_adapter:
                 raise ConfigError(
@@ -277,6 +282,11 @@ def check_vision_model(config: TrainConfig, found: Any) -> None:
             f"rollout_engine: vllm does not complete prompts for vision models yet, and {config.model!r} is one. Write "
             "rollout_engine: hf."
         )
+
+
+def gives_values(config: Any) -> bool:
+    """Whether a model of the run has a linear head: the classifier that is trained, or PPO's critic."""
+    return getattr(config, "SCORES", False) or hasattr(config, "value_model")
 
 
 def configuration_of(model: str, trust_remote_code: bool, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ from trainers.backends.base import Backend
 from trainers.backends.scores.evaluated import evaluated
 from trainers.configuration.mistakes import mistakes_of
 from trainers.configuration.packs import pack_length
-from trainers.configuration.shared import SEQUENCES_PER_STEP, order_by_rows_of, sequences_per_step, total_steps
+from trainers.configuration.shared import SEQUENCES_PER_STEP, changed, order_by_rows_of, sequences_per_step, total_steps
 from trainers.data.broken_rows import without_broken
 from trainers.data.packs import batches_of
 from trainers.data.texts.groups import COLUMNS, Groups, seen_by, tokenize_groups
@@ -214,12 +214,11 @@ def check_reranker(config: RerankingConfig, found: Any) -> None:
         raise ConfigError(f"model: {config.model!r} is a classifier of {found.num_labels} labels; a reranker has one.")
     if not is_encoder(found):
         return
-    for name in ("padding_free", "packing", "sequence_parallel_size"):
-        if getattr(config, name) not in (False, 1):
-            raise ConfigError(
-                f"{name} is {getattr(config, name)}, but {config.model!r} ({found.model_type}) sees tokens to the "
-                "right over whole rows. Remove it."
-            )
+    for name, value in changed(config, ("padding_free", "packing", "sequence_parallel_size")):
+        raise ConfigError(
+            f"{name} is {value}, but {config.model!r} ({found.model_type}) sees tokens to the right over whole rows. "
+            "Remove it."
+        )
     if getattr(found, "type_vocab_size", 0) > 1:
         raise ConfigError(
             f"model: {config.model!r} ({found.model_type}) tells query and document apart by token types, which are "

@@ -37,6 +37,7 @@ from trainers.configuration.reading.text import save_config
 from trainers.configuration.shared import SEQUENCES_PER_STEP, TrainConfig
 from trainers.data.contents import contents_of
 from trainers.metrics import Metrics
+from trainers.patches import notices_exit
 from trainers.report.command import write_of
 from trainers.run import origin
 from trainers.run.bad_steps import BAD_STEPS, BadSteps
@@ -44,7 +45,7 @@ from trainers.run.best import Best
 from trainers.run.folder_lock import FolderLock, held
 from trainers.run.going_on import is_going_on
 from trainers.run.header import header, trainer_name
-from trainers.run.stopping import EXIT_CODE, StepGivenUp, Stop, Stopped, StopSignals, notices_exit
+from trainers.run.stopping import EXIT_CODE, StepGivenUp, Stop, Stopped, StopSignals
 from trainers.run.throughput import WORK, throughput
 from trainers.run.timing import Stopwatch, step_times
 from trainers.run.trackers import Trackers

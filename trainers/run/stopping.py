@@ -1,4 +1,4 @@
-"""What asks a run to end before its last step, or ends it: signals, a limit of time, ``os._exit``.
+"""What asks a run to end before its last step: signals, and a limit of time.
 
     SIGTERM, SIGUSR1, SIGHUP     finish the step, save, say how to go on, exit with 143
     SIGTERM in a step that hangs the step is given up: say where it hangs and how to go on, exit with 143
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -222,31 +221,6 @@ def ends_by_sigterm() -> Iterator[None]:
 
 def _end(_number: int, _frame: Any) -> NoReturn:
     raise Stopped(EXIT_CODE)
-
-
-@contextlib.contextmanager
-def notices_exit() -> Iterator[None]:
-    """Inside, ``os._exit(0)`` in this process ends it with 1 and one line, so that nobody takes the run for finished.
-
-    Python's own function is replaced: nothing else hears of such an end. Forked children are not concerned.
-    """
-    before, pid = os._exit, os.getpid()
-
-    def end(status: int) -> NoReturn:
-        if status == 0 and os.getpid() == pid:
-            caller = sys._getframe(1)
-            where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-            told = f"\nerror: os._exit(0) at {where} ended the run before its last step. There is no final model.\n"
-            os.write(2, told.encode())
-            status = 1
-        before(status)
-
-    os._exit = end
-    try:
-        yield
-    finally:
-        if os._exit is end:
-            os._exit = before
 
 
 @contextlib.contextmanager

@@ -83,11 +83,13 @@ LAYOUTS = {
         Layout("overlapping", {"learners": Group((0, 1), ("train",)), "others": Group((0,), ("rollout", "judge"))}),
     )
 }
-LAUNCHES = {3: ("two", "three"), 2: ("pair", "overlapping")}  # torchrun: processes, and the layouts they play
+LAUNCHES = {3: ("three",), 2: ("pair", "overlapping")}  # torchrun: processes, and the layouts they play
+# Every layout is played in one process, where it costs little. On Ray and under torchrun: groups of one and of two
+# workers, roles together and apart, and futures from two workers to one and from one to two.
 LAYOUTS_OF = {
     "off": (),
     "inprocess": ("one", "pair", "two", "three", "shared"),
     "strict": ("one", "pair", "two", "three", "shared"),
-    "torchrun": ("pair", "two", "three", "overlapping"),  # of one worker, whole runs of trainers
-    "ray": ("one", "pair", "two", "three", "shared"),
+    "torchrun": ("pair", "three", "overlapping"),  # "three": a group of two without process 0
+    "ray": ("pair", "two", "shared"),
 }

@@ -105,7 +105,7 @@ def test_a_process_that_lacks_a_part_is_named_with_it(run: Run) -> None:
     assert after == AFTERWARDS
 
 
-@only(runs("off") + runs("inprocess", "strict", "ray", layouts=("one",)))
+@only(runs("off") + runs("inprocess", "strict", layouts=("one",)) + runs("ray", layouts=("shared",)))
 def test_a_condition_that_is_true_everywhere_is_none(run: Run) -> None:
     assert run(built_on_rank_0) == [{"returned": [1, 2, 3]}, AFTERWARDS]
 

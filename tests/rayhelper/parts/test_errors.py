@@ -185,7 +185,7 @@ def test_the_deadline_of_a_group_names_the_part(run: Run) -> None:
     assert says(run(a_groups_deadline), "DeadlineError", "Trainer.scorers[1].wait")
 
 
-@story_that_opens("one", "pair")
+@story_that_opens("pair")
 def traced(session: Open) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
@@ -205,10 +205,11 @@ STEPS = ["Trainer.crew.policies[1].step", "Trainer.generator.step_policy", "Trai
 STEPS += ["Trainer.scorers[1].step"]
 
 
-@only(runs("off") + runs("inprocess", "strict", "ray", layouts=("one",)))
+@only(runs("off") + runs("inprocess", "strict", layouts=("one",)) + runs("ray", layouts=("pair",)))
 def test_a_timeline_names_the_part(run: Run) -> None:
-    assert set(STEPS) <= set(run(traced))
-    assert not any(name.startswith(("Policy.", "Generator.")) for name in run(traced))
+    told = run(traced)
+    assert set(STEPS) <= set(told)
+    assert not any(name.startswith(("Policy.", "Generator.")) for name in told)
 
 
 @only(runs("torchrun", layouts=("pair",)))

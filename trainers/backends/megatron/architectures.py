@@ -79,6 +79,22 @@ def has_experts(config: Any, layer: int) -> bool:
     return (layer + 1) % getattr(config, "decoder_sparse_step", 1) == 0
 
 
+def num_later(whole: Any) -> int:
+    """Layers that a vision tower's features are added behind (deepstack, arXiv 2406.04334)."""
+    return len(getattr(getattr(whole, "vision_config", None), "deepstack_visual_indexes", None) or ())
+
+
+def too_few_layers(whole: Any, num_layers: int) -> str | None:
+    """What is wrong with a first pipeline stage of so many layers, if anything is."""
+    if num_layers >= num_later(whole):
+        return None
+    return (
+        f"the vision tower adds features behind the first {num_later(whole)} layers, but the first pipeline stage has "
+        f"{num_layers}. Make pipeline_model_parallel_size or virtual_pipeline_model_parallel_size smaller, or write "
+        f"decoder_first_pipeline_num_layers: {num_later(whole)}."
+    )
+
+
 def head_width(config: Any) -> int:
     """Channels of an attention head."""
     width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

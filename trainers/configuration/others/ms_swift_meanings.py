@@ -175,17 +175,18 @@ def _variables(given: GivenKeys) -> None:
 
     A variable that the loss does not read is left: ms-swift does not look at it either.
     """
-    loss, in_batch = given.get("loss_type", "infonce"), plain(os.environ.get("INFONCE_USE_BATCH", "true"))
+    names = [name for name in given.known if name.startswith(OF_ENVIRONMENT)]
+    loss, in_batch = str(given.get("loss_type", "infonce")), plain(os.environ.get("INFONCE_USE_BATCH", "true"))
     unread = {"pointwise_reranker": "listwise_", "listwise_reranker": " "}.get(
         loss, " " if loss == "infonce" else "infonce_"
     )
     of_batch = ("infonce_mask", "infonce_include", "infonce_fake") if in_batch in (False, 0, "0") else ()
-    for name in [name for name in given.known if name.startswith(OF_ENVIRONMENT)]:
+    for name in names:
         said = os.environ.get(name.upper())
         is_question = given.get("task_type") == "generative_reranker" or not name.startswith("generative_")
         if said is None or name in given.values or name.startswith((unread, *of_batch)) or not is_question:
             continue
-        value = plain(said)
+        value = said if name.endswith("_token") else plain(said)
         given.values[name] = bool(value) if type(value) is int and name in SWITCHES else value
         given.where[name] = "environment"
         given.origins[name] = name.upper()

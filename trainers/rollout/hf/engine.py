@@ -52,7 +52,7 @@ class HfEngine:
     ``whole_weights`` of a shared model gathers its weights where they lie in shards; then every worker generates.
     ``vision``: of a shared model that sees pictures. Such a model draws no token that stands for a part of a picture.
     ``processing``: of a model of its own, arguments of its image processor in place of the processor's.
-    ``gets_part``: a model of its own keeps what ``load_weights`` is not given, such as a vision tower.
+    ``gets_part``: a model of its own that sees keeps what ``load_weights`` is not given, such as a frozen tower.
     """
 
     has_weights = True
@@ -92,11 +92,10 @@ class HfEngine:
         self.stop_token_ids = stop_token_ids(self.module.generation_config.eos_token_id, tokenizer)
         pad = tokenizer.pad_token_id
         self.pad_token_id = int(pad if pad is not None else tokenizer.eos_token_id)
-        self.gets_part = gets_part
         if not self.shares_weights:
             told: dict[str, Any] = {"trust_remote_code": trust_remote_code, "processing": processing}
             vision = Vision.of(self.module, str(model), **told)
-        self.vision = vision
+        self.vision, self.gets_part = vision, gets_part and vision is not None
         self.batches = Batches(self.module, self.pad_token_id, vision)
         self._number = 0
         self._waiting: deque[Request] = deque()  # that neither slots nor batches have taken

@@ -22,6 +22,7 @@ from trainers.backends.fsdp.documents import backbone, picture_positions
 from trainers.backends.fsdp.optimizer import decayed_names
 from trainers.backends.fsdp.vision.parts import Part
 from trainers.backends.fsdp.vision.pixels import Vision
+from trainers.backends.megatron.architectures import num_later, too_few_layers
 from trainers.backends.megatron.attention import Added, looked_up
 from trainers.backends.megatron.packing import Pictures
 from trainers.backends.megatron.tensors.kept import TOWER
@@ -68,11 +69,6 @@ class Tower:
         """That of a vision model; None for others."""
         return cls(configuration, model, **options) if is_vision(configuration) else None
 
-    @property
-    def num_later(self) -> int:
-        """Layers that features are added behind (deepstack, arXiv 2406.04334)."""
-        return len(getattr(self.part.visual.config, "deepstack_visual_indexes", None) or ())
-
     def build(self) -> Any:
         """The tower as a module of the first stage, with weights that are yet to be loaded."""
         empty = self.part.visual
@@ -91,13 +87,9 @@ class Tower:
         """
         stage.visual = self.build()
         layers = stage.decoder.layers
-        if len(layers) < self.num_later:
-            raise ConfigError(
-                f"the vision tower adds features behind the first {self.num_later} layers, but the first pipeline "
-                f"stage has {len(layers)}. Make pipeline_model_parallel_size or virtual_pipeline_model_parallel_size "
-                f"smaller, or write decoder_first_pipeline_num_layers: {self.num_later}."
-            )
-        for number in range(self.num_later):
+        if mistake := too_few_layers(self.part.config, len(layers)):
+            raise ConfigError(mistake)
+        for number in range(num_later(self.part.config)):
             layers[number].register_forward_hook(_adding(number), with_kwargs=True)
         decayed, prefix = decayed_names(stage.visual), TOWER[0]
         for name, weight in stage.visual.named_parameters():

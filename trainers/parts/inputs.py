@@ -165,6 +165,8 @@ def load_model_and_tokenizer(config: RunConfig) -> tuple[str, Any]:
 def model_path(config: RunConfig) -> str:
     """The folder or hub name of the model, with rows for ``new_special_tokens``.
 
-    One that a plugin builds, or that grows, is built once, and needs a folder that all see.
+    One that a plugin builds, or that grows, is built once, and needs a folder that all see. A run that resumes takes
+    the model that a plugin built for it before.
     """
-    return grown_model(config, resolve_model(config.model, output_dir=config.output_dir, seed=config.seed))
+    reuse = bool(getattr(config, "resume_from_checkpoint", None))
+    return grown_model(config, resolve_model(config.model, output_dir=config.output_dir, seed=config.seed, reuse=reuse))

@@ -23,7 +23,7 @@ from trainers.parts.model_checks import (
     check_whole,
     configuration_of,
 )
-from trainers.parts.tokenizer import grown_model, load_tokenizer
+from trainers.parts.tokenizer import grown_model, load_tokenizer, tokenizer_there
 from trainers.plugins import load_plugins, resolve_model
 
 REWARD_MODEL = "reward_model"
@@ -107,11 +107,14 @@ def check_same_pixels(
         )
 
 
-def read_prompts(config: RunConfig, source: Any, split: str, images: ImageReader | None = None) -> Any:
-    """As ``read_rows``, of rows that each have a prompt to complete.
+def read_prompts(
+    config: RunConfig, source: Any, split: str, images: ImageReader | None = None, tokenizer: Any = None
+) -> Any:
+    """As ``read_rows``, of rows that each have a prompt to complete; ``tokenizer`` None: the model's, if it is a folder.
 
     Raises:
         ConfigError: rows have none, or a broken one, and ``skip_broken_rows`` is false. It names the first few.
+            Or prompts are conversations, and the tokenizer has no chat template.
     """
     rows = read_rows(config, source, split, images)
     with mistakes_of("dataset"):
@@ -119,7 +122,22 @@ def read_prompts(config: RunConfig, source: Any, split: str, images: ImageReader
             prompt_of(rows[0])
         mistake = seen_too(partial(prompt_mistake, empty=getattr(config, "has_environment", False)), images)
         columns = ("prompt", "messages", *(() if images is None else COLUMNS))
-        return without_broken(rows, mistake, *columns, skip=skips_broken(config))
+        rows = without_broken(rows, mistake, *columns, skip=skips_broken(config))
+        if images is None and not getattr(config, "has_environment", False) and not isinstance(prompt_of(rows[0]), str):
+            check_chat_template(tokenizer_there(config) if tokenizer is None else tokenizer)
+    return rows
+
+
+def check_chat_template(tokenizer: Any) -> None:
+    """Raises ConfigError for a tokenizer that reads conversations by a template, and has none. None: it is not known."""
+    from transformers import PreTrainedTokenizerBase
+
+    by_template = getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
+    if by_template and not tokenizer.chat_template:
+        raise ConfigError(
+            "chat_template: the prompts are conversations, and the tokenizer has no chat template. Write "
+            "chat_template: a file or the text of a Jinja template; or take an instruct model, or prompts that are text."
+        )
 
 
 def without_long(config: CompletionConfig, rows: Any, tokenizer: Any, images: ImageReader | None = None) -> Any:

@@ -63,6 +63,36 @@ def _main(name: str, argv: Sequence[str] | None) -> None:
         _end("interrupted", 130)
 
 
+def check_before_torchrun(name: str, arguments: Sequence[str], num_processes: int, *, is_first_node: bool) -> None:
+    """Exits with 2 and one line on a mistake that each of the ``num_processes`` of torchrun would find.
+
+    ``--help`` and ``--print_config`` print once and exit. What is only worth a warning, the processes say.
+    """
+    if not any(argument.startswith(("--help", "-h", "--print_config")) for argument in arguments):
+        told = f"checking the configuration, before torchrun starts {num_processes} processes"
+        print(told, file=sys.stderr, flush=True)
+    as_process = {"TORCHELASTIC_RUN_ID": "none yet", "WORLD_SIZE": str(num_processes)}
+    as_process["RANK"] = "0" if is_first_node else "1"  # which leaves output_dir to the first node
+    before = {key: os.environ.get(key) for key in as_process}
+    os.environ.update(as_process)
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        command = _command(name, arguments)
+        config, _ = read_config(command.config_type, arguments, prog=f"{program_name()} {name}")
+        os.environ.update({key: str(value) for key, value in config.env.items()})
+        folder = getattr(config, "run_folder", None)
+        with contextlib.nullcontext() if folder is None else held(folder):
+            _check_run(command.trainer, config, placement(command.trainer, config, num_processes))
+    except (ConfigError, PlacementError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    finally:
+        logging.disable(level)
+        for key, value in before.items():
+            os.environ.pop(key) if value is None else os.environ.update({key: value})
+
+
 @contextlib.contextmanager
 def _few_bars() -> Iterator[None]:
     """Inside, only the first process shows progress; what the shell says holds. Of libraries ``logs`` decides."""

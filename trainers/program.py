@@ -17,10 +17,17 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from rayhelper import ConfigError
-from trainers.cli import main, uses_ray
+from trainers.cli import check_before_torchrun, main, uses_ray
 from trainers.commands import OF_TRL, RLHF, commands
 from trainers.configuration.others import ms_swift
-from trainers.configuration.others.ms_swift import PROGRAMS, ROLLOUT, engine_in_parts, spelled, torchrun_options
+from trainers.configuration.others.ms_swift import (
+    PROGRAMS,
+    ROLLOUT,
+    engine_in_parts,
+    num_processes,
+    spelled,
+    torchrun_options,
+)
 from trainers.configuration.reading.command_line import given_keys
 from trainers.configuration.reading.folders import configuration_named, configurations
 
@@ -99,6 +106,9 @@ def _of_ms_swift(words: Sequence[str]) -> tuple[str, list[str]]:
         sys.exit(2)
     options = torchrun_options(os.environ)
     if options and not uses_ray(arguments):  # each of torchrun's processes comes here again
+        if size := num_processes(os.environ):
+            first = os.environ.get("NODE_RANK", "0") == "0"
+            check_before_torchrun(name, arguments, size, is_first_node=first)
         os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *options, "-m", MODULE, *words])
     return name, arguments
 

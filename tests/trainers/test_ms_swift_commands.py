@@ -17,7 +17,7 @@ import yaml
 from rayhelper import ConfigError, DeviceGroups
 from tests import warm
 from tests.conftest import registries_restored
-from tests.golden.tiny import tiny_tokenizer
+from tests.golden.tiny import save_tiny, tiny_tokenizer
 from tests.trainers.test_other_names import load, told
 from trainers.cli import load_config
 from trainers.configuration.others import translations
@@ -36,6 +36,7 @@ from trainers.grpo.config import GRPOConfig
 from trainers.kto.config import KTOConfig
 from trainers.plugins import DATASETS, load_plugins
 from trainers.ppo.config import PPOConfig
+from trainers.program import run
 from trainers.reward.config import RewardConfig
 from trainers.rewards.functions import resolve_rewards, score
 from trainers.sft.config import SFTConfig
@@ -91,6 +92,40 @@ def test_variables_of_processes_start_torchrun_once() -> None:
     assert torchrun_options(variables) == asked
     assert torchrun_options({**variables, "TORCHELASTIC_RUN_ID": "r"}) == []
     assert torchrun_options({"MASTER_PORT": "1"}) == []
+
+
+def test_mistakes_are_told_once_before_torchrun_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a b"}\n')
+    words = ["swift", "sft", "--model", str(tmp_path / "model"), "--dataset", str(rows), "--report_to", "none"]
+    words += ["--output_dir", str(tmp_path / "run"), "--add_version", "false"]
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, command: started.append(command) or sys.exit(0))
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    for more, code, message in (
+        (["--max_length", "8", "--max_seq_length", "9"], 2, "max_length"),
+        (["--max_length", "9999999"], 2, "positions"),
+        (["--max_length", "64", "--print_config"], 0, "max_length: 64"),
+        (["--max_length", "64"], 0, ""),
+    ):
+        assert not started
+        with pytest.raises(SystemExit) as end:
+            run([*words, *more])
+        found = capfd.readouterr()
+        assert end.value.code == code, found.err
+        if code:
+            assert message in (found.err.splitlines() or [""])[-1]
+            assert found.err.count("error: ") == 1
+        else:
+            assert found.out.count(message or "no output") == bool(message)
+        assert "RANK" not in os.environ
+    (command,) = started
+    assert command[-len(words) - 2 :] == [*words, "--max_length", "64"]
+    assert "--nproc_per_node=2" in command
+    assert not (tmp_path / "run" / "run.lock").exists()
 
 
 IN_PARTS = {"use_vllm": "true", "vllm_mode": "colocate", "vllm_tensor_parallel_size": "4"}

@@ -212,7 +212,7 @@ def test_the_columns_that_functions_ask_for_are_known_before_anything_is_scored(
         check_columns([(exact_answer, "exact_answer")], ["gold"])
     check_columns([(exact_answer, "exact_answer")], ["solution"])
     math = [(REWARDS["ms_swift_math"], "ms_swift_math")]
-    with pytest.raises(ValueError, match="ms_swift_math needs the right answers: .* or a column solution"):
+    with pytest.raises(ValueError, match=r"ms_swift_math needs the right answers: .* or a column solution"):
         check_columns(math, ["prompt"])
     check_columns(math, ["messages"])
 

@@ -110,7 +110,9 @@ def check_same_pixels(
 def read_prompts(
     config: RunConfig, source: Any, split: str, images: ImageReader | None = None, tokenizer: Any = None
 ) -> Any:
-    """As ``read_rows``, of rows that each have a prompt to complete; ``tokenizer`` None: the model's, if it is a folder.
+    """As ``read_rows``, of rows that each have a prompt to complete.
+
+    ``tokenizer``: of the run; None: the one of ``config.model``, if that is a folder.
 
     Raises:
         ConfigError: rows have none, or a broken one, and ``skip_broken_rows`` is false. It names the first few.
@@ -129,14 +131,17 @@ def read_prompts(
 
 
 def check_chat_template(tokenizer: Any) -> None:
-    """Raises ConfigError for a tokenizer that reads conversations by a template, and has none. None: it is not known."""
+    """Raises ConfigError for a tokenizer that reads conversations by a template and has none.
+
+    ``tokenizer`` None: it is not there yet.
+    """
     from transformers import PreTrainedTokenizerBase
 
     by_template = getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
     if by_template and not tokenizer.chat_template:
         raise ConfigError(
             "chat_template: the prompts are conversations, and the tokenizer has no chat template. Write "
-            "chat_template: a file or the text of a Jinja template; or take an instruct model, or prompts that are text."
+            "chat_template: FILE, with a Jinja template. Or take an instruct model, or prompts that are text."
         )
 
 

@@ -53,7 +53,7 @@ def _main(name: str, argv: Sequence[str] | None) -> None:
     try:
         arguments = sys.argv[1:] if argv is None else argv
         with logs.apart(_log_level(arguments)):
-            command = _command(name, arguments)
+            command = command_of(name, arguments)
             config, header = read_config(command.config_type, arguments, prog=f"{program_name()} {name}")
             _say_what_is_loaded(name, config)
             run(command.trainer, config, header)
@@ -78,7 +78,7 @@ def check_before_torchrun(name: str, arguments: Sequence[str], num_processes: in
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        command = _command(name, arguments)
+        command = command_of(name, arguments)
         config, _ = read_config(command.config_type, arguments, prog=f"{program_name()} {name}")
         os.environ.update({key: str(value) for key, value in config.env.items()})
         folder = getattr(config, "run_folder", None)
@@ -118,7 +118,7 @@ def _say_what_is_loaded(name: str, config: Any) -> None:
     print(f"{name}: loading model {config.model}, data {data}", file=sys.stderr, flush=True)
 
 
-def _command(name: str, arguments: Sequence[str]) -> Command:
+def command_of(name: str, arguments: Sequence[str]) -> Command:
     """The trainer that the name stands for, once ``env`` is exported.
 
     Before torch is imported, and a module of a user's: libraries read OMP_NUM_THREADS, HF_HOME, ... then.

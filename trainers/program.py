@@ -11,13 +11,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from rayhelper import ConfigError
-from trainers.cli import check_before_torchrun, main, uses_ray
+from trainers.cli import check_before_torchrun, command_of, main, uses_ray
 from trainers.commands import OF_TRL, RLHF, commands
 from trainers.configuration.others import ms_swift
 from trainers.configuration.others.ms_swift import (
@@ -28,10 +30,14 @@ from trainers.configuration.others.ms_swift import (
     spelled,
     torchrun_options,
 )
-from trainers.configuration.reading.command_line import given_keys
-from trainers.configuration.reading.folders import configuration_named, configurations
+from trainers.configuration.reading.command_line import given_keys, read_keys
+from trainers.configuration.reading.folders import configuration_named, configurations, names_of
+from trainers.configuration.reading.secrets import masked
+from trainers.configuration.reading.text import as_yaml
 
 ON_RAY_BECAUSE = "workers that train hold no part of an engine: role rollout has processes of its own on their GPUs"
+ASKS = {"--help", "-h", "--print_config"}
+SAID = re.compile(r"[A-Za-z_]\w*=")  # a variable before a command
 MODULE = "rayhelper.trainers"  # as processes are told to run it: no folder of a user's has that name
 BESIDE = {  # commands that are no trainers: a module whose main(arguments) returns the exit code, and a line of help
     "translate": ("trainers.translate.command", "another system's command or file, in the keys of RayHelper"),
@@ -70,6 +76,32 @@ def run(words: Sequence[str]) -> int | None:
     return 0
 
 
+def as_file(words: Sequence[str]) -> tuple[str, str] | None:
+    """The trainer and the configuration of a command, as YAML: what ``rayhelper plan -- COMMAND`` plans.
+
+    ``NPROC_PER_NODE=8 swift ...`` may stand as in a script. None if there is no such command. Raises ConfigError.
+    """
+    said = [*itertools.takewhile(lambda word: SAID.match(word), words)]
+    environment = {**os.environ, **dict(word.split("=", 1) for word in said)}
+    words = words[len(said) :]
+    if not words or (words[0] not in (*PROGRAMS, RLHF) and configuration_named(words[0]) is None):
+        return None
+    name, arguments, size = words[0], list(words[1:]), 1
+    if name in PROGRAMS:
+        name, arguments = spelled(list(words))
+        keys = given_keys(arguments, [])[0].values
+        arguments += engine_in_parts(keys, environment)
+        size = num_processes(environment) if torchrun_options(environment) else 1
+    config_type = command_of(name, arguments).config_type
+    values = read_keys(config_type, [one for one in arguments if not one.startswith("--print_config")])
+    if size and values["device_groups"] is None and not values["use_ray"]:
+        nodes = int(environment.get("NNODES") or "1") if size > 1 else 1
+        shape = {"nnodes": nodes, "nproc_per_node": size // nodes}
+        roles = [role for role, kind in config_type.ROLES.items() if kind.host is None]
+        values["device_groups"] = {**shape, "every_process": {"device": "GPU", "ranks": size, "workers": roles}}
+    return names_of(config_type)[0], as_yaml(masked(values))
+
+
 def python_m_trainers(words: Sequence[str]) -> int:
     """The exit code of ``python -m trainers WORDS``."""
     if not words or words[0].startswith("-"):
@@ -106,6 +138,8 @@ def _of_ms_swift(words: Sequence[str]) -> tuple[str, list[str]]:
         sys.exit(2)
     options = torchrun_options(os.environ)
     if options and not uses_ray(arguments):  # each of torchrun's processes comes here again
+        if ASKS & {argument.partition("=")[0] for argument in arguments} and not num_processes(os.environ):
+            return name, arguments  # printed once, of one process
         if size := num_processes(os.environ):
             first = os.environ.get("NODE_RANK", "0") == "0"
             check_before_torchrun(name, arguments, size, is_first_node=first)

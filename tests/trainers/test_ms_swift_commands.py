@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from rayhelper import ConfigError, DeviceGroups
+from rayhelper.__main__ import main
 from tests import warm
 from tests.conftest import registries_restored
 from tests.golden.tiny import save_tiny, tiny_tokenizer
@@ -126,6 +127,27 @@ def test_mistakes_are_told_once_before_torchrun_starts(
     assert command[-len(words) - 2 :] == [*words, "--max_length", "64"]
     assert "--nproc_per_node=2" in command
     assert not (tmp_path / "run" / "run.lock").exists()
+
+
+def test_a_command_of_ms_swift_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path / "model")
+    words = ["swift", "rlhf", "--rlhf_type", "grpo", "--model", str(tmp_path / "model"), "--dataset", "d.jsonl"]
+    words += ["--reward_funcs", "accuracy"]
+    assert main(["plan", "--", "NPROC_PER_NODE=4", "NNODES=2", *words]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("NPROC_PER_NODE=4 NNODES=2 swift rlhf: 1 device group\n")
+    assert "every_process: GPU, hosts train, rollout (colocated)\n  workers  8, 1 GPU each" in out
+    assert "total: 2 nodes x 4 = 8 GPUs" in out
+    assert "there is no file 'd.jsonl'" in out  # which the cluster may have
+    assert main(["plan", "--", "megatron", *words[1:], "--tensor_model_parallel_size", "2"]) == 1
+    assert "does not divide its 1 workers" in capsys.readouterr().out
+    for command, message in (
+        (["plan", "--", "swift", "infer"], "swift infer is not supported"),
+        (["plan", "--", "verl", "x"], "no command 'verl' has a configuration to plan"),
+        (["check", "--", *words], "rayhelper plan -- swift rlhf"),
+    ):
+        assert main(command) == 2
+        assert message in capsys.readouterr().err
 
 
 IN_PARTS = {"use_vllm": "true", "vllm_mode": "colocate", "vllm_tensor_parallel_size": "4"}

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from rayhelper import ConfigError
-from trainers.cli import check_before_torchrun, command_of, main, uses_ray
+from trainers.cli import check_before_torchrun, command_of, main, program_name, uses_ray
 from trainers.commands import OF_TRL, RLHF, commands
 from trainers.configuration.others import ms_swift
 from trainers.configuration.others.ms_swift import (
@@ -31,7 +31,7 @@ from trainers.configuration.others.ms_swift import (
     torchrun_options,
 )
 from trainers.configuration.reading.command_line import given_keys, read_keys
-from trainers.configuration.reading.folders import configuration_named, configurations, names_of
+from trainers.configuration.reading.folders import configuration_named, configurations, names_of, rlhf_types
 from trainers.configuration.reading.secrets import masked
 from trainers.configuration.reading.text import as_yaml
 
@@ -68,6 +68,9 @@ def run(words: Sequence[str]) -> int | None:
     if name in BESIDE:
         code: int = import_module(BESIDE[name][0]).main(arguments)
         return code
+    if told := _help_of(words):
+        print(told)
+        return 0
     if name in PROGRAMS:
         name, arguments = _of_ms_swift(words)
     elif ":" not in name and name not in (RLHF, *OF_TRL) and configuration_named(name) is None:
@@ -120,6 +123,25 @@ def python_m_trainers(words: Sequence[str]) -> int:
         main(words[0], words[1:])  # which says what there is
         return 2
     return code
+
+
+def _help_of(words: Sequence[str]) -> str:
+    """The help of ``swift``, and of ``rlhf`` before a type is named; empty for all that has a trainer's own help."""
+    asks = {"--help", "-h"} & set(words[1:])
+    if words[0] in PROGRAMS and (len(words) == 1 or words[1] in ("--help", "-h")):
+        known = [name for name in [*ms_swift.COMMANDS, ROLLOUT] if words[0] == "swift" or name != "sample"]
+        return (
+            f"usage: {program_name()} {words[0]} COMMAND [FILE] [--key VALUE ...]\nA command of ms-swift, with its "
+            f"keys and defaults. COMMAND is one of {', '.join(known)}.\nHelp of one: {program_name()} {words[0]} sft --help"
+        )
+    is_rlhf = words[0] == RLHF or (words[0] in PROGRAMS and words[1] == RLHF)
+    if asks and is_rlhf and not any(word.partition("=")[0] in ("--rlhf_type", "--config") for word in words):
+        of_what = " ".join(words[: 1 + (words[0] in PROGRAMS)])
+        return (
+            f"usage: {program_name()} {of_what} --rlhf_type TYPE [--config FILE] [--key VALUE ...]\nThe trainer that "
+            f"TYPE names: {', '.join(rlhf_types())}.\nHelp of one: {program_name()} {of_what} --rlhf_type dpo --help"
+        )
+    return ""
 
 
 def _of_ms_swift(words: Sequence[str]) -> tuple[str, list[str]]:

@@ -121,6 +121,8 @@ def _group_lines(planned: GroupPlan, gpu_bytes: int) -> Iterator[str]:
             yield f"    memory {terms} = {_gib(role.memory.at_work)} GiB a GPU{apart}"
         elif group.device != "CPU":
             yield f"    memory unknown: {role.unknown}"
+    if planned.guests:
+        yield f"  also     {', '.join(planned.guests)}, which no group names; memory not counted"
     if planned.peak_bytes is not None and group.shares_devices_with is not None:
         yield f"  memory   counted with that of {group.shares_devices_with}"
     elif planned.peak_bytes is not None:
@@ -240,6 +242,7 @@ def _group_dict(planned: GroupPlan) -> dict[str, Any]:
     return {
         "name": group.name,
         "roles": [_role_dict(role) for role in planned.roles],
+        "also": list(planned.guests),
         "colocated": len(group.roles) > 1,
         "device": group.device,
         "num_workers": group.num_workers,

@@ -129,6 +129,20 @@ def test_mistakes_are_told_once_before_torchrun_starts(
     assert not (tmp_path / "run" / "run.lock").exists()
 
 
+def test_help_before_a_trainer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["swift", "--help"], "COMMAND is one of"),
+        (["megatron"], "COMMAND is one of"),
+        (["rlhf", "--help"], "TYPE names: "),
+        (["swift", "rlhf", "-h"], "swift rlhf --rlhf_type TYPE"),
+    ):
+        assert run(words) == 0
+        assert message in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        run(["rlhf", "--rlhf_type", "grpo", "--help", "resume_from_checkpoint"])
+    assert "auto (or true): continues" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_command_of_ms_swift_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny(tmp_path / "model")
     words = ["swift", "rlhf", "--rlhf_type", "grpo", "--model", str(tmp_path / "model"), "--dataset", "d.jsonl"]

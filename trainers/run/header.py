@@ -97,9 +97,11 @@ def _has_tower(model: str) -> bool | None:
 
 
 def trainer_name(config: Any) -> str:
-    """What the command line calls the trainer of a configuration; of a user's own, the name of its class."""
+    """What the command line calls the trainer of a configuration; of a user's own, its class in small letters."""
     kind = type(config)
-    return names_of(kind)[0] if kind.__module__.startswith("trainers.") else kind.__name__
+    return (
+        names_of(kind)[0] if kind.__module__.startswith("trainers.") else kind.__name__.removesuffix("Config").lower()
+    )
 
 
 def num_parameters(model: str) -> int | None:
